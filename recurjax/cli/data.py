@@ -1,0 +1,187 @@
+"""`recurjax data prepare`: tokenizes a corpus once, for any number of runs."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from recurjax.data.config import (
+    ArrayRecords,
+    Bpe,
+    Bytes,
+    Corpus,
+    EmbeddedText,
+    JsonLines,
+    Parquet,
+    TextFiles,
+    Tfds,
+    TokenizerConfig,
+    TokenizerFile,
+)
+from recurjax.data.prepare import prepare, refuse_existing
+from recurjax.data.prepared import TOKENIZER, Manifest
+from recurjax.data.progress import shown_progress
+from recurjax.data.tokenizers import build_tokenizer
+from recurjax.errors import UserError
+
+Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord", "tfds"]
+
+_FORMAT_OF = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrayrecord": "arrayrecord",
+    ".array_record": "arrayrecord",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """Tokenizes a corpus into a directory of ArrayRecord shards with a manifest.
+
+    Attributes:
+      out: the new directory; it appears whole or not at all.
+      corpus: files or quoted globs ('docs/**/*.txt'), the folder of a TFDS data set, or
+        the word embedded for the Shakespeare text in the package.
+      tokenizer: bytes, bytes-without-bos, bpe:SIZE (trained on the corpus), or the path
+        of a tokenizer.json or of a folder that holds a tokenizer.
+      format: of the corpus; auto goes by the file names, and takes others as text.
+      field: the field or column with the text (jsonl, parquet, tfds).
+      split: the split to read (tfds).
+      separator: cuts a text file into documents (text); default: a file is one.
+      validation_fraction: the last share of the bytes, kept for validation.
+      shard_tokens: tokens in one file.
+    """
+
+    out: Path
+    corpus: tuple[str, ...]
+    tokenizer: str = "bytes"
+    format: Format = "auto"
+    field: str = "text"
+    split: str = "train"
+    separator: str | None = None
+    validation_fraction: float = 0.1
+    shard_tokens: int = 1 << 26
+
+
+def run(args: list[str]) -> int:
+    """Runs `recurjax data ARGS` and returns its exit code.
+
+    Raises:
+      UserError: something the user can put right, said in one sentence.
+    """
+    commands = {"prepare": run_prepare}
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: recurjax data prepare --out DIR --corpus FILES [options]")
+        print("       recurjax data prepare --help lists the options")
+        return 0 if args else 2
+    if args[0] not in commands:
+        raise UserError(
+            f"recurjax data has no command {args[0]!r}; it has: {', '.join(commands)}"
+        )
+    return commands[args[0]](args[1:])
+
+
+def run_prepare(args: list[str]) -> int:
+    """Runs `recurjax data prepare ARGS`."""
+    options = tyro.cli(
+        PrepareOptions,
+        args=args,
+        prog="recurjax data prepare",
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    refuse_existing(options.out)
+    corpus = _corpus(options)
+    choice = _tokenizer(options.tokenizer)
+    if isinstance(choice, Bpe):
+        print(f"training a BPE of {choice.vocabulary} tokens ...", file=sys.stderr)
+    tokenizer = build_tokenizer(
+        choice, corpus, validation_fraction=options.validation_fraction
+    )
+    with shown_progress() as progress:
+        manifest = prepare(
+            corpus,
+            tokenizer,
+            options.out,
+            validation_fraction=options.validation_fraction,
+            shard_tokens=options.shard_tokens,
+            progress=progress,
+        )
+    print(_summary(options.out, manifest))
+    return 0
+
+
+def _corpus(options: PrepareOptions) -> Corpus:
+    patterns, kind = options.corpus, options.format
+    if patterns == ("embedded",) and kind == "auto":
+        return EmbeddedText()
+    if kind == "auto":
+        kind = _guessed_format(patterns)
+    if options.separator is not None and kind != "text":
+        raise UserError(f"--separator is for text files, the corpus is {kind}")
+    match kind:
+        case "jsonl":
+            return JsonLines(patterns=patterns, field=options.field)
+        case "parquet":
+            return Parquet(patterns=patterns, field=options.field)
+        case "arrayrecord":
+            return ArrayRecords(patterns=patterns)
+        case "tfds":
+            return _tfds(options)
+        case _:
+            separator = options.separator and _unescaped(options.separator)
+            return TextFiles(patterns=patterns, separator=separator)
+
+
+def _tfds(options: PrepareOptions) -> Tfds:
+    if len(options.corpus) != 1:
+        raise UserError(f"name one TFDS folder, got {', '.join(options.corpus)}")
+    return Tfds(directory=options.corpus[0], split=options.split, field=options.field)
+
+
+def _guessed_format(patterns: tuple[str, ...]) -> str:
+    kinds = set()
+    for pattern in patterns:
+        if (Path(pattern).expanduser() / "dataset_info.json").is_file():
+            kinds.add("tfds")
+        else:
+            name = pattern.removesuffix(".gz")
+            kinds.add(_FORMAT_OF.get(Path(name).suffix, "text"))
+    if len(kinds) > 1:
+        raise UserError(
+            f"the corpus mixes {' and '.join(sorted(kinds))}: say which with --format"
+        )
+    return kinds.pop() if kinds else "text"
+
+
+def _tokenizer(text: str) -> TokenizerConfig:
+    if text in ("bytes", "bytes-without-bos"):
+        return Bytes(bos=text == "bytes")
+    if text.startswith("bpe:"):
+        size = text.removeprefix("bpe:")
+        if not size.isdecimal():
+            raise UserError(f"--tokenizer bpe:SIZE wants a number, got {size!r}")
+        return Bpe(vocabulary=int(size))
+    if text == "bpe":
+        raise UserError("--tokenizer bpe wants a vocabulary size, such as bpe:8192")
+    return TokenizerFile(path=text)
+
+
+def _unescaped(text: str) -> str:
+    """Lets a shell's backslash-n stand for a line break."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _summary(out: Path, manifest: Manifest) -> str:
+    return (
+        f"{out}: {manifest.documents:,} documents, {manifest.text_bytes:,} bytes, "
+        f"{manifest.tokens:,} tokens of {manifest.vocabulary:,} in "
+        f"{len(manifest.shards)} shards; {manifest.train_tokens:,} to train, "
+        f"{manifest.validation_tokens:,} to validate\n"
+        "in an experiment:\n"
+        f'    DataConfig(corpus=Prepared(directory="{out}"),\n'
+        f'               tokenizer=TokenizerFile(path="{out / TOKENIZER}"),\n'
+        f"               validation_fraction={manifest.validation_fraction})"
+    )

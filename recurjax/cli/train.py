@@ -1,0 +1,52 @@
+"""`recurjax train EXPERIMENT [--field value ...]`: train, or resume."""
+
+import os
+from pathlib import Path
+
+from recurjax.cli.options import override
+from recurjax.distributed import start_processes
+from recurjax.errors import UserError
+from recurjax.experiment import load_experiment
+
+_USAGE = """usage: recurjax train EXPERIMENT [--runs DIR] [--field value ...]
+
+EXPERIMENT is a .py file with a function config(). Every field of its config can be
+replaced: --training.steps 500 --optimizer.learning-rate 1e-3 (all of them:
+recurjax train EXPERIMENT --help). The run is written to DIR/<name>, runs/<name> unless
+told otherwise; the same command resumes a run that was stopped."""
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    file, runs, options = argv[0], Path("runs"), argv[1:]
+    if file.startswith("-"):
+        raise UserError(f"name the experiment file first, then {file}")
+    if "--runs" in options:
+        at = options.index("--runs")
+        if at + 1 == len(options):
+            raise UserError("--runs needs a directory")
+        runs = Path(options[at + 1])
+        del options[at : at + 2]
+    experiment = override(
+        load_experiment(Path(file)), options, prog=f"recurjax train {file}"
+    )
+    if experiment.training.deterministic:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+    start_processes()
+    # Imported late: the flags above count only before jax looks for devices.
+    from recurjax.training.loop import train
+
+    root = runs / experiment.name
+    result = train(experiment, root)
+    if result.outcome == "finished":
+        print(f"finished at step {result.step}: {root}")
+        return 0
+    print(
+        f"{result.outcome} at step {result.step}, saved in {root}: run the same command "
+        "again to resume"
+    )
+    return 130 if result.outcome == "interrupted" else 0

@@ -1,0 +1,129 @@
+"""Configs as JSON and back, decoded from the type hints.
+
+A dataclass becomes an object of its fields. A field whose type is a union of dataclasses
+also writes {"type": ClassName}, so that the reader knows which one it was. Reading an
+object that has an unknown field, lacks one without a default, or has a value of another
+type is an error that names the field by its dotted path.
+"""
+
+import dataclasses
+import types
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from recurjax.errors import UserError
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> Any:
+    """Turns a config into what `json.dumps` writes; every dataclass names its class."""
+    if dataclasses.is_dataclass(value):
+        fields = {
+            field.name: to_json(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
+        return {"type": type(value).__name__, **fields}
+    if isinstance(value, tuple):
+        return [to_json(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"to_json: cannot write {type(value).__name__}")
+
+
+def from_json(wanted: type[T], data: Any, *, path: str = "config") -> T:
+    """Rebuilds a config of type `wanted`.
+
+    Raises:
+      UserError: the data does not fit the types, or a config refuses its values.
+    """
+    return _decode(wanted, data, path)
+
+
+def _decode(wanted: Any, data: Any, path: str) -> Any:
+    origin = get_origin(wanted)
+    if origin in (Union, types.UnionType):
+        return _decode_union(get_args(wanted), data, path)
+    if dataclasses.is_dataclass(wanted):
+        return _decode_dataclass(wanted, data, path)
+    if origin is tuple:
+        return _decode_tuple(get_args(wanted), data, path)
+    if origin is Literal:
+        if data not in get_args(wanted):
+            choices = ", ".join(map(repr, get_args(wanted)))
+            raise UserError(f"{path} must be one of {choices}, got {data!r}")
+        return data
+    if wanted is type(None) and data is None:
+        return None
+    if wanted is float and type(data) in (int, float):
+        return float(data)
+    if wanted in (bool, int, str) and type(data) is wanted:
+        return data
+    name = getattr(wanted, "__name__", str(wanted))
+    raise UserError(f"{path} must be of type {name}, got {data!r}")
+
+
+def _decode_union(members: tuple[Any, ...], data: Any, path: str) -> Any:
+    if isinstance(data, dict):
+        named = {m.__name__: m for m in members if dataclasses.is_dataclass(m)}
+        if data.get("type") not in named:
+            raise UserError(
+                f"{path}.type must be one of {', '.join(named)}, got {data.get('type')!r}"
+            )
+        return _decode(named[data["type"]], data, path)
+    if data is None and type(None) in members:
+        return None
+    plain = [
+        m for m in members if not dataclasses.is_dataclass(m) and m is not type(None)
+    ]
+    for member in plain:
+        try:
+            return _decode(member, data, path)
+        except UserError:
+            continue
+    raise UserError(f"{path} must be of type {_names(members)}, got {data!r}")
+
+
+def _decode_dataclass(wanted: Any, data: Any, path: str) -> Any:
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must be an object for {wanted.__name__}, got {data!r}")
+    data = dict(data)
+    named = data.pop("type", wanted.__name__)
+    if named != wanted.__name__:
+        raise UserError(f"{path}.type must be {wanted.__name__}, got {named!r}")
+    hints = get_type_hints(wanted)
+    fields = {field.name: field for field in dataclasses.fields(wanted)}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise UserError(f"{path} has no field {', '.join(unknown)}")
+    missing = sorted(n for n in set(fields) - set(data) if _required(fields[n]))
+    if missing:
+        raise UserError(f"{path} lacks the field {', '.join(missing)}")
+    values = {n: _decode(hints[n], v, f"{path}.{n}") for n, v in data.items()}
+    try:
+        return wanted(**values)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _required(field: dataclasses.Field) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def _decode_tuple(members: tuple[Any, ...], data: Any, path: str) -> Any:
+    if not isinstance(data, list):
+        raise UserError(f"{path} must be a list, got {data!r}")
+    if len(members) == 2 and members[1] is Ellipsis:
+        members = (members[0],) * len(data)
+    if len(members) != len(data):
+        raise UserError(f"{path} must have {len(members)} entries, got {len(data)}")
+    return tuple(
+        _decode(member, item, f"{path}[{i}]")
+        for i, (member, item) in enumerate(zip(members, data, strict=True))
+    )
+
+
+def _names(members: tuple[Any, ...]) -> str:
+    return " or ".join(
+        "null" if m is type(None) else getattr(m, "__name__", str(m)) for m in members
+    )

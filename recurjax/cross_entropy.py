@@ -1,0 +1,90 @@
+"""Next-token cross-entropy, with the vocabulary in one piece or in chunks."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from recurjax.model import Decoder
+from recurjax.types import IGNORED, Array
+
+
+class TokenLosses(NamedTuple):
+    """Per-position values; both are 0 where the target is `IGNORED`.
+
+    Attributes:
+      nats: -log p(target).
+      log_normalizer: log sum exp of the logits.
+    """
+
+    nats: Float[Array, "B T"]
+    log_normalizer: Float[Array, "B T"]
+
+
+def token_losses(
+    model: Decoder,
+    x: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    *,
+    chunks: int = 1,
+) -> TokenLosses:
+    """Computes -log softmax(head(x))[target] in at least float32.
+
+    Args:
+      model: gives head, padding and soft cap.
+      x: states from `model.hidden`.
+      targets: token ids, or IGNORED.
+      chunks: pieces of the vocabulary. With 1 the logits and their gradient take
+        2 * 4 B T V bytes; with n > 1 they are made piece by piece, forward and again
+        backward, and take 2 * 4 B T V / n bytes at a time, for one more product with
+        the head.
+    """
+    counted = targets != IGNORED
+    labels = jnp.where(counted, targets, 0)
+    if chunks == 1:
+        logits = model.logits(x)
+        log_normalizer = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    else:
+        log_normalizer, chosen = _chunked(model, x, labels, chunks)
+    return TokenLosses(
+        nats=jnp.where(counted, log_normalizer - chosen, 0),
+        log_normalizer=jnp.where(counted, log_normalizer, 0),
+    )
+
+
+def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
+    V = model.config.vocabulary
+    head = model.head_weight()  # [D, W]
+    D, W = head.shape
+    width = -(-W // chunks)
+    head = jnp.pad(head, ((0, 0), (0, width * chunks - W)))
+    # Chunk i holds the columns i, i + chunks, ...: the long axis stays the sharded one.
+    pieces = jnp.moveaxis(head.reshape(D, width, chunks), 2, 0)  # [chunks, D, V/chunks]
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+
+    @jax.checkpoint
+    def add_piece(carry, piece_and_number):
+        piece, number = piece_and_number
+        largest, total, chosen = carry
+        logits = jnp.einsum(
+            "btd,dv->btv", x, piece.astype(x.dtype), preferred_element_type=dtype
+        )
+        logits = model.cap(logits)
+        columns = number + chunks * jnp.arange(width)
+        logits = jnp.where(columns < V, logits, -jnp.inf)
+        peak = jax.lax.stop_gradient(jnp.maximum(largest, logits.max(-1)))
+        total = total * jnp.exp(largest - peak)
+        total += jnp.exp(logits - peak[..., None]).sum(-1)
+        here = labels % chunks == number
+        own = jnp.take_along_axis(logits, (labels // chunks)[..., None], axis=-1)
+        chosen = jnp.where(here, own[..., 0], chosen)
+        return (peak, total, chosen), None
+
+    start = jnp.full(labels.shape, jnp.finfo(dtype).min, dtype)
+    zeros = jnp.zeros(labels.shape, dtype)
+    (largest, total, chosen), _ = jax.lax.scan(
+        add_piece, (start, zeros, zeros), (pieces, jnp.arange(chunks))
+    )
+    return largest + jnp.log(total), chosen

@@ -1,0 +1,37 @@
+"""Text to batches: corpora, tokenizers, packing and the grain pipeline.
+
+The configs are here; `recurjax.data.dataset.open_dataset` is the way in, and the only
+module that a trainer needs beside them. Importing this package imports no grain.
+"""
+
+from recurjax.data.config import (
+    ArrayRecords,
+    Bpe,
+    Bytes,
+    Corpus,
+    DataConfig,
+    EmbeddedText,
+    JsonLines,
+    Parquet,
+    Prepared,
+    TextFiles,
+    Tfds,
+    TokenizerConfig,
+    TokenizerFile,
+)
+
+__all__ = [
+    "ArrayRecords",
+    "Bpe",
+    "Bytes",
+    "Corpus",
+    "DataConfig",
+    "EmbeddedText",
+    "JsonLines",
+    "Parquet",
+    "Prepared",
+    "TextFiles",
+    "Tfds",
+    "TokenizerConfig",
+    "TokenizerFile",
+]

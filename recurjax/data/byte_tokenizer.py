@@ -1,0 +1,65 @@
+"""The tokenizer without a vocabulary to learn: a token for each byte of UTF-8."""
+
+import codecs
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+BYTE_FILE = "byte_tokenizer.json"
+
+
+class ByteTokenizer:
+    """The 256 bytes, and BOS = 256 when `bos` is true; BOS then ends text too.
+
+    The methods are those of `recurjax.data.tokenizers.Tokenizer`.
+    """
+
+    def __init__(self, *, bos: bool = True):
+        self.vocabulary = 257 if bos else 256
+        self.bos = 256 if bos else None
+        self.eos = self.bos
+        self.token_bytes = np.ones(self.vocabulary, np.int32)
+        self.token_bytes[256:] = 0
+        self._definition = json.dumps({"bos": bos, "type": "bytes"})
+        self.hash = hashlib.sha256(self._definition.encode()).hexdigest()
+
+    def encode(self, text: str) -> Int32[np.ndarray, " T"]:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
+        stream = self.stream()
+        return stream.push(ids) + stream.finish()
+
+    def stream(self) -> "ByteStream":
+        return ByteStream(_BYTES)
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / BYTE_FILE).write_text(self._definition + "\n")
+
+
+class ByteStream:
+    """Decodes tokens that stand for bytes, holding back unfinished characters."""
+
+    def __init__(self, pieces: Sequence[bytes]):
+        """Begins a text; `pieces[i]` is what token i stands for, later ids nothing."""
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
+        known = len(self._pieces)
+        data = b"".join(self._pieces[int(i)] for i in ids if 0 <= i < known)
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+_BYTES = [bytes([value]) for value in range(256)]

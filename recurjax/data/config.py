@@ -1,0 +1,189 @@
+"""What to train on: the corpus, the tokenizer, and how documents become rows."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from recurjax.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddedText:
+    """The Shakespeare text that comes with the package, as one document."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextFiles:
+    """UTF-8 text files (`.gz` too), named by paths or glob patterns.
+
+    Attributes:
+      patterns: read in this order; the matches of one pattern in sorted order.
+      separator: the string between two documents of a file; None: a file is one.
+    """
+
+    patterns: tuple[str, ...]
+    separator: str | None = None
+
+    def __post_init__(self):
+        _require_patterns(self, self.patterns)
+        if self.separator == "":
+            raise UserError("TextFiles: separator must not be the empty string")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonLines:
+    """Files with one JSON object a line (`.gz` too); `field` holds the text."""
+
+    patterns: tuple[str, ...]
+    field: str = "text"
+
+    def __post_init__(self):
+        _require_patterns(self, self.patterns)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parquet:
+    """Parquet files, one document a row, in the column `field`."""
+
+    patterns: tuple[str, ...]
+    field: str = "text"
+
+    def __post_init__(self):
+        _require_patterns(self, self.patterns)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrayRecords:
+    """ArrayRecord files whose records are documents in UTF-8."""
+
+    patterns: tuple[str, ...]
+
+    def __post_init__(self):
+        _require_patterns(self, self.patterns)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tfds:
+    """A data set that tensorflow-datasets has prepared as ArrayRecord files.
+
+    Attributes:
+      directory: the folder of one version, with dataset_info.json inside.
+      split: the split's name in that data set; `validation_fraction` cuts it again.
+      field: the text feature.
+    """
+
+    directory: str
+    split: str = "train"
+    field: str = "text"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """Token shards written by `recurjax data prepare`."""
+
+    directory: str
+
+
+Corpus = EmbeddedText | TextFiles | JsonLines | Parquet | ArrayRecords | Tfds | Prepared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bytes:
+    """UTF-8 bytes 0..255 and, unless `bos` is False, the token 256 before documents."""
+
+    bos: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bpe:
+    """A byte-level BPE trained on the training part of the corpus.
+
+    Attributes:
+      vocabulary: tokens in all: 256 bytes, one BOS, the rest merges.
+      train_bytes: merges are counted on at most about this much text.
+    """
+
+    vocabulary: int
+    train_bytes: int = 200_000_000
+
+    def __post_init__(self):
+        if self.vocabulary < 257:
+            raise UserError(
+                "Bpe: vocabulary must be at least 257 (256 bytes and BOS), "
+                f"got {self.vocabulary}"
+            )
+        if self.train_bytes < 1:
+            raise UserError(
+                f"Bpe: train_bytes must be positive, got {self.train_bytes}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerFile:
+    """A tokenizer on disk.
+
+    Attributes:
+      path: a tokenizer.json, or a folder that holds a tokenizer (such as `tokenizer`
+        in a prepared directory, or a Hugging Face model's folder).
+      bos: the token before each document; None: what tokenizer_config.json beside
+        the file says, else the first well-known name in the vocabulary, else none.
+      eos: the token that ends generated text, found the same way.
+    """
+
+    path: str
+    bos: str | None = None
+    eos: str | None = None
+
+
+TokenizerConfig = Bytes | Bpe | TokenizerFile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Corpus, tokenizer and the way documents are laid out in rows.
+
+    Attributes:
+      packing: "concat" cuts the joined documents into rows; "best_fit" starts each
+        row with BOS and fills it with the largest documents that fit.
+      document_segments: whether batches carry each position's document number.
+      validation_fraction: the last share of the corpus' bytes, kept for validation.
+      seed: of the global shuffle, another permutation each epoch.
+      packing_buffer: documents that best-fit packing chooses from, at least.
+      prefetch: batches made ahead of time; 0 makes each when it is asked for.
+      threads: that make them (best-fit packing uses one).
+    """
+
+    corpus: Corpus
+    tokenizer: TokenizerConfig
+    packing: Literal["concat", "best_fit"] = "concat"
+    document_segments: bool = False
+    validation_fraction: float = 0.1
+    seed: int = 0
+    packing_buffer: int = 1000
+    prefetch: int = 8
+    threads: int = 2
+
+    def __post_init__(self):
+        if self.packing not in ("concat", "best_fit"):
+            raise UserError(
+                f"data: packing must be concat or best_fit, got {self.packing!r}"
+            )
+        if not 0.0 <= self.validation_fraction <= 1.0:
+            raise UserError(
+                "data: validation_fraction must lie between 0 and 1, "
+                f"got {self.validation_fraction}"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"data: seed must lie in [0, 2**32), got {self.seed}")
+        for name, least in (("packing_buffer", 1), ("prefetch", 0), ("threads", 1)):
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"data: {name} must be at least {least}, got {getattr(self, name)}"
+                )
+
+
+def _require_patterns(corpus: object, patterns: tuple[str, ...]) -> None:
+    if isinstance(patterns, str) or not patterns or not all(patterns):
+        raise UserError(
+            f"{type(corpus).__name__}: patterns must name at least one file or glob, "
+            f"got {patterns!r}"
+        )

@@ -1,0 +1,166 @@
+"""Turns each kind of corpus into a stream of documents, read as they are needed."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import IO, Any, NamedTuple, assert_never, cast
+
+from recurjax.data.config import (
+    ArrayRecords,
+    Corpus,
+    EmbeddedText,
+    JsonLines,
+    Parquet,
+    Prepared,
+    TextFiles,
+    Tfds,
+)
+from recurjax.data.files import matching_files
+from recurjax.errors import UserError
+
+
+class Document(NamedTuple):
+    """One text, and how far into the corpus its end lies (in `Reading.total` units)."""
+
+    text: str
+    done: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """One pass over a corpus; `total` is its size in bytes on disk or in records."""
+
+    total: int
+    documents: Iterator[Document]
+
+
+def read_corpus(corpus: Corpus) -> Reading:
+    """Opens a corpus; empty documents are left out.
+
+    Raises:
+      UserError: a pattern matches no file, a file cannot be read or lacks the field, a
+        package for the format is not installed; while iterating: text that is not
+        UTF-8, or no text in the whole corpus.
+    """
+    match corpus:
+        case EmbeddedText():
+            text = embedded_text()
+            total, documents = len(text), iter((Document(text, len(text)),))
+        case TextFiles():
+            total, documents = _per_file(corpus.patterns, _text_documents, corpus)
+        case JsonLines():
+            total, documents = _per_file(corpus.patterns, _json_documents, corpus)
+        case Parquet() | ArrayRecords() | Tfds():
+            from recurjax.data import records  # needs grain, pyarrow, tfds
+
+            total, pairs = records.read_records(corpus)
+            documents = (Document(text, done) for text, done in pairs)
+        case Prepared():
+            raise UserError(
+                f"{corpus.directory} is a prepared directory: it holds tokens, not text"
+            )
+        case _:
+            assert_never(corpus)
+    return Reading(total=total, documents=_with_text(documents, corpus))
+
+
+def embedded_text() -> str:
+    """Returns the Shakespeare text in the package: 1,036,467 bytes of ASCII."""
+    file = resources.files("recurjax.data") / "text" / "shakespeare.txt"
+    return file.read_bytes().decode("ascii")
+
+
+def _with_text(documents: Iterator[Document], corpus: Corpus) -> Iterator[Document]:
+    empty = True
+    for document in documents:
+        if document.text:
+            empty = False
+            yield document
+    if empty:
+        raise UserError(f"the corpus holds no text: {corpus}")
+
+
+def _per_file(
+    patterns: tuple[str, ...],
+    documents_of: Callable[[Path, Any], Iterator[tuple[str, int]]],
+    corpus: TextFiles | JsonLines,
+) -> tuple[int, Iterator[Document]]:
+    files = matching_files(patterns)
+    sizes = [file.stat().st_size for file in files]
+
+    def documents() -> Iterator[Document]:
+        before = 0
+        for file, size in zip(files, sizes, strict=True):
+            for text, done in documents_of(file, corpus):
+                yield Document(text, before + min(done, size))
+            before += size
+
+    return sum(sizes), documents()
+
+
+def _text_documents(file: Path, corpus: TextFiles) -> Iterator[tuple[str, int]]:
+    with _opened(file) as (stream, _):
+        data = stream.read()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}"
+        ) from error
+    parts = [text] if corpus.separator is None else text.split(corpus.separator)
+    done, share = 0, file.stat().st_size / max(1, len(text))
+    for part in parts:
+        done += len(part) + len(corpus.separator or "")
+        yield part, int(done * share)
+
+
+def _json_documents(file: Path, corpus: JsonLines) -> Iterator[tuple[str, int]]:
+    with _opened(file) as (stream, position):
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{file}:{number} is not JSON: {error}") from error
+            if not isinstance(row, dict) or corpus.field not in row:
+                names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                raise UserError(
+                    f"{file}:{number} has no field {corpus.field!r}; it has: {names}"
+                )
+            text = row[corpus.field]
+            if not isinstance(text, str):
+                raise UserError(
+                    f"{file}:{number}: field {corpus.field!r} must be a string, "
+                    f"got {type(text).__name__}"
+                )
+            yield _without_lone_surrogates(text), position()
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """Yields the file's bytes, unpacked if it is gzip, and its position on disk."""
+    try:
+        with open(file, "rb") as raw:
+            if file.suffix == ".gz":
+                with gzip.open(raw) as unpacked:
+                    yield cast(IO[bytes], unpacked), raw.tell
+            else:
+                yield raw, raw.tell
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+
+
+def _without_lone_surrogates(text: str) -> str:
+    """Replaces half a surrogate pair, which JSON may hold, by U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        pairs = text.encode("utf-16-le", "surrogatepass")
+        return pairs.decode("utf-16-le", "replace")
+    return text

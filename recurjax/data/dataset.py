@@ -1,0 +1,218 @@
+"""The front door: from a DataConfig to batches."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from jaxtyping import Int32
+
+from recurjax.data.config import Bpe, DataConfig, Prepared
+from recurjax.data.corpora import read_corpus
+from recurjax.data.encoding import encoded_documents
+from recurjax.data.loader import Loader
+from recurjax.data.pipeline import Layout
+from recurjax.data.prepared import TOKENIZER, PreparedStream, read_manifest
+from recurjax.data.streams import MemoryStream, Split, TokenStream, validation_start
+from recurjax.data.tokenizers import Tokenizer, build_tokenizer
+from recurjax.errors import UserError
+
+SplitName = Literal["train", "validation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """A tokenized corpus, in memory or in a prepared directory.
+
+    Attributes:
+      config: what it was opened with.
+      tokenizer: made its tokens.
+      stream: all of its tokens.
+      cut: the validation split begins at this token.
+      fingerprint: SHA-256 of the tokens' identity and the tokenizer.
+    """
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    stream: TokenStream
+    cut: int
+    fingerprint: str
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tokenizer.vocabulary
+
+    def split(self, name: SplitName) -> Split:
+        """Returns one part of the stream."""
+        if name not in get_args(SplitName):
+            raise ValueError(f"Dataset.split: want train or validation, got {name!r}")
+        start, stop = (0, self.cut) if name == "train" else (self.cut, None)
+        stop = self.stream.tokens if stop is None else stop
+        return Split(name=name, stream=self.stream, start=start, stop=stop)
+
+    def tokens(self, name: SplitName) -> Int32[np.ndarray, " T"]:
+        """Reads a whole split into memory."""
+        split = self.split(name)
+        return self.stream.read([(split.start, split.stop)])[0]
+
+    def text_bytes(self, name: SplitName) -> int:
+        """Counts the bytes that a split's tokens stand for; reads all of it."""
+        split, step = self.split(name), 1 << 22
+        total = 0
+        for start in range(split.start, split.stop, step):
+            [ids] = self.stream.read([(start, min(start + step, split.stop))])
+            total += int(self.tokenizer.token_bytes[ids].sum(dtype=np.int64))
+        return total
+
+    def loader(
+        self,
+        split: SplitName,
+        *,
+        length: int,
+        batch: int,
+        rows: tuple[int, int] | None = None,
+        seed: int | None = None,
+    ) -> Loader:
+        """Makes batches of `batch` rows of `length` tokens.
+
+        "train" is endless and shuffled, packed as the config says. "validation" is one
+        pass in order, always concatenated, with the last batch filled up with places
+        whose target is IGNORED.
+
+        Args:
+          split: which part.
+          length: T, in tokens.
+          batch: rows of the global batch, over all processes.
+          rows: (first, after the last) row that this process delivers; None: all. Any
+            division of the rows among processes gives the same global batches.
+          seed: None: the config's.
+
+        Raises:
+          UserError: the split is too short, or the tokenizer has no BOS for best-fit.
+        """
+        rows = rows or (0, batch)
+        if length < 1 or batch < 1:
+            raise ValueError(
+                f"Dataset.loader: want length, batch >= 1, got {length}, {batch}"
+            )
+        if not 0 <= rows[0] < rows[1] <= batch:
+            raise ValueError(
+                f"Dataset.loader: rows must lie within 0..{batch}, got {rows}"
+            )
+        part = self.split(split)
+        _check_long_enough(part, length, self.config)
+        if split == "train" and self.config.packing == "best_fit":
+            _check_packable(part, self.tokenizer)
+        layout = Layout(
+            length=length,
+            batch=batch,
+            rows=rows,
+            segments=self.config.document_segments,
+        )
+        seed = self.config.seed if seed is None else seed
+        return Loader(
+            part=part,
+            config=self.config,
+            layout=layout,
+            seed=seed,
+            fingerprint=self.fingerprint,
+        )
+
+
+def open_dataset(config: DataConfig, *, tokenizer: Tokenizer | None = None) -> Dataset:
+    """Opens a corpus: reads and tokenizes it, or opens the prepared shards.
+
+    Args:
+      config: what to open.
+      tokenizer: takes the place of the config's, for a run that carries its own.
+
+    Raises:
+      UserError: the corpus or the tokenizer is missing, empty, damaged, or the two do
+        not match.
+    """
+    if isinstance(config.corpus, Prepared):
+        return _open_prepared(config, config.corpus, tokenizer)
+    tokenizer = tokenizer or build_tokenizer(
+        config.tokenizer, config.corpus, validation_fraction=config.validation_fraction
+    )
+    documents = list(encoded_documents(read_corpus(config.corpus), tokenizer))
+    stream = MemoryStream(
+        [document.ids for document in documents], vocabulary=tokenizer.vocabulary
+    )
+    cut = validation_start(
+        stream,
+        document_bytes=np.array([d.token_bytes for d in documents], np.int64),
+        tokenizer=tokenizer,
+        fraction=config.validation_fraction,
+    )
+    identity = [tokenizer.hash, stream.sha256(), cut]
+    return Dataset(
+        config=config,
+        tokenizer=tokenizer,
+        stream=stream,
+        cut=cut,
+        fingerprint=_sha256_of(identity),
+    )
+
+
+def _open_prepared(
+    config: DataConfig, corpus: Prepared, tokenizer: Tokenizer | None
+) -> Dataset:
+    directory = Path(corpus.directory).expanduser()
+    manifest = read_manifest(directory)
+    if tokenizer is None and isinstance(config.tokenizer, Bpe):
+        raise UserError(
+            f"{directory} holds tokens already: name its tokenizer, "
+            f'TokenizerFile(path="{directory / TOKENIZER}"), in place of Bpe'
+        )
+    tokenizer = tokenizer or build_tokenizer(
+        config.tokenizer, corpus, validation_fraction=config.validation_fraction
+    )
+    if tokenizer.hash != manifest.tokenizer_hash:
+        raise UserError(
+            f"{directory} was prepared with another tokenizer (hash "
+            f"{manifest.tokenizer_hash[:12]}, the configured one has "
+            f'{tokenizer.hash[:12]}): use TokenizerFile(path="{directory / TOKENIZER}")'
+        )
+    if config.validation_fraction != manifest.validation_fraction:
+        raise UserError(
+            f"{directory} was prepared with validation_fraction "
+            f"{manifest.validation_fraction}, the config says "
+            f"{config.validation_fraction}: change the config or prepare again"
+        )
+    shards = [shard.sha256 for shard in manifest.shards]
+    return Dataset(
+        config=config,
+        tokenizer=tokenizer,
+        stream=PreparedStream(directory, manifest),
+        cut=manifest.train_tokens,
+        fingerprint=_sha256_of([tokenizer.hash, *shards, manifest.train_tokens]),
+    )
+
+
+def _check_long_enough(part: Split, length: int, config: DataConfig) -> None:
+    needed = length + 1 if part.name == "train" else 2
+    if part.tokens < needed:
+        raise UserError(
+            f"the {part.name} split has {part.tokens} tokens, a row of length {length} "
+            f"needs {needed}: use more text, a shorter length or another "
+            f"validation_fraction than {config.validation_fraction}"
+        )
+
+
+def _check_packable(part: Split, tokenizer: Tokenizer) -> None:
+    if tokenizer.bos is None:
+        raise UserError(
+            "best_fit packing needs a tokenizer with BOS: name one, or use concat"
+        )
+    if len(part.document_spans()) < 2:
+        raise UserError(
+            "best_fit packing crops a document to a row, and the corpus has only one: "
+            "use concat"
+        )
+
+
+def _sha256_of(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

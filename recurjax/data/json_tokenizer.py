@@ -1,0 +1,230 @@
+"""Any tokenizer.json, through the `tokenizers` library."""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int, Int32
+
+from recurjax.data.byte_tokenizer import ByteStream
+from recurjax.errors import UserError
+
+_BOS_NAMES = (
+    "<|bos|>",
+    "<|begin_of_text|>",
+    "<|startoftext|>",
+    "<bos>",
+    "<s>",
+    "[BOS]",
+    "<|endoftext|>",
+)
+_EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<eos>", "</s>", "[EOS]")
+_PIECE = 1 << 16
+"""Longer texts are cut about here, in characters, where that changes no token."""
+_SAFE_CUT = re.compile(r"(?<=[\w.,;:!?'\")\]])\n(?=\w)")
+_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class JsonTokenizer:
+    """A tokenizer.json; the methods are those of `recurjax.data.tokenizers.Tokenizer`.
+
+    Names of special tokens inside a text are plain text. Post-processing (BOS added by
+    the file), truncation and padding of the file are not applied.
+    """
+
+    def __init__(self, definition: str, *, bos: str | None, eos: str | None):
+        """Builds it from the text of a tokenizer.json and its special tokens' names.
+
+        Raises:
+          UserError: not a tokenizer, or `bos` or `eos` is not in its vocabulary.
+        """
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the library raises the bare class
+            raise UserError(f"not a tokenizer.json: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self._definition, self._names = definition, (bos, eos)
+        self._json: dict[str, Any] = json.loads(definition)
+        self.bos, self.eos = self._id(bos, "BOS"), self._id(eos, "EOS")
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocabulary = max(ids) + 1
+        self.token_bytes = np.array([len(piece) for piece in self._pieces], np.int32)
+        canonical = json.dumps([self._json, bos, eos], sort_keys=True)
+        self.hash = hashlib.sha256(canonical.encode()).hexdigest()
+
+    @classmethod
+    def load(
+        cls, file: Path, *, bos: str | None = None, eos: str | None = None
+    ) -> "JsonTokenizer":
+        """Reads a file; unnamed specials come from tokenizer_config.json or by name."""
+        try:
+            definition = file.read_text(encoding="utf-8")
+            known = set(tokenizers.Tokenizer.from_str(definition).get_vocab())
+        except Exception as error:  # the library raises the bare class
+            raise UserError(f"{file} is not a tokenizer.json: {error}") from error
+        stated = _stated_specials(file.parent / "tokenizer_config.json")
+        bos = bos or stated.get("bos_token", _first_of(_BOS_NAMES, known))
+        eos = eos or stated.get("eos_token", _first_of(_EOS_NAMES, known) or bos)
+        return cls(definition, bos=bos, eos=eos)
+
+    def encode(self, text: str) -> Int32[np.ndarray, " T"]:
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        pieces = [_pieces(text) if self._cuts_at_lines else [text] for text in texts]
+        flat = [piece for group in pieces for piece in group]
+        encodings = self._tokenizer.encode_batch_fast(flat, add_special_tokens=False)
+        ids = iter([np.array(encoding.ids, np.int32) for encoding in encodings])
+        return [np.concatenate([next(ids) for _ in group]) for group in pieces]
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
+        if self._byte_level:
+            stream = ByteStream(self._pieces)
+            return stream.push(ids) + stream.finish()
+        known = [int(i) for i in ids if 0 <= i < self.vocabulary]
+        return self._tokenizer.decode(known, skip_special_tokens=True)
+
+    def stream(self) -> "ByteStream | _WholeStream":
+        if self._byte_level:
+            return ByteStream(self._pieces)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        return _WholeStream(
+            self, {i for token, i in vocabulary.items() if _FALLBACK.fullmatch(token)}
+        )
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "tokenizer.json").write_text(self._definition, encoding="utf-8")
+        names = {"bos_token": self._names[0], "eos_token": self._names[1]}
+        text = json.dumps(names, indent=1) + "\n"
+        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+    def _id(self, name: str | None, role: str) -> int | None:
+        if name is None:
+            return None
+        found = self._tokenizer.token_to_id(name)
+        if found is None:
+            raise UserError(f"the tokenizer has no token {name!r} to serve as {role}")
+        return found
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        decoder = self._json.get("decoder") or {}
+        parts = decoder.get("decoders", [decoder])
+        return any(part.get("type") == "ByteLevel" for part in parts)
+
+    @cached_property
+    def _cuts_at_lines(self) -> bool:
+        """Whether the line break between two words always ends a pre-token."""
+        split = self._tokenizer.pre_tokenizer
+        if not self._byte_level or split is None or self._json.get("normalizer"):
+            return False
+        for probe in ("a\nb", ".\nb", "1\n2", '"\nB'):
+            pieces = split.pre_tokenize_str(probe)
+            if pieces[0][0][0] == "Ġ" or all(end != 2 for _, (_, end) in pieces):
+                return False
+        return True
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        """The bytes each token stands for; nothing for special tokens and gaps."""
+        pieces = [b""] * self.vocabulary
+        added = {token["id"]: token for token in self._json.get("added_tokens", [])}
+        special = {i for i, token in added.items() if token["special"]}
+        special |= {i for i in (self.bos, self.eos) if i is not None}
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in special:
+                continue
+            coded = self._byte_level and i not in added
+            if coded and all(character in _BYTE_OF for character in token):
+                pieces[i] = bytes(_BYTE_OF[character] for character in token)
+            else:
+                pieces[i] = _plain_bytes(token)
+        return pieces
+
+
+class _WholeStream:
+    """Decodes everything so far at each step: for tokenizers that are not of bytes.
+
+    What a run of byte-fallback tokens decodes to depends on all of them (one bad byte
+    spoils the run), so it is shown when the run has ended.
+    """
+
+    def __init__(self, tokenizer: JsonTokenizer, byte_tokens: set[int]):
+        self._tokenizer, self._byte_tokens = tokenizer, byte_tokens
+        self._ids: list[int] = []
+        self._shown = 0
+
+    def push(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
+        self._ids.extend(int(i) for i in ids)
+        end = len(self._ids)
+        while end > 0 and self._ids[end - 1] in self._byte_tokens:
+            end -= 1
+        return self._advance(self._ids[:end])
+
+    def finish(self) -> str:
+        return self._advance(self._ids)
+
+    def _advance(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids)
+        new = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return new
+
+
+def _stated_specials(file: Path) -> dict[str, str | None]:
+    """Reads bos_token and eos_token as Hugging Face writes them, those that it has."""
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from error
+    stated = {}
+    for key in ("bos_token", "eos_token"):
+        if key in config:
+            value = config[key]
+            stated[key] = value["content"] if isinstance(value, dict) else value
+    return stated
+
+
+def _first_of(names: Sequence[str], known: set[str]) -> str | None:
+    return next((name for name in names if name in known), None)
+
+
+def _pieces(text: str) -> list[str]:
+    """Cuts a long text after line breaks that stand between two words."""
+    pieces, start = [], 0
+    while len(text) - start > _PIECE:
+        cut = _SAFE_CUT.search(text, start + _PIECE)
+        if cut is None:
+            break
+        pieces.append(text[start : cut.end()])
+        start = cut.end()
+    return [*pieces, text[start:]]
+
+
+def _plain_bytes(token: str) -> bytes:
+    """SentencePiece: the block character is a space, <0x0A> is one byte."""
+    if _FALLBACK.fullmatch(token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode("utf-8")
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 is itself, other bytes follow from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in printable]
+    table = {chr(value): value for value in printable}
+    return table | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()

@@ -1,0 +1,119 @@
+"""Batches of one split, and the place in them that a checkpoint keeps."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import grain
+
+from recurjax.data.config import DataConfig
+from recurjax.data.pipeline import Batch, Layout, best_fit, concatenated, in_order
+from recurjax.data.streams import Split
+from recurjax.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """Batches of one split; each `iter` begins anew.
+
+    Attributes:
+      part: the split drawn from.
+      config: how it is packed, and how far ahead batches are made.
+      layout: the shape of a batch and this process' rows of it.
+      seed: of the shuffle.
+      fingerprint: of the data, to refuse a place in other data.
+    """
+
+    part: Split
+    config: DataConfig
+    layout: Layout
+    seed: int
+    fingerprint: str
+
+    def __iter__(self) -> "Batches":
+        return Batches(iter(self._pipeline), self._identity)
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in a pass over the validation split; None for training: endless."""
+        if self.part.name == "train":
+            return None
+        return -(-(self.part.tokens - 1) // (self.layout.length * self.layout.batch))
+
+    @cached_property
+    def _pipeline(self) -> grain.IterDataset[Batch]:
+        config = self.config
+        if self.part.name == "validation":
+            return in_order(
+                self.part,
+                self.layout,
+                prefetch=config.prefetch,
+                threads=config.threads,
+            )
+        if config.packing == "concat":
+            return concatenated(
+                self.part,
+                self.layout,
+                seed=self.seed,
+                prefetch=config.prefetch,
+                threads=config.threads,
+            )
+        return best_fit(
+            self.part,
+            self.layout,
+            seed=self.seed,
+            buffer=config.packing_buffer,
+            prefetch=config.prefetch,
+        )
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """All that the meaning of a position depends on, and not on the processes."""
+        return {
+            "data": self.fingerprint,
+            "split": self.part.name,
+            "packing": self.config.packing,
+            "packing_buffer": self.config.packing_buffer,
+            "seed": self.seed,
+            "length": self.layout.length,
+            "batch": self.layout.batch,
+        }
+
+
+class Batches:
+    """An iterator of batches whose state is small, exact and JSON-able."""
+
+    def __init__(
+        self, iterator: grain.DatasetIterator[Batch], identity: dict[str, Any]
+    ):
+        self._iterator, self._identity = iterator, identity
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position after the last batch delivered."""
+        return {"loader": self._identity, "position": self._iterator.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues at a saved position, on any division of the rows.
+
+        Raises:
+          UserError: it was saved with other data, batch, length, seed or packing.
+        """
+        saved = state["loader"]
+        for name, value in self._identity.items():
+            if saved.get(name) != value:
+                raise UserError(
+                    f"the saved place in the data was made with {name} "
+                    f"{saved.get(name)}, now it is {value}: restore that setting or "
+                    "start a new run"
+                )
+        self._iterator.set_state(state["position"])
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        self._iterator.close()

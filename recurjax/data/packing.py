@@ -1,0 +1,94 @@
+"""How documents become rows of T+1 tokens, told in document numbers and positions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+REFILL = 128
+"""Documents that join the buffer at a time, as in nanochat's loader."""
+
+
+class BestFit:
+    """Packs whole documents into rows, each time the largest that still fits.
+
+    When none of the buffer fits, the shortest is cropped to fill the row and its rest
+    is dropped. Ties go to the document that has waited longest. So each row begins a
+    document, and no row is padded. Source: nanochat's loader "BOS-aligned best-fit".
+
+    Only lengths are looked at: which tokens a row holds can be planned on every
+    process, and read on the one that needs them.
+    """
+
+    def __init__(
+        self,
+        lengths: Int64[np.ndarray, " N"],
+        order: Callable[[int], int],
+        *,
+        buffer: int,
+        refill: int = REFILL,
+    ):
+        """Begins at the first document of the order.
+
+        Args:
+          lengths: of each document, in tokens, BOS included; at least 1.
+          order: the document that comes k-th, for any k >= 0.
+          buffer: documents to choose from, at least.
+          refill: how many join at a time when there are fewer.
+        """
+        self._lengths_of, self._order = lengths, order
+        self._least, self._refill = buffer, refill
+        self._next = 0
+        self._documents = np.zeros(0, np.int64)  # those waiting, longest-waiting first
+        self._lengths = np.zeros(0, np.int64)
+
+    def row(self, capacity: int) -> list[tuple[int, int]]:
+        """Returns the next row: (document, how many of its first tokens) in order."""
+        row, left = [], capacity
+        while left > 0:
+            self._fill()
+            fitting = np.where(self._lengths <= left, self._lengths, 0)
+            best = int(fitting.argmax())
+            if fitting[best] == 0:
+                best = int(self._lengths.argmin())
+            take = min(int(self._lengths[best]), left)
+            row.append((int(self._documents[best]), take))
+            left -= take
+            self._documents = np.delete(self._documents, best)
+            self._lengths = np.delete(self._lengths, best)
+        return row
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the place in the order and the waiting documents, as JSON allows."""
+        return {"next": self._next, "buffer": self._documents.tolist()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues where `get_state` was called, exactly."""
+        self._next = int(state["next"])
+        self._documents = np.array(state["buffer"], np.int64)
+        self._lengths = self._lengths_of[self._documents]
+
+    def _fill(self) -> None:
+        while len(self._documents) < self._least:
+            ks = range(self._next, self._next + self._refill)
+            new = np.array([self._order(k) for k in ks], np.int64)
+            self._next += self._refill
+            self._documents = np.concatenate([self._documents, new])
+            self._lengths = self._lengths_of[self._documents]
+
+
+def segment_numbers(
+    starts: Int64[np.ndarray, " N"], begin: int, length: int
+) -> Int32[np.ndarray, " T"]:
+    """Numbers the documents of the tokens begin .. begin+length-1 from 0.
+
+    Args:
+      starts: where each document of the stream begins, ascending.
+      begin: the first token.
+      length: T, in tokens.
+    """
+    first, last = np.searchsorted(starts, [begin + 1, begin + length])
+    boundary = np.zeros(length, np.int32)
+    boundary[starts[first:last] - begin] = 1
+    return np.cumsum(boundary, dtype=np.int32)

@@ -1,0 +1,174 @@
+"""Rows of tokens to batches: grain data sets with exact, small, JSON-able state."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grain
+import numpy as np
+from grain.experimental import ThreadPrefetchIterDataset
+from jaxtyping import Int32
+
+from recurjax.data.packing import BestFit, segment_numbers
+from recurjax.data.streams import Span, Split
+from recurjax.types import IGNORED
+
+Batch = dict[str, Int32[np.ndarray, "B T"]]
+"""`ids`, `targets` (the next token, or IGNORED) and, when asked for, `segments`."""
+
+PADDING_SEGMENT = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The shape of a batch, and the part of it that this process delivers.
+
+    Attributes:
+      length: T, in tokens.
+      batch: rows of the global batch, over all processes.
+      rows: (first, after the last) of the rows wanted here.
+      segments: whether batches carry document numbers.
+    """
+
+    length: int
+    batch: int
+    rows: tuple[int, int]
+    segments: bool
+
+
+def concatenated(
+    split: Split, layout: Layout, *, seed: int, prefetch: int, threads: int
+) -> grain.IterDataset[Batch]:
+    """Endless batches of rows tokens[i*T : i*T+T+1], another permutation each epoch.
+
+    Every row of the split comes once an epoch; a batch may hold the end of one epoch
+    and the beginning of the next. Fewer than T tokens at the split's end are not used.
+    """
+    order = _endless_order((split.tokens - 1) // layout.length, seed)
+    batches = _Batches(split, layout, order, count=sys.maxsize)
+    return _prefetched(batches, prefetch, threads)
+
+
+def in_order(
+    split: Split, layout: Layout, *, prefetch: int, threads: int
+) -> grain.IterDataset[Batch]:
+    """One pass over the split: every token but its first is the target of one place.
+
+    The last row and the last batch are filled up with places whose target is IGNORED.
+    """
+    count = -(-(split.tokens - 1) // (layout.length * layout.batch))
+    batches = _Batches(split, layout, lambda k: k, count=count)
+    return _prefetched(batches, prefetch, threads)
+
+
+def best_fit(
+    split: Split, layout: Layout, *, seed: int, buffer: int, prefetch: int
+) -> grain.IterDataset[Batch]:
+    """Endless batches of best-fit packed documents, shuffled anew each epoch."""
+    spans = split.document_spans()
+    order = _endless_order(len(spans), seed)
+    lengths = spans[:, 1] - spans[:, 0]
+    batches = PackedBatches(
+        split, layout, lambda: BestFit(lengths, order, buffer=buffer)
+    )
+    return ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch)
+
+
+class PackedBatches(grain.IterDataset[Batch]):
+    """The batches that a plan of rows yields, for documents of one split."""
+
+    def __init__(self, split: Split, layout: Layout, plan: Callable[[], BestFit]):
+        super().__init__()
+        self._split, self._layout, self._plan = split, layout, plan
+
+    def __iter__(self) -> grain.DatasetIterator[Batch]:
+        return _PackedIterator(self._split, self._layout, self._plan())
+
+
+class _PackedIterator(grain.DatasetIterator[Batch]):
+    def __init__(self, split: Split, layout: Layout, plan: BestFit):
+        super().__init__()
+        self._stream, self._spans = split.stream, split.document_spans()
+        self._layout, self._plan = layout, plan
+
+    def __next__(self) -> Batch:
+        capacity = self._layout.length + 1
+        plans = [self._plan.row(capacity) for _ in range(self._layout.batch)]
+        wanted = plans[slice(*self._layout.rows)]
+        starts = self._spans[:, 0]
+        spans = [(int(starts[d]), int(starts[d]) + n) for row in wanted for d, n in row]
+        parts = iter(self._stream.read(spans))
+        rows = [np.concatenate([next(parts) for _ in row]) for row in wanted]
+        segments = [_repeated([n for _, n in row])[:-1] for row in wanted]
+        return _batch(rows, segments, self._layout)
+
+    def get_state(self) -> dict[str, Any]:
+        return self._plan.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._plan.set_state(state)
+
+
+class _Batches:
+    """Batch i holds rows order(i*batch) .. order(i*batch + batch - 1) of the split."""
+
+    def __init__(
+        self, split: Split, layout: Layout, order: Callable[[int], int], count: int
+    ):
+        self._split, self._layout = split, layout
+        self._order, self._count = order, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Batch:
+        layout, first = self._layout, index * self._layout.batch
+        rows = [self._order(first + r) for r in range(*layout.rows)]
+        spans = [self._span(row) for row in rows]
+        tokens = self._split.stream.read(spans)
+        starts, length = self._split.stream.starts, layout.length
+        segments: Sequence[np.ndarray] = ()
+        if layout.segments:
+            segments = [segment_numbers(starts, begin, length) for begin, _ in spans]
+        return _batch(tokens, segments, layout)
+
+    def _span(self, row: int) -> Span:
+        begin = min(self._split.start + row * self._layout.length, self._split.stop)
+        return begin, min(begin + self._layout.length + 1, self._split.stop)
+
+
+def _batch(
+    rows: Sequence[np.ndarray], segments: Sequence[np.ndarray], layout: Layout
+) -> Batch:
+    shape = (len(rows), layout.length)
+    batch = {"ids": np.zeros(shape, np.int32)}
+    batch["targets"] = np.full(shape, IGNORED, np.int32)
+    if layout.segments:
+        batch["segments"] = np.full(shape, PADDING_SEGMENT, np.int32)
+    for r, row in enumerate(rows):
+        known = max(0, len(row) - 1)
+        batch["ids"][r, :known] = row[:-1]
+        batch["targets"][r, :known] = row[1:]
+        if layout.segments:
+            batch["segments"][r, :known] = segments[r][:known]
+    return batch
+
+
+def _repeated(counts: list[int]) -> Int32[np.ndarray, " T"]:
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+def _endless_order(count: int, seed: int) -> Callable[[int], int]:
+    """A permutation of range(count) for each epoch, one after the other."""
+    order = grain.MapDataset.range(count).seed(seed).shuffle().repeat()
+    return lambda k: cast(int, order[k])
+
+
+def _prefetched(
+    batches: _Batches, prefetch: int, threads: int
+) -> grain.IterDataset[Batch]:
+    options = grain.ReadOptions(
+        num_threads=threads if prefetch else 0, prefetch_buffer_size=prefetch
+    )
+    return grain.MapDataset.source(batches).to_iter_dataset(options)

@@ -1,0 +1,211 @@
+"""A prepared directory: ArrayRecord shards of tokens, an index and a manifest.
+
+    manifest.json            what follows, with counts, split and checksums
+    tokenizer/               the tokenizer that made the tokens
+    documents.npy            int64 [documents]: the token at which each one begins
+    tokens-00000.arrayrecord ...
+
+The stream of tokens is cut into records of `block` tokens each, whatever documents they
+belong to (the last record is shorter), so that token t is in record t // block.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_record.python.array_record_data_source import ArrayRecordDataSource
+from jaxtyping import Int32
+
+from recurjax.data.streams import Span
+from recurjax.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+INDEX = "documents.npy"
+TOKENIZER = "tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One file of records."""
+
+    file: str
+    records: int
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a prepared directory holds; written last.
+
+    Attributes:
+      format: of this directory; another number is refused.
+      corpus: what it was made from, in words.
+      tokenizer_hash: of the tokenizer that made the tokens.
+      vocabulary: V of that tokenizer.
+      dtype: of the tokens in the records, little endian.
+      block: tokens in a record.
+      documents: how many.
+      tokens: in all, with the BOS of each document.
+      text_bytes: of the documents, in UTF-8.
+      validation_fraction: as it was asked for, a share of the bytes.
+      train_tokens: the training split is the first so many tokens.
+      validation_tokens: the rest.
+      index_sha256: checksum of documents.npy.
+      shards: the files, in order.
+    """
+
+    format: int
+    corpus: str
+    tokenizer_hash: str
+    vocabulary: int
+    dtype: str
+    block: int
+    documents: int
+    tokens: int
+    text_bytes: int
+    validation_fraction: float
+    train_tokens: int
+    validation_tokens: int
+    index_sha256: str
+    shards: tuple[Shard, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+class PreparedStream:
+    """The tokens of a prepared directory, read where they are asked for."""
+
+    def __init__(self, directory: Path, manifest: Manifest):
+        """Opens the shards.
+
+        Raises:
+          UserError: a file is missing, has another size than the manifest says, or is
+            damaged. Damage inside a shard is found when the record is read.
+        """
+        self.tokens = manifest.tokens
+        self._manifest = manifest
+        self._paths = [directory / shard.file for shard in manifest.shards]
+        for path, shard in zip(self._paths, manifest.shards, strict=True):
+            if not path.is_file():
+                raise UserError(f"shard {path} is missing: prepare the data again")
+            if path.stat().st_size != shard.size:
+                raise UserError(
+                    f"shard {path} has {path.stat().st_size} bytes, the manifest says "
+                    f"{shard.size}: it is truncated or changed, prepare the data again"
+                )
+        self._source = self._opened()
+        self.starts = _read_index(directory / INDEX, manifest)
+
+    def read(self, spans: Sequence[Span]) -> list[Int32[np.ndarray, " _"]]:
+        block = self._manifest.block
+        ranges = [range(start // block, -(-stop // block)) for start, stop in spans]
+        wanted = sorted({b for blocks in ranges for b in blocks})
+        records = dict(zip(wanted, self._records(wanted), strict=True))
+        dtype = np.dtype(self._manifest.dtype).newbyteorder("<")
+        read = []
+        for (start, stop), blocks in zip(spans, ranges, strict=True):
+            joined = b"".join([records[b] for b in blocks])
+            tokens = np.frombuffer(joined, dtype)
+            first = start - blocks.start * block
+            read.append(tokens[first : first + stop - start].astype(np.int32))
+        return read
+
+    def _opened(self) -> ArrayRecordDataSource:
+        try:
+            source = ArrayRecordDataSource([str(path) for path in self._paths])
+        except RuntimeError as error:
+            raise UserError(
+                f"the shards in {self._paths[0].parent} are damaged ({error}): "
+                "prepare the data again"
+            ) from error
+        if len(source) != -(-self.tokens // self._manifest.block):
+            raise UserError(
+                f"the shards in {self._paths[0].parent} hold {len(source)} records, "
+                f"which do not make the manifest's {self.tokens} tokens: prepare again"
+            )
+        return source
+
+    def _records(self, wanted: list[int]) -> Sequence[bytes]:
+        if not wanted:
+            return []
+        try:
+            return self._source.__getitems__(wanted)
+        except RuntimeError as error:
+            shard = self._damaged_shard(wanted)
+            raise UserError(
+                f"shard {shard} is damaged ({error}): prepare the data again"
+            ) from error
+
+    def _damaged_shard(self, wanted: list[int]) -> Path:
+        last = np.cumsum([shard.records for shard in self._manifest.shards])
+        for record in wanted:
+            try:
+                self._source[record]
+            except RuntimeError:
+                return self._paths[int(np.searchsorted(last, record, side="right"))]
+        return self._paths[0].parent
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Reads what a prepared directory holds.
+
+    Raises:
+      UserError: not a prepared directory, or one of another format.
+    """
+    file = directory / MANIFEST
+    if not file.is_file():
+        raise UserError(
+            f"{directory} is not a prepared directory: {MANIFEST} is missing; "
+            "make one with `recurjax data prepare`"
+        )
+    try:
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise UserError(
+                f"{file} is of format {values['format']}, this version reads {FORMAT}: "
+                "prepare the data again"
+            )
+        known = {field.name: values[field.name] for field in fields(Manifest)}
+        known["shards"] = tuple(Shard(**shard) for shard in known["shards"])
+        return Manifest(**known)
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged: {error!r}") from error
+
+
+def verify_checksums(directory: Path) -> None:
+    """Reads every shard through and compares its SHA-256 with the manifest's.
+
+    Raises:
+      UserError: a shard is missing or differs.
+    """
+    for shard in read_manifest(directory).shards:
+        path = directory / shard.file
+        if not path.is_file():
+            raise UserError(f"shard {path} is missing: prepare the data again")
+        if sha256_of(path) != shard.sha256:
+            raise UserError(f"shard {path} is damaged: prepare the data again")
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_index(path: Path, manifest: Manifest) -> np.ndarray:
+    if not path.is_file():
+        raise UserError(f"{path} is missing: prepare the data again")
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != manifest.index_sha256:
+        raise UserError(f"{path} is damaged: prepare the data again")
+    return np.load(io.BytesIO(data))

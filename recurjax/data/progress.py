@@ -1,0 +1,68 @@
+"""Shows how far `prepare` is: a bar on a terminal, a line now and then elsewhere."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from recurjax.data.prepare import Progress
+
+_SECONDS_PER_LINE = 10.0
+
+
+@contextmanager
+def shown_progress(
+    console: Console | None = None,
+) -> Iterator[Callable[[Progress], None]]:
+    """Yields the callback for `prepare`; shows documents, tokens, rate, time left."""
+    console = console or Console(stderr=True)
+    if console.is_terminal:
+        with _bar(console) as show:
+            yield show
+    else:
+        yield _lines(console)
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
+    columns = (
+        TextColumn("tokenizing"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TextColumn("{task.fields[counts]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    begin = time.monotonic()
+    with Bar(*columns, console=console) as bar:
+        task = bar.add_task("", counts="")
+
+        def show(now: Progress) -> None:
+            counts = _counts(now, time.monotonic() - begin)
+            bar.update(task, total=now.total, completed=now.done, counts=counts)
+
+        yield show
+
+
+def _lines(console: Console) -> Callable[[Progress], None]:
+    begin = last = time.monotonic()
+
+    def show(now: Progress) -> None:
+        nonlocal last
+        clock = time.monotonic()
+        if now.done < now.total and clock - last < _SECONDS_PER_LINE:
+            return
+        last = clock
+        share = f"{now.done / now.total:4.0%}" if now.total else ""
+        console.print(f"tokenizing {share} {_counts(now, clock - begin)}")
+
+    return show
+
+
+def _counts(now: Progress, seconds: float) -> str:
+    rate = now.tokens / seconds if seconds > 0 else 0.0
+    return f"{now.documents:,} documents, {now.tokens:,} tokens, {rate:,.0f} tokens/s"

@@ -1,0 +1,150 @@
+"""Reads documents out of record files: Parquet, ArrayRecord, tensorflow-datasets."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+from recurjax.data.config import ArrayRecords, Parquet, Tfds
+from recurjax.data.files import matching_files
+from recurjax.errors import UserError
+
+_AT_ONCE = 256
+"""Records fetched by one call: single reads of ArrayRecord are ten times slower."""
+
+
+def read_records(
+    corpus: Parquet | ArrayRecords | Tfds,
+) -> tuple[int, Iterator[tuple[str, int]]]:
+    """Returns the number of records and an iterator of (text, records read so far).
+
+    Raises:
+      UserError: no such file, not a file of that format, no such field or split, or the
+        package that reads it is not installed.
+    """
+    match corpus:
+        case Parquet():
+            return _parquet(corpus)
+        case ArrayRecords():
+            files = matching_files(corpus.patterns)
+            return _chained([_array_record(file) for file in files])
+        case Tfds():
+            return _tfds(corpus)
+
+
+def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(
+            "reading Parquet needs pyarrow: pip install 'recurjax[parquet]'"
+        ) from error
+    files = matching_files(corpus.patterns)
+    total = 0
+    for file in files:
+        try:
+            schema = pq.read_schema(file)
+            total += pq.read_metadata(file).num_rows
+        except (OSError, pa.ArrowInvalid) as error:
+            raise UserError(f"{file} is not a Parquet file: {error}") from error
+        if corpus.field not in schema.names:
+            raise UserError(
+                f"{file} has no column {corpus.field!r}; "
+                f"it has: {', '.join(schema.names)}"
+            )
+        kind = schema.field(corpus.field).type
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        if not is_text and not pa.types.is_string_view(kind):
+            raise UserError(
+                f"{file}: column {corpus.field!r} must hold strings, it holds {kind}"
+            )
+
+    def documents() -> Iterator[tuple[str, int]]:
+        done = 0
+        for file in files:
+            try:
+                with pq.ParquetFile(file) as table:
+                    for batch in table.iter_batches(_AT_ONCE, columns=[corpus.field]):
+                        for text in batch.column(0).to_pylist():
+                            done += 1
+                            yield text or "", done  # null is an empty document
+            except (OSError, pa.ArrowException) as error:
+                raise UserError(f"cannot read {file}: {error}") from error
+
+    return total, documents()
+
+
+def _array_record(file: Path) -> tuple[str, Any]:
+    try:
+        return str(file), ArrayRecordDataSource(str(file))
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{file} is not a whole ArrayRecord file: {error}") from error
+
+
+def _tfds(corpus: Tfds) -> tuple[int, Iterator[tuple[str, int]]]:
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise UserError(
+            "reading a TFDS folder needs tensorflow-datasets: "
+            "pip install 'recurjax[tfds]'"
+        ) from error
+    folder = Path(corpus.directory).expanduser()
+    if not (folder / "dataset_info.json").is_file():
+        raise UserError(
+            f"{folder} is no TFDS data set: dataset_info.json is not in it (name the "
+            "folder of one version, such as DATA_DIR/NAME/1.0.0)"
+        )
+    builder: Any = tfds.builder_from_directory(folder)
+    if corpus.split not in builder.info.splits:
+        names = ", ".join(sorted(builder.info.splits))
+        raise UserError(f"{folder} has no split {corpus.split!r}; it has: {names}")
+    features = builder.info.features
+    known = isinstance(features, tfds.features.FeaturesDict)
+    names = sorted(features.keys()) if known else []
+    if corpus.field not in names:
+        raise UserError(
+            f"{folder} has no field {corpus.field!r}; it has: {', '.join(names)}"
+        )
+    try:
+        source = builder.as_data_source(corpus.split)
+    except NotImplementedError as error:
+        raise UserError(
+            f"{folder} is not stored as ArrayRecord: prepare it again with "
+            'file_format="array_record"'
+        ) from error
+    return _chained([(str(folder), source)], field=corpus.field)
+
+
+def _chained(
+    sources: list[tuple[str, Any]], field: str | None = None
+) -> tuple[int, Iterator[tuple[str, int]]]:
+    def documents() -> Iterator[tuple[str, int]]:
+        done = 0
+        for name, source in sources:
+            for start in range(0, len(source), _AT_ONCE):
+                indices = range(start, min(start + _AT_ONCE, len(source)))
+                try:
+                    rows = source.__getitems__(list(indices))
+                except RuntimeError as error:
+                    raise UserError(f"{name} is damaged: {error}") from error
+                for row in rows:
+                    done += 1
+                    yield _text(row if field is None else row[field], name, done), done
+
+    return sum(len(source) for _, source in sources), documents()
+
+
+def _text(value: Any, name: str, number: int) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, bytes):
+        raise UserError(
+            f"{name}: record {number} must be text, got {type(value).__name__}"
+        )
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: record {number} is not UTF-8 text") from error

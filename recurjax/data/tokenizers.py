@@ -1,0 +1,120 @@
+"""What a tokenizer is, and loading one from disk."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, assert_never, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from recurjax.data.bpe import train_bpe
+from recurjax.data.byte_tokenizer import BYTE_FILE, ByteTokenizer
+from recurjax.data.config import Bpe, Bytes, Corpus, TokenizerConfig, TokenizerFile
+from recurjax.data.corpora import read_corpus
+from recurjax.data.json_tokenizer import JsonTokenizer
+from recurjax.errors import UserError
+
+
+@runtime_checkable
+class TextStream(Protocol):
+    """Turns tokens into text as they come; the pieces join to `decode` of them all."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Takes further tokens and returns the text that has become certain."""
+        ...
+
+    def finish(self) -> str:
+        """Returns what was held back, an unfinished character as U+FFFD."""
+        ...
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Maps text to token ids and back.
+
+    Attributes:
+      vocabulary: V; every id lies in [0, V).
+      bos: the token put before each document, or None.
+      eos: the token at which generated text ends, or None.
+      token_bytes: how many bytes of text each token stands for; special tokens 0. For
+        byte-level tokenizers they sum to the length of the text in UTF-8.
+      hash: SHA-256 of the definition, in hexadecimal.
+    """
+
+    vocabulary: int
+    bos: int | None
+    eos: int | None
+    token_bytes: Int32[np.ndarray, " V"]
+    hash: str
+
+    def encode(self, text: str) -> Int32[np.ndarray, " T"]:
+        """Encodes one text, without BOS; names of special tokens are plain text."""
+        ...
+
+    def encode_many(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        """Encodes several texts, on all cores where the tokenizer can."""
+        ...
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
+        """Decodes without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+    def stream(self) -> TextStream:
+        """Begins an incremental decoding."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Writes the files that `load_tokenizer` reads back."""
+        ...
+
+
+def build_tokenizer(
+    config: TokenizerConfig, corpus: Corpus, *, validation_fraction: float
+) -> Tokenizer:
+    """Makes the tokenizer that a config asks for, trained on the corpus if it is a BPE.
+
+    Raises:
+      UserError: it cannot be loaded, or the corpus does not serve to train it.
+    """
+    match config:
+        case Bytes():
+            return ByteTokenizer(bos=config.bos)
+        case TokenizerFile():
+            return load_tokenizer(config.path, bos=config.bos, eos=config.eos)
+        case Bpe():
+            reading = read_corpus(corpus)
+            return train_bpe(reading, config, validation_fraction=validation_fraction)
+        case _:
+            assert_never(config)
+
+
+def load_tokenizer(
+    path: str | Path, *, bos: str | None = None, eos: str | None = None
+) -> Tokenizer:
+    """Loads a tokenizer.json, or the tokenizer that a folder holds.
+
+    Args:
+      path: the file, or a folder written by `Tokenizer.save` or by Hugging Face.
+      bos: name of the BOS token; None: see `recurjax.data.config.TokenizerFile`.
+      eos: name of the EOS token, likewise.
+
+    Raises:
+      UserError: nothing there, not a tokenizer, or no such special token.
+    """
+    path = Path(path).expanduser()
+    if (path / BYTE_FILE).is_file():
+        if bos is not None or eos is not None:
+            raise UserError(f"{path} holds a byte tokenizer: it has no token names")
+        return _load_bytes(path / BYTE_FILE)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"no tokenizer at {path}: name a tokenizer.json or its folder")
+    return JsonTokenizer.load(file, bos=bos, eos=eos)
+
+
+def _load_bytes(file: Path) -> ByteTokenizer:
+    try:
+        return ByteTokenizer(bos=bool(json.loads(file.read_text())["bos"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} does not describe a byte tokenizer") from error

@@ -1,0 +1,84 @@
+"""Loss, perplexity and bits per byte of a text."""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from recurjax.cross_entropy import token_losses
+from recurjax.model import Decoder
+from recurjax.types import IGNORED, Array, Batch, Tokens
+
+
+class Score(NamedTuple):
+    """How well a model predicts a text.
+
+    Attributes:
+      loss: nats a token.
+      perplexity: exp(loss).
+      bits_per_byte: nats of the tokens that stand for text, over ln 2 times their
+        bytes. Special tokens count no bytes, and their nats are left out.
+      tokens: predicted.
+      bytes: that they stand for.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+
+
+def score(
+    model: Decoder,
+    batches: Iterable[Batch],
+    *,
+    token_bytes: Int[np.ndarray, " V"],
+    chunks: int = 1,
+    between: Callable[[], None] = lambda: None,
+) -> Score:
+    """Scores rows that each start without context.
+
+    Args:
+      model: any variant.
+      batches: from `Dataset.loader("validation", ...)`, on the model's mesh.
+      token_bytes: bytes that each token stands for.
+      chunks: see `token_losses`.
+      between: called after each batch.
+    """
+    sizes = jnp.asarray(token_bytes, jnp.int32)
+    sums = np.zeros(4, np.float64)
+    for batch in batches:
+        sums += np.asarray(_sums(model, batch, sizes, chunks=chunks), np.float64)
+        between()
+    nats, tokens, text_nats, text_bytes = (float(x) for x in sums)
+    if tokens == 0:
+        raise ValueError("score: there are no tokens to predict")
+    loss = nats / tokens
+    return Score(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        bits_per_byte=text_nats / math.log(2) / text_bytes if text_bytes else math.nan,
+        tokens=int(tokens),
+        bytes=int(text_bytes),
+    )
+
+
+@partial(jax.jit, static_argnames="chunks")
+def _sums(
+    model: Decoder, batch: Batch, sizes: Int[Array, " V"], *, chunks: int
+) -> Float[Array, "4"]:
+    """Returns nats, tokens, nats of tokens with bytes, bytes; over one batch."""
+    cache = model.init_cache(batch.ids.shape[0], 0)
+    x, _ = model.hidden(Tokens(batch.ids, batch.segments), cache)
+    nats = token_losses(model, x, batch.targets, chunks=chunks).nats
+    counted = batch.targets != IGNORED
+    size = jnp.where(counted, sizes[jnp.where(counted, batch.targets, 0)], 0)
+    text_nats = jnp.where(size > 0, nats, 0)
+    sums = [nats.sum(), counted.sum(), text_nats.sum(), size.sum()]
+    return jnp.stack([x.astype(jnp.float32) for x in sums])

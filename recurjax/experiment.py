@@ -1,0 +1,115 @@
+"""One experiment: everything that a run is made from."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from recurjax.config_json import from_json, to_json
+from recurjax.data.config import DataConfig
+from recurjax.errors import UserError
+from recurjax.model import ModelConfig
+from recurjax.sharding import MeshConfig
+from recurjax.training.config import EvaluationConfig, TrainingConfig
+from recurjax.training.objective import NextToken, Objective
+from recurjax.training.optimizer import OptimizerConfig
+from recurjax.training.schedule import Constant, Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """A run's whole configuration.
+
+    Attributes:
+      name: the run directory's name under `runs/`.
+      model: what to train.
+      data: what on.
+      training: how long, in what portions.
+      optimizer, schedule, objective, mesh, evaluation: as their classes say.
+    """
+
+    name: str
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    schedule: Schedule = field(default_factory=Constant)
+    objective: Objective = field(default_factory=NextToken)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+def load_experiment(path: Path) -> Experiment:
+    """Runs an experiment file and returns what its `config()` does.
+
+    Raises:
+      UserError: no such file, no `config`, or it returns something else.
+    """
+    if not path.is_file():
+        raise UserError(
+            f"no experiment file at {path}: name a .py file with a config()"
+        )
+    name = f"_experiment_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file: name a .py file with a config()")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses of the file look their module up
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise UserError(
+            f"{path} does not parse: line {error.lineno}: {error.msg}"
+        ) from error
+    if not callable(getattr(module, "config", None)):
+        raise UserError(f"{path} has no function config() that returns an Experiment")
+    try:
+        experiment = module.config()
+    except ValueError as error:
+        raise UserError(f"config() in {path}: {error}") from error
+    if not isinstance(experiment, Experiment):
+        raise UserError(
+            f"config() in {path} must return an Experiment, not "
+            f"{type(experiment).__name__}"
+        )
+    return experiment
+
+
+def write_experiment(experiment: Experiment, file: Path) -> None:
+    """Writes config.json, aside first and then renamed."""
+    aside = file.with_suffix(".json.partial")
+    aside.write_text(json.dumps(to_json(experiment), indent=2) + "\n")
+    aside.replace(file)
+
+
+def read_experiment(file: Path) -> Experiment:
+    """Reads config.json back.
+
+    Raises:
+      UserError: it is missing, is not JSON or does not fit this version's configs.
+    """
+    try:
+        data = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{file.parent} is not a run directory: no {file.name}"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+    return from_json(Experiment, data, path=file.name)
+
+
+def differences(one: Experiment, other: Experiment) -> list[str]:
+    """Lists fields that differ, as `a.b: 1 instead of 2` (one's value, other's)."""
+    return _differences(to_json(one), to_json(other), "")
+
+
+def _differences(one: object, other: object, path: str) -> list[str]:
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        found = []
+        for name in one:
+            inner = f"{path}.{name}" if path else name
+            found += _differences(one[name], other[name], inner)
+        return found
+    return [] if one == other else [f"{path}: {one!r} instead of {other!r}"]

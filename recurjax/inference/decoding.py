@@ -1,0 +1,132 @@
+"""The two compiled programs: prefill of ragged prompts, and many decode steps at once."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int, Key
+
+from recurjax.inference.sampling import SamplingConfig, sample
+from recurjax.model import Decoder
+from recurjax.types import Array, Cache, Tokens
+
+
+class DecodeState(NamedTuple):
+    """Where a batch of texts stands between two calls.
+
+    Attributes:
+      cache: of every token but the newest.
+      newest: the token of each row that the model has not read yet.
+      seen: which tokens a row contains; None without a repetition penalty.
+      finished: rows that draw no more; they read nothing and keep `newest`.
+      drawn: how many tokens each unfinished row has drawn.
+    """
+
+    cache: Cache
+    newest: Int[Array, " B"]
+    seen: Bool[Array, "B V"] | None
+    finished: Bool[Array, " B"]
+    drawn: Int[Array, ""]
+
+
+@partial(jax.jit, static_argnames=("sampling", "cache_length"))
+def prefill(
+    model: Decoder,
+    tokens: Tokens,
+    keys: Key[Array, " B"],
+    eos: Int[Array, ""],
+    *,
+    sampling: SamplingConfig,
+    cache_length: int,
+) -> DecodeState:
+    """Reads the prompts and draws the first new token of every row.
+
+    Only the logits of each row's last real position are computed.
+
+    Args:
+      tokens: right-padded prompts with their `lengths`, each at least 1.
+      keys: each row's random stream; draw n uses the key folded with n.
+      eos: the token that finishes a row; -1: none.
+      cache_length: how many tokens a row's cache can hold.
+    """
+    B, T = tokens.ids.shape
+    assert tokens.lengths is not None
+    x, cache = model.hidden(tokens, model.init_cache(B, cache_length))
+    last = jnp.take_along_axis(x, (tokens.lengths - 1)[:, None, None], axis=1)
+    seen = None
+    if sampling.penalizes:
+        # Padding points past the vocabulary: dropped.
+        real = jnp.arange(T) < tokens.lengths[:, None]
+        ids = jnp.where(real, tokens.ids, model.config.vocabulary)
+        seen = jnp.zeros((B, model.config.vocabulary), bool)
+        seen = seen.at[jnp.arange(B)[:, None], ids].set(True, mode="drop")
+    state = DecodeState(
+        cache=cache,
+        newest=tokens.ids[:, 0],
+        seen=seen,
+        finished=jnp.zeros(B, bool),
+        drawn=jnp.zeros((), jnp.int32),
+    )
+    return _draw(state, model.logits(last[:, 0]), keys, eos, sampling)
+
+
+@partial(jax.jit, static_argnames=("sampling", "chunk"), donate_argnames="state")
+def decode(
+    model: Decoder,
+    state: DecodeState,
+    keys: Key[Array, " B"],
+    eos: Int[Array, ""],
+    limit: Int[Array, ""],
+    *,
+    sampling: SamplingConfig,
+    chunk: int,
+) -> tuple[DecodeState, Int[Array, "B N"]]:
+    """Draws up to `limit` further tokens a row; ends early when every row is finished.
+
+    Returns the state and N = `chunk` columns of tokens: column n is draw n of this call,
+    without meaning after a row's EOS and beyond `limit`.
+
+    Args:
+      state: donated: its cache is updated in place.
+      limit: at most `chunk`; a number, so that a shorter last call compiles nothing.
+    """
+
+    def unfinished(carry) -> Bool[Array, ""]:
+        n, state, _ = carry
+        return (n < limit) & ~jnp.all(state.finished)
+
+    def step(carry):
+        n, state, made = carry
+        lengths = (~state.finished).astype(jnp.int32)
+        tokens = Tokens(state.newest[:, None], lengths=lengths)
+        x, cache = model.hidden(tokens, state.cache)
+        state = state._replace(cache=cache)
+        state = _draw(state, model.logits(x[:, 0]), keys, eos, sampling)
+        return n + 1, state, made.at[:, n].set(state.newest)
+
+    made = jnp.zeros((state.newest.shape[0], chunk), jnp.int32)
+    start = (jnp.zeros((), jnp.int32), state, made)
+    _, state, made = jax.lax.while_loop(unfinished, step, start)
+    return state, made
+
+
+def _draw(
+    state: DecodeState,
+    logits: Float[Array, "B V"],
+    keys: Key[Array, " B"],
+    eos: Int[Array, ""],
+    sampling: SamplingConfig,
+) -> DecodeState:
+    keys = jax.vmap(jax.random.fold_in, (0, None))(keys, state.drawn)
+    ids = sample(keys, logits, state.seen, sampling)
+    ids = jnp.where(state.finished, state.newest, ids)
+    seen = state.seen
+    if seen is not None:
+        seen = seen.at[jnp.arange(ids.shape[0]), ids].set(True)
+    return state._replace(
+        newest=ids,
+        seen=seen,
+        finished=state.finished | (ids == eos),
+        drawn=state.drawn + 1,
+    )

@@ -1,0 +1,107 @@
+"""How weights start: one config, one function."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from recurjax.types import Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InitConfig:
+    """Distribution of the initial weights of linear maps and embeddings.
+
+    The default is GPT-2's (Radford et al. 2019, section 2.3): N(0, 0.02), and the two
+    projections that write to the residual stream divided by sqrt(2 L). OLMo's is
+    `std=None, truncate=3.0, output="layer"`; nanochat's
+    `distribution="uniform", std=None, output="zero"`; RAT's `output="same"`.
+    Norm weights start at 1 and biases at 0.
+
+    Attributes:
+      distribution: normal, or uniform on +-sqrt(3) std.
+      std: standard deviation; None means 1/sqrt(fan in).
+      truncate: draw a normal within this many standard deviations only (without
+        rescaling, so its own is smaller than `std`); None: anywhere.
+      output: what divides the std of the attention's and the MLP's output projection:
+        "same" nothing, "depth" sqrt(2 L), "layer" sqrt(2 (l + 1)) for layer l from 0,
+        "zero" starts them at 0.
+      embedding_std: standard deviation of embeddings; None means 1/sqrt(D).
+      head_std: that of an untied head; None means `std`.
+    """
+
+    distribution: Literal["normal", "uniform"] = "normal"
+    std: float | None = 0.02
+    truncate: float | None = None
+    output: Literal["same", "depth", "layer", "zero"] = "depth"
+    embedding_std: float | None = 0.02
+    head_std: float | None = None
+
+    def __post_init__(self):
+        for name in ("std", "truncate", "embedding_std", "head_std"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"InitConfig: {name} must be positive, got {value}")
+
+
+def draw_weight(
+    key: Array, shape: tuple[int, ...], *, fan_in: int, config: InitConfig
+) -> Float[Array, "..."]:
+    """Draws one float32 weight with the config's std, or 1/sqrt(fan_in) without one."""
+    std = 1.0 / math.sqrt(fan_in) if config.std is None else config.std
+    return _draw(key, shape, std, config)
+
+
+def draw_output_weight(
+    key: Array,
+    shape: tuple[int, ...],
+    *,
+    fan_in: int,
+    layer: Array | int,
+    layers: int,
+    config: InitConfig,
+) -> Float[Array, "..."]:
+    """Draws a weight that writes to the residual stream: see `InitConfig.output`.
+
+    Args:
+      layer: the layer's number from 0; may be traced.
+      layers: L, the depth of the whole stack.
+    """
+    if config.output == "zero":
+        return jnp.zeros(shape, jnp.float32)
+    weight = draw_weight(key, shape, fan_in=fan_in, config=config)
+    if config.output == "depth":
+        return weight / math.sqrt(2 * layers)
+    if config.output == "layer":
+        return weight / jnp.sqrt(jnp.asarray(2 * (layer + 1), jnp.float32))
+    return weight
+
+
+def draw_embedding(
+    key: Array, shape: tuple[int, int], *, config: InitConfig
+) -> Float[Array, "N D"]:
+    """Draws a table of N embeddings of width D."""
+    std = config.embedding_std
+    return _draw(key, shape, 1.0 / math.sqrt(shape[1]) if std is None else std, config)
+
+
+def draw_head(
+    key: Array, shape: tuple[int, int], *, config: InitConfig
+) -> Float[Array, "D V"]:
+    """Draws an untied head."""
+    if config.head_std is not None:
+        return _draw(key, shape, config.head_std, config)
+    return draw_weight(key, shape, fan_in=shape[0], config=config)
+
+
+def _draw(key: Array, shape: tuple[int, ...], std: float, config: InitConfig) -> Array:
+    if config.distribution == "uniform":
+        bound = math.sqrt(3.0) * std
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+    if config.truncate is None:
+        return std * jax.random.normal(key, shape, jnp.float32)
+    bound = config.truncate
+    return std * jax.random.truncated_normal(key, -bound, bound, shape, jnp.float32)

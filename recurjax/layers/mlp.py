@@ -1,0 +1,107 @@
+"""The feed-forward layer, plain or gated."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float
+
+from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.types import Array
+
+MlpKind = Literal["gelu", "gelu_tanh", "relu_squared", "swiglu", "geglu", "geglu_tanh"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlpConfig:
+    """A feed-forward layer.
+
+    Attributes:
+      kind: "gelu" (exact erf), "gelu_tanh", "relu_squared" (So et al. 2021): two
+        matrices; "swiglu", "geglu", "geglu_tanh" (Shazeer 2020): three.
+      width: F.
+      bias: whether the linear maps have biases.
+    """
+
+    kind: MlpKind = "gelu"
+    width: int
+    bias: bool = False
+
+    def __post_init__(self):
+        if self.width < 1:
+            raise ValueError(f"MlpConfig: width must be at least 1, got {self.width}")
+
+    @property
+    def gated(self) -> bool:
+        """Whether a third matrix gates the activations."""
+        return self.kind in ("swiglu", "geglu", "geglu_tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "swiglu": jax.nn.silu,
+    "geglu": partial(jax.nn.gelu, approximate=False),
+    "geglu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+class Mlp(nnx.Module):
+    """y = act(x W_up) W_down, or (act(x W_gate) * (x W_up)) W_down when gated."""
+
+    def __init__(
+        self,
+        config: MlpConfig,
+        width: int,
+        init: InitConfig,
+        *,
+        layer: Array | int,
+        layers: int,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        draw = partial(draw_weight, fan_in=width, config=init)
+        up, down = (width, config.width), (config.width, width)
+        self.w_up = nnx.Param(draw(rngs.params(), up))
+        self.w_gate = nnx.Param(draw(rngs.params(), up)) if config.gated else None
+        self.w_down = nnx.Param(
+            draw_output_weight(
+                rngs.params(),
+                down,
+                fan_in=config.width,
+                layer=layer,
+                layers=layers,
+                config=init,
+            )
+        )
+        zeros = partial(jnp.zeros, dtype=jnp.float32)
+        gate_bias = config.bias and config.gated
+        self.b_up = nnx.Param(zeros(config.width)) if config.bias else None
+        self.b_gate = nnx.Param(zeros(config.width)) if gate_bias else None
+        self.b_down = nnx.Param(zeros(width)) if config.bias else None
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        activation = _ACTIVATIONS[self.config.kind]
+        up = linear(x, self.w_up, self.b_up)
+        if self.w_gate is None:
+            hidden = activation(up)
+        else:
+            hidden = activation(linear(x, self.w_gate, self.b_gate)) * up
+        return linear(hidden, self.w_down, self.b_down)
+
+
+def linear(
+    x: Float[Array, "... N"], weight: nnx.Param, bias: nnx.Param | None = None
+) -> Float[Array, "... M"]:
+    """Computes x @ weight + bias in x's dtype, with weight [N, M] cast to it.
+
+    The bias [M] is added before its own dtype is left, so that its gradient, a sum over
+    all positions, is not accumulated in bfloat16.
+    """
+    y = x @ weight[...].astype(x.dtype)
+    return y if bias is None else (y + bias[...]).astype(x.dtype)

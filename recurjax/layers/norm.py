@@ -1,0 +1,69 @@
+"""RMSNorm and LayerNorm."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float
+
+from recurjax.types import Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormConfig:
+    """A normalisation over the last axis.
+
+    Attributes:
+      kind: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
+      eps: added to the mean square or the variance.
+      scale: whether there is a learned scale.
+      bias: whether there is a learned bias.
+      one_plus: multiply by 1 + scale, the scale starting at 0 (Gemma).
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    scale: bool = True
+    bias: bool = False
+    one_plus: bool = False
+
+    def __post_init__(self):
+        if self.eps < 0:
+            raise ValueError(f"NormConfig: eps must not be negative, got {self.eps}")
+        if self.one_plus and not self.scale:
+            raise ValueError("NormConfig: one_plus needs scale=True")
+
+
+def rms_norm(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"]:
+    """Computes x / sqrt(mean(x^2) + eps), in at least float32; keeps that dtype."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def layer_norm(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"]:
+    """Computes (x - mean) / sqrt(var + eps), in at least float32; keeps that dtype."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + eps)
+
+
+class Norm(nnx.Module):
+    """One normalisation with its scale and bias; multiplied in float32, then cast."""
+
+    def __init__(self, config: NormConfig, width: int):
+        self.config = config
+        start = jnp.zeros if config.one_plus else jnp.ones
+        self.scale = nnx.Param(start(width, jnp.float32)) if config.scale else None
+        self.bias = nnx.Param(jnp.zeros(width, jnp.float32)) if config.bias else None
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        normalise = rms_norm if self.config.kind == "rms" else layer_norm
+        y = normalise(x, eps=self.config.eps)
+        if self.scale is not None:
+            y = y * (1 + self.scale[...] if self.config.one_plus else self.scale[...])
+        if self.bias is not None:
+            y = y + self.bias[...]
+        return y.astype(x.dtype)

@@ -1,0 +1,140 @@
+"""Where a token stands: rotary embedding, ALiBi, learned absolute embedding."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Int
+
+from recurjax.layers.initialization import InitConfig, draw_embedding
+from recurjax.types import Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """Rotary position embedding (Su et al. 2021), the half-split form.
+
+    Attributes:
+      base: wavelength base, in the exponent's sense: theta_i = base^(-2i / width).
+      fraction: share of the head's width, from the front, that is rotated.
+    """
+
+    base: float = 10000.0
+    fraction: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"Rope: fraction must be in (0, 1], got {self.fraction}")
+        if self.base <= 1:
+            raise ValueError(f"Rope: base must be above 1, got {self.base}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alibi:
+    """Attention with linear biases (Press et al. 2021).
+
+    Attributes:
+      max_bias: m in slope_h = 2^(-m (h + 1) / H), for any H.
+    """
+
+    max_bias: float = 8.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnedPositions:
+    """A learned embedding per absolute position, added to the stack's input.
+
+    Attributes:
+      length: the number of positions; a longer sequence is an error.
+    """
+
+    length: int
+
+    def __post_init__(self):
+        if self.length < 1:
+            raise ValueError(f"LearnedPositions: length must be >= 1: {self.length}")
+
+
+PositionConfig = Rope | Alibi | LearnedPositions
+"""A position encoding; a config field of this type may also be None: no positions."""
+
+
+def rotate(
+    x: Float[Array, "B T H E"], positions: Int[Array, "#B T"], config: Rope
+) -> Float[Array, "B T H E"]:
+    """Rotates pairs (x[i], x[i + r/2]) of the first r = fraction * E dimensions.
+
+    y1 = x1 cos(p theta) - x2 sin(p theta);  y2 = x2 cos(p theta) + x1 sin(p theta), with
+    angles, sine and cosine in at least float32. Source: Su et al. 2021, eq. (34), in
+    GPT-NeoX's half-split order.
+    """
+    rotary = rotary_width(x.shape[-1], config)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    theta = config.base ** (-np.arange(0, rotary, 2, dtype=np.float64) / rotary)
+    angles = positions[..., None].astype(dtype) * theta.astype(dtype)
+    cos, sin = (
+        jnp.cos(angles)[:, :, None],
+        jnp.sin(angles)[:, :, None],
+    )  # [B, T, 1, r/2]
+    x1, x2, rest = jnp.split(x, [rotary // 2, rotary], axis=-1)
+    y1 = (x1 * cos - x2 * sin).astype(x.dtype)
+    y2 = (x2 * cos + x1 * sin).astype(x.dtype)
+    return jnp.concatenate([y1, y2, rest], axis=-1)
+
+
+def rotary_width(head_width: int, config: Rope) -> int:
+    """Returns how many of E dimensions are rotated; raises ValueError when odd."""
+    rotary = int(head_width * config.fraction)
+    if rotary < 2 or rotary % 2:
+        raise ValueError(
+            f"rotate: fraction {config.fraction} of head width {head_width} must be an "
+            f"even number of dimensions, got {rotary}"
+        )
+    return rotary
+
+
+def alibi_slopes(heads: int, config: Alibi) -> np.ndarray:
+    """Returns slope_h = 2^(-max_bias (h + 1) / H) for h = 0..H-1, float64."""
+    return 2.0 ** (-config.max_bias * np.arange(1, heads + 1, dtype=np.float64) / heads)
+
+
+def alibi_bias(
+    heads: int,
+    query_positions: Int[Array, "#B T"],
+    key_positions: Int[Array, "#B S"],
+    config: Alibi,
+    *,
+    dtype=jnp.float32,
+) -> Float[Array, "#B H T S"]:
+    """Returns -slope_h |i - j|, to be added to the logits (0 on the diagonal)."""
+    distance = jnp.abs(query_positions[:, :, None] - key_positions[:, None, :])
+    slopes = jnp.asarray(alibi_slopes(heads, config), dtype)
+    return -slopes[:, None, None] * distance[:, None].astype(dtype)
+
+
+class PositionEmbedding(nnx.Module):
+    """The table of learned absolute positions."""
+
+    def __init__(
+        self, config: LearnedPositions, width: int, init: InitConfig, *, rngs: nnx.Rngs
+    ):
+        self.config = config
+        shape = (config.length, width)
+        self.w_position = nnx.Param(draw_embedding(rngs.params(), shape, config=init))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+    ) -> Float[Array, "B T D"]:
+        """Adds each position's embedding; positions beyond the table clamp to its end.
+
+        Raises:
+          ValueError: T itself exceeds the table.
+        """
+        if x.shape[1] > self.config.length:
+            raise ValueError(
+                f"PositionEmbedding: {x.shape[1]} positions in one call, the table has "
+                f"{self.config.length}"
+            )
+        # Gathered before the cast: the gradient adds up in the table's own float32.
+        return x + self.w_position[...][positions].astype(x.dtype)

@@ -1,0 +1,171 @@
+"""The decoder: embedding, stack, final norm, head. It knows a variant by its protocol."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float
+
+from recurjax.layers.initialization import draw_embedding, draw_head
+from recurjax.layers.norm import Norm, NormConfig
+from recurjax.types import Array, Cache, Tokens
+from recurjax.variants.transformer import TransformerConfig, TransformerStack
+
+
+class Stack(Protocol):
+    """What the decoder asks of a variant: training, prefill and decode in one call."""
+
+    def init_cache(self, batch: int, length: int, dtype: Any) -> Cache:
+        """Makes an empty cache for `length` tokens a row; 0 keeps nothing."""
+        ...
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Cache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Runs T more positions of every row."""
+        ...
+
+
+StackConfig = TransformerConfig
+"""Every variant's configuration: a closed union, told apart by class in JSON."""
+
+_STACKS: dict[type, type] = {TransformerConfig: TransformerStack}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A whole language model.
+
+    Attributes:
+      vocabulary: V, as the tokenizer counts it.
+      stack: the variant; its `width` is D.
+      pad_vocabulary_to: the tables have V rounded up to a multiple of this many rows;
+        the padding is never predicted.
+      final_norm: before the head.
+      tied_head: the head is the embedding, transposed.
+      embedding_scale: multiplies embeddings, not the tied head: "one", or "sqrt_width",
+        sqrt(D) (Gemma).
+      logit_soft_cap: c in c tanh(logit / c), or None.
+      dtype: of activations and matrix products; parameters stay float32.
+    """
+
+    vocabulary: int
+    stack: StackConfig
+    pad_vocabulary_to: int = 1
+    final_norm: NormConfig = field(default_factory=NormConfig)
+    tied_head: bool = False
+    embedding_scale: Literal["one", "sqrt_width"] = "one"
+    logit_soft_cap: float | None = None
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+
+    def __post_init__(self):
+        if self.vocabulary < 1 or self.pad_vocabulary_to < 1:
+            raise ValueError(
+                "ModelConfig: vocabulary and pad_vocabulary_to must be at least 1"
+            )
+        if self.logit_soft_cap is not None and self.logit_soft_cap <= 0:
+            raise ValueError(
+                f"ModelConfig: logit_soft_cap must be > 0: {self.logit_soft_cap}"
+            )
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding table."""
+        multiple = self.pad_vocabulary_to
+        return -(-self.vocabulary // multiple) * multiple
+
+    def flops_per_token(self, length: int) -> float:
+        """Counts training FLOPs a token: the stack's own count and 6 D V for the head."""
+        head = 6.0 * self.stack.width * self.padded_vocabulary
+        return self.stack.flops_per_token(length) + head
+
+
+class Decoder(nnx.Module):
+    """logits = head(norm(stack(embed(ids)))).
+
+    Training, prefill and decode are the same call at another T:
+
+        model = Decoder(config, rngs=nnx.Rngs(0))
+        logits, _ = model(Tokens(ids), model.init_cache(batch, 0))
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        V, D = config.padded_vocabulary, config.stack.width
+        init = config.stack.init
+        self.w_embedding = nnx.Param(draw_embedding(rngs.params(), (V, D), config=init))
+        self.stack: Stack = _STACKS[type(config.stack)](config.stack, rngs=rngs)
+        self.final_norm = Norm(config.final_norm, D)
+        head = (
+            None if config.tied_head else draw_head(rngs.params(), (D, V), config=init)
+        )
+        self.w_head = None if head is None else nnx.Param(head)
+
+    def init_cache(self, batch: int, length: int, dtype: Any = None) -> Cache:
+        """Makes an empty cache.
+
+        Args:
+          batch: B.
+          length: how many tokens a row can hold; 0 for training, which keeps nothing.
+          dtype: of what is cached; None: the model's.
+        """
+        return self.stack.init_cache(batch, length, dtype or self.config.dtype)
+
+    def __call__(
+        self, tokens: Tokens, cache: Cache
+    ) -> tuple[Float[Array, "B T V"], Cache]:
+        """Returns logits in at least float32, without the padded vocabulary."""
+        x, cache = self.hidden(tokens, cache)
+        return self.logits(x), cache
+
+    def hidden(
+        self, tokens: Tokens, cache: Cache
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Returns the states that the head reads: after the final norm."""
+        # Gathered before the cast: the gradient adds up in the table's own float32.
+        x = self.w_embedding[...][tokens.ids].astype(self.config.dtype)
+        if self.config.embedding_scale == "sqrt_width":
+            x = x * jnp.asarray(self.config.stack.width**0.5, x.dtype)
+        x, cache = self.stack(x, cache, tokens)
+        return self.final_norm(x), cache
+
+    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Applies the head to states from `hidden`; float32 or wider."""
+        head = self.head_weight().astype(x.dtype)
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        logits = jnp.einsum("...d,dv->...v", x, head, preferred_element_type=dtype)
+        return self.cap(logits[..., : self.config.vocabulary])
+
+    def head_weight(self) -> Float[Array, "D W"]:
+        """Returns the head of W = padded vocabulary columns."""
+        return self.w_embedding[...].T if self.w_head is None else self.w_head[...]
+
+    def cap(self, logits: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Applies the soft cap, if the config has one."""
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class ParameterCount(NamedTuple):
+    """How many numbers a model learns."""
+
+    total: int
+    embedding: int
+
+    @property
+    def outside_embedding(self) -> int:
+        """All but the embedding table and an untied head."""
+        return self.total - self.embedding
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Counts a model's parameters without making them."""
+    model = jax.eval_shape(
+        lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0)
+    )
+    total = sum(leaf.size for leaf in jax.tree.leaves(model))
+    tables = 1 if config.tied_head else 2
+    embedding = tables * config.padded_vocabulary * config.stack.width
+    return ParameterCount(total=total, embedding=embedding)

@@ -1,0 +1,145 @@
+"""Meshes, and the one table that says how every parameter lies on one."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from recurjax.errors import UserError
+from recurjax.parameters import parameter_name
+
+RULES: tuple[tuple[str, P], ...] = (
+    (r"\bw_(q|k|v)$", P("fsdp", "tensor", None)),  # [D, H, E]: heads over tensor
+    (r"\bw_out$", P("tensor", None, "fsdp")),  # [H, E, D]: one psum a block
+    (r"\bw_(up|gate)$", P("fsdp", "tensor")),  # [D, F]
+    (r"\bw_down$", P("tensor", "fsdp")),  # [F, D]: one psum a block
+    (r"\bb_(q|k|v)$", P("tensor", None)),  # [H, E]
+    (r"\bb_(up|gate)$", P("tensor")),  # [F]
+    (r"\bb_(out|down)$", P(None)),  # [D]
+    (r"\bw_embedding$", P("tensor", "fsdp")),  # [V, D]
+    (r"\bw_head$", P("fsdp", "tensor")),  # [D, V]
+    (r"\bw_position$", P(None, "fsdp")),  # [N, D]
+    (r"\b(scale|bias)$", P(None)),  # norms
+)
+"""First match wins. A spec names every axis of one layer's parameter; leading axes of
+stacked layers come on top, and are not sharded. An axis of the mesh that does not divide
+its dimension (8 key heads over 16) leaves that dimension replicated."""
+
+AXES = ("data", "fsdp", "stage", "tensor")
+"""data: batch; fsdp: batch and parameters; stage: layers (the Recurrent Transformer's
+wavefront); tensor: heads, feed-forward width, vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig:
+    """Shape of the device mesh.
+
+    Attributes:
+      data: copies of the model that see different rows; -1 takes all devices left.
+      fsdp: devices that see different rows and share one copy's parameters.
+      stage: reserved for pipelines over layers; 1 otherwise.
+      tensor: devices that share each layer's matrix products.
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    stage: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        sizes = (self.data, self.fsdp, self.stage, self.tensor)
+        if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+            raise ValueError(
+                f"MeshConfig: axes must be at least 1, one of them may be -1: {sizes}"
+            )
+
+
+def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
+    """Lays the devices out; `tensor` varies fastest, so it stays within a host.
+
+    Raises:
+      UserError: the axes' sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [getattr(config, axis) for axis in AXES]
+    fixed = int(np.prod([size for size in sizes if size != -1]))
+    if -1 in sizes and len(devices) % fixed == 0:
+        sizes[sizes.index(-1)] = len(devices) // fixed
+    if int(np.prod(sizes)) != len(devices):
+        shape = ", ".join(
+            f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True)
+        )
+        raise UserError(
+            f"the mesh ({shape}) does not fit {len(devices)} devices: set --mesh.data, "
+            f"--mesh.fsdp and --mesh.tensor so that they multiply to {len(devices)}"
+        )
+    kinds = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=kinds, devices=devices)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of [B, ...] data: rows over data and fsdp."""
+    return NamedSharding(mesh, P(("data", "fsdp")))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of what every device holds whole."""
+    return NamedSharding(mesh, P())
+
+
+def check_batch(rows: int, mesh: Mesh) -> None:
+    """Raises UserError when `rows` cannot be spread over the mesh."""
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % shards:
+        raise UserError(
+            f"a batch of {rows} rows cannot be spread over data * fsdp = {shards} "
+            f"devices: make training.batch (divided by training.accumulation) a multiple "
+            f"of {shards}"
+        )
+
+
+def local_rows(rows: int, mesh: Mesh) -> tuple[int, int]:
+    """Returns the half-open range of a batch's rows that this process must provide."""
+    sharding = batch_sharding(mesh)
+    spans = [
+        index[0].indices(rows)[:2]
+        for index in sharding.addressable_devices_indices_map((rows,)).values()
+        if index is not None
+    ]
+    return min(start for start, _ in spans), max(stop for _, stop in spans)
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """Returns a NamedSharding for every leaf of a module, gradient or optimizer state.
+
+    Leaves that no rule names are scalars or state of the trainer: replicated. That every
+    *parameter* meets a rule is checked by `find_rule`.
+    """
+
+    def of_leaf(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        rule = find_rule(parameter_name(path))
+        spec = P() if rule is None else _fit(rule, leaf.shape, mesh)
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, tree)
+
+
+def find_rule(name: str) -> P | None:
+    """Returns the spec of the first rule that matches a parameter's name, or None."""
+    return next((spec for pattern, spec in RULES if re.search(pattern, name)), None)
+
+
+def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+    leading = len(shape) - len(spec)
+    if leading < 0:  # a factored or scalar statistic of the parameter
+        return P()
+    axes = [None] * leading + list(spec)
+    divides = [
+        axis if axis is not None and size % mesh.shape[axis] == 0 else None
+        for axis, size in zip(axes, shape, strict=True)
+    ]
+    return P(*divides)

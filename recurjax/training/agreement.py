@@ -1,0 +1,53 @@
+"""How the processes of a run agree on what only one of them saw or decided.
+
+Each function must be called by every process at the same point. With one process
+nothing is sent.
+"""
+
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from recurjax.errors import UserError
+
+T = TypeVar("T")
+
+
+def every_process(text: str) -> list[str]:
+    """Gives each process the text of all, in the order of process index."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(data.size))
+    row = np.zeros(max(1, int(np.max(sizes))), np.uint8)
+    row[: data.size] = data
+    rows = multihost_utils.process_allgather(row)
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def first_process(action: Callable[[], T]) -> T:
+    """Runs `action` in process 0 only and gives every process what it returned.
+
+    Args:
+      action: returns a JSON value. A file system shows the same directory to several
+        processes at different times: what is decided by looking goes through here.
+
+    Raises:
+      UserError: in every process, when the action raised it.
+    """
+    if jax.process_count() == 1:
+        return action()
+    answer = {}
+    if jax.process_index() == 0:
+        try:
+            answer = {"value": action()}
+        except UserError as error:
+            answer = {"error": str(error)}
+    answer = json.loads(every_process(json.dumps(answer))[0])
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return answer["value"]

@@ -1,0 +1,148 @@
+"""Everything recurjax asks of orbax: write the arrays of a step, read them again."""
+
+import asyncio
+import errno
+import logging
+import math
+import re
+import sys
+from collections.abc import Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from recurjax.training.manifest import named, nested
+from recurjax.training.step_directory import ARRAYS, MANIFEST, MANIFEST_FILE
+
+# Orbax logs what it does, and prints tracebacks of errors that it raises as well.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+
+class ArrayStore:
+    """Writes steps in the background, one at a time, and reads them."""
+
+    def __init__(self):
+        # With plain arrays only, orbax needs no files on their layout and shardings.
+        arrays = ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)
+        types = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+        # Trained weights hardly compress, and trying takes half as much CPU again.
+        self._handler = ocp.PyTreeCheckpointHandler(
+            type_handler_registry=types, use_compression=False
+        )
+        registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        registry.add(ARRAYS, ocp.args.PyTreeSave, self._handler)
+        manifests = ocp.JsonCheckpointHandler(filename=MANIFEST_FILE)
+        registry.add(MANIFEST, ocp.args.JsonSave, manifests)
+        # Directories are made before `start_write` returns: made in the background, one
+        # that cannot be made leaves its writers waiting for many minutes.
+        options = ocp.AsyncOptions(create_directories_asynchronously=False)
+        composite = ocp.CompositeCheckpointHandler(
+            handler_registry=registry,
+            composite_options=ocp.CompositeOptions(async_options=options),
+        )
+        self._writer = ocp.AsyncCheckpointer(composite, async_options=options)
+
+    def start_write(
+        self,
+        path: epath.Path,
+        arrays: Mapping[str, jax.Array],
+        manifest: Mapping[str, Any],
+    ) -> None:
+        """Copies the arrays off the devices and writes them in the background."""
+        tree = nested(_with_elements(arrays))
+        if not tree:
+            raise ValueError("ArrayStore.start_write: wants an array with elements")
+        items = {
+            ARRAYS: ocp.args.PyTreeSave(tree),
+            MANIFEST: ocp.args.JsonSave(manifest),
+        }
+        self._writer.save(path, args=ocp.args.Composite(**items))
+
+    def wait(self) -> None:
+        """Waits for the write; raises whatever made it fail."""
+        self._writer.wait_until_finished()
+
+    def read(self, path: epath.Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Reads the arrays that `wanted` names, in its shapes, dtypes and shardings.
+
+        Raises:
+          Exception: of any class; what is on disk cannot be read as that.
+        """
+        item = _with_elements(wanted)
+        places = {
+            name: ocp.ArrayRestoreArgs(sharding=leaf.sharding)
+            for name, leaf in item.items()
+        }
+        args = ocp.args.PyTreeRestore(
+            item=nested(item), restore_args=nested(places), partial_restore=True
+        )
+        arrays = named(self._handler.restore(path / ARRAYS, args=args))
+        for name, leaf in item.items():
+            # A name that orbax does not find it leaves as it was asked for.
+            if not isinstance(arrays[name], jax.Array):
+                raise ValueError(f"{name} is missing")
+            if (arrays[name].shape, arrays[name].dtype) != (leaf.shape, leaf.dtype):
+                raise ValueError(f"{name} has another shape or dtype")
+        empty = {n: leaf for n, leaf in wanted.items() if n not in item}
+        return arrays | {n: _without_elements(leaf) for n, leaf in empty.items()}
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def reason(error: BaseException) -> str:
+    """Says in a few words what was wrong with the disk or the files."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error)
+    full = errno.ENOSPC, errno.EDQUOT
+    if getattr(error, "errno", None) in full or "No space left on device" in text:
+        return "no space left on the device"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    # Tensorstore appends its own state in brackets and puts the cause last.
+    text = " ".join(re.split(r" \[\w+='", text)[0].split()).rstrip(".")
+    text = text if len(text) <= 240 else f"{text[:100]} ... {text[-140:]}"
+    return f"{type(error).__name__}: {text}"
+
+
+def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine in a new event loop; after an error, what it had started too.
+
+    Orbax closes the loop at the first error: each read and write still under way then
+    prints a traceback, and writes go on into a directory that is being removed.
+    """
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(coroutine)
+    except Exception:
+        loop.run_until_complete(_finish_all())
+        raise
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+async def _finish_all() -> None:
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+_loops = sys.modules.get("orbax.checkpoint._src.asyncio_utils")
+if hasattr(_loops, "_run_sync_via_new_loop"):
+    setattr(_loops, "_run_sync_via_new_loop", _run_to_the_end)  # noqa: B010
+
+
+def _with_elements(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out what orbax does not write: arrays of no elements."""
+    return {name: array for name, array in arrays.items() if math.prod(array.shape)}
+
+
+def _without_elements(abstract: Any) -> jax.Array:
+    zeros = partial(jnp.zeros, abstract.shape, abstract.dtype)
+    return jax.jit(zeros, out_shardings=abstract.sharding)()

@@ -1,0 +1,301 @@
+"""Checkpoints of a run: asynchronous, atomic, verified when they are read."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from os import PathLike
+from typing import Any, NamedTuple
+
+import jax
+
+from recurjax.errors import UserError
+from recurjax.training.agreement import every_process, first_process
+from recurjax.training.array_store import ArrayStore, reason
+from recurjax.training.checksum import checksums
+from recurjax.training.manifest import ArrayEntry, Manifest, filled, named
+from recurjax.training.step_directory import StepDirectory
+
+
+class Restored(NamedTuple):
+    """A verified checkpoint.
+
+    Attributes:
+      step: training steps done.
+      tree: the arrays, placed as `abstract` asked.
+      data_states: the data iterator's state in each process of the run that saved.
+    """
+
+    step: int
+    tree: dict[str, Any]
+    data_states: list[dict[str, Any]]
+
+    @property
+    def data_state(self) -> dict[str, Any]:
+        """The data iterator's state for this process.
+
+        Raises:
+          UserError: another number of processes saved, and their states differ.
+        """
+        if len(self.data_states) == jax.process_count():
+            return self.data_states[jax.process_index()]
+        if any(state != self.data_states[0] for state in self.data_states):
+            raise UserError(
+                f"checkpoint {self.step} was saved by {len(self.data_states)} processes"
+                f" that had read different data, and {jax.process_count()} cannot go on"
+                " from there: start as many as had saved."
+            )
+        return self.data_states[0]
+
+
+class Checkpoints:
+    """The checkpoints of one run in one directory.
+
+    The newest `keep` steps stay, and beside them the best one: the step saved with the
+    lowest loss. A loss is known where the caller evaluated, so most steps have none and
+    are never the best. Who saves first and evaluates then calls `save` once more at the
+    same step with the loss: nothing is written but the loss.
+
+    Reading changes nothing on disk; the first save takes the directory over and removes
+    what a killed save left there. In a run of several processes every process calls
+    every method at the same point, and all see one file system.
+    """
+
+    def __init__(
+        self, directory: PathLike[str] | str, *, keep: int = 3, keep_best: bool = True
+    ):
+        """Touches nothing on disk.
+
+        Args:
+          directory: made by the first save.
+          keep: how many of the newest steps stay, at least 1.
+          keep_best: whether the step of the lowest loss stays however old it is.
+
+        Raises:
+          ValueError: keep < 1.
+        """
+        if keep < 1:
+            raise ValueError(f"Checkpoints: wants keep >= 1, got keep={keep}")
+        self._directory = StepDirectory(directory)
+        self._keep = keep
+        self._keep_best = keep_best
+        self._store = ArrayStore()
+        self._writing: int | None = None
+
+    def save(
+        self,
+        step: int,
+        tree: Mapping[str, Any],
+        *,
+        data_state: dict[str, Any],
+        loss: float | None = None,
+    ) -> None:
+        """Copies the arrays off the devices and writes them in the background.
+
+        Waits for the save before it. Saving the newest step once more, with the same
+        arrays, writes nothing but the loss.
+
+        Args:
+          step: not earlier than any step on disk.
+          tree: nested dicts of jax.Array; the buffers may be donated afterwards.
+          data_state: small, plain JSON; each process gives its own.
+          loss: validation loss at this step, if it was measured.
+
+        Raises:
+          UserError: the save before this one failed, the directory cannot be written,
+            or it holds a later step or other arrays at this step.
+          ValueError: a leaf that is no jax.Array, or a data_state that is not JSON.
+        """
+        self.wait()
+        arrays = named(tree)
+        manifest = Manifest(
+            step=step,
+            arrays=_entries(arrays),
+            data_states=_gathered(data_state),
+            loss=float(loss) if loss is not None and math.isfinite(loss) else None,
+        )
+        if not first_process(lambda: self._directory.make_way(manifest)):
+            return
+        self._directory.damaged.clear()
+        try:
+            path = self._directory.path(step)
+            self._store.start_write(path, arrays, manifest.to_json())
+        except OSError as error:
+            raise self._not_written(step, error) from error
+        self._writing = step
+
+    def restore(
+        self,
+        abstract: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        report: Callable[[str], None] = print,
+    ) -> Restored | None:
+        """Reads the newest step whose arrays match their checksums.
+
+        Args:
+          abstract: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh. A
+            top-level part of the checkpoint that it does not name is not read.
+          step: this step and no other; None for the newest good one.
+          report: gets a sentence for each step that is left out.
+
+        Returns:
+          None when there is no checkpoint at all.
+
+        Raises:
+          UserError: no step is good, or `step` is not there, or names, shapes or dtypes
+            differ from `abstract` (all differences are listed).
+          ValueError: a leaf of `abstract` without a sharding.
+        """
+        self.wait()
+        wanted = named(abstract)
+        for name, leaf in wanted.items():
+            if getattr(leaf, "sharding", None) is None:
+                raise ValueError(f"Checkpoints.restore: {name} has no sharding")
+        root = self._directory.root
+        for incomplete in first_process(self._directory.incomplete):
+            report(f"Checkpoint {incomplete} in {root} is incomplete and is left out.")
+        faults: dict[int, str] = {}
+        for candidate in self._candidates(step):
+            try:
+                manifest = self._read_manifest(candidate)
+                arrays = self._read_arrays(manifest, wanted)
+            except _Damaged as fault:
+                faults[candidate] = str(fault)
+                self._directory.damaged.add(candidate)
+                report(
+                    f"Checkpoint {candidate} in {root} is damaged and is left out:"
+                    f" {fault}."
+                )
+                continue
+            return Restored(candidate, filled(abstract, arrays), manifest.data_states)
+        if not faults:
+            return None
+        reasons = "; ".join(f"{number}: {fault}" for number, fault in faults.items())
+        raise UserError(f"{root} holds no good checkpoint ({reasons}).")
+
+    def steps(self) -> list[int]:
+        """Lists the complete steps, oldest first, without those found damaged."""
+        return first_process(self._directory.complete)
+
+    def best_step(self) -> int | None:
+        """Names the step saved with the lowest loss; None when none has a loss."""
+        return first_process(self._directory.best)
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk, then removes the steps not kept.
+
+        Raises:
+          UserError: that save failed. What it had written is removed; the checkpoints
+            before it are as they were.
+        """
+        if self._writing is None:
+            return
+        step = self._writing
+        try:
+            self._store.wait()
+        except Exception as error:  # Tensorstore's errors have no class of their own.
+            self._writing = None
+            raise self._not_written(step, error) from error
+        self._writing = None
+        prune = self._directory.prune
+        first_process(lambda: prune(keep=self._keep, keep_best=self._keep_best))
+
+    def close(self) -> None:
+        """Waits like `wait` and ends the background threads."""
+        try:
+            self.wait()
+        finally:
+            self._store.close()
+
+    def _not_written(self, step: int, error: Exception) -> UserError:
+        if jax.process_index() == 0:
+            with suppress(OSError):
+                self._directory.remove_leftovers()
+        good = self._directory.complete()
+        rest = (
+            f"the last good checkpoint is {good[-1]}" if good else "there is none yet"
+        )
+        return UserError(
+            f"checkpoint {step} could not be written to {self._directory.root}:"
+            f" {reason(error)}; {rest}."
+        )
+
+    def _candidates(self, step: int | None) -> list[int]:
+        steps = self.steps()[::-1]
+        if step is None:
+            return steps
+        if step not in steps:
+            there = ", ".join(map(str, steps[::-1])) or "none"
+            raise UserError(
+                f"{self._directory.root} has no checkpoint {step}; it has {there}."
+            )
+        return [step]
+
+    def _read_manifest(self, step: int) -> Manifest:
+        def read() -> list[str]:
+            try:
+                return [self._directory.manifest_text(step), ""]
+            except (OSError, UnicodeDecodeError) as error:
+                return ["", f"its manifest cannot be read, {reason(error)}"]
+
+        text, fault = first_process(read)
+        if fault:
+            raise _Damaged(fault)
+        try:
+            return Manifest.from_text(text)
+        except ValueError as error:
+            raise _Damaged(str(error)) from error
+
+    def _read_arrays(
+        self, manifest: Manifest, wanted: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
+        path = self._directory.path(manifest.step)
+        if differences := manifest.differences(wanted):
+            raise UserError(f"{path} does not fit: {'; '.join(differences)}.")
+        arrays, fault = {}, ""
+        try:
+            arrays = self._store.read(path, wanted)
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise  # The device's fault, not the checkpoint's.
+        except Exception as error:  # Tensorstore's errors have no class of their own.
+            fault = f"its arrays cannot be read, {reason(error)}"
+        # One process may have read its part of a step that another could not.
+        if fault := next(filter(None, every_process(fault)), ""):
+            raise _Damaged(fault)
+        sums = checksums(arrays)
+        wrong = [name for name in sums if sums[name] != manifest.arrays[name].checksum]
+        if wrong:
+            more = f" and of {len(wrong) - 3} more arrays" if len(wrong) > 3 else ""
+            raise _Damaged(f"wrong checksum of {', '.join(wrong[:3])}{more}")
+        return arrays
+
+
+class _Damaged(Exception):
+    """A step cannot be used; an older one may be."""
+
+
+def _entries(arrays: Mapping[str, Any]) -> dict[str, ArrayEntry]:
+    for name, array in arrays.items():
+        if not isinstance(array, jax.Array):
+            raise ValueError(
+                f"Checkpoints.save: wants jax.Array, got {name}={type(array).__name__}"
+            )
+    sums = checksums(arrays)
+    return {
+        name: ArrayEntry(shape=array.shape, dtype=str(array.dtype), checksum=sums[name])
+        for name, array in arrays.items()
+    }
+
+
+def _gathered(data_state: dict[str, Any]) -> list[dict[str, Any]]:
+    try:
+        text = json.dumps(data_state, allow_nan=False)
+        plain = json.loads(text) == data_state
+    except (TypeError, ValueError):
+        text, plain = "", False
+    if not plain:
+        raise ValueError(
+            f"Checkpoints.save: wants a data_state of plain JSON, got {data_state}"
+        )
+    return [json.loads(state) for state in every_process(text)]

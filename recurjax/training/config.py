@@ -1,0 +1,103 @@
+"""How long to train, in what portions, and what to keep."""
+
+from dataclasses import dataclass, field
+
+from recurjax.training.spikes import SpikeConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """The training loop.
+
+    Attributes:
+      steps: optimizer steps in all.
+      batch: rows of a step, over all devices and accumulation parts.
+      length: T, tokens a row.
+      accumulation: parts of the batch that go through the model one after another.
+      gradient_clip: largest global norm of the gradient, or None.
+      seed: of the initial parameters.
+      log_every: steps between rows of metrics.jsonl.
+      checkpoint_every: steps between checkpoints; one more is made at the end.
+      keep_checkpoints: how many of the newest stay, beside the best.
+      spikes: when to skip a step and when to stop.
+      profile: (first, last) step of a profiler trace written into the run directory.
+      deterministic: ask XLA for deterministic operations on GPU (slower), so that runs
+        and resumed runs agree bit for bit there too.
+      wandb_project: also log to this Weights & Biases project (the `wandb` extra).
+    """
+
+    steps: int
+    batch: int
+    length: int
+    accumulation: int = 1
+    gradient_clip: float | None = 1.0
+    seed: int = 0
+    log_every: int = 10
+    checkpoint_every: int = 1000
+    keep_checkpoints: int = 3
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
+    profile: tuple[int, int] | None = None
+    deterministic: bool = False
+    wandb_project: str | None = None
+
+    def __post_init__(self):
+        least_one = (
+            "steps",
+            "batch",
+            "length",
+            "accumulation",
+            "log_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+        )
+        for name in least_one:
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"training.{name} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.batch % self.accumulation:
+            raise ValueError(
+                f"training.batch must be a multiple of training.accumulation, got "
+                f"{self.batch} and {self.accumulation}"
+            )
+        if self.gradient_clip is not None and self.gradient_clip <= 0:
+            raise ValueError(
+                f"training.gradient_clip must be positive, got {self.gradient_clip}"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step reads."""
+        return self.batch * self.length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """What happens every so many steps, and after the last.
+
+    Attributes:
+      every: steps between evaluations; 0: only after the last step.
+      batch: rows at a time; None: training.batch / training.accumulation.
+      batches: how many of them; None: the whole validation split.
+      sample_prompts: continued after each evaluation, into samples.txt.
+      sample_tokens: tokens of each continuation.
+      temperature: of the continuations; 0 is greedy.
+    """
+
+    every: int = 0
+    batch: int | None = None
+    batches: int | None = None
+    sample_prompts: tuple[str, ...] = ()
+    sample_tokens: int = 200
+    temperature: float = 0.8
+
+    def __post_init__(self):
+        for name in ("batch", "batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"evaluation.{name} must be at least 1, got {value}")
+        if self.every < 0 or self.sample_tokens < 1 or self.temperature < 0:
+            raise ValueError(
+                "evaluation.every and temperature must not be negative and "
+                "sample_tokens must be at least 1"
+            )

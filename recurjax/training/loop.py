@@ -1,0 +1,263 @@
+"""The training loop: resume, step, log, evaluate, save, stop."""
+
+import time
+from collections import deque
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+from rich.console import Console
+
+from recurjax.errors import UserError
+from recurjax.evaluation.perplexity import Score
+from recurjax.experiment import Experiment
+from recurjax.inference.generate import generate
+from recurjax.inference.sampling import SamplingConfig
+from recurjax.training.interruption import Interruption
+from recurjax.training.metrics import MetricsWriter
+from recurjax.training.plots import plot_losses
+from recurjax.training.progress import TrainingProgress
+from recurjax.training.session import Metrics, Session
+from recurjax.training.step import TrainState
+
+_IN_FLIGHT = 2  # Steps given to the device before the host waits for the oldest.
+
+
+class TrainingResult(NamedTuple):
+    """How a call of `train` ended.
+
+    Attributes:
+      outcome: "finished", or stopped by SIGTERM ("terminated") or by Ctrl-C.
+      step: the last step done; its checkpoint is on disk.
+      score: of this call's last evaluation, if it made one.
+      sample: the last continuation of the first of `evaluation.sample_prompts`.
+      model: the trained parameters.
+      compile_seconds: until the first step of this call was done.
+      train_seconds: from there to the last step, without evaluations and saves' waits.
+    """
+
+    outcome: Literal["finished", "terminated", "interrupted"]
+    step: int
+    score: Score | None
+    sample: str | None
+    model: Any
+    compile_seconds: float
+    train_seconds: float
+
+
+def train(
+    experiment: Experiment, root: Path, *, console: Console | None = None
+) -> TrainingResult:
+    """Trains in the run directory `root`, going on from its newest good checkpoint.
+
+    A run that was stopped, however, and is resumed ends with the same bits as one that
+    was not. SIGTERM and Ctrl-C save and return.
+
+    Raises:
+      UserError: config, data, devices and directory do not go together, a checkpoint
+        could not be written, or too many steps in a row had a bad loss.
+    """
+    with ExitStack() as stack:
+        session = Session(experiment, root)
+        stack.callback(session.close)
+        quiet = jax.process_index() != 0
+        console = Console(quiet=True) if quiet else console or Console()
+        progress = TrainingProgress(
+            console,
+            experiment,
+            log=None if quiet else session.directory.log,
+            devices=list(session.mesh.devices.flat),
+        )
+        state = session.start(progress.say)
+        start = int(state.step)
+        writer = None if quiet else _open_writer(session, start)
+        if writer is not None:
+            stack.callback(writer.close)
+        progress.start(start)
+        stack.callback(progress.stop)
+        interruption = stack.enter_context(Interruption())
+        return _Loop(session, progress, writer, interruption).run(state, start)
+
+
+def _open_writer(session: Session, start: int) -> MetricsWriter:
+    experiment, directory = session.experiment, session.directory
+    return MetricsWriter(
+        directory.metrics,
+        directory.tensorboard,
+        resumed_from=start or None,
+        wandb_project=experiment.training.wandb_project,
+        run_name=experiment.name,
+    )
+
+
+class _Loop:
+    """The steps of one call, and what is done between them."""
+
+    def __init__(
+        self,
+        session: Session,
+        progress: TrainingProgress,
+        writer: MetricsWriter | None,
+        interruption: Interruption,
+    ):
+        self.session, self.progress = session, progress
+        self.writer, self.interruption = writer, interruption
+        self.experiment = session.experiment
+        self.pending: deque[tuple[int, Metrics]] = deque()
+        self.score: Score | None = None
+        self.sample: str | None = None
+        self.tracing = False
+
+    def run(self, state: TrainState, start: int) -> TrainingResult:
+        training = self.experiment.training
+        step, began, compiled, paused = start, time.monotonic(), 0.0, 0.0
+        while step < training.steps and not self.interruption.requested():
+            self._trace(step + 1)
+            state, metrics = self.session.step(state)
+            step += 1
+            self.pending.append((step, metrics))
+            if step == start + 1:
+                self._report(in_flight=0)
+                compiled = time.monotonic() - began
+            self._report(in_flight=_IN_FLIGHT)
+            if self._is_due(step):
+                self._report(in_flight=0)
+                pause = time.monotonic()
+                self._evaluate_and_save(state, step)
+                pause = time.monotonic() - pause
+                self.progress.leave_out(pause)
+                paused += pause
+        self._report(in_flight=0)
+        seconds = time.monotonic() - began - compiled - paused
+        if step < training.steps:
+            self.session.save(state, step)
+        self.session.wait()
+        if self.writer is not None:
+            self.writer.flush()
+            plot_losses(
+                self.session.directory.metrics, self.session.directory.loss_plot
+            )
+        stopped = {"terminate": "terminated", "interrupt": "interrupted", None: None}
+        wish = stopped[self.interruption.wish] if step < training.steps else None
+        return TrainingResult(
+            outcome=wish or "finished",
+            step=step,
+            score=self.score,
+            sample=self.sample,
+            model=state.model,
+            compile_seconds=compiled,
+            train_seconds=seconds,
+        )
+
+    def _is_due(self, step: int) -> bool:
+        return self._evaluates_at(step) or (
+            step % self.experiment.training.checkpoint_every == 0
+        )
+
+    def _evaluates_at(self, step: int) -> bool:
+        every = self.experiment.evaluation.every
+        last = step == self.experiment.training.steps
+        return last or (every > 0 and step % every == 0)
+
+    def _report(self, *, in_flight: int) -> None:
+        """Reads metrics of finished steps, leaving `in_flight` steps to the device."""
+        training = self.experiment.training
+        while len(self.pending) > in_flight:
+            step, arrays = self.pending.popleft()
+            metrics = {name: float(x) for name, x in jax.device_get(arrays).items()}
+            updates, skipped = int(metrics.pop("updates")), int(metrics["skipped"])
+            metrics["learning_rate"] = float(self.session.rate(updates))
+            self.progress.advance(step, metrics["loss"])
+            if skipped:
+                self.progress.say(_skip_message(step, skipped, metrics))
+            if step % training.log_every == 0 or step == training.steps:
+                self.progress.line(step, metrics)
+                if self.writer is not None:
+                    row = metrics | self.progress.rates()
+                    self.writer.write(step, "train", row)
+            if skipped >= training.spikes.patience and training.spikes.enabled:
+                self._give_up(step, skipped, metrics)
+
+    def _give_up(self, step: int, skipped: int, metrics: dict[str, float]) -> None:
+        self.session.wait()
+        good = self.session.last_checkpoint()
+        where = (
+            "no checkpoint was made yet"
+            if good is None
+            else f"the last good checkpoint is step {good} in "
+            f"{self.session.directory.checkpoints}"
+        )
+        raise UserError(
+            f"training stopped at step {step}: the loss ({metrics['loss']:.4g}) was not "
+            f"finite or far above its neighbours for {skipped} steps in a row; {where}; "
+            "lower the learning rate, lengthen the warm-up or change "
+            "--training.spikes.sigma, and start again"
+        )
+
+    def _evaluate_and_save(self, state: TrainState, step: int) -> None:
+        if not self._evaluates_at(step):
+            self.session.save(state, step)
+            return
+        score = self.session.evaluate(state, between=self._poll)
+        self.score = score
+        self.progress.say(
+            f"step {step}: validation loss {score.loss:.4f}, "
+            f"{score.bits_per_byte:.4f} bits per byte"
+        )
+        if self.writer is not None:
+            row = {
+                "loss": score.loss,
+                "perplexity": score.perplexity,
+                "bits_per_byte": score.bits_per_byte,
+            }
+            self.writer.write(step, "validation", row)
+            self.writer.flush()
+        self._write_samples(state, step)
+        self.session.save(state, step, score.loss)
+
+    def _poll(self) -> None:
+        self.interruption.requested()
+
+    def _write_samples(self, state: TrainState, step: int) -> None:
+        evaluation = self.experiment.evaluation
+        if not evaluation.sample_prompts:
+            return
+        if jax.process_count() > 1:
+            self.progress.say("samples are not drawn while several processes train")
+            return
+        made = generate(
+            state.model,
+            list(evaluation.sample_prompts),
+            tokenizer=self.session.dataset.tokenizer,
+            max_new_tokens=evaluation.sample_tokens,
+            sampling=SamplingConfig(temperature=evaluation.temperature),
+            seed=self.experiment.training.seed,
+        )
+        self.sample = evaluation.sample_prompts[0] + made.texts[0]
+        pairs = zip(evaluation.sample_prompts, made.texts, strict=True)
+        texts = [prompt + text for prompt, text in pairs]
+        self.session.directory.append_samples(step, texts)
+
+    def _trace(self, step: int) -> None:
+        """Starts and stops the profiler around the steps of `training.profile`."""
+        profile = self.experiment.training.profile
+        if profile is None:
+            return
+        first, last = profile
+        if step == first:
+            self._report(in_flight=0)
+            jax.profiler.start_trace(str(self.session.directory.profile))
+            self.tracing = True
+        if step == last + 1 and self.tracing:
+            self._report(in_flight=0)
+            jax.profiler.stop_trace()
+            self.tracing = False
+            self.progress.say(f"profiler trace: {self.session.directory.profile}")
+
+
+def _skip_message(step: int, skipped: int, metrics: dict[str, float]) -> str:
+    return (
+        f"step {step} was skipped ({skipped} in a row): loss {metrics['loss']:.4g}, "
+        f"gradient norm {metrics['gradient_norm']:.4g}"
+    )

@@ -1,0 +1,143 @@
+"""What a checkpoint says of itself: its arrays and their checksums, data states, loss.
+
+Arrays are named by the keys that lead to them, joined by dots.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrayEntry:
+    """One array as it was saved."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The small text beside the arrays of a step; it carries a digest of itself.
+
+    Attributes:
+      step: training steps done.
+      arrays: by name.
+      data_states: the data iterator's state in each process of the run that saved.
+      loss: validation loss at this step; None when none was measured.
+    """
+
+    step: int
+    arrays: Mapping[str, ArrayEntry]
+    data_states: list[dict[str, Any]]
+    loss: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        content = {"format": _FORMAT, **dataclasses.asdict(self)}
+        content = json.loads(json.dumps(content))
+        return {**content, "digest": _digest(content)}
+
+    @classmethod
+    def from_text(cls, text: str) -> "Manifest":
+        """Reads what `to_json` gave.
+
+        Raises:
+          ValueError: the text is not JSON, or is not what was written.
+        """
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError("the manifest is not JSON") from error
+        if not isinstance(content, dict) or content.pop("digest", "") != _digest(
+            content
+        ):
+            raise ValueError("the manifest's digest does not match")
+        if content.pop("format") != _FORMAT:
+            raise ValueError("the manifest has a format of another version of recurjax")
+        arrays = {
+            name: ArrayEntry(**{**entry, "shape": tuple(entry["shape"])})
+            for name, entry in content.pop("arrays").items()
+        }
+        return cls(arrays=arrays, **content)
+
+    def differences(self, wanted: Mapping[str, Any]) -> list[str]:
+        """Lists how the saved arrays differ from the `wanted` ones (shape, dtype).
+
+        Arrays of a top-level part that `wanted` does not name at all do not count.
+        """
+        parts = {_part(name) for name in wanted}
+        saved = {n: e for n, e in self.arrays.items() if _part(n) in parts}
+        found = []
+        for name in sorted(saved.keys() | wanted.keys()):
+            if name not in wanted:
+                found.append(f"{name} is in the checkpoint only")
+            elif name not in saved:
+                found.append(f"{name} is not in the checkpoint")
+            else:
+                there, here = _kind(saved[name]), _kind(wanted[name])
+                if there != here:
+                    found.append(f"{name} is {there} in the checkpoint, not {here}")
+        return found
+
+
+def named(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Flattens nested dicts to {"a.b": leaf}, sorted by name; empty dicts vanish.
+
+    Raises:
+      ValueError: a key that is not a string, is empty or holds a dot.
+    """
+    leaves: dict[str, Any] = {}
+
+    def walk(node: Any, path: tuple[str, ...]) -> None:
+        if not isinstance(node, Mapping):
+            leaves[".".join(path)] = node
+            return
+        for key, child in node.items():
+            if not isinstance(key, str) or not key or "." in key:
+                raise ValueError(f"named: wants keys without dots, got {key!r}")
+            walk(child, (*path, key))
+
+    walk(tree, ())
+    return dict(sorted(leaves.items()))
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Undoes `named`, empty dicts excepted."""
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *path, last = name.split(".")
+        node = tree
+        for key in path:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree
+
+
+def filled(tree: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts named leaves into the places of `tree`, empty dicts included."""
+
+    def walk(node: Any, path: tuple[str, ...]) -> Any:
+        if not isinstance(node, Mapping):
+            return leaves[".".join(path)]
+        return {key: walk(child, (*path, key)) for key, child in node.items()}
+
+    return walk(tree, ())
+
+
+def _digest(content: dict[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _part(name: str) -> str:
+    return name.split(".", 1)[0]
+
+
+def _kind(array: Any) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"

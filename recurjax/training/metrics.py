@@ -1,0 +1,69 @@
+"""Where metrics go: metrics.jsonl, TensorBoard and, if asked, Weights & Biases."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recurjax.errors import UserError
+
+
+class MetricsWriter:
+    """Appends rows to metrics.jsonl and the other places; made by process 0 only.
+
+    A row is {"step": n, "kind": "train" or "validation", metric: number, ...}; a number
+    that is not finite is written as null, which is what JSON has.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        tensorboard: Path,
+        *,
+        resumed_from: int | None,
+        wandb_project: str | None = None,
+        run_name: str = "",
+    ):
+        # Imported here: TensorBoard's writer brings protobuf in, which users of the
+        # library alone need not wait for.
+        from tensorboardX import SummaryWriter
+
+        self._file = file.open("a")
+        purge = None if resumed_from is None else resumed_from + 1
+        self._tensorboard = SummaryWriter(str(tensorboard), purge_step=purge)
+        self._wandb = _start_wandb(wandb_project, run_name)
+
+    def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
+        """Writes one row."""
+        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        self._file.write(json.dumps({"step": step, "kind": kind, **finite}) + "\n")
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        if self._wandb is not None:
+            row = {f"{kind}/{name}": value for name, value in metrics.items()}
+            self._wandb.log(row, step=step)
+
+    def flush(self) -> None:
+        """Makes all rows visible to readers of the files."""
+        self._file.flush()
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        self._file.close()
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _start_wandb(project: str | None, name: str) -> Any:
+    if project is None:
+        return None
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            "training.wandb_project needs wandb: pip install 'recurjax[wandb]'"
+        ) from error
+    return wandb.init(project=project, name=name, id=name, resume="allow")

@@ -1,0 +1,52 @@
+"""What training minimises: a config that is a function of (model, batch)."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from recurjax.cross_entropy import token_losses
+from recurjax.model import Decoder
+from recurjax.types import IGNORED, Batch, Scalar, Tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NextToken:
+    """Mean cross-entropy of the next token, and z-loss if asked for.
+
+    loss = mean over counted targets of -log p(target) + z (log sum exp logits)^2.
+    Source of the z-loss: Chowdhery et al. 2022, section 5.
+
+    Attributes:
+      z_loss: z; 1e-4 is PaLM's.
+      vocabulary_chunks: pieces in which logits are made, to save memory: see
+        `token_losses`.
+    """
+
+    z_loss: float = 0.0
+    vocabulary_chunks: int = 1
+
+    def __post_init__(self):
+        if self.vocabulary_chunks < 1:
+            raise ValueError(
+                "NextToken: vocabulary_chunks must be at least 1, got "
+                f"{self.vocabulary_chunks}"
+            )
+
+    def __call__(
+        self, model: Decoder, batch: Batch
+    ) -> tuple[Scalar, dict[str, Scalar]]:
+        """Returns the loss to minimise and, as metrics, its cross-entropy `loss`."""
+        tokens = Tokens(batch.ids, batch.segments)
+        x, _ = model.hidden(tokens, model.init_cache(batch.ids.shape[0], 0))
+        losses = token_losses(model, x, batch.targets, chunks=self.vocabulary_chunks)
+        counted = jnp.maximum(jnp.sum(batch.targets != IGNORED), 1)
+        cross_entropy = losses.nats.sum() / counted
+        metrics = {"loss": cross_entropy}
+        if self.z_loss == 0.0:
+            return cross_entropy, metrics
+        z = jnp.square(losses.log_normalizer).sum() / counted
+        return cross_entropy + self.z_loss * z, metrics | {"z_loss": self.z_loss * z}
+
+
+Objective = NextToken
+"""Every objective: a closed union, told apart by class in JSON."""

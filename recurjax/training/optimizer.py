@@ -1,0 +1,75 @@
+"""Optimizers as configs, built from optax."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import optax
+
+from recurjax.parameters import parameter_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019).
+
+    Attributes:
+      learning_rate: the peak.
+      b1, b2, eps: as in Adam.
+      weight_decay: each step takes learning rate * weight_decay of a weight away.
+      decay: "matrices" (embeddings too) spares norms and biases; "all" spares nothing.
+    """
+
+    learning_rate: float
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay: Literal["matrices", "all"] = "matrices"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adam:
+    """Adam (Kingma and Ba 2015).
+
+    Attributes:
+      learning_rate: the peak.
+      b1, b2, eps: as in the paper.
+    """
+
+    learning_rate: float
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+
+
+OptimizerConfig = AdamW | Adam
+
+
+def build_optimizer(
+    config: OptimizerConfig, rate: Callable, *, clip: float | None
+) -> optax.GradientTransformation:
+    """Returns the gradient transformation of a whole training step.
+
+    Args:
+      config: which optimizer.
+      rate: optimizer step -> learning rate.
+      clip: largest global norm of the gradient, or None.
+    """
+    moments = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    steps = [] if clip is None else [optax.clip_by_global_norm(clip)]
+    steps.append(moments)
+    if isinstance(config, AdamW):
+        mask = is_matrix if config.decay == "matrices" else None
+        steps.append(optax.add_decayed_weights(config.weight_decay, mask=mask))
+    return optax.chain(*steps, optax.scale_by_learning_rate(rate))
+
+
+def is_matrix(parameters: Any) -> Any:
+    """Returns a tree of bools: True for weights `w_*`, False for norms and biases."""
+
+    def of_leaf(path: tuple[Any, ...], _: Any) -> bool:
+        return parameter_name(path).rpartition(".")[2].startswith("w_")
+
+    return jax.tree_util.tree_map_with_path(of_leaf, parameters)

@@ -1,0 +1,32 @@
+"""The picture of a run: loss.png."""
+
+import json
+from pathlib import Path
+
+
+def plot_losses(metrics: Path, png: Path) -> None:
+    """Draws training and validation loss, in nats a token, over steps.
+
+    Args:
+      metrics: a run's metrics.jsonl.
+      png: written aside first and then renamed.
+    """
+    from matplotlib.figure import Figure  # slow to import, and needed here only
+
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for kind, style in (("train", "-"), ("validation", "o-")):
+        points = [(r["step"], r["loss"]) for r in rows if r["kind"] == kind]
+        points = [point for point in points if point[1] is not None]
+        if points:
+            steps, losses = zip(*points, strict=True)
+            axes.plot(steps, losses, style, label=kind, markersize=4, linewidth=1.2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    aside = png.with_suffix(".partial.png")
+    figure.savefig(aside, dpi=120)
+    aside.replace(png)

@@ -1,0 +1,178 @@
+"""A run directory: what lies where, and loading a trained model from one."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from recurjax.data.tokenizers import Tokenizer, load_tokenizer
+from recurjax.errors import UserError
+from recurjax.experiment import (
+    Experiment,
+    differences,
+    read_experiment,
+    write_experiment,
+)
+from recurjax.model import Decoder
+from recurjax.parameters import from_nested_dict, to_nested_dict
+from recurjax.sharding import MeshConfig, make_mesh, shardings
+from recurjax.training.checkpoint import Checkpoints
+
+
+class RunDirectory:
+    """The files of one run; see `recurjax/training/README.md`."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.config = root / "config.json"
+        self.metrics = root / "metrics.jsonl"
+        self.tensorboard = root / "tensorboard"
+        self.checkpoints = root / "checkpoints"
+        self.tokenizer = root / "tokenizer"
+        self.samples = root / "samples.txt"
+        self.loss_plot = root / "loss.png"
+        self.profile = root / "profile"
+        self.log = root / "log"
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a run was started here."""
+        return self.config.is_file()
+
+    def claim(self, experiment: Experiment, tokenizer: Tokenizer) -> None:
+        """Makes the directory; config.json comes last, so it marks a whole claim."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(self.tokenizer)
+        write_experiment(experiment, self.config)
+
+    def check(self, experiment: Experiment) -> None:
+        """Checks that the run that was started here is this experiment's.
+
+        Raises:
+          UserError: it is another's; the differing fields are named.
+        """
+        stored = read_experiment(self.config)
+        changed = differences(_comparable(experiment), _comparable(stored))
+        if changed:
+            raise UserError(
+                f"{self.root} holds a run of another config ({'; '.join(changed)}): "
+                "choose another --name, or restore these settings to resume it"
+            )
+
+    def rewind(self, step: int) -> None:
+        """Drops metrics and samples of steps after `step`: they will be made again."""
+        if self.metrics.is_file():
+            _replace(self.metrics, "".join(_rows_until(self.metrics, step)))
+        if self.samples.is_file():
+            text = self.samples.read_text()
+            heads = re.finditer(r"^=== step (\d+) ===$", text, re.MULTILINE)
+            cut = next((h.start() for h in heads if int(h[1]) > step), len(text))
+            _replace(self.samples, text[:cut])
+
+    def append_samples(self, step: int, texts: list[str]) -> None:
+        """Adds one evaluation's samples to samples.txt."""
+        with self.samples.open("a") as file:
+            file.write(f"=== step {step} ===\n" + "\n---\n".join(texts) + "\n\n")
+
+
+def _rows_until(metrics: Path, step: int) -> Iterator[str]:
+    for line in metrics.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # the last line that a killed run wrote
+            return
+        if row["step"] <= step:
+            yield line + "\n"
+
+
+def _replace(file: Path, text: str) -> None:
+    aside = file.with_name(file.name + ".partial")
+    aside.write_text(text)
+    aside.replace(file)
+
+
+class LoadedRun(NamedTuple):
+    """A trained model and what it was made with."""
+
+    experiment: Experiment
+    model: Decoder
+    tokenizer: Tokenizer
+    step: int
+
+
+def load_run(
+    path: Path,
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    report: Callable[[str], None] = print,
+) -> LoadedRun:
+    """Loads a run's model from its newest good checkpoint.
+
+    Args:
+      path: the run directory.
+      step: the checkpoint of this step instead.
+      mesh: where to lay the parameters out; None: on one device.
+      report: gets a sentence for each checkpoint that is damaged.
+
+    Raises:
+      UserError: not a run directory, no good checkpoint, or one that does not fit.
+    """
+    run = RunDirectory(Path(path))
+    if not run.root.is_dir():
+        raise UserError(f"no run directory at {run.root}")
+    experiment = read_experiment(run.config)
+    tokenizer = load_tokenizer(run.tokenizer)
+    if tokenizer.vocabulary != experiment.model.vocabulary:
+        raise UserError(
+            f"the tokenizer in {run.tokenizer} has {tokenizer.vocabulary} tokens, the "
+            f"model {experiment.model.vocabulary}: put the run's own tokenizer back"
+        )
+    if mesh is None:
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    abstract = jax.eval_shape(
+        lambda key: Decoder(experiment.model, rngs=nnx.Rngs(key)), jax.random.key(0)
+    )
+    wanted = {"model": to_nested_dict(abstract_on(abstract, mesh))}
+    checkpoints = Checkpoints(run.checkpoints)
+    try:
+        restored = checkpoints.restore(wanted, step=step, report=report)
+    finally:
+        checkpoints.close()
+    if restored is None:
+        raise UserError(f"{run.root} has no checkpoint yet: train it first")
+    model = from_nested_dict(abstract, restored.tree["model"])
+    return LoadedRun(experiment, model, tokenizer, restored.step)
+
+
+def abstract_on(tree: Any, mesh: Mesh) -> Any:
+    """Returns a tree of ShapeDtypeStructs with the shardings of the rule table."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        tree,
+        shardings(tree, mesh),
+    )
+
+
+def _comparable(experiment: Experiment) -> Experiment:
+    """Replaces what may change between the parts of one run: devices and logging."""
+    training = dataclasses.replace(
+        experiment.training,
+        log_every=1,
+        checkpoint_every=1,
+        keep_checkpoints=1,
+        profile=None,
+        wandb_project=None,
+    )
+    data = dataclasses.replace(experiment.data, prefetch=0, threads=1)
+    return dataclasses.replace(
+        experiment, name="", mesh=MeshConfig(), training=training, data=data
+    )

@@ -1,0 +1,102 @@
+"""Learning-rate schedules: a factor of the peak rate for every step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import optax
+
+from recurjax.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constant:
+    """Linear warm-up, then the peak rate.
+
+    Attributes:
+      warmup_steps: steps until the peak.
+      start: factor of the peak at step 0.
+    """
+
+    warmup_steps: int = 0
+    start: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cosine:
+    """Linear warm-up, then half a cosine to the last step.
+
+    Attributes:
+      warmup_steps: steps until the peak.
+      start: factor of the peak at step 0.
+      end: factor of the peak at the last step.
+    """
+
+    warmup_steps: int = 0
+    start: float = 0.0
+    end: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearWarmdown:
+    """Linear warm-up, the peak rate, then a line down over the last steps.
+
+    Attributes:
+      warmup_steps: steps until the peak.
+      start: factor of the peak at step 0.
+      warmdown: share of all steps that the way down takes.
+      end: factor of the peak at the last step.
+    """
+
+    warmup_steps: int = 0
+    start: float = 0.0
+    warmdown: float = 0.5
+    end: float = 0.0
+
+    def __post_init__(self):
+        if not 0 <= self.warmdown <= 1:
+            raise ValueError(
+                f"LinearWarmdown: warmdown must be in [0, 1], got {self.warmdown}"
+            )
+
+
+Schedule = Constant | Cosine | LinearWarmdown
+
+
+def learning_rate(schedule: Schedule, *, peak: float, steps: int) -> Callable:
+    """Returns the optax schedule: optimizer step (from 0) -> learning rate.
+
+    Args:
+      schedule: its shape.
+      peak: the highest learning rate.
+      steps: optimizer steps in the whole run.
+
+    Raises:
+      UserError: the warm-up is negative or longer than the run.
+    """
+    warmup = schedule.warmup_steps
+    if not 0 <= warmup <= steps:
+        raise UserError(
+            f"schedule.warmup_steps must lie in 0..training.steps = {steps}, got {warmup}"
+        )
+    match schedule:
+        case Constant():
+            after = optax.constant_schedule(peak)
+        case Cosine():
+            after = optax.cosine_decay_schedule(
+                peak, max(steps - warmup, 1), alpha=schedule.end
+            )
+        case LinearWarmdown():
+            down = min(round(schedule.warmdown * steps), steps - warmup)
+            after = optax.join_schedules(
+                [
+                    optax.constant_schedule(peak),
+                    optax.linear_schedule(peak, peak * schedule.end, max(down, 1)),
+                ],
+                [steps - warmup - down],
+            )
+    if warmup == 0:
+        return after
+    rise = optax.linear_schedule(peak * schedule.start, peak, warmup)
+    joined = optax.join_schedules([rise, after], [warmup])
+    return lambda step: jnp.asarray(joined(step), jnp.float32)

@@ -1,0 +1,175 @@
+"""What a run has open: data, devices, checkpoints, and the state to start from."""
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from recurjax.data.dataset import Dataset, open_dataset
+from recurjax.data.tokenizers import load_tokenizer
+from recurjax.errors import UserError
+from recurjax.evaluation.perplexity import Score, score
+from recurjax.experiment import Experiment
+from recurjax.parameters import from_nested_dict, to_nested_dict
+from recurjax.sharding import check_batch, local_rows, make_mesh, replicated, shardings
+from recurjax.training.agreement import first_process
+from recurjax.training.checkpoint import Checkpoints
+from recurjax.training.optimizer import build_optimizer
+from recurjax.training.placement import place, placed
+from recurjax.training.run_directory import RunDirectory, abstract_on
+from recurjax.training.schedule import learning_rate
+from recurjax.training.step import TrainState, new_state, train_step
+from recurjax.types import Scalar
+
+Metrics = dict[str, Scalar]
+
+
+class Session:
+    """The means of one call of `train`; every process of a run has its own.
+
+    Raises:
+      UserError: config, data, devices and run directory do not go together.
+    """
+
+    def __init__(self, experiment: Experiment, root: Path):
+        training = experiment.training
+        self.experiment = experiment
+        self.mesh = make_mesh(experiment.mesh)
+        self.evaluation_batch = (
+            experiment.evaluation.batch or training.batch // training.accumulation
+        )
+        check_batch(training.batch // training.accumulation, self.mesh)
+        check_batch(self.evaluation_batch, self.mesh)
+        self.directory = RunDirectory(root)
+        claimed = first_process(lambda: self.directory.is_claimed)
+        if claimed:
+            self.directory.check(experiment)
+        own = load_tokenizer(self.directory.tokenizer) if claimed else None
+        self.dataset = open_dataset(experiment.data, tokenizer=own)
+        _check_vocabulary(experiment, self.dataset)
+        self.rate = learning_rate(
+            experiment.schedule,
+            peak=experiment.optimizer.learning_rate,
+            steps=training.steps,
+        )
+        self._optimizer = build_optimizer(
+            experiment.optimizer, self.rate, clip=training.gradient_clip
+        )
+        loader = self.dataset.loader(
+            "train",
+            length=training.length,
+            batch=training.batch,
+            rows=local_rows(training.batch, self.mesh),
+        )
+        if not claimed:
+            first_process(
+                lambda: self.directory.claim(experiment, self.dataset.tokenizer)
+            )
+        self._checkpoints = Checkpoints(
+            self.directory.checkpoints, keep=training.keep_checkpoints
+        )
+        self._batches = iter(loader)
+
+    def start(self, report: Callable[[str], None]) -> TrainState:
+        """Restores the newest good checkpoint, or initialises the model.
+
+        Args:
+          report: gets a sentence for each checkpoint that is damaged.
+        """
+        abstract = abstract_on(self._abstract_state, self.mesh)
+        restored = self._checkpoints.restore(to_nested_dict(abstract), report=report)
+        if restored is None:
+            key = jax.random.key(self.experiment.training.seed)
+            return jax.jit(self._new_state, out_shardings=self._state_shardings)(key)
+        self._batches.set_state(restored.data_state)
+        first_process(lambda: self.directory.rewind(restored.step))
+        return from_nested_dict(self._abstract_state, restored.tree)
+
+    def step(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        """Reads one batch and trains on it; `state` is used up."""
+        return self._step(state, place(next(self._batches), self.mesh))
+
+    def evaluate(self, state: TrainState, between: Callable[[], None]) -> Score:
+        """Scores the validation split, or its first `evaluation.batches`."""
+        loader = self.dataset.loader(
+            "validation",
+            length=self.experiment.training.length,
+            batch=self.evaluation_batch,
+            rows=local_rows(self.evaluation_batch, self.mesh),
+        )
+        batches = iter(loader)
+        limit = self.experiment.evaluation.batches
+        limited = islice(batches, limit)
+        try:
+            return score(
+                state.model,
+                placed(limited, self.mesh),
+                token_bytes=self.dataset.tokenizer.token_bytes,
+                chunks=self.experiment.objective.vocabulary_chunks,
+                between=between,
+            )
+        finally:
+            batches.close()
+
+    def save(self, state: TrainState, step: int, loss: float | None = None) -> None:
+        """Saves in the background; a failure comes out at the next save or close."""
+        self._checkpoints.save(
+            step,
+            to_nested_dict(state),
+            data_state=self._batches.get_state(),
+            loss=loss,
+        )
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk."""
+        self._checkpoints.wait()
+
+    def last_checkpoint(self) -> int | None:
+        """Names the newest complete step."""
+        steps = self._checkpoints.steps()
+        return steps[-1] if steps else None
+
+    def close(self) -> None:
+        """Ends what runs in the background; waits for a save."""
+        self._batches.close()
+        self._checkpoints.close()
+
+    def _new_state(self, key: jax.Array) -> TrainState:
+        experiment = self.experiment
+        spikes = experiment.training.spikes
+        return new_state(key, experiment.model, self._optimizer, spikes)
+
+    @cached_property
+    def _abstract_state(self) -> TrainState:
+        return jax.eval_shape(self._new_state, jax.random.key(0))
+
+    @cached_property
+    def _state_shardings(self) -> Any:
+        return shardings(self._abstract_state, self.mesh)
+
+    @cached_property
+    def _step(self) -> Callable[..., tuple[TrainState, Metrics]]:
+        training = self.experiment.training
+        function = partial(
+            train_step,
+            objective=self.experiment.objective,
+            optimizer=self._optimizer,
+            spikes=training.spikes,
+            accumulation=training.accumulation,
+        )
+        return jax.jit(
+            function,
+            donate_argnums=0,
+            out_shardings=(self._state_shardings, replicated(self.mesh)),
+        )
+
+
+def _check_vocabulary(experiment: Experiment, dataset: Dataset) -> None:
+    if dataset.vocabulary != experiment.model.vocabulary:
+        raise UserError(
+            f"the tokenizer has {dataset.vocabulary} tokens and the model "
+            f"{experiment.model.vocabulary}: set --model.vocabulary {dataset.vocabulary}"
+        )

@@ -1,0 +1,111 @@
+"""One training step: gradients, accumulation, the spike rule, the update."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Int
+
+from recurjax.model import Decoder, ModelConfig
+from recurjax.training.spikes import SpikeConfig, SpikeState, judge, new_spike_state
+from recurjax.types import IGNORED, Array, Batch, Scalar
+
+LossFunction = Callable[[Decoder, Batch], tuple[Scalar, dict[str, Scalar]]]
+
+
+class TrainState(NamedTuple):
+    """All that training changes; a pytree that checkpoints save whole."""
+
+    step: Int[Array, ""]
+    model: Decoder
+    optimizer: Any
+    spikes: SpikeState
+
+
+def new_state(
+    key: Array,
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    spikes: SpikeConfig,
+) -> TrainState:
+    """Initialises model and optimizer from one key. Run it under jit with shardings."""
+    decoder = Decoder(model, rngs=nnx.Rngs(key))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        model=decoder,
+        optimizer=optimizer.init(decoder),  # pyright: ignore[reportArgumentType]
+        spikes=new_spike_state(spikes),
+    )
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    objective: LossFunction,
+    optimizer: optax.GradientTransformation,
+    spikes: SpikeConfig,
+    accumulation: int = 1,
+) -> tuple[TrainState, dict[str, Scalar]]:
+    """Makes one update, or skips it by the rule of `SpikeConfig`.
+
+    Args:
+      state: before the step.
+      batch: B rows, B a multiple of `accumulation`.
+      objective: loss and metrics of a batch.
+      optimizer: from `build_optimizer`.
+      spikes: when to skip.
+      accumulation: parts of the batch that go through the model one after another;
+        the gradient is that of the whole batch's mean over counted targets.
+
+    Returns:
+      The next state, and metrics: the objective's own, `gradient_norm` (before
+      clipping), `skipped` (in a row) and `updates` (made before this one).
+    """
+    gradient, metrics = _gradient(state.model, batch, objective, accumulation)
+    norm = optax.tree.norm(gradient)
+    good, seen = judge(state.spikes, metrics["loss"], norm, spikes)
+    updates, moments = optimizer.update(gradient, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
+    model = optax.apply_updates(state.model, updates)  # pyright: ignore[reportArgumentType]
+    keep = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
+    if spikes.enabled:
+        model = keep(model, state.model)
+        moments = keep(moments, state.optimizer)
+    metrics |= {
+        "gradient_norm": norm,
+        "skipped": seen.skipped,
+        "updates": state.spikes.accepted,
+    }
+    return TrainState(state.step + 1, model, moments, seen), metrics  # pyright: ignore[reportArgumentType]
+
+
+def _gradient(
+    model: Decoder, batch: Batch, objective: LossFunction, accumulation: int
+) -> tuple[Any, dict[str, Scalar]]:
+    differentiate = jax.value_and_grad(objective, has_aux=True)
+    if accumulation == 1:
+        (_, metrics), gradient = differentiate(model, batch)
+        return gradient, metrics
+    # Part a takes the rows a, a + A, ...: so each device keeps its share of every part.
+    parts = jax.tree.map(
+        lambda x: jnp.swapaxes(x.reshape(-1, accumulation, *x.shape[1:]), 0, 1), batch
+    )
+
+    def weighted(part: Batch) -> Any:
+        (_, metrics), gradient = differentiate(model, part)
+        weight = jnp.sum(part.targets != IGNORED).astype(jnp.float32)
+        scaled = jax.tree.map(lambda x: x * weight, (gradient, metrics))
+        return weight, *scaled
+
+    def add(total: Any, part: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, weighted(part)), None
+
+    shapes = jax.eval_shape(weighted, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    (weight, gradient, metrics), _ = jax.lax.scan(add, zeros, parts)
+    weight = jnp.maximum(weight, 1)
+    return jax.tree.map(lambda x: x / weight, (gradient, metrics))

@@ -1,0 +1,52 @@
+"""The dimension letters and array aliases that every other file uses.
+
+| letter | meaning               | letter | meaning                      |
+|--------|-----------------------|--------|------------------------------|
+| B      | batch                 | H      | query heads                  |
+| T      | query positions       | K      | key heads                    |
+| S      | key positions         | E      | head width                   |
+| C      | chunk length          | F      | feed-forward width           |
+| G      | chunks, T = G * C     | V      | vocabulary                   |
+| D      | model width           | L, R   | layers, recursion steps      |
+
+Time is axis 1: [B, T, ...] and [B, T, H, E]. Positions and lengths count tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Float, Int, PyTree
+
+Array = jax.Array
+Cache = PyTree[Any]
+"""A variant's cache: one frozen pytree made by `init_cache`, opaque to callers."""
+
+IGNORED = -1
+"""The target value that no loss counts."""
+
+
+class Tokens(NamedTuple):
+    """What a stack is told of the tokens beside their embeddings.
+
+    Attributes:
+      ids: token ids.
+      segments: document number of each position, or None when attention and
+        recurrences run across documents.
+      lengths: how many of the T positions of a row are real; the rest is padding on
+        the right, advances no state and yields values without meaning. None: all.
+    """
+
+    ids: Int[Array, "B T"]
+    segments: Int[Array, "B T"] | None = None
+    lengths: Int[Array, " B"] | None = None
+
+
+class Batch(NamedTuple):
+    """One training batch; `targets` are the next tokens, `IGNORED` where none counts."""
+
+    ids: Int[Array, "B T"]
+    targets: Int[Array, "B T"]
+    segments: Int[Array, "B T"] | None = None
+
+
+Scalar = Float[Array, ""]

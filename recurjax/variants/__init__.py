@@ -1,0 +1,1 @@
+"""One folder a paper: its configuration, equations, parameters and README."""

@@ -1,0 +1,14 @@
+"""All tests: 8 forced CPU devices, and every annotated shape checked at run time.
+
+`JAX_PLATFORMS=cuda,cpu pytest ...` runs the tests of devices too.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
+install_import_hook(["recurjax", "pallas_kernels"], "beartype.beartype")

@@ -1,0 +1,131 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recurjax.cli.data import run
+from recurjax.data.config import DataConfig, Prepared, TokenizerFile
+from recurjax.data.corpora import embedded_text
+from recurjax.data.dataset import open_dataset
+from recurjax.data.prepared import read_manifest
+from recurjax.errors import UserError
+
+TEXTS = [embedded_text()[:4000], embedded_text()[4000:9000]]
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    (tmp_path / "b.txt").write_text(TEXTS[1])
+    rows = [{"body": text} for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet")
+    return tmp_path
+
+
+def prepared(files, *args: str):
+    out = files / "out"
+    assert run(["prepare", "--out", str(out), *args]) == 0
+    return read_manifest(out)
+
+
+def test_every_format_is_known_by_its_name(files):
+    for pattern, field in (
+        ("*.txt", "text"),
+        ("a.jsonl", "body"),
+        ("a.parquet", "body"),
+    ):
+        out = files / f"out-{pattern[-4:]}"
+        args = ["--corpus", str(files / pattern), "--field", field]
+        assert run(["prepare", "--out", str(out), *args]) == 0
+        manifest = read_manifest(out)
+        assert (manifest.documents, manifest.text_bytes) == (2, 9000)
+
+
+def test_the_printed_config_opens_what_was_prepared(files, capsys):
+    prepared(files, "--corpus", str(files / "*.txt"), "--tokenizer", "bpe:300")
+    printed = capsys.readouterr()
+    config = eval(
+        printed.out.split("in an experiment:")[1].strip(),
+        {
+            "DataConfig": DataConfig,
+            "Prepared": Prepared,
+            "TokenizerFile": TokenizerFile,
+        },
+    )
+    dataset = open_dataset(config)
+    assert dataset.vocabulary == 300
+    joined = dataset.tokenizer.decode(
+        dataset.stream.read([(0, dataset.stream.tokens)])[0]
+    )
+    assert joined == "".join(TEXTS)
+    assert "training a BPE of 300 tokens" in printed.err
+    assert "tokenizing 100%" in printed.err
+
+
+def test_the_embedded_text_can_be_prepared(files):
+    manifest = prepared(
+        files, "--corpus", "embedded", "--tokenizer", "bytes-without-bos"
+    )
+    assert manifest.tokens == manifest.text_bytes == 1_036_467
+    assert manifest.validation_tokens == 103_646
+
+
+def test_options_reach_the_corpus(files):
+    args = ("--corpus", str(files / "a.txt"), "--separator", "\\n\\n")
+    manifest = prepared(files, *args, "--shard-tokens", "1024")
+    assert manifest.documents > 20 and len(manifest.shards) > 2
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--corpus", "embedded", "--tokenizer", "bpe"], "wants a vocabulary size"),
+        (["--corpus", "embedded", "--tokenizer", "bpe:x"], "wants a number, got 'x'"),
+        (["--corpus", "embedded", "--tokenizer", "/nowhere"], "no tokenizer at"),
+        (["--corpus", "/nowhere/*"], "no file matches '/nowhere/"),
+        (["--corpus", "a.jsonl", "b.txt"], "mixes jsonl and text"),
+        (["--corpus", "a.jsonl", "--separator", "x"], "--separator is for text files"),
+        (["--corpus", "a", "b", "--format", "tfds"], "name one TFDS folder"),
+        (["--corpus", "/nowhere", "--format", "tfds"], "is no TFDS data set"),
+    ],
+)
+def test_bad_arguments_are_said_in_one_sentence(args, message, tmp_path):
+    command = (
+        args if args == ["prep"] else ["prepare", "--out", str(tmp_path / "o"), *args]
+    )
+    with pytest.raises(UserError, match=message) as raised:
+        run(command)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_existing_directory_is_refused_before_any_work(files, capsys):
+    args = ("--corpus", str(files / "a.txt"))
+    prepared(files, *args)
+    with pytest.raises(UserError, match="exists already"):
+        prepared(files, *args, "--tokenizer", "bpe:300")
+    assert "training a BPE" not in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit) as raised:
+        run(
+            [
+                "prepare",
+                "--out",
+                str(tmp_path),
+                "--corpus",
+                "embedded",
+                "--tokeniser",
+                "x",
+            ]
+        )
+    assert raised.value.code == 2
+    printed = capsys.readouterr()
+    assert "--tokeniser" in printed.err + printed.out
+
+
+def test_help_is_printed(capsys):
+    assert run(["--help"]) == 0 and run([]) == 2
+    assert "recurjax data prepare" in capsys.readouterr().out

@@ -1,0 +1,298 @@
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from rich.console import Console
+
+from recurjax.data import prepare as prepare_module
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.config import (
+    Bpe,
+    Bytes,
+    DataConfig,
+    JsonLines,
+    Prepared,
+    TokenizerFile,
+)
+from recurjax.data.corpora import embedded_text
+from recurjax.data.dataset import open_dataset
+from recurjax.data.prepare import prepare
+from recurjax.data.prepared import PreparedStream, read_manifest, verify_checksums
+from recurjax.data.progress import shown_progress
+from recurjax.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> JsonLines:
+    path = tmp_path_factory.mktemp("corpus") / "a.jsonl"
+    texts = embedded_text()[:40_000].split("\n\n")
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return JsonLines(patterns=(str(path),))
+
+
+@pytest.fixture(scope="module")
+def original(corpus, tmp_path_factory) -> Path:
+    """40 thousand tokens in three shards."""
+    out = tmp_path_factory.mktemp("prepared") / "data"
+    prepare(corpus, ByteTokenizer(), out, shard_tokens=16_000)
+    return out
+
+
+@pytest.fixture
+def folder(original, tmp_path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(original, tmp_path / "data"))
+
+
+def opened(folder: Path, **options):
+    fields = {
+        "corpus": Prepared(directory=str(folder)),
+        "tokenizer": TokenizerFile(path=str(folder / "tokenizer")),
+        **options,
+    }
+    return open_dataset(DataConfig(**fields))
+
+
+def shards_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.arrayrecord"))
+
+
+def test_prepared_data_gives_the_batches_of_the_corpus(corpus, original):
+    assert len(shards_of(original)) == 3
+    for packing in ("concat", "best_fit"):
+        options = {"packing": packing, "document_segments": True, "packing_buffer": 50}
+        memory = open_dataset(DataConfig(corpus=corpus, tokenizer=Bytes(), **options))
+        disk = opened(original, **options)
+        assert (disk.cut, disk.stream.tokens) == (memory.cut, memory.stream.tokens)
+        np.testing.assert_array_equal(disk.stream.starts, memory.stream.starts)
+        for split in ("train", "validation"):
+            np.testing.assert_array_equal(disk.tokens(split), memory.tokens(split))
+            a = iter(disk.loader(split, length=48, batch=4))
+            b = iter(memory.loader(split, length=48, batch=4))
+            for _ in range(5):
+                got, want = next(a), next(b)
+                for name in want:
+                    np.testing.assert_array_equal(got[name], want[name])
+
+
+def test_any_span_of_tokens_can_be_read(original):
+    stream = PreparedStream(original, read_manifest(original))
+    [whole] = stream.read([(0, stream.tokens)])
+    assert len(whole) == stream.tokens > 30_000
+    rng = np.random.default_rng(0)
+    spans = [
+        tuple(sorted(rng.integers(0, stream.tokens, 2).tolist())) for _ in range(20)
+    ]
+    spans += [(5, 5), (stream.tokens, stream.tokens), (1023, 1025), (1024, 2048)]
+    for (start, stop), got in zip(spans, stream.read(spans), strict=True):
+        np.testing.assert_array_equal(got, whole[start:stop])
+
+
+def test_the_manifest_counts_what_was_written(corpus, original):
+    manifest = read_manifest(original)
+    texts = [json.loads(line)["text"] for line in open_lines(corpus)]
+    texts = [text for text in texts if text]
+    assert manifest.documents == len(texts)
+    assert manifest.text_bytes == sum(len(text.encode()) for text in texts)
+    assert manifest.tokens == manifest.text_bytes + manifest.documents
+    assert manifest.train_tokens + manifest.validation_tokens == manifest.tokens
+    assert manifest.tokenizer_hash == ByteTokenizer().hash
+    assert manifest.dtype == "uint16" and manifest.vocabulary == 257
+    verify_checksums(original)
+
+
+def open_lines(corpus: JsonLines) -> list[str]:
+    return Path(corpus.patterns[0]).read_text().splitlines()
+
+
+def test_large_vocabularies_are_stored_in_four_bytes(corpus, tmp_path):
+    class Wide(ByteTokenizer):
+        def __init__(self):
+            super().__init__()
+            self.vocabulary = 70_000
+            self.token_bytes = np.ones(70_000, np.int32)
+
+        def encode_many(self, texts):
+            return [ids + 69_000 for ids in super().encode_many(texts)]
+
+    manifest = prepare(corpus, Wide(), tmp_path / "wide")
+    assert manifest.dtype == "uint32"
+    [ids] = PreparedStream(tmp_path / "wide", manifest).read([(1, 6)])
+    assert ids.min() >= 69_000
+
+
+def test_prepare_twice_writes_the_same_tokens(corpus, original, tmp_path):
+    again = prepare(corpus, ByteTokenizer(), tmp_path / "again", shard_tokens=16_000)
+    assert again == read_manifest(original)
+
+
+def test_prepare_overwrites_nothing(corpus, tmp_path):
+    (tmp_path / "there").mkdir()
+    prepare(corpus, ByteTokenizer(), tmp_path / "there")  # an empty folder is free
+    with pytest.raises(UserError, match="there exists already"):
+        prepare(corpus, ByteTokenizer(), tmp_path / "there")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="file exists already"):
+        prepare(corpus, ByteTokenizer(), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' * 10 + "broken\n")
+    out = tmp_path / "deep" / "out"
+    with pytest.raises(UserError, match=":11 is not JSON"):
+        prepare(JsonLines(patterns=(str(path),)), ByteTokenizer(), out)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_an_interrupt_leaves_nothing_behind(corpus, tmp_path):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus, ByteTokenizer(), tmp_path / "out", progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_behind(corpus, tmp_path, monkeypatch):
+    def full(path, options):
+        return ArrayRecordWriter("/dev/full", options)
+
+    monkeypatch.setattr(prepare_module, "ArrayRecordWriter", full)
+    with pytest.raises(UserError, match="the disk is full: nothing was kept"):
+        prepare(corpus, ByteTokenizer(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        prepare(corpus, ByteTokenizer(), tmp_path / "file" / "out")
+
+
+def test_bad_numbers_are_refused(corpus, tmp_path):
+    for options in ({"validation_fraction": -0.1}, {"shard_tokens": 0}):
+        with pytest.raises(UserError, match=next(iter(options))):
+            prepare(corpus, ByteTokenizer(), tmp_path / "out", **options)
+
+
+def test_a_missing_or_damaged_manifest_is_named(folder, tmp_path):
+    with pytest.raises(UserError, match=r"manifest\.json is missing"):
+        opened(tmp_path / "nowhere")
+    manifest = folder / "manifest.json"
+    text = manifest.read_text()
+    for damaged in (text[:100], "[]", text.replace('"tokens"', '"token"')):
+        manifest.write_text(damaged)
+        with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+            opened(folder)
+    manifest.write_text(text.replace('"format": 1', '"format": 9'))
+    with pytest.raises(UserError, match="is of format 9, this version reads 1"):
+        opened(folder)
+
+
+def test_a_truncated_or_missing_shard_is_named(folder):
+    shard = shards_of(folder)[1]
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1000])
+    with pytest.raises(UserError, match="tokens-00001.* truncated or changed"):
+        opened(folder)
+    shard.unlink()
+    with pytest.raises(UserError, match="tokens-00001.* is missing"):
+        opened(folder)
+    with pytest.raises(UserError, match="tokens-00001.* is missing"):
+        verify_checksums(folder)
+
+
+def test_a_shard_with_an_unreadable_end_is_named(folder):
+    shard = shards_of(folder)[0]
+    data = bytearray(shard.read_bytes())
+    data[-65536:] = bytes(65536)
+    shard.write_bytes(data)
+    with pytest.raises(UserError, match="the shards in .* are damaged"):
+        opened(folder)
+
+
+def test_a_flipped_bit_is_found_when_it_is_read(folder):
+    shard = shards_of(folder)[1]
+    data = bytearray(shard.read_bytes())
+    data[2000] ^= 4
+    shard.write_bytes(data)
+    with pytest.raises(UserError, match="tokens-00001.* is damaged"):
+        verify_checksums(folder)
+    dataset = opened(folder)
+    with pytest.raises(UserError, match="tokens-00001.* is damaged"):
+        dataset.tokens("train")
+    with pytest.raises(UserError, match="tokens-00001.* is damaged"):
+        for _ in zip(
+            range(500), dataset.loader("train", length=64, batch=8), strict=False
+        ):
+            pass
+
+
+def test_a_damaged_or_missing_index_is_named(folder):
+    index = folder / "documents.npy"
+    data = bytearray(index.read_bytes())
+    data[-1] ^= 1
+    index.write_bytes(data)
+    with pytest.raises(UserError, match=r"documents\.npy is damaged"):
+        opened(folder)
+    index.unlink()
+    with pytest.raises(UserError, match=r"documents\.npy is missing"):
+        opened(folder)
+
+
+def test_another_tokenizer_than_the_prepared_one_is_refused(original):
+    with pytest.raises(UserError, match="was prepared with another tokenizer"):
+        opened(original, tokenizer=Bytes(bos=False))
+    with pytest.raises(UserError, match="in place of Bpe"):
+        opened(original, tokenizer=Bpe(vocabulary=300))
+    assert opened(original, tokenizer=Bytes()).vocabulary == 257
+
+
+def test_another_split_than_the_prepared_one_is_refused(original):
+    with pytest.raises(UserError, match="with validation_fraction 0.1, .* 0.2"):
+        opened(original, validation_fraction=0.2)
+
+
+def test_a_place_in_the_data_survives_a_move_of_the_directory(original, folder):
+    first = iter(opened(original).loader("train", length=32, batch=4))
+    next(first)
+    second = iter(opened(folder).loader("train", length=32, batch=4))
+    second.set_state(first.get_state())
+    np.testing.assert_array_equal(next(second)["ids"], next(first)["ids"])
+    manifest = read_manifest(folder)
+    changed = replace(manifest, train_tokens=manifest.train_tokens - 1)
+    (folder / "manifest.json").write_text(changed.to_json())
+    third = iter(opened(folder).loader("train", length=32, batch=4))
+    with pytest.raises(UserError, match="was made with data"):
+        third.set_state(first.get_state())
+
+
+def test_progress_reaches_the_end_and_is_plain_off_a_terminal(corpus, tmp_path):
+    seen, written = [], io.StringIO()
+    with shown_progress(Console(file=written, width=200)) as show:
+
+        def progress(now):
+            seen.append(now)
+            show(now)
+
+        manifest = prepare(corpus, ByteTokenizer(), tmp_path / "out", progress=progress)
+    assert seen[-1].done == seen[-1].total
+    assert seen[-1].tokens == manifest.tokens
+    assert seen[-1].documents == manifest.documents
+    [line] = written.getvalue().splitlines()
+    assert line.startswith("tokenizing 100%") and "\x1b" not in line
+
+
+def test_progress_on_a_terminal_is_a_bar(corpus, tmp_path):
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=200)
+    with shown_progress(console) as progress:
+        prepare(corpus, ByteTokenizer(), tmp_path / "out", progress=progress)
+    assert "100%" in written.getvalue() and "tokens/s" in written.getvalue()
