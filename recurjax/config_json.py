@@ -1,7 +1,7 @@
 """Configs as JSON and back, decoded from the type hints.
 
-A dataclass becomes an object of its fields. A field whose type is a union of dataclasses
-also writes {"type": ClassName}, so that the reader knows which one it was. Reading an
+A dataclass becomes {"type": ClassName, field: value, ...}: where the field's type is a
+union, the name tells the reader which member it was. Reading an
 object that has an unknown field, lacks one without a default, or has a value of another
 type is an error that names the field by its dotted path.
 """
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def to_json(value: Any) -> Any:
     """Turns a config into what `json.dumps` writes; every dataclass names its class."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
             field.name: to_json(getattr(value, field.name))
             for field in dataclasses.fields(value)
@@ -67,7 +67,8 @@ def _decode_union(members: tuple[Any, ...], data: Any, path: str) -> Any:
         named = {m.__name__: m for m in members if dataclasses.is_dataclass(m)}
         if data.get("type") not in named:
             raise UserError(
-                f"{path}.type must be one of {', '.join(named)}, got {data.get('type')!r}"
+                f"{path}.type must be one of {', '.join(named)}, "
+                f"got {data.get('type')!r}"
             )
         return _decode(named[data["type"]], data, path)
     if data is None and type(None) in members:

@@ -1,6 +1,6 @@
 """Peak arithmetic rates of accelerators, for model FLOPs utilisation."""
 
-import jax
+from typing import Any
 
 PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("H200", 989e12),
@@ -20,7 +20,7 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 match wins. Source: the vendors' data sheets."""
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: Any) -> float | None:
     """Returns the device's peak FLOP/s, or None when it is not in the table (CPUs)."""
     kind = device.device_kind
     return next((peak for part, peak in PEAK_FLOPS if part in kind), None)

@@ -1,4 +1,4 @@
-"""The decoder: embedding, stack, final norm, head. It knows a variant by its protocol."""
+"""The decoder: embedding, stack, final norm, head; it knows a variant by protocol."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.norm import Norm, NormConfig
+from recurjax.layers.position import LearnedPositions
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.transformer import TransformerConfig, TransformerStack
 
@@ -76,8 +77,14 @@ class ModelConfig:
         multiple = self.pad_vocabulary_to
         return -(-self.vocabulary // multiple) * multiple
 
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens that a sequence can have; None: no limit."""
+        position = self.stack.attention.position
+        return position.length if isinstance(position, LearnedPositions) else None
+
     def flops_per_token(self, length: int) -> float:
-        """Counts training FLOPs a token: the stack's own count and 6 D V for the head."""
+        """Counts training FLOPs a token: the stack's count and 6 D V for the head."""
         head = 6.0 * self.stack.width * self.padded_vocabulary
         return self.stack.flops_per_token(length) + head
 

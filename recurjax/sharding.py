@@ -26,8 +26,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"\b(scale|bias)$", P(None)),  # norms
 )
 """First match wins. A spec names every axis of one layer's parameter; leading axes of
-stacked layers come on top, and are not sharded. An axis of the mesh that does not divide
-its dimension (8 key heads over 16) leaves that dimension replicated."""
+stacked layers come on top and are not sharded. Where an axis of the mesh does not
+divide a dimension (8 key heads over 16 devices), that dimension is replicated."""
 
 AXES = ("data", "fsdp", "stage", "tensor")
 """data: batch; fsdp: batch and parameters; stage: layers (the Recurrent Transformer's
@@ -97,8 +97,7 @@ def check_batch(rows: int, mesh: Mesh) -> None:
     if rows % shards:
         raise UserError(
             f"a batch of {rows} rows cannot be spread over data * fsdp = {shards} "
-            f"devices: make training.batch (divided by training.accumulation) a multiple "
-            f"of {shards}"
+            f"devices: make training.batch / training.accumulation a multiple of {shards}"
         )
 
 
@@ -116,8 +115,8 @@ def local_rows(rows: int, mesh: Mesh) -> tuple[int, int]:
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """Returns a NamedSharding for every leaf of a module, gradient or optimizer state.
 
-    Leaves that no rule names are scalars or state of the trainer: replicated. That every
-    *parameter* meets a rule is checked by `find_rule`.
+    Leaves that no rule names (counters, past losses) are replicated; that every
+    parameter meets a rule is a matter of a test.
     """
 
     def of_leaf(path: tuple[Any, ...], leaf: Any) -> NamedSharding:

@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One training batch; `targets` are the next tokens, `IGNORED` where none counts."""
+    """A training batch; `targets` are the next tokens, `IGNORED` where none counts."""
 
     ids: Int[Array, "B T"]
     targets: Int[Array, "B T"]

@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
         print(f"finished at step {result.step}: {root}")
         return 0
     print(
-        f"{result.outcome} at step {result.step}, saved in {root}: run the same command "
-        "again to resume"
+        f"{result.outcome} at step {result.step}, saved in {root}: run the same "
+        "command again to resume"
     )
     return 130 if result.outcome == "interrupted" else 0

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,22 @@ class JsonTokenizer:
     the file), truncation and padding of the file are not applied.
     """
 
-    def __init__(self, definition: str, *, bos: str | None, eos: str | None):
-        """Builds it from the text of a tokenizer.json and its special tokens' names.
+    def __init__(
+        self,
+        definition: str,
+        *,
+        bos: str | None = None,
+        eos: str | None = None,
+        stated: Mapping[str, str | None] | None = None,
+    ):
+        """Builds it from the text of a tokenizer.json.
+
+        Args:
+          definition: the text.
+          bos: name of the BOS token; None: what `stated` has under bos_token, even if
+            that is None, else the first well-known name in the vocabulary, else none.
+          eos: likewise, of the EOS token; without a well-known name BOS serves.
+          stated: the names that tokenizer_config.json gives.
 
         Raises:
           UserError: not a tokenizer, or `bos` or `eos` is not in its vocabulary.
@@ -51,11 +65,15 @@ class JsonTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self._definition, self._names = definition, (bos, eos)
+        self._definition = definition
         self._json: dict[str, Any] = json.loads(definition)
+        self._ids_of = self._tokenizer.get_vocab(with_added_tokens=True)
+        stated = stated or {}
+        bos = bos or stated.get("bos_token", self._first_of(_BOS_NAMES))
+        eos = eos or stated.get("eos_token", self._first_of(_EOS_NAMES) or bos)
+        self._names = {"bos_token": bos, "eos_token": eos}
         self.bos, self.eos = self._id(bos, "BOS"), self._id(eos, "EOS")
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocabulary = max(ids) + 1
+        self.vocabulary = max(self._ids_of.values()) + 1
         self.token_bytes = np.array([len(piece) for piece in self._pieces], np.int32)
         canonical = json.dumps([self._json, bos, eos], sort_keys=True)
         self.hash = hashlib.sha256(canonical.encode()).hexdigest()
@@ -65,15 +83,12 @@ class JsonTokenizer:
         cls, file: Path, *, bos: str | None = None, eos: str | None = None
     ) -> "JsonTokenizer":
         """Reads a file; unnamed specials come from tokenizer_config.json or by name."""
+        stated = _stated_specials(file.parent / "tokenizer_config.json")
         try:
             definition = file.read_text(encoding="utf-8")
-            known = set(tokenizers.Tokenizer.from_str(definition).get_vocab())
-        except Exception as error:  # the library raises the bare class
-            raise UserError(f"{file} is not a tokenizer.json: {error}") from error
-        stated = _stated_specials(file.parent / "tokenizer_config.json")
-        bos = bos or stated.get("bos_token", _first_of(_BOS_NAMES, known))
-        eos = eos or stated.get("eos_token", _first_of(_EOS_NAMES, known) or bos)
-        return cls(definition, bos=bos, eos=eos)
+            return cls(definition, bos=bos, eos=eos, stated=stated)
+        except ValueError as error:  # of ours, or not UTF-8
+            raise UserError(f"{file}: {error}") from error
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         return self.encode_many([text])[0]
@@ -95,25 +110,25 @@ class JsonTokenizer:
     def stream(self) -> "ByteStream | _WholeStream":
         if self._byte_level:
             return ByteStream(self._pieces)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         return _WholeStream(
-            self, {i for token, i in vocabulary.items() if _FALLBACK.fullmatch(token)}
+            self, {i for token, i in self._ids_of.items() if _FALLBACK.fullmatch(token)}
         )
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "tokenizer.json").write_text(self._definition, encoding="utf-8")
-        names = {"bos_token": self._names[0], "eos_token": self._names[1]}
-        text = json.dumps(names, indent=1) + "\n"
+        text = json.dumps(self._names, indent=1) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
     def _id(self, name: str | None, role: str) -> int | None:
         if name is None:
             return None
-        found = self._tokenizer.token_to_id(name)
-        if found is None:
+        if name not in self._ids_of:
             raise UserError(f"the tokenizer has no token {name!r} to serve as {role}")
-        return found
+        return self._ids_of[name]
+
+    def _first_of(self, names: Sequence[str]) -> str | None:
+        return next((name for name in names if name in self._ids_of), None)
 
     @cached_property
     def _byte_level(self) -> bool:
@@ -140,7 +155,7 @@ class JsonTokenizer:
         added = {token["id"]: token for token in self._json.get("added_tokens", [])}
         special = {i for i, token in added.items() if token["special"]}
         special |= {i for i in (self.bos, self.eos) if i is not None}
-        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+        for token, i in self._ids_of.items():
             if i in special:
                 continue
             coded = self._byte_level and i not in added
@@ -194,10 +209,6 @@ def _stated_specials(file: Path) -> dict[str, str | None]:
             value = config[key]
             stated[key] = value["content"] if isinstance(value, dict) else value
     return stated
-
-
-def _first_of(names: Sequence[str], known: set[str]) -> str | None:
-    return next((name for name in names if name in known), None)
 
 
 def _pieces(text: str) -> list[str]:

@@ -179,7 +179,7 @@ def _new_directory(out: Path) -> Iterator[Path]:
             ) from error
         raise UserError(f"cannot write {out}: {error}") from error
     finally:
-        pass
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class _ShardWriter:

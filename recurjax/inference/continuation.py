@@ -25,7 +25,7 @@ class Continuation:
         self.stopped = False
         self._stops = tuple(stops)
         self._stream = tokenizer.stream()
-        shown = self._stream.push(prompt)
+        shown = self._stream.push(prompt.tolist())
         # A stream may owe the prompt's last characters until the next token is known.
         self._owed = len(tokenizer.decode(prompt)) - len(shown)
         self._held = ""

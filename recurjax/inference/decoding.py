@@ -1,4 +1,4 @@
-"""The two compiled programs: prefill of ragged prompts, and many decode steps at once."""
+"""The compiled programs: prefill of ragged prompts, and many decode steps at once."""
 
 from functools import partial
 from typing import NamedTuple
@@ -84,8 +84,8 @@ def decode(
 ) -> tuple[DecodeState, Int[Array, "B N"]]:
     """Draws up to `limit` further tokens a row; ends early when every row is finished.
 
-    Returns the state and N = `chunk` columns of tokens: column n is draw n of this call,
-    without meaning after a row's EOS and beyond `limit`.
+    Returns the state and N = `chunk` columns of tokens: column n is draw n of this
+    call, without meaning after a row's EOS and beyond `limit`.
 
     Args:
       state: donated: its cache is updated in place.

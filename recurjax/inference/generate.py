@@ -1,66 +1,19 @@
-"""Continues prompts with any model: `generate` for texts, `generate_tokens` for ids."""
+"""Continues texts with any model."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Int32, Key
+from jaxtyping import Int32, Key
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.inference.continuation import Continuation
-from recurjax.inference.decoding import DecodeState, decode, prefill
-from recurjax.inference.sampling import PLAIN, SamplingConfig, row_keys
-from recurjax.model import Decoder, ModelConfig
-from recurjax.types import Array, Tokens
-
-FinishReason = Literal["eos", "stop", "length"]
-"""What ended a row: the EOS token, a stop string (or `on_token`), the token limit."""
-
-_CHUNK = 16
-_CACHE_STEP = 64
-"""Cache lengths are multiples of this, so that few programs are compiled."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
-    """What generating cost; a row's first new token comes from the prefill.
-
-    Attributes:
-      compile_seconds: near 0 when the same shapes were run before.
-      prompt_tokens, new_tokens: over all rows.
-    """
-
-    rows: int
-    prompt_tokens: int
-    new_tokens: int
-    compile_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens read a second."""
-        return self.prompt_tokens / self.prefill_seconds
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Tokens made a second after each row's first; 0 when there were none."""
-        made = self.new_tokens - self.rows
-        return made / self.decode_seconds if made else 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenGeneration:
-    """New tokens of each row, an EOS that ended it included."""
-
-    tokens: list[Int32[np.ndarray, " _"]]
-    finish_reasons: list[FinishReason]
-    timing: Timing
+from recurjax.inference.generate_tokens import CHUNK, FinishReason, generate_tokens
+from recurjax.inference.sampling import PLAIN, SamplingConfig
+from recurjax.inference.timing import Timing
+from recurjax.model import Decoder
+from recurjax.types import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +23,8 @@ class Generation:
     Attributes:
       texts: what follows each prompt, up to a stop string.
       tokens: the new tokens, the EOS or the end of a stop string included.
+      finish_reasons: what ended each row.
+      timing: seconds and tokens a second.
     """
 
     texts: list[str]
@@ -90,7 +45,7 @@ def generate(
     seed: int | Key[Array, " B"] = 0,
     on_text: Callable[[int, str], None] | None = None,
     cache_length: int | None = None,
-    chunk: int = _CHUNK,
+    chunk: int = CHUNK,
 ) -> Generation:
     """Continues texts, all in one batch.
 
@@ -98,27 +53,26 @@ def generate(
         print("To be," + made.texts[0])
 
     Args:
+      model: any variant.
       max_new_tokens: for each row; EOS or a stop string may end it earlier.
-      stop: a text ends before the first of these strings, which it may span tokens.
+      stop: a text ends before the first of these strings, which may span tokens.
       bos: put the tokenizer's BOS, if it has one, before each prompt, as before
-        documents in training; False: the prompts continue a text from its middle.
-      seed: row r draws from the stream `row_keys(seed, B)[r]`, whatever the other rows
-        are; or such streams themselves: `row_keys(0, 8)[3:4]` makes row 3 of 8 alone.
+        documents in training; False: the prompts continue a text from its middle. An
+        empty prompt always starts from BOS.
+      seed: an int, or one random stream a row: see `generate_tokens`.
       on_text: called with the row and its next piece of text; they join to `texts`.
-      cache_length: how many tokens a row's cache can hold; None: as many as needed.
-      chunk: tokens a row between two looks at the text by the host: `on_text` is called
-        this seldom, and up to so many tokens are computed in vain after a stop string.
+      cache_length, chunk: see `generate_tokens`.
 
     Raises:
-      UserError: no prompt; an empty one without a BOS; a prompt and its continuation are
-        longer than the model or the cache allows; a tokenizer of another vocabulary.
+      UserError: see `generate_tokens`; also an empty prompt without a BOS, and a
+        tokenizer that the model does not fit.
     """
     if isinstance(stop, str) or not all(stop):
-        raise UserError(f"stop must be a list of strings that are not empty: {stop!r}")
+        raise UserError(f"stop must be a list of non-empty strings, got {stop!r}")
     if tokenizer.vocabulary > model.config.vocabulary:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocabulary} tokens and the model only "
-            f"{model.config.vocabulary}: use the tokenizer that it was trained with"
+            f"the tokenizer has {tokenizer.vocabulary} tokens, the model only "
+            f"{model.config.vocabulary}: use the tokenizer it was trained with"
         )
     encoded = _encode(prompts, tokenizer, bos=bos)
     rows = [Continuation(tokenizer, ids, stop) for ids in encoded]
@@ -154,70 +108,19 @@ def generate(
     )
 
 
-def generate_tokens(
-    model: Decoder,
-    prompts: Sequence[Sequence[int] | Int[np.ndarray, " _"]],
-    *,
-    max_new_tokens: int,
-    sampling: SamplingConfig = PLAIN,
-    eos: int | None = None,
-    seed: int | Key[Array, " B"] = 0,
-    on_token: Callable[[int, int], bool] | None = None,
-    cache_length: int | None = None,
-    chunk: int = _CHUNK,
-) -> TokenGeneration:
-    """Continues token sequences; see `generate`.
-
-    Args:
-      eos: the token that ends a row.
-      on_token: called with the row and each new token; True ends the row after it.
-    """
-    if max_new_tokens < 1 or chunk < 1:
-        raise UserError(
-            f"max_new_tokens and chunk must be at least 1, got {max_new_tokens}, {chunk}"
-        )
-    ids = [np.asarray(prompt, np.int32) for prompt in prompts]
-    _check_prompts(ids, model.config.vocabulary)
-    cache_length = _cache_length(ids, max_new_tokens, cache_length, model.config)
-    tokens = _pad(ids, cache_length)
-    keys = row_keys(seed, len(ids)) if isinstance(seed, int) else seed
-    if keys.shape != (len(ids),):
-        raise ValueError(
-            f"generate_tokens: {len(ids)} prompts need as many keys, got {keys.shape}"
-        )
-    arguments = (keys, jnp.asarray(-1 if eos is None else eos, jnp.int32))
-    clock = _Clock()
-
-    static = {"sampling": sampling, "cache_length": cache_length}
-    prefill.lower(model, tokens, *arguments, **static).compile()
-    clock.lap("compile")
-    state = prefill(model, tokens, *arguments, **static)
-    first = np.asarray(state.newest)[:, None]
-    clock.lap("prefill")
-    rows = _Rows(len(ids), max_new_tokens, eos, on_token)
-    state = rows.take(state, first)
-
-    if not rows.done:
-        static = {"sampling": sampling, "chunk": chunk}
-        zero = jnp.zeros((), jnp.int32)
-        decode.lower(model, state, *arguments, zero, **static).compile()
-    clock.lap("compile")
-    while not rows.done:
-        limit = jnp.asarray(min(chunk, max_new_tokens - rows.drawn), jnp.int32)
-        state, made = decode(model, state, *arguments, limit, **static)
-        state = rows.take(state, np.asarray(made)[:, : int(limit)])
-    clock.lap("decode")
-
-    timing = Timing(
-        rows=len(ids),
-        prompt_tokens=sum(map(len, ids)),
-        new_tokens=sum(map(len, rows.tokens)),
-        compile_seconds=clock.seconds["compile"],
-        prefill_seconds=clock.seconds["prefill"],
-        decode_seconds=clock.seconds["decode"],
-    )
-    return TokenGeneration(
-        tokens=[np.asarray(row, np.int32) for row in rows.tokens],
-        finish_reasons=rows.reasons,
-        timing=timing,
-    )
+def _encode(
+    prompts: Sequence[str], tokenizer: Tokenizer, *, bos: bool
+) -> list[Int32[np.ndarray, " _"]]:
+    if isinstance(prompts, str):
+        raise UserError("prompts must be a list of texts, got one text: wrap it in [ ]")
+    encoded = []
+    for row, ids in enumerate(tokenizer.encode_many(prompts)):
+        if ids.size == 0 and tokenizer.bos is None:
+            raise UserError(
+                f"prompt {row + 1} is empty, and the tokenizer has no BOS token to "
+                "start from: give it some text"
+            )
+        if tokenizer.bos is not None and (bos or ids.size == 0):
+            ids = np.concatenate([np.array([tokenizer.bos], np.int32), ids])
+        encoded.append(ids)
+    return encoded

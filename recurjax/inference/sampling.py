@@ -33,23 +33,16 @@ class SamplingConfig:
     min_p: float = 0.0
 
     def __post_init__(self):
-        _require(
-            0 < self.repetition_penalty < math.inf,
-            "repetition_penalty must be above 0",
-            self.repetition_penalty,
+        wishes = (
+            (0 < self.repetition_penalty < math.inf, "repetition_penalty", "above 0"),
+            (0 <= self.temperature < math.inf, "temperature", "0 or above"),
+            (self.top_k is None or self.top_k >= 1, "top_k", "at least 1"),
+            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
+            (0 <= self.min_p <= 1, "min_p", "from 0 to 1"),
         )
-        _require(
-            0 <= self.temperature < math.inf,
-            "temperature must be 0 or above",
-            self.temperature,
-        )
-        _require(
-            self.top_k is None or self.top_k >= 1,
-            "top_k must be at least 1",
-            self.top_k,
-        )
-        _require(0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p)
-        _require(0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p)
+        for holds, name, wish in wishes:
+            if not holds:
+                raise UserError(f"{name} must be {wish}, got {getattr(self, name)}")
 
     @property
     def penalizes(self) -> bool:
@@ -141,8 +134,3 @@ def _drop_below(
     logits: Float[Array, "B V"], threshold: Float[Array, "B 1"]
 ) -> Float[Array, "B V"]:
     return jnp.where(logits < threshold, -jnp.inf, logits)
-
-
-def _require(holds: bool, wish: str, value: float | None) -> None:
-    if not holds:
-        raise UserError(f"{wish}, got {value}")

@@ -1,4 +1,4 @@
-"""Softmax attention as a function of arrays; grouped-query, windowed, biased, capped."""
+"""Softmax attention of arrays: grouped-query, windowed, biased, capped."""
 
 import math
 from typing import Literal

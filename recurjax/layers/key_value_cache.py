@@ -48,7 +48,7 @@ def empty_key_value_cache(
 
 
 def slot_positions(slots: int, seen: Int[Array, " B"]) -> Int[Array, "B S"]:
-    """Returns the position that each slot holds after `seen` tokens; negative: empty."""
+    """Returns the position each slot holds after `seen` tokens; negative: empty."""
     newest = seen[:, None] - 1
     return newest - (newest - jnp.arange(slots)) % slots
 
@@ -62,7 +62,7 @@ def write(
     """Writes the first `lengths` of T new tokens at each row's own position.
 
     Padding is dropped, and so are tokens that later ones of the same call would
-    overwrite (T > S). `position` does not move: the stack moves it after its last layer.
+    overwrite (T > S). `position` stays: the stack moves it after its last layer.
     """
     B, T = k.shape[:2]
     offset = jnp.arange(T)

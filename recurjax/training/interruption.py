@@ -14,9 +14,9 @@ Wish = Literal["terminate", "interrupt"]
 class Interruption:
     """Remembers a signal until the loop asks; a second Ctrl-C stops at once.
 
-    With several processes, jax's preemption service makes all of them answer yes at the
-    same step, about ten seconds after one of them got SIGTERM; Ctrl-C is passed on to it
-    as SIGTERM.
+    With several processes, jax's preemption service makes all of them answer yes at
+    the same step, about ten seconds after one of them got SIGTERM; Ctrl-C is passed on
+    to it as SIGTERM.
     """
 
     def __init__(self):

@@ -189,8 +189,9 @@ class _Loop:
             f"{self.session.directory.checkpoints}"
         )
         raise UserError(
-            f"training stopped at step {step}: the loss ({metrics['loss']:.4g}) was not "
-            f"finite or far above its neighbours for {skipped} steps in a row; {where}; "
+            f"training stopped at step {step}: the loss ({metrics['loss']:.4g}) was "
+            f"not finite or far above the last ones for {skipped} steps "
+            f"in a row; {where}; "
             "lower the learning rate, lengthen the warm-up or change "
             "--training.spikes.sigma, and start again"
         )

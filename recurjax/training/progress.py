@@ -4,8 +4,8 @@ import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -25,7 +25,7 @@ class TrainingProgress:
         experiment: Experiment,
         *,
         log: Path | None,
-        devices: list[jax.Device],
+        devices: list[Any],
     ):
         """Prepares the display.
 

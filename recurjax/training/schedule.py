@@ -77,7 +77,8 @@ def learning_rate(schedule: Schedule, *, peak: float, steps: int) -> Callable:
     warmup = schedule.warmup_steps
     if not 0 <= warmup <= steps:
         raise UserError(
-            f"schedule.warmup_steps must lie in 0..training.steps = {steps}, got {warmup}"
+            "schedule.warmup_steps must lie between 0 and training.steps = "
+            f"{steps}, got {warmup}"
         )
     match schedule:
         case Constant():

@@ -171,5 +171,5 @@ def _check_vocabulary(experiment: Experiment, dataset: Dataset) -> None:
     if dataset.vocabulary != experiment.model.vocabulary:
         raise UserError(
             f"the tokenizer has {dataset.vocabulary} tokens and the model "
-            f"{experiment.model.vocabulary}: set --model.vocabulary {dataset.vocabulary}"
+            f"{experiment.model.vocabulary}: set --model.vocabulary to the former"
         )

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ from recurjax.data.pipeline import Layout, PackedBatches
 from recurjax.data.streams import MemoryStream, Split
 
 GOLDEN = Path(os.environ.get("RECURJAX_GOLDEN", Path(__file__).parents[1] / "golden"))
+
+CASES = sorted((GOLDEN / "latent_recurrent_transformer").glob("dataloader_docs*.json"))
 
 
 def packed_by_hand(lengths, order, *, capacity, rows, buffer, refill):
@@ -35,10 +38,17 @@ def packed_by_hand(lengths, order, *, capacity, rows, buffer, refill):
     return packed
 
 
-def test_best_fit_reproduces_the_loader_of_nanochat():
-    folder = GOLDEN / "latent_recurrent_transformer"
-    documents = json.loads((folder / "dataloader_docs.json").read_text())["docs"]
-    want = np.load(folder / "dataloader_bestfit.npz")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_best_fit_reproduces_the_loader_of_nanochat(case):
+    written = json.loads(case.read_text())
+    refill, buffer = (
+        int(re.search(f"{words}(\\d+)", written["note"])[1])
+        for words in ("in batches of ", "buffer_size=")
+    )
+    documents = written["docs"]
+    want = np.load(case.with_name(case.stem.replace("docs", "bestfit") + ".npz"))
     steps, batch, length = want["inputs"].shape
     ids = [np.array([0, *document]) for document in documents]  # BOS is 0
     stream = MemoryStream(ids, vocabulary=256)
@@ -47,7 +57,9 @@ def test_best_fit_reproduces_the_loader_of_nanochat():
     layout = Layout(length=length, batch=batch, rows=(0, batch), segments=False)
     batches = iter(
         PackedBatches(
-            split, layout, lambda: BestFit(lengths, lambda k: k, buffer=40, refill=16)
+            split,
+            layout,
+            lambda: BestFit(lengths, lambda k: k, buffer=buffer, refill=refill),
         )
     )
     for step in range(steps):

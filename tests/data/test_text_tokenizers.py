@@ -251,7 +251,7 @@ def test_a_bad_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match="no tokenizer at"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(plain_definition("<s>"))
     with pytest.raises(UserError, match="no token '<nope>' to serve as BOS"):

@@ -11,7 +11,7 @@ from flax import nnx
 
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
-from recurjax.layers.position import Alibi
+from recurjax.layers.position import Alibi, alibi_bias
 from recurjax.layers.self_attention import AttentionConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.types import Tokens
@@ -74,8 +74,6 @@ def test_a_carried_cache_gives_the_authors_values(path):
 
 @pytest.mark.parametrize("path", CASES)
 def test_the_alibi_bias_is_the_authors(path):
-    from recurjax.layers.position import alibi_bias
-
     case = load(path)
     meta = json.loads(str(case["meta_json"]))
     if not meta["alibi"]:

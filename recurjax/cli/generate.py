@@ -1,0 +1,167 @@
+"""`recurjax generate`: continues prompts with the model of a run directory."""
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from recurjax.errors import UserError
+from recurjax.inference.generate import Generation, generate
+from recurjax.inference.sampling import SamplingConfig
+from recurjax.inference.timing import Timing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions:
+    """Continues prompts with a trained model.
+
+    Attributes:
+      run: the run directory.
+      prompt: a text to continue; may be given several times.
+      prompts_file: further prompts, one a line; blank lines are skipped. In a .jsonl
+        file each line is a JSON string, which may have line breaks inside.
+      max_new_tokens: for each prompt.
+      sampling: how tokens are chosen.
+      stop: ends a text before this string, backslash-n being a line break; may be given
+        several times.
+      bos: begin as at the start of a document, if the tokenizer has a token for that.
+      seed: the same seed gives the same texts.
+      stream: show a single prompt's text as it comes.
+      json: print one JSON object with texts, tokens, finish reasons and timing.
+      step: the checkpoint of this training step; default: the newest.
+    """
+
+    run: tyro.conf.Positional[Path]
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    prompts_file: Path | None = None
+    max_new_tokens: int = 200
+    sampling: Annotated[SamplingConfig, tyro.conf.arg(name="")] = SamplingConfig()
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    bos: bool = True
+    seed: int = 0
+    stream: bool = True
+    json: bool = False
+    step: int | None = None
+
+
+def run(args: list[str]) -> int:
+    """Runs `recurjax generate ARGS` and returns its exit code.
+
+    Raises:
+      UserError: something the user can put right, said in one sentence.
+    """
+    options = tyro.cli(
+        GenerateOptions,
+        args=args,
+        prog="recurjax generate",
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    prompts = _prompts(options)
+    streams = options.stream and not options.json and len(prompts) == 1
+
+    from recurjax.training.run_directory import load_run
+
+    loaded = load_run(options.run, step=options.step, report=_tell)
+    if streams:
+        _show(prompts[0])
+    made = generate(
+        loaded.model,
+        prompts,
+        tokenizer=loaded.tokenizer,
+        max_new_tokens=options.max_new_tokens,
+        sampling=options.sampling,
+        stop=[text.replace("\\n", "\n") for text in options.stop],
+        bos=options.bos,
+        seed=options.seed,
+        on_text=(lambda _, text: _show(text)) if streams else None,
+    )
+    if options.json:
+        _show(_as_json(prompts, made, step=loaded.step))
+    elif streams:
+        _show("\n")
+    else:
+        _show(_as_blocks(prompts, made))
+    _tell(_speed(made.timing))
+    return 0
+
+
+def _prompts(options: GenerateOptions) -> list[str]:
+    prompts = list(options.prompt)
+    if options.prompts_file is not None:
+        prompts += _read_prompts(options.prompts_file)
+    if not prompts:
+        raise UserError("there is no prompt: give --prompt TEXT or --prompts-file FILE")
+    return prompts
+
+
+def _read_prompts(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read prompts from {file}: {error}") from error
+    lines = [line for line in lines if line.strip()]
+    if not lines:
+        raise UserError(f"there is no prompt in {file}")
+    if file.suffix != ".jsonl":
+        return lines
+    try:
+        prompts = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise UserError(f"{file} has a line that is not JSON: {error}") from error
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise UserError(f"{file}: each line must be a JSON string, got {prompt!r}")
+    return prompts
+
+
+def _as_blocks(prompts: list[str], made: Generation) -> str:
+    if len(prompts) == 1:
+        return f"{prompts[0]}{made.texts[0]}\n"
+    rows = zip(prompts, made.texts, made.finish_reasons, strict=True)
+    return "".join(
+        f"--- prompt {number} of {len(prompts)}, ended by {reason} ---\n"
+        f"{prompt}{text}\n"
+        for number, (prompt, text, reason) in enumerate(rows, start=1)
+    )
+
+
+def _as_json(prompts: list[str], made: Generation, *, step: int) -> str:
+    rows = zip(prompts, made.texts, made.tokens, made.finish_reasons, strict=True)
+    timing = dataclasses.asdict(made.timing) | {
+        "prefill_tokens_per_second": made.timing.prefill_tokens_per_second,
+        "decode_tokens_per_second": made.timing.decode_tokens_per_second,
+    }
+    generations = [
+        {
+            "prompt": prompt,
+            "text": text,
+            "tokens": ids.tolist(),
+            "finish_reason": reason,
+        }
+        for prompt, text, ids, reason in rows
+    ]
+    whole = {"step": step, "generations": generations, "timing": timing}
+    return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"
+
+
+def _speed(timing: Timing) -> str:
+    return (
+        f"prefill: {timing.prompt_tokens:,} tokens at "
+        f"{timing.prefill_tokens_per_second:,.0f} a second; "
+        f"decode: {timing.new_tokens - timing.rows:,} tokens at "
+        f"{timing.decode_tokens_per_second:,.0f} a second; "
+        f"compiled in {timing.compile_seconds:.1f} s"
+    )
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)

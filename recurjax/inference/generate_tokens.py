@@ -1,0 +1,196 @@
+"""Continues sequences of token ids with any model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, Int32, Key
+
+from recurjax.errors import UserError
+from recurjax.inference.decoding import DecodeState, decode, prefill
+from recurjax.inference.sampling import PLAIN, SamplingConfig, row_keys
+from recurjax.inference.timing import Timing
+from recurjax.model import Decoder, ModelConfig
+from recurjax.types import Array, Tokens
+
+FinishReason = Literal["eos", "stop", "length"]
+"""What ended a row: the EOS token, the caller (a stop string), the token limit."""
+
+CHUNK = 16
+"""Tokens a row between two looks at them by the host."""
+
+_CACHE_STEP = 64
+_SMALLEST_BUCKET = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenGeneration:
+    """New tokens of each row, an EOS that ended it included."""
+
+    tokens: list[Int32[np.ndarray, " _"]]
+    finish_reasons: list[FinishReason]
+    timing: Timing
+
+
+def generate_tokens(
+    model: Decoder,
+    prompts: Sequence[Sequence[int] | Int[np.ndarray, " _"]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingConfig = PLAIN,
+    eos: int | None = None,
+    seed: int | Key[Array, " B"] = 0,
+    on_token: Callable[[int, int], bool] | None = None,
+    cache_length: int | None = None,
+    chunk: int = CHUNK,
+) -> TokenGeneration:
+    """Continues token sequences, all in one batch.
+
+    Each row stands at its own position and draws from its own stream, so that its
+    tokens do not depend on the other rows, up to the rounding of matrix products.
+
+    Args:
+      max_new_tokens: for each row.
+      eos: the token that ends a row; None: nothing does.
+      seed: row r draws from the stream `row_keys(seed, B)[r]`; or such streams
+        themselves: `row_keys(0, 8)[3:4]` makes row 3 of 8 alone.
+      on_token: called with the row and each new token; True ends the row after it.
+      cache_length: how many tokens a row's cache can hold; None: as many as needed.
+      chunk: draws a row in one call of the compiled loop: `on_token` is called this
+        seldom, and up to so many tokens are computed in vain after it ends a row.
+
+    Raises:
+      UserError: no prompt; an empty one; a prompt and its continuation are longer than
+        the model or the cache allows; a token that the model does not have.
+    """
+    if max_new_tokens < 1 or chunk < 1:
+        raise UserError(
+            f"max_new_tokens and chunk must be at least 1, got {max_new_tokens} and "
+            f"{chunk}"
+        )
+    ids = [np.asarray(prompt, np.int32) for prompt in prompts]
+    _check_tokens(ids, model.config.vocabulary)
+    cache_length = _fitting_cache(ids, max_new_tokens, cache_length, model.config)
+    tokens = _padded(ids, longest=cache_length)
+    keys = row_keys(seed, len(ids)) if isinstance(seed, int) else seed
+    if keys.shape != (len(ids),):
+        raise ValueError(
+            f"generate_tokens: wants one key a prompt, got {keys.shape} for {len(ids)}"
+        )
+    streams = (keys, jnp.asarray(-1 if eos is None else eos, jnp.int32))
+    timing = Timing(rows=len(ids), prompt_tokens=sum(map(len, ids)))
+    rows = _Rows(len(ids), max_new_tokens, eos, on_token)
+
+    static = {"sampling": sampling, "cache_length": cache_length}
+    with timing.measure("compile"):
+        prefill.lower(model, tokens, *streams, **static).compile()
+    with timing.measure("prefill"):
+        state = prefill(model, tokens, *streams, **static)
+        made = np.asarray(state.newest)[:, None]
+    state = rows.take(state, made)
+
+    static = {"sampling": sampling, "chunk": chunk}
+    if rows.unfinished:
+        with timing.measure("compile"):
+            none = jnp.zeros((), jnp.int32)
+            decode.lower(model, state, *streams, none, **static).compile()
+    with timing.measure("decode"):
+        while rows.unfinished:
+            count = min(chunk, max_new_tokens - rows.drawn)
+            limit = jnp.asarray(count, jnp.int32)
+            state, made = decode(model, state, *streams, limit, **static)
+            state = rows.take(state, np.asarray(made)[:, :count])
+
+    timing.new_tokens = sum(map(len, rows.tokens))
+    return TokenGeneration(
+        tokens=[np.asarray(row, np.int32) for row in rows.tokens],
+        finish_reasons=[reason or "length" for reason in rows.reasons],
+        timing=timing,
+    )
+
+
+class _Rows:
+    """The host's account of the rows: their tokens, and which have ended."""
+
+    def __init__(self, count: int, most: int, eos: int | None, on_token):
+        self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self.reasons: list[FinishReason | None] = [None] * count
+        self.drawn = 0
+        self._most, self._eos, self._on_token = most, eos, on_token
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether any row goes on."""
+        return self.drawn < self._most and None in self.reasons
+
+    def take(self, state: DecodeState, made: Int[np.ndarray, "B N"]) -> DecodeState:
+        """Adds the next tokens; finishes in `state` the rows that the caller ends."""
+        self.drawn += made.shape[1]
+        before = self.reasons.count("stop")
+        for row, column in enumerate(made.tolist()):
+            for token in column:
+                if self.reasons[row] is None:
+                    self._take_one(row, token)
+        if self.reasons.count("stop") == before:
+            return state
+        finished = np.array([reason is not None for reason in self.reasons])
+        return state._replace(
+            finished=jax.device_put(finished, state.finished.sharding)
+        )
+
+    def _take_one(self, row: int, token: int) -> None:
+        self.tokens[row].append(token)
+        stopped = self._on_token is not None and self._on_token(row, token)
+        if token == self._eos:
+            self.reasons[row] = "eos"
+        elif stopped:
+            self.reasons[row] = "stop"
+
+
+def _check_tokens(prompts: list[Int32[np.ndarray, " _"]], vocabulary: int) -> None:
+    if not prompts:
+        raise UserError("there is no prompt: give at least one")
+    for row, ids in enumerate(prompts):
+        if ids.size == 0:
+            raise UserError(f"prompt {row + 1} has no tokens: give it at least one")
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise UserError(
+                f"prompt {row + 1} has tokens from {ids.min()} to {ids.max()}, the "
+                f"model knows 0 to {vocabulary - 1}: use the tokenizer it was trained "
+                "with"
+            )
+
+
+def _fitting_cache(
+    prompts: list[Int32[np.ndarray, " _"]],
+    max_new_tokens: int,
+    cache_length: int | None,
+    config: ModelConfig,
+) -> int:
+    """Returns the cache's length; the last new token is never read, so not counted."""
+    sizes = [len(ids) for ids in prompts]
+    row, longest = max(enumerate(sizes), key=lambda pair: pair[1])
+    needed = longest + max_new_tokens - 1
+    limits = {"cache": cache_length, "model": config.max_length}
+    for name, limit in limits.items():
+        if limit is not None and needed > limit:
+            raise UserError(
+                f"prompt {row + 1} has {longest} tokens and needs {needed} positions "
+                f"for {max_new_tokens} new ones, but the {name} has only {limit}: "
+                "shorten the prompt or ask for fewer new tokens"
+            )
+    rounded = -(-needed // _CACHE_STEP) * _CACHE_STEP
+    return cache_length or min(rounded, config.max_length or rounded)
+
+
+def _padded(prompts: list[Int32[np.ndarray, " _"]], *, longest: int) -> Tokens:
+    """Pads on the right to a power of two, so that few lengths are compiled."""
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    bucket = max(_SMALLEST_BUCKET, 1 << (int(lengths.max()) - 1).bit_length())
+    padded = np.zeros((len(prompts), min(bucket, longest)), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    return Tokens(jnp.asarray(padded), lengths=jnp.asarray(lengths))

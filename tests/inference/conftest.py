@@ -1,0 +1,80 @@
+"""One tiny model for all tests here, and one whose text is known beforehand."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recurjax.layers.initialization import InitConfig
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.self_attention import AttentionConfig
+from recurjax.model import Decoder, ModelConfig
+from recurjax.types import Tokens
+from recurjax.variants.transformer import TransformerConfig
+
+STACK = TransformerConfig(
+    layers=2,
+    width=16,
+    attention=AttentionConfig(heads=2, key_heads=1, head_width=8),
+    mlp=MlpConfig(width=32),
+    # Wide enough that logits differ clearly and depend on the whole context.
+    init=InitConfig(std=0.5, embedding_std=1.0, output="same"),
+)
+CONFIG = ModelConfig(vocabulary=257, stack=STACK)
+
+
+def build(*, stack: TransformerConfig = STACK, **changes) -> Decoder:
+    config = replace(CONFIG, stack=stack, **changes)
+    return jax.jit(lambda key: Decoder(config, rngs=nnx.Rngs(key)))(jax.random.key(1))
+
+
+@pytest.fixture(scope="session")
+def model() -> Decoder:
+    return build()
+
+
+@pytest.fixture(scope="session")
+def cycle(model):
+    """Makes models that continue each byte of a text by its next, round and round.
+
+    The blocks add nothing, so a token's successor is the head's column that points along
+    the token's own normed embedding. No byte may occur twice.
+    """
+
+    def make(text: str) -> Decoder:
+        data = list(text.encode())
+        assert len(set(data)) == len(data)
+        table = np.random.default_rng(0).normal(size=(257, 16)).astype(np.float32)
+        table /= np.linalg.norm(table, axis=1, keepdims=True)
+        head = np.zeros((16, 257), np.float32)
+        for current, following in zip(data, data[1:] + data[:1], strict=True):
+            head[:, following] = table[current]
+
+        def weight(path, leaf):
+            name = jax.tree_util.keystr(path)
+            if "stack" in name:
+                return jnp.zeros_like(leaf)
+            return jnp.asarray(
+                table if "embedding" in name else head if "head" in name else leaf
+            )
+
+        return jax.tree_util.tree_map_with_path(weight, model)
+
+    return make
+
+
+def following_logits(model: Decoder, prompt, made) -> np.ndarray:
+    """Returns the logits for each new token by one plain forward without a cache."""
+    whole = [*prompt, *made]
+    padded = np.zeros(64, np.int32)
+    padded[: len(whole)] = whole
+    logits = np.asarray(_forward(model, padded))
+    return logits[len(prompt) - 1 : len(whole) - 1]
+
+
+@jax.jit
+def _forward(model: Decoder, ids):
+    return model(Tokens(ids[None]), model.init_cache(1, 0))[0][0]

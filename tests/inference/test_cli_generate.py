@@ -1,0 +1,112 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from recurjax.cli.generate import run
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.training import run_directory
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz\n"
+SHORT = ["--temperature", "0", "--max-new-tokens", "6"]
+
+
+@pytest.fixture(autouse=True)
+def loads(cycle, monkeypatch):
+    """Stands for the run directory; keeps what was asked of it."""
+    calls = []
+
+    def load_run(path, *, step=None, report=print):
+        calls.append((str(path), step))
+        return SimpleNamespace(model=cycle(LETTERS), tokenizer=ByteTokenizer(), step=7)
+
+    monkeypatch.setattr(run_directory, "load_run", load_run)
+    return calls
+
+
+def test_one_prompt_is_shown_with_its_text_and_the_speed_apart(capsys, loads):
+    assert run(["runs/x", "--prompt", "ab", *SHORT]) == 0
+    out, err = capsys.readouterr()
+    assert out == "abcdefgh\n"
+    assert "prefill: 3 tokens at" in err and "decode: 5 tokens at" in err
+    assert loads == [("runs/x", None)]
+    assert run(["runs/x", "--prompt", "ab", *SHORT, "--no-stream", "--step", "7"]) == 0
+    assert capsys.readouterr().out == out
+    assert loads[1] == ("runs/x", 7)
+
+
+def test_several_prompts_are_shown_in_blocks(capsys, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("k\n\nst\n")
+    options = ["--prompt", "ab", "--prompts-file", str(file), "--stop", "\\n"]
+    assert run(["runs/x", *options, *SHORT]) == 0
+    assert capsys.readouterr().out == (
+        "--- prompt 1 of 3, ended by length ---\nabcdefgh\n"
+        "--- prompt 2 of 3, ended by length ---\nklmnopq\n"
+        "--- prompt 3 of 3, ended by length ---\nstuvwxyz\n"
+    )
+
+
+def test_json_lines_and_json_output(capsys, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"w"\n"xy\\na"\n')
+    options = ["--prompts-file", str(file), "--stop", "\\n", "--stop", "f", "--json"]
+    assert run(["runs/x", *options, *SHORT]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["step"] == 7
+    rows = made["generations"]
+    assert [row["prompt"] for row in rows] == ["w", "xy\na"]
+    assert [row["text"] for row in rows] == ["xyz", "bcde"]
+    assert [row["finish_reason"] for row in rows] == ["stop", "stop"]
+    assert bytes(rows[0]["tokens"]) == b"xyz\n"
+    assert made["timing"]["decode_tokens_per_second"] > 0
+
+
+def test_every_sampling_option_has_a_flag(capsys):
+    sampling = "--temperature 0.7 --top-k 3 --top-p 0.9 --min-p 0.01"
+    options = [*sampling.split(), "--repetition-penalty", "1.0", "--seed", "4"]
+    texts = []
+    for seed in ("4", "4"):
+        options[-1] = seed
+        assert run(["r", "--prompt", "ab", "--max-new-tokens", "6", *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give --prompt TEXT or --prompts-file"),
+        (["--prompts-file", "nowhere.txt"], "nowhere.txt"),
+        (["--prompt", "a", "--top-p", "2"], "top_p must be above 0 and at most 1"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "at least 1"),
+        (["--prompt", "a", "--seed", "-1"], "seed must be from 0"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(options, message):
+    with pytest.raises(UserError, match=message):
+        run(["runs/x", *options])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.txt", "\n \n", "no prompt in"),
+        ("a.jsonl", '"a"\n{"b"\n', "not JSON"),
+        ("a.jsonl", '{"prompt": "a"}\n', "must be a JSON string"),
+    ],
+)
+def test_bad_prompt_files_are_named(tmp_path, name, text, message):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        run(["runs/x", "--prompts-file", str(file)])
+    assert str(file) in str(caught.value)
+
+
+def test_an_unknown_option_exits_with_2_and_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(["runs/x", "--temprature", "1"])
+    assert caught.value.code == 2
+    assert "--temperature" in capsys.readouterr().err

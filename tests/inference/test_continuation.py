@@ -1,0 +1,98 @@
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.json_tokenizer import JsonTokenizer
+from recurjax.inference.continuation import Continuation
+
+BYTES = ByteTokenizer()
+
+
+def run(text: str, stops=(), *, prompt="x") -> tuple[list[str], bool]:
+    """Feeds a text byte by byte; returns the pieces, as far as it went."""
+    continuation = Continuation(BYTES, BYTES.encode(prompt), stops)
+    pieces = []
+    for token in BYTES.encode(text).tolist():
+        pieces.append(continuation.push(token))
+        if continuation.stopped:
+            break
+    pieces.append(continuation.finish())
+    return pieces, continuation.stopped
+
+
+def test_a_character_appears_with_its_last_byte():
+    pieces, _ = run("aé🌍")
+    assert pieces == ["a", "", "é", "", "", "", "🌍", ""]
+
+
+def test_an_unfinished_character_ends_as_a_replacement():
+    continuation = Continuation(BYTES, BYTES.encode("x"), [])
+    assert continuation.push("é".encode()[0]) == ""
+    assert continuation.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "want"),
+    [
+        ("hello world", ["wor"], "hello "),
+        ("hello", ["hello"], ""),
+        ("aab aaab", ["aaab"], "aab "),
+        ("abcabd", ["abd"], "abc"),
+        ("one\n\ntwo", ["\n\n", "two"], "one"),
+        ("naïve café 🌍 x", ["🌍"], "naïve café "),
+        # Both end with the same byte: the one that begins first cuts.
+        ("xabc", ["bc", "abc"], "x"),
+    ],
+)
+def test_text_ends_before_the_first_stop_string(text, stops, want):
+    pieces, stopped = run(text, stops)
+    assert stopped
+    assert "".join(pieces) == want
+
+
+def test_what_may_begin_a_stop_string_is_held_back_until_it_does_not():
+    pieces, stopped = run("a---b--", ["--->"])
+    assert not stopped
+    assert pieces == ["a", "", "", "", "---b", "", "", "--"]
+
+
+def test_a_stop_string_in_the_prompt_does_not_count():
+    pieces, stopped = run("ab", ["xa", "END"], prompt="END x")
+    assert not stopped
+    assert "".join(pieces) == "ab"
+
+
+@pytest.fixture(scope="module")
+def words() -> JsonTokenizer:
+    """Words with a leading block character, and bytes for the rest (SentencePiece)."""
+    names = ["<unk>", *(f"<0x{value:02X}>" for value in range(256)), "▁the", "▁cat"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    built = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>")
+    )
+    built.pre_tokenizer = pre_tokenizers.Metaspace()
+    built.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]
+    )
+    definition = json.loads(built.to_str())
+    return JsonTokenizer(json.dumps(definition), bos=None, eos=None)
+
+
+def test_a_word_keeps_the_space_that_parts_it_from_the_prompt(words):
+    the, cat = 257, 258
+    assert words.decode([cat]) == "cat"
+    continuation = Continuation(words, np.array([the], np.int32), [])
+    assert continuation.push(cat) + continuation.finish() == " cat"
+
+
+def test_a_prompt_that_ends_in_byte_tokens_is_not_repeated(words):
+    emoji = [1 + byte for byte in "🌍".encode()]
+    prompt = np.array([257, *emoji], np.int32)
+    assert words.decode(prompt) == "the🌍"
+    continuation = Continuation(words, prompt, [])
+    pieces = [continuation.push(token) for token in [*emoji, 258]]
+    assert "".join(pieces) + continuation.finish() == "🌍 cat"

@@ -1,0 +1,273 @@
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.inference.decoding import decode, prefill
+from recurjax.inference.generate import generate
+from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.sampling import SamplingConfig, penalize, row_keys
+from recurjax.layers.position import LearnedPositions
+from recurjax.sharding import MeshConfig, make_mesh, shardings
+from recurjax.types import Tokens
+from tests.inference.conftest import STACK, build, following_logits
+
+BYTES = ByteTokenizer()
+GREEDY = SamplingConfig(temperature=0.0)
+PROMPTS = [list(b"To be"), [7], list(b"longer: 12 bytes")[:13]]
+NEW = 21
+
+
+def chunks_of_four(model, prompts=PROMPTS, **options):
+    options = {"max_new_tokens": NEW, "sampling": GREEDY, "chunk": 4} | options
+    return generate_tokens(model, prompts, **options)
+
+
+def assert_greedy(model, prompts, made) -> None:
+    for prompt, ids in zip(prompts, made.tokens, strict=True):
+        np.testing.assert_array_equal(
+            ids, following_logits(model, prompt, ids).argmax(axis=-1)
+        )
+
+
+@pytest.fixture(scope="module")
+def greedy(model):
+    return chunks_of_four(model)
+
+
+def test_greedy_text_is_the_argmax_of_the_plain_forward(model, greedy):
+    assert [len(ids) for ids in greedy.tokens] == [NEW] * 3
+    assert greedy.finish_reasons == ["length"] * 3
+    assert_greedy(model, PROMPTS, greedy)
+    assert len({int(token) for ids in greedy.tokens for token in ids}) > 10
+
+
+def test_rings_serve_past_their_window():
+    windowed = build(stack=replace(STACK, windows=(4, None)))
+    made = chunks_of_four(windowed)
+    assert_greedy(windowed, PROMPTS, made)
+
+
+def test_bfloat16_picks_a_token_that_is_best_up_to_rounding():
+    half = build(dtype="bfloat16")
+    made = chunks_of_four(half)
+    for prompt, ids in zip(PROMPTS, made.tokens, strict=True):
+        logits = following_logits(half, prompt, ids)
+        chosen = np.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
+        best, spread = logits.max(axis=1), logits.std(axis=1)
+        assert (best - chosen <= 0.2 * spread).all()
+        assert (best == chosen).mean() > 0.8
+
+
+def test_learned_positions_are_used_to_the_last_one():
+    learned = replace(STACK.attention, position=LearnedPositions(length=20))
+    short = build(stack=replace(STACK, attention=learned))
+    prompts = [list(range(18)), [3, 4]]
+    made = chunks_of_four(short, prompts, max_new_tokens=3)
+    padded = build(stack=replace(STACK, attention=learned))
+    for prompt, ids in zip(prompts, made.tokens, strict=True):
+        for n, token in enumerate(ids):
+            whole = jnp.array([[*prompt, *ids[:n]]], jnp.int32)
+            logits, _ = padded(Tokens(whole), padded.init_cache(1, 0))
+            assert int(logits[0, -1].argmax()) == token
+    with pytest.raises(UserError, match="18 tokens and needs 21 .* model has only 20"):
+        chunks_of_four(short, prompts, max_new_tokens=4)
+
+
+def test_repetition_penalty_counts_prompt_and_text(model):
+    penalty = 1.5
+    config = replace(GREEDY, repetition_penalty=penalty)
+    made = chunks_of_four(model, sampling=config)
+    differs = False
+    for prompt, ids in zip(PROMPTS, made.tokens, strict=True):
+        logits = following_logits(model, prompt, ids)
+        for n, token in enumerate(ids):
+            seen = np.isin(np.arange(257), [*prompt, *ids[:n]])
+            lowered = penalize(jnp.asarray(logits[n : n + 1]), seen[None], penalty)
+            assert int(lowered.argmax()) == token
+            differs |= int(logits[n].argmax()) != token
+    assert differs
+
+
+def test_each_row_is_as_if_alone(model):
+    drawn = {"sampling": SamplingConfig(), "chunk": 4}
+    together = chunks_of_four(model, seed=2, **drawn)
+    for row, prompt in enumerate(PROMPTS):
+        stream = row_keys(2, 3)[row : row + 1]
+        alone = chunks_of_four(model, [prompt], seed=stream, **drawn)
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+
+
+def test_seeds_decide_the_text_and_chunks_do_not(model):
+    def tokens(prompts=PROMPTS, **options):
+        made = chunks_of_four(model, prompts, sampling=SamplingConfig(), **options)
+        return [ids.tolist() for ids in made.tokens]
+
+    first = tokens(seed=2)
+    assert tokens(seed=2) == first
+    assert tokens(seed=3) != first
+    assert tokens(seed=2, chunk=7) == first
+    assert [ids[:6] for ids in first] == tokens(seed=2, max_new_tokens=6)
+    same_prompt = tokens([PROMPTS[0]] * 3)
+    assert len({tuple(ids) for ids in same_prompt}) == 3
+
+
+def test_a_row_ends_at_eos_and_the_others_go_on(model, greedy):
+    eos = int(greedy.tokens[0][5])
+    made = chunks_of_four(model, eos=eos)
+    for got, whole, reason in zip(
+        made.tokens, greedy.tokens, made.finish_reasons, strict=True
+    ):
+        ends = np.flatnonzero(whole == eos)
+        length = ends[0] + 1 if ends.size else NEW
+        np.testing.assert_array_equal(got, whole[:length])
+        assert reason == ("eos" if ends.size else "length")
+    assert made.finish_reasons[0] == "eos" and "length" in made.finish_reasons
+
+
+def test_a_row_that_the_caller_ends_gets_no_further_token(model, greedy):
+    calls = []
+
+    def on_token(row, token):
+        calls.append((row, token))
+        return row == 1 and sum(r == 1 for r, _ in calls) == 6
+
+    made = chunks_of_four(model, on_token=on_token)
+    assert made.finish_reasons == ["length", "stop", "length"]
+    assert [len(ids) for ids in made.tokens] == [NEW, 6, NEW]
+    np.testing.assert_array_equal(made.tokens[2], greedy.tokens[2])
+    for row, ids in enumerate(made.tokens):
+        assert [token for r, token in calls if r == row] == ids.tolist()
+
+
+def test_a_sharded_model_continues_as_on_one_device(model, greedy):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    spread = jax.device_put(model, shardings(model, mesh))
+    made = chunks_of_four(spread)
+    np.testing.assert_array_equal(np.stack(made.tokens), np.stack(greedy.tokens))
+
+
+def test_decoding_updates_its_cache_in_place(model):
+    tokens = Tokens(jnp.ones((3, 16), jnp.int32), lengths=jnp.array([3, 1, 16]))
+    streams = row_keys(0, 3), jnp.asarray(-1, jnp.int32)
+    state = prefill(model, tokens, *streams, sampling=GREEDY, cache_length=64)
+    limit = jnp.asarray(4, jnp.int32)
+    decode(model, state, *streams, limit, sampling=GREEDY, chunk=4)
+    large = [leaf for leaf in jax.tree.leaves(state.cache) if leaf.size > 100]
+    assert large and all(leaf.is_deleted() for leaf in large)
+
+
+def test_prefill_makes_the_logits_of_one_position_only(model):
+    tokens = Tokens(jnp.ones((3, 16), jnp.int32), lengths=jnp.array([3, 1, 16]))
+    streams = row_keys(0, 3), jnp.asarray(-1, jnp.int32)
+    static = {"sampling": GREEDY, "cache_length": 64}
+    program = str(prefill.trace(model, tokens, *streams, **static).jaxpr)
+    assert "f32[3,257]" in program and "f32[3,16,257]" not in program
+
+
+def test_texts_of_other_lengths_compile_nothing(model, greedy):
+    again = chunks_of_four(model, [PROMPTS[1]] * 3, max_new_tokens=10)
+    assert again.timing.compile_seconds < 0.2 * greedy.timing.compile_seconds
+    timing = again.timing
+    assert (timing.rows, timing.prompt_tokens, timing.new_tokens) == (3, 3, 30)
+    assert timing.decode_tokens_per_second == 27 / timing.decode_seconds
+
+
+def test_streamed_pieces_join_to_the_text_across_split_characters(cycle):
+    made_of = "né🌍!"
+    pieces = {0: [], 1: [], 2: []}
+    made = generate(
+        cycle(made_of),
+        ["n", "x!", "né🌍"],
+        tokenizer=BYTES,
+        max_new_tokens=NEW,
+        sampling=GREEDY,
+        chunk=4,
+        on_text=lambda row, text: pieces[row].append(text),
+    )
+    endless = made_of * 4
+    for row, skipped in enumerate((1, 0, 3)):
+        data = endless[skipped:].encode()[:NEW]
+        want = data.decode(errors="replace")
+        assert made.texts[row] == want == "".join(pieces[row])
+        assert made.tokens[row].tolist() == list(data)
+        assert len(pieces[row]) > 3 and all(pieces[row])
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "count"),
+    [
+        (["f"], "bcde", 5),
+        (["de"], "bc", 4),  # draws 3 and 4, of the first and the second chunk
+        (["hijk", "zz"], "bcdefg", 10),
+        (["zz"], "bcdefghijklmnopqrstuv", NEW),
+    ],
+)
+def test_texts_end_before_a_stop_string(cycle, stop, text, count):
+    made = generate(
+        cycle("abcdefghijklmnopqrstuvwxyz"),
+        ["a", "k", "q"],
+        tokenizer=BYTES,
+        max_new_tokens=NEW,
+        sampling=GREEDY,
+        stop=stop,
+        chunk=4,
+    )
+    assert made.texts[0] == text
+    assert len(made.tokens[0]) == count
+    assert made.finish_reasons[0] == ("length" if count == NEW else "stop")
+    for row, start in ((1, 11), (2, 17)):
+        letters = "abcdefghijklmnopqrstuvwxyz" * 2
+        whole = letters[start : start + NEW]
+        assert made.texts[row] == whole.split(stop[0])[0]
+
+
+def test_a_prompt_starts_from_bos_unless_told_otherwise(model):
+    options = {"max_new_tokens": NEW, "sampling": GREEDY, "chunk": 4}
+    prompts = ["To be", "", "or not"]
+    ids = [[256, *prompt.encode()] for prompt in prompts]
+
+    def tokens(made):
+        return [row.tolist() for row in made.tokens]
+
+    made = generate(model, prompts, tokenizer=BYTES, **options)
+    assert tokens(made) == tokens(generate_tokens(model, ids, eos=256, **options))
+    assert made.timing.prompt_tokens == sum(map(len, ids))
+    made = generate(model, prompts, tokenizer=BYTES, bos=False, **options)
+    ids = [ids[0][1:], [256], ids[2][1:]]
+    assert tokens(made) == tokens(generate_tokens(model, ids, eos=256, **options))
+
+
+def text_error(model, prompts, *, tokenizer=BYTES, **options) -> str:
+    with pytest.raises(UserError) as caught:
+        generate(model, prompts, tokenizer=tokenizer, **{"max_new_tokens": 4} | options)
+    return str(caught.value)
+
+
+def test_what_cannot_be_continued_is_refused_in_a_sentence(model):
+    assert "no prompt" in text_error(model, [])
+    assert "wrap it" in text_error(model, "To be")
+    without_bos = ByteTokenizer(bos=False)
+    message = text_error(model, ["a", ""], tokenizer=without_bos)
+    assert "prompt 2 is empty" in message and "no BOS" in message
+    assert "max_new_tokens" in text_error(model, ["a"], max_new_tokens=0)
+    assert "non-empty" in text_error(model, ["a"], stop=["b", ""])
+    assert "non-empty" in text_error(model, ["a"], stop="b")
+    message = text_error(model, ["a", "a" * 29], cache_length=32)
+    assert message.startswith("prompt 2 has 30 tokens and needs 33 positions for 4 new")
+    assert "the cache has only 32" in message
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused():
+    small = build(vocabulary=200)
+    assert "257 tokens, the model only 200" in text_error(small, ["a"])
+    with pytest.raises(UserError, match="from 3 to 250, the model knows 0 to 199"):
+        generate_tokens(small, [[250, 3]], max_new_tokens=2)
+    with pytest.raises(UserError, match="prompt 1 has no tokens"):
+        generate_tokens(small, [[]], max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"one key a prompt, got \(2,\) for 1"):
+        generate_tokens(small, [[1]], max_new_tokens=2, seed=row_keys(0, 2))

@@ -1,0 +1,167 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.errors import UserError
+from recurjax.inference.sampling import (
+    PLAIN,
+    SamplingConfig,
+    filter_logits,
+    penalize,
+    row_keys,
+    sample,
+)
+
+ROWS, V = 6, 11
+LOGITS = np.random.default_rng(0).normal(scale=2.0, size=(ROWS, V)).astype(np.float32)
+
+draw = partial(jax.jit, static_argnames="config")(sample)
+
+
+def expected(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
+    """Filters one row token by token, in float64."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])
+    order = order[: config.top_k]
+    weights = {token: np.exp(np.float64(logits[token])) for token in order}
+    total = sum(weights.values())
+    kept, mass = [], 0.0
+    for token in order:
+        if config.top_p == 1 or mass < config.top_p:
+            kept.append(token)
+        mass += weights[token] / total
+    floor = config.min_p * weights[order[0]]
+    kept = [token for token in kept if weights[token] >= floor]
+    result = np.full(len(logits), -np.inf, np.float32)
+    result[kept] = logits[kept]
+    return result
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SamplingConfig(top_k=1),
+        SamplingConfig(top_k=4),
+        SamplingConfig(top_k=100),
+        SamplingConfig(top_p=0.05),
+        SamplingConfig(top_p=0.7),
+        SamplingConfig(min_p=0.1),
+        SamplingConfig(min_p=1.0),
+        SamplingConfig(top_k=5, top_p=0.8, min_p=0.2),
+    ],
+    ids=repr,
+)
+def test_filters_keep_what_a_plain_loop_keeps(config):
+    want = np.stack([expected(row, config) for row in LOGITS])
+    got = np.asarray(filter_logits(jnp.asarray(LOGITS), config))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_top_p_counts_the_probability_left_by_top_k():
+    logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
+    both = filter_logits(logits, SamplingConfig(top_k=2, top_p=0.5))
+    alone = filter_logits(logits, SamplingConfig(top_p=0.5))
+    assert np.isfinite(np.asarray(both)).tolist() == [[True, False, False, False]]
+    assert np.isfinite(np.asarray(alone)).tolist() == [[True, True, False, False]]
+
+
+def test_ties_with_the_last_token_kept_are_kept():
+    logits = jnp.array([[1.0, 0.0, 1.0, 1.0]])
+    for config in (SamplingConfig(top_k=1), SamplingConfig(top_p=0.1)):
+        kept = np.isfinite(np.asarray(filter_logits(logits, config)))
+        assert kept.tolist() == [[True, False, True, True]]
+
+
+def test_penalty_divides_positive_and_multiplies_negative_logits():
+    logits = jnp.array([[2.0, -2.0, 2.0, -2.0, 0.0]])
+    seen = jnp.array([[True, True, False, False, True]])
+    got = penalize(logits, seen, 2.0)
+    np.testing.assert_array_equal(got, [[1.0, -4.0, 2.0, -2.0, 0.0]])
+
+
+def test_penalty_comes_before_the_greedy_choice():
+    logits = jnp.array([[3.0, 2.0, 1.0]])
+    seen = jnp.array([[True, False, False]])
+    config = SamplingConfig(temperature=0.0, repetition_penalty=2.0)
+    assert draw(row_keys(0, 1), logits, seen, config=config).tolist() == [1]
+    with pytest.raises(ValueError, match="needs seen, got None"):
+        sample(row_keys(0, 1), logits, None, config)
+
+
+def test_draws_follow_the_filtered_softmax():
+    rows, temperature = 20_000, 1.7
+    config = SamplingConfig(temperature=temperature, top_k=8, min_p=0.02)
+    logits = jnp.broadcast_to(LOGITS[0], (rows, V))
+    ids = draw(row_keys(3, rows), logits, None, config=config)
+    kept = expected(LOGITS[0] / np.float32(temperature), config).astype(np.float64)
+    want = np.exp(kept) / np.exp(kept).sum()
+    got = np.bincount(np.asarray(ids), minlength=V) / rows
+    assert (want == 0).any() and (got[want == 0] == 0).all()
+    sigma = np.sqrt(want * (1 - want) / rows)
+    assert (np.abs(got - want) <= 4.5 * sigma).all()
+
+
+def test_temperature_zero_is_the_argmax_and_a_tiny_one_nearly():
+    keys, want = row_keys(0, ROWS), LOGITS.argmax(axis=1).tolist()
+    for temperature in (0.0, 1e-30):
+        config = SamplingConfig(temperature=temperature, top_p=0.9)
+        assert draw(keys, jnp.asarray(LOGITS), None, config=config).tolist() == want
+
+
+def test_a_row_draws_the_same_alone_as_among_others():
+    keys = row_keys(5, ROWS)
+    config = SamplingConfig(top_p=0.95)
+    together = draw(keys, jnp.asarray(LOGITS), None, config=config).tolist()
+    alone = [
+        draw(keys[r : r + 1], jnp.asarray(LOGITS[r : r + 1]), None, config=config)
+        for r in range(ROWS)
+    ]
+    assert [int(ids[0]) for ids in alone] == together
+
+
+def test_rows_and_seeds_have_streams_of_their_own():
+    data = [jax.random.key_data(row_keys(seed, 4)).tolist() for seed in (0, 1)]
+    streams = {tuple(key) for keys in data for key in keys}
+    assert len(streams) == 8
+    assert jax.random.key_data(row_keys(0, 2)).tolist() == data[0][:2]
+
+
+def test_low_precision_logits_are_sampled_in_float32():
+    # In bfloat16 the cumulative mass of 512 equal tokens stalls below one half.
+    logits = jnp.zeros((1, 512), jnp.bfloat16).at[0, 0].set(0.01)
+    ids = draw(
+        row_keys(0, 400),
+        jnp.broadcast_to(logits, (400, 512)),
+        None,
+        config=SamplingConfig(top_p=0.999),
+    )
+    assert len(np.unique(np.asarray(ids))) > 200
+    assert ids.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(field, value):
+    with pytest.raises(UserError, match=f"{field} must be .*, got {value}"):
+        SamplingConfig(**{field: value})
+
+
+def test_seeds_out_of_range_are_refused():
+    for seed in (-1, 1 << 32):
+        with pytest.raises(UserError, match=f"got {seed}"):
+            row_keys(seed, 1)
+    assert not PLAIN.penalizes

@@ -1,0 +1,216 @@
+"""Laws of the stack protocol, for every switch of the baseline."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.types import Tokens
+from tests.tolerances import assert_values_close
+from tests.variants.transformer.switches import (
+    LENGTH,
+    SWITCHES,
+    VOCABULARY,
+    build,
+    small,
+)
+
+BATCH = 2
+FIRST = 5  # tokens of the first piece: longer than the smallest rings
+
+
+@jax.jit
+def run(model, ids, cache, lengths=None, segments=None):
+    return model(Tokens(ids, segments=segments, lengths=lengths), cache)
+
+
+@pytest.fixture(scope="module", params=SWITCHES)
+def model(request):
+    return build(SWITCHES[request.param])
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def whole(model, ids):
+    return run(model, ids, model.init_cache(BATCH, 0))[0]
+
+
+def test_logits_leave_out_the_padded_vocabulary(whole):
+    assert whole.shape == (BATCH, LENGTH, VOCABULARY)
+    assert whole.dtype == jnp.float32
+
+
+def test_future_does_not_leak_into_the_past(model, ids, whole):
+    changed = ids.at[:, 8].set((ids[:, 8] + 1) % VOCABULARY)
+    other, _ = run(model, changed, model.init_cache(BATCH, 0))
+    np.testing.assert_array_equal(other[:, :8], whole[:, :8])
+    assert not np.array_equal(other[:, 8:], whole[:, 8:])
+
+
+def test_gradients_do_not_leak_into_the_future(model, ids):
+    x = jax.random.normal(jax.random.key(2), (BATCH, LENGTH, 8))
+
+    @jax.jit
+    @jax.grad
+    def of_input(x):
+        cache = model.stack.init_cache(BATCH, 0, x.dtype)
+        h, _ = model.stack(x, cache, Tokens(ids))
+        return jnp.sum(h[:, 8] ** 2)
+
+    gradient = of_input(x)
+    np.testing.assert_array_equal(gradient[:, 9:], 0)
+    assert np.all(np.any(np.asarray(gradient[:, 8]) != 0, axis=-1))
+
+
+def test_batch_rows_do_not_mix(model, ids, whole):
+    changed = ids.at[1].set((ids[1] + 1) % VOCABULARY)
+    other, _ = run(model, changed, model.init_cache(BATCH, 0))
+    np.testing.assert_array_equal(other[0], whole[0])
+    assert not np.array_equal(other[1], whole[1])
+
+
+def test_prefill_equals_training(model, ids, whole):
+    prefilled, _ = run(model, ids, model.init_cache(BATCH, LENGTH))
+    assert_values_close(prefilled, whole)
+
+
+@pytest.mark.parametrize("pieces", [(1,) * LENGTH, (5, 1, 1, 5, 1), (1, 5, 5, 1, 1)])
+def test_any_cut_equals_the_whole(model, ids, whole, pieces):
+    cache = model.init_cache(BATCH, LENGTH)
+    assert_values_close(in_pieces(model, ids, cache, pieces), whole)
+
+
+def test_ragged_rows_stand_at_their_own_positions(model, ids, whole):
+    """Rows advance by their own lengths; pads would overwrite rings if they could."""
+    cache = model.init_cache(BATCH, LENGTH)
+    seen = np.zeros(BATCH, int)
+    for lengths in ([5, 2], [2, 5], [5, 0], [0, 4], [1, 1]):
+        offset = np.arange(FIRST)
+        real = offset < np.asarray(lengths)[:, None]
+        at = np.where(real, np.minimum(seen[:, None] + offset, LENGTH - 1), 0)
+        piece = np.where(real, np.take_along_axis(np.asarray(ids), at, axis=1), 3)
+        logits, cache = run(model, piece, cache, jnp.asarray(lengths))
+        for row, count in enumerate(lengths):
+            got = np.asarray(logits[row, :count])
+            assert_values_close(got, whole[row, seen[row] : seen[row] + count])
+        seen += lengths
+    assert list(seen) == [13, 12]
+
+
+def test_what_pads_hold_changes_nothing(model, ids):
+    lengths = jnp.asarray([5, 2])
+    other = ids[:, :FIRST].at[1, 2:].set(0)
+    assert not np.array_equal(other, ids[:, :FIRST])
+    results = []
+    for piece in (ids[:, :FIRST], other):
+        cache = model.init_cache(BATCH, LENGTH)
+        logits, cache = run(model, piece, cache, lengths)
+        results.append((logits[0], logits[1, :2], cache))
+    chex.assert_trees_all_equal(*results)
+
+
+def test_a_row_of_no_tokens_stays_as_it_is(model, ids):
+    before = run(model, ids[:, :FIRST], model.init_cache(BATCH, LENGTH))[1]
+    nothing = jnp.zeros(BATCH, jnp.int32)
+    logits, after = run(model, ids[:, FIRST : 2 * FIRST], before, nothing)
+    chex.assert_trees_all_equal(after, before)
+    assert np.all(np.isfinite(logits))
+
+
+def test_one_token_alone_equals_the_first_of_many(model, ids, whole):
+    alone, _ = run(model, ids[:, :1], model.init_cache(BATCH, 0))
+    assert_values_close(alone, whole[:, :1])
+
+
+@pytest.mark.parametrize(
+    "switch", [name for name in SWITCHES if not name.startswith("learned")]
+)
+def test_packed_documents_do_not_see_each_other(switch, ids):
+    model = build(SWITCHES[switch])
+    second = LENGTH - 6
+    segments = jnp.asarray([[0] * 6 + [1] * second, [0] * second + [1] * 6])
+    swapped = jnp.concatenate([ids[:1, 6:], ids[:1, :6]], axis=1)
+    packed = jnp.concatenate([ids[:1], swapped])
+    cache = model.init_cache(BATCH, 0)
+    logits, _ = run(model, packed, cache, segments=segments)
+    assert_values_close(logits[1, :second], logits[0, 6:])
+    assert_values_close(logits[1, second:], logits[0, :6])
+    unsplit, _ = run(model, packed, cache)
+    assert not np.allclose(unsplit[0, 6:], logits[0, 6:], atol=1e-3)
+
+
+@pytest.mark.parametrize("switch", ["rope_grouped_ring", "alibi_full_norm_rings"])
+def test_any_cut_equals_the_whole_in_float64(switch, ids):
+    config = dataclasses.replace(SWITCHES[switch], dtype="float64")
+    with jax.enable_x64(True):
+        model = build(config)
+        whole, _ = run(model, ids, model.init_cache(BATCH, 0))
+        assert whole.dtype == jnp.float64
+        cache = model.init_cache(BATCH, LENGTH)
+        parts = in_pieces(model, ids, cache, (5, 1, 1, 5, 1))
+        assert_values_close(parts, whole, "float64")
+
+
+def test_float64_is_float32_with_more_digits(model, ids, whole):
+    with jax.enable_x64(True):
+        config = dataclasses.replace(model.config, dtype="float64")
+        wide = with_config(model, config)
+        logits, _ = run(wide, ids, wide.init_cache(BATCH, 0))
+        assert_values_close(logits, whole)
+
+
+def test_bfloat16_stays_close_to_float32(model, ids, whole):
+    narrow = with_config(model, dataclasses.replace(model.config, dtype="bfloat16"))
+    logits, cache = run(narrow, ids, narrow.init_cache(BATCH, LENGTH))
+    assert cache.groups[0].keys.dtype == jnp.bfloat16
+    assert logits.dtype == jnp.float32
+    # 8 bits of mantissa through up to 4 layers of unit-size weights.
+    error = np.abs(np.asarray(logits - whole)).max() / np.abs(np.asarray(whole)).max()
+    assert 1e-4 < error < 6e-2
+
+
+def test_a_window_that_covers_all_equals_none(ids):
+    """A ring longer than the sequence is a plain cache."""
+    full, windowed = (build(small(windows=(window,))) for window in (None, LENGTH - 1))
+    cache = windowed.init_cache(BATCH, 3 * LENGTH)
+    assert cache.groups[0].slots == LENGTH
+    want, _ = run(full, ids, full.init_cache(BATCH, 0))
+    assert_values_close(run(windowed, ids, windowed.init_cache(BATCH, 0))[0], want)
+    assert_values_close(run(windowed, ids, cache)[0], want)
+
+
+def test_a_window_hides_what_lies_before_it(ids):
+    model = build(small(layers=1, windows=(3,)))
+    whole, _ = run(model, ids, model.init_cache(BATCH, 0))
+    other, _ = run(model, ids.at[:, 0].add(1) % VOCABULARY, model.init_cache(BATCH, 0))
+    np.testing.assert_array_equal(other[:, 4:], whole[:, 4:])
+    assert np.all(np.any(np.asarray(other[:, 3] != whole[:, 3]), axis=-1))
+
+
+def test_rings_hold_their_window_and_no_more():
+    cache = build(small(layers=4, windows=(3, None))).init_cache(2, 64)
+    assert [group.slots for group in cache.groups] == [4, 64]
+    assert cache.groups[0].keys.shape == (2, 2, 4, 4, 4)
+
+
+def in_pieces(model, ids, cache, pieces):
+    start, parts = 0, []
+    for piece in pieces:
+        logits, cache = run(model, ids[:, start : start + piece], cache)
+        parts.append(logits)
+        start += piece
+    assert start == ids.shape[1]
+    return jnp.concatenate(parts, axis=1)
+
+
+def with_config(model, config):
+    """The same weights in a model of another config."""
+    like = jax.eval_shape(lambda: build(config))
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(model))
