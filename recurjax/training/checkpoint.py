@@ -252,7 +252,10 @@ class Checkpoints:
     ) -> dict[str, jax.Array]:
         path = self._directory.path(manifest.step)
         if differences := manifest.differences(wanted):
-            raise UserError(f"{path} does not fit: {'; '.join(differences)}.")
+            raise UserError(
+                f"checkpoint {manifest.step} in {self._directory.root} does not fit"
+                f" this configuration: {'; '.join(differences)}."
+            )
         arrays, fault = {}, ""
         try:
             arrays = self._store.read(path, wanted)

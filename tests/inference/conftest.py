@@ -40,8 +40,8 @@ def model() -> Decoder:
 def cycle(model):
     """Makes models that continue each byte of a text by its next, round and round.
 
-    The blocks add nothing, so a token's successor is the head's column that points along
-    the token's own normed embedding. No byte may occur twice.
+    The blocks add nothing, so a token's successor is the head's column that points
+    along the token's own normed embedding. No byte may occur twice.
     """
 
     def make(text: str) -> Decoder:
@@ -69,10 +69,10 @@ def cycle(model):
 def following_logits(model: Decoder, prompt, made) -> np.ndarray:
     """Returns the logits for each new token by one plain forward without a cache."""
     whole = [*prompt, *made]
-    padded = np.zeros(64, np.int32)
-    padded[: len(whole)] = whole
-    logits = np.asarray(_forward(model, padded))
-    return logits[len(prompt) - 1 : len(whole) - 1]
+    read = whole[:-1]  # the last new token is never read
+    padded = np.zeros(model.config.max_length or 64, np.int32)
+    padded[: len(read)] = read
+    return np.asarray(_forward(model, padded))[len(prompt) - 1 : len(read)]
 
 
 @jax.jit

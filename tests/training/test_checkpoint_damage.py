@@ -130,7 +130,8 @@ def test_all_differences_are_listed_at_once_and_nothing_else_is_tried(three_step
     with pytest.raises(UserError) as caught:
         Checkpoints(three_steps).restore(wanted, report=said.append)
     assert str(caught.value) == (
-        f"{three_steps}/3 does not fit: params.b is in the checkpoint only;"
+        f"checkpoint 3 in {three_steps} does not fit this configuration:"
+        " params.b is in the checkpoint only;"
         " params.scale is not in the checkpoint;"
         " params.w is float32[64,32] in the checkpoint, not float32[64,33];"
         " step is int32[] in the checkpoint, not float32[]."
