@@ -27,7 +27,10 @@ def to_json(value: Any) -> Any:
         return [to_json(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"to_json: cannot write {type(value).__name__}")
+    raise TypeError(
+        f"to_json: a config holds dataclasses, tuples, numbers, strings and None, got "
+        f"{type(value).__name__} {value!r}"
+    )
 
 
 def from_json(wanted: type[T], data: Any, *, path: str = "config") -> T:

@@ -3,8 +3,11 @@
 import importlib.util
 import json
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from recurjax.config_json import from_json, to_json
 from recurjax.data.config import DataConfig
@@ -15,6 +18,8 @@ from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import NextToken, Objective
 from recurjax.training.optimizer import OptimizerConfig
 from recurjax.training.schedule import Constant, Schedule
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +44,26 @@ class Experiment:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
+    def __post_init__(self):
+        if Path(self.name).name != self.name or self.name in ("", ".", ".."):
+            raise ValueError(
+                f"name must be fit for a directory under runs/, got {self.name!r}"
+            )
+        longest = self.model.max_length
+        if longest is not None and self.training.length > longest:
+            raise ValueError(
+                f"training.length {self.training.length} exceeds the model's {longest} "
+                "learned positions: shorten it or raise model.stack.attention.position"
+                ".length"
+            )
+
 
 def load_experiment(path: Path) -> Experiment:
     """Runs an experiment file and returns what its `config()` does.
 
     Raises:
-      UserError: no such file, no `config`, or it returns something else.
+      UserError: no such file, it fails, it has no `config`, or that returns something
+        else or an Experiment with a value of a wrong type.
     """
     if not path.is_file():
         raise UserError(
@@ -56,24 +75,35 @@ def load_experiment(path: Path) -> Experiment:
         raise UserError(f"{path} is not a Python file: name a .py file with a config()")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses of the file look their module up
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise UserError(
-            f"{path} does not parse: line {error.lineno}: {error.msg}"
-        ) from error
+    loader = spec.loader
+    _run(path, lambda: loader.exec_module(module))
     if not callable(getattr(module, "config", None)):
         raise UserError(f"{path} has no function config() that returns an Experiment")
-    try:
-        experiment = module.config()
-    except ValueError as error:
-        raise UserError(f"config() in {path}: {error}") from error
+    experiment = _run(path, module.config)
     if not isinstance(experiment, Experiment):
         raise UserError(
             f"config() in {path} must return an Experiment, not "
             f"{type(experiment).__name__}"
         )
-    return experiment
+    # As it will be read back from config.json: wrong types show here, by their names.
+    return _run(path, lambda: from_json(Experiment, to_json(experiment), path="config"))
+
+
+def _run(path: Path, action: Callable[[], T]) -> T:
+    """Runs code of an experiment file; what goes wrong becomes one sentence."""
+    try:
+        return action()
+    except SyntaxError as error:
+        where = f"{error.filename}, line {error.lineno}"
+        raise UserError(f"{where} does not parse: {error.msg}") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f.lineno for f in frames if Path(f.filename) == path.absolute()]
+        where = f"{path}, line {own[-1]}" if own else f"{path}"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise UserError(f"{where}: {kind}{error}") from error
 
 
 def write_experiment(experiment: Experiment, file: Path) -> None:

@@ -91,18 +91,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def check_batch(rows: int, mesh: Mesh) -> None:
-    """Raises UserError when `rows` cannot be spread over the mesh."""
+def check_batch(rows: int, mesh: Mesh, *, name: str) -> None:
+    """Raises UserError when `rows`, the option `name`, cannot be spread over a mesh."""
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if rows % shards:
         raise UserError(
             f"a batch of {rows} rows cannot be spread over data * fsdp = {shards} "
-            f"devices: make training.batch / training.accumulation a multiple of {shards}"
+            f"devices: make {name} a multiple of {shards}"
         )
 
 
 def local_rows(rows: int, mesh: Mesh) -> tuple[int, int]:
-    """Returns the half-open range of a batch's rows that this process must provide."""
+    """Returns the half-open range of a batch's rows that hold all of this process'."""
     sharding = batch_sharding(mesh)
     spans = [
         index[0].indices(rows)[:2]

@@ -9,8 +9,10 @@ from typing import Annotated
 import jax
 import tyro
 
+from recurjax.cli.options import parse
 from recurjax.data.config import DataConfig, TextFiles
 from recurjax.data.dataset import open_dataset
+from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.placement import placed
@@ -37,10 +39,17 @@ class Evaluate:
     step: int | None = None
     json: Path | None = None
 
+    def __post_init__(self):
+        if self.batch < 1 or (self.length is not None and self.length < 1):
+            raise UserError(
+                "--batch and --length must be at least 1, got "
+                f"{self.batch} and {self.length}"
+            )
+
 
 def run(argv: list[str]) -> int:
     """Runs the command."""
-    options = tyro.cli(Evaluate, args=argv, prog="recurjax evaluate")
+    options = parse(Evaluate, argv, prog="recurjax evaluate")
     loaded = load_run(options.run, step=options.step, report=_say)
     experiment = loaded.experiment
     data = experiment.data
@@ -52,11 +61,16 @@ def run(argv: list[str]) -> int:
         )
     dataset = open_dataset(data, tokenizer=loaded.tokenizer)
     length = options.length or experiment.training.length
+    longest = experiment.model.max_length
+    if longest is not None and length > longest:
+        raise UserError(
+            f"--length {length} exceeds the model's {longest} learned positions"
+        )
     loader = dataset.loader("validation", length=length, batch=options.batch)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     result = score(
         loaded.model,
-        placed(iter(loader), mesh),
+        placed(iter(loader), mesh, batch=options.batch),
         token_bytes=loaded.tokenizer.token_bytes,
         chunks=experiment.objective.vocabulary_chunks,
     )

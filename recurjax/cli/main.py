@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"recurjax: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a file that cannot be read or written
+        print(f"recurjax: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("recurjax: interrupted", file=sys.stderr)
         return 130

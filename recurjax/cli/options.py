@@ -1,8 +1,11 @@
-"""Options of a command from a dataclass, by tyro, with a short word on unknown ones."""
+"""Options of a command from a dataclass, by tyro; what is wrong with them in a line."""
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stderr
 from typing import Any, TypeVar
 
 import tyro
@@ -12,45 +15,79 @@ from recurjax.errors import UserError
 T = TypeVar("T")
 
 
+def parse(kind: type[T], argv: Sequence[str], *, prog: str) -> T:
+    """Makes a `kind`, a dataclass of plain fields, from a command's arguments.
+
+    Raises:
+      UserError: an option that it has no field for, or a wrong value.
+      SystemExit: --help (0).
+    """
+    names = (field.name for field in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
+    _check_known(names, argv)
+    return _by_tyro(kind, argv, prog=prog)
+
+
 def override(default: T, argv: Sequence[str], *, prog: str) -> T:
     """Returns `default` with fields replaced by `--dotted.name value` options.
 
     A field that is a union of configs keeps its member: the file chooses it.
 
     Raises:
-      UserError: an option that `default` has no field for.
-      SystemExit: a wrong value (2, after tyro has said which), or --help (0).
+      UserError: an option that `default` has no field for, or a wrong value.
+      SystemExit: --help (0).
     """
-    known = [f"--{name}" for name in _names(default, "")]
+    _check_known(_names(default, ""), argv)
+    return _by_tyro(type(default), argv, prog=prog, default=default)
+
+
+def _by_tyro(kind: type[T], argv: Sequence[str], **options: Any) -> T:
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(
+                kind, args=list(argv), config=(tyro.conf.AvoidSubcommands,), **options
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise UserError(_sentence(said.getvalue())) from None
+    except ValueError as error:  # from the class's own __post_init__
+        raise UserError(str(error)) from error
+
+
+def _check_known(names: Iterable[str], argv: Sequence[str]) -> None:
+    known = ["--" + name.replace("_", "-") for name in names]
     for word in argv:
         option = word.split("=", 1)[0].replace("_", "-")
         is_option = option.startswith("--") and option not in ("--", "--help")
-        flag = _without_no(option)
-        if is_option and option not in known and flag not in known:
+        if is_option and option not in known and _without_no(option) not in known:
             near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "see --help"
             raise UserError(f"there is no option {word.split('=', 1)[0]}: {hint}")
-    return tyro.cli(
-        type(default),
-        default=default,
-        args=list(argv),
-        prog=prog,
-        config=(tyro.conf.AvoidSubcommands,),
-    )
 
 
 def _names(config: Any, prefix: str) -> Iterator[str]:
     for field in dataclasses.fields(config):
-        name = prefix + field.name.replace("_", "-")
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            yield from _names(value, f"{name}.")
+            yield from _names(value, f"{prefix}{field.name}.")
         else:
-            yield name
+            yield prefix + field.name
 
 
 def _without_no(option: str) -> str:
     """Turns tyro's `--a.no-flag` into `--a.flag`."""
-    head, dot, last = option.rpartition(".")
-    last = last.removeprefix("--") if not dot else last
-    return f"{head}{dot}{last.removeprefix('no-')}" if dot else f"--{last[3:]}"
+    head, dot, last = option.removeprefix("--").rpartition(".")
+    return f"--{head}{dot}{last.removeprefix('no-')}"
+
+
+def _sentence(box: str) -> str:
+    """Takes the first paragraph of tyro's framed message, and the type it wanted."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    end = next((i for i, line in enumerate(lines) if not line.strip("─")), len(lines))
+    text = " ".join(lines[:end]).removeprefix("Error parsing ")
+    text = re.sub(r"^(\S+): (?=\1\b)", "", text)
+    if "Argument helptext:" in lines:
+        wanted = lines[lines.index("Argument helptext:") + 1].partition(" ")[2]
+        text = f"{text.rstrip('.')} (it wants {wanted})"
+    return text

@@ -21,15 +21,10 @@ def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
-    file, runs, options = argv[0], Path("runs"), argv[1:]
+    file = argv[0]
     if file.startswith("-"):
         raise UserError(f"name the experiment file first, then {file}")
-    if "--runs" in options:
-        at = options.index("--runs")
-        if at + 1 == len(options):
-            raise UserError("--runs needs a directory")
-        runs = Path(options[at + 1])
-        del options[at : at + 2]
+    runs, options = _take_runs(argv[1:])
     experiment = override(
         load_experiment(Path(file)), options, prog=f"recurjax train {file}"
     )
@@ -50,3 +45,15 @@ def run(argv: list[str]) -> int:
         "command again to resume"
     )
     return 130 if result.outcome == "interrupted" else 0
+
+
+def _take_runs(options: list[str]) -> tuple[Path, list[str]]:
+    """Takes --runs DIR, which is no field of an experiment, out of the options."""
+    for at, word in enumerate(options):
+        if word.startswith("--runs="):
+            return Path(word.removeprefix("--runs=")), options[:at] + options[at + 1 :]
+        if word == "--runs":
+            if at + 1 == len(options):
+                raise UserError("--runs needs a directory")
+            return Path(options[at + 1]), options[:at] + options[at + 2 :]
+    return Path("runs"), options

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Int32, Key
@@ -136,10 +135,9 @@ class _Rows:
                     self._take_one(row, token)
         if self.reasons.count("stop") == before:
             return state
-        finished = np.array([reason is not None for reason in self.reasons])
-        return state._replace(
-            finished=jax.device_put(finished, state.finished.sharding)
-        )
+        # Joined on the device, which keeps the sharding that `decode` was compiled for.
+        finished = jnp.array([reason is not None for reason in self.reasons])
+        return state._replace(finished=state.finished | finished)
 
     def _take_one(self, row: int, token: int) -> None:
         self.tokens[row].append(token)

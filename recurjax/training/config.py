@@ -64,6 +64,11 @@ class TrainingConfig:
             raise ValueError(
                 f"training.gradient_clip must be positive, got {self.gradient_clip}"
             )
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+            raise ValueError(
+                "training.profile must be (first, last) with 1 <= first <= last, got "
+                f"{self.profile}"
+            )
 
     @property
     def tokens_per_step(self) -> int:

@@ -22,6 +22,7 @@ class Interruption:
     def __init__(self):
         self.wish: Wish | None = None
         self._polls = 0
+        self._agreed = False
         self._shared = jax.process_count() > 1
         self._previous: dict[int, object] = {}
 
@@ -35,15 +36,20 @@ class Interruption:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+            if handler is not None:  # None: it was not installed from Python
+                signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def requested(self) -> bool:
         """Says whether to stop here; every process must ask equally often."""
-        self._polls += 1
-        if self._shared and multihost_utils.reached_preemption_sync_point(self._polls):
+        if not self._shared:
+            return self.wish is not None
+        if not self._agreed:
+            self._polls += 1
+            # True at the agreed poll only, not at those after it.
+            self._agreed = multihost_utils.reached_preemption_sync_point(self._polls)
+        if self._agreed:
             self.wish = self.wish or "terminate"
-            return True
-        return self.wish is not None and not self._shared
+        return self._agreed
 
     def _handle(self, number: signal.Signals, handler) -> None:
         self._previous[number] = signal.signal(number, handler)

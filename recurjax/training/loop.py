@@ -14,6 +14,7 @@ from recurjax.evaluation.perplexity import Score
 from recurjax.experiment import Experiment
 from recurjax.inference.generate import generate
 from recurjax.inference.sampling import SamplingConfig
+from recurjax.training.agreement import first_process
 from recurjax.training.interruption import Interruption
 from recurjax.training.metrics import MetricsWriter
 from recurjax.training.plots import plot_losses
@@ -52,7 +53,8 @@ def train(
     """Trains in the run directory `root`, going on from its newest good checkpoint.
 
     A run that was stopped, however, and is resumed ends with the same bits as one that
-    was not. SIGTERM and Ctrl-C save and return.
+    was not. SIGTERM and Ctrl-C save and return, also in the middle of an evaluation; it
+    is then made when the run is resumed.
 
     Raises:
       UserError: config, data, devices and directory do not go together, a checkpoint
@@ -77,7 +79,9 @@ def train(
         progress.start(start)
         stack.callback(progress.stop)
         interruption = stack.enter_context(Interruption())
-        return _Loop(session, progress, writer, interruption).run(state, start)
+        loop = _Loop(session, progress, writer, interruption)
+        stack.callback(loop.stop_trace)
+        return loop.run(state, start)
 
 
 def _open_writer(session: Session, start: int) -> MetricsWriter:
@@ -85,7 +89,7 @@ def _open_writer(session: Session, start: int) -> MetricsWriter:
     return MetricsWriter(
         directory.metrics,
         directory.tensorboard,
-        resumed_from=start or None,
+        resumed_from=start,
         wandb_project=experiment.training.wandb_project,
         run_name=experiment.name,
     )
@@ -108,9 +112,12 @@ class _Loop:
         self.score: Score | None = None
         self.sample: str | None = None
         self.tracing = False
+        self.cut_short = False
 
     def run(self, state: TrainState, start: int) -> TrainingResult:
         training = self.experiment.training
+        if self._owes_evaluation(start):
+            self._evaluate_and_save(state, start)
         step, began, compiled, paused = start, time.monotonic(), 0.0, 0.0
         while step < training.steps and not self.interruption.requested():
             self._trace(step + 1)
@@ -130,18 +137,19 @@ class _Loop:
                 paused += pause
         self._report(in_flight=0)
         seconds = time.monotonic() - began - compiled - paused
-        if step < training.steps:
-            self.session.save(state, step)
+        self.stop_trace()
+        finished = step == training.steps and not self.cut_short
+        if not finished:
+            self._save(state, step)
         self.session.wait()
         if self.writer is not None:
-            self.writer.flush()
             plot_losses(
                 self.session.directory.metrics, self.session.directory.loss_plot
             )
-        stopped = {"terminate": "terminated", "interrupt": "interrupted", None: None}
-        wish = stopped[self.interruption.wish] if step < training.steps else None
+        interrupted = self.interruption.wish == "interrupt"
+        stopped = "interrupted" if interrupted else "terminated"
         return TrainingResult(
-            outcome=wish or "finished",
+            outcome="finished" if finished else stopped,
             step=step,
             score=self.score,
             sample=self.sample,
@@ -167,14 +175,14 @@ class _Loop:
             step, arrays = self.pending.popleft()
             metrics = {name: float(x) for name, x in jax.device_get(arrays).items()}
             updates, skipped = int(metrics.pop("updates")), int(metrics["skipped"])
-            metrics["learning_rate"] = float(self.session.rate(updates))
             self.progress.advance(step, metrics["loss"])
             if skipped:
                 self.progress.say(_skip_message(step, skipped, metrics))
             if step % training.log_every == 0 or step == training.steps:
                 self.progress.line(step, metrics)
                 if self.writer is not None:
-                    row = metrics | self.progress.rates()
+                    rate = {"learning_rate": float(self.session.rate(updates))}
+                    row = metrics | rate | self.progress.rates()
                     self.writer.write(step, "train", row)
             if skipped >= training.spikes.patience and training.spikes.enabled:
                 self._give_up(step, skipped, metrics)
@@ -193,14 +201,18 @@ class _Loop:
             f"not finite or far above the last ones for {skipped} steps "
             f"in a row; {where}; "
             "lower the learning rate, lengthen the warm-up or change "
-            "--training.spikes.sigma, and start again"
+            "--training.spikes.sigma, and start again under another --name"
         )
 
     def _evaluate_and_save(self, state: TrainState, step: int) -> None:
         if not self._evaluates_at(step):
-            self.session.save(state, step)
+            self._save(state, step)
             return
-        score = self.session.evaluate(state, between=self._poll)
+        try:
+            score = self.session.evaluate(state, between=self._poll)
+        except _Interrupted:
+            self.cut_short = True
+            return
         self.score = score
         self.progress.say(
             f"step {step}: validation loss {score.loss:.4f}, "
@@ -213,12 +225,27 @@ class _Loop:
                 "bits_per_byte": score.bits_per_byte,
             }
             self.writer.write(step, "validation", row)
-            self.writer.flush()
         self._write_samples(state, step)
-        self.session.save(state, step, score.loss)
+        self._save(state, step, score.loss)
+
+    def _save(self, state: TrainState, step: int, loss: float | None = None) -> None:
+        # First the metrics: a checkpoint on disk means that its steps' rows are too.
+        if self.writer is not None:
+            self.writer.flush()
+        self.session.save(state, step, loss)
 
     def _poll(self) -> None:
-        self.interruption.requested()
+        if self.interruption.requested():
+            raise _Interrupted
+
+    def _owes_evaluation(self, start: int) -> bool:
+        """Whether the run was stopped in the evaluation of the step it starts from."""
+        directory = self.session.directory
+        return (
+            start > 0
+            and self._evaluates_at(start)
+            and not first_process(lambda: directory.was_evaluated(start))
+        )
 
     def _write_samples(self, state: TrainState, step: int) -> None:
         evaluation = self.experiment.evaluation
@@ -241,7 +268,7 @@ class _Loop:
         self.session.directory.append_samples(step, texts)
 
     def _trace(self, step: int) -> None:
-        """Starts and stops the profiler around the steps of `training.profile`."""
+        """Starts and ends the profiler around the steps of `training.profile`."""
         profile = self.experiment.training.profile
         if profile is None:
             return
@@ -250,11 +277,20 @@ class _Loop:
             self._report(in_flight=0)
             jax.profiler.start_trace(str(self.session.directory.profile))
             self.tracing = True
-        if step == last + 1 and self.tracing:
+        if step == last + 1:
             self._report(in_flight=0)
-            jax.profiler.stop_trace()
+            self.stop_trace()
+
+    def stop_trace(self) -> None:
+        """Writes the profiler trace that is under way, if there is one."""
+        if self.tracing:
             self.tracing = False
+            jax.profiler.stop_trace()
             self.progress.say(f"profiler trace: {self.session.directory.profile}")
+
+
+class _Interrupted(Exception):
+    """An evaluation was left because the run is to stop."""
 
 
 def _skip_message(step: int, skipped: int, metrics: dict[str, float]) -> str:

@@ -21,7 +21,7 @@ class MetricsWriter:
         file: Path,
         tensorboard: Path,
         *,
-        resumed_from: int | None,
+        resumed_from: int,
         wandb_project: str | None = None,
         run_name: str = "",
     ):
@@ -29,9 +29,8 @@ class MetricsWriter:
         # library alone need not wait for.
         from tensorboardX import SummaryWriter
 
-        self._file = file.open("a")
-        purge = None if resumed_from is None else resumed_from + 1
-        self._tensorboard = SummaryWriter(str(tensorboard), purge_step=purge)
+        self._file = file.open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resumed_from + 1)
         self._wandb = _start_wandb(wandb_project, run_name)
 
     def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:

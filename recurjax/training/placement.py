@@ -1,26 +1,43 @@
 """From a process' own rows to arrays that lie over the mesh."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from recurjax.sharding import batch_sharding
+from recurjax.sharding import batch_sharding, local_rows
 from recurjax.types import Batch
 
 
-def place(rows: Mapping[str, np.ndarray], mesh: Mesh) -> Batch:
-    """Puts one batch on the devices; each process gives the rows that are its own."""
+def place(rows: Mapping[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
+    """Puts one batch on the devices.
+
+    Args:
+      rows: those of `local_rows`: a process' devices may need only some of them, where
+        the mesh follows the links of a TPU pod.
+      mesh: where to.
+      batch: rows over all processes.
+    """
     sharding = batch_sharding(mesh)
+    first, _ = local_rows(batch, mesh)
 
     def array(name: str) -> jax.Array:
-        return jax.make_array_from_process_local_data(sharding, rows[name])
+        own = rows[name]
+
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(batch)
+            return own[start - first : stop - first]
+
+        return jax.make_array_from_callback((batch, *own.shape[1:]), sharding, part)
 
     segments = array("segments") if "segments" in rows else None
     return Batch(array("ids"), array("targets"), segments)
 
 
-def placed(loader: Iterable[Mapping[str, np.ndarray]], mesh: Mesh) -> Iterator[Batch]:
+def placed(
+    loader: Iterable[Mapping[str, np.ndarray]], mesh: Mesh, *, batch: int
+) -> Iterator[Batch]:
     """Puts every batch of a loader on the devices."""
-    return (place(rows, mesh) for rows in loader)
+    return (place(rows, mesh, batch=batch) for rows in loader)

@@ -111,7 +111,7 @@ class TrainingProgress:
     def _write_log(self, text: str) -> None:
         if self._log is not None:
             now = datetime.now().isoformat(timespec="seconds")
-            with self._log.open("a") as file:
+            with self._log.open("a", encoding="utf-8") as file:
                 file.write(f"{now} {text}\n")
 
     def _tokens_per_second(self) -> float | None:

@@ -68,32 +68,36 @@ class RunDirectory:
     def rewind(self, step: int) -> None:
         """Drops metrics and samples of steps after `step`: they will be made again."""
         if self.metrics.is_file():
-            _replace(self.metrics, "".join(_rows_until(self.metrics, step)))
+            rows = (row for row in _rows(self.metrics) if row["step"] <= step)
+            _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
         if self.samples.is_file():
-            text = self.samples.read_text()
+            text = self.samples.read_text(encoding="utf-8")
             heads = re.finditer(r"^=== step (\d+) ===$", text, re.MULTILINE)
             cut = next((h.start() for h in heads if int(h[1]) > step), len(text))
             _replace(self.samples, text[:cut])
 
+    def was_evaluated(self, step: int) -> bool:
+        """Whether metrics.jsonl has a validation row of this step."""
+        rows = _rows(self.metrics) if self.metrics.is_file() else iter(())
+        return any(r["kind"] == "validation" and r["step"] == step for r in rows)
+
     def append_samples(self, step: int, texts: list[str]) -> None:
         """Adds one evaluation's samples to samples.txt."""
-        with self.samples.open("a") as file:
+        with self.samples.open("a", encoding="utf-8") as file:
             file.write(f"=== step {step} ===\n" + "\n---\n".join(texts) + "\n\n")
 
 
-def _rows_until(metrics: Path, step: int) -> Iterator[str]:
-    for line in metrics.read_text().splitlines():
+def _rows(metrics: Path) -> Iterator[dict[str, Any]]:
+    for line in metrics.read_text(encoding="utf-8").splitlines():
         try:
-            row = json.loads(line)
+            yield json.loads(line)
         except ValueError:  # the last line that a killed run wrote
             return
-        if row["step"] <= step:
-            yield line + "\n"
 
 
 def _replace(file: Path, text: str) -> None:
     aside = file.with_name(file.name + ".partial")
-    aside.write_text(text)
+    aside.write_text(text, encoding="utf-8")
     aside.replace(file)
 
 
@@ -174,5 +178,5 @@ def _comparable(experiment: Experiment) -> Experiment:
     )
     data = dataclasses.replace(experiment.data, prefetch=0, threads=1)
     return dataclasses.replace(
-        experiment, name="", mesh=MeshConfig(), training=training, data=data
+        experiment, name="any", mesh=MeshConfig(), training=training, data=data
     )

@@ -24,12 +24,12 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cosine:
-    """Linear warm-up, then half a cosine to the last step.
+    """Linear warm-up, then half a cosine to the end of the run.
 
     Attributes:
       warmup_steps: steps until the peak.
       start: factor of the peak at step 0.
-      end: factor of the peak at the last step.
+      end: factor of the peak that the curve reaches when the run ends.
     """
 
     warmup_steps: int = 0
@@ -45,7 +45,7 @@ class LinearWarmdown:
       warmup_steps: steps until the peak.
       start: factor of the peak at step 0.
       warmdown: share of all steps that the way down takes.
-      end: factor of the peak at the last step.
+      end: factor of the peak that the line reaches when the run ends.
     """
 
     warmup_steps: int = 0

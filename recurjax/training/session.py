@@ -41,8 +41,9 @@ class Session:
         self.evaluation_batch = (
             experiment.evaluation.batch or training.batch // training.accumulation
         )
-        check_batch(training.batch // training.accumulation, self.mesh)
-        check_batch(self.evaluation_batch, self.mesh)
+        part = "training.batch / training.accumulation"
+        check_batch(training.batch // training.accumulation, self.mesh, name=part)
+        check_batch(self.evaluation_batch, self.mesh, name="evaluation.batch")
         self.directory = RunDirectory(root)
         claimed = first_process(lambda: self.directory.is_claimed)
         if claimed:
@@ -81,16 +82,18 @@ class Session:
         """
         abstract = abstract_on(self._abstract_state, self.mesh)
         restored = self._checkpoints.restore(to_nested_dict(abstract), report=report)
+        reached = 0 if restored is None else restored.step
+        first_process(lambda: self.directory.rewind(reached))
         if restored is None:
             key = jax.random.key(self.experiment.training.seed)
             return jax.jit(self._new_state, out_shardings=self._state_shardings)(key)
         self._batches.set_state(restored.data_state)
-        first_process(lambda: self.directory.rewind(restored.step))
         return from_nested_dict(self._abstract_state, restored.tree)
 
     def step(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Reads one batch and trains on it; `state` is used up."""
-        return self._step(state, place(next(self._batches), self.mesh))
+        rows, batch = next(self._batches), self.experiment.training.batch
+        return self._step(state, place(rows, self.mesh, batch=batch))
 
     def evaluate(self, state: TrainState, between: Callable[[], None]) -> Score:
         """Scores the validation split, or its first `evaluation.batches`."""
@@ -106,7 +109,7 @@ class Session:
         try:
             return score(
                 state.model,
-                placed(limited, self.mesh),
+                placed(limited, self.mesh, batch=self.evaluation_batch),
                 token_bytes=self.dataset.tokenizer.token_bytes,
                 chunks=self.experiment.objective.vocabulary_chunks,
                 between=between,

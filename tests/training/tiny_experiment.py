@@ -1,0 +1,46 @@
+"""The smallest run that uses all of the trainer; an experiment file as well."""
+
+import dataclasses
+from typing import Any
+
+from recurjax.data.config import Bytes, DataConfig, EmbeddedText
+from recurjax.experiment import Experiment
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.self_attention import AttentionConfig
+from recurjax.model import ModelConfig
+from recurjax.training.config import EvaluationConfig, TrainingConfig
+from recurjax.training.optimizer import AdamW
+from recurjax.training.schedule import Cosine
+from recurjax.variants.transformer import TransformerConfig
+
+
+def config() -> Experiment:
+    return Experiment(
+        name="tiny",
+        model=ModelConfig(
+            vocabulary=257,
+            tied_head=True,
+            stack=TransformerConfig(
+                layers=2,
+                width=16,
+                attention=AttentionConfig(heads=4, key_heads=2, head_width=4),
+                mlp=MlpConfig(kind="swiglu", width=32),
+            ),
+        ),
+        data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes(), prefetch=0),
+        optimizer=AdamW(learning_rate=1e-2),
+        schedule=Cosine(warmup_steps=2, start=0.1),
+        training=TrainingConfig(
+            steps=12, batch=8, length=16, log_every=1, checkpoint_every=3
+        ),
+        evaluation=EvaluationConfig(every=4, batches=2),
+    )
+
+
+def changed(experiment: Experiment, **sections: dict[str, Any]) -> Experiment:
+    """Replaces fields of sections: changed(e, training={"steps": 3})."""
+    new = {
+        name: dataclasses.replace(getattr(experiment, name), **fields)
+        for name, fields in sections.items()
+    }
+    return dataclasses.replace(experiment, **new)
