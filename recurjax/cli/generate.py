@@ -9,10 +9,12 @@ from typing import Annotated
 
 import tyro
 
+from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.inference.generate import Generation, generate
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.inference.timing import Timing
+from recurjax.training.run_directory import load_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,21 +27,30 @@ class GenerateOptions:
       prompts_file: further prompts, one a line; blank lines are skipped. In a .jsonl
         file each line is a JSON string, which may have line breaks inside.
       max_new_tokens: for each prompt.
-      sampling: how tokens are chosen.
+      temperature: divides the logits; 0 is greedy: always the likeliest token.
+      top_k: draw from this many of the likeliest tokens; None: from all.
+      top_p: draw from the fewest likeliest tokens with this much probability together.
+      min_p: draw from tokens with this share of the likeliest one's probability.
+      repetition_penalty: above 1, makes tokens less likely that the prompt or the text
+        contains.
       stop: ends a text before this string, backslash-n being a line break; may be given
         several times.
       bos: begin as at the start of a document, if the tokenizer has a token for that.
       seed: the same seed gives the same texts.
       stream: show a single prompt's text as it comes.
       json: print one JSON object with texts, tokens, finish reasons and timing.
-      step: the checkpoint of this training step; default: the newest.
+      step: the checkpoint of this training step; None: the newest.
     """
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[Path, tyro.conf.Positional]
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     prompts_file: Path | None = None
     max_new_tokens: int = 200
-    sampling: Annotated[SamplingConfig, tyro.conf.arg(name="")] = SamplingConfig()
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     bos: bool = True
     seed: int = 0
@@ -48,23 +59,22 @@ class GenerateOptions:
     step: int | None = None
 
 
-def run(args: list[str]) -> int:
-    """Runs `recurjax generate ARGS` and returns its exit code.
+def run(argv: list[str]) -> int:
+    """Runs `recurjax generate ARGV` and returns its exit code.
 
     Raises:
       UserError: something the user can put right, said in one sentence.
     """
-    options = tyro.cli(
-        GenerateOptions,
-        args=args,
-        prog="recurjax generate",
-        config=(tyro.conf.AvoidSubcommands,),
-    )
+    options = parse(GenerateOptions, argv, prog="recurjax generate")
     prompts = _prompts(options)
+    sampling = SamplingConfig(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+    )
     streams = options.stream and not options.json and len(prompts) == 1
-
-    from recurjax.training.run_directory import load_run
-
     loaded = load_run(options.run, step=options.step, report=_tell)
     if streams:
         _show(prompts[0])
@@ -73,7 +83,7 @@ def run(args: list[str]) -> int:
         prompts,
         tokenizer=loaded.tokenizer,
         max_new_tokens=options.max_new_tokens,
-        sampling=options.sampling,
+        sampling=sampling,
         stop=[text.replace("\\n", "\n") for text in options.stop],
         bos=options.bos,
         seed=options.seed,

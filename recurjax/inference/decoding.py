@@ -19,7 +19,7 @@ class DecodeState(NamedTuple):
       cache: of every token but the newest.
       newest: the token of each row that the model has not read yet.
       seen: which tokens a row contains; None without a repetition penalty.
-      finished: rows that draw no more; they read nothing and keep `newest`.
+      finished: rows that drew EOS; they read nothing more and keep `newest`.
       drawn: how many tokens each unfinished row has drawn.
     """
 

@@ -38,7 +38,7 @@ def generate(
     prompts: Sequence[str],
     *,
     tokenizer: Tokenizer,
-    max_new_tokens: int,
+    max_new_tokens: int = 200,
     sampling: SamplingConfig = PLAIN,
     stop: Sequence[str] = (),
     bos: bool = True,

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Key
 
 from recurjax.errors import UserError
-from recurjax.inference.decoding import DecodeState, decode, prefill
+from recurjax.inference.decoding import decode, prefill
 from recurjax.inference.sampling import PLAIN, SamplingConfig, row_keys
 from recurjax.inference.timing import Timing
 from recurjax.model import Decoder, ModelConfig
@@ -89,7 +89,7 @@ def generate_tokens(
     with timing.measure("prefill"):
         state = prefill(model, tokens, *streams, **static)
         made = np.asarray(state.newest)[:, None]
-    state = rows.take(state, made)
+    rows.take(made)
 
     static = {"sampling": sampling, "chunk": chunk}
     if rows.unfinished:
@@ -101,7 +101,7 @@ def generate_tokens(
             count = min(chunk, max_new_tokens - rows.drawn)
             limit = jnp.asarray(count, jnp.int32)
             state, made = decode(model, state, *streams, limit, **static)
-            state = rows.take(state, np.asarray(made)[:, :count])
+            rows.take(np.asarray(made)[:, :count])
 
     timing.new_tokens = sum(map(len, rows.tokens))
     return TokenGeneration(
@@ -125,19 +125,13 @@ class _Rows:
         """Whether any row goes on."""
         return self.drawn < self._most and None in self.reasons
 
-    def take(self, state: DecodeState, made: Int[np.ndarray, "B N"]) -> DecodeState:
-        """Adds the next tokens; finishes in `state` the rows that the caller ends."""
+    def take(self, made: Int[np.ndarray, "B N"]) -> None:
+        """Adds the next tokens; what a row drew after its end is dropped."""
         self.drawn += made.shape[1]
-        before = self.reasons.count("stop")
         for row, column in enumerate(made.tolist()):
             for token in column:
                 if self.reasons[row] is None:
                     self._take_one(row, token)
-        if self.reasons.count("stop") == before:
-            return state
-        # Joined on the device, which keeps the sharding that `decode` was compiled for.
-        finished = jnp.array([reason is not None for reason in self.reasons])
-        return state._replace(finished=state.finished | finished)
 
     def _take_one(self, row: int, token: int) -> None:
         self.tokens[row].append(token)

@@ -174,15 +174,14 @@ class _Loop:
         while len(self.pending) > in_flight:
             step, arrays = self.pending.popleft()
             metrics = {name: float(x) for name, x in jax.device_get(arrays).items()}
-            updates, skipped = int(metrics.pop("updates")), int(metrics["skipped"])
+            skipped = int(metrics["skipped"])
             self.progress.advance(step, metrics["loss"])
             if skipped:
                 self.progress.say(_skip_message(step, skipped, metrics))
             if step % training.log_every == 0 or step == training.steps:
                 self.progress.line(step, metrics)
                 if self.writer is not None:
-                    rate = {"learning_rate": float(self.session.rate(updates))}
-                    row = metrics | rate | self.progress.rates()
+                    row = metrics | self.progress.rates()
                     self.writer.write(step, "train", row)
             if skipped >= training.spikes.patience and training.spikes.enabled:
                 self._give_up(step, skipped, metrics)

@@ -1,12 +1,13 @@
 """What a run has open: data, devices, checkpoints, and the state to start from."""
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from recurjax.data.dataset import Dataset, open_dataset
 from recurjax.data.tokenizers import load_tokenizer
@@ -22,7 +23,7 @@ from recurjax.training.placement import place, placed
 from recurjax.training.run_directory import RunDirectory, abstract_on
 from recurjax.training.schedule import learning_rate
 from recurjax.training.step import TrainState, new_state, train_step
-from recurjax.types import Scalar
+from recurjax.types import Batch, Scalar
 
 Metrics = dict[str, Scalar]
 
@@ -51,13 +52,13 @@ class Session:
         own = load_tokenizer(self.directory.tokenizer) if claimed else None
         self.dataset = open_dataset(experiment.data, tokenizer=own)
         _check_vocabulary(experiment, self.dataset)
-        self.rate = learning_rate(
+        self._rate = learning_rate(
             experiment.schedule,
             peak=experiment.optimizer.learning_rate,
             steps=training.steps,
         )
         self._optimizer = build_optimizer(
-            experiment.optimizer, self.rate, clip=training.gradient_clip
+            experiment.optimizer, self._rate, clip=training.gradient_clip
         )
         loader = self.dataset.loader(
             "train",
@@ -85,13 +86,15 @@ class Session:
         reached = 0 if restored is None else restored.step
         first_process(lambda: self.directory.rewind(reached))
         if restored is None:
-            key = jax.random.key(self.experiment.training.seed)
-            return jax.jit(self._new_state, out_shardings=self._state_shardings)(key)
+            return self._initialised()
         self._batches.set_state(restored.data_state)
         return from_nested_dict(self._abstract_state, restored.tree)
 
     def step(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Reads one batch and trains on it; `state` is used up."""
+        """Reads one batch and trains on it; `state` is used up.
+
+        The metrics are those of `train_step`, and `learning_rate` for `updates`.
+        """
         rows, batch = next(self._batches), self.experiment.training.batch
         return self._step(state, place(rows, self.mesh, batch=batch))
 
@@ -140,6 +143,17 @@ class Session:
         self._batches.close()
         self._checkpoints.close()
 
+    def _initialised(self) -> TrainState:
+        # This program runs once: optimizing its random bits for a CPU takes ten times
+        # as long as running them unoptimized.
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        initialise = jax.jit(
+            self._new_state,
+            out_shardings=self._state_shardings,
+            compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None,
+        )
+        return initialise(jax.random.key(self.experiment.training.seed))
+
     def _new_state(self, key: jax.Array) -> TrainState:
         experiment = self.experiment
         spikes = experiment.training.spikes
@@ -156,15 +170,21 @@ class Session:
     @cached_property
     def _step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         training = self.experiment.training
-        function = partial(
-            train_step,
-            objective=self.experiment.objective,
-            optimizer=self._optimizer,
-            spikes=training.spikes,
-            accumulation=training.accumulation,
-        )
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            state, metrics = train_step(
+                state,
+                batch,
+                objective=self.experiment.objective,
+                optimizer=self._optimizer,
+                spikes=training.spikes,
+                accumulation=training.accumulation,
+            )
+            rate = jnp.asarray(self._rate(metrics.pop("updates")))
+            return state, metrics | {"learning_rate": rate}
+
         return jax.jit(
-            function,
+            step,
             donate_argnums=0,
             out_shardings=(self._state_shardings, replicated(self.mesh)),
         )

@@ -111,6 +111,13 @@ def test_seeds_decide_the_text_and_chunks_do_not(model):
     assert len({tuple(ids) for ids in same_prompt}) == 3
 
 
+def test_every_draw_has_randomness_of_its_own(model):
+    indifferent = jax.tree.map(jnp.zeros_like, model)
+    made = chunks_of_four(indifferent, sampling=SamplingConfig(), seed=1)
+    for ids in made.tokens:
+        assert len(set(ids.tolist())) > NEW - 4
+
+
 def test_a_row_ends_at_eos_and_the_others_go_on(model, greedy):
     rows = [ids.tolist() for ids in greedy.tokens]
     eos = next(token for token in rows[0] if token not in rows[2])

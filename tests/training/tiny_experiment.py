@@ -3,11 +3,16 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.experiment import Experiment
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.self_attention import AttentionConfig
-from recurjax.model import ModelConfig
+from recurjax.model import Decoder, ModelConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.optimizer import AdamW
 from recurjax.training.schedule import Cosine
@@ -44,3 +49,14 @@ def changed(experiment: Experiment, **sections: dict[str, Any]) -> Experiment:
         for name, fields in sections.items()
     }
     return dataclasses.replace(experiment, **new)
+
+
+def drawn(model: ModelConfig, *, scale: float = 1.0) -> Decoder:
+    """Fills a model with normal weights; jax's own draws take long to compile."""
+    abstract = jax.eval_shape(
+        lambda key: Decoder(model, rngs=nnx.Rngs(key)), jax.random.key(0)
+    )
+    draw = np.random.default_rng(0).standard_normal
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(scale * draw(leaf.shape), leaf.dtype), abstract
+    )

@@ -1,0 +1,59 @@
+"""The cache against a list of the tokens seen: full caches and rings alike."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.layers.key_value_cache import (
+    empty_key_value_cache,
+    slot_positions,
+    write,
+)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_each_slot_holds_the_newest_position_of_its_residue(slots):
+    for seen in range(9):
+        (positions,) = slot_positions(slots, jnp.asarray([seen]))
+        for slot, position in enumerate(np.asarray(positions)):
+            held = [p for p in range(seen) if p % slots == slot]
+            assert position == held[-1] if held else position < 0
+
+
+@pytest.mark.parametrize("slots", [3, 16])
+def test_rows_write_their_own_tokens_at_their_own_positions(slots):
+    """Keys are the position + 100 row + 1000 layer; values the same, negated."""
+    layers, rows, T = 2, 2, 5
+    cache = empty_key_value_cache(layers, rows, slots, 1, 1, jnp.float32)
+    seen = np.zeros(rows, int)
+    for lengths in ([5, 2], [0, 5], [1, 1]):
+        position = seen[:, None] + np.arange(T)
+        for layer in range(layers):
+            k = jnp.float32(position + 100 * np.arange(rows)[:, None] + 1000 * layer)
+            k = k[:, :, None, None]
+            at_layer = cache._replace(layer=jnp.int32(layer))
+            cache = write(at_layer, k, -k, jnp.asarray(lengths))
+        seen += lengths
+        cache = cache._replace(position=jnp.asarray(seen, jnp.int32))
+        held = np.asarray(slot_positions(slots, cache.position))
+        for layer in range(layers):
+            code = held + 100 * np.arange(rows)[:, None] + 1000 * layer
+            want = np.where(held >= 0, code, 0)
+            np.testing.assert_array_equal(cache.keys[layer, :, :, 0, 0], want)
+            np.testing.assert_array_equal(cache.values[layer, :, :, 0, 0], -want)
+
+
+def test_a_write_without_lengths_writes_all_and_casts():
+    cache = empty_key_value_cache(1, 1, 4, 1, 2, jnp.bfloat16)
+    k = jnp.arange(6.0).reshape(1, 3, 1, 2)
+    written = write(cache, k, k + 1, None)
+    assert written.keys.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(written.keys[0, 0, :, 0, 0], [0, 2, 4, 0])
+    np.testing.assert_array_equal(written.values[0, 0, :, 0, 1], [2, 4, 6, 0])
+    np.testing.assert_array_equal(written.position, [0])
+
+
+def test_the_training_cache_keeps_nothing():
+    cache = empty_key_value_cache(2, 3, 0, 1, 4, jnp.float32)
+    assert cache.slots == 0
+    assert cache.keys.size == 0

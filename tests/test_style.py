@@ -1,0 +1,160 @@
+"""The rules of code that a syntax tree can show."""
+
+import ast
+
+import pytest
+
+from tests.source_tree import modules, tree_of
+
+FORBIDDEN_NAMES = ("utils", "util", "common", "helpers", "helper", "_lib", "misc")
+MOST_LINES = 400
+# jax's own serve modules; NNX's copy state in and out behind the reader's back.
+NNX_TRANSFORMS = {
+    *("jit", "grad", "value_and_grad", "scan", "vmap", "pmap", "remat", "checkpoint"),
+    *("cond", "while_loop", "fori_loop", "shard_map", "custom_vjp", "vjp", "jvp"),
+}
+MUTABLE_STATE = {"Rngs", "Dropout", "BatchNorm", "Variable", "Cache", "BatchStat"}
+
+
+def mutations(tree: ast.Module) -> list[str]:
+    """Returns where a module or a Param is changed after it was made."""
+    found = []
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.ClassDef) and is_module(owner):
+            for function in owner.body:
+                if (
+                    isinstance(function, ast.FunctionDef)
+                    and function.name != "__init__"
+                ):
+                    found += [
+                        f"line {target.lineno}: {ast.unparse(target)} = ... "
+                        f"in {owner.name}.{function.name}"
+                        for target in targets(function)
+                        if isinstance(target, ast.Attribute)
+                        and ast.unparse(target).startswith("self.")
+                    ]
+    found += [
+        f"line {target.lineno}: {ast.unparse(target)} = ..."
+        for target in targets(tree)
+        if isinstance(target, ast.Subscript)
+        and isinstance(target.slice, ast.Constant)
+        and target.slice.value is ...
+    ]
+    return found
+
+
+def is_module(owner: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).endswith("Module") for base in owner.bases)
+
+
+def targets(tree: ast.AST) -> list[ast.expr]:
+    """Returns what is assigned to, augmented, annotated or deleted, tuples taken apart."""
+    found: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.Delete):
+            found += node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
+            found.append(node.target)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            found.append(ast.Attribute(node.args[0], "setattr", lineno=node.lineno))
+    parts = []
+    while found:
+        target = found.pop()
+        if isinstance(target, ast.Tuple | ast.List):
+            found += target.elts
+        else:
+            parts.append(target.value if isinstance(target, ast.Starred) else target)
+    return parts
+
+
+def nnx_transforms(tree: ast.Module) -> list[str]:
+    """Returns uses of NNX's own transformations."""
+    return [
+        f"line {node.lineno}: nnx.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value).split(".")[-1] == "nnx"
+        and node.attr in NNX_TRANSFORMS
+    ]
+
+
+def kept_state(tree: ast.Module) -> list[str]:
+    """Returns where `__init__` keeps a key, a dropout or a mutable Variable."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            value = ast.unparse(node.value)
+            state = any(f"nnx.{name}(" in value for name in MUTABLE_STATE)
+            on_self = any(ast.unparse(t).startswith("self.") for t in node.targets)
+            if on_self and (state or value in ("rngs", "key")):
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def loose_configs(tree: ast.Module) -> list[str]:
+    """Returns the configs that are not frozen, keyword-only and slotted."""
+    found = []
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.ClassDef) and owner.name.endswith("Config"):
+            decorators = [ast.unparse(line) for line in owner.decorator_list]
+            wanted = ("frozen=True", "kw_only=True", "slots=True")
+            if not any(all(word in line for word in wanted) for line in decorators):
+                found.append(f"line {owner.lineno}: {owner.name}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "check",
+    [mutations, nnx_transforms, kept_state, loose_configs],
+    ids=lambda f: f.__name__,
+)
+def test_no_file_breaks_the_rule(check):
+    found = {name: check(tree_of(path)) for name, path in modules().items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("check", "code"),
+    [
+        (mutations, "class A(nnx.Module):\n def f(self): self.w = 1"),
+        (mutations, "class A(nnx.Module):\n def f(self): self.a.w += 1"),
+        (mutations, "class A(nnx.Module):\n def f(self): x, self.w = 1, 2"),
+        (mutations, "class A(nnx.Module):\n def f(self): setattr(self, 'w', 1)"),
+        (mutations, "class A(nnx.Module):\n def f(self): self.w[...] = 1"),
+        (mutations, "def f(m): m.w[...] *= 2"),
+        (nnx_transforms, "nnx.jit(f)"),
+        (nnx_transforms, "flax.nnx.scan(f)"),
+        (kept_state, "self.rngs = rngs"),
+        (kept_state, "self.drop = nnx.Dropout(0.1)"),
+        (loose_configs, "@dataclass(frozen=True)\nclass AConfig: pass"),
+    ],
+)
+def test_a_broken_rule_is_seen(check, code):
+    tree = ast.parse(code)
+    if check is mutations and "setattr" in code:
+        assert check(tree), ast.dump(tree)
+    assert len(check(tree)) == 1
+
+
+def test_assignments_in_init_are_allowed():
+    tree = ast.parse("class A(nnx.Module):\n def __init__(self): self.w = 1")
+    assert mutations(tree) == []
+
+
+def test_every_file_names_its_idea():
+    for name, path in modules().items():
+        assert path.stem not in FORBIDDEN_NAMES, f"{name}: name the idea"
+
+
+def test_no_file_holds_two_ideas():
+    for name, path in modules().items():
+        lines = len(path.read_text().splitlines())
+        assert lines <= MOST_LINES, (
+            f"{name} has {lines} lines: look for the second idea"
+        )
+
+
+def test_every_file_that_does_something_says_what():
+    for name, path in modules().items():
+        tree = tree_of(path)
+        assert not tree.body or ast.get_docstring(tree), name

@@ -1,0 +1,40 @@
+"""Cheap compilation for tests that make many programs, in this process and others."""
+
+import os
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+
+@pytest.fixture(scope="module")
+def quick_compilation(tmp_path_factory):
+    """Keeps compiled programs on disk and lets LLVM optimize nothing.
+
+    Yields the environment that gives another process the same settings.
+    """
+    directory = str(_shared(tmp_path_factory) / "compiled")
+    settings = {
+        "jax_compilation_cache_dir": directory,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    # This one is not an attribute of jax.config; it is off by default.
+    settings |= {"jax_disable_most_optimizations": True}
+    before |= {"jax_disable_most_optimizations": False}
+    _update(settings)
+    env = {name.upper(): str(value) for name, value in settings.items()}
+    yield {**os.environ, **env, "JAX_PLATFORMS": "cpu"}
+    _update(before)
+
+
+def _update(settings):
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def _shared(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
