@@ -40,17 +40,21 @@ def token_losses(
         backward, and take 2 * 4 B T V / n bytes at a time, for one more product with
         the head.
     """
-    counted = targets != IGNORED
-    labels = jnp.where(counted, targets, 0)
+    # Rows of one matrix, for the reason given in `linear`.
+    x = x.reshape(-1, x.shape[-1])  # [B T, D]
+    counted = (targets != IGNORED).reshape(-1)
+    labels = jnp.where(counted, targets.reshape(-1), 0)
     if chunks == 1:
         logits = model.logits(x)
         log_normalizer = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     else:
         log_normalizer, chosen = _chunked(model, x, labels, chunks)
+    nats = jnp.where(counted, log_normalizer - chosen, 0)
+    log_normalizer = jnp.where(counted, log_normalizer, 0)
     return TokenLosses(
-        nats=jnp.where(counted, log_normalizer - chosen, 0),
-        log_normalizer=jnp.where(counted, log_normalizer, 0),
+        nats=nats.reshape(targets.shape),
+        log_normalizer=log_normalizer.reshape(targets.shape),
     )
 
 
@@ -69,7 +73,7 @@ def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
         piece, number = piece_and_number
         largest, total, chosen = carry
         logits = jnp.einsum(
-            "btd,dv->btv", x, piece.astype(x.dtype), preferred_element_type=dtype
+            "nd,dv->nv", x, piece.astype(x.dtype), preferred_element_type=dtype
         )
         logits = model.cap(logits)
         columns = number + chunks * jnp.arange(width)

@@ -103,7 +103,8 @@ def _run(path: Path, action: Callable[[], T]) -> T:
         own = [f.lineno for f in frames if Path(f.filename) == path.absolute()]
         where = f"{path}, line {own[-1]}" if own else f"{path}"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise UserError(f"{where}: {kind}{error}") from error
+        first_line = str(error).partition("\n")[0]
+        raise UserError(f"{where}: {kind}{first_line}") from error
 
 
 def write_experiment(experiment: Experiment, file: Path) -> None:

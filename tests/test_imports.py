@@ -15,7 +15,7 @@ ORDER = (
     ("layers", "data", "sharding", "distributed", "config_json"),
     ("variants",),
     ("model",),
-    ("cross_entropy",),
+    ("cross_entropy", "training.spikes"),
     (
         "training.config",
         "training.objective",

@@ -48,7 +48,7 @@ def is_module(owner: ast.ClassDef) -> bool:
 
 
 def targets(tree: ast.AST) -> list[ast.expr]:
-    """Returns what is assigned to, augmented, annotated or deleted, tuples taken apart."""
+    """Returns what a tree assigns to or deletes; tuples are taken apart."""
     found: list[ast.expr] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.Delete):
@@ -130,10 +130,7 @@ def test_no_file_breaks_the_rule(check):
     ],
 )
 def test_a_broken_rule_is_seen(check, code):
-    tree = ast.parse(code)
-    if check is mutations and "setattr" in code:
-        assert check(tree), ast.dump(tree)
-    assert len(check(tree)) == 1
+    assert len(check(ast.parse(code))) == 1
 
 
 def test_assignments_in_init_are_allowed():

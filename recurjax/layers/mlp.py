@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.layers.linear import linear
 from recurjax.types import Array
 
 MlpKind = Literal["gelu", "gelu_tanh", "relu_squared", "swiglu", "geglu", "geglu_tanh"]
@@ -93,15 +94,3 @@ class Mlp(nnx.Module):
         else:
             hidden = activation(linear(x, self.w_gate, self.b_gate)) * up
         return linear(hidden, self.w_down, self.b_down)
-
-
-def linear(
-    x: Float[Array, "... N"], weight: nnx.Param, bias: nnx.Param | None = None
-) -> Float[Array, "... M"]:
-    """Computes x @ weight + bias in x's dtype, with weight [N, M] cast to it.
-
-    The bias [M] is added before its own dtype is left, so that its gradient, a sum over
-    all positions, is not accumulated in bfloat16.
-    """
-    y = x @ weight[...].astype(x.dtype)
-    return y if bias is None else (y + bias[...]).astype(x.dtype)

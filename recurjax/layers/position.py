@@ -66,8 +66,8 @@ def rotate(
     """Rotates pairs (x[i], x[i + r/2]) of the first r = fraction * E dimensions.
 
     y1 = x1 cos(p theta) - x2 sin(p theta);  y2 = x2 cos(p theta) + x1 sin(p theta).
-    Angles, sine and cosine are in at least float32. Source: Su et al. 2021, eq. (34), in
-    GPT-NeoX's half-split order.
+    Angles, sine and cosine are in at least float32. Source: Su et al. 2021, eq. (34),
+    in GPT-NeoX's half-split order.
     """
     rotary = rotary_width(x.shape[-1], config)
     dtype = jnp.promote_types(x.dtype, jnp.float32)

@@ -15,6 +15,7 @@ from recurjax.layers.attention import (
 )
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.key_value_cache import KeyValueCache, slot_positions, write
+from recurjax.layers.linear import linear
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.position import (
     Alibi,
@@ -116,7 +117,7 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], cache: KeyValueCache, tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], KeyValueCache]:
-        T = x.shape[1]
+        B, T, D = x.shape
         training = cache.slots == 0
         # All rows stand at 0 in training, so one row of positions serves them all.
         start = jnp.zeros((1, 1), jnp.int32) if training else cache.position[:, None]
@@ -126,10 +127,8 @@ class SelfAttention(nnx.Module):
             o = self._attend_to_input(q, k, v, positions, tokens)
         else:
             o, cache = self._attend_to_cache(q, k, v, positions, cache, tokens)
-        y = jnp.einsum("bthe,hed->btd", o, self.w_out[...].astype(x.dtype))
-        if self.b_out is not None:
-            y = (y + self.b_out[...]).astype(x.dtype)
-        return y, cache
+        w_out = self.w_out[...].reshape(-1, D)  # [H E, D]
+        return linear(o.reshape(B, T, -1), w_out, self.b_out), cache
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         q = _project_heads(x, self.w_q, self.b_q)
@@ -219,5 +218,7 @@ class SelfAttention(nnx.Module):
 def _project_heads(
     x: Array, weight: nnx.Param, bias: nnx.Param | None
 ) -> Float[Array, "B T H E"]:
-    y = jnp.einsum("btd,dhe->bthe", x, weight[...].astype(x.dtype))
-    return y if bias is None else (y + bias[...]).astype(x.dtype)
+    D, H, E = weight.shape
+    flat = None if bias is None else bias[...].reshape(-1)
+    y = linear(x, weight[...].reshape(D, -1), flat)  # [B, T, H E]
+    return y.reshape(*x.shape[:-1], H, E)

@@ -95,8 +95,16 @@ class Session:
 
         The metrics are those of `train_step`, and `learning_rate` for `updates`.
         """
+        return self.step_on(state, self.next_batch())
+
+    def next_batch(self) -> Batch:
+        """Reads the next batch and puts it on the devices."""
         rows, batch = next(self._batches), self.experiment.training.batch
-        return self._step(state, place(rows, self.mesh, batch=batch))
+        return place(rows, self.mesh, batch=batch)
+
+    def step_on(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Trains on a batch; `state` is used up."""
+        return self._step(state, batch)
 
     def evaluate(self, state: TrainState, between: Callable[[], None]) -> Score:
         """Scores the validation split, or its first `evaluation.batches`."""

@@ -1,0 +1,65 @@
+"""Shows rows as a table and writes them as JSON."""
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from recurjax.bench.timing import Row
+
+
+def report(rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns {"device", "versions", "rows"} for JSON."""
+    return {
+        "device": device_name(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("recurjax", "jax", "jaxlib", "flax")},
+        },
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+def device_name() -> str:
+    """Names the first device; for a CPU also its cores."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    return f"cpu, {len(os.sched_getaffinity(0))} cores, {_processor()}"
+
+
+def write(rows: Sequence[Row], file: Path) -> None:
+    """Writes the report, aside first and then renamed."""
+    aside = file.with_name(file.name + ".partial")
+    aside.write_text(json.dumps(report(rows), indent=2) + "\n")
+    aside.replace(file)
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Prints a table."""
+    table = Table(title=device_name(), title_justify="left")
+    for heading in ("row", "shape", "dtype"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("median ms", "min ms", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        shape = " ".join(f"{letter}{size}" for letter, size in row.shape.items())
+        figures = (f"{row.median_ms:,.2f}", f"{row.min_ms:,.2f}")
+        rate = f"{row.tokens_per_s:,.0f}"
+        table.add_row(row.name, shape, row.dtype, *figures, rate)
+    console.print(table)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,62 @@
+"""Times compiled functions."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measured figure.
+
+    Attributes:
+      name: `variant/mixer-or-schedule/pass`.
+      shape: dimension letters and their sizes.
+      dtype: of the activations.
+      median_ms, min_ms: over the repeats after warm-up, in milliseconds.
+      tokens_per_s: tokens of one call over its median time.
+    """
+
+    name: str
+    shape: Mapping[str, int]
+    dtype: str
+    median_ms: float
+    min_ms: float
+    tokens_per_s: float
+
+
+def row(
+    name: str, shape: Mapping[str, int], dtype: str, times: list[float], *, tokens: int
+) -> Row:
+    """Makes a row from the seconds that each repeat took."""
+    median = statistics.median(times)
+    return Row(
+        name=name,
+        shape=dict(shape),
+        dtype=dtype,
+        median_ms=1e3 * median,
+        min_ms=1e3 * min(times),
+        tokens_per_s=tokens / median,
+    )
+
+
+def repeat(call: Callable[[], Any], *, repeats: int, warmup: int = 2) -> list[float]:
+    """Returns the seconds of each of `repeats` calls, waiting for every result.
+
+    Args:
+      call: runs the program once; a program that uses its input up keeps it inside.
+      repeats: how many calls are timed.
+      warmup: calls before them; the first one compiles.
+    """
+    for _ in range(warmup):
+        jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - began)
+    return times

@@ -1,0 +1,67 @@
+"""`recurjax bench WHAT [--json OUT]`: times passes, prints a table, writes JSON."""
+
+import difflib
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from recurjax.bench.report import show, write
+from recurjax.cli.options import parse
+from recurjax.errors import UserError
+
+BENCHES = {
+    "transformer": "recurjax.bench.transformer",
+    "trainer": "recurjax.bench.trainer",
+}
+"""What can be timed, and the module whose `rows` times it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """Times a variant's passes, or the trainer, on the first device.
+
+    Attributes:
+      what: a variant, or `trainer` (the loop against the bare step, the data pipeline).
+      json: also write the rows to this file.
+      large: the shapes of one accelerator; otherwise those of two CPU cores.
+      dtype: of activations and matrix products.
+      repeats: timed calls of each program, after its warm-up.
+    """
+
+    what: Annotated[str, tyro.conf.Positional]
+    json: Path | None = None
+    large: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    repeats: int = 10
+
+    def __post_init__(self):
+        if self.repeats < 1:
+            raise UserError(f"--repeats must be at least 1, got {self.repeats}")
+        if self.what not in BENCHES:
+            near = difflib.get_close_matches(self.what, BENCHES, n=1)
+            known = ", ".join(BENCHES)
+            hint = f"did you mean {near[0]}?" if near else f"known: {known}"
+            raise UserError(f"there is nothing called {self.what!r} to time: {hint}")
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command."""
+    options = parse(Bench, argv, prog="recurjax bench")
+    bench = import_module(BENCHES[options.what])
+    measured = []
+    for row in bench.rows(
+        large=options.large, dtype=options.dtype, repeats=options.repeats
+    ):
+        print(f"{row.name}: {row.median_ms:,.2f} ms", file=sys.stderr)
+        measured.append(row)
+    console = Console()
+    show(measured, console if console.is_terminal else Console(width=120))
+    print(bench.summary(measured))
+    if options.json is not None:
+        write(measured, options.json)
+    return 0

@@ -1,0 +1,62 @@
+"""The bench: rows, report, and what it must not import."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from recurjax.bench import timing, transformer
+from recurjax.bench.report import report
+from recurjax.cli.bench import Bench
+from recurjax.cli.main import main
+from recurjax.errors import UserError
+
+TINY = {"B": 2, "T": 8, "D": 128, "L": 1, "V": 64}
+
+
+def test_every_pass_has_a_row_with_the_promised_fields(monkeypatch):
+    monkeypatch.setattr(transformer, "SMALL", TINY)
+    monkeypatch.setattr(transformer, "_PREFIX", 16)
+    rows = list(transformer.rows(large=False, dtype="float32", repeats=2))
+    passes = {"forward", "forward_backward", "train_step", "prefill", "decode"}
+    assert {row.name.rpartition("/")[2] for row in rows} == passes
+    written = json.loads(json.dumps(report(rows)))
+    assert {"device", "versions", "rows"} == set(written)
+    fields = {"name", "shape", "dtype", "median_ms", "min_ms", "tokens_per_s"}
+    for row in written["rows"]:
+        assert set(row) == fields
+        assert 0 < row["min_ms"] <= row["median_ms"]
+        assert all(len(letter) == 1 for letter in row["shape"])
+    assert "faster with the cache" in transformer.summary(rows)
+
+
+def test_a_row_is_the_median_and_its_rate():
+    row = timing.row("a/b/c", {"B": 4}, "float32", [0.1, 0.4, 0.2], tokens=100)
+    assert row.median_ms == pytest.approx(200)
+    assert row.min_ms == pytest.approx(100)
+    assert row.tokens_per_s == pytest.approx(500)
+
+
+def test_warm_up_calls_are_not_timed():
+    calls = []
+    times = timing.repeat(lambda: calls.append(1), repeats=3, warmup=2)
+    assert len(times) == 3
+    assert len(calls) == 5
+
+
+def test_the_variants_bench_needs_no_data_package():
+    code = (
+        "import sys; import recurjax.bench.transformer, recurjax.cli.bench\n"
+        "names = ('grain', 'tensorflow_datasets', 'array_record', 'recurjax.data')\n"
+        "loaded = [name for name in names if name in sys.modules]\n"
+        "sys.exit(', '.join(loaded))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_bench_is_named_with_the_nearest(capsys):
+    with pytest.raises(UserError, match="did you mean transformer"):
+        Bench(what="transfomer")
+    assert main(["bench", "transfomer"]) == 2
+    assert "did you mean transformer" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from recurjax.errors import UserError
+from recurjax.experiment import (
+    differences,
+    load_experiment,
+    read_experiment,
+    write_experiment,
+)
+from recurjax.layers.position import LearnedPositions
+from tests.training import tiny_experiment
+from tests.training.tiny_experiment import changed, config
+
+IMPORTS = "from tests.training.tiny_experiment import changed, config as tiny\n"
+# Beside the constructor: in tests that one checks types, for users it does not.
+SET = """
+def config():
+    made = tiny()
+    object.__setattr__(made.{})
+    return made
+"""
+
+
+def test_a_written_experiment_is_read_back(tmp_path):
+    write_experiment(config(), tmp_path / "config.json")
+    assert read_experiment(tmp_path / "config.json") == config()
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_an_experiment_file_is_run():
+    assert load_experiment(Path(tiny_experiment.__file__)) == config()
+
+
+FILES = [
+    ("x = 3\n", r"e.py has no function config\(\) that returns an Experiment$"),
+    ("def config():\n    return 3\n", r"config\(\) in .*e.py must return .* not int$"),
+    ("def config(:\n", r"e.py, line 1 does not parse: "),
+    ("import no_such_module\n", "e.py, line 1: ModuleNotFoundError: No module named"),
+    (
+        IMPORTS + "def config():\n    return changed(tiny(), training={'stepz': 3})\n",
+        r"e.py, line 3: TypeError: .* unexpected keyword argument 'stepz'$",
+    ),
+    (
+        IMPORTS + "def config():\n    return changed(tiny(), training={'steps': 0})\n",
+        r"e.py, line 3: training.steps must be at least 1, got 0$",
+    ),
+    (
+        IMPORTS + SET.format("optimizer, 'b1', '0.9'"),
+        r"e.py: config.optimizer.b1 must be of type float, got '0.9'$",
+    ),
+    (
+        IMPORTS + SET.format("evaluation, 'sample_prompts', ['a']"),
+        r"e.py: TypeError: to_json: .* tuples.* got list \['a'\]$",
+    ),
+]
+
+
+@pytest.mark.parametrize("text, message", FILES, ids=range(len(FILES)))
+def test_a_file_that_is_no_experiment_is_told_in_one_line(tmp_path, text, message):
+    (tmp_path / "e.py").write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load_experiment(tmp_path / "e.py")
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_missing_or_not_python_are_named(tmp_path):
+    with pytest.raises(UserError, match="no experiment file at .*nothing.py"):
+        load_experiment(tmp_path / "nothing.py")
+    (tmp_path / "e.yaml").write_text("a: 3")
+    with pytest.raises(UserError, match="e.yaml is not a Python file"):
+        load_experiment(tmp_path / "e.yaml")
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(UserError, match="is not a run directory: no config.json"):
+        read_experiment(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text('{"type": ')
+    with pytest.raises(UserError, match="config.json is not valid JSON"):
+        read_experiment(tmp_path / "config.json")
+
+
+def test_differences_name_the_fields_and_both_values():
+    other = changed(config(), training={"steps": 13}, optimizer={"b1": 0.8})
+    assert differences(other, config()) == [
+        "training.steps: 13 instead of 12",
+        "optimizer.b1: 0.8 instead of 0.9",
+    ]
+    assert differences(config(), config()) == []
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/a"])
+def test_a_name_must_fit_a_directory(name):
+    with pytest.raises(ValueError, match="name must be fit for a directory"):
+        dataclasses.replace(config(), name=name)
+
+
+def test_rows_longer_than_the_learned_positions_are_refused():
+    experiment = config()
+    attention = dataclasses.replace(
+        experiment.model.stack.attention, position=LearnedPositions(length=8)
+    )
+    stack = dataclasses.replace(experiment.model.stack, attention=attention)
+    with pytest.raises(ValueError, match="training.length 16 exceeds .* 8 learned"):
+        changed(experiment, model={"stack": stack})

@@ -1,0 +1,188 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from recurjax.errors import UserError
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.norm import NormConfig
+from recurjax.layers.position import LearnedPositions
+from recurjax.layers.self_attention import AttentionConfig
+from recurjax.model import Decoder, ModelConfig
+from recurjax.parameters import parameter_name
+from recurjax.sharding import (
+    AXES,
+    RULES,
+    MeshConfig,
+    batch_sharding,
+    check_batch,
+    find_rule,
+    local_rows,
+    make_mesh,
+    shardings,
+)
+from recurjax.training.optimizer import AdamW, build_optimizer
+from recurjax.training.placement import place
+from recurjax.training.step import new_state
+from recurjax.variants.transformer import TransformerConfig
+from tests.training.tiny_experiment import config
+
+PLAIN = config().model
+NORM = NormConfig(kind="layer", bias=True)
+EVERYTHING = ModelConfig(
+    vocabulary=30,
+    pad_vocabulary_to=16,
+    tied_head=False,
+    final_norm=NORM,
+    stack=TransformerConfig(
+        layers=4,
+        width=16,
+        windows=(5, None),
+        norm=NORM,
+        attention=AttentionConfig(
+            heads=4,
+            key_heads=2,
+            head_width=4,
+            position=LearnedPositions(length=20),
+            qk_norm=NORM,
+            qkv_bias=True,
+            out_bias=True,
+        ),
+        mlp=MlpConfig(kind="swiglu", width=32, bias=True),
+    ),
+)
+FULL_QK_NORM = dataclasses.replace(
+    EVERYTHING.stack.attention, qk_norm=NormConfig(), qk_norm_over="full"
+)
+MODELS = {
+    "plain": PLAIN,
+    "everything": EVERYTHING,
+    "qk-norm over all heads": dataclasses.replace(
+        EVERYTHING, stack=dataclasses.replace(EVERYTHING.stack, attention=FULL_QK_NORM)
+    ),
+}
+
+
+def abstract(model):
+    return jax.eval_shape(
+        lambda key: Decoder(model, rngs=nnx.Rngs(key)), jax.random.key(0)
+    )
+
+
+def parameters(model):
+    leaves = jax.tree_util.tree_leaves_with_path(abstract(model))
+    return {parameter_name(path): leaf for path, leaf in leaves}
+
+
+def specs(tree, mesh):
+    leaves = jax.tree_util.tree_leaves_with_path(shardings(tree, mesh))
+    return {parameter_name(path): sharding.spec for path, sharding in leaves}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_meets_a_rule_of_its_own_rank(name):
+    for parameter, leaf in parameters(MODELS[name]).items():
+        rule = find_rule(parameter)
+        assert rule is not None, parameter
+        stacked = 1 if ".blocks." in parameter else 0
+        assert len(rule) + stacked == leaf.ndim, parameter
+
+
+def test_no_rule_is_dead_or_hidden_by_an_earlier_one():
+    met = [
+        find_rule(parameter)
+        for model in MODELS.values()
+        for parameter in parameters(model)
+    ]
+    for pattern, rule in RULES:
+        assert any(rule is one for one in met), pattern
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_specs_have_full_rank_and_fit_the_shapes(name):
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
+    found = specs(abstract(MODELS[name]), mesh)
+    for parameter, leaf in parameters(MODELS[name]).items():
+        spec = found[parameter]
+        assert len(spec) == leaf.ndim, parameter
+        for axis, size in zip(spec, leaf.shape, strict=True):
+            assert axis is None or size % mesh.shape[axis] == 0, parameter
+
+
+def test_each_kind_of_weight_is_cut_where_the_table_says():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    found = specs(abstract(EVERYTHING), mesh)
+    block = "stack.blocks.1"
+    assert found[f"{block}.attention.w_q"] == P(None, "fsdp", "tensor", None)
+    assert found[f"{block}.attention.w_out"] == P(None, "tensor", None, "fsdp")
+    assert found[f"{block}.mlp.w_down"] == P(None, "tensor", "fsdp")
+    assert found[f"{block}.attention.b_k"] == P(None, "tensor", None)
+    assert found["w_embedding"] == P("tensor", "fsdp")
+    assert found["w_head"] == P("fsdp", "tensor")
+    assert found["final_norm.scale"] == P(None)
+
+
+def test_key_heads_that_do_not_divide_tensor_are_replicated():
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
+    found = specs(abstract(EVERYTHING), mesh)
+    assert found["stack.blocks.0.attention.w_q"] == P(None, "fsdp", "tensor", None)
+    assert found["stack.blocks.0.attention.w_k"] == P(None, "fsdp", None, None)
+    assert found["stack.blocks.0.attention.b_v"] == P(None, None, None)
+
+
+def test_the_moments_lie_like_their_parameters_and_counters_everywhere():
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
+    optimizer = build_optimizer(AdamW(learning_rate=1.0), lambda step: 1.0, clip=1.0)
+    spikes = config().training.spikes
+    state = jax.eval_shape(
+        lambda key: new_state(key, EVERYTHING, optimizer, spikes), jax.random.key(0)
+    )
+    found = specs(state, mesh)
+    for parameter, spec in specs(abstract(EVERYTHING), mesh).items():
+        same = {s for name, s in found.items() if name.endswith(f".{parameter}")}
+        assert same == {spec}, parameter
+    assert found["step"] == P() and found["spikes.losses"] == P()
+
+
+def test_a_mesh_takes_all_devices_left():
+    assert dict(make_mesh(MeshConfig()).shape) == dict.fromkeys(AXES, 1) | {"data": 8}
+    shape = make_mesh(MeshConfig(data=2, fsdp=-1, tensor=2)).shape
+    assert (shape["data"], shape["fsdp"], shape["tensor"]) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshConfig(data=3), MeshConfig(fsdp=3), MeshConfig(data=8, tensor=2)]
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_told(mesh):
+    with pytest.raises(UserError, match=r"the mesh \(data=.* does not fit 8 devices"):
+        make_mesh(mesh)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 0}, {"data": -1, "fsdp": -1}])
+def test_axes_that_mean_nothing_are_refused(sizes):
+    with pytest.raises(ValueError, match="axes must be at least 1"):
+        MeshConfig(**sizes)
+
+
+def test_a_batch_that_cannot_be_spread_is_told():
+    mesh = make_mesh(MeshConfig(data=4, tensor=2))
+    check_batch(12, mesh, name="training.batch")
+    with pytest.raises(UserError, match="make training.batch a multiple of 4"):
+        check_batch(6, mesh, name="training.batch")
+
+
+def test_rows_arrive_in_order_however_the_mesh_lays_out_the_devices():
+    # As on TPU pods, where the order follows the links between the chips.
+    order = np.array(jax.devices())[[0, 4, 1, 5, 2, 6, 3, 7]].reshape(4, 1, 1, 2)
+    for devices in (order, np.array(jax.devices()).reshape(2, 2, 1, 2)):
+        mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 4)
+        assert local_rows(8, mesh) == (0, 8)
+        rows = {name: np.arange(24).reshape(8, 3) for name in ("ids", "targets")}
+        batch = place(rows, mesh, batch=8)
+        np.testing.assert_array_equal(batch.ids, rows["ids"])
+        assert batch.ids.sharding.is_equivalent_to(batch_sharding(mesh), 2)
+        assert batch.segments is None
