@@ -39,19 +39,17 @@ class Bench:
     dtype: Literal["float32", "bfloat16"] = "float32"
     repeats: int = 10
 
-    def __post_init__(self):
-        if self.repeats < 1:
-            raise UserError(f"--repeats must be at least 1, got {self.repeats}")
-        if self.what not in BENCHES:
-            near = difflib.get_close_matches(self.what, BENCHES, n=1)
-            known = ", ".join(BENCHES)
-            hint = f"did you mean {near[0]}?" if near else f"known: {known}"
-            raise UserError(f"there is nothing called {self.what!r} to time: {hint}")
-
 
 def run(argv: list[str]) -> int:
     """Runs the command."""
     options = parse(Bench, argv, prog="recurjax bench")
+    if options.repeats < 1:
+        raise UserError(f"--repeats must be at least 1, got {options.repeats}")
+    if options.what not in BENCHES:
+        near = difflib.get_close_matches(options.what, BENCHES, n=1)
+        known = ", ".join(BENCHES)
+        hint = f"did you mean {near[0]}?" if near else f"known: {known}"
+        raise UserError(f"there is nothing called {options.what!r} to time: {hint}")
     bench = import_module(BENCHES[options.what])
     measured = []
     for row in bench.rows(

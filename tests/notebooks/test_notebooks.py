@@ -1,8 +1,8 @@
 import ast
-import asyncio
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -40,10 +40,13 @@ def kernel(tmp_path, monkeypatch) -> str:
 @every_notebook
 def test_a_notebook_runs_quietly_to_its_end_and_shows_what_it_promises(name, kernel):
     notebook = nbformat.read(FOLDER / name, as_version=4)
-    client = NotebookClient(
-        notebook, kernel_name=kernel, resources={"metadata": {"path": str(FOLDER)}}
-    )
-    asyncio.run(asyncio.wait_for(client.async_execute(), LIMIT_SECONDS))
+    deadline = time.monotonic() + LIMIT_SECONDS
+    NotebookClient(
+        notebook,
+        kernel_name=kernel,
+        resources={"metadata": {"path": str(FOLDER)}},
+        timeout_func=lambda cell: max(1, deadline - time.monotonic()),
+    ).execute()
     outputs = [output for cell in _code(notebook) for output in cell.outputs]
     streams = [output for output in outputs if output.output_type == "stream"]
     text = "".join(output.text for output in streams)

@@ -88,12 +88,13 @@ def test_a_finished_run_is_left_as_it_is(whole):
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_mesh(whole, stopped, tmp_path):
     root = shutil.copytree(stopped, tmp_path / "run")
     mesh = MeshConfig(data=2, fsdp=2, tensor=2)
     train(root, experiment=dataclasses.replace(config(), mesh=mesh))
-    for got, want in zip(metrics(root), metrics(whole), strict=True):
-        assert got == pytest.approx(want, rel=1e-4)
+    got, want = ([row["loss"] for row in metrics(run)] for run in (root, whole))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
     (_, got), (_, want) = arrays(root), arrays(whole)
     for name in want:
         # Adam's quotient of two small sums enlarges what rounding does to them.
