@@ -17,6 +17,7 @@ from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
 from recurjax.evaluation.byte_ngram import ngram_bits_per_byte
 from recurjax.experiment import Experiment
+from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
@@ -39,16 +40,18 @@ def config() -> Experiment:
                 width=128,
                 attention=AttentionConfig(heads=4, key_heads=4, head_width=32),
                 mlp=MlpConfig(kind="swiglu", width=384),
+                # Wider than GPT-2's 0.02: a model this small learns faster so.
+                init=InitConfig(std=None, embedding_std=0.1),
             ),
         ),
         data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes(bos=False)),
         optimizer=AdamW(learning_rate=4e-3, b2=0.99),
         schedule=Cosine(warmup_steps=50),
         training=TrainingConfig(
-            steps=1000, batch=32, length=128, log_every=10, checkpoint_every=250
+            steps=900, batch=16, length=128, log_every=10, checkpoint_every=300
         ),
         evaluation=EvaluationConfig(
-            every=500, batch=64, sample_prompts=("HAMLET\n",), sample_tokens=300
+            every=300, batch=64, sample_prompts=("HAMLET\n",), sample_tokens=300
         ),
     )
 
