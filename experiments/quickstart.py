@@ -48,10 +48,10 @@ def config() -> Experiment:
         optimizer=AdamW(learning_rate=4e-3, b2=0.99),
         schedule=Cosine(warmup_steps=50),
         training=TrainingConfig(
-            steps=900, batch=16, length=128, log_every=10, checkpoint_every=300
+            steps=900, batch=8, length=256, log_every=10, checkpoint_every=300
         ),
         evaluation=EvaluationConfig(
-            every=300, batch=64, sample_prompts=("HAMLET\n",), sample_tokens=300
+            every=300, batch=32, sample_prompts=("HAMLET\n",), sample_tokens=240
         ),
     )
 
@@ -87,10 +87,10 @@ def main() -> int:
         return 130 if result.outcome == "interrupted" else 0
     if result.score is None or result.sample is None:
         console.print(f"{root} is finished; remove the directory to train it again")
-        console.print(NEXT, markup=False)
+        console.print(NEXT, markup=False, soft_wrap=True)
         return 0
     console.rule("a continuation")
-    console.print(result.sample, markup=False)
+    console.print(result.sample, markup=False, soft_wrap=True)
     console.rule("validation: the last tenth of the text")
     yardstick, ours = _order_2_bits(experiment), result.score.bits_per_byte
     console.print(f"interpolated order-2 byte model   {yardstick:.3f} bits per byte")
@@ -104,7 +104,7 @@ def main() -> int:
         f"with evaluations and samples {total:.0f} s in all"
     )
     console.rule("what to try next")
-    console.print(NEXT, markup=False)
+    console.print(NEXT, markup=False, soft_wrap=True)
     return 0
 
 

@@ -137,6 +137,7 @@ def _model(shape: dict[str, int], dtype: Dtype) -> ModelConfig:
             width=width,
             attention=AttentionConfig(heads=heads, key_heads=heads, head_width=128),
             mlp=MlpConfig(kind="relu_squared", width=4 * width),
+            unroll=shape["L"],
         ),
     )
 

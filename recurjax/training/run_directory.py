@@ -65,6 +65,21 @@ class RunDirectory:
                 "choose another --name, or restore these settings to resume it"
             )
 
+    def load_tokenizer(self, experiment: Experiment) -> Tokenizer:
+        """Loads the run's own tokenizer.
+
+        Raises:
+          UserError: it is missing, damaged or not that of the run's model.
+        """
+        tokenizer = load_tokenizer(self.tokenizer)
+        if tokenizer.vocabulary != experiment.model.vocabulary:
+            raise UserError(
+                f"the tokenizer in {self.tokenizer} has {tokenizer.vocabulary} tokens, "
+                f"the model {experiment.model.vocabulary}: put the run's own tokenizer "
+                "back"
+            )
+        return tokenizer
+
     def rewind(self, step: int) -> None:
         """Drops metrics and samples of steps after `step`: they will be made again."""
         if self.metrics.is_file():
@@ -111,7 +126,7 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(
-    path: Path,
+    path: str | Path,
     *,
     step: int | None = None,
     mesh: Mesh | None = None,
@@ -132,12 +147,7 @@ def load_run(
     if not run.root.is_dir():
         raise UserError(f"no run directory at {run.root}")
     experiment = read_experiment(run.config)
-    tokenizer = load_tokenizer(run.tokenizer)
-    if tokenizer.vocabulary != experiment.model.vocabulary:
-        raise UserError(
-            f"the tokenizer in {run.tokenizer} has {tokenizer.vocabulary} tokens, the "
-            f"model {experiment.model.vocabulary}: put the run's own tokenizer back"
-        )
+    tokenizer = run.load_tokenizer(experiment)
     if mesh is None:
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     abstract = jax.eval_shape(

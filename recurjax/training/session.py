@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from recurjax.data.dataset import Dataset, open_dataset
-from recurjax.data.tokenizers import load_tokenizer
+from recurjax.data.dataset import Dataset, SplitName, open_dataset
+from recurjax.data.loader import Loader
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score, score
 from recurjax.experiment import Experiment
@@ -49,7 +49,7 @@ class Session:
         claimed = first_process(lambda: self.directory.is_claimed)
         if claimed:
             self.directory.check(experiment)
-        own = load_tokenizer(self.directory.tokenizer) if claimed else None
+        own = self.directory.load_tokenizer(experiment) if claimed else None
         self.dataset = open_dataset(experiment.data, tokenizer=own)
         _check_vocabulary(experiment, self.dataset)
         self._rate = learning_rate(
@@ -60,12 +60,9 @@ class Session:
         self._optimizer = build_optimizer(
             experiment.optimizer, self._rate, clip=training.gradient_clip
         )
-        loader = self.dataset.loader(
-            "train",
-            length=training.length,
-            batch=training.batch,
-            rows=local_rows(training.batch, self.mesh),
-        )
+        loader = self._loader("train", training.batch)
+        # Made here, so that a split too short is told before a step is trained.
+        self._validation = self._loader("validation", self.evaluation_batch)
         if not claimed:
             first_process(
                 lambda: self.directory.claim(experiment, self.dataset.tokenizer)
@@ -108,13 +105,7 @@ class Session:
 
     def evaluate(self, state: TrainState, between: Callable[[], None]) -> Score:
         """Scores the validation split, or its first `evaluation.batches`."""
-        loader = self.dataset.loader(
-            "validation",
-            length=self.experiment.training.length,
-            batch=self.evaluation_batch,
-            rows=local_rows(self.evaluation_batch, self.mesh),
-        )
-        batches = iter(loader)
+        batches = iter(self._validation)
         limit = self.experiment.evaluation.batches
         limited = islice(batches, limit)
         try:
@@ -150,6 +141,14 @@ class Session:
         """Ends what runs in the background; waits for a save."""
         self._batches.close()
         self._checkpoints.close()
+
+    def _loader(self, split: SplitName, batch: int) -> Loader:
+        return self.dataset.loader(
+            split,
+            length=self.experiment.training.length,
+            batch=batch,
+            rows=local_rows(batch, self.mesh),
+        )
 
     def _initialised(self) -> TrainState:
         # This program runs once: optimizing its random bits for a CPU takes ten times

@@ -101,6 +101,7 @@ class TransformerStack(nnx.Module):
             rematerialize(repeat, self.config.remat),
             (x, cache.groups),
             (tuple(self.blocks), jnp.arange(repeats, dtype=jnp.int32)),
+            unroll=min(self.config.unroll, repeats),
         )
         if training:
             return x, cache

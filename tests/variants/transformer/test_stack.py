@@ -23,10 +23,11 @@ from tests.variants.transformer.switches import SWITCHES, build, small
 IDS = np.random.default_rng(1).integers(17, size=(2, 7), dtype=np.int32)
 
 
-def test_layers_run_in_order_with_their_own_windows():
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_layers_run_in_order_with_their_own_windows(unroll):
     """blocks[p] holds layers p, p + P, ...: the scan equals blocks one by one."""
-    config = small(layers=4, windows=(2, None)).stack
-    stack = build(small(layers=4, windows=(2, None))).stack
+    model = small(layers=4, windows=(2, None), unroll=unroll)
+    config, stack = model.stack, build(model).stack
     x = np.random.default_rng(0).normal(size=(2, 7, 8)).astype(np.float32)
     tokens = Tokens(IDS)
 

@@ -1,0 +1,21 @@
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from recurjax.training.loop import train
+from tests.tolerances import assert_values_close
+from tests.training.tiny_experiment import changed, config
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_python_example_runs_and_says_the_truth(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    experiment = changed(config(), training={"steps": 2})
+    train(experiment, Path("runs/quickstart"), console=Console(quiet=True))
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names = {}
+    exec(compile(example, str(README), "exec"), names)
+    assert capsys.readouterr().out
+    assert_values_close(names["tail"], names["logits"][:, 10:])
