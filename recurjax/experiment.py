@@ -76,6 +76,8 @@ def load_experiment(path: Path) -> Experiment:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses of the file look their module up
     loader = spec.loader
+    # Files beside it can be imported, as when Python runs it.
+    sys.path.insert(0, str(path.parent.absolute()))
     _run(path, lambda: loader.exec_module(module))
     if not callable(getattr(module, "config", None)):
         raise UserError(f"{path} has no function config() that returns an Experiment")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
+from recurjax.errors import UserError
 from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.position import LearnedPositions
@@ -99,6 +100,10 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        if config.dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            raise UserError(
+                "model.dtype float64 needs 64-bit types: set JAX_ENABLE_X64=1"
+            )
         self.config = config
         V, D = config.padded_vocabulary, config.stack.width
         init = config.stack.init

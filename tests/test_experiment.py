@@ -1,4 +1,5 @@
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,14 @@ def test_a_file_that_is_no_experiment_is_told_in_one_line(tmp_path, text, messag
     with pytest.raises(UserError, match=message) as caught:
         load_experiment(tmp_path / "e.py")
     assert "\n" not in str(caught.value)
+
+
+def test_an_experiment_file_imports_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    text = IMPORTS + "def config():\n    return tiny()\n"
+    (tmp_path / "neighbour_of_one.py").write_text(text)
+    (tmp_path / "one.py").write_text("from neighbour_of_one import config\n")
+    assert load_experiment(tmp_path / "one.py") == config()
 
 
 def test_files_that_are_missing_or_not_python_are_named(tmp_path):

@@ -1,5 +1,6 @@
 """The decoder: head and embedding, counts of known models, NNX in both modes."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recurjax.errors import UserError
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions, Rope
 from recurjax.layers.self_attention import AttentionConfig
-from recurjax.model import ModelConfig, ParameterCount, count_parameters
+from recurjax.model import Decoder, ModelConfig, ParameterCount, count_parameters
 from recurjax.types import Tokens
 from recurjax.variants.transformer import TransformerConfig
 from tests.compiling import QUICK_COMPILE
@@ -107,6 +109,13 @@ KNOWN = {
         ),
     ),
 }
+
+
+def test_float64_without_64_bit_types_is_refused():
+    assert not jax.config.jax_enable_x64
+    config = dataclasses.replace(small(), dtype="float64")
+    with pytest.raises(UserError, match="dtype float64 needs 64-bit types"):
+        Decoder(config, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("name", KNOWN)

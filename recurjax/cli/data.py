@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
+from recurjax.cli.options import parse
 from recurjax.data.config import (
     ArrayRecords,
     Bpe,
@@ -86,12 +85,7 @@ def run(args: list[str]) -> int:
 
 def run_prepare(args: list[str]) -> int:
     """Runs `recurjax data prepare ARGS`."""
-    options = tyro.cli(
-        PrepareOptions,
-        args=args,
-        prog="recurjax data prepare",
-        config=(tyro.conf.AvoidSubcommands,),
-    )
+    options = parse(PrepareOptions, args, prog="recurjax data prepare")
     refuse_existing(options.out)
     corpus = _corpus(options)
     choice = _tokenizer(options.tokenizer)

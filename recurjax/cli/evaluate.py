@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import tyro
@@ -25,7 +25,8 @@ class Evaluate:
 
     Attributes:
       run: the run directory.
-      text: a text file; without one, the run's own validation split.
+      text: a text file; without one, a split of the run's own data.
+      split: of the data, without `text`.
       length: tokens a row; each row starts without context. None: as in training.
       batch: rows at a time.
       step: of the checkpoint; None: the newest.
@@ -34,6 +35,7 @@ class Evaluate:
 
     run: Annotated[Path, tyro.conf.Positional]
     text: Path | None = None
+    split: Literal["validation", "train"] = "validation"
     length: int | None = None
     batch: int = 32
     step: int | None = None
@@ -45,6 +47,8 @@ class Evaluate:
                 "--batch and --length must be at least 1, got "
                 f"{self.batch} and {self.length}"
             )
+        if self.json is not None and not self.json.parent.is_dir():
+            raise UserError(f"--json: there is no directory {self.json.parent}")
 
 
 def run(argv: list[str]) -> int:
@@ -66,7 +70,8 @@ def run(argv: list[str]) -> int:
         raise UserError(
             f"--length {length} exceeds the model's {longest} learned positions"
         )
-    loader = dataset.loader("validation", length=length, batch=options.batch)
+    split = "validation" if options.text is not None else options.split
+    loader = dataset.loader(split, length=length, batch=options.batch, in_order=True)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     result = score(
         loaded.model,
@@ -77,7 +82,7 @@ def run(argv: list[str]) -> int:
     report = {
         "run": str(options.run),
         "step": loaded.step,
-        "text": "validation split" if options.text is None else str(options.text),
+        "text": f"{split} split" if options.text is None else str(options.text),
         "length": length,
         **result._asdict(),
     }

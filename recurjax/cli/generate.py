@@ -76,8 +76,12 @@ def run(argv: list[str]) -> int:
     )
     streams = options.stream and not options.json and len(prompts) == 1
     loaded = load_run(options.run, step=options.step, report=_tell)
-    if streams:
-        _show(prompts[0])
+    unshown = prompts[:1]  # Comes with the first text: only then all options are right.
+
+    def show(_: int, text: str) -> None:
+        _show("".join(unshown) + text)
+        unshown.clear()
+
     made = generate(
         loaded.model,
         prompts,
@@ -87,12 +91,12 @@ def run(argv: list[str]) -> int:
         stop=[text.replace("\\n", "\n") for text in options.stop],
         bos=options.bos,
         seed=options.seed,
-        on_text=(lambda _, text: _show(text)) if streams else None,
+        on_text=show if streams else None,
     )
     if options.json:
         _show(_as_json(prompts, made, step=loaded.step))
     elif streams:
-        _show("\n")
+        show(0, "\n")
     else:
         _show(_as_blocks(prompts, made))
     _tell(_speed(made.timing))

@@ -34,6 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, a file that cannot be read or written
         print(f"recurjax: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(
+            "recurjax: the device has not enough memory for this: make the batch or "
+            "length smaller; in training, raise --training.accumulation, "
+            "--objective.vocabulary-chunks or --model.stack.remat",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print("recurjax: interrupted", file=sys.stderr)
         return 130
@@ -47,6 +57,13 @@ def _find(name: str) -> Callable[[list[str]], int]:
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {name!r}: {hint}")
     return import_module(f"recurjax.cli.{name}").run
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # By name: commands that need no device do not import jax.
+    return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(
+        error
+    )
 
 
 def _usage() -> str:

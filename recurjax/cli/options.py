@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stderr
+from itertools import dropwhile, takewhile
 from typing import Any, TypeVar
 
 import tyro
@@ -82,12 +83,19 @@ def _without_no(option: str) -> str:
 
 
 def _sentence(box: str) -> str:
-    """Takes the first paragraph of tyro's framed message, and the type it wanted."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    end = next((i for i, line in enumerate(lines) if not line.strip("─")), len(lines))
-    text = " ".join(lines[:end]).removeprefix("Error parsing ")
-    text = re.sub(r"^(\S+): (?=\1\b)", "", text)
+    """Takes the first paragraph of tyro's framed message, and the type it wanted.
+
+    The frame is drawn with spaces and dashes where standard output is not UTF-8.
+    """
+    lines = [line.strip("│ ") for line in box.splitlines()][1:]
+    lines = list(dropwhile(_is_rule, lines))
+    text = " ".join(takewhile(lambda line: not _is_rule(line), lines))
+    text = re.sub(r"^(\S+): (?=\1\b)", "", text.removeprefix("Error parsing "))
     if "Argument helptext:" in lines:
         wanted = lines[lines.index("Argument helptext:") + 1].partition(" ")[2]
         text = f"{text.rstrip('.')} (it wants {wanted})"
     return text
+
+
+def _is_rule(line: str) -> bool:
+    return not line.strip("╭─╮╰╯- ")

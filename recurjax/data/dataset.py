@@ -74,12 +74,13 @@ class Dataset:
         batch: int,
         rows: tuple[int, int] | None = None,
         seed: int | None = None,
+        in_order: bool | None = None,
     ) -> Loader:
         """Makes batches of `batch` rows of `length` tokens.
 
-        "train" is endless and shuffled, packed as the config says. "validation" is one
-        pass in order, always concatenated, with the last batch filled up with places
-        whose target is IGNORED.
+        Those for training are endless and shuffled, packed as the config says. Those in
+        order are one pass, always concatenated, with the last batch filled up with
+        places whose target is IGNORED.
 
         Args:
           split: which part.
@@ -88,6 +89,7 @@ class Dataset:
           rows: (first, after the last) row that this process delivers; None: all. Any
             division of the rows among processes gives the same global batches.
           seed: None: the config's.
+          in_order: None: for "validation" only.
 
         Raises:
           UserError: the split is too short, or the tokenizer has no BOS for best-fit.
@@ -103,7 +105,9 @@ class Dataset:
             )
         part = self.split(split)
         _check_long_enough(part, length, self.config)
-        if split == "train" and self.config.packing == "best_fit":
+        if in_order is None:
+            in_order = split == "validation"
+        if not in_order and self.config.packing == "best_fit":
             _check_packable(part, self.tokenizer)
         layout = Layout(
             length=length,
@@ -116,6 +120,7 @@ class Dataset:
             part=part,
             config=self.config,
             layout=layout,
+            in_order=in_order,
             seed=seed,
             fingerprint=self.fingerprint,
         )

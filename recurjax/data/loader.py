@@ -20,6 +20,7 @@ class Loader:
       part: the split drawn from.
       config: how it is packed, and how far ahead batches are made.
       layout: the shape of a batch and this process' rows of it.
+      in_order: one pass in order, not endless and shuffled.
       seed: of the shuffle.
       fingerprint: of the data, to refuse a place in other data.
     """
@@ -27,6 +28,7 @@ class Loader:
     part: Split
     config: DataConfig
     layout: Layout
+    in_order: bool
     seed: int
     fingerprint: str
 
@@ -35,15 +37,15 @@ class Loader:
 
     @property
     def batches(self) -> int | None:
-        """Batches in a pass over the validation split; None for training: endless."""
-        if self.part.name == "train":
+        """Batches in the pass; None: endless."""
+        if not self.in_order:
             return None
         return -(-(self.part.tokens - 1) // (self.layout.length * self.layout.batch))
 
     @cached_property
     def _pipeline(self) -> grain.IterDataset[Batch]:
         config = self.config
-        if self.part.name == "validation":
+        if self.in_order:
             return in_order(
                 self.part,
                 self.layout,
@@ -72,6 +74,7 @@ class Loader:
         return {
             "data": self.fingerprint,
             "split": self.part.name,
+            "in_order": self.in_order,
             "packing": self.config.packing,
             "packing_buffer": self.config.packing_buffer,
             "seed": self.seed,

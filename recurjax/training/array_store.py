@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -60,11 +61,19 @@ class ArrayStore:
             ARRAYS: ocp.args.PyTreeSave(tree),
             MANIFEST: ocp.args.JsonSave(manifest),
         }
-        self._writer.save(path, args=ocp.args.Composite(**items))
+        try:
+            self._writer.save(path, args=ocp.args.Composite(**items))
+        except Exception:
+            self._drop_errors()
+            raise
 
     def wait(self) -> None:
         """Waits for the write; raises whatever made it fail."""
-        self._writer.wait_until_finished()
+        try:
+            self._writer.wait_until_finished()
+        except Exception:
+            self._drop_errors()
+            raise
 
     def read(self, path: epath.Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Reads the arrays that `wanted` names, in its shapes, dtypes and shardings.
@@ -92,6 +101,15 @@ class ArrayStore:
 
     def close(self) -> None:
         self._writer.close()
+
+    def _drop_errors(self) -> None:
+        """Ends a failed write's other parts, lest the next call raise their errors.
+
+        Orbax raises one error a call: the arrays', then those of two metadata files.
+        """
+        for _ in range(3):
+            with suppress(Exception):
+                self._writer.wait_until_finished()
 
 
 def reason(error: BaseException) -> str:

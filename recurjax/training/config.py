@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from recurjax.ranges import require_range
 from recurjax.training.spikes import SpikeConfig
 
 
@@ -60,10 +61,7 @@ class TrainingConfig:
                 f"training.batch must be a multiple of training.accumulation, got "
                 f"{self.batch} and {self.accumulation}"
             )
-        if self.gradient_clip is not None and self.gradient_clip <= 0:
-            raise ValueError(
-                f"training.gradient_clip must be positive, got {self.gradient_clip}"
-            )
+        require_range(self, "gradient_clip", above=0)
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError(
                 "training.profile must be (first, last) with 1 <= first <= last, got "
@@ -101,8 +99,5 @@ class EvaluationConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"evaluation.{name} must be at least 1, got {value}")
-        if self.every < 0 or self.sample_tokens < 1 or self.temperature < 0:
-            raise ValueError(
-                "evaluation.every and temperature must not be negative and "
-                "sample_tokens must be at least 1"
-            )
+        require_range(self, "every", "temperature", least=0)
+        require_range(self, "sample_tokens", least=1)

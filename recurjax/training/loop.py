@@ -224,8 +224,10 @@ class _Loop:
                 "bits_per_byte": score.bits_per_byte,
             }
             self.writer.write(step, "validation", row)
-        self._write_samples(state, step)
-        self._save(state, step, score.loss)
+        try:
+            self._write_samples(state, step)
+        finally:  # Whatever drawing samples may meet, the step is on disk.
+            self._save(state, step, score.loss)
 
     def _save(self, state: TrainState, step: int, loss: float | None = None) -> None:
         # First the metrics: a checkpoint on disk means that its steps' rows are too.

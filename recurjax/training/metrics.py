@@ -38,6 +38,8 @@ class MetricsWriter:
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         self._file.write(json.dumps({"step": step, "kind": kind, **finite}) + "\n")
         for name, value in metrics.items():
+            if not math.isfinite(value):
+                continue
             self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
         if self._wandb is not None:
             row = {f"{kind}/{name}": value for name, value in metrics.items()}

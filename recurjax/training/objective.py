@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from recurjax.cross_entropy import token_losses
 from recurjax.model import Decoder
+from recurjax.ranges import require_range
 from recurjax.types import IGNORED, Batch, Scalar, Tokens
 
 
@@ -26,6 +27,7 @@ class NextToken:
     vocabulary_chunks: int = 1
 
     def __post_init__(self):
+        require_range(self, "z_loss", least=0)
         if self.vocabulary_chunks < 1:
             raise ValueError(
                 "NextToken: vocabulary_chunks must be at least 1, got "
@@ -49,4 +51,7 @@ class NextToken:
 
 
 Objective = NextToken
-"""Every objective: a closed union, told apart by class in JSON."""
+"""Every objective: a closed union, told apart by class in JSON.
+
+Each is callable as `NextToken` is, names its cross-entropy "loss" among its metrics,
+and has `vocabulary_chunks`, which evaluations use too."""

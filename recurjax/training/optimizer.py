@@ -8,6 +8,7 @@ import jax
 import optax
 
 from recurjax.parameters import parameter_name
+from recurjax.ranges import require_range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,10 @@ class AdamW:
     weight_decay: float = 0.1
     decay: Literal["matrices", "all"] = "matrices"
 
+    def __post_init__(self):
+        _check_adam(self)
+        require_range(self, "weight_decay", least=0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam:
@@ -42,6 +47,9 @@ class Adam:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
+
+    def __post_init__(self):
+        _check_adam(self)
 
 
 OptimizerConfig = AdamW | Adam
@@ -64,6 +72,11 @@ def build_optimizer(
         mask = is_matrix if config.decay == "matrices" else None
         steps.append(optax.add_decayed_weights(config.weight_decay, mask=mask))
     return optax.chain(*steps, optax.scale_by_learning_rate(rate))
+
+
+def _check_adam(config: OptimizerConfig) -> None:
+    require_range(config, "learning_rate", "eps", above=0)
+    require_range(config, "b1", "b2", least=0, below=1)
 
 
 def is_matrix(parameters: Any) -> Any:

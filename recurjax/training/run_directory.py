@@ -23,6 +23,7 @@ from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.training.checkpoint import Checkpoints
+from recurjax.training.schedule import Constant
 
 
 class RunDirectory:
@@ -45,25 +46,40 @@ class RunDirectory:
         """Whether a run was started here."""
         return self.config.is_file()
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint was written here, be it a damaged one."""
+        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+
     def claim(self, experiment: Experiment, tokenizer: Tokenizer) -> None:
         """Makes the directory; config.json comes last, so it marks a whole claim."""
         self.root.mkdir(parents=True, exist_ok=True)
         tokenizer.save(self.tokenizer)
         write_experiment(experiment, self.config)
 
-    def check(self, experiment: Experiment) -> None:
-        """Checks that the run that was started here is this experiment's.
+    def changes(self, experiment: Experiment) -> list[str]:
+        """Lists what makes this experiment another run than the one started here."""
+        stored = read_experiment(self.config)
+        if isinstance(stored.schedule, Constant):  # its steps do not depend on the end
+            training = dataclasses.replace(
+                stored.training, steps=experiment.training.steps
+            )
+            stored = dataclasses.replace(stored, training=training)
+        return differences(_comparable(experiment), _comparable(stored))
+
+    def resume(self, experiment: Experiment) -> None:
+        """Writes what may differ between the parts of a run, such as the mesh.
 
         Raises:
-          UserError: it is another's; the differing fields are named.
+          UserError: the run is another experiment's; the differing fields are named.
         """
-        stored = read_experiment(self.config)
-        changed = differences(_comparable(experiment), _comparable(stored))
+        changed = self.changes(experiment)
         if changed:
             raise UserError(
                 f"{self.root} holds a run of another config ({'; '.join(changed)}): "
                 "choose another --name, or restore these settings to resume it"
             )
+        write_experiment(experiment, self.config)
 
     def load_tokenizer(self, experiment: Experiment) -> Tokenizer:
         """Loads the run's own tokenizer.
@@ -177,7 +193,7 @@ def abstract_on(tree: Any, mesh: Mesh) -> Any:
 
 
 def _comparable(experiment: Experiment) -> Experiment:
-    """Replaces what may change between the parts of one run: devices and logging."""
+    """Replaces what may change between parts of a run: devices, logging, samples."""
     training = dataclasses.replace(
         experiment.training,
         log_every=1,
@@ -186,7 +202,15 @@ def _comparable(experiment: Experiment) -> Experiment:
         profile=None,
         wandb_project=None,
     )
+    evaluation = dataclasses.replace(
+        experiment.evaluation, sample_prompts=(), sample_tokens=1, temperature=0.0
+    )
     data = dataclasses.replace(experiment.data, prefetch=0, threads=1)
     return dataclasses.replace(
-        experiment, name="any", mesh=MeshConfig(), training=training, data=data
+        experiment,
+        name="any",
+        mesh=MeshConfig(),
+        training=training,
+        data=data,
+        evaluation=evaluation,
     )

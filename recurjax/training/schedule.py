@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from recurjax.errors import UserError
+from recurjax.ranges import require_range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,9 @@ class Constant:
 
     warmup_steps: int = 0
     start: float = 0.0
+
+    def __post_init__(self):
+        require_range(self, "start", least=0, most=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +39,9 @@ class Cosine:
     warmup_steps: int = 0
     start: float = 0.0
     end: float = 0.1
+
+    def __post_init__(self):
+        require_range(self, "start", "end", least=0, most=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +61,7 @@ class LinearWarmdown:
     end: float = 0.0
 
     def __post_init__(self):
-        if not 0 <= self.warmdown <= 1:
-            raise ValueError(
-                f"LinearWarmdown: warmdown must be in [0, 1], got {self.warmdown}"
-            )
+        require_range(self, "start", "warmdown", "end", least=0, most=1)
 
 
 Schedule = Constant | Cosine | LinearWarmdown

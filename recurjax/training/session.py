@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from recurjax.config_json import from_json, to_json
 from recurjax.data.dataset import Dataset, SplitName, open_dataset
 from recurjax.data.loader import Loader
 from recurjax.errors import UserError
@@ -36,9 +37,12 @@ class Session:
     """
 
     def __init__(self, experiment: Experiment, root: Path):
+        # As it will be read back from config.json, before anything is made of it.
+        experiment = from_json(Experiment, to_json(experiment), path="config")
         training = experiment.training
         self.experiment = experiment
         self.mesh = make_mesh(experiment.mesh)
+        _check_stages(experiment)
         self.evaluation_batch = (
             experiment.evaluation.batch or training.batch // training.accumulation
         )
@@ -46,12 +50,13 @@ class Session:
         check_batch(training.batch // training.accumulation, self.mesh, name=part)
         check_batch(self.evaluation_batch, self.mesh, name="evaluation.batch")
         self.directory = RunDirectory(root)
-        claimed = first_process(lambda: self.directory.is_claimed)
+        claimed = first_process(self._is_claimed)
         if claimed:
-            self.directory.check(experiment)
+            first_process(lambda: self.directory.resume(experiment))
         own = self.directory.load_tokenizer(experiment) if claimed else None
         self.dataset = open_dataset(experiment.data, tokenizer=own)
         _check_vocabulary(experiment, self.dataset)
+        _check_samples(experiment, self.dataset)
         self._rate = learning_rate(
             experiment.schedule,
             peak=experiment.optimizer.learning_rate,
@@ -84,6 +89,11 @@ class Session:
         first_process(lambda: self.directory.rewind(reached))
         if restored is None:
             return self._initialised()
+        if reached > self.experiment.training.steps:
+            raise UserError(
+                f"{self.directory.root} is at step {reached} already: set "
+                f"--training.steps, {self.experiment.training.steps}, to more"
+            )
         self._batches.set_state(restored.data_state)
         return from_nested_dict(self._abstract_state, restored.tree)
 
@@ -142,6 +152,13 @@ class Session:
         self._batches.close()
         self._checkpoints.close()
 
+    def _is_claimed(self) -> bool:
+        # A run that saved nothing yet can be started anew with other settings.
+        directory = self.directory
+        return directory.is_claimed and (
+            directory.has_checkpoint or not directory.changes(self.experiment)
+        )
+
     def _loader(self, split: SplitName, batch: int) -> Loader:
         return self.dataset.loader(
             split,
@@ -195,6 +212,34 @@ class Session:
             donate_argnums=0,
             out_shardings=(self._state_shardings, replicated(self.mesh)),
         )
+
+
+def _check_stages(experiment: Experiment) -> None:
+    if experiment.mesh.stage != 1:
+        raise UserError(
+            f"mesh.stage is for pipelines over layers, which "
+            f"{type(experiment.model.stack).__name__} does not have: leave it at 1, "
+            f"got {experiment.mesh.stage}"
+        )
+
+
+def _check_samples(experiment: Experiment, dataset: Dataset) -> None:
+    """Refuses before training what would stop the first evaluation."""
+    evaluation, longest = experiment.evaluation, experiment.model.max_length
+    bos = dataset.tokenizer.bos is not None
+    for prompt in evaluation.sample_prompts:
+        length = len(dataset.tokenizer.encode(prompt)) + bos
+        if length == 0:
+            raise UserError(
+                "evaluation.sample_prompts has an empty prompt, and the tokenizer has "
+                "no BOS token to start from: give it some text"
+            )
+        if longest is not None and length + evaluation.sample_tokens - 1 > longest:
+            raise UserError(
+                f"evaluation.sample_tokens {evaluation.sample_tokens} after "
+                f"{prompt!r} ({length} tokens) exceeds the model's {longest} learned "
+                "positions: lower it"
+            )
 
 
 def _check_vocabulary(experiment: Experiment, dataset: Dataset) -> None:

@@ -16,8 +16,8 @@ class SpikeConfig:
     Attributes:
       enabled: False skips nothing and stops at nothing.
       window: the last losses that were not skipped, to compare with.
-      sigma: skip when a loss is this many standard deviations above their mean. A loss
-        or gradient that is not finite is always skipped.
+      sigma: skip when a loss is this many standard deviations above their mean. A loss,
+        gradient or update that is not finite is always skipped.
       patience: this many skips in a row end the run.
     """
 
@@ -56,14 +56,14 @@ def new_spike_state(config: SpikeConfig) -> SpikeState:
 
 
 def judge(
-    state: SpikeState, loss: Scalar, gradient_norm: Scalar, config: SpikeConfig
+    state: SpikeState, loss: Scalar, finite: Bool[Array, ""], config: SpikeConfig
 ) -> tuple[Bool[Array, ""], SpikeState]:
     """Says whether the step counts, and remembers it.
 
-    The step counts when loss and gradient are finite and, once `window` losses are
-    known, loss <= mean + sigma * std of them.
+    The step counts when the loss is finite, gradient and update are (`finite`) and,
+    once `window` losses are known, loss <= mean + sigma * std of them.
     """
-    good = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
+    good = jnp.isfinite(loss) & finite
     full = state.accepted >= config.window
     limit = state.losses.mean() + config.sigma * state.losses.std()
     good &= ~full | (loss <= limit)

@@ -68,8 +68,9 @@ def train_step(
     """
     gradient, metrics = _gradient(state.model, batch, objective, accumulation)
     norm = optax.tree.norm(gradient)
-    good, seen = judge(state.spikes, metrics["loss"], norm, spikes)
     updates, moments = optimizer.update(gradient, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
+    finite = jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
+    good, seen = judge(state.spikes, metrics["loss"], finite, spikes)
     model = optax.apply_updates(state.model, updates)  # pyright: ignore[reportArgumentType]
     keep = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
     if spikes.enabled:

@@ -108,22 +108,10 @@ def test_an_existing_directory_is_refused_before_any_work(files, capsys):
     assert "training a BPE" not in capsys.readouterr().err
 
 
-def test_an_unknown_option_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit) as raised:
-        run(
-            [
-                "prepare",
-                "--out",
-                str(tmp_path),
-                "--corpus",
-                "embedded",
-                "--tokeniser",
-                "x",
-            ]
-        )
-    assert raised.value.code == 2
-    printed = capsys.readouterr()
-    assert "--tokeniser" in printed.err + printed.out
+def test_an_unknown_option_is_named(tmp_path):
+    words = ["prepare", "--out", str(tmp_path), "--corpus", "embedded"]
+    with pytest.raises(UserError, match="no option --tokeniser: did you mean --tok"):
+        run([*words, "--tokeniser", "x"])
 
 
 def test_help_is_printed(capsys):

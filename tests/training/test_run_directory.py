@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from recurjax.experiment import read_experiment
 from recurjax.training.metrics import MetricsWriter
 from recurjax.training.plots import plot_losses
 from recurjax.training.run_directory import RunDirectory, load_run
+from recurjax.training.schedule import Constant
 from tests.training.tiny_experiment import changed, config
 
 
@@ -72,21 +74,32 @@ def test_whether_a_step_was_evaluated_is_in_the_metrics(run):
 def test_another_config_is_told_field_by_field(run):
     other = changed(config(), training={"batch": 16}, optimizer={"b1": 0.8})
     with pytest.raises(UserError) as caught:
-        run.check(other)
+        run.resume(other)
     assert "training.batch: 16 instead of 8; optimizer.b1: 0.8 inst" in str(
         caught.value
     )
 
 
 def test_devices_logging_and_prefetch_may_change_between_the_parts_of_a_run(run):
-    run.check(
+    run.resume(
         changed(
             config(),
             mesh={"data": 2, "tensor": 4},
             training={"log_every": 7, "checkpoint_every": 9, "keep_checkpoints": 1},
             data={"prefetch": 3, "threads": 1},
+            evaluation={"sample_prompts": ("O",), "sample_tokens": 7},
         )
     )
+    assert read_experiment(run.config).mesh.tensor == 4
+
+
+def test_a_run_at_a_constant_rate_may_become_longer(run):
+    constant = dataclasses.replace(config(), schedule=Constant())
+    with pytest.raises(UserError, match=r"config \(schedule: {'type': 'Constant'"):
+        run.resume(constant)
+    run.claim(constant, ByteTokenizer())
+    run.resume(changed(constant, training={"steps": 100}))
+    assert read_experiment(run.config).training.steps == 100
 
 
 def test_a_plot_is_drawn_also_of_rows_without_a_loss(run):

@@ -64,5 +64,5 @@ def test_a_warmup_that_does_not_fit_the_run_is_named(steps):
 
 
 def test_a_share_of_steps_lies_between_none_and_all():
-    with pytest.raises(ValueError, match=r"warmdown must be in \[0, 1\], got 1.5"):
+    with pytest.raises(ValueError, match="warmdown must be >= 0 and <= 1, got 1.5"):
         LinearWarmdown(warmdown=1.5)

@@ -10,11 +10,11 @@ from recurjax.training.spikes import SpikeConfig, judge, new_spike_state
 CONFIG = SpikeConfig(window=8, sigma=3.0, patience=2)
 
 
-def verdicts(losses, norms=None, config=CONFIG):
+def verdicts(losses, finite=None, config=CONFIG):
     rule = jax.jit(partial(judge, config=config))
     state, found = new_spike_state(config), []
-    for loss, norm in zip(losses, norms or [1.0] * len(losses), strict=True):
-        good, state = rule(state, jnp.float32(loss), jnp.float32(norm))
+    for loss, sound in zip(losses, finite or [True] * len(losses), strict=True):
+        good, state = rule(state, jnp.float32(loss), jnp.bool_(sound))
         found.append(bool(good))
     return found, state
 
@@ -26,7 +26,7 @@ def noise(count, mean=5.0):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_loss_or_gradient_that_is_not_finite_never_counts(bad):
     assert verdicts([bad, 1.0])[0] == [False, True]
-    assert verdicts([1.0, 1.0], norms=[bad, 1.0])[0] == [False, True]
+    assert verdicts([1.0, 1.0], finite=[False, True])[0] == [False, True]
 
 
 def test_a_loss_counts_up_to_sigma_deviations_above_the_window():

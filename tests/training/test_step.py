@@ -143,6 +143,17 @@ def test_a_spike_is_skipped_by_the_rule_of_sigma(step):
         np.testing.assert_array_equal(a, b)
 
 
+def test_an_update_that_is_not_finite_is_skipped(step):
+    """A second moment that overflowed: loss and gradient are finite, the update not."""
+    state = start()
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.optimizer[1].nu)
+    moments = (state.optimizer[0], state.optimizer[1]._replace(nu=broken))
+    state = state._replace(optimizer=(*moments, *state.optimizer[2:]))
+    after, metrics = step(state, batch())
+    assert np.isfinite(metrics["loss"]) and int(metrics["skipped"]) == 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.model))
+
+
 def test_without_the_rule_the_damage_is_done(step):
     after, metrics = step(start(), batch(first=POISON), enabled=False)
     assert int(metrics["skipped"]) == 0

@@ -1,0 +1,246 @@
+"""Kill and resume: a run killed at any moment and resumed ends with the same bits.
+
+Reproduces no table. Trains a tiny model once without a break, with a checkpoint every
+five steps; then again and again, each time killed (SIGKILL) once: in turn at a random
+moment and in the middle of a save. Each is resumed by the same command, and what it
+ends with is compared bit for bit with the unbroken run: parameters, optimizer state,
+data-iterator state and all rows of metrics.jsonl less their timings. Expect a line a
+kill and at last "20 of 20 ended bit-identical", in about five minutes on two cores;
+exit code 1 if one differs.
+
+    python experiments/kill_and_resume.py --kills 20
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tyro
+from jax.sharding import SingleDeviceSharding
+
+from recurjax.data.config import Bytes, DataConfig, EmbeddedText
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.self_attention import AttentionConfig
+from recurjax.model import ModelConfig
+from recurjax.training.checkpoint import Checkpoints
+from recurjax.training.config import EvaluationConfig, TrainingConfig
+from recurjax.training.manifest import Manifest, named, nested
+from recurjax.training.optimizer import AdamW
+from recurjax.training.run_directory import RunDirectory
+from recurjax.training.schedule import Cosine
+from recurjax.variants.transformer import TransformerConfig
+
+STEPS, EVERY = 40, 5
+TIMINGS = ("tokens_per_second", "mfu")
+
+
+def config() -> Experiment:
+    """Returns the experiment."""
+    return Experiment(
+        name="kill_and_resume",
+        model=ModelConfig(
+            vocabulary=257,
+            tied_head=True,
+            stack=TransformerConfig(
+                layers=2,
+                width=16,
+                attention=AttentionConfig(heads=4, key_heads=2, head_width=4),
+                mlp=MlpConfig(kind="swiglu", width=32),
+            ),
+        ),
+        data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes()),
+        optimizer=AdamW(learning_rate=1e-2),
+        schedule=Cosine(warmup_steps=4),
+        training=TrainingConfig(
+            steps=STEPS, batch=16, length=64, log_every=1, checkpoint_every=EVERY
+        ),
+        evaluation=EvaluationConfig(every=10, batches=2),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Kills training runs and compares what they end with.
+
+    Attributes:
+      kills: how many runs are killed.
+      seed: of the moments.
+      directory: keeps the runs there; None: in a directory that is removed.
+    """
+
+    kills: int = 20
+    seed: int = 0
+    directory: Path | None = None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the experiment and returns its exit code."""
+    options = tyro.cli(Options, args=argv, description=__doc__)
+    with tempfile.TemporaryDirectory() as temporary:
+        root = options.directory or Path(temporary)
+        same = _identical_ends(root, options.kills, random.Random(options.seed))
+    print(f"{same} of {options.kills} ended bit-identical")
+    return 0 if same == options.kills else 1
+
+
+class Contents(NamedTuple):
+    """All that must agree between two runs.
+
+    Attributes:
+      step: of the newest checkpoint.
+      arrays: of that checkpoint, as bytes, by name.
+      data_states: the data iterator's state in each process.
+      metrics: the rows of metrics.jsonl without timings.
+    """
+
+    step: int
+    arrays: dict[str, bytes]
+    data_states: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]
+
+
+def contents(root: Path) -> Contents:
+    """Reads what a run directory ended with."""
+    run = RunDirectory(root)
+    checkpoints = Checkpoints(run.checkpoints)
+    step = checkpoints.steps()[-1]
+    manifest = run.checkpoints / str(step) / "manifest" / "manifest.json"
+    place = SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        name: jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=place)
+        for name, entry in Manifest.from_text(manifest.read_text()).arrays.items()
+    }
+    restored = checkpoints.restore(nested(wanted), step=step)
+    checkpoints.close()
+    if restored is None:
+        raise UserError(f"{root} has no checkpoint")
+    rows = map(json.loads, run.metrics.read_text().splitlines())
+    return Contents(
+        step=step,
+        arrays={n: np.asarray(x).tobytes() for n, x in named(restored.tree).items()},
+        data_states=restored.data_states,
+        metrics=[{k: v for k, v in row.items() if k not in TIMINGS} for row in rows],
+    )
+
+
+def difference(got: Contents, want: Contents) -> str:
+    """Names what differs; empty when nothing does."""
+    fields = [
+        name
+        for name in ("step", "data_states", "metrics")
+        if getattr(got, name) != getattr(want, name)
+    ]
+    names = sorted(got.arrays.keys() | want.arrays.keys())
+    fields += [n for n in names if got.arrays.get(n) != want.arrays.get(n)]
+    return ", ".join(fields)
+
+
+def _identical_ends(root: Path, kills: int, moments: random.Random) -> int:
+    began = time.monotonic()
+    whole = _unbroken(root)
+    print(f"the unbroken run: {STEPS} steps, {time.monotonic() - began:.1f} s")
+    same = 0
+    for number in range(1, kills + 1):
+        began = time.monotonic()
+        name = f"killed-{number}"
+        shutil.rmtree(root / name, ignore_errors=True)
+        seen, moment = _kill(root, name, moments, while_saving=number % 2 == 0)
+        resumed = _finish(root, name)
+        differs = difference(contents(root / name), whole)
+        same += not differs
+        print(
+            f"kill {number:>2} {moment}, after step {seen} was reported; {resumed}; "
+            + (f"DIFFERENT in {differs}" if differs else "bit-identical")
+            + f" ({time.monotonic() - began:.1f} s)",
+            flush=True,
+        )
+    return same
+
+
+def _unbroken(root: Path) -> Contents:
+    shutil.rmtree(root / "whole", ignore_errors=True)
+    _finish(root, "whole")
+    return contents(root / "whole")
+
+
+def _kill(
+    root: Path, name: str, moments: random.Random, *, while_saving: bool
+) -> tuple[int, str]:
+    """Starts a run and kills it; returns the last step it told of, and the moment."""
+    process, saves = _start(root, name), root / name / "checkpoints"
+    last, seen = moments.randrange(1, STEPS), 0
+    delay = moments.uniform(0.0, 0.03 if while_saving else 0.2)
+    assert process.stdout is not None
+    while seen < last:
+        line = process.stdout.readline()
+        if not line:
+            break
+        seen = _step_of(line, seen)
+    while while_saving and process.poll() is None and not _is_saving(saves):
+        pass
+    time.sleep(delay)
+    process.kill()
+    rest = process.communicate()[0].splitlines()
+    for line in rest:
+        seen = _step_of(line, seen)
+    if process.returncode == 0:
+        return seen, "after its end"
+    if process.returncode != -signal.SIGKILL:
+        raise RuntimeError(f"{name} failed: {' / '.join(rest[-3:])}")
+    return seen, "in a save" if _is_saving(saves) else "between saves"
+
+
+def _finish(root: Path, name: str) -> str:
+    """Runs to the end and returns what was said about where it began."""
+    process = _start(root, name)
+    said = process.communicate()[0].splitlines()
+    if process.returncode != 0:
+        raise RuntimeError(f"{name} failed: {' / '.join(said[-3:])}")
+    resumed = [line for line in said if line.startswith("resuming")]
+    return resumed[0] if resumed else "begun anew"
+
+
+def _start(root: Path, name: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "recurjax.cli.main", "train", __file__]
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(root / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return subprocess.Popen(
+        [*command, "--runs", str(root), "--name", name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **cache, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def _step_of(line: str, before: int) -> int:
+    """Takes n from "step n/40  loss ..."; other lines change nothing."""
+    head, _, rest = line.partition("/")
+    told = head.startswith("step ") and rest.startswith(str(STEPS))
+    return int(head.removeprefix("step ")) if told else before
+
+
+def _is_saving(checkpoints: Path) -> bool:
+    """Whether a step is being written: orbax renames its directory at the end."""
+    names = os.listdir(checkpoints) if checkpoints.is_dir() else []
+    return any("orbax-checkpoint-tmp" in name for name in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+import json
+import math
+import shutil
+
+import pytest
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.corpora import embedded_text
+from tests.cli.commands import assert_refused, recurjax
+
+TEXT = "To be, or not to be, that is the question:\n" * 3
+
+
+def evaluate(run, *options):
+    code, out, err = recurjax("evaluate", run, *options)
+    assert (code, err) == (0, ""), (out, err)
+    return json.loads(out)
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def test_a_file_gets_loss_perplexity_and_bits_per_byte(finished, text, tmp_path):
+    out = tmp_path / "out.json"
+    got = evaluate(finished, "--text", text, "--batch", 2, "--json", out)
+    assert json.loads(out.read_text()) == got
+    assert list(got)[:4] == ["run", "step", "text", "length"]
+    assert [*got.values()][:4] == [str(finished), 12, str(text), 16]
+    # BOS stands before the text and is not predicted.
+    assert got["tokens"] == got["bytes"] == len(TEXT)
+    assert 2 < got["loss"] < math.log(300)
+    assert got["perplexity"] == pytest.approx(math.exp(got["loss"]))
+    # Every token is one byte.
+    assert got["bits_per_byte"] == pytest.approx(got["loss"] / math.log(2))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_batch_changes_nothing_and_the_length_what_a_row_sees(finished, text):
+    small, large = (evaluate(finished, "--text", text, "--batch", b) for b in (1, 64))
+    assert small["loss"] == pytest.approx(large["loss"], rel=1e-5)
+    longer = evaluate(finished, "--text", text, "--length", 129, "--batch", 1)
+    assert (longer["length"], longer["tokens"]) == (129, len(TEXT))
+    assert longer["loss"] != pytest.approx(small["loss"], rel=1e-4)
+
+
+def test_without_a_file_it_is_the_validation_split_of_the_run(finished):
+    got = evaluate(finished, "--batch", 512)
+    assert got["text"] == "validation split"
+    whole = len(embedded_text().encode())
+    assert got["bytes"] == pytest.approx(whole / 10, abs=2)
+
+
+def test_the_train_split_can_be_asked_for(finished):
+    got = evaluate(finished, "--split", "train", "--batch", 2048, "--length", 128)
+    assert got["text"] == "train split"
+    whole = len(embedded_text().encode())
+    assert got["bytes"] == pytest.approx(0.9 * whole, abs=2)
+
+
+def test_a_place_that_cannot_take_the_json_is_told_first(finished, tmp_path):
+    answer = recurjax("evaluate", finished, "--json", tmp_path / "no" / "out.json")
+    assert_refused(answer, "--json: there is no directory .*no$")
+
+
+def test_an_older_step_can_be_asked_for(finished, text):
+    old, new = (evaluate(finished, "--text", text, "--step", s) for s in (9, 12))
+    assert (old["step"], new["step"]) == (9, 12) and old["loss"] != new["loss"]
+    assert_refused(
+        recurjax("evaluate", finished, "--step", 5), "has no checkpoint 5; it has .*12"
+    )
+
+
+def test_mistakes_are_told_in_a_sentence(finished, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for words, pattern in [
+        ((tmp_path / "none",), "no run directory at .*none"),
+        ((tmp_path,), "is not a run directory: no config.json"),
+        ((finished, "--text", tmp_path / "no.txt"), "no.txt"),
+        ((finished, "--text", empty), "no text|empty"),
+        ((finished, "--text", binary), "binary.txt.*UTF-8"),
+        ((finished, "--batch", 0), "must be at least 1, got 0"),
+        ((finished, "--length", "long"), r"--length: .*'long'"),
+        ((finished, "--txt", "a"), r"no option --txt: did you mean --text\?"),
+        ((), "run|RUN"),
+    ]:
+        assert_refused(recurjax("evaluate", *words), pattern)
+
+
+def test_a_run_without_a_checkpoint_or_with_another_tokenizer_is_told(
+    finished, tmp_path
+):
+    run = shutil.copytree(finished, tmp_path / "tiny")
+    ByteTokenizer(bos=False).save(run / "tokenizer")
+    for command in ("evaluate", "generate"):
+        words = ("--prompt", "a") if command == "generate" else ()
+        answer = recurjax(command, run, *words)
+        assert_refused(answer, "has 256 tokens, the model 257: put the run's own")
+    ByteTokenizer().save(run / "tokenizer")
+    shutil.rmtree(run / "checkpoints")
+    assert_refused(recurjax("evaluate", run), "has no checkpoint yet: train it first")

@@ -1,0 +1,193 @@
+import dataclasses
+import shutil
+
+import pytest
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.training.run_directory import RunDirectory
+from tests.cli.commands import TINY, assert_refused, experiment_file, recurjax
+from tests.training.tiny_experiment import config
+
+OPTIONS = [
+    (
+        "--training.stepz 3",
+        r"no option --training.stepz: did you mean --training.steps\?",
+    ),
+    ("--steps 3", r"there is no option --steps: did you mean --training.steps\?"),
+    ("--optimiser.b1=0.5", r"no option --optimiser.b1: did you mean --optimizer.b1\?"),
+    ("--training.steps many", r"--training.steps: .*'many' \(it wants INT\)"),
+    ("--optimizer.learning-rate", "Missing value .*--optimizer.learning-rate"),
+    ("--data.packing tight", r"'tight'.*--data.packing.*'concat', 'best_fit'"),
+    ("--training.profile 3", r"--training.profile: .*\{INT INT\}"),
+    ("--training.deterministic True", "Unrecognized options: True"),
+    ("stray", "Unrecognized options: stray"),
+    ("--training.steps 0", "training.steps must be at least 1, got 0"),
+    ("--training.accumulation 3", "batch must be a multiple of .*accumulation"),
+    ("--training.profile 5 2", r"1 <= first <= last, got \(5, 2\)"),
+    (
+        "--schedule.warmup-steps 13",
+        "warmup_steps must lie between 0 and .* = 12, got 13",
+    ),
+    ("--name a/b", "name must be fit for a directory"),
+    ("--runs", "--runs needs a directory"),
+    (
+        "--model.vocabulary 300",
+        "tokenizer has 257 tokens and the model 300: set --model",
+    ),
+    ("--data.tokenizer.no-bos", "the tokenizer has 256 tokens and the model 257"),
+    ("--mesh.data 3", r"the mesh \(data=3, .* does not fit 8 devices: set --mesh.data"),
+    (
+        "--training.batch 12",
+        "a batch of 12 rows cannot .* make training.batch / training",
+    ),
+    (
+        "--evaluation.batch 3",
+        "a batch of 3 rows .* make evaluation.batch a multiple of 8",
+    ),
+    (
+        "--training.length 2000000",
+        "the train split has .* a row of length 2000000 needs",
+    ),
+    ("--data.validation-fraction 0", "the validation split has 0 tokens"),
+]
+
+
+@pytest.mark.parametrize("options, pattern", OPTIONS, ids=[row[0] for row in OPTIONS])
+def test_a_wrong_option_gets_one_sentence(tmp_path, monkeypatch, options, pattern):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(recurjax("train", TINY, *options.split()), pattern)
+    assert not list(tmp_path.iterdir()), "a run directory was made"
+
+
+def test_the_file_comes_first_and_must_be_there(tmp_path):
+    assert_refused(
+        recurjax("train", "--training.steps", 3), "the experiment file first"
+    )
+    assert_refused(
+        recurjax("train", tmp_path / "no.py"), "no experiment file at .*no.py"
+    )
+    assert_refused(recurjax("train", tmp_path), "no experiment file at")
+
+
+CORPORA = [
+    ("TextFiles(patterns=('{folder}/*.txt',))", "no|match"),
+    ("TextFiles(patterns=('{folder}/empty.md',))", "empty|no text"),
+    ("Prepared(directory='{folder}/nothing')", "nothing"),
+    ("Parquet(patterns=('{folder}/empty.md',))", "empty.md"),
+]
+
+
+@pytest.mark.parametrize("corpus, pattern", CORPORA, ids=[row[0] for row in CORPORA])
+def test_a_corpus_that_is_missing_or_empty_is_named(tmp_path, corpus, pattern):
+    (tmp_path / "empty.md").touch()
+    corpus = corpus.format(folder=tmp_path)
+    body = f"return changed(tiny(), data={{'corpus': {corpus}}})"
+    file = experiment_file(tmp_path, body)
+    assert_refused(recurjax("train", file, "--runs", tmp_path / "runs"), pattern)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_tokenizer_that_did_not_make_the_data_is_told(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("To be, or not to be, that is the question. " * 20)
+    code, _, _ = recurjax(
+        "data", "prepare", "--out", tmp_path / "data", "--corpus", file
+    )
+    assert code == 0
+    corpus = f"Prepared(directory='{tmp_path}/data')"
+    body = (
+        f"return changed(tiny(), data={{'corpus': {corpus}, "
+        "'tokenizer': Bytes(bos=False)})"
+    )
+    answer = recurjax("train", experiment_file(tmp_path, body), "--runs", tmp_path)
+    assert_refused(answer, "data was prepared with another tokenizer .*: use Tokenizer")
+    assert not (tmp_path / "tiny").exists()
+
+
+@pytest.fixture
+def claimed(tmp_path):
+    run = RunDirectory(tmp_path / "runs" / "tiny")
+    run.claim(config(), ByteTokenizer())
+    (run.checkpoints / "3").mkdir(parents=True)  # else it could be started anew
+    return run
+
+
+def resume(run, *options):
+    return recurjax("train", TINY, "--runs", run.root.parent, *options)
+
+
+def test_a_run_of_another_config_is_told_field_by_field(claimed):
+    answer = resume(claimed, "--training.steps", 13, "--optimizer.b1", 0.8)
+    assert_refused(
+        answer,
+        "holds a run of another config .*training.steps: 13 instead of 12; "
+        "optimizer.b1: 0.8 instead of 0.9.*choose another --name",
+    )
+
+
+def test_a_run_that_saved_nothing_starts_anew_with_other_settings(claimed, tmp_path):
+    (claimed.checkpoints / "3").rmdir()
+    # Accepted, and refused only for what comes later.
+    answer = resume(claimed, "--optimizer.b1", 0.8, "--training.length", 2000000)
+    assert_refused(answer, "a row of length 2000000 needs")
+
+
+def test_a_tokenizer_changed_in_the_run_directory_is_told(claimed):
+    ByteTokenizer(bos=False).save(claimed.tokenizer)
+    assert_refused(resume(claimed), "has 256 tokens, the model 257: put the run's own")
+    shutil.rmtree(claimed.tokenizer)
+    assert_refused(resume(claimed), "no tokenizer at .*runs/tiny/tokenizer")
+
+
+def test_a_damaged_config_is_told(claimed):
+    text = claimed.config.read_text()
+    claimed.config.write_text(text[: len(text) // 2])
+    assert_refused(resume(claimed), "tiny/config.json is not valid JSON")
+    claimed.config.write_text(text.replace('"steps"', '"stepz"'))
+    assert_refused(resume(claimed), "config.json.training has no field stepz")
+
+
+def test_a_place_that_cannot_hold_a_run_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    assert_refused(recurjax("train", TINY, "--runs", tmp_path / "file"), "file/tiny")
+
+
+def test_a_full_disk_is_told(claimed):
+    # Whatever is written to this device fails as on a full disk.
+    claimed.config.with_name("config.json.partial").symlink_to("/dev/full")
+    claimed.config.unlink()
+    assert_refused(resume(claimed), "No space left on device")
+
+
+def test_an_unknown_command_names_the_nearest():
+    assert_refused(recurjax("trian", TINY), r"no command 'trian': did you mean train\?")
+    assert_refused(recurjax("fly"), "no command 'fly': known: train, ")
+
+
+def test_help_is_no_error():
+    for words in ([], ["--help"], ["train"], ["train", "--help"]):
+        code, out, err = recurjax(*words)
+        assert (code, err) == (0, "") and out.startswith("usage: recurjax")
+    code, out, err = recurjax("train", TINY, "--help")
+    assert (code, err) == (0, "") and "--model.stack.attention.heads INT" in out
+
+
+def test_options_replace_what_the_file_says():
+    from recurjax.cli.options import override
+
+    words = "--mesh.data 4 --training.gradient-clip None --training.steps=7"
+    words += (
+        " --training.deterministic --data.tokenizer.no-bos --schedule.warmup_steps 1"
+    )
+    got = override(config(), words.split(), prog="train")
+    assert (got.mesh.data, got.training.gradient_clip) == (4, None)
+    assert (got.training.steps, got.training.deterministic) == (7, True)
+    assert (got.data.tokenizer.bos, got.schedule.warmup_steps) == (False, 1)
+    same = dataclasses.replace(
+        got,
+        mesh=config().mesh,
+        training=config().training,
+        data=config().data,
+        schedule=config().schedule,
+    )
+    assert same == config()

@@ -1,0 +1,83 @@
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.evaluation.perplexity import score
+from recurjax.types import IGNORED, Batch, Tokens
+from tests.training.tiny_experiment import config, drawn
+
+MODEL = dataclasses.replace(config().model, vocabulary=5)
+BYTES = np.array([1, 2, 0, 3, 1])  # Token 2 is special: it stands for no text.
+IDS = np.array([[0, 3, 1, 4], [2, 1, 1, 0], [4, 2, 0, 3]])
+TARGETS = np.array([[3, 1, 4, 2], [1, 1, 0, IGNORED], [2, 0, 3, 1]])
+
+
+@pytest.fixture(scope="module")
+def model(quick_compilation):
+    return drawn(MODEL, scale=0.5)
+
+
+@pytest.fixture(scope="module")
+def surprise(model):
+    """-ln p(target) of each position, by a softmax of the plain logits."""
+    forward = jax.jit(lambda m, ids: m(Tokens(ids), m.init_cache(len(ids), 0))[0])
+    logits = np.asarray(forward(model, jnp.asarray(IDS)), np.float64)
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.take_along_axis(probabilities, TARGETS.clip(0)[..., None], -1)[..., 0]
+    return -np.log(chosen)
+
+
+def batches(targets=TARGETS, rows=3):
+    for start in range(0, len(IDS), rows):
+        part = slice(start, start + rows)
+        yield Batch(jnp.asarray(IDS[part]), jnp.asarray(targets[part]))
+
+
+def test_loss_is_nats_a_token_and_perplexity_its_exponential(model, surprise):
+    got = score(model, batches(), token_bytes=BYTES)
+    want = sum(
+        surprise[b, t] for b in range(3) for t in range(4) if TARGETS[b, t] != IGNORED
+    )
+    assert got.tokens == 11
+    assert got.loss == pytest.approx(want / 11, rel=1e-5)
+    assert got.perplexity == pytest.approx(math.exp(want / 11), rel=1e-5)
+
+
+def test_bits_per_byte_are_those_of_the_text_without_special_tokens(model, surprise):
+    got = score(model, batches(), token_bytes=BYTES)
+    # Targets, row by row: 3 1 4 (2), 1 1 0, (2) 0 3 1.
+    assert got.bytes == (3 + 2 + 1) + (2 + 2 + 1) + (1 + 3 + 2)
+    nats = surprise[0, :3].sum() + surprise[1, :3].sum() + surprise[2, 1:].sum()
+    assert got.bits_per_byte == pytest.approx(nats / math.log(2) / 17, rel=1e-5)
+
+
+@pytest.mark.parametrize("rows, chunks", [(1, 1), (3, 3)])
+def test_neither_batches_nor_chunks_change_the_score(model, rows, chunks):
+    want = score(model, batches(), token_bytes=BYTES)
+    calls = []
+    got = score(
+        model,
+        batches(rows=rows),
+        token_bytes=BYTES,
+        chunks=chunks,
+        between=lambda: calls.append(1),
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert len(calls) == 3 // rows
+
+
+def test_a_text_of_special_tokens_only_has_no_bits_per_byte(model):
+    only = np.where(TARGETS == 2, TARGETS, IGNORED)
+    got = score(model, batches(only), token_bytes=BYTES)
+    assert (got.tokens, got.bytes) == (2, 0)
+    assert math.isnan(got.bits_per_byte) and got.loss > 0
+
+
+def test_nothing_to_predict_is_an_error(model):
+    nothing = np.full_like(TARGETS, IGNORED)
+    with pytest.raises(ValueError, match="no tokens to predict"):
+        score(model, batches(nothing), token_bytes=BYTES)

@@ -1,0 +1,51 @@
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.kill_and_resume import contents, difference
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "kill_and_resume.py"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The runs of two kills late enough to resume, and what was printed."""
+    root = tmp_path_factory.mktemp("kills")
+    words = ["--kills", "2", "--directory", str(root)]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=500
+    )
+    return root, done
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_and_resumed_ends_with_the_same_bits(runs):
+    _, done = runs
+    assert (done.returncode, done.stderr) == (0, ""), done
+    lines = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["kill", "1"], ["kill", "2"]]
+    assert all("; bit-identical (" in line for line in lines[1:3])
+    assert all("resuming at step" in line for line in lines[1:3])
+    assert lines[3:] == ["2 of 2 ended bit-identical"]
+
+
+@pytest.mark.slow
+def test_one_changed_number_is_found(runs, tmp_path):
+    root, _ = runs
+    want = contents(root / "whole")
+    copy = Path(shutil.copytree(root / "killed-1", tmp_path / "copy"))
+    assert difference(contents(copy), want) == ""
+    rows = [
+        json.loads(row) for row in (copy / "metrics.jsonl").read_text().splitlines()
+    ]
+    rows[5]["loss"] += 1e-7
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (copy / "metrics.jsonl").write_text(text)
+    assert difference(contents(copy), want) == "metrics"
+    name, array = next(iter(want.arrays.items()))
+    flipped = want.arrays | {name: bytes([array[0] ^ 1]) + array[1:]}
+    assert difference(want._replace(arrays=flipped), want) == name

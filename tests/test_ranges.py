@@ -1,0 +1,37 @@
+import math
+
+import pytest
+
+from recurjax.errors import UserError
+from recurjax.training.config import EvaluationConfig, TrainingConfig
+from recurjax.training.objective import NextToken
+from recurjax.training.optimizer import Adam, AdamW
+from recurjax.training.schedule import Constant, Cosine, LinearWarmdown
+
+SIZES = {"steps": 1, "batch": 1, "length": 1}
+REFUSED = [
+    (AdamW, {"learning_rate": -1.0}, "AdamW: learning_rate must be > 0, got -1.0"),
+    (Adam, {"learning_rate": math.nan}, "Adam: learning_rate must be > 0, got nan"),
+    (Adam, {"learning_rate": math.inf}, "Adam: learning_rate must be > 0, got inf"),
+    (AdamW, {"learning_rate": 1.0, "b1": 2.0}, "b1 must be >= 0 and < 1, got 2.0"),
+    (AdamW, {"learning_rate": 1.0, "b2": 1.0}, "b2 must be >= 0 and < 1, got 1.0"),
+    (AdamW, {"learning_rate": 1.0, "eps": 0.0}, "eps must be > 0, got 0.0"),
+    (AdamW, {"learning_rate": 1.0, "weight_decay": -0.1}, "weight_decay must be >= 0"),
+    (Constant, {"start": -0.1}, "Constant: start must be >= 0 and <= 1, got -0.1"),
+    (Cosine, {"end": 1.5}, "Cosine: end must be >= 0 and <= 1, got 1.5"),
+    (LinearWarmdown, {"warmdown": math.nan}, "warmdown must be >= 0 and <= 1, got nan"),
+    (NextToken, {"z_loss": -1.0}, "NextToken: z_loss must be >= 0, got -1.0"),
+    (TrainingConfig, SIZES | {"gradient_clip": math.nan}, "gradient_clip must be > 0"),
+    (EvaluationConfig, {"temperature": -1.0}, "temperature must be >= 0, got -1.0"),
+    (EvaluationConfig, {"sample_tokens": 0}, "sample_tokens must be >= 1, got 0"),
+]
+
+
+@pytest.mark.parametrize("kind, values, sentence", REFUSED)
+def test_a_value_outside_its_range_is_named(kind, values, sentence):
+    with pytest.raises(UserError, match=sentence):
+        kind(**values)
+
+
+def test_what_is_switched_off_has_no_range():
+    assert TrainingConfig(**SIZES, gradient_clip=None).gradient_clip is None

@@ -1,0 +1,62 @@
+"""A disk that becomes full at any point of a save: always the same one sentence."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from checkpoint_cases import state
+
+from recurjax.errors import UserError
+from recurjax.training.checkpoint import Checkpoints
+
+
+def test_wherever_a_full_disk_is_noticed_the_sentence_is_the_same(tmp_path):
+    apart = ["unshare", "--mount", "--map-root-user"]
+    try:
+        mount = ["mount", "-t", "tmpfs", "none", str(tmp_path)]
+        subprocess.run([*apart, *mount], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot mount a small file system of its own: {error}")
+    done = subprocess.run(
+        [*apart, sys.executable, "-W", "error", __file__, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    told = [line for line in done.stdout.splitlines() if line != "enough"]
+    sentence = (
+        rf"UserError: checkpoint \d could not be written to {tmp_path}: no space left"
+        r" on the device; (the last good checkpoint is \d|there is none yet)\."
+    )
+    assert len(told) > 15
+    assert [line for line in told if not re.fullmatch(sentence, line)] == []
+
+
+def save_on_disks_of_all_sizes(directory):
+    """Names what saving twice raised, for each number of files that the disk holds."""
+    for files in range(4, 46):
+        disk = f"size=900k,nr_inodes={files}"
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", disk, "none", directory], check=True
+        )
+        try:
+            save_two_steps(directory)
+            print("enough")
+        except (UserError, OSError) as error:
+            print(f"{type(error).__name__}: {error}")
+        subprocess.run(["umount", directory], check=True)
+
+
+def save_two_steps(directory):
+    checkpoints = Checkpoints(directory)
+    try:
+        for step in (1, 2):
+            checkpoints.save(step, state(step), data_state={})
+    finally:
+        checkpoints.close()
+
+
+if __name__ == "__main__":
+    save_on_disks_of_all_sizes(sys.argv[1])
