@@ -67,7 +67,7 @@ def _decode(wanted: Any, data: Any, path: str) -> Any:
 
 def _decode_union(members: tuple[Any, ...], data: Any, path: str) -> Any:
     if isinstance(data, dict):
-        named = {m.__name__: m for m in members if dataclasses.is_dataclass(m)}
+        named = {m.__name__: m for m in members if _is_config(m)}
         if data.get("type") not in named:
             raise UserError(
                 f"{path}.type must be one of {', '.join(named)}, "
@@ -85,6 +85,10 @@ def _decode_union(members: tuple[Any, ...], data: Any, path: str) -> Any:
         except UserError:
             continue
     raise UserError(f"{path} must be of type {_names(members)}, got {data!r}")
+
+
+def _is_config(member: Any) -> bool:
+    return dataclasses.is_dataclass(member)
 
 
 def _decode_dataclass(wanted: Any, data: Any, path: str) -> Any:

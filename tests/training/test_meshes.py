@@ -64,3 +64,6 @@ def test_every_mesh_gives_the_same_losses_and_parameters(
             got[name], want[name], rtol=0, atol=1e-5 * scale, err_msg=name
         )
     assert len(model.w_embedding[...].sharding.device_set) == np.prod(shape)
+    weight = model.stack.blocks[0].mlp.w_up[...]
+    (shard, *_) = weight.addressable_shards
+    assert shard.data.size * shape[1] * shape[2] == weight.size
