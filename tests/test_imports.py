@@ -12,7 +12,7 @@ from tests.source_tree import ROOT, imported_by, modules, tree_of
 # beside it. The longest name that fits a module decides. A new part needs a place here.
 ORDER = (
     ("types", "errors", "parameters", "devices"),
-    ("layers", "data", "sharding", "distributed", "config_json"),
+    ("layers", "data", "sharding", "distributed", "config_json", "ranges"),
     ("variants",),
     ("model",),
     ("cross_entropy", "training.spikes"),
