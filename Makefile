@@ -2,6 +2,8 @@
 #   make quickstart   train a small model on Shakespeare and sample from it
 #   make test         lint, types and the suite (under 15 minutes on two cores)
 #   make test-slow    the tests marked slow (under 25 minutes more)
+#   make compilers    fetch the TPU and CUDA compilers (1.2 GB on disk), which show here
+#                     that the kernels compile for devices that are not here
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=2
 WORKERS ?= 2
 
-.PHONY: quickstart test lint test-slow format clean
+.PHONY: quickstart test lint test-slow compilers format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python experiments/quickstart.py
@@ -31,6 +33,11 @@ lint: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Apart from the environment: their plugins would disturb every start on a CPU.
+compilers: $(VENV)/.installed
+	rm -rf .compilers
+	$(PIP) --target .compilers --no-deps libtpu jax-cuda12-plugin jax-cuda12-pjrt
 
 clean:
 	rm -rf $(VENV)

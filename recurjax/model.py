@@ -11,8 +11,11 @@ from jaxtyping import Float
 from recurjax.errors import UserError
 from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.norm import Norm, NormConfig
-from recurjax.layers.position import LearnedPositions
 from recurjax.types import Array, Cache, Tokens
+from recurjax.variants.recurrent_transformer import (
+    RecurrentTransformerConfig,
+    RecurrentTransformerStack,
+)
 from recurjax.variants.transformer import TransformerConfig, TransformerStack
 
 
@@ -30,10 +33,13 @@ class Stack(Protocol):
         ...
 
 
-StackConfig = TransformerConfig
+StackConfig = TransformerConfig | RecurrentTransformerConfig
 """Every variant's configuration: a closed union, told apart by class in JSON."""
 
-_STACKS: dict[type, type] = {TransformerConfig: TransformerStack}
+_STACKS: dict[type, type] = {
+    TransformerConfig: TransformerStack,
+    RecurrentTransformerConfig: RecurrentTransformerStack,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +87,7 @@ class ModelConfig:
     @property
     def max_length(self) -> int | None:
         """The most tokens that a sequence can have; None: no limit."""
-        position = self.stack.attention.position
-        return position.length if isinstance(position, LearnedPositions) else None
+        return self.stack.max_length
 
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs a token: the stack's count and 6 D V for the head."""

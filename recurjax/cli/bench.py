@@ -16,6 +16,7 @@ from recurjax.errors import UserError
 
 BENCHES = {
     "transformer": "recurjax.bench.transformer",
+    "recurrent_transformer": "recurjax.bench.recurrent_transformer",
     "trainer": "recurjax.bench.trainer",
 }
 """What can be timed, and the module whose `rows` times it."""

@@ -6,6 +6,7 @@ from typing import Literal
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
+from recurjax.layers.position import LearnedPositions
 from recurjax.layers.rematerialization import Remat
 from recurjax.layers.self_attention import AttentionConfig
 
@@ -56,6 +57,12 @@ class TransformerConfig:
             )
         if any(window is not None and window < 0 for window in self.windows):
             raise ValueError(f"TransformerConfig: a window is negative: {self.windows}")
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens that a sequence can have; None: no limit."""
+        position = self.attention.position
+        return position.length if isinstance(position, LearnedPositions) else None
 
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs a token at sequence length T, embedding and head aside.

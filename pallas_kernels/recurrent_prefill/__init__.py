@@ -1,0 +1,21 @@
+"""Recurrent Transformer layers: prefill, training and decode in one op."""
+
+from pallas_kernels.recurrent_prefill.api import recurrent_prefill
+from pallas_kernels.recurrent_prefill.arrays import (
+    LayerWeights,
+    RecurrentCache,
+    Residuals,
+    Rows,
+    empty_cache,
+)
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+
+__all__ = [
+    "LayerSpec",
+    "LayerWeights",
+    "RecurrentCache",
+    "Residuals",
+    "Rows",
+    "empty_cache",
+    "recurrent_prefill",
+]

@@ -1,0 +1,113 @@
+"""The op: L Recurrent Transformer layers over T more positions of every row."""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from pallas_kernels.recurrent_prefill import mosaic_tpu, triton, xla
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerWeights,
+    RecurrentCache,
+    Rows,
+)
+from pallas_kernels.recurrent_prefill.checks import check_call
+from pallas_kernels.recurrent_prefill.spec import LayerSpec, Schedule
+
+Implementation = Literal["triton", "mosaic_tpu", "xla"]
+
+_BACKENDS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla}
+"""In order of preference; the last one can do everything."""
+
+
+def recurrent_prefill(
+    x: Float[Array, "B T D"],
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    *,
+    spec: LayerSpec,
+    rows: Rows | None = None,
+    schedule: Schedule | None = None,
+    tile: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T D"], RecurrentCache]:
+    """Runs z_i = layer(x_i, persistent pairs of j < i, temporary pair of i) for all i.
+
+    With n the pre-norm, kt_i, vt_i = W_k n(x_i), W_v n(x_i) and k_i, v_i those of z_i:
+
+        a_i = W_out softmax_j([q_i k_j + b_ij for j < i, q_i kt_i]) [v_j ..., vt_i]
+        y_i = x_i + s a_i;   z_i = y_i + s MLP(n'(y_i))
+
+    Source: the Recurrent Transformer paper, section 3.2. Differentiable in x, weights
+    and cache; the backward pass keeps O(T) memory a layer.
+
+    Args:
+      x: residual stream; it is at least float32 inside, z has x's dtype.
+      weights: of L layers, run one after the other.
+      cache: of the positions before; of length 0: training, from position 0.
+      spec: every switch of the layer.
+      rows: lengths and segments; None: full rows of one document.
+      schedule: "naive": position by position over the whole prefix; "tiled": the
+        paper's tiles, doubling; "prefix": each tile first meets all earlier ones;
+        "wavefront": the same for all L layers at once, each one tile behind the one
+        below. All give the same result up to rounding. None: chosen by measurement.
+      tile: positions handled between two tile updates, a multiple of spec.block. None:
+        chosen by measurement.
+      implementation: a backend, which then runs or raises; None: the first that can.
+
+    Raises:
+      ValueError: shapes disagree, more positions than the cache has slots, an unknown
+        schedule or a tile that is not valid.
+      NotImplementedError: the named backend cannot; segments with a real cache.
+    """
+    rows = Rows() if rows is None else rows
+    check_call(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
+    options = {"spec": spec, "schedule": schedule, "tile": tile}
+    names = list(_BACKENDS) if implementation is None else [implementation]
+    for name in names:
+        if name not in _BACKENDS:
+            raise ValueError(
+                f"recurrent_prefill: wants an implementation of {list(_BACKENDS)}, got "
+                f"{name!r}"
+            )
+        reason = _BACKENDS[name].supported(x, weights, cache, rows, **options)
+        if reason is None:
+            options = tuple(options.items())
+            return _run(name, options, x, weights, cache, rows)
+    raise NotImplementedError(f"recurrent_prefill: {names[-1]}: {reason}")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(name, options, x, weights, cache, rows):
+    z, cache, _ = _BACKENDS[name].forward(
+        x, weights, cache, rows, residuals=False, **dict(options)
+    )
+    return z, cache
+
+
+def _forward(name, options, x, weights, cache, rows):
+    z, written, residuals = _BACKENDS[name].forward(
+        x, weights, cache, rows, residuals=True, **dict(options)
+    )
+    return (z, written), (x, weights, cache, rows, residuals)
+
+
+def _backward(name, options, kept, cotangents):
+    x, weights, cache, rows, residuals = kept
+    for_z, for_cache = cotangents
+    for_x, for_weights, for_cache = _BACKENDS[name].backward(
+        x, weights, cache, rows, residuals, for_z, for_cache, **dict(options)
+    )
+    # Integers have no gradient; jax wants a zero of a type of its own for them.
+    for_cache = for_cache._replace(position=_zero_of_integers(cache.position))
+    return for_x, for_weights, for_cache, jax.tree.map(_zero_of_integers, rows)
+
+
+def _zero_of_integers(leaf: Array) -> np.ndarray:
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+_run.defvjp(_forward, _backward)

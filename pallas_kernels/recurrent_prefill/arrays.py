@@ -1,0 +1,114 @@
+"""The op's arrays: weights of L stacked layers, cache, and what the backward keeps."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+
+Array = jax.Array
+
+
+class LayerWeights(NamedTuple):
+    """Weights of L layers, at least float32; None where the layer has no such part.
+
+    Heads are an axis of their own, so that sharding never cuts one; flattened, head h
+    owns columns h E to (h + 1) E.
+    """
+
+    w_q: Float[Array, "L D H E"]
+    w_k: Float[Array, "L D K E"]
+    w_v: Float[Array, "L D K E"]
+    w_out: Float[Array, "L H E D"]
+    w_up: Float[Array, "L D F"]
+    w_down: Float[Array, "L F D"]
+    w_gate: Float[Array, "L D F"] | None = None
+    attention_norm_scale: Float[Array, "L D"] | None = None
+    attention_norm_bias: Float[Array, "L D"] | None = None
+    mlp_norm_scale: Float[Array, "L D"] | None = None
+    mlp_norm_bias: Float[Array, "L D"] | None = None
+    q_norm_scale: Float[Array, "L HE"] | None = None
+    q_norm_bias: Float[Array, "L HE"] | None = None
+    k_norm_scale: Float[Array, "L KE"] | None = None
+    k_norm_bias: Float[Array, "L KE"] | None = None
+    b_q: Float[Array, "L H E"] | None = None
+    b_k: Float[Array, "L K E"] | None = None
+    b_v: Float[Array, "L K E"] | None = None
+    b_out: Float[Array, "L D"] | None = None
+    b_up: Float[Array, "L F"] | None = None
+    b_gate: Float[Array, "L F"] | None = None
+    b_down: Float[Array, "L D"] | None = None
+
+
+class RecurrentCache(NamedTuple):
+    """Pairs that later positions read, and where each row stands.
+
+    Slot s holds position s. S = 0 is the training cache: it keeps nothing, and every
+    row starts at position 0.
+
+    Attributes:
+      keys: persistent keys, after k-norm and rotation; slots at and beyond `position`
+        have no meaning.
+      values: persistent values.
+      temporary_keys, temporary_values: of the row's unfinished block of c = spec.block
+        positions: slot p mod c holds position p. c - 1 slots (none at c = 1): a block
+        with c positions is finished.
+      position: how many tokens each row has seen.
+    """
+
+    keys: Float[Array, "L B S K E"]
+    values: Float[Array, "L B S K E"]
+    temporary_keys: Float[Array, "L B M K E"]
+    temporary_values: Float[Array, "L B M K E"]
+    position: Int[Array, " B"]
+
+    @property
+    def slots(self) -> int:
+        """S, the number of tokens that fit."""
+        return self.keys.shape[2]
+
+
+def empty_cache(layers: int, batch: int, length: int, spec: LayerSpec):
+    """Makes a cache of zeros at position 0 for `length` tokens a row, in spec.dtype."""
+    slots = (layers, batch, length, spec.key_heads, spec.head_width)
+    open_slots = spec.block - 1 if length else 0
+    open_block = (layers, batch, open_slots, spec.key_heads, spec.head_width)
+    return RecurrentCache(
+        keys=jnp.zeros(slots, spec.dtype),
+        values=jnp.zeros(slots, spec.dtype),
+        temporary_keys=jnp.zeros(open_block, spec.dtype),
+        temporary_values=jnp.zeros(open_block, spec.dtype),
+        position=jnp.zeros(batch, jnp.int32),
+    )
+
+
+class Rows(NamedTuple):
+    """What is known of the rows beside their activations.
+
+    Attributes:
+      lengths: how many of the T positions of a row are real, the rest is padding on the
+        right. None: all.
+      segments: document number of each position: no pair crosses documents. For the
+        training cache only. None: one document a row.
+    """
+
+    lengths: Int[Array, " B"] | None = None
+    segments: Int[Array, "B T"] | None = None
+
+
+class Residuals(NamedTuple):
+    """What the backward pass reads beside the op's inputs: O(T) a layer.
+
+    The input of layer l > 0 is z[l - 1].
+
+    Attributes:
+      z: the layers' outputs, at least float32.
+      attended: softmax-weighted values, before w_out, in spec.dtype.
+      log_normalizer: log of the sum of exp(logits), at least float32.
+    """
+
+    z: Float[Array, "L B T D"]
+    attended: Float[Array, "L B T H E"]
+    log_normalizer: Float[Array, "L B T H"]

@@ -1,0 +1,150 @@
+"""The layer's equations on rows of stacked layers, as the XLA path computes them.
+
+Rows are [L, ..., B, D]: any axes between the layers and the batch. Weights are prepared
+once a call: heads flattened, products that read the same rows side by side.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerWeights
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+
+
+class Prepared(NamedTuple):
+    """Weights as the loops read them; matrices in one dtype, vectors as they came."""
+
+    w_qkv: Array  # [L, D, (H + 2 K) E]
+    w_kv: Array  # [L, D, 2 K E]
+    w_out: Array  # [L, H E, D]
+    w_in: Array  # [L, D, F] or, with a gate, [L, D, 2 F]: up, then gate
+    w_down: Array  # [L, F, D]
+    b_qkv: Array | None
+    b_kv: Array | None
+    b_out: Array | None
+    b_in: Array | None
+    b_down: Array | None
+    attention_norm: tuple[Array | None, Array | None]
+    mlp_norm: tuple[Array | None, Array | None]
+    q_norm: tuple[Array | None, Array | None]
+    k_norm: tuple[Array | None, Array | None]
+
+
+def prepare(weights: LayerWeights, dtype) -> Prepared:
+    """Lays the weights out, matrices in `dtype`.
+
+    Linear in the weights: the transpose, in a wide dtype, maps gradients back.
+    """
+    w = weights
+    L, D = w.w_q.shape[:2]
+
+    def columns(*parts: Array | None) -> Array:
+        flat = [part.reshape(L, D, -1) for part in parts if part is not None]
+        return jnp.concatenate(flat, axis=-1).astype(dtype)
+
+    def vector(*parts: Array | None) -> Array | None:
+        if parts[0] is None:
+            return None
+        return jnp.concatenate([p.reshape(L, -1) for p in parts if p is not None], -1)
+
+    return Prepared(
+        w_qkv=columns(w.w_q, w.w_k, w.w_v),
+        w_kv=columns(w.w_k, w.w_v),
+        w_out=w.w_out.reshape(L, -1, D).astype(dtype),
+        w_in=columns(w.w_up, w.w_gate),
+        w_down=w.w_down.astype(dtype),
+        b_qkv=vector(w.b_q, w.b_k, w.b_v),
+        b_kv=vector(w.b_k, w.b_v),
+        b_out=w.b_out,
+        b_in=vector(w.b_up, w.b_gate),
+        b_down=w.b_down,
+        attention_norm=(w.attention_norm_scale, w.attention_norm_bias),
+        mlp_norm=(w.mlp_norm_scale, w.mlp_norm_bias),
+        q_norm=(w.q_norm_scale, w.q_norm_bias),
+        k_norm=(w.k_norm_scale, w.k_norm_bias),
+    )
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """Multiplies rows [L, ..., N] by [L, N, M]; accumulates in at least float32."""
+    wide = jnp.promote_types(weight.dtype, jnp.float32)
+    # Axes stay apart: a batch that lies on several devices must not be merged.
+    if weight.shape[0] == 1:  # a plain product: batched ones are slower on CPU
+        product, weight = "...n,np->...p", weight[0]
+    else:
+        product = "l...n,lnp->l...p"
+    x = x.astype(weight.dtype)
+    y = jnp.einsum(product, x, weight, preferred_element_type=wide)
+    return y if bias is None else y + over_rows(bias, y)
+
+
+def over_rows(vector: Array, rows: Array) -> Array:
+    """Gives a vector [L, M] the rank of rows [L, ..., M]."""
+    L, M = vector.shape
+    return vector.reshape(L, *(1,) * (rows.ndim - 2), M).astype(rows.dtype)
+
+
+def norm(
+    x: Array, parameters: tuple[Array | None, Array | None], kind: str, eps: float
+) -> Array:
+    """Normalises rows over the last axis, then applies scale and bias [L, D]."""
+    if kind == "layer":
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    if kind != "none":
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    scale, bias = parameters
+    x = x if scale is None else x * over_rows(scale, x)
+    return x if bias is None else x + over_rows(bias, x)
+
+
+def pre_norm(x: Array, parameters, spec: LayerSpec) -> Array:
+    """Applies one of the two norms in front of a branch."""
+    return norm(x, parameters, spec.norm, spec.norm_eps)
+
+
+def place_heads(flat: Array, parameters, turn: tuple[Array, Array] | None, spec):
+    """Turns [..., heads E] into qk-normalised, rotated heads [..., heads, E].
+
+    Args:
+      turn: cosine and sine [..., 1, rope_width / 2] at the rows' positions, or None.
+    """
+    y = norm(flat, parameters, spec.qk_norm, spec.qk_norm_eps)
+    y = y.reshape(*flat.shape[:-1], -1, spec.head_width)
+    if turn is None:
+        return y
+    cos, sin = turn
+    half = spec.rope_width // 2
+    a, b, rest = jnp.split(y, [half, 2 * half], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def rotation(positions: Array, spec: LayerSpec, dtype) -> tuple[Array, Array] | None:
+    """Returns cosine and sine [..., 1, rope_width / 2] at positions [...]."""
+    if spec.rope_base is None:
+        return None
+    half = spec.rope_width // 2
+    theta = spec.rope_base ** (-jnp.arange(half, dtype=dtype) / half)
+    angle = positions[..., None, None].astype(dtype) * theta
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def activate(pre: Array, spec: LayerSpec, *, gated: bool) -> Array:
+    """Applies the MLP's nonlinearity to [..., F] or, gated, to [..., 2 F]."""
+    act = {
+        "gelu": partial(jax.nn.gelu, approximate=False),
+        "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+        "relu_squared": lambda u: jnp.square(jax.nn.relu(u)),
+        "silu": jax.nn.silu,
+    }[spec.activation]
+    if not gated:
+        return act(pre)
+    up, gate = jnp.split(pre, 2, axis=-1)
+    return act(gate) * up
+
+
+def persistent_source(z: Array, w: Prepared, spec: LayerSpec) -> Array:
+    """Returns what the persistent pair is projected from: norm(z), or z (ablation)."""
+    return pre_norm(z, w.attention_norm, spec) if spec.normed_persistent else z

@@ -1,0 +1,170 @@
+"""Where positions lie in the XLA path's loops: units, tiles, and the wavefront's skew.
+
+A call's T positions are cut into tiles of b positions, and a tile into units: a unit is
+what the recurrence handles at once, spec.block positions (1 for the Recurrent
+Transformer). With L layers in one loop, layer l runs l tiles behind layer 0: its
+position t stands in slot t + l b. Slots, not positions, index the loop's buffers, so
+that every layer reads and writes the same place at the same time.
+
+With a cache and spec.block > 1 a row also starts at its own phase within a block: it is
+shifted right by that many slots, so that all rows' blocks begin together.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """Static sizes of one loop.
+
+    Attributes:
+      layers: L, all of which run in the loop.
+      unit: positions handled at once.
+      tile: b, a multiple of `unit`.
+      tiles: tiles of one layer.
+      chunk: keys of the prefix read at once.
+      doubling: whether buffers must hold a power of two of tiles.
+    """
+
+    layers: int
+    unit: int
+    tile: int
+    tiles: int
+    chunk: int
+    doubling: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Tiles that the loop runs through."""
+        return self.tiles + self.layers - 1
+
+    @property
+    def positions(self) -> int:
+        """Positions of one layer, padding included."""
+        return self.tiles * self.tile
+
+    @property
+    def slots(self) -> int:
+        """Slots of a buffer: those of all steps, rounded up as their readers need."""
+        if self.doubling:
+            return (1 << (self.steps - 1).bit_length()) * self.tile
+        return -(-self.steps * self.tile // self.chunk) * self.chunk
+
+    @property
+    def units(self) -> int:
+        """Units of a tile."""
+        return self.tile // self.unit
+
+
+def plan(
+    *,
+    layers: int,
+    positions: int,
+    unit: int,
+    tile: int,
+    chunk: int,
+    phased: bool,
+    doubling: bool,
+) -> Geometry:
+    """Lays out T positions; a tile or chunk longer than the sequence is cut down."""
+    longest = positions + (unit - 1 if phased else 0)
+    tile = min(tile, -(-longest // unit) * unit)
+    tiles = -(-longest // tile)
+    whole = (tiles + layers - 1) * tile
+    chunk = min(-(-chunk // tile) * tile, whole)
+    return Geometry(
+        layers=layers,
+        unit=unit,
+        tile=tile,
+        tiles=tiles,
+        chunk=chunk,
+        doubling=doubling,
+    )
+
+
+def to_slots(rows: Array, phase: Array | None, positions: int) -> Array:
+    """[B, T, ...] to [positions, B, ...]: shifted by each row's phase, zeros around."""
+    T = rows.shape[1]
+    behind = positions - T
+    if phase is None:
+        rows = _pad(rows, 0, behind, axis=1)
+    else:
+        padded = _pad(rows, positions, behind, axis=1)
+        cut = lambda row, r: jax.lax.dynamic_slice_in_dim(  # noqa: E731
+            row, positions - r, positions
+        )
+        rows = jax.vmap(cut)(padded, phase)
+    return jnp.moveaxis(rows, 1, 0)
+
+
+def from_slots(rows: Array, phase: Array | None, positions: int, *, time: int) -> Array:
+    """Takes the T positions back out of axis `time`; the batch is the next axis."""
+    if phase is None:
+        return jax.lax.slice_in_dim(rows, 0, positions, axis=time)
+    cut = lambda row, r: jax.lax.dynamic_slice_in_dim(  # noqa: E731
+        row, r, positions, axis=time
+    )
+    return jax.vmap(cut, in_axes=(time + 1, 0), out_axes=time + 1)(rows, phase)
+
+
+def skew(rows: Array, geometry: Geometry, *, axis: int, fill: float = 0.0) -> Array:
+    """[L, ...] with positions on `axis` to slots: layer l moves back by l tiles."""
+    L, b = geometry.layers, geometry.tile
+    if L == 1:
+        return rows
+    late = (L - 1) * b
+    padded = _pad(rows, late, late, axis=axis, fill=fill)
+    cut = lambda row, l: jax.lax.dynamic_slice_in_dim(  # noqa: E731
+        row, late - l * b, geometry.steps * b, axis=axis - 1
+    )
+    return jax.vmap(cut)(padded, jnp.arange(L))
+
+
+def unskew(rows: Array, geometry: Geometry, *, axis: int) -> Array:
+    """Undoes `skew`, dropping what layers computed outside the sequence."""
+    L, b, size = geometry.layers, geometry.tile, geometry.positions
+    if L == 1:
+        return jax.lax.slice_in_dim(rows, 0, size, axis=axis)
+    cut = lambda row, l: jax.lax.dynamic_slice_in_dim(  # noqa: E731
+        row, l * b, size, axis=axis - 1
+    )
+    return jax.vmap(cut)(rows, jnp.arange(L))
+
+
+def join_tiles(rows: Array, *, axis: int) -> Array:
+    """Turns [steps, L, ...] with the tile's slots on `axis` (of [L, ...]) to slots."""
+    rows = jnp.moveaxis(rows, 0, axis)
+    before, behind = rows.shape[:axis], rows.shape[axis + 2 :]
+    return rows.reshape(*before, rows.shape[axis] * rows.shape[axis + 1], *behind)
+
+
+def unskew_tiles(rows: Array, geometry: Geometry, *, axis: int) -> Array:
+    """Turns a scan's [steps, L, ...] back to positions on `axis` of [L, ...]."""
+    return unskew(join_tiles(rows, axis=axis), geometry, axis=axis)
+
+
+def cut_tiles(rows: Array, geometry: Geometry, *, axis: int) -> Array:
+    """Turns slots on `axis` of [L, ...] into [steps, L, ...] for a scan."""
+    shape = rows.shape
+    cut = (*shape[:axis], geometry.steps, geometry.tile, *shape[axis + 1 :])
+    return jnp.moveaxis(rows.reshape(cut), axis, 0)
+
+
+def split_units(rows: Array, geometry: Geometry, *, axis: int) -> Array:
+    """Turns slots of a tile on `axis` into [units, ..., u, ...] for a scan."""
+    shape = rows.shape
+    cut = (*shape[:axis], geometry.units, geometry.unit, *shape[axis + 1 :])
+    return jnp.moveaxis(rows.reshape(cut), axis, 0)
+
+
+def _pad(
+    rows: Array, before: int, behind: int, *, axis: int, fill: float = 0.0
+) -> Array:
+    widths = [(0, 0)] * rows.ndim
+    widths[axis] = (before, behind)
+    return jnp.pad(rows, widths, constant_values=fill)

@@ -1,0 +1,99 @@
+"""How rows, positions and cached pairs are laid out for the Pallas kernels.
+
+Kernels read whole programs of rows and whole tiles of positions; what is added is
+zeros, which no norm makes infinite, and is cut off again.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import Array, RecurrentCache
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What shapes are rounded up to.
+
+    Attributes:
+      tile: b, positions of one tile.
+      rows: rows of one program.
+      keys: slots of the prefix read at once.
+    """
+
+    tile: int
+    rows: int
+    keys: int
+
+    def pad_rows(self, array: Array, *, batch: int) -> Array:
+        """Pads axis `batch` to whole programs."""
+        return _pad_to(array, batch, self.rows)
+
+    def whole_tiles(self, rows: Array, *, time: int, batch: int) -> Array:
+        """Pads axis `time` to whole tiles and axis `batch` to whole programs."""
+        return self.pad_rows(_pad_to(rows, time, self.tile), batch=batch)
+
+    def start(self, cache: RecurrentCache) -> Array:
+        """Returns how many positions each row has seen, [rows]."""
+        start = cache.position if cache.slots else jnp.zeros_like(cache.position)
+        return self.pad_rows(start, batch=0)
+
+    def cached_slots(
+        self, cache: RecurrentCache, positions: int, spec: LayerSpec
+    ) -> tuple[Array, Array]:
+        """Lays keys and values out as [L, rows, S, K E], S whole chunks.
+
+        The training cache gets as many slots as there are positions.
+        """
+
+        def lay_out(pairs: Array) -> Array:
+            L, B, S = pairs.shape[:3]
+            pairs = pairs.reshape(L, B, S, spec.key_heads * spec.head_width)
+            missing = 0 if S else positions
+            pairs = jnp.pad(
+                pairs.astype(spec.dtype), ((0, 0), (0, 0), (0, missing), (0, 0))
+            )
+            return self.pad_rows(_pad_to(pairs, 2, self.keys), batch=1)
+
+        return lay_out(cache.keys), lay_out(cache.values)
+
+
+def from_slots(pairs: Array, like: Array) -> Array:
+    """Undoes `Layout.cached_slots` for the cache's array `like`."""
+    B, S = like.shape[1:3]
+    return pairs[:, :B, :S].reshape(like.shape).astype(like.dtype)
+
+
+def put_in_slots(
+    old: tuple[Array, Array],
+    new: tuple[Array, Array],
+    start: Array,
+    done: Array,
+    active: Array,
+    positions: int,
+) -> tuple[Array, Array]:
+    """Puts pairs [L, t, B, K E] of positions `done` on into slots of [L, B, S, K E].
+
+    Args:
+      start: how many slots of each row are filled, [B].
+      done, active: by layer, [L].
+      positions: T; what lies beyond, and what a layer that is not active computed, is
+        dropped.
+    """
+    L, b, B, _ = new[0].shape
+    t = done[:, None] + jnp.arange(b)  # [L, b]
+    real = (active[:, None] & (t < positions))[:, None]
+    at = jnp.where(real, start[:, None] + t[:, None], old[0].shape[2])  # [L, B, b]
+    index = (jnp.arange(L)[:, None, None], jnp.arange(B)[:, None], at)
+    keys, values = (
+        slots.at[index].set(pairs.swapaxes(1, 2), mode="drop")
+        for slots, pairs in zip(old, new, strict=True)
+    )
+    return keys, values
+
+
+def _pad_to(array: Array, axis: int, unit: int) -> Array:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, -array.shape[axis] % unit)
+    return jnp.pad(array, widths)

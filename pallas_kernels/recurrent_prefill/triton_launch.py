@@ -1,0 +1,133 @@
+"""How the Triton kernels are launched: block sizes, one heuristic, one call."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+
+PROGRAMS = 128
+"""About as many programs as a data-centre GPU has multiprocessors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """Block sizes, all powers of two.
+
+    Attributes:
+      tile: b, positions that run between two readings of the prefix; at least 16.
+      rows: rows of the batch in one program of a matrix product; the batch is padded to
+        a multiple of it.
+      depth: how much of the contracted axis a product reads at once, at most.
+      columns: columns of one program of a product, at most.
+      attend_rows: rows in one program of the attention step.
+      keys: keys of the prefix that are read at once, at most.
+    """
+
+    tile: int
+    rows: int
+    depth: int
+    columns: int
+    attend_rows: int
+    keys: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What every kernel of a call has in common.
+
+    Attributes:
+      interpret: runs the kernels as plain JAX, on any device.
+    """
+
+    spec: LayerSpec
+    tiles: Tiles
+    interpret: bool = False
+
+    def columns(self, width: int, programs: int) -> int:
+        """Returns the columns of one program, given how many row programs there are."""
+        size = power_dividing(width, self.tiles.columns)
+        while size > 32 and programs * (width // size) < PROGRAMS:
+            size //= 2
+        return size
+
+    def depth(self, width: int) -> int:
+        """Returns how much of a contracted axis is read at once."""
+        return power_dividing(width, self.tiles.depth)
+
+
+def choose_tiles(*, batch: int, tile: int | None) -> Tiles:
+    """Returns sizes for `batch` rows; `tile` overrides the positions of a tile."""
+    rows = min(max(next_power(batch), 16), 128)
+    return Tiles(
+        tile=32 if tile is None else tile,
+        rows=rows,
+        depth=64,
+        columns=128,
+        attend_rows=4 if batch >= 64 else 1,
+        keys=64,
+    )
+
+
+def refusal_of_tile(tile: int | None) -> str | None:
+    """Returns why a caller's tile cannot be, None when it can."""
+    if tile is None or tile in (16, 32, 64):
+        return None
+    return f"runs tiles of 16, 32 or 64 positions, got tile={tile}"
+
+
+def refusal_of_width(name: str, width: int) -> str | None:
+    """Returns why a product cannot be cut into blocks, None when it can."""
+    if width % 16 == 0:
+        return None
+    return f"{name} must be a multiple of 16, got {width}"
+
+
+def next_power(n: int) -> int:
+    """Returns the smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def power_dividing(n: int, most: int) -> int:
+    """Returns the largest power of two that divides n and is at most `most`."""
+    return min(n & -n, most)
+
+
+def launch_kernel(
+    launch: Launch,
+    kernel: Callable,
+    *arguments: jax.Array,
+    grid: tuple[int, ...],
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    aliases: dict[int, int] | None = None,
+    warps: int = 4,
+    stages: int = 3,
+    **static,
+) -> Sequence[jax.Array]:
+    """Runs a kernel body with its static arguments over a grid."""
+    return pl.pallas_call(
+        partial(kernel, **static),
+        grid=grid,
+        in_specs=list(in_specs),
+        out_specs=list(out_specs),
+        out_shape=list(out_shape),
+        input_output_aliases=aliases or {},
+        interpret=launch.interpret,
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
+        name=kernel.__name__.strip("_"),
+    )(*arguments)
+
+
+def like(array: jax.Array) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+POSITION = pl.BlockSpec((1,), lambda *_: (0,))
+"""The position within the tile, an int32 [1]: first input of each step's kernels."""

@@ -1,0 +1,123 @@
+"""The parameters of one Recurrent Transformer layer, and the op's view of them."""
+
+from typing import cast
+
+from flax import nnx
+
+from pallas_kernels.recurrent_prefill import LayerSpec, LayerWeights
+from pallas_kernels.recurrent_prefill.spec import Activation, Dtype
+from recurjax.layers.mlp import Mlp
+from recurjax.layers.norm import Norm
+from recurjax.layers.position import Alibi, Rope, rotary_width
+from recurjax.layers.self_attention import AttentionConfig, SelfAttention
+from recurjax.types import Array
+from recurjax.variants.recurrent_transformer.config import RecurrentTransformerConfig
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "relu_squared": "relu_squared",
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+}
+
+
+class RecurrentTransformerBlock(nnx.Module):
+    """Holds a layer's weights, under a Transformer layer's names: it has no others."""
+
+    def __init__(
+        self, config: RecurrentTransformerConfig, *, layer: Array | int, rngs: nnx.Rngs
+    ):
+        D, init = config.width, config.init
+        depth = {"layer": layer, "layers": config.layers}
+        attention = AttentionConfig(
+            heads=config.heads,
+            key_heads=config.key_heads,
+            head_width=config.head_width,
+            position=config.position,
+            qk_norm=config.qk_norm,
+            qk_norm_over="full",
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+        )
+        self.attention_norm = None if config.norm is None else Norm(config.norm, D)
+        self.attention = SelfAttention(
+            attention, D, init, window=None, rngs=rngs, **depth
+        )
+        self.mlp_norm = None if config.norm is None else Norm(config.norm, D)
+        self.mlp = Mlp(config.mlp, D, init, rngs=rngs, **depth)
+
+
+def weights_of(blocks: RecurrentTransformerBlock) -> LayerWeights:
+    """Returns the op's weights of stacked blocks."""
+    a, m = blocks.attention, blocks.mlp
+    norms = {
+        "attention_norm": blocks.attention_norm,
+        "mlp_norm": blocks.mlp_norm,
+        "q_norm": a.q_norm,
+        "k_norm": a.k_norm,
+    }
+    parts = {}
+    for name, norm in norms.items():
+        parts[f"{name}_scale"], parts[f"{name}_bias"] = _scale_and_bias(norm)
+    return LayerWeights(
+        w_q=a.w_q[...],
+        w_k=a.w_k[...],
+        w_v=a.w_v[...],
+        w_out=a.w_out[...],
+        w_up=m.w_up[...],
+        w_gate=_value(m.w_gate),
+        w_down=m.w_down[...],
+        b_q=_value(a.b_q),
+        b_k=_value(a.b_k),
+        b_v=_value(a.b_v),
+        b_out=_value(a.b_out),
+        b_up=_value(m.b_up),
+        b_gate=_value(m.b_gate),
+        b_down=_value(m.b_down),
+        **parts,
+    )
+
+
+def spec_of(config: RecurrentTransformerConfig, dtype: str) -> LayerSpec:
+    """Returns the op's static view of a layer that computes in `dtype`."""
+    position, E = config.position, config.head_width
+    rope = position if isinstance(position, Rope) else None
+    norm, qk_norm = config.norm, config.qk_norm
+    return LayerSpec(
+        heads=config.heads,
+        key_heads=config.key_heads,
+        head_width=E,
+        norm="none" if norm is None else norm.kind,
+        norm_eps=0.0 if norm is None else norm.eps,
+        qk_norm="none" if qk_norm is None else qk_norm.kind,
+        qk_norm_eps=0.0 if qk_norm is None else qk_norm.eps,
+        normed_persistent=config.normed_persistent,
+        alibi_max_bias=position.max_bias if isinstance(position, Alibi) else None,
+        rope_base=None if rope is None else rope.base,
+        rope_width=0 if rope is None else rotary_width(E, rope),
+        logit_scale=E**-0.5,
+        residual_scale=residual_scale_of(config),
+        activation=_ACTIVATIONS[config.mlp.kind],
+        block=config.block,
+        dtype=cast(Dtype, dtype),
+    )
+
+
+def residual_scale_of(config: RecurrentTransformerConfig) -> float:
+    """Returns s, which multiplies what both branches write."""
+    return 1.0 if config.residual_scale == "one" else config.layers**-0.5
+
+
+def _scale_and_bias(norm: Norm | None) -> tuple[Array | None, Array | None]:
+    if norm is None:
+        return None, None
+    scale = _value(norm.scale)
+    if scale is not None and norm.config.one_plus:
+        scale = 1 + scale
+    return scale, _value(norm.bias)
+
+
+def _value(parameter: nnx.Param | None) -> Array | None:
+    return None if parameter is None else parameter[...]

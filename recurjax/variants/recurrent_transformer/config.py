@@ -1,0 +1,129 @@
+"""What a Recurrent Transformer can be, and what it costs."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from recurjax.layers.initialization import InitConfig
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.norm import NormConfig
+from recurjax.layers.position import (
+    Alibi,
+    LearnedPositions,
+    PositionConfig,
+    Rope,
+    rotary_width,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentTransformerConfig:
+    """A stack of L Recurrent Transformer layers; the defaults are the paper's.
+
+    Attributes:
+      layers: L.
+      width: D.
+      heads: H; key_heads: K, a divisor of H; head_width: E.
+      mlp, init: the layers' own configs.
+      norm: in front of both branches, or None (the theory's norm-free layer).
+      position: encoding of positions; learned ones are added to the stack's input.
+      qk_norm: of queries and keys over all heads together, or None.
+      qkv_bias, out_bias: biases of the attention's linear maps.
+      residual_scale: multiplies what both branches write: "inverse_sqrt_depth",
+        1/sqrt(L) (the paper), or "one" (the authors' code).
+      normed_persistent: project the persistent pair from norm(z); off is the paper's
+        ablation, from z itself.
+      block: c of the blocked recurrence: pairs are temporary within a block of c
+        positions and persistent across blocks. 1 is the paper's layer; as many as
+        positions a Transformer's.
+      schedule: order of the computation, the same function up to rounding: "naive",
+        "tiled", "prefix", "wavefront" (see `recurrent_prefill`), or None for the one
+        that measured fastest.
+      tile: positions between two readings of the prefix, a multiple of `block`; None:
+        the size that measured fastest.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    key_heads: int
+    head_width: int
+    mlp: MlpConfig
+    norm: NormConfig | None = field(default_factory=NormConfig)
+    position: PositionConfig | None = field(default_factory=Alibi)
+    qk_norm: NormConfig | None = field(default_factory=NormConfig)
+    qkv_bias: bool = False
+    out_bias: bool = False
+    residual_scale: Literal["inverse_sqrt_depth", "one"] = "inverse_sqrt_depth"
+    normed_persistent: bool = True
+    init: InitConfig = field(default_factory=InitConfig)
+    block: int = 1
+    schedule: Literal["naive", "tiled", "prefix", "wavefront"] | None = None
+    tile: int | None = None
+
+    def __post_init__(self):
+        sizes = ("layers", "width", "heads", "key_heads", "head_width", "block")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"RecurrentTransformerConfig: {name} must be at least 1, got "
+                    f"{getattr(self, name)}"
+                )
+        if self.heads % self.key_heads:
+            raise ValueError(
+                "RecurrentTransformerConfig: key_heads must divide heads, got "
+                f"{self.key_heads} and {self.heads}"
+            )
+        if self.tile is not None and (self.tile < 1 or self.tile % self.block):
+            raise ValueError(
+                "RecurrentTransformerConfig: tile must be a multiple of block="
+                f"{self.block}, got {self.tile}"
+            )
+        if self.tile is not None and self.schedule == "naive":
+            raise ValueError(
+                "RecurrentTransformerConfig: the naive schedule has no tile, got "
+                f"{self.tile}"
+            )
+        if isinstance(self.position, Rope):
+            rotary_width(self.head_width, self.position)
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens that a sequence can have; None: no limit."""
+        position = self.position
+        return position.length if isinstance(position, LearnedPositions) else None
+
+    def flops_per_token(self, length: int) -> float:
+        """Counts training FLOPs a token at sequence length T, embedding and head aside.
+
+        6 a weight of every matrix product, keys and values projected twice (from x and
+        from z), and 12 H E T a layer for attention, as for the Transformer.
+        """
+        D, E = self.width, self.head_width
+        projections = D * E * (2 * self.heads + 4 * self.key_heads)
+        mlp = D * self.mlp.width * (3 if self.mlp.gated else 2)
+        return self.layers * (
+            6.0 * (projections + mlp) + 12.0 * self.heads * E * length
+        )
+
+
+def shipped_config(
+    *, layers: int, width: int, heads: int
+) -> RecurrentTransformerConfig:
+    """Returns the configuration that the authors' code ships.
+
+    Departs from the paper: LayerNorm for RMSNorm, no 1/sqrt(L) on the branches; depth
+    enters by the output projections' init instead.
+    """
+    norm = NormConfig(kind="layer", eps=1e-5)
+    return RecurrentTransformerConfig(
+        layers=layers,
+        width=width,
+        heads=heads,
+        key_heads=heads,
+        head_width=width // heads,
+        mlp=MlpConfig(kind="gelu", width=4 * width),
+        norm=norm,
+        qk_norm=norm,
+        residual_scale="one",
+        init=InitConfig(std=None, truncate=3.0, output="layer", embedding_std=None),
+    )

@@ -1,0 +1,83 @@
+"""The Recurrent Transformer stack: one op over all layers."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float
+
+from pallas_kernels.recurrent_prefill import (
+    RecurrentCache,
+    Rows,
+    empty_cache,
+    recurrent_prefill,
+)
+from recurjax.layers.position import LearnedPositions, PositionEmbedding
+from recurjax.types import Array, Tokens
+from recurjax.variants.recurrent_transformer.block import (
+    RecurrentTransformerBlock,
+    spec_of,
+    weights_of,
+)
+from recurjax.variants.recurrent_transformer.config import RecurrentTransformerConfig
+
+
+class RecurrentTransformerStack(nnx.Module):
+    """L layers; `blocks` stacks their weights on a leading axis."""
+
+    def __init__(self, config: RecurrentTransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+
+        def block(key: Array, layer: Array) -> RecurrentTransformerBlock:
+            rngs = nnx.Rngs(params=key)
+            return RecurrentTransformerBlock(config, layer=layer, rngs=rngs)
+
+        keys = jax.random.split(rngs.params(), config.layers)
+        self.blocks = jax.vmap(block)(keys, jnp.arange(config.layers))
+        position = config.position
+        self.position = (
+            PositionEmbedding(position, config.width, config.init, rngs=rngs)
+            if isinstance(position, LearnedPositions)
+            else None
+        )
+
+    def init_cache(self, batch: int, length: int, dtype) -> RecurrentCache:
+        """Makes the cache for `length` tokens a row.
+
+        Args:
+          length: 0 for the training cache, which keeps nothing.
+          dtype: of keys and values.
+
+        Raises:
+          ValueError: learned positions end before `length`.
+        """
+        longest = self.config.max_length
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"RecurrentTransformerStack: a cache of {length} tokens needs as many "
+                f"learned positions, the table has {longest}"
+            )
+        spec = spec_of(self.config, jnp.dtype(dtype).name)
+        return empty_cache(self.config.layers, batch, length, spec)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: RecurrentCache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T D"], RecurrentCache]:
+        """Runs T more positions of every row; the residual stream is at least float32.
+
+        Raises:
+          NotImplementedError: segments with a real cache.
+        """
+        if self.position is not None:
+            training = cache.slots == 0
+            start = jnp.zeros(1, jnp.int32) if training else cache.position
+            x = self.position(x, start[:, None] + jnp.arange(x.shape[1]))
+        z, cache = recurrent_prefill(
+            x.astype(jnp.promote_types(x.dtype, jnp.float32)),
+            weights_of(self.blocks),
+            cache,
+            spec=spec_of(self.config, x.dtype.name),
+            rows=Rows(lengths=tokens.lengths, segments=tokens.segments),
+            schedule=self.config.schedule,
+            tile=self.config.tile,
+        )
+        return z.astype(x.dtype), cache

@@ -1,0 +1,48 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from recurjax.experiment import load_experiment
+from recurjax.model import count_parameters
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "recurrent_transformer"
+RUNS = {
+    "c4_300m_recurrent_12": 285.5,
+    "c4_300m_recurrent_6": 302.0,
+    "c4_300m_transformer_24": 302.0,
+    "c4_300m_transformer_12": 285.5,
+    "c4_300m_transformer_6": 302.0,
+    "c4_150m_recurrent_12": 151.0,
+    "c4_150m_recurrent_6": 142.8,
+    "c4_150m_transformer_12": 151.0,
+    "c4_150m_transformer_6": 142.8,
+    "c4_150m_recurrent_12_batch256": 151.0,
+    "c4_150m_recurrent_6_batch256": 142.8,
+    "c4_150m_transformer_12_batch256": 151.0,
+    "c4_150m_transformer_6_batch256": 142.8,
+    "c4_150m_unnormed": 151.0,
+}
+"""Millions of parameters in the blocks, as the paper's sizes give them."""
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+
+
+def test_every_run_is_here():
+    assert {file.stem for file in FOLDER.glob("c4_*.py")} == set(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_the_papers_size_and_settings(name):
+    experiment = load_experiment(FOLDER / f"{name}.py")
+    count = count_parameters(experiment.model)
+    assert count.outside_embedding / 1e6 == pytest.approx(RUNS[name], abs=0.1)
+    training, rate = experiment.training, experiment.optimizer.learning_rate
+    tokens = training.steps * training.tokens_per_step
+    assert tokens / 1e9 == pytest.approx(6.55 if "300m" in name else 3.28, abs=0.01)
+    assert experiment.schedule.warmup_steps == 0.4 * training.steps
+    assert rate == (1e-3 if "unnormed" in name else 3e-3)
+    assert experiment.name == f"rt_{name}"

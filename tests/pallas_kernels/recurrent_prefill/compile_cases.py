@@ -1,0 +1,67 @@
+"""Calls at the paper's sizes, as shapes, for `tests/compile_target.py`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill import mosaic_tpu, triton
+from pallas_kernels.recurrent_prefill.arrays import LayerWeights, Rows, empty_cache
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+
+
+def layer(backend, *, batch: int, positions: int, layers=1, schedule=None, train=False):
+    """Returns a function of x and weights, and its arguments: D 1024, 16 heads."""
+    D, H, E, F, L = 1024, 16, 64, 4096, layers
+    spec = LayerSpec(
+        heads=H,
+        key_heads=H,
+        head_width=E,
+        alibi_max_bias=8.0,
+        logit_scale=E**-0.5,
+        residual_scale=1.0,
+        dtype="bfloat16",
+    )
+    weights = LayerWeights(
+        w_q=_shape(L, D, H, E),
+        w_k=_shape(L, D, H, E),
+        w_v=_shape(L, D, H, E),
+        w_out=_shape(L, H, E, D),
+        w_up=_shape(L, D, F),
+        w_down=_shape(L, F, D),
+        attention_norm_scale=_shape(L, D),
+        mlp_norm_scale=_shape(L, D),
+        q_norm_scale=_shape(L, D),
+        k_norm_scale=_shape(L, D),
+    )
+    options = {"spec": spec, "schedule": schedule, "tile": None}
+
+    def run(x, weights):
+        cache = empty_cache(L, batch, 0, spec)
+        reason = backend.expressible(x, weights, cache, Rows(), **options)
+        assert reason is None, reason
+        z, written, kept = backend.forward(
+            x, weights, cache, Rows(), residuals=train, **options
+        )
+        if not train:
+            return z
+        gradients = backend.backward(
+            x, weights, cache, Rows(), kept, z, written, **options
+        )
+        return z, gradients[:2]
+
+    return run, (_shape(batch, positions, D), weights)
+
+
+def _shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+gpu_forward = partial(layer, triton, batch=512, positions=512)
+gpu_small_batch = partial(layer, triton, batch=32, positions=512)
+gpu_wavefront = partial(
+    layer, triton, batch=32, positions=512, layers=3, schedule="wavefront"
+)
+gpu_training = partial(layer, triton, batch=512, positions=512, train=True)
+tpu_forward = partial(layer, mosaic_tpu, batch=8, positions=128)
+tpu_training = partial(layer, mosaic_tpu, batch=8, positions=128, train=True)

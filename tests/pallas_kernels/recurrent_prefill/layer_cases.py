@@ -1,0 +1,162 @@
+"""Tiny layers for the kernels, and the reference's answers."""
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.recurrent_prefill import triton
+from pallas_kernels.recurrent_prefill.arrays import LayerWeights, Rows, empty_cache
+from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.triton_launch import Tiles
+from tests.compiling import QUICK_COMPILE
+
+WIDTH, HEADS, HEAD_WIDTH, INNER = 32, 2, 16, 64
+quick_jit = partial(jax.jit, compiler_options=QUICK_COMPILE)
+
+
+class Case(NamedTuple):
+    """One tiny call; hashable, so that its reference is computed once."""
+
+    positions: int
+    layers: int = 1
+    batch: int = 2
+    key_heads: int = HEADS
+    norm: str = "rms"
+    gated: bool = False
+    biases: bool = False
+    activation: str = "gelu"
+    normed_persistent: bool = True
+    dtype: str = "float32"
+    schedule: str | None = None
+
+    @property
+    def spec(self) -> LayerSpec:
+        return LayerSpec(
+            heads=HEADS,
+            key_heads=self.key_heads,
+            head_width=HEAD_WIDTH,
+            norm=self.norm,  # pyright: ignore[reportArgumentType]
+            qk_norm=self.norm,  # pyright: ignore[reportArgumentType]
+            normed_persistent=self.normed_persistent,
+            alibi_max_bias=8.0,
+            logit_scale=HEAD_WIDTH**-0.5,
+            residual_scale=0.7,
+            activation=self.activation,  # pyright: ignore[reportArgumentType]
+            dtype=self.dtype,  # pyright: ignore[reportArgumentType]
+        )
+
+    @property
+    def options(self) -> dict:
+        return {"spec": self.spec, "schedule": self.schedule, "tile": 16}
+
+    def inputs(self) -> tuple[jax.Array, LayerWeights, jax.Array]:
+        """Returns x, weights and a cotangent of z."""
+        keys = jax.random.split(jax.random.key(0), 3)
+        shape = (self.batch, self.positions, WIDTH)
+        x, for_z = (jax.random.normal(key, shape) for key in keys[:2])
+        return x, self.weights(keys[2]), for_z
+
+    def weights(self, key: jax.Array) -> LayerWeights:
+        """Returns weights of the size of a usual init, norms and biases disturbed."""
+        D, H, K, E, F = WIDTH, HEADS, self.key_heads, HEAD_WIDTH, INNER
+        matrices = {
+            "w_q": (D, H, E),
+            "w_k": (D, K, E),
+            "w_v": (D, K, E),
+            "w_out": (H, E, D),
+            "w_up": (D, F),
+            "w_down": (F, D),
+        }
+        norms = {"attention_norm": D, "mlp_norm": D, "q_norm": H * E, "k_norm": K * E}
+        vectors = {f"{name}_scale": (width,) for name, width in norms.items()}
+        if self.gated:
+            matrices["w_gate"] = (D, F)
+        if self.biases:
+            vectors |= {f"{name}_bias": (width,) for name, width in norms.items()}
+            vectors |= {"b_q": (H, E), "b_k": (K, E), "b_v": (K, E)}
+            vectors |= {"b_out": (D,), "b_up": (F,), "b_down": (D,)}
+            vectors |= {"b_gate": (F,)} if self.gated else {}
+        leaves = {}
+        for name, shape in (matrices | vectors).items():
+            key, own = jax.random.split(key)
+            leaf = jax.random.normal(own, (self.layers, *shape))
+            if name in matrices:
+                leaf = leaf * (2.0 / sum(shape)) ** 0.5
+            else:
+                leaf = 0.1 * leaf + (1.0 if name.endswith("scale") else 0.0)
+            leaves[name] = leaf
+        return LayerWeights(**leaves)
+
+
+@cache
+def reference_values(case: Case) -> jax.Array:
+    """Returns z in float32."""
+    x, weights, _ = case.inputs()
+    return quick_jit(partial(recurrent_prefill_reference, spec=case.spec))(x, weights)
+
+
+@cache
+def reference(case: Case):
+    """Returns z, and the cotangents of x and weights, in float32."""
+    x, weights, for_z = case.inputs()
+
+    def run(x, weights, for_z):
+        compute = partial(recurrent_prefill_reference, spec=case.spec)
+        z, back = jax.vjp(compute, x, weights)
+        return z, back(for_z)
+
+    return quick_jit(run)(x, weights, for_z)
+
+
+def interpreted(backend) -> dict:
+    """Returns the options that run a backend's kernels as plain JAX.
+
+    Every grid cell costs time there: the GPU kernels get few of them, and still more
+    than one along each contracted axis and each row of blocks.
+    """
+    if backend is triton:
+        small = Tiles(tile=16, rows=16, depth=16, columns=32, attend_rows=16, keys=16)
+        return {"interpret": True, "tiles": small}
+    return {"interpret": True}
+
+
+def values(backend, case: Case, **changes) -> jax.Array:
+    """Returns a backend's z in interpret mode."""
+    x, weights, _ = case.inputs()
+    cache = empty_cache(case.layers, case.batch, 0, case.spec)
+
+    def run(x, weights):
+        options = {**case.options, "residuals": False, **interpreted(backend)}
+        options |= changes
+        return backend.forward(x, weights, cache, Rows(), **options)[0]
+
+    return quick_jit(run)(x, weights)
+
+
+def values_and_gradients(backend, case: Case):
+    """Returns what `reference` does, from a backend in interpret mode."""
+    x, weights, for_z = case.inputs()
+    cache = empty_cache(case.layers, case.batch, 0, case.spec)
+    options = {**case.options, **interpreted(backend)}
+
+    def run(x, weights, for_z):
+        z, written, kept = backend.forward(
+            x, weights, cache, Rows(), residuals=True, **options
+        )
+        for_x, for_weights, _ = backend.backward(
+            x, weights, cache, Rows(), kept, for_z, written, **options
+        )
+        return z, (for_x, for_weights)
+
+    return quick_jit(run)(x, weights, for_z)
+
+
+def refusal(backend, case: Case, **changes) -> str | None:
+    """Returns why a backend cannot express a call, whatever the device."""
+    x, weights, _ = case.inputs()
+    cache = empty_cache(case.layers, case.batch, changes.pop("slots", 0), case.spec)
+    rows = changes.pop("rows", Rows())
+    options = {**case.options, **changes}
+    return backend.expressible(x, weights, cache, rows, **options)

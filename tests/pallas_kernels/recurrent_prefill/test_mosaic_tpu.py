@@ -1,0 +1,117 @@
+"""The TPU kernels in interpret mode against the reference."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.recurrent_prefill import mosaic_tpu
+from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
+from pallas_kernels.recurrent_prefill.mosaic_tiles import (
+    LayerSizes,
+    choose_tiles,
+    refusal_of_sizes,
+)
+from tests.pallas_kernels.recurrent_prefill.layer_cases import (
+    Case,
+    reference,
+    reference_values,
+    refusal,
+    values,
+    values_and_gradients,
+)
+from tests.tolerances import assert_gradients_close, assert_values_close
+
+PLAIN = Case(positions=19)
+EVERYTHING = Case(
+    positions=17,
+    layers=2,
+    batch=3,
+    norm="layer",
+    gated=True,
+    biases=True,
+    activation="silu",
+    normed_persistent=False,
+)
+PAPER = LayerSizes(
+    batch=32,
+    positions=256,
+    width=1024,
+    heads_width=1024,
+    inner_width=4096,
+    gated=False,
+    bytes=2,
+)
+
+
+@pytest.mark.parametrize("positions", [1, 32, 33])
+def test_the_kernel_computes_what_the_reference_does(positions):
+    case = PLAIN._replace(positions=positions)
+    assert_values_close(values(mosaic_tpu, case), reference_values(case))
+
+
+def test_values_and_gradients_are_the_reference_s():
+    check_values_and_gradients(PLAIN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [EVERYTHING, PLAIN._replace(dtype="bfloat16")], ids=["switches", "bfloat16"]
+)
+def test_values_and_gradients_are_the_reference_s_with(case):
+    check_values_and_gradients(case)
+
+
+def check_values_and_gradients(case: Case) -> None:
+    z, gradients = values_and_gradients(mosaic_tpu, case)
+    want_z, want = reference(case)
+    assert_values_close(z, want_z, case.dtype)
+    assert_gradients_close(gradients, want, case.dtype)
+
+
+@pytest.mark.slow
+def test_the_tpu_s_own_semantics_find_no_race():
+    case = PLAIN._replace(positions=17)
+    z = values(mosaic_tpu, case, interpret=pltpu.InterpretParams(detect_races=True))
+    assert_values_close(z, reference_values(case))
+
+
+def test_a_layer_of_the_paper_fits_into_vmem():
+    assert refusal_of_sizes(PAPER, None) is None
+    assert choose_tiles(PAPER, None).rows == 32
+
+
+def test_what_does_not_fit_into_vmem_is_refused():
+    wide = dataclasses.replace(PAPER, width=2048, heads_width=2048, inner_width=8192)
+    assert "VMEM" in str(refusal_of_sizes(wide, None))
+    long = dataclasses.replace(PAPER, positions=16384)
+    assert "VMEM" in str(refusal_of_sizes(long, None))
+
+
+def test_a_longer_sequence_gets_fewer_rows():
+    longer = dataclasses.replace(PAPER, positions=1024)
+    assert choose_tiles(longer, None).rows < 32
+    assert refusal_of_sizes(longer, None) is None
+
+
+def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
+    spec = PLAIN.spec
+    change = dataclasses.replace
+    assert "multiple of 128" in str(refusal(mosaic_tpu, PLAIN))
+    assert "block=2" in str(refusal(mosaic_tpu, PLAIN, spec=change(spec, block=2)))
+    rope = change(spec, rope_base=1e4, rope_width=16)
+    assert "rotary" in str(refusal(mosaic_tpu, PLAIN, spec=rope))
+    grouped = change(spec, key_heads=1)
+    assert "key heads" in str(refusal(mosaic_tpu, PLAIN, spec=grouped))
+    assert "cache" in str(refusal(mosaic_tpu, PLAIN, slots=32))
+    documents = Rows(segments=jnp.zeros((2, 19), jnp.int32))
+    assert "segments" in str(refusal(mosaic_tpu, PLAIN, rows=documents))
+    assert "wavefront" in str(refusal(mosaic_tpu, PLAIN, schedule="wavefront"))
+
+
+def test_without_a_tpu_the_backend_says_so():
+    x, weights, _ = PLAIN.inputs()
+    cache = empty_cache(1, 2, 0, PLAIN.spec)
+    reason = mosaic_tpu.supported(x, weights, cache, Rows(), **PLAIN.options)
+    assert str(reason).startswith("needs a TPU")

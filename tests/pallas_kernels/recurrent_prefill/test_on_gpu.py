@@ -1,0 +1,58 @@
+"""The compiled GPU kernels against the reference: needs a GPU, skips aloud without.
+
+JAX_PLATFORMS=cuda,cpu python -m pytest tests/pallas_kernels -k on_gpu
+"""
+
+from functools import partial
+
+import jax
+import pytest
+
+from pallas_kernels.recurrent_prefill import recurrent_prefill
+from pallas_kernels.recurrent_prefill.arrays import empty_cache
+from tests.pallas_kernels.recurrent_prefill.layer_cases import Case, reference
+from tests.tolerances import assert_gradients_close, assert_values_close
+
+CASES = {
+    "one position": Case(positions=1),
+    "prime": Case(positions=37),
+    "exact": Case(positions=64, batch=16),
+    "switches": Case(
+        positions=33,
+        layers=2,
+        batch=3,
+        key_heads=1,
+        norm="layer",
+        gated=True,
+        biases=True,
+        activation="silu",
+        normed_persistent=False,
+    ),
+    "wavefront": Case(positions=65, layers=3, batch=40, schedule="wavefront"),
+    "bfloat16": Case(positions=37, batch=70, dtype="bfloat16"),
+}
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU, found {jax.default_backend()}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_kernels_agree_with_the_reference_on_gpu(name):
+    case = CASES[name]
+    x, weights, for_z = case.inputs()
+
+    @jax.jit
+    def run(x, weights, for_z):
+        cache = empty_cache(case.layers, case.batch, 0, case.spec)
+        call = partial(recurrent_prefill, implementation="triton", **case.options)
+        z, back = jax.vjp(lambda x, w: call(x, w, cache)[0], x, weights)
+        return z, back(for_z)
+
+    z, gradients = run(x, weights, for_z)
+    with jax.default_matmul_precision("highest"):
+        want_z, want = reference(case)
+    assert_values_close(z, want_z, case.dtype)
+    assert_gradients_close(gradients, want, case.dtype)

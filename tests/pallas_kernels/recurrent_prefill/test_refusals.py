@@ -1,0 +1,84 @@
+"""What the op refuses, and how it says so."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.recurrent_prefill import Rows, empty_cache, recurrent_prefill
+from pallas_kernels.recurrent_prefill.checks import check_call
+from tests.pallas_kernels.recurrent_prefill.layers import BATCH, LENGTH, spec, weights
+
+LAYER = spec(dtype="float32")
+BLOCKED = spec(dtype="float32", block=3)
+
+
+def call(layer=LAYER, *, cache=None, length=LENGTH, **options):
+    w = weights(layer, layers=2, dtype="float32")
+    cache = empty_cache(2, BATCH, 0, layer) if cache is None else cache
+    x = jnp.zeros((BATCH, length, 8))
+    return jax.eval_shape(
+        lambda x, w, cache: recurrent_prefill(x, w, cache, spec=layer, **options),
+        x,
+        w,
+        cache,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tile": 0}, "wants tile of at least 1 position, got 0"),
+        ({"schedule": "naive", "tile": 4}, 'no tile with schedule "naive", got 4'),
+        ({"layer": BLOCKED, "tile": 4}, "multiple of spec.block=3, got 4"),
+        ({"cache": empty_cache(2, BATCH, 5, LAYER)}, "has slots, 5, got 13"),
+        ({"cache": empty_cache(2, 3, 16, LAYER)}, r"cache.keys of shape \(2, 2, 16"),
+        ({"cache": empty_cache(1, BATCH, 16, LAYER)}, "cache.keys of shape"),
+        (
+            {"layer": BLOCKED, "cache": empty_cache(2, BATCH, 16, LAYER)},
+            "cache.temporary_keys of shape",
+        ),
+        ({"rows": Rows(lengths=jnp.ones(3, int))}, r"lengths of shape \(2,\)"),
+        ({"length": 0}, "T >= 1"),
+    ],
+)
+def test_a_wrong_call_is_told_what_is_wanted(options, message):
+    with pytest.raises(ValueError, match=f"recurrent_prefill: .*{message}"):
+        call(**options)
+
+
+def test_an_unknown_schedule_is_told_the_known_ones():
+    w, cache = weights(LAYER, layers=2, dtype="float32"), empty_cache(2, 2, 0, LAYER)
+    x, rows = jnp.zeros((BATCH, 3, 8)), Rows()
+    with pytest.raises(ValueError, match="'naive', 'tiled'.* got 'diagonal'"):
+        check_call(x, w, cache, rows, spec=LAYER, schedule="diagonal", tile=None)
+
+
+def test_a_weight_of_another_shape_is_named():
+    w = weights(LAYER, layers=2, dtype="float32")
+    w = w._replace(w_down=w.w_down[:, :5])
+    with pytest.raises(ValueError, match=r"weights.w_down of shape \(2, 12, 8\)"):
+        recurrent_prefill(
+            jnp.zeros((BATCH, 3, 8)), w, empty_cache(2, BATCH, 0, LAYER), spec=LAYER
+        )
+
+
+def test_segments_are_for_training_only():
+    rows = Rows(segments=jnp.zeros((BATCH, LENGTH), int))
+    with pytest.raises(NotImplementedError, match="segments"):
+        call(cache=empty_cache(2, BATCH, 16, LAYER), rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 0}, "heads must be at least 1, got 0"),
+        ({"key_heads": 3}, "key_heads must divide heads=4, got 3"),
+        ({"block": 0}, "block must be at least 1"),
+        ({"rope_base": 100.0, "rope_width": 3}, "rope_width must be even"),
+    ],
+)
+def test_a_wrong_spec_names_the_field(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(LAYER, **change)

@@ -1,0 +1,142 @@
+"""The GPU kernels in interpret mode against the reference."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.recurrent_prefill import triton, xla
+from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
+from tests.pallas_kernels.recurrent_prefill.layer_cases import (
+    Case,
+    interpreted,
+    quick_jit,
+    reference,
+    reference_values,
+    refusal,
+    values,
+    values_and_gradients,
+)
+from tests.tolerances import assert_gradients_close, assert_values_close
+
+PLAIN = Case(positions=19)
+EVERYTHING = Case(
+    positions=17,
+    layers=2,
+    batch=3,
+    key_heads=1,
+    norm="layer",
+    gated=True,
+    biases=True,
+    activation="silu",
+    normed_persistent=False,
+)
+WAVEFRONT = Case(positions=33, layers=2, biases=True, schedule="wavefront")
+
+
+@pytest.mark.parametrize("positions", [1, pytest.param(16, marks=pytest.mark.slow), 17])
+def test_kernels_compute_what_the_reference_does(positions):
+    case = PLAIN._replace(positions=positions)
+    assert_values_close(values(triton, case), reference_values(case))
+
+
+def test_values_and_gradients_are_the_reference_s():
+    check_values_and_gradients(PLAIN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [EVERYTHING, WAVEFRONT], ids=["switches", "wavefront"])
+def test_values_and_gradients_are_the_reference_s_with(case):
+    check_values_and_gradients(case)
+
+
+@pytest.mark.slow
+def test_bfloat16_kernels_stay_near_the_float32_reference():
+    check_values_and_gradients(PLAIN._replace(dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("name", ["gelu_tanh", "relu_squared"])
+@pytest.mark.slow
+def test_other_activations_are_the_reference_s(name):
+    case = Case(positions=3, activation=name)
+    assert_values_close(values(triton, case), reference_values(case))
+
+
+def check_values_and_gradients(case: Case) -> None:
+    (z, gradients), (want_z, want) = values_and_gradients(triton, case), reference(case)
+    assert_values_close(z, want_z, case.dtype)
+    assert_gradients_close(gradients, want, case.dtype)
+
+
+def test_a_cut_sequence_with_the_cache_equals_the_whole():
+    case = PLAIN
+    x, weights, _ = case.inputs()
+    options = {**case.options, "residuals": False, **interpreted(triton)}
+
+    def run(x, weights, cuts):
+        cache = empty_cache(1, case.batch, 24, case.spec)
+        first = Rows(lengths=jnp.asarray(cuts))
+        _, cache, _ = triton.forward(x[:, :5], weights, cache, first, **options)
+        padding = cache.keys[0, 1, 3:]
+        rest = jnp.stack([x[row, cut : cut + 14] for row, cut in enumerate(cuts)])
+        return *triton.forward(rest, weights, cache, Rows(), **options)[:2], padding
+
+    cuts = (5, 3)
+    z, cache, padding = quick_jit(run, static_argnums=2)(x, weights, cuts)
+    want = reference_values(case)
+    want = jnp.stack([want[row, cut : cut + 14] for row, cut in enumerate(cuts)])
+    assert_values_close(z, want)
+    assert cache.position.tolist() == [19, 17]
+    assert not padding.any()
+
+
+@pytest.mark.slow
+def test_gradients_reach_a_filled_cache_as_on_the_xla_path():
+    case = PLAIN._replace(positions=6)
+    x, weights, for_z = case.inputs()
+    keys = jax.random.split(jax.random.key(1), 4)
+    cache = empty_cache(1, case.batch, 12, case.spec)
+    fill = [jax.random.normal(key, cache.keys.shape) for key in keys]
+    cache = cache._replace(
+        keys=fill[0], values=fill[1], position=jnp.asarray([4, 2], jnp.int32)
+    )
+    cotangents = cache._replace(keys=fill[2], values=fill[3])
+
+    def run(backend, **interpret):
+        z, _, kept = backend.forward(
+            x, weights, cache, Rows(), residuals=True, **case.options, **interpret
+        )
+        for_x, for_weights, for_cache = backend.backward(
+            *(x, weights, cache, Rows(), kept, for_z, cotangents),
+            **{**case.options, **interpret},
+        )
+        return for_x, for_weights, for_cache.keys, for_cache.values
+
+    got = quick_jit(lambda: run(triton, **interpreted(triton)))()
+    assert_gradients_close(got, quick_jit(lambda: run(xla))())
+
+
+def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
+    spec = PLAIN.spec
+    change = dataclasses.replace
+    assert refusal(triton, PLAIN) is None
+    assert "block=2" in str(refusal(triton, PLAIN, spec=change(spec, block=2)))
+    rope = change(spec, rope_base=1e4, rope_width=16)
+    assert "rotary" in str(refusal(triton, PLAIN, spec=rope))
+    documents = Rows(segments=jnp.zeros((2, 19), jnp.int32))
+    assert "segments" in str(refusal(triton, PLAIN, rows=documents))
+    assert "tile=24" in str(refusal(triton, PLAIN, tile=24))
+    assert "schedule" in str(refusal(triton, PLAIN, schedule="naive"))
+    assert "float32" in str(refusal(triton, PLAIN, spec=change(spec, dtype="float64")))
+    narrow = change(spec, heads=4, key_heads=4, head_width=8)
+    assert "head_width" in str(refusal(triton, PLAIN, spec=narrow))
+
+
+def test_without_a_gpu_the_backend_says_so():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    x, weights, _ = PLAIN.inputs()
+    cache = empty_cache(1, 2, 0, PLAIN.spec)
+    reason = triton.supported(x, weights, cache, Rows(), **PLAIN.options)
+    assert reason == "needs an NVIDIA GPU, found cpu"

@@ -1,0 +1,146 @@
+"""The authors' layers and language models: values and gradients, by every schedule."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from recurjax.layers.norm import NormConfig
+from recurjax.model import Decoder, ModelConfig
+from recurjax.parameters import to_nested_dict
+from recurjax.types import Tokens
+from recurjax.variants.recurrent_transformer import RecurrentTransformerStack
+from tests.compiling import QUICK_COMPILE
+from tests.golden.cases import golden_cases, load
+from tests.tolerances import assert_gradients_close, assert_values_close
+from tests.variants.recurrent_transformer.golden_cases import (
+    config_of,
+    filled,
+    meta_of,
+    nested,
+)
+
+BLOCKS = golden_cases("recurrent_transformer/rt_block_*.npz")
+MODELS = golden_cases("recurrent_transformer/rt_lm_*.npz")
+TILES = {"naive": None, "tiled": 8, "wavefront": 8}
+slow = partial(pytest.param, marks=pytest.mark.slow)
+RUNS = [
+    ("tiled", "own"),
+    ("wavefront", "own"),
+    slow("naive", "own"),
+    slow("naive", "float32"),
+    slow("tiled", "float32"),
+    slow("wavefront", "float32"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "dtype"), RUNS)
+@pytest.mark.parametrize("path", BLOCKS)
+def test_values_and_gradients_are_the_authors(path, schedule, dtype):
+    case = load(path)
+    meta = meta_of(case)
+    dtype = meta["dtype"] if dtype == "own" else dtype
+    with jax.enable_x64(dtype == "float64"):
+        stack = stack_of(case, meta, schedule, dtype)
+
+        @partial(jax.jit, compiler_options=QUICK_COMPILE)
+        @partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+        def run(stack, x, g):
+            cache = stack.init_cache(x.shape[0], 0, x.dtype)
+            z, _ = stack(x, cache, tokens_of(x))
+            return jnp.sum(z * g), z
+
+        x, g = (jnp.asarray(case[name], dtype) for name in ("x", "g"))
+        (loss, z), (for_stack, for_x) = run(stack, x, g)
+        assert_values_close(z, case["z"], dtype)
+        assert_gradients_close(loss, case["loss"], dtype)
+        assert_gradients_close(
+            {"x": for_x, "stack": to_nested_dict(for_stack)},
+            {"x": case["grad.x"], "stack": nested(case, meta, "grad")},
+            dtype,
+        )
+
+
+@pytest.mark.parametrize("schedule", ["tiled", slow("wavefront"), slow("naive")])
+@pytest.mark.parametrize("path", BLOCKS)
+def test_prefill_and_steps_give_the_authors_values(path, schedule):
+    case = load(path)
+    meta = meta_of(case)
+    with jax.enable_x64(meta["dtype"] == "float64"):
+        stack = stack_of(case, meta, schedule, meta["dtype"])
+        x = jnp.asarray(case["x"])
+        cut = meta["N"] // 2
+
+        @partial(jax.jit, compiler_options=QUICK_COMPILE)
+        def run(stack, x):
+            cache = stack.init_cache(x.shape[0], x.shape[1], x.dtype)
+            first, cache = stack(x[:, :cut], cache, tokens_of(x[:, :cut]))
+
+            def step(cache, x_t):
+                z_t, cache = stack(x_t[:, None], cache, tokens_of(x_t[:, None]))
+                return cache, z_t[:, 0]
+
+            _, steps = jax.lax.scan(step, cache, x[:, cut:].swapaxes(0, 1))
+            return jnp.concatenate([first, steps.swapaxes(0, 1)], axis=1)
+
+        assert_values_close(run(stack, x), case["z"], meta["dtype"])
+
+
+@pytest.mark.parametrize(("schedule", "dtype"), RUNS)
+@pytest.mark.parametrize("path", MODELS)
+def test_a_language_model_is_the_authors(path, schedule, dtype):
+    case = load(path)
+    meta = meta_of(case)
+    dtype = meta["dtype"] if dtype == "own" else dtype
+    with jax.enable_x64(dtype == "float64"):
+        norm = NormConfig(
+            kind="rms" if meta["norm"] == "rms" else "layer",
+            eps=meta["eps"],
+            bias="param.ln_f.bias" in case,
+        )
+        config = ModelConfig(
+            vocabulary=meta["vocab"],
+            stack=config_of(case, meta, schedule=schedule, tile=TILES[schedule]),
+            final_norm=norm,
+            dtype=dtype,
+        )
+        model = filled(partial(Decoder, config), model_parameters(case, meta), dtype)
+
+        @partial(jax.jit, compiler_options=QUICK_COMPILE)
+        @partial(jax.value_and_grad, has_aux=True)
+        def run(model, ids):
+            logits, _ = model(Tokens(ids), model.init_cache(ids.shape[0], 0))
+            log_p = jax.nn.log_softmax(logits[:, :-1])
+            target = jnp.take_along_axis(log_p, ids[:, 1:, None], axis=-1)
+            return -jnp.mean(target), logits
+
+        ids = jnp.asarray(case["input_ids"], jnp.int32)
+        (loss, logits), gradients = run(model, ids)
+        assert_values_close(logits, case["logits"], dtype)
+        assert_values_close(loss, case["loss"], dtype)
+        if "grad.wte.weight" in case:
+            want = model_parameters(case, meta, "grad")
+            assert_gradients_close(to_nested_dict(gradients), want, dtype)
+
+
+def stack_of(case, meta, schedule: str, dtype: str) -> RecurrentTransformerStack:
+    config = config_of(case, meta, schedule=schedule, tile=TILES[schedule])
+    make = partial(RecurrentTransformerStack, config)
+    return filled(make, nested(case, meta, "param"), dtype)
+
+
+def model_parameters(case, meta, kind: str = "param") -> dict:
+    norm = {"scale": case[f"{kind}.ln_f.weight"]}
+    if f"{kind}.ln_f.bias" in case:
+        norm["bias"] = case[f"{kind}.ln_f.bias"]
+    return {
+        "stack": nested(case, meta, kind),
+        "final_norm": norm,
+        "w_embedding": case[f"{kind}.wte.weight"],
+        "w_head": case[f"{kind}.ff_out.weight"].T,
+    }
+
+
+def tokens_of(x) -> Tokens:
+    return Tokens(ids=jnp.zeros(x.shape[:2], jnp.int32))
