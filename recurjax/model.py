@@ -12,6 +12,7 @@ from recurjax.errors import UserError
 from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.types import Array, Cache, Tokens
+from recurjax.variants.rat import RatConfig, RatStack
 from recurjax.variants.recurrent_transformer import (
     RecurrentTransformerConfig,
     RecurrentTransformerStack,
@@ -33,12 +34,13 @@ class Stack(Protocol):
         ...
 
 
-StackConfig = TransformerConfig | RecurrentTransformerConfig
+StackConfig = TransformerConfig | RecurrentTransformerConfig | RatConfig
 """Every variant's configuration: a closed union, told apart by class in JSON."""
 
 _STACKS: dict[type, type] = {
     TransformerConfig: TransformerStack,
     RecurrentTransformerConfig: RecurrentTransformerStack,
+    RatConfig: RatStack,
 }
 
 

@@ -13,11 +13,12 @@ from recurjax.errors import UserError
 from recurjax.parameters import parameter_name
 
 RULES: tuple[tuple[str, P], ...] = (
-    (r"\bw_(q|k|v)$", P("fsdp", "tensor", None)),  # [D, H, E]: heads over tensor
+    (r"\bw_(q|k|v|full|expand)$", P("fsdp", "tensor", None)),  # [D, H, E]: heads
+    (r"\bw_reduce$", P("fsdp", None)),  # [D, R], R the rank of a gate
     (r"\bw_out$", P("tensor", None, "fsdp")),  # [H, E, D]: one psum a block
     (r"\bw_(up|gate)$", P("fsdp", "tensor")),  # [D, F]
     (r"\bw_down$", P("tensor", "fsdp")),  # [F, D]: one psum a block
-    (r"\bb_(q|k|v)$", P("tensor", None)),  # [H, E]
+    (r"\bb_(q|k|v|forget)$", P("tensor", None)),  # [H, E]
     (r"\bb_(up|gate)$", P("tensor")),  # [F]
     (r"\bb_(out|down)$", P(None)),  # [D]
     (r"\bw_embedding$", P("tensor", "fsdp")),  # [V, D]

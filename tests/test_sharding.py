@@ -30,6 +30,7 @@ from recurjax.training.placement import place
 from recurjax.training.step import new_state
 from recurjax.variants.transformer import TransformerConfig
 from tests.training.tiny_experiment import config
+from tests.variants.rat.switches import SWITCHES as RAT
 
 PLAIN = config().model
 NORM = NormConfig(kind="layer", bias=True)
@@ -64,6 +65,7 @@ MODELS = {
     "qk-norm over all heads": dataclasses.replace(
         EVERYTHING, stack=dataclasses.replace(EVERYTHING.stack, attention=FULL_QK_NORM)
     ),
+    "rat, low rank": RAT["low_rank_by_token_beside_windows"],
 }
 
 

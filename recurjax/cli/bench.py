@@ -17,6 +17,7 @@ from recurjax.errors import UserError
 BENCHES = {
     "transformer": "recurjax.bench.transformer",
     "recurrent_transformer": "recurjax.bench.recurrent_transformer",
+    "rat": "recurjax.bench.rat",
     "trainer": "recurjax.bench.trainer",
 }
 """What can be timed, and the module whose `rows` times it."""

@@ -1,0 +1,6 @@
+"""Attention to the ends of earlier chunks, merged with a position's own term."""
+
+from pallas_kernels.chunk_attention.api import chunk_attention
+from pallas_kernels.chunk_attention.arrays import ChunkEnds
+
+__all__ = ["ChunkEnds", "chunk_attention"]

@@ -1,0 +1,154 @@
+"""The recurrence in parallel over the chunks of a folded sequence, in plain XLA.
+
+A folded array is [B, G, C, ...]: G stretches of C positions. The loop runs over C; one
+turn reads a slice [B, G, D] of every input and writes one of every output, so each
+array crosses memory once. No stretch sees another: what enters it is an argument.
+The state is set to zero where `starts` [B, G, C] says so, and every `period` turns.
+"""
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def scan_forward(gate, values, starts, entering, *, period=None):
+    """Returns (states [B, G, C, D] of each stream, its last states [B, G, D]).
+
+    Args:
+      gate: [B, G, C, D].
+      values: [B, G, C, W] each.
+      entering: [B, G, D] of each stream, in the dtype of the computation.
+    """
+    dtype = entering[0].dtype
+
+    def body(c, carry):
+        states, outputs = carry
+        g = _at(gate, c).astype(dtype)
+        keep = _unless(_restarts(starts, c, period), g)
+        states = tuple(
+            keep * h + spread(1 - g, _at(v, c).astype(dtype))
+            for h, v in zip(states, values, strict=True)
+        )
+        outputs = tuple(_put(out, h, c) for out, h in zip(outputs, states, strict=True))
+        return states, outputs
+
+    empty = tuple(jnp.zeros(gate.shape, v.dtype) for v in values)
+    last, states = _loop(body, gate.shape[2], (tuple(entering), empty))
+    return states, last
+
+
+def scan_backward(
+    gate, values, starts, entering, states, for_states, for_last, *, period=None
+):
+    """Returns gradients of (gate, values, entering), all in the computation's dtype.
+
+    With l[t] the gradient of h[t]: l[t] = dh[t] + g[t+1] l[t+1].
+    """
+    dtype = entering[0].dtype
+    C = gate.shape[2]
+
+    def body(turn, carry):
+        flowing, d_gate, d_values = carry
+        c = C - 1 - turn
+        g = _at(gate, c).astype(dtype)
+        restarts = _restarts(starts, c, period)
+        keep = _unless(restarts, g)
+        d_keep = d_new = jnp.zeros_like(g)
+        left, written = [], []
+        for u, dh, h, h_in, v, out in zip(
+            flowing, for_states, states, entering, values, d_values, strict=True
+        ):
+            total = u + _at(dh, c).astype(dtype)
+            before = jnp.where(c == 0, h_in, _at(h, jnp.maximum(c - 1, 0)))
+            v = _at(v, c).astype(dtype)
+            d_keep += total * before
+            d_new += spread(total, v)
+            left.append(keep * total)
+            written.append(_put(out, gather((1 - g) * total, v.shape[-1]), c))
+        for_g = _unless(restarts, d_keep) - d_new
+        return tuple(left), _put(d_gate, for_g, c), tuple(written)
+
+    empty = tuple(jnp.zeros(v.shape, dtype) for v in values)
+    carry = (tuple(for_last), jnp.zeros(gate.shape, dtype), empty)
+    for_entering, for_gate, for_values = _loop(body, C, carry)
+    return for_gate, for_values, for_entering
+
+
+def summarize_forward(gate, values, starts, dtype):
+    """Returns what a stretch makes of h: h_last = product h_in + added, [B, G, D]."""
+    B, G, C, D = gate.shape
+
+    def body(c, carry):
+        product, added = carry
+        g = _at(gate, c).astype(dtype)
+        keep = _unless(_restarts(starts, c, None), g)
+        added = tuple(
+            keep * h + spread(1 - g, _at(v, c).astype(dtype))
+            for h, v in zip(added, values, strict=True)
+        )
+        return keep * product, added
+
+    zeros = jnp.zeros((B, G, D), dtype)
+    return _loop(body, C, (zeros + 1, tuple(zeros for _ in values)))
+
+
+def summarize_backward(gate, starts, for_states, dtype):
+    """Returns what a stretch makes of l: l_in = product l_last + added, [B, G, D]."""
+    B, G, C, D = gate.shape
+
+    def body(turn, carry):
+        product, added = carry
+        c = C - 1 - turn
+        g = _at(gate, c).astype(dtype)
+        keep = _unless(_restarts(starts, c, None), g)
+        added = tuple(
+            keep * (u + _at(dh, c).astype(dtype))
+            for u, dh in zip(added, for_states, strict=True)
+        )
+        return keep * product, added
+
+    zeros = jnp.zeros((B, G, D), dtype)
+    return _loop(body, C, (zeros + 1, tuple(zeros for _ in for_states)))
+
+
+def spread(wide: Array, narrow: Array) -> Array:
+    """Multiplies [..., D] by [..., W] tiled to D."""
+    W = narrow.shape[-1]
+    parts = wide.reshape(*wide.shape[:-1], -1, W) * narrow[..., None, :]
+    return parts.reshape(wide.shape)
+
+
+def gather(wide: Array, width: int) -> Array:
+    """Sums the D / W tiles of [..., D]: the transpose of tiling."""
+    tiles = wide.reshape(*wide.shape[:-1], -1, width)
+    # Not tiles.sum(-2): on CPU a sum of slices joins the loop's other arithmetic.
+    total = tiles[..., 0, :]
+    for tile in range(1, tiles.shape[-2]):
+        total = total + tiles[..., tile, :]
+    return total
+
+
+def _restarts(starts: Array | None, c: Array, period: int | None) -> Array | None:
+    here = None if starts is None else _at(starts, c)[..., None]
+    if period is None:
+        return here
+    regular = (c > 0) & (c % period == 0)
+    return regular if here is None else here | regular
+
+
+def _unless(restarts: Array | None, x: Array) -> Array:
+    return x if restarts is None else jnp.where(restarts, 0, x)
+
+
+def _at(folded: Array, c: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(folded, c, axis=2, keepdims=False)
+
+
+def _put(folded: Array, part: Array, c: Array) -> Array:
+    part = part.astype(folded.dtype)
+    return jax.lax.dynamic_update_index_in_dim(folded, part, c, axis=2)
+
+
+def _loop(body, turns: int, carry):
+    return jax.lax.fori_loop(0, turns, body, carry)

@@ -1,0 +1,30 @@
+"""The definition, position by position; for tests, docs and bench."""
+
+import jax
+import jax.numpy as jnp
+
+
+def gated_scan_reference(
+    gate, values, *, initial=None, starts=None, lengths=None, chunk=None
+):
+    """Returns (h of each of `values`, the last of each), in at least float32."""
+    dtype = jnp.promote_types(gate.dtype, jnp.float32)
+    B, T, D = gate.shape
+    g = gate.astype(dtype).swapaxes(0, 1)
+    v = jnp.stack([jnp.tile(v, (1, 1, D // v.shape[2])) for v in values])
+    v = v.astype(dtype).swapaxes(0, 2).swapaxes(1, 2)  # [T, streams, B, D]
+    h = jnp.zeros(v.shape[1:], dtype) if initial is None else jnp.stack(initial)
+    t = jnp.arange(T)
+    restart = jnp.zeros((T, B), bool) if starts is None else starts.T
+    if chunk is not None:
+        restart = restart | ((t > 0) & (t % chunk == 0))[:, None]
+    real = jnp.ones((T, B), bool) if lengths is None else t[:, None] < lengths
+
+    def position(carry, at):
+        h, final = carry
+        g, v, restart, real = at
+        h = g * jnp.where(restart[:, None], 0, h) + (1 - g) * v
+        return (h, jnp.where(real[:, None], h, final)), h
+
+    (_, finals), states = jax.lax.scan(position, (h, h), (g, v, restart, real))
+    return tuple(states.swapaxes(0, 1).swapaxes(1, 2)), tuple(finals)

@@ -1,0 +1,211 @@
+"""The XLA backend: loops over positions in parallel over chunks, or over blocks.
+
+On CPU: one loop of T turns, restarted every C positions; a turn costs a microsecond or
+less there, and memory is read in its own order. Elsewhere a turn costs launches. Within
+chunks: one loop of C turns over all chunks at once. Over the whole sequence: blocks of
+`_BLOCK` positions: their summaries in parallel, an associative scan of the T / `_BLOCK`
+summaries, then the blocks again from their true states. The second pass reads the
+inputs again and needs no array of products.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_scan.folded_scan import (
+    scan_backward,
+    scan_forward,
+    summarize_backward,
+    summarize_forward,
+)
+
+_BLOCK = 128
+
+
+def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
+    """Returns None: this backend does everything."""
+    return None
+
+
+def forward(gate, values, initial, starts, lengths, *, chunk):
+    """Returns (states, finals): see `gated_scan`."""
+    T = gate.shape[1]
+    dtype = jnp.promote_types(gate.dtype, jnp.float32)
+    initial = tuple(h.astype(dtype) for h in initial)
+    narrow = tuple(v.dtype for v in values)
+    if lengths is not None:  # The last states are read from the states: keep them wide.
+        values = tuple(v.astype(dtype) for v in values)
+    in_chunks = chunk is not None and chunk < T
+    states, last = jax.lax.platform_dependent(
+        gate,
+        values,
+        initial,
+        starts,
+        cpu=partial(chunked_forward, size=T, period=chunk),
+        default=partial(chunked_forward, size=chunk)
+        if in_chunks
+        else partial(blocked_forward, size=min(_BLOCK, T)),
+    )
+    if lengths is not None:
+        at = jnp.maximum(lengths - 1, 0)[:, None, None]
+        last = tuple(
+            jnp.where(
+                (lengths > 0)[:, None], jnp.take_along_axis(h, at, axis=1)[:, 0], h_in
+            )
+            for h, h_in in zip(states, initial, strict=True)
+        )
+    return tuple(h.astype(d) for h, d in zip(states, narrow, strict=True)), last
+
+
+def backward(
+    gate,
+    values,
+    initial,
+    starts,
+    lengths,
+    states,
+    for_states,
+    for_finals,
+    *,
+    chunk,
+):
+    """Returns gradients of (gate, values, initial), in at least float32."""
+    T = gate.shape[1]
+    dtype = jnp.promote_types(gate.dtype, jnp.float32)
+    initial = tuple(h.astype(dtype) for h in initial)
+    passed = tuple(jnp.zeros_like(h) for h in initial)
+    if lengths is not None:
+        none = (lengths == 0)[:, None]
+        passed = tuple(jnp.where(none, d, 0) for d in for_finals)
+        at = (jnp.arange(len(lengths)), jnp.maximum(lengths - 1, 0))
+        for_states = tuple(
+            dh.astype(dtype).at[at].add(jnp.where(none, 0, d))
+            for dh, d in zip(for_states, for_finals, strict=True)
+        )
+        for_finals = tuple(jnp.zeros_like(d) for d in for_finals)
+    arrays = (gate, values, initial, starts, states, for_states, for_finals)
+    in_chunks = chunk is not None and chunk < T
+    for_gate, for_values, for_initial = jax.lax.platform_dependent(
+        *arrays,
+        cpu=partial(chunked_backward, size=T, period=chunk),
+        default=partial(chunked_backward, size=chunk)
+        if in_chunks
+        else partial(blocked_backward, size=min(_BLOCK, T)),
+    )
+    for_initial = tuple(d + p for d, p in zip(for_initial, passed, strict=True))
+    return for_gate, for_values, for_initial
+
+
+def blocked_forward(gate, values, initial, starts, *, size):
+    """Runs one recurrence over the whole sequence, block after block."""
+    T, dtype = gate.shape[1], initial[0].dtype
+    gate, values, starts = _fold_inputs(gate, values, starts, size)
+    product, added = summarize_forward(gate, values, starts, dtype)
+    entering = tuple(
+        _combine(product, h, h_in) for h, h_in in zip(added, initial, strict=True)
+    )
+    states, last = scan_forward(gate, values, starts, entering)
+    return _unfold(states, T), tuple(h[:, -1] for h in last)
+
+
+def blocked_backward(
+    gate, values, initial, starts, states, for_states, for_finals, *, size
+):
+    """Runs its gradient, block before block."""
+    T, dtype = gate.shape[1], initial[0].dtype
+    gate, values, starts = _fold_inputs(gate, values, starts, size)
+    states = tuple(_fold(h, size, "edge") for h in states)
+    for_states = tuple(_fold(dh, size, 0) for dh in for_states)
+    product, added = summarize_backward(gate, starts, for_states, dtype)
+    backwards = product[:, ::-1]
+    for_last = tuple(
+        _combine(backwards, u[:, ::-1], d)[:, ::-1]
+        for u, d in zip(added, for_finals, strict=True)
+    )
+    entering = tuple(
+        jnp.concatenate([h_in[:, None], h[:, :-1, -1].astype(dtype)], axis=1)
+        for h_in, h in zip(initial, states, strict=True)
+    )
+    for_gate, for_values, for_entering = scan_backward(
+        gate, values, starts, entering, states, for_states, for_last
+    )
+    for_initial = tuple(d[:, 0] for d in for_entering)
+    return _unfold((for_gate,), T)[0], _unfold(for_values, T), for_initial
+
+
+def chunked_forward(gate, values, initial, starts, *, size, period=None):
+    """Runs stretches of `size` positions side by side; only the first has a past."""
+    T = gate.shape[1]
+    gate, values, starts = _fold_inputs(gate, values, starts, size)
+    entering = tuple(_at_chunk(h, gate.shape[1], 0) for h in initial)
+    states, last = scan_forward(gate, values, starts, entering, period=period)
+    return _unfold(states, T), tuple(h[:, -1] for h in last)
+
+
+def chunked_backward(
+    gate,
+    values,
+    initial,
+    starts,
+    states,
+    for_states,
+    for_finals,
+    *,
+    size,
+    period=None,
+):
+    """Runs its gradient."""
+    T = gate.shape[1]
+    gate, values, starts = _fold_inputs(gate, values, starts, size)
+    G = gate.shape[1]
+    for_gate, for_values, for_entering = scan_backward(
+        gate,
+        values,
+        starts,
+        tuple(_at_chunk(h, G, 0) for h in initial),
+        tuple(_fold(h, size, "edge") for h in states),
+        tuple(_fold(dh, size, 0) for dh in for_states),
+        tuple(_at_chunk(d, G, G - 1) for d in for_finals),
+        period=period,
+    )
+    for_initial = tuple(d[:, 0] for d in for_entering)
+    return _unfold((for_gate,), T)[0], _unfold(for_values, T), for_initial
+
+
+def _combine(product, added, first):
+    """Returns what enters each stretch: x[0] = first, x[j+1] = product x[j] + added."""
+
+    def compose(early, late):
+        return late[0] * early[0], late[0] * early[1] + late[1]
+
+    products, sums = jax.lax.associative_scan(compose, (product, added), axis=1)
+    later = products[:, :-1] * first[:, None] + sums[:, :-1]
+    return jnp.concatenate([first[:, None], later], axis=1)
+
+
+def _at_chunk(state, chunks: int, number: int):
+    """Puts [B, D] at one of `chunks` chunks; zeros at the others."""
+    here = (jnp.arange(chunks) == number)[None, :, None]
+    return jnp.where(here, state[:, None], 0)
+
+
+def _fold_inputs(gate, values, starts, size: int):
+    """Folds; the padding's gate is 1, so that it carries the state along."""
+    values = tuple(_fold(v, size, 0) for v in values)
+    starts = None if starts is None else _fold(starts, size, False)
+    return _fold(gate, size, 1), values, starts
+
+
+def _fold(x, size: int, fill):
+    """[B, T, ...] to [B, G, C, ...]."""
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (0, -x.shape[1] % size)
+    if padding[1][1]:
+        how = {"mode": "edge"} if fill == "edge" else {"constant_values": fill}
+        x = jnp.pad(x, padding, **how)
+    return x.reshape(x.shape[0], -1, size, *x.shape[2:])
+
+
+def _unfold(arrays, length: int):
+    return tuple(x.reshape(x.shape[0], -1, x.shape[-1])[:, :length] for x in arrays)

@@ -1,0 +1,21 @@
+"""RAT: recurrence inside chunks, attention across them; and its baselines."""
+
+from recurjax.variants.rat.config import (
+    AttentionMixerConfig,
+    MixerConfig,
+    RatConfig,
+    RatMixerConfig,
+    ReversedRatMixerConfig,
+    RnnMixerConfig,
+)
+from recurjax.variants.rat.stack import RatStack
+
+__all__ = [
+    "AttentionMixerConfig",
+    "MixerConfig",
+    "RatConfig",
+    "RatMixerConfig",
+    "RatStack",
+    "ReversedRatMixerConfig",
+    "RnnMixerConfig",
+]

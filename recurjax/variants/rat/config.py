@@ -1,0 +1,262 @@
+"""What a RAT stack can be: mixers, their pattern over the layers, and what it costs."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from recurjax.layers.initialization import InitConfig
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.norm import NormConfig
+from recurjax.layers.position import LearnedPositions, Rope, rotary_width
+from recurjax.layers.rematerialization import Remat
+from recurjax.layers.self_attention import AttentionConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RatMixerConfig:
+    """Recurrence inside chunks, attention across them.
+
+    Attributes:
+      heads: H.
+      head_width: E; H * E channels recur, and may differ from the model's width.
+      chunk: C, in tokens.
+      groups: N query and key projections; head h uses number h mod N.
+      position: rotation of queries and of chunk-end keys, or None (NoPE).
+      position_of: what it counts: "chunk", t // C, or "token", t (the ablation).
+      forget_rank, output_rank: rank of the two gates' projections; None: full.
+    """
+
+    heads: int
+    head_width: int
+    chunk: int
+    groups: int
+    position: Rope | None = field(default_factory=Rope)
+    position_of: Literal["chunk", "token"] = "chunk"
+    forget_rank: int | None = None
+    output_rank: int | None = None
+
+    def __post_init__(self):
+        _check_positive(self, "heads", "head_width", "chunk", "groups")
+        _check_heads(self)
+
+    @property
+    def gate_horizon(self) -> int:
+        """How many tokens the forget gate's initial bias spans."""
+        return self.chunk
+
+    def weights(self, width: int) -> int:
+        """Counts the weights of its matrix products."""
+        inner, E = self.heads * self.head_width, self.head_width
+        gates = [_gate(width, inner, r) for r in (self.forget_rank, self.output_rank)]
+        return sum(gates) + 2 * width * inner + 2 * width * self.groups * E
+
+    def seen(self, length: int) -> int:
+        """Counts the keys of a position, at most, in a sequence of T."""
+        return -(-length // self.chunk)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RnnMixerConfig:
+    """The baseline: RAT's recurrence over the whole sequence, without attention.
+
+    Attributes:
+      heads, head_width: H * E channels; heads only say how a mesh may cut them.
+      gate_horizon: the forget gate's bias starts at log U(1, gate_horizon - 1); the
+        paper's is the training length.
+      forget_rank, output_rank: as RAT's.
+    """
+
+    heads: int
+    head_width: int
+    gate_horizon: int
+    forget_rank: int | None = None
+    output_rank: int | None = None
+
+    def __post_init__(self):
+        _check_positive(self, "heads", "head_width", "gate_horizon")
+        _check_ranks(self)
+
+    def weights(self, width: int) -> int:
+        """Counts the weights of its matrix products."""
+        inner = self.heads * self.head_width
+        gates = [_gate(width, inner, r) for r in (self.forget_rank, self.output_rank)]
+        return sum(gates) + 2 * width * inner
+
+    def seen(self, length: int) -> int:
+        """Returns 0: it has no keys."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReversedRatMixerConfig:
+    """The reversed design: attention inside chunks, recurrence across them.
+
+    Attributes:
+      heads, head_width, chunk: H, E, C.
+      groups: N query projections, tiled over the heads; keys are full.
+      position: rotation by token, or None.
+      gate_horizon: the forget gate's bias starts at log U(1, gate_horizon - 1), in
+        chunks.
+      forget_rank, output_rank: the paper's has a full forget gate and an output gate of
+        low rank.
+    """
+
+    heads: int
+    head_width: int
+    chunk: int
+    groups: int
+    gate_horizon: int
+    position: Rope | None = field(default_factory=Rope)
+    forget_rank: int | None = None
+    output_rank: int | None = None
+
+    def __post_init__(self):
+        _check_positive(self, "heads", "head_width", "chunk", "groups", "gate_horizon")
+        _check_heads(self)
+
+    def weights(self, width: int) -> int:
+        """Counts the weights of its matrix products."""
+        inner, E = self.heads * self.head_width, self.head_width
+        gates = [_gate(width, inner, r) for r in (self.forget_rank, self.output_rank)]
+        return sum(gates) + 3 * width * inner + width * self.groups * E
+
+    def seen(self, length: int) -> int:
+        """Counts the keys of a position, at most, in a sequence of T."""
+        return min(self.chunk, length)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMixerConfig:
+    """Attention over all tokens or a window of them.
+
+    Attributes:
+      attention: the layer.
+      window: how far back a token sees, so window + 1 keys; None: all.
+    """
+
+    attention: AttentionConfig
+    window: int | None = None
+
+    def __post_init__(self):
+        if self.window is not None and self.window < 0:
+            raise ValueError(
+                f"AttentionMixerConfig: window must not be negative, got {self.window}"
+            )
+        if isinstance(self.attention.position, LearnedPositions):
+            raise ValueError(
+                "AttentionMixerConfig: learned positions belong to a TransformerConfig"
+            )
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.attention.heads
+
+    @property
+    def head_width(self) -> int:
+        """E."""
+        return self.attention.head_width
+
+    def weights(self, width: int) -> int:
+        """Counts the weights of its matrix products."""
+        a = self.attention
+        return width * a.head_width * (2 * a.heads + 2 * a.key_heads)
+
+    def seen(self, length: int) -> int:
+        """Counts the keys of a position, at most, in a sequence of T."""
+        return length if self.window is None else min(self.window + 1, length)
+
+
+MixerConfig = (
+    RatMixerConfig | RnnMixerConfig | ReversedRatMixerConfig | AttentionMixerConfig
+)
+"""What mixes tokens in a layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RatConfig:
+    """A stack of L layers, each a mixer and an MLP.
+
+    Attributes:
+      layers: L.
+      width: D.
+      pattern: the mixers of layers 0, 1, ..., repeated; its length divides L.
+      mlp, norm, init: the layers' own configs.
+      remat: what the backward pass computes again: see `Remat`.
+      unroll: repeats of the pattern in one turn of the scan over layers.
+    """
+
+    layers: int
+    width: int
+    pattern: tuple[MixerConfig, ...]
+    mlp: MlpConfig
+    norm: NormConfig = field(default_factory=NormConfig)
+    init: InitConfig = field(default_factory=InitConfig)
+    remat: Remat = "nothing"
+    unroll: int = 1
+
+    def __post_init__(self):
+        _check_positive(self, "layers", "width", "unroll")
+        if not self.pattern or self.layers % len(self.pattern):
+            raise ValueError(
+                f"RatConfig: the length of pattern must divide layers={self.layers}, "
+                f"got {len(self.pattern)} mixers"
+            )
+
+    @property
+    def max_length(self) -> None:
+        """Returns None: no part of the stack limits a sequence's length."""
+        return None
+
+    def flops_per_token(self, length: int) -> float:
+        """Counts training FLOPs a token at sequence length T, embedding and head aside.
+
+        6 a weight of every matrix product, and 12 H E a key that a position sees: all
+        T / C chunks for RAT (forward and backward; the causal half is not discounted).
+        The recurrence, 6 H E multiply-adds a token and stream, is left out.
+        """
+        mlp = self.width * self.mlp.width * (3 if self.mlp.gated else 2)
+        repeats = self.layers // len(self.pattern)
+        total = 6.0 * self.layers * mlp
+        for mixer in self.pattern:
+            seen = 12.0 * mixer.heads * mixer.head_width * mixer.seen(length)
+            total += repeats * (6.0 * mixer.weights(self.width) + seen)
+        return total
+
+
+def gate_bias_span(horizon: int) -> float:
+    """Returns log(max(horizon - 1, 1)), above which no initial gate bias lies."""
+    return math.log(max(horizon - 1, 1))
+
+
+def _gate(width: int, inner: int, rank: int | None) -> int:
+    return width * inner if rank is None else rank * (width + inner)
+
+
+def _check_positive(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(
+                f"{type(config).__name__}: {name} must be at least 1, got "
+                f"{getattr(config, name)}"
+            )
+
+
+def _check_heads(config: RatMixerConfig | ReversedRatMixerConfig) -> None:
+    if config.heads % config.groups:
+        raise ValueError(
+            f"{type(config).__name__}: groups must divide heads={config.heads}, got "
+            f"{config.groups}"
+        )
+    if config.position is not None:
+        rotary_width(config.head_width, config.position)
+    _check_ranks(config)
+
+
+def _check_ranks(config) -> None:
+    for name in ("forget_rank", "output_rank"):
+        rank = getattr(config, name)
+        if rank is not None and rank < 1:
+            raise ValueError(
+                f"{type(config).__name__}: {name} must be at least 1 or None: {rank}"
+            )

@@ -1,0 +1,193 @@
+"""RAT's layer: gated recurrence inside chunks, softmax attention across them."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float
+
+from pallas_kernels.chunk_attention import ChunkEnds
+from pallas_kernels.gated_scan import gated_scan
+from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.layers.linear import linear
+from recurjax.layers.position import rotate
+from recurjax.types import Array, Tokens
+from recurjax.variants.rat.alignment import Alignment, align
+from recurjax.variants.rat.caches import RatCache, start, state_dtype
+from recurjax.variants.rat.config import RatMixerConfig
+from recurjax.variants.rat.gate import Gate
+from recurjax.variants.rat.recurrence import (
+    attend_across_chunks,
+    document_starts,
+    rotate_chunks,
+)
+
+
+class RatMixer(nnx.Module):
+    """o = (z * y) W_out: see `recurrence` for y."""
+
+    def __init__(
+        self,
+        config: RatMixerConfig,
+        width: int,
+        init: InitConfig,
+        *,
+        layer: Array | int,
+        layers: int,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        H, E, N = config.heads, config.head_width, config.groups
+        draw = partial(draw_weight, fan_in=width, config=init)
+        gate = partial(Gate, width, H, E, init, rngs=rngs)
+        self.output_gate = gate(rank=config.output_rank, horizon=None)
+        self.forget_gate = gate(rank=config.forget_rank, horizon=config.gate_horizon)
+        self.w_v = nnx.Param(draw(rngs.params(), (width, H, E)))
+        self.w_q = nnx.Param(draw(rngs.params(), (width, N, E)))
+        self.w_k = nnx.Param(draw(rngs.params(), (width, N, E)))
+        self.w_out = nnx.Param(
+            draw_output_weight(
+                rngs.params(),
+                (H, E, width),
+                fan_in=H * E,
+                layer=layer,
+                layers=layers,
+                config=init,
+            )
+        )
+
+    def init_cache(self, layers: int, batch: int, length: int, dtype) -> RatCache:
+        """Makes an empty cache for `length` tokens a row of `layers` such layers."""
+        H, E = self.config.heads, self.config.head_width
+        slots = -(-length // self.config.chunk)
+        ends = (layers, batch, H, slots, E)
+        state = (layers, batch, H * E if length else 0)
+        wide = state_dtype(dtype)
+        return RatCache(
+            keys=jnp.zeros(ends, dtype),
+            values=jnp.zeros(ends, dtype),
+            k_state=jnp.zeros(state, wide),
+            v_state=jnp.zeros(state, wide),
+            **start(batch),
+        )
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: RatCache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T D"], RatCache]:
+        if cache.slots == 0:
+            return self._train(x, tokens), cache
+        return self._continue(x, cache, tokens)
+
+    def _train(self, x: Array, tokens: Tokens) -> Array:
+        T = x.shape[1]
+        C = min(self.config.chunk, T)
+        padding = ((0, 0), (0, -T % C))
+        documents = tokens.segments
+        if padding[1][1]:
+            x = jnp.pad(x, (*padding, (0, 0)))
+            if documents is not None:
+                documents = jnp.pad(documents, padding, mode="edge")
+        q, k, v, gate = self._project(x)
+        states, _ = gated_scan(gate, (v, k), starts=document_starts(documents), chunk=C)
+        v, k = (self._heads(h) for h in states)
+        numbers = jnp.arange(x.shape[1] // C)[None]
+        ends = ChunkEnds(
+            keys=self._rotate_ends(k[:, C - 1 : -1 : C], numbers[:, :-1]),
+            values=v[:, C - 1 : -1 : C].swapaxes(1, 2),
+            documents=None if documents is None else documents[:, C - 1 : -1 : C],
+        )
+        rotated = self._rotate_queries(q, numbers, jnp.arange(x.shape[1])[None])
+        y = attend_across_chunks(q, rotated, k, v, ends, size=C, documents=documents)
+        return self._output(x, y)[:, :T]
+
+    def _continue(
+        self, x: Array, cache: RatCache, tokens: Tokens
+    ) -> tuple[Array, RatCache]:
+        if tokens.segments is not None:
+            raise NotImplementedError(
+                "RatMixer: segments are for the training cache (length 0) only"
+            )
+        T, C = x.shape[1], self.config.chunk
+        if tokens.lengths is None and cache.slots * C < T:
+            raise ValueError(
+                f"RatMixer: {T} tokens in one call do not fit a cache of {cache.slots} "
+                f"chunks of {C}"
+            )
+        rows = align(cache.position, T, tokens.lengths, C)
+        x = rows.lay(x)
+        q, k, v, gate = self._project(x)
+        gate = jnp.where(rows.real[..., None], gate, 1)
+        fresh = (rows.offset == 0)[:, None]
+        old = (cache.v_state[cache.layer], cache.k_state[cache.layer])
+        states, finals = gated_scan(
+            gate,
+            (v, k),
+            initial=tuple(jnp.where(fresh, 0, h) for h in old),
+            lengths=rows.shift + rows.count,
+            chunk=rows.size,
+        )
+        moved = (rows.count > 0)[:, None]
+        finals = [jnp.where(moved, h, o) for h, o in zip(finals, old, strict=True)]
+        v, k = (self._heads(h) for h in states)
+        cache = self._write(cache, k, v, finals, rows)
+        ends = ChunkEnds(
+            keys=cache.keys[cache.layer].astype(x.dtype),
+            values=cache.values[cache.layer].astype(x.dtype),
+        )
+        rotated = self._rotate_queries(q, rows.numbers, rows.positions)
+        y = attend_across_chunks(
+            q, rotated, k, v, ends, size=rows.size, first=rows.first
+        )
+        return rows.pick(self._output(x, y), T), cache
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array, Array]:
+        """Returns q by group, k and v flat, and the forget gate."""
+        N = self.config.groups
+        q, k, v = (
+            linear(x, w[...].reshape(x.shape[-1], -1))
+            for w in (self.w_q, self.w_k, self.w_v)
+        )
+        return q.reshape(*q.shape[:2], N, -1), k, v, self.forget_gate(x)
+
+    def _output(self, x: Array, y: Array) -> Array:
+        z = self.output_gate(x)
+        mixed = (z * y.reshape(z.shape)).astype(x.dtype)
+        return linear(mixed, self.w_out[...].reshape(-1, x.shape[-1]))
+
+    def _heads(self, h: Array) -> Array:
+        return h.reshape(*h.shape[:2], self.config.heads, -1)
+
+    def _rotate_queries(self, q: Array, numbers: Array, positions: Array) -> Array:
+        rope = self.config.position
+        if rope is None:
+            return q
+        if self.config.position_of == "token":
+            return rotate(q, positions, rope)
+        return rotate_chunks(q, numbers, rope)
+
+    def _rotate_ends(self, k: Array, numbers: Array) -> Array:
+        """Rotates the keys [B, G, H, E] of chunks' ends; gives [B, H, G, E]."""
+        rope = self.config.position
+        if rope is not None:
+            if self.config.position_of == "token":
+                numbers = (numbers + 1) * self.config.chunk - 1
+            k = rotate(k, numbers, rope)
+        return k.swapaxes(1, 2)
+
+    def _write(
+        self, cache: RatCache, k: Array, v: Array, finals: list, rows: Alignment
+    ) -> RatCache:
+        """Writes the ends of chunks that the new tokens complete, and the states."""
+        last = slice(rows.size - 1, None, rows.size)
+        keys = self._rotate_ends(k[:, last], rows.numbers).swapaxes(1, 2)
+        slot = jnp.where(rows.ended, rows.numbers, cache.slots)  # out: dropped
+        index = (cache.layer, jnp.arange(k.shape[0])[:, None], slice(None), slot)
+        v_state, k_state = finals
+        return cache._replace(
+            keys=cache.keys.at[index].set(keys.astype(cache.keys.dtype), mode="drop"),
+            values=cache.values.at[index].set(
+                v[:, last].astype(cache.values.dtype), mode="drop"
+            ),
+            v_state=cache.v_state.at[cache.layer].set(v_state),
+            k_state=cache.k_state.at[cache.layer].set(k_state),
+        )

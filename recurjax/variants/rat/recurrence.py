@@ -1,0 +1,144 @@
+"""RAT's equations: recurrence inside chunks, attention across them; and reversed.
+
+Writing [G, C] for chunk and place, in every chunk from a zero state,
+
+    v~_l = g_l v~_{l-1} + (1 - g_l) v_l        k~_l likewise, with the same g
+    y_t = softmax([q_t k~_end(c'), c' < c; q_t k~_t] / sqrt(E)) [v~_end(c'); v~_t]
+
+and the layer gives x + (z * y) W_out. Source: the RAT paper, eqs. (2) to (5).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
+from pallas_kernels.gated_scan import gated_scan
+from recurjax.layers.attention import attend
+from recurjax.layers.position import Rope, rotate
+from recurjax.types import Array
+
+
+def sigmoid_gate(
+    logits: Float[Array, "B T I"], bias: Float[Array, " I"] | None = None
+) -> Float[Array, "B T I"]:
+    """Computes sigmoid(logits + bias), in at least float32: 1 - g must keep digits."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return jax.nn.sigmoid(logits if bias is None else logits + bias)
+
+
+def document_starts(
+    documents: Int[Array, "B T"] | None,
+) -> Bool[Array, "B T"] | None:
+    """Says where a document begins; the row's first position is not told apart."""
+    if documents is None:
+        return None
+    begins = documents[:, 1:] != documents[:, :-1]
+    return jnp.pad(begins, ((0, 0), (1, 0)))
+
+
+def rotate_chunks(
+    q: Float[Array, "B P N E"], numbers: Int[Array, "#B G"], rope: Rope
+) -> Float[Array, "B P N E"]:
+    """Rotates all queries of a chunk by the chunk's number: sines once a chunk."""
+    B, G = q.shape[0], numbers.shape[1]
+    folded = q.reshape(B, G, -1, q.shape[-1])
+    return rotate(folded, numbers, rope).reshape(q.shape)
+
+
+def attend_across_chunks(
+    q: Float[Array, "B P N E"],
+    rotated: Float[Array, "B P N E"],
+    k: Float[Array, "B P H E"],
+    v: Float[Array, "B P H E"],
+    ends: ChunkEnds,
+    *,
+    size: int,
+    first: Int[Array, " B"] | None = None,
+    documents: Int[Array, "B P"] | None = None,
+) -> Float[Array, "B P H E"]:
+    """Computes y: softmax over the ends of earlier chunks and the own state.
+
+    Query and own key stand at the same place, so their product is the same rotated or
+    not: only chunk ends are ever rotated.
+
+    Args:
+      q, k: not rotated.
+      rotated: q in the frame of `ends`.
+      size: places in a chunk.
+      first: see `chunk_attention`.
+    """
+    N, E = q.shape[2:]
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    # Not jnp.tile: concatenation's gradient adds slices, tiling's is a strided sum.
+    tiled = jnp.concatenate([q] * (k.shape[2] // N), axis=2)
+    return chunk_attention(
+        rotated,
+        jnp.sum(k.astype(dtype) * tiled, axis=-1),
+        v,
+        ends,
+        chunk=size,
+        scale=E**-0.5,
+        first=first,
+        documents=documents,
+    )
+
+
+def attend_within_chunks(
+    q: Float[Array, "B P N E"],
+    k: Float[Array, "B P H E"],
+    v: Float[Array, "B P H E"],
+    *,
+    size: int,
+    documents: Int[Array, "B P"] | None = None,
+) -> Float[Array, "B P H E"]:
+    """Computes the reversed design's a_t = softmax(q_t k_s / sqrt(E)) v_s, chunk-wise.
+
+    s runs over t's own chunk up to t (and over its own document).
+    """
+    B, P, H, E = k.shape
+    q = jnp.tile(q, (1, 1, H // q.shape[2], 1))
+    q, k, v = (x.reshape(-1, size, H, E) for x in (q, k, v))
+    mask = None
+    if documents is not None:
+        folded = documents.reshape(-1, size)
+        mask = (folded[:, :, None] == folded[:, None])[:, None]
+    a = attend(q, k, v, scale=E**-0.5, causal=True, mask=mask)
+    return a.reshape(B, P, H, E)
+
+
+def recur_across_chunks(
+    gate: Float[Array, "B P I"],
+    a: Float[Array, "B P I"],
+    initial: Float[Array, "B I"],
+    *,
+    size: int,
+    documents: Int[Array, "B P"] | None = None,
+) -> tuple[Float[Array, "B P I"], Float[Array, "B G I"]]:
+    """Computes the reversed design's v~_t = g_t v~_end(c - 1) + (1 - g_t) a_t.
+
+    Source: our reading of the RAT paper, appendix C.1, which gives no equation: one
+    chunk (C = T) leaves attention, and C = 1 the RNN, as the paper asks.
+
+    Args:
+      initial: v~ at the end of the chunk before the first one.
+
+    Returns:
+      v~ and its values at the chunks' ends, in at least float32.
+    """
+    B, P, I = gate.shape
+    end_documents = None if documents is None else documents[:, size - 1 :: size]
+    ends, _ = gated_scan(
+        gate[:, size - 1 :: size],
+        (a[:, size - 1 :: size].astype(gate.dtype),),
+        initial=(initial,),
+        starts=document_starts(end_documents),
+    )
+    before = jnp.concatenate([initial[:, None], ends[0][:, :-1]], axis=1)
+    before = jnp.repeat(before, size, axis=1)
+    if documents is not None and end_documents is not None:
+        previous = jnp.pad(end_documents[:, :-1], ((0, 0), (1, 0)), mode="edge")
+        same = documents == jnp.repeat(previous, size, axis=1)
+        first = (jnp.arange(P) < size)[None]
+        before = jnp.where((same | first)[..., None], before, 0)
+    return gate * before + (1 - gate) * a, ends[0]
