@@ -31,6 +31,7 @@ from recurjax.training.step import new_state
 from recurjax.variants.transformer import TransformerConfig
 from tests.training.tiny_experiment import config
 from tests.variants.rat.switches import SWITCHES as RAT
+from tests.variants.recurrent_transformer.switches import SWITCHES as RECURRENT
 
 PLAIN = config().model
 NORM = NormConfig(kind="layer", bias=True)
@@ -65,6 +66,7 @@ MODELS = {
     "qk-norm over all heads": dataclasses.replace(
         EVERYTHING, stack=dataclasses.replace(EVERYTHING.stack, attention=FULL_QK_NORM)
     ),
+    "recurrent transformer": RECURRENT["grouped_rope_layer_norm_biases_wavefront"],
     "rat, low rank": RAT["low_rank_by_token_beside_windows"],
 }
 
