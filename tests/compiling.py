@@ -1,4 +1,15 @@
-"""How tests compile: tiny programs run once or twice are not worth optimising."""
+"""How tests compile, and how large what they compile is."""
+
+from jax.extend.core import jaxprs_in_params
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
-"""For `jax.jit(..., compiler_options=...)`: halves the time to compile on CPU."""
+"""For `jax.jit(..., compiler_options=...)`: halves the time to compile on CPU, where
+tiny programs run once or twice and are not worth optimising."""
+
+
+def equations(jaxpr) -> int:
+    """Counts the equations of a program, those of its loops' bodies once."""
+    return sum(
+        1 + sum(equations(inner) for inner in jaxprs_in_params(equation.params))
+        for equation in jaxpr.eqns
+    )

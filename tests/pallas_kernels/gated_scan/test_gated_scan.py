@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.gated_scan import gated_scan, xla
 from pallas_kernels.gated_scan.reference import gated_scan_reference
-from tests.compiling import QUICK_COMPILE
+from tests.compiling import QUICK_COMPILE, equations
 from tests.tolerances import assert_gradients_close, assert_values_close
 
 B, D, NARROW = 2, 4, 2
@@ -178,16 +178,17 @@ def test_an_unknown_backend_is_named():
         unchecked(gate, values, implementation="cuda")
 
 
-@pytest.mark.slow
-def test_long_sequences_compile_quickly():
-    """Under 5 s at T 32768, with the gradient, for both ways to cut."""
-    import time
+def test_the_program_grows_with_the_logarithm_of_the_sequence_at_most():
+    """Time to compile follows the program's size; chunks of one length do not grow."""
 
-    shape = jax.ShapeDtypeStruct((1, 32768, 64), jnp.float32)
-    for chunk in (16, None):
-        total = lambda g, v, chunk=chunk: jnp.sum(  # noqa: E731
+    def size(chunk, length):
+        shape = jax.ShapeDtypeStruct((1, length, 64), jnp.float32)
+        total = lambda g, v: jnp.sum(  # noqa: E731
             gated_scan(g, (v,), chunk=chunk).states[0]
         )
-        began = time.perf_counter()
-        jax.jit(jax.grad(total, argnums=(0, 1))).lower(shape, shape).compile()
-        assert time.perf_counter() - began < 5
+        program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(shape, shape)
+        return equations(program.jaxpr)
+
+    assert size(16, 2048) == size(16, 32768)
+    short, long, longest = (size(None, 2048 * 16**n) for n in range(3))
+    assert longest - long == long - short
