@@ -1,5 +1,8 @@
 """How tests compile, and how large what they compile is."""
 
+import math
+from collections.abc import Iterator
+
 from jax.extend.core import jaxprs_in_params
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
@@ -13,3 +16,11 @@ def equations(jaxpr) -> int:
         1 + sum(equations(inner) for inner in jaxprs_in_params(equation.params))
         for equation in jaxpr.eqns
     )
+
+
+def sizes(jaxpr) -> Iterator[int]:
+    """Yields the elements of every array that a program makes, loops' bodies too."""
+    for equation in jaxpr.eqns:
+        yield from (math.prod(var.aval.shape) for var in equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            yield from sizes(inner)

@@ -1,17 +1,9 @@
-"""The XLA backend: blocks of positions against a prefix of the chunk ends.
-
-All C positions of a chunk see the same ends, so logits are plain products of a block of
-queries with a block of keys, [S, rows] a head: with ends as rows, sums and maxima over
-them run along the vectors of a CPU, and products with [E, rows] for their result are
-twice as fast there as with [rows, E]. The mask is made from indices inside the block.
-The own term is one more row, kept apart from the products.
-"""
+"""The XLA backend: in bands where logits are few, in tiles where they are many."""
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
-from pallas_kernels.chunk_attention.tiles import Tiles, choose_tiles
+from pallas_kernels.chunk_attention import xla_bands, xla_tiles
+from pallas_kernels.chunk_attention.xla_cuts import choose_tiles
 
 
 def supported(
@@ -23,30 +15,9 @@ def supported(
 
 def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
     """Returns (o [B, T, H, E], log normalizer [B, T, H])."""
-    tiles = _tiles(own_logits, ends, first)
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    own = scale * own_logits.astype(dtype)
-
-    def block(keys, values, hidden, rows):
-        q, own = rows["q"], rows["own"]
-        logits = _logits(q, keys, scale, hidden)  # [B, H, S, T]
-        top = jnp.maximum(own, jnp.max(logits, axis=2, initial=-jnp.inf))
-        p = jnp.exp(logits - top[:, :, None])
-        p_own = jnp.exp(own - top)
-        total = jnp.sum(p, axis=2) + p_own
-        o = _product("bhse,bhst->bhet", values, p.astype(values.dtype), dtype)
-        o = (o / total[:, :, None]).astype(values.dtype).swapaxes(2, 3)
-        return {"o": o, "weight": p_own / total, "log": top + jnp.log(total)}
-
-    rows = {"q": _tiled(q, own.shape[2]), "own": own.swapaxes(1, 2)}
-    parts = [
-        jax.lax.map(lambda part, band=band: band.run(block, part), band.rows(rows))
-        for band in _bands(tiles, ends, first, documents, chunk)
-    ]
-    out = _joined(parts, own.shape[1])
-    own_part = out["weight"].swapaxes(1, 2)[..., None] * own_values
-    o = out["o"].swapaxes(1, 2) + own_part
-    return o.astype(own_values.dtype), out["log"].swapaxes(1, 2)
+    return _way(q, ends).forward(
+        *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale
+    )
 
 
 def backward(
@@ -64,127 +35,15 @@ def backward(
     scale,
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
-    tiles = _tiles(own_logits, ends, first)
-    B, T, N, E = q.shape
-    H = own_logits.shape[2]
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    wide = for_o.astype(dtype)
-    delta = jnp.sum(wide * o, axis=-1)  # [B, T, H]
-    weight = jnp.exp(scale * own_logits.astype(dtype) - log_normalizer)
-    for_own = weight[..., None] * wide
-    for_logits = scale * weight * (jnp.sum(wide * own_values, axis=-1) - delta)
-
-    def block(keys, values, hidden, rows):
-        q, for_o = rows["q"], rows["for_o"]
-        p = jnp.exp(_logits(q, keys, scale, hidden) - rows["log"][:, :, None])
-        for_p = _product("bhse,bhte->bhst", values, for_o, dtype)
-        for_l = (scale * p * (for_p - rows["delta"][:, :, None])).astype(q.dtype)
-        return (
-            _product("bhse,bhst->bhet", keys, for_l, dtype).swapaxes(2, 3),
-            _product("bhst,bhte->bhse", for_l, q, dtype),
-            _product("bhst,bhte->bhse", p.astype(q.dtype), for_o, dtype),
-        )
-
-    rows = {
-        "q": _tiled(q, H),
-        "for_o": for_o.astype(q.dtype).swapaxes(1, 2),
-        "log": log_normalizer.swapaxes(1, 2),
-        "delta": delta.swapaxes(1, 2),
-    }
-    for_keys = jnp.zeros(ends.keys.shape, dtype)
-    for_values = jnp.zeros(ends.values.shape, dtype)
-    parts = []
-    for band in _bands(tiles, ends, first, documents, chunk):
-
-        def step(sums, part, band=band):
-            for_q, for_k, for_v = band.run(block, part)
-            return (sums[0] + for_k, sums[1] + for_v), {"q": for_q}
-
-        S = band.keys.shape[2]
-        sums = (for_keys[:, :, :S], for_values[:, :, :S])
-        sums, part = jax.lax.scan(step, sums, band.rows(rows))
-        for_keys = for_keys.at[:, :, :S].set(sums[0])
-        for_values = for_values.at[:, :, :S].set(sums[1])
-        parts.append(part)
-    for_q = _joined(parts, T)["q"].reshape(B, H // N, N, T, E)
-    for_q = sum(for_q[:, tile] for tile in range(1, H // N)) + for_q[:, 0]
-    return for_q.swapaxes(1, 2), for_logits, for_own, for_keys, for_values
+    return _way(q, ends).backward(
+        *(q, own_logits, own_values, ends, first, documents, o, log_normalizer, for_o),
+        chunk=chunk,
+        scale=scale,
+    )
 
 
-class _Band:
-    """Some blocks of positions and the chunk ends that their last one may see."""
-
-    def __init__(self, number, tiles: Tiles, ends: ChunkEnds, first, documents, chunk):
-        self.tiles, self.first, self.chunk = tiles, first, chunk
-        self.start = number * tiles.blocks * tiles.rows
-        last = self.start + tiles.blocks * tiles.rows - 1
-        S = ends.keys.shape[2] if first is not None else last // chunk
-        self.keys, self.values = ends.keys[:, :, :S], ends.values[:, :, :S]
-        self.documents = documents
-        known = ends.documents
-        self.end_documents = None if known is None else known[:, :S]
-
-    def rows(self, arrays: dict[str, Array]) -> dict[str, Array]:
-        """Cuts [B, H, T, ...] to this band's [blocks, B, H, rows, ...]."""
-        tiles = self.tiles
-        count = tiles.blocks * tiles.rows
-        starts = self.start + tiles.rows * jnp.arange(tiles.blocks)
-        cut = {"start": starts}
-        arrays = dict(arrays)
-        if self.documents is not None:
-            arrays["documents"] = self.documents[:, None]
-        for name, x in arrays.items():
-            x = x[:, :, self.start : self.start + count]
-            padding = [(0, 0)] * x.ndim
-            padding[2] = (0, count - x.shape[2])
-            x = jnp.pad(x, padding) if padding[2][1] else x
-            x = x.reshape(*x.shape[:2], tiles.blocks, tiles.rows, *x.shape[3:])
-            cut[name] = jnp.moveaxis(x, 2, 0)
-        return cut
-
-    def run(self, block, rows: dict[str, Array]):
-        """Runs one block of it."""
-        # s < first + t // C as (s - first + 1) C <= t: no division for each logit.
-        ends = jnp.arange(1, self.keys.shape[2] + 1)[None, :, None]  # [B, S, T]
-        if self.first is not None:
-            ends = ends - self.first[:, None, None]
-        hidden = ends * self.chunk > rows["start"] + jnp.arange(self.tiles.rows)
-        if self.end_documents is not None:
-            others = self.end_documents[:, :, None] != rows["documents"]
-            hidden = hidden | others
-        return block(self.keys, self.values, hidden, rows)
-
-
-def _bands(tiles: Tiles, ends: ChunkEnds, first, documents, chunk: int):
-    return [_Band(n, tiles, ends, first, documents, chunk) for n in range(tiles.bands)]
-
-
-def _tiles(own_logits: Array, ends: ChunkEnds, first: Array | None) -> Tiles:
-    B, T, H = own_logits.shape
-    return choose_tiles(B, T, H, ends.keys.shape[2], causal=first is None)
-
-
-def _logits(q, keys, scale, hidden):
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    logits = scale * _product("bhse,bhte->bhst", keys, q, dtype)
-    return jnp.where(hidden[:, None], -jnp.inf, logits)
-
-
-def _product(subscripts: str, a, b, dtype):
-    return jnp.einsum(subscripts, a, b, preferred_element_type=dtype)
-
-
-def _tiled(q: Array, heads: int) -> Array:
-    """[B, T, N, E] to [B, H, T, E]: head h has group h mod N."""
-    return jnp.tile(q.swapaxes(1, 2), (1, heads // q.shape[2], 1, 1))
-
-
-def _joined(parts: list[dict[str, Array]], length: int) -> dict[str, Array]:
-    """Joins bands' [blocks, B, H, rows, ...] to [B, H, T, ...]."""
-    joined = {}
-    for name in parts[0]:
-        pieces = [jnp.moveaxis(part[name], 0, 2) for part in parts]
-        pieces = [x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in pieces]
-        whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
-        joined[name] = whole[:, :, :length]
-    return joined
+def _way(q, ends):
+    # Tiles run one after the other, which suits a few cores and nothing wider.
+    on_cpu = jax.default_backend() == "cpu"
+    cut = choose_tiles(q.shape[1], ends.keys.shape[2]) if on_cpu else None
+    return xla_bands if cut is None else xla_tiles

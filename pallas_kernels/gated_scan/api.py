@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.gated_scan import xla
+from pallas_kernels.gated_scan import mosaic_tpu, triton, xla
 
 Array = jax.Array
-Implementation = Literal["xla"]
+Implementation = Literal["triton", "mosaic_tpu", "xla"]
 
-_BACKENDS = {"xla": xla}
+_BACKENDS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla}
 """In order of preference; the last one can do everything."""
 
 

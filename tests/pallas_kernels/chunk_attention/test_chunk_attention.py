@@ -6,136 +6,120 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
-from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention, tiles
-from pallas_kernels.chunk_attention.reference import chunk_attention_reference
-from tests.compiling import QUICK_COMPILE, equations
-from tests.tolerances import assert_gradients_close, assert_values_close
+from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention, xla_cuts
+from tests.compiling import QUICK_COMPILE, equations, sizes
+from tests.pallas_kernels.chunk_attention.cases import (
+    Case,
+    assert_is_the_definition,
+    op_passes,
+)
 
-B, H, E = 2, 4, 4
-CHUNK = 3
+B, H, E, CHUNK = 2, 4, 4, 3
+SMALL = Case(13, width=E)
+PASSES = partial(op_passes, chunk_attention)
 UNCHECKED = getattr(chunk_attention, "__wrapped__", chunk_attention)
 
 
-def inputs(length, groups=2, ends=None, dtype="float32", *, documents=False):
-    draw = np.random.default_rng(length)
-    ends = -(-length // CHUNK) if ends is None else ends
-
-    def normal(*shape):
-        return jnp.asarray(draw.normal(size=shape), dtype)
-
-    arrays = (
-        normal(B, length, groups, E),
-        normal(B, length, H),
-        normal(B, length, H, E),
-        normal(B, H, ends, E),
-        normal(B, H, ends, E),
-    )
-    options = {"chunk": CHUNK, "scale": 0.5}
-    if documents:
-        numbers = np.sort(draw.integers(3, size=(B, length)), axis=1).astype(np.int32)
-        numbers = jnp.asarray(numbers)
-        options["documents"] = numbers
-        options["end_documents"] = numbers[:, CHUNK - 1 :: CHUNK]
-    return arrays, options
-
-
-def both_passes(attention, arrays, *, end_documents=None, **options):
-    """Returns o and the gradients of a fixed random sum of it."""
-
-    @partial(jax.jit, compiler_options=QUICK_COMPILE)
-    @partial(jax.value_and_grad, has_aux=True)
-    def run(arrays):
-        q, own_logits, own_values, keys, values = arrays
-        ends = ChunkEnds(keys, values, end_documents)
-        o = attention(q, own_logits, own_values, ends, **options)
-        return jnp.sum(o * np.random.default_rng(0).normal(size=o.shape)), o
-
-    (_, o), gradients = run(arrays)
-    return o, gradients
-
-
-def assert_is_the_definition(arrays, options, dtype="float32"):
-    got = both_passes(chunk_attention, arrays, **options)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-    want = both_passes(chunk_attention_reference, wide, **options)
-    assert_values_close(got[0], want[0], dtype)
-    assert_gradients_close(got[1], want[1], dtype)
+@pytest.fixture
+def small_bands(monkeypatch):
+    """Several bands, and several blocks in each."""
+    monkeypatch.setattr(xla_cuts, "_BAND_LOGITS", 200)
+    monkeypatch.setattr(xla_cuts, "_BLOCK_LOGITS", 150)
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Several bands, and several blocks in each."""
-    monkeypatch.setattr(tiles, "_BAND_LOGITS", 200)
-    monkeypatch.setattr(tiles, "_BLOCK_LOGITS", 150)
+    """Several tiles along both axes, of positions in several chunks."""
+    monkeypatch.setattr(xla_cuts, "_TILE", 4)
 
 
 @pytest.mark.parametrize("length", [1, 7, 12, 13])
 def test_values_and_gradients_are_those_of_the_definition(length):
-    assert_is_the_definition(*inputs(length))
+    assert_is_the_definition(PASSES, SMALL._replace(length=length))
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_bands_and_blocks_change_nothing(groups, small_tiles):
-    arrays, options = inputs(13, groups)
-    cut = tiles.choose_tiles(B, 13, H, 5, causal=True)
+def test_bands_and_blocks_change_nothing(groups, small_bands):
+    cut = xla_cuts.choose_bands(B, 13, H, 5, causal=True)
     assert cut.bands > 1 and cut.blocks > 1
-    assert_is_the_definition(arrays, options)
+    assert_is_the_definition(PASSES, SMALL._replace(groups=groups))
 
 
-def test_rows_in_later_chunks_see_cached_ends(small_tiles):
-    arrays, options = inputs(7, ends=6)
-    options["first"] = jnp.asarray([3, 0])
-    assert_is_the_definition(arrays, options)
+def test_rows_in_later_chunks_see_cached_ends(small_bands):
+    case = SMALL._replace(length=7, ends=6, first=(3, 0))
+    assert_is_the_definition(PASSES, case)
+
+
+def test_documents_do_not_see_each_other(small_bands):
+    assert_is_the_definition(PASSES, SMALL._replace(length=12, documents=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"length": 29},
+        pytest.param({"length": 32, "chunk": 2, "groups": 4}, marks=pytest.mark.slow),
+        {"length": 10, "ends": 9, "first": (6, 0)},
+        pytest.param({"length": 29, "documents": True}, marks=pytest.mark.slow),
+        pytest.param({"length": 29, "dtype": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+    ids=["prime", "whole tiles", "cached ends", "documents", "bfloat16"],
+)
+def test_tiles_change_nothing(change, small_tiles):
+    case = SMALL._replace(**change)
+    ends = case.inputs()[0][3].shape[2]
+    assert xla_cuts.choose_tiles(case.length, ends) is not None
+    assert_is_the_definition(PASSES, case)
 
 
 def test_one_token_of_generation_sees_all_earlier_chunks():
-    arrays, options = inputs(1, ends=6)
-    options |= {"first": jnp.asarray([5, 2]), "chunk": 1}
-    assert_is_the_definition(arrays, options)
-
-
-def test_documents_do_not_see_each_other(small_tiles):
-    assert_is_the_definition(*inputs(12, documents=True))
+    case = SMALL._replace(length=1, chunk=1, ends=6, first=(5, 2))
+    assert_is_the_definition(PASSES, case)
 
 
 def test_bfloat16_costs_rounding_only():
-    arrays, options = inputs(13, dtype="bfloat16")
-    assert_is_the_definition(arrays, options, "bfloat16")
+    assert_is_the_definition(PASSES, SMALL._replace(dtype="bfloat16"))
 
 
 def test_a_position_of_the_first_chunk_is_its_own_value():
-    arrays, options = inputs(7, ends=0)
-    options["chunk"] = 7
-    o, _ = both_passes(chunk_attention, arrays, **options)
+    case = SMALL._replace(length=7, chunk=7, ends=0)
+    arrays = case.inputs()[0]
+    o, _ = PASSES(case, arrays)
     np.testing.assert_array_equal(o, arrays[2])
 
 
-def test_gradients_are_finite_differences():
+@pytest.mark.parametrize(
+    "tile", [pytest.param(4, marks=pytest.mark.slow), 512], ids=["tiles", "bands"]
+)
+def test_gradients_are_finite_differences(tile, monkeypatch):
     """The trap: a merge through a library's log-sum-exp has a wrong gradient."""
+    monkeypatch.setattr(xla_cuts, "_TILE", tile)
     with jax.enable_x64(True):
-        arrays, options = inputs(7, dtype="float64")
+        case = SMALL._replace(length=7, chunk=1, dtype="float64")
+        arrays = case.inputs()[0]
 
         @jax.jit
         def total(q, own_logits, own_values, keys, values):
             ends = ChunkEnds(keys, values)
-            o = chunk_attention(q, own_logits, own_values, ends, **options)
+            o = chunk_attention(q, own_logits, own_values, ends, **case.options)
             return jnp.sum(jnp.sin(o))
 
         jax.test_util.check_grads(total, arrays, order=1, modes=["rev"], rtol=1e-6)
         gradients = jax.grad(total, argnums=(0, 1))(*arrays)
-        assert all(np.abs(g[:, CHUNK:]).max() > 1e-3 for g in gradients)
+        assert all(np.abs(g[:, 1:]).max() > 1e-3 for g in gradients)
 
 
-def test_the_future_does_not_leak_into_the_past(small_tiles):
-    arrays, options = inputs(13)
+@pytest.mark.parametrize("cut", ["small_bands", "small_tiles"])
+def test_the_future_does_not_leak_into_the_past(cut, request):
+    request.getfixturevalue(cut)
+    arrays = SMALL.inputs()[0]
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def run(arrays):
         q, own_logits, own_values, keys, values = arrays
         ends = ChunkEnds(keys, values)
-        return chunk_attention(q, own_logits, own_values, ends, **options)
+        return chunk_attention(q, own_logits, own_values, ends, **SMALL.options)
 
     before = run(arrays)
     q, own, values, keys, end_values = arrays
@@ -160,14 +144,29 @@ def test_the_future_does_not_leak_into_the_past(small_tiles):
         ((1, 1, 4, 256), (1, 1, 1)),
     ],
 )
-def test_cuts_are_those_that_were_measured(shape, cut):
-    chosen = tiles.choose_tiles(*shape, causal=True)
+def test_bands_have_whole_products_and_short_calls_one(shape, cut):
+    chosen = xla_cuts.choose_bands(*shape, causal=True)
     assert (chosen.rows, chosen.blocks, chosen.bands) == cut
 
 
-def test_logits_of_long_sequences_stay_in_blocks():
-    """No array of T x S elements anywhere in the program, at T 32768 and C 16."""
-    T, S = 32768, 2048
+@pytest.mark.parametrize(
+    ("length", "ends", "tiles"),
+    [
+        (4096, 4096, (512, 512)),
+        (16384, 1023, (1024, 256)),
+        (4096, 255, None),
+        (1, 4096, None),
+    ],
+)
+def test_heads_of_many_logits_are_cut_into_tiles(length, ends, tiles):
+    chosen = xla_cuts.choose_tiles(length, ends)
+    assert (chosen and (chosen.rows, chosen.ends)) == tiles
+
+
+@pytest.mark.parametrize("chunk", [16, 64], ids=["tiles", "bands"])
+def test_logits_of_long_sequences_stay_in_blocks(chunk):
+    """No array of T x S elements anywhere in the program, at T 32768."""
+    T, S = 32768, 32768 // chunk
     arrays = jax.eval_shape(
         lambda: (
             jnp.zeros((1, T, 2, 8)),
@@ -181,19 +180,12 @@ def test_logits_of_long_sequences_stay_in_blocks():
     def total(q, own_logits, own_values, keys, values):
         ends = ChunkEnds(keys, values)
         return jnp.sum(
-            chunk_attention(q, own_logits, own_values, ends, chunk=16, scale=1.0)
+            chunk_attention(q, own_logits, own_values, ends, chunk=chunk, scale=1.0)
         )
 
     program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2, 3, 4)))(*arrays)
     largest = max(sizes(program.jaxpr))
     assert largest <= 1.1 * 2**22 < T * S
-
-
-def sizes(jaxpr):
-    for equation in jaxpr.eqns:
-        yield from (int(np.prod(var.aval.shape)) for var in equation.outvars)
-        for inner in jaxprs_in_params(equation.params):
-            yield from sizes(inner)
 
 
 def test_the_program_does_not_grow_with_the_sequence():
@@ -227,20 +219,20 @@ def test_the_program_does_not_grow_with_the_sequence():
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused(change, message):
-    (q, own_logits, own_values, keys, values), options = inputs(7)
+    q, own_logits, own_values, keys, values = SMALL._replace(length=7).inputs()[0]
     arguments = {
         "q": q,
         "own_logits": own_logits,
         "own_values": own_values,
         "ends": ChunkEnds(keys, values),
-        **options,
+        **SMALL.options,
     }
     with pytest.raises(ValueError, match=message):
         UNCHECKED(**(arguments | change))
 
 
 def test_an_unknown_backend_is_named():
-    (q, own_logits, own_values, keys, values), options = inputs(1)
-    ends = ChunkEnds(keys, values)
+    q, own_logits, own_values, keys, values = SMALL._replace(length=1).inputs()[0]
+    options = {**SMALL.options, "implementation": "cuda"}
     with pytest.raises(ValueError, match="wants an implementation of"):
-        UNCHECKED(q, own_logits, own_values, ends, **options, implementation="cuda")
+        UNCHECKED(q, own_logits, own_values, ChunkEnds(keys, values), **options)

@@ -1,0 +1,171 @@
+"""TPU path: Pallas kernels lowered by Mosaic, one forward and two for the gradient."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chunk_attention.arrays import Array, at_least_one
+from pallas_kernels.chunk_attention.mosaic_backward import (
+    end_gradients,
+    position_gradients,
+)
+from pallas_kernels.chunk_attention.mosaic_forward import attend
+from pallas_kernels.chunk_attention.mosaic_launch import (
+    Call,
+    Tiles,
+    choose_tiles,
+    document_arrays,
+)
+
+KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
+"""Devices that the kernels were compiled for."""
+
+
+def supported(
+    q, own_logits, own_values, ends, first, documents, *, chunk, scale
+) -> str | None:
+    """Returns why the kernels cannot run this call, None when they can."""
+    device = jax.devices()[0]
+    if device.platform != "tpu":
+        return f"needs a TPU, found {device.platform}"
+    if device.device_kind not in KINDS:
+        return f"needs a v5e or v6e, found {device.device_kind}"
+    return expressible(
+        *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale
+    )
+
+
+def expressible(
+    q, own_logits, own_values, ends, first, documents, *, chunk, scale
+) -> str | None:
+    """Returns what of a call the kernels do not do, whatever the device."""
+    for name, x in (
+        ("q", q),
+        ("own_values", own_values),
+        ("ends.keys", ends.keys),
+        ("ends.values", ends.values),
+    ):
+        if x.dtype not in (jnp.float32, jnp.bfloat16):
+            return f"{name} must be float32 or bfloat16, got {x.dtype}"
+    E = q.shape[3]
+    if E % 8 or E > 256:
+        return f"head width must be a multiple of 8 up to 256, got {E}"
+    return None
+
+
+def forward(
+    q,
+    own_logits,
+    own_values,
+    ends,
+    first,
+    documents,
+    *,
+    chunk,
+    scale,
+    interpret=False,
+    tiles: Tiles | None = None,
+):
+    """Returns (o [B, T, H, E], log normalizer [B, H, 1, T]).
+
+    Args:
+      interpret: True, or pltpu.InterpretParams for the TPU's own semantics.
+      tiles: block sizes; None: the heuristic's.
+    """
+    T, S = q.shape[1], ends.keys.shape[2]
+    ends = at_least_one(ends)
+    q, own_logits, own_values, documents = _at_least_eight(
+        q, own_logits, own_values, documents
+    )
+    call = _call(q, own_logits, S, documents, chunk, scale, interpret, tiles)
+    o, log = attend(
+        call,
+        _first(first, call),
+        document_arrays(ends, documents),
+        *(q, _by_head(own_logits), own_values, ends.keys, ends.values),
+    )
+    return o[:, :T], log
+
+
+def backward(
+    q,
+    own_logits,
+    own_values,
+    ends,
+    first,
+    documents,
+    o,
+    log_normalizer,
+    for_o,
+    *,
+    chunk,
+    scale,
+    interpret=False,
+    tiles: Tiles | None = None,
+):
+    """Returns gradients of (q, own_logits, own_values, keys, values)."""
+    T, S = q.shape[1], ends.keys.shape[2]
+    ends = at_least_one(ends)
+    q, own_logits, own_values, documents, o, for_o = _at_least_eight(
+        q, own_logits, own_values, documents, o, for_o
+    )
+    call = _call(q, own_logits, S, documents, chunk, scale, interpret, tiles)
+    first = _first(first, call)
+    known = document_arrays(ends, documents)
+    keys, values, log = ends.keys, ends.values, log_normalizer
+    for_q, for_logits, for_own, delta = position_gradients(
+        *(call, first, known, q, _by_head(own_logits), own_values, keys, values),
+        *(o, log, for_o),
+    )
+    for_keys, for_values = end_gradients(
+        call, first, known, q, keys, values, log, delta, for_o
+    )
+    for_logits = for_logits[:, :, 0].swapaxes(1, 2)
+    of_positions = (x[:, :T] for x in (for_q, for_logits, for_own))
+    return *of_positions, for_keys[:, :, :S], for_values[:, :, :S]
+
+
+def _call(
+    q: Array,
+    own_logits: Array,
+    ends: int,
+    documents: Array | None,
+    chunk: int,
+    scale: float,
+    interpret,
+    tiles: Tiles | None,
+) -> Call:
+    B, T, N, E = q.shape
+    return Call(
+        batch=B,
+        length=T,
+        groups=N,
+        heads=own_logits.shape[2],
+        width=E,
+        ends=ends,
+        chunk=chunk,
+        scale=scale,
+        has_documents=documents is not None,
+        tiles=choose_tiles(length=T, ends=max(ends, 1)) if tiles is None else tiles,
+        interpret=interpret,
+    )
+
+
+def _at_least_eight(*arrays) -> list:
+    """Adds zeros up to 8 positions, the rows of a register: less cannot be multiplied.
+
+    Nothing flows back through them: their gradient of o is zero.
+    """
+    missing = [0 if x is None else max(0, 8 - x.shape[1]) for x in arrays]
+    return [
+        jnp.pad(x, ((0, 0), (0, n), *[(0, 0)] * (x.ndim - 2))) if n else x
+        for x, n in zip(arrays, missing, strict=True)
+    ]
+
+
+def _first(first: Array | None, call: Call) -> Array:
+    zeros = jnp.zeros(call.batch, jnp.int32)
+    return zeros if first is None else first.astype(jnp.int32)
+
+
+def _by_head(own_logits: Array) -> Array:
+    return own_logits.astype(jnp.float32).swapaxes(1, 2)[:, :, None]

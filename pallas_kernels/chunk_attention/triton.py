@@ -1,0 +1,145 @@
+"""GPU path: Pallas kernels lowered by Triton, one forward and two for the gradient."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds, at_least_one
+from pallas_kernels.chunk_attention.triton_backward import (
+    end_gradients,
+    position_gradients,
+)
+from pallas_kernels.chunk_attention.triton_forward import attend
+from pallas_kernels.chunk_attention.triton_launch import (
+    Call,
+    Tiles,
+    choose_tiles,
+    mask_arrays,
+)
+
+_WIDEST = 256
+
+
+def supported(
+    q, own_logits, own_values, ends, first, documents, *, chunk, scale
+) -> str | None:
+    """Returns why the kernels cannot run this call, None when they can."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"needs an NVIDIA GPU, found {device.platform}"
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    major = capability.split(".")[0]
+    if not major.isdigit() or int(major) < 8:
+        return f"needs compute capability 8.0 or higher, found {capability}"
+    return expressible(
+        *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale
+    )
+
+
+def expressible(
+    q, own_logits, own_values, ends, first, documents, *, chunk, scale
+) -> str | None:
+    """Returns what of a call the kernels do not do, whatever the device."""
+    for name, x in (
+        ("q", q),
+        ("own_values", own_values),
+        ("ends.keys", ends.keys),
+        ("ends.values", ends.values),
+    ):
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return f"{name} must be float32, bfloat16 or float16, got {x.dtype}"
+    E = q.shape[3]
+    if E < 16 or E > _WIDEST or E & (E - 1):
+        return f"head width must be a power of two from 16 to {_WIDEST}, got {E}"
+    return None
+
+
+def forward(
+    q,
+    own_logits,
+    own_values,
+    ends,
+    first,
+    documents,
+    *,
+    chunk,
+    scale,
+    interpret: bool = False,
+    tiles: Tiles | None = None,
+):
+    """Returns (o [B, T, H, E], log normalizer [B, H, T]).
+
+    Args:
+      interpret: runs the kernels as plain JAX, on any device.
+      tiles: block sizes; None: the heuristic's.
+    """
+    call = _call(q, own_logits, ends, first, documents, chunk, scale, interpret, tiles)
+    ends = at_least_one(ends)
+    masks = mask_arrays(ends, first, documents)
+    return attend(call, masks, q, own_logits, own_values, ends.keys, ends.values)
+
+
+def backward(
+    q,
+    own_logits,
+    own_values,
+    ends,
+    first,
+    documents,
+    o,
+    log_normalizer,
+    for_o,
+    *,
+    chunk,
+    scale,
+    interpret: bool = False,
+    tiles: Tiles | None = None,
+):
+    """Returns gradients of (q, own_logits, own_values, keys, values)."""
+    call = _call(q, own_logits, ends, first, documents, chunk, scale, interpret, tiles)
+    for_ends = (ends.keys, ends.values)  # Without elements, their own gradients.
+    ends = at_least_one(ends)
+    masks = mask_arrays(ends, first, documents)
+    keys, values = ends.keys, ends.values
+    parts, for_own_logits, for_own_values, delta = position_gradients(
+        call,
+        masks,
+        *(q, own_logits, own_values, keys, values, o, log_normalizer, for_o),
+    )
+    for_q = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
+    if call.ends:
+        for_ends = end_gradients(
+            call, masks, q, keys, values, log_normalizer, delta, for_o
+        )
+    return for_q, for_own_logits, for_own_values, *for_ends
+
+
+def _call(
+    q: Array,
+    own_logits: Array,
+    ends: ChunkEnds,
+    first: Array | None,
+    documents: Array | None,
+    chunk: int,
+    scale: float,
+    interpret: bool,
+    tiles: Tiles | None,
+) -> Call:
+    B, T, N, E = q.shape
+    H = own_logits.shape[2]
+    if tiles is None:
+        wide = q.dtype == jnp.float32
+        tiles = choose_tiles(batch=B, length=T, heads=H, groups=N, width=E, wide=wide)
+    return Call(
+        batch=B,
+        length=T,
+        groups=N,
+        heads=H,
+        width=E,
+        ends=ends.keys.shape[2],
+        chunk=chunk,
+        scale=scale,
+        has_first=first is not None,
+        has_documents=documents is not None,
+        tiles=tiles,
+        interpret=interpret,
+    )

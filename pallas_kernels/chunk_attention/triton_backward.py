@@ -1,0 +1,211 @@
+"""The gradient's two kernels on GPU: by blocks of positions, and by blocks of ends."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.chunk_attention.arrays import Array
+from pallas_kernels.chunk_attention.triton_launch import (
+    LOG2_E,
+    Call,
+    dot,
+    first_chunk,
+    launch,
+    load_rows,
+    mask_specs,
+    same_document,
+    store_rows,
+)
+from pallas_kernels.chunk_attention.visibility import (
+    cdiv,
+    first_position,
+    seen_ends,
+    sees,
+)
+
+
+def position_gradients(
+    call: Call, masks: list[Array], q, own_logits, own_values, keys, values, o, log, do
+):
+    """Returns (dq [P, B, T, N, E] in P parts, d own_logits, d own_values, delta).
+
+    delta [B, H, T] is sum(do * o), for `end_gradients`.
+    """
+    B, T, H, E = own_values.shape
+    N, rows, P = call.groups, call.tiles.rows, call.tiles.splits
+    S = keys.shape[2]
+    blocks = cdiv(T, rows)
+    at = lambda n, i, b: (b, blocks - 1 - i)  # noqa: E731
+    by_row = pl.BlockSpec((None, rows, H, E), lambda n, i, b: (b, blocks - 1 - i, 0, 0))
+    of_group = pl.BlockSpec(
+        (None, rows, None, E), lambda n, i, b: (b, blocks - 1 - i, n % N, 0)
+    )
+    part = pl.BlockSpec(
+        (None, None, rows, None, E),
+        lambda n, i, b: (n // N, b, blocks - 1 - i, n % N, 0),
+    )
+    scalars = pl.BlockSpec((None, rows, H), lambda n, i, b: (b, blocks - 1 - i, 0))
+    whole = pl.BlockSpec((None, H, S, E), lambda n, i, b: (b, 0, 0, 0))
+    by_head = pl.BlockSpec((None, H, rows), lambda n, i, b: (b, 0, blocks - 1 - i))
+    return launch(
+        call,
+        _position_kernel,
+        *(*masks, q, own_logits, own_values, keys, values, o, log, do),
+        grid=(N * P, blocks, B),
+        in_specs=[
+            *mask_specs(call, rows, at),
+            *(of_group, scalars, by_row, whole, whole, by_row, by_head, by_row),
+        ],
+        out_specs=[part, scalars, by_row, by_head],
+        out_shape=[
+            jax.ShapeDtypeStruct((P, B, T, N, E), q.dtype if P == 1 else jnp.float32),
+            jax.ShapeDtypeStruct(own_logits.shape, jnp.float32),
+            jax.ShapeDtypeStruct(own_values.shape, own_values.dtype),
+            jax.ShapeDtypeStruct((B, H, T), jnp.float32),
+        ],
+        accumulator=2 * rows * E,
+    )
+
+
+def end_gradients(call: Call, masks: list[Array], q, keys, values, log, delta, do):
+    """Returns (d keys, d values), both [B, H, S, E]."""
+    B, T, H, E = do.shape
+    N, S, count = call.groups, call.ends, call.tiles.gradient_ends
+    at = lambda h, j, b: (b, 0)  # noqa: E731
+    of_group = pl.BlockSpec((None, T, None, E), lambda h, j, b: (b, 0, h % N, 0))
+    by_row = pl.BlockSpec((None, T, None, E), lambda h, j, b: (b, 0, h, 0))
+    by_head = pl.BlockSpec((None, None, T), lambda h, j, b: (b, h, 0))
+    block = pl.BlockSpec((None, None, count, E), lambda h, j, b: (b, h, j, 0))
+    return launch(
+        call,
+        _end_kernel,
+        *(*masks, q, keys, values, log, delta, do),
+        grid=(H, cdiv(S, count), B),
+        in_specs=[
+            *mask_specs(call, T, at),
+            *(of_group, block, block, by_head, by_head, by_row),
+        ],
+        out_specs=[block, block],
+        out_shape=[
+            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+            jax.ShapeDtypeStruct(values.shape, values.dtype),
+        ],
+        accumulator=2 * count * E,
+    )
+
+
+# A program owns `rows` positions of a query group, and some of its heads one after the
+# other: dq stays in registers and is written once. For each head it makes delta and the
+# own term's gradients, then meets the seen ends as the forward kernel does. Crossing
+# memory: q and dq once; own term, o, do and their gradients once; ends once a program.
+def _position_kernel(*refs, call: Call):
+    ins, outs = refs[call.masks : call.masks + 8], refs[call.masks + 8 :]
+    q_ref, own_ref, value_ref, keys_ref, values_ref, o_ref, log_ref, do_ref = ins
+    for_q_ref, for_own_ref, for_value_ref, delta_ref = outs
+    rows, count = call.tiles.rows, call.tiles.ends
+    start = (pl.num_programs(1) - 1 - pl.program_id(1)) * rows
+    t = start + jnp.arange(rows)
+    real = t < call.length
+    first = first_chunk(call, refs)
+    documents = load_rows(refs[call.masks - 2], real=real) if call.has_documents else t
+    q = load_rows(q_ref, real=real)
+    sizes = {"chunk": call.chunk, "ends": call.ends}
+    unmasked = 0 if call.has_documents else seen_ends(first, start, **sizes) // count
+    last = jnp.minimum(start + rows, call.length) - 1
+    blocks = cdiv(seen_ends(first, last, **sizes), count)
+    here = call.heads // call.groups // call.tiles.splits
+    group, part = pl.program_id(0) % call.groups, pl.program_id(0) // call.groups
+
+    def head(g, for_q):
+        h = group + call.groups * (part * here + g)
+        do = load_rows(do_ref.at[:, h, :], real=real)
+        wide = do.astype(jnp.float32)
+        delta = jnp.sum(wide * load_rows(o_ref.at[:, h, :], real=real), axis=1)
+        log = load_rows(log_ref.at[h, :], real=real) * LOG2_E
+        own = load_rows(own_ref.at[:, h], real=real).astype(jnp.float32)
+        weight = jnp.exp2(own * (call.scale * LOG2_E) - log)
+        of_value = jnp.sum(wide * load_rows(value_ref.at[:, h, :], real=real), axis=1)
+        store_rows(delta_ref.at[h, :], delta, real=real)
+        for_own = call.scale * weight * (of_value - delta)
+        store_rows(for_own_ref.at[:, h], for_own, real=real)
+        store_rows(for_value_ref.at[:, h, :], weight[:, None] * wide, real=real)
+        do = do.astype(q.dtype)
+
+        def meet(j, for_q, masked: bool):
+            s = j * count + jnp.arange(count)
+            slots = pl.ds(j * count, count)
+            k = load_rows(keys_ref.at[h, slots, :], real=s < call.ends).astype(q.dtype)
+            v = load_rows(values_ref.at[h, slots, :], real=s < call.ends)
+            logits = dot(q, k, transposed=True) * (call.scale * LOG2_E)
+            p = jnp.exp2(logits - log[:, None])
+            if masked:
+                seen = sees(first, t[:, None], s[None, :], chunk=call.chunk)
+                if call.has_documents:
+                    same = same_document(call, refs, documents, j * count, count)
+                    seen = seen & same
+                p = jnp.where(seen & (s < call.ends)[None, :], p, 0.0)
+            for_p = dot(do, v.astype(q.dtype), transposed=True)
+            for_logits = p * (for_p - delta[:, None])
+            return for_q + dot(for_logits.astype(k.dtype), k)
+
+        plain = lambda j, d: meet(j, d, masked=False)  # noqa: E731
+        checked = lambda j, d: meet(j, d, masked=True)  # noqa: E731
+        for_q = jax.lax.fori_loop(0, unmasked, plain, for_q)
+        return jax.lax.fori_loop(unmasked, blocks, checked, for_q)
+
+    for_q = jax.lax.fori_loop(0, here, head, jnp.zeros(q.shape, jnp.float32))
+    store_rows(for_q_ref, call.scale * for_q, real=real)
+
+
+# A program owns `gradient_ends` ends of one head. Their gradients stay in registers
+# while the positions that see any of them stream by once; positions from which all of
+# them are seen need no mask. Logits lie transposed, [ends, rows], so that no product
+# has to turn them. Crossing memory: the ends and their gradients once, q, do and two
+# numbers a position once a program.
+def _end_kernel(*refs, call: Call):
+    ins, outs = refs[call.masks : call.masks + 6], refs[call.masks + 6 :]
+    q_ref, keys_ref, values_ref, log_ref, delta_ref, do_ref = ins
+    for_keys_ref, for_values_ref = outs
+    rows, count = call.tiles.gradient_rows, call.tiles.gradient_ends
+    start = pl.program_id(1) * count
+    s = start + jnp.arange(count)
+    there = s < call.ends
+    first = first_chunk(call, refs)
+    dtype = q_ref.dtype
+    k = load_rows(keys_ref, real=there).astype(dtype)
+    v = load_rows(values_ref, real=there).astype(dtype)
+
+    def meet(i, sums, masked: bool):
+        for_k, for_v = sums
+        t = i * rows + jnp.arange(rows)
+        real = t < call.length
+        part = pl.ds(i * rows, rows)
+        q = load_rows(q_ref.at[part, :], real=real)
+        do = load_rows(do_ref.at[part, :], real=real).astype(dtype)
+        log = load_rows(log_ref.at[part], real=real) * LOG2_E
+        delta = load_rows(delta_ref.at[part], real=real)
+        logits = dot(k, q, transposed=True) * (call.scale * LOG2_E)
+        p = jnp.exp2(logits - log[None, :])
+        if masked:
+            seen = sees(first, t[None, :], s[:, None], chunk=call.chunk)
+            if call.has_documents:
+                documents = load_rows(refs[call.masks - 2].at[part], real=real)
+                same = same_document(call, refs, documents, start, count)
+                seen = seen & same.T
+            p = jnp.where(seen, p, 0.0)
+        for_p = dot(v, do, transposed=True)
+        for_logits = (p * (for_p - delta[None, :])).astype(dtype)
+        return for_k + dot(for_logits, q), for_v + dot(p.astype(dtype), do)
+
+    blocks = cdiv(call.length, rows)
+    low = first_position(first, start, chunk=call.chunk) // rows
+    high = first_position(first, start + count - 1, chunk=call.chunk)
+    high = blocks if call.has_documents else jnp.minimum(cdiv(high, rows), blocks)
+    sums = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(k.shape, jnp.float32))
+    plain = lambda i, d: meet(i, d, masked=False)  # noqa: E731
+    checked = lambda i, d: meet(i, d, masked=True)  # noqa: E731
+    sums = jax.lax.fori_loop(low, high, checked, sums)
+    # Positions past the last have q = do = delta = 0 and add nothing.
+    for_k, for_v = jax.lax.fori_loop(high, blocks, plain, sums)
+    store_rows(for_keys_ref, call.scale * for_k, real=there)
+    store_rows(for_values_ref, for_v, real=there)

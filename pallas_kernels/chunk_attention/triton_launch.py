@@ -1,0 +1,184 @@
+"""How the Triton kernels are launched: block sizes, and what they share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
+
+HIDDEN = -1e30
+"""The logit of an end that is not seen; a position's own term is always seen."""
+LOG2_E = 1.4426950408889634
+"""Kernels exponentiate by powers of two, which is what the hardware has."""
+PROGRAMS = 256
+"""About two programs for each multiprocessor of a data-centre GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """Block sizes, powers of two from 16.
+
+    Attributes:
+      rows: positions in a program of the forward kernel and of the queries' gradient.
+      ends: chunk ends that these meet at once.
+      gradient_rows: positions that a program of the ends' gradient meets at once.
+      gradient_ends: its chunk ends.
+      splits: programs that share the heads of a query group in the queries' gradient;
+        divides their number. More than one costs a sum afterwards.
+    """
+
+    rows: int
+    ends: int
+    gradient_rows: int
+    gradient_ends: int
+    splits: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What every kernel of a call has in common: sizes, and which masks there are."""
+
+    batch: int
+    length: int
+    groups: int
+    heads: int
+    width: int
+    ends: int
+    chunk: int
+    scale: float
+    has_first: bool
+    has_documents: bool
+    tiles: Tiles
+    interpret: bool
+
+    @property
+    def masks(self) -> int:
+        """How many arrays come before the others: see `mask_arrays`."""
+        return self.has_first + 2 * self.has_documents
+
+
+def choose_tiles(
+    *, batch: int, length: int, heads: int, groups: int, width: int, wide: bool
+) -> Tiles:
+    """Returns sizes for B, T, H, N and E; `wide`: operands of four bytes.
+
+    A program's accumulators stay within its registers: 128 x 128 float32 values for
+    eight warps, a quarter of that beside operands of four bytes. Not tuned on a device.
+    """
+    most = 128 if width <= 128 else 32
+    if wide:
+        most = min(64, max(4096 // width, 16))
+    rows = min(max(next_power(length), 16), most)
+    programs = batch * groups * -(-length // rows)
+    splits, per_group = 1, heads // groups
+    while programs * splits < PROGRAMS and splits < per_group:
+        splits = next(n for n in range(splits + 1, per_group + 1) if per_group % n == 0)
+    return Tiles(
+        rows=rows,
+        ends=min(32 if wide else 64, most),
+        gradient_rows=min(rows, 32 if wide else 64),
+        gradient_ends=min(32 if wide else 64, most),
+        splits=splits,
+    )
+
+
+def next_power(n: int) -> int:
+    """Returns the smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def launch(
+    call: Call,
+    kernel: Callable,
+    *arguments: Array,
+    grid: tuple[int, ...],
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    accumulator: int,
+) -> Sequence[Array]:
+    """Runs a kernel body over a grid; `accumulator` counts its float32 values."""
+    return pl.pallas_call(
+        partial(kernel, call=call),
+        grid=grid,
+        in_specs=list(in_specs),
+        out_specs=list(out_specs),
+        out_shape=list(out_shape),
+        interpret=call.interpret,
+        compiler_params=pltriton.CompilerParams(
+            num_warps=8 if accumulator >= 64 * 128 else 4, num_stages=2
+        ),
+        name="chunk_attention" + kernel.__name__,
+    )(*arguments)
+
+
+def mask_arrays(
+    ends: ChunkEnds, first: Array | None, documents: Array | None
+) -> list[Array]:
+    """Returns what masks are made from: `first`, then documents of positions and ends.
+
+    They are the first arguments of every kernel, and absent where there is none.
+    """
+    arrays = [] if first is None else [first.astype(jnp.int32)]
+    if documents is not None and ends.documents is not None:
+        arrays += [documents.astype(jnp.int32), ends.documents.astype(jnp.int32)]
+    return arrays
+
+
+def mask_specs(
+    call: Call, rows: int, block: Callable[..., tuple[int, int]]
+) -> list[pl.BlockSpec]:
+    """Returns `mask_arrays`' blocks; `block` gives a program's (b, block of rows)."""
+    specs = []
+    if call.has_first:
+        specs.append(pl.BlockSpec((1,), lambda *at: (block(*at)[0],)))
+    if call.has_documents:
+        specs.append(pl.BlockSpec((None, rows), block))
+        ends = max(call.ends, 1)
+        specs.append(pl.BlockSpec((None, ends), lambda *at: (block(*at)[0], 0)))
+    return specs
+
+
+def first_chunk(call: Call, refs: tuple):
+    """Returns the number of the chunk that holds t = 0 of the program's row."""
+    return refs[0][0] if call.has_first else 0
+
+
+def same_document(call: Call, refs: tuple, rows: Array, start, count: int) -> Array:
+    """Returns [rows, count]: whether `count` ends from `start` share the documents."""
+    known = refs[call.masks - 1]
+    ends = start + jnp.arange(count)
+    ends = pltriton.load(known.at[pl.ds(start, count)], mask=ends < call.ends, other=-1)
+    return rows[:, None] == ends[None, :]
+
+
+def load_rows(ref, *, real: Array) -> Array:
+    """Returns a block [rows, E] or [rows], zeros where `real` [rows] is false."""
+    mask = real if len(ref.shape) == 1 else _over(real, ref.shape)
+    return pltriton.load(ref, mask=mask, other=0)
+
+
+def store_rows(ref, values: Array, *, real: Array) -> None:
+    """Writes a block's rows where `real` is true, in the block's dtype."""
+    mask = real if len(ref.shape) == 1 else _over(real, ref.shape)
+    pltriton.store(ref, values.astype(ref.dtype), mask=mask)
+
+
+def dot(a: Array, b: Array, *, transposed: bool = False) -> Array:
+    """Multiplies a b, or a b^T: float32 without tf32, accumulating in float32."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if transposed else 0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _over(real: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(real[:, None], shape)

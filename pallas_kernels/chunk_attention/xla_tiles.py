@@ -1,0 +1,246 @@
+"""The XLA backend where logits are many: tiles of positions and ends, head by head.
+
+A loop over heads and tiles of positions; inside it, one over the tiles of ends that
+these see, whose number is an index's affair: hidden tiles cost nothing, and the program
+has one size whatever T is. The softmax is kept in parts, so that logits stay in cache.
+Tiles of ends that all positions see need no mask.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
+from pallas_kernels.chunk_attention.visibility import cdiv, seen_ends, sees
+from pallas_kernels.chunk_attention.xla_cuts import Tiles, choose_tiles
+
+
+def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
+    """Returns (o [B, T, H, E], log normalizer [B, T, H])."""
+    call = _Call(q, own_logits, ends, first, documents, chunk, scale)
+
+    def tile(head: "_Head", rows: "_Rows"):
+        def meet(j, running, masked: bool):
+            largest, normalizer, weighted = running
+            logits, _, v = head.logits(j, rows, masked)
+            above = jnp.maximum(largest, jnp.max(logits, axis=1))
+            shrink = jnp.exp(largest - above)
+            p = jnp.exp(logits - above[:, None])
+            normalizer = normalizer * shrink + jnp.sum(p, axis=1)
+            weighted = weighted * shrink[:, None] + _dot(p.astype(v.dtype), v, (1, 0))
+            return above, normalizer, weighted
+
+        own, v = rows.arrays["own"], rows.arrays["v"].astype(call.dtype)
+        running = head.over_ends(rows, meet, (own, jnp.ones_like(own), v))
+        largest, normalizer, weighted = running
+        o = (weighted / normalizer[:, None]).astype(own_values.dtype)
+        return o, largest + jnp.log(normalizer)
+
+    arrays = {
+        "q": call.tiled_queries(q),
+        "own": scale * own_logits.astype(call.dtype).swapaxes(1, 2),
+        "v": own_values.swapaxes(1, 2),
+    }
+    o, log = call.over_heads(
+        lambda head, rows: jax.lax.map(partial(tile, head), rows), arrays
+    )
+    return call.from_tiles(o), call.from_tiles(log)
+
+
+def backward(
+    q,
+    own_logits,
+    own_values,
+    ends,
+    first,
+    documents,
+    o,
+    log_normalizer,
+    for_o,
+    *,
+    chunk,
+    scale,
+):
+    """Returns gradients of (q, own_logits, own_values, keys, values)."""
+    call = _Call(q, own_logits, ends, first, documents, chunk, scale)
+    dtype = call.dtype
+    wide = for_o.astype(dtype)
+    delta = jnp.sum(wide * o, axis=-1)  # [B, T, H]
+    weight = jnp.exp(scale * own_logits.astype(dtype) - log_normalizer)
+    for_own = weight[..., None] * wide
+    for_logits = scale * weight * (jnp.sum(wide * own_values, axis=-1) - delta)
+
+    def tile(head: "_Head", sums, rows: "_Rows"):
+        q, do = rows.arrays["q"], rows.arrays["do"]
+        log, delta = rows.arrays["log"][:, None], rows.arrays["delta"][:, None]
+
+        def meet(j, running, masked: bool):
+            for_q, for_keys, for_values = running
+            logits, k, v = head.logits(j, rows, masked)
+            p = jnp.exp(logits - log)
+            for_l = (scale * p * (_dot(do, v, (1, 1)) - delta)).astype(q.dtype)
+            # Narrow times wide: the other way round takes twice as long on a CPU.
+            for_keys = _add(for_keys, j, _dot(q, for_l, (0, 0)))
+            for_values = _add(for_values, j, _dot(do, p.astype(q.dtype), (0, 0)))
+            return for_q + _dot(for_l, k, (1, 0)), for_keys, for_values
+
+        start = (jnp.zeros(q.shape, dtype), *sums)
+        for_q, *sums = head.over_ends(rows, meet, start)
+        return tuple(sums), for_q
+
+    def of_head(head: "_Head", rows: "_Rows"):
+        none = jnp.zeros(head.keys.shape[::-1], dtype)  # [E, S]
+        return jax.lax.scan(partial(tile, head), (none, none), rows)
+
+    arrays = {
+        "q": call.tiled_queries(q),
+        "do": for_o.astype(q.dtype).swapaxes(1, 2),
+        "log": log_normalizer.swapaxes(1, 2),
+        "delta": delta.swapaxes(1, 2),
+    }
+    (for_keys, for_values), for_q = call.over_heads(of_head, arrays)
+    B, T, N, E = q.shape
+    for_q = jnp.sum(call.from_tiles(for_q).reshape(B, T, -1, N, E), axis=2)
+    S = ends.keys.shape[2]
+    for_keys, for_values = (
+        x.reshape(B, -1, *x.shape[1:])[..., :S].swapaxes(2, 3)
+        for x in (for_keys, for_values)
+    )
+    return for_q, for_logits, for_own, for_keys, for_values
+
+
+class _Rows(NamedTuple):
+    """A tile of positions, or all of a head's with an axis of tiles in front.
+
+    Attributes:
+      start: the tile's first position.
+      arrays: what `over_heads` was given, and the positions' documents.
+    """
+
+    start: Array
+    arrays: dict[str, Array]
+
+
+class _Head(NamedTuple):
+    """One head's ends, padded to whole tiles, and what a tile needs to see them by."""
+
+    call: "_Call"
+    keys: Array
+    values: Array
+    first: Array
+    documents: Array | None
+
+    def over_ends(self, rows: _Rows, meet, running):
+        """Runs `meet(j, running, masked)` over the tiles of ends that `rows` see."""
+        call, tiles = self.call, self.call.tiles
+        seen = partial(seen_ends, self.first, chunk=call.chunk, ends=call.ends)
+        whole = 0 if self.documents is not None else seen(rows.start) // tiles.ends
+        last = jnp.minimum(rows.start + tiles.rows, call.length) - 1
+        blocks = cdiv(seen(last), tiles.ends)
+        plain = partial(meet, masked=False)
+        running = jax.lax.fori_loop(0, whole, plain, running)
+        return jax.lax.fori_loop(whole, blocks, partial(meet, masked=True), running)
+
+    def logits(self, j, rows: _Rows, masked: bool):
+        """Returns a tile's logits [rows, ends], and the keys and values of its ends."""
+        call, tiles = self.call, self.call.tiles
+        k, v = (
+            jax.lax.dynamic_slice_in_dim(x, j * tiles.ends, tiles.ends)
+            for x in (self.keys, self.values)
+        )
+        logits = call.scale * _dot(rows.arrays["q"], k, (1, 1))
+        if masked:
+            t = rows.start + jnp.arange(tiles.rows)[:, None]
+            s = j * tiles.ends + jnp.arange(tiles.ends)[None]
+            seen = sees(self.first, t, s, chunk=call.chunk) & (s < call.ends)
+            if self.documents is not None:
+                documents = jax.lax.dynamic_slice_in_dim(
+                    self.documents, j * tiles.ends, tiles.ends
+                )
+                seen = seen & (rows.arrays["documents"][:, None] == documents[None])
+            logits = jnp.where(seen, logits, -jnp.inf)
+        return logits, k, v
+
+
+class _Call:
+    """A call cut into heads, positions in tiles, ends padded to whole tiles."""
+
+    def __init__(self, q, own_logits, ends: ChunkEnds, first, documents, chunk, scale):
+        self.batch, self.length, self.heads = own_logits.shape
+        self.ends = ends.keys.shape[2]
+        tiles = choose_tiles(self.length, self.ends)
+        assert tiles is not None
+        self.tiles: Tiles = tiles
+        self.chunk, self.scale = chunk, scale
+        self.dtype = jnp.promote_types(q.dtype, jnp.float32)
+        self._ends, self._first, self._documents = ends, first, documents
+
+    def tiled_queries(self, q: Array) -> Array:
+        """[B, T, N, E] to [B, H, T, E]: head h has group h mod N."""
+        return jnp.tile(q.swapaxes(1, 2), (1, self.heads // q.shape[2], 1, 1))
+
+    def over_heads(self, function, arrays: dict[str, Array]):
+        """Maps `function(head, rows)` over B H heads; arrays are [B, H, T, ...]."""
+        ends, tiles = self._ends, self.tiles
+        rows = {name: self._to_tiles(x) for name, x in arrays.items()}
+        count = rows["q"].shape[1]
+        starts = tiles.rows * jnp.arange(count)
+        keys, values = (
+            self._whole(x, 2, tiles.ends).reshape(-1, *self._padded_ends(x))
+            for x in (ends.keys, ends.values)
+        )
+        first, documents, known = self._first, self._documents, ends.documents
+        if first is None:
+            first = jnp.zeros(self.batch, jnp.int32)
+        if documents is not None and known is not None:
+            by_head = jnp.repeat(documents[:, None], self.heads, axis=1)
+            rows["documents"] = self._to_tiles(by_head)
+            known = self._whole(known, 1, tiles.ends)
+
+        def run(inputs):
+            number, keys, values, rows = inputs
+            row = number // self.heads
+            head = _Head(
+                *(self, keys, values, first[row]),
+                None if known is None else known[row],
+            )
+            return function(head, _Rows(starts, rows))
+
+        numbers = jnp.arange(self.batch * self.heads)
+        return jax.lax.map(run, (numbers, keys, values, rows))
+
+    def from_tiles(self, x: Array) -> Array:
+        """Turns [B H, tiles, rows, ...] into [B, T, H, ...]."""
+        x = x.reshape(self.batch, self.heads, -1, *x.shape[3:])
+        return x[:, :, : self.length].swapaxes(1, 2)
+
+    def _to_tiles(self, x: Array) -> Array:
+        x = self._whole(x, 2, self.tiles.rows)
+        return x.reshape(self.batch * self.heads, -1, self.tiles.rows, *x.shape[3:])
+
+    def _padded_ends(self, x: Array) -> tuple[int, int]:
+        return cdiv(x.shape[2], self.tiles.ends) * self.tiles.ends, x.shape[3]
+
+    @staticmethod
+    def _whole(x: Array, axis: int, size: int) -> Array:
+        """Pads an axis with zeros to a multiple of a size."""
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, -x.shape[axis] % size)
+        return jnp.pad(x, padding) if padding[axis][1] else x
+
+
+def _add(sums: Array, j, part: Array) -> Array:
+    """Adds to the j-th tile of ends, [E, ends]."""
+    at = j * part.shape[1]
+    part = part + jax.lax.dynamic_slice_in_dim(sums, at, part.shape[1], axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(sums, part, at, axis=1)
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    return jax.lax.dot_general(
+        *(a, b, (((contract[0],), (contract[1],)), ((), ()))),
+        preferred_element_type=dtype,
+    )

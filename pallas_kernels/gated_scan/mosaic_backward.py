@@ -1,0 +1,257 @@
+"""The TPU kernel of the backward pass: blocks, segments and positions in reverse.
+
+The programs are those of the forward pass. One block's gate, values, states and the
+gradients of these make the gradients of gate and values; the gradient of the state
+stays in VMEM between blocks. Everything crosses HBM once, and 16 more rows of the
+states a block, for the state before its first position. A narrow stream's gradient is
+summed over its tiles in VMEM.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.gated_scan.mosaic_block import (
+    chain,
+    lanes_of,
+    position,
+    read_rows,
+    row_in_block,
+)
+from pallas_kernels.gated_scan.mosaic_launch import (
+    HALO,
+    LANES,
+    SEGMENTS,
+    Call,
+    launch_kernel,
+)
+from pallas_kernels.gated_scan.signed_gate import read_signed
+
+Array = jax.Array
+_BEFORE = 8
+"""Rows of scratch in front of a block's states; the last of them is the one before."""
+
+
+def run_backward(call: Call, e, values, initial, lengths, states, for_states, finals):
+    """Returns gradients of (e's magnitude, values, initial [B, D]).
+
+    Args:
+      states, for_states: [B, T, D] each.
+      finals: gradients of the last states, float32 [B, D] each.
+    """
+    N, rows, together = len(values), call.tiles.rows, call.together
+    wide = call.rows_spec(call.D, reverse=True)
+    own = [call.rows_spec(width, reverse=True) for width in call.widths]
+    row = [call.state_spec()] * N
+    halos = states if call.tiles.linked else ()
+    scratch = [
+        (1, together, rows, LANES),
+        (N, together, rows, LANES),
+        (N, together, rows + _BEFORE, LANES),
+        (N, together, rows, LANES),
+        (1, together, rows, LANES),
+        (N, together, rows, LANES),
+        (N, 1, call.D),
+    ]
+    sums = [
+        (width // LANES, rows, LANES) if width < call.D else (1, 8, LANES)
+        for width in call.widths
+    ]
+    out = launch_kernel(
+        call,
+        _backward_kernel,
+        *(lengths, e, *values, *states, *for_states),
+        *(x[:, None] for x in (*initial, *finals)),
+        *halos,
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            *(wide, *own, *[wide] * (2 * N), *row, *row),
+            *[call.halo_spec()] * len(halos),
+        ],
+        out_specs=[wide, *own, *row],
+        out_shape=[
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (e, *values)),
+            *[jax.ShapeDtypeStruct((call.B, 1, call.D), jnp.float32)] * N,
+        ],
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in (*scratch, *sums)],
+    )
+    return out[0], tuple(out[1 : 1 + N]), tuple(d[:, 0] for d in out[1 + N :])
+
+
+class _Refs:
+    """The kernel's references by name; a list has one for each stream."""
+
+    def __init__(self, refs, call: Call):
+        N = len(call.widths)
+        rest = list(refs)
+
+        def take(count: int) -> list:
+            taken = rest[:count]
+            del rest[:count]
+            return taken
+
+        self.lengths, self.e = take(2)
+        self.values, self.states, self.for_states = take(N), take(N), take(N)
+        self.initial, self.finals = take(N), take(N)
+        self.halos = take(N if call.tiles.linked else 0)
+        (self.for_e,) = take(1)
+        self.for_values, self.for_initial = take(N), take(N)
+        self.e_rows, self.value_rows, self.state_rows, self.for_rows = take(4)
+        self.for_e_rows, self.for_value_rows, self.carried = take(3)
+        self.sums = take(N)
+
+
+def _backward_kernel(*refs, call: Call):
+    at = _Refs(refs, call)
+    N = len(call.widths)
+    row, block = pl.program_id(0), call.blocks - 1 - pl.program_id(1)
+
+    @pl.when(block == call.blocks - 1)
+    def _():
+        at.carried[:, :] = jnp.zeros_like(at.carried)
+
+    for n, width in enumerate(call.widths):
+        if width < call.D:
+            at.sums[n][:, :] = jnp.zeros_like(at.sums[n])
+
+    def groups(turn, _):
+        first = turn * call.together
+        _read(call, at, row, block, first)
+        entering = _entering(call, at, first)
+        _run(call, at, entering, first)
+        for i in range(call.together):
+            lanes = lanes_of(first + i, call.D // LANES)
+            at.for_e[:, lanes] = at.for_e_rows[0, i].astype(at.for_e.dtype)
+            for n, width in enumerate(call.widths):
+                part = at.for_value_rows[n, i]
+                if width < call.D:
+                    at.sums[n][jax.lax.rem(first + i, width // LANES)] += part
+                else:
+                    ref = at.for_values[n]
+                    ref[:, lanes] = part.astype(ref.dtype)
+        return 0
+
+    jax.lax.fori_loop(0, call.D // LANES // call.together, groups, 0)
+    for n, width in enumerate(call.widths):
+        for k in range(width // LANES) if width < call.D else ():
+            ref = at.for_values[n]
+            ref[:, k * LANES : (k + 1) * LANES] = at.sums[n][k].astype(ref.dtype)
+
+    @pl.when(block == 0)
+    def _():
+        for n in range(N):
+            at.for_initial[n][:, :] = at.carried[n]
+
+
+def _read(call: Call, at: _Refs, row, block, first) -> None:
+    """Casts a few groups of the block to float32, states one row late."""
+    here, last = row_in_block(call, at.lengths[row] - 1, block)
+    for i in range(call.together):
+        group = first + i
+        lanes = lanes_of(group, call.D // LANES)
+        at.e_rows[0, i] = read_rows(call, at.e, group, block, 1.0)
+        for n in range(len(call.widths)):
+            at.value_rows[n, i] = read_rows(call, at.values[n], group, block, 0.0)
+            at.for_rows[n, i] = read_rows(call, at.for_states[n], group, block, 0.0)
+            states = read_rows(call, at.states[n], group, block, 0.0)
+            at.state_rows[n, i, _BEFORE:, :] = states
+            before = jnp.zeros((1, LANES), jnp.float32)
+            if call.tiles.linked:
+                halo = at.halos[n][:, lanes].astype(jnp.float32)
+                before = halo[HALO - 1 :]
+            initial = at.initial[n][:, lanes]
+            before = jnp.where(block == 0, initial, before)
+            at.state_rows[n, i, _BEFORE - 1 : _BEFORE, :] = before
+
+        @pl.when(here)
+        def _(i=i, lanes=lanes):
+            for n, ref in enumerate(at.finals):
+                at.for_rows[n, i, pl.ds(last, 1), :] += ref[:, lanes]
+
+
+def _entering(call: Call, at: _Refs, first):
+    """Returns the gradient that enters every segment from behind."""
+    N, G, S = len(call.widths), call.together, call.tiles.segment
+    zeros = jnp.zeros((SEGMENTS, LANES), jnp.float32)
+    entering = [[zeros] * G for _ in range(N)]
+    if not call.tiles.linked:
+        return entering
+
+    def step(turn, carry):
+        products, flowing = carry
+        s = S - 1 - turn
+        keeps = [keep for _, keep, _ in _gates(call, at, s)]
+        flowing = _passed_on(keeps, _totals(call, at, s, flowing))
+        return [p * k for p, k in zip(products, keeps, strict=True)], flowing
+
+    start = ([zeros + 1] * G, entering)
+    products, added = jax.lax.fori_loop(0, S, step, start)
+    entering = [[zeros] * G for _ in range(N)]
+    for n in range(N):
+        for i in range(G):
+            lanes = lanes_of(first + i, call.D // LANES)
+            entering[n][i], at.carried[n, :, lanes] = chain(
+                products[i], added[n][i], at.carried[n, :, lanes], reverse=True
+            )
+    return entering
+
+
+def _run(call: Call, at: _Refs, entering, first) -> None:
+    """Writes the gradients of a few groups; chunks leave theirs of the first state."""
+    S = call.tiles.segment
+
+    def step(turn, flowing):
+        s = S - 1 - turn
+        gates = _gates(call, at, s)
+        totals = _totals(call, at, s, flowing)
+        rows = position(call, s)
+        for i, (g, _, resets) in enumerate(gates):
+            of_keep = of_new = 0.0
+            for n, groups in enumerate(totals):
+                of_keep += groups[i] * _before(call, at, n, i, s)
+                of_new += groups[i] * at.value_rows.at[n, i][rows, :]
+                at.for_value_rows.at[n, i][rows, :] = (1 - g) * groups[i]
+            if resets is not None:
+                of_keep = jnp.where(resets, 0.0, of_keep)
+            at.for_e_rows.at[0, i][rows, :] = of_keep - of_new
+        return _passed_on([keep for _, keep, _ in gates], totals)
+
+    left = jax.lax.fori_loop(0, S, step, entering)
+    if not call.tiles.linked:
+        for n, groups in enumerate(left):
+            for i, part in enumerate(groups):
+                lanes = lanes_of(first + i, call.D // LANES)
+                at.carried[n, :, lanes] = part[:1]
+
+
+def _gates(call: Call, at: _Refs, s):
+    rows = position(call, s)
+    return [
+        read_signed(at.e_rows.at[0, i][rows, :], signed=call.signed)
+        for i in range(call.together)
+    ]
+
+
+def _totals(call: Call, at: _Refs, s, flowing):
+    """Returns l, the gradient of every state."""
+    rows = position(call, s)
+    return [
+        [u + at.for_rows.at[n, i][rows, :] for i, u in enumerate(groups)]
+        for n, groups in enumerate(flowing)
+    ]
+
+
+def _passed_on(keeps: list[Array], totals: list[list[Array]]):
+    return [
+        [keep * u for keep, u in zip(keeps, groups, strict=True)] for groups in totals
+    ]
+
+
+def _before(call: Call, at: _Refs, n: int, i: int, s) -> Array:
+    """Returns the states before position s of every segment: zeros before a chunk."""
+    before = at.state_rows.at[n, i][position(call, s, _BEFORE - 1), :]
+    if call.tiles.linked:
+        return before
+    segment = jax.lax.broadcasted_iota(jnp.int32, before.shape, 0)
+    return jnp.where((s == 0) & (segment > 0), 0.0, before)

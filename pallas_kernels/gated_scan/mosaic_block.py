@@ -1,0 +1,61 @@
+"""What both TPU kernels do with a block: lanes in and out, and the chain of segments.
+
+A block has 8 segments of S positions. Position s of all segments is one register a
+group of 128 lanes: rows s, s + S, ..., read with a stride.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gated_scan.mosaic_launch import LANES, SEGMENTS, Call
+
+Array = jax.Array
+Indices = slice | pl.Slice
+
+
+def lanes_of(group: Array, groups: int) -> Indices:
+    """Returns the lanes of a group, of an array that has `groups` groups."""
+    return pl.ds(pl.multiple_of(jax.lax.rem(group, groups) * LANES, LANES), LANES)
+
+
+def read_rows(call: Call, ref, group: Array, block: Array, fill: float) -> Array:
+    """Reads a group's lanes of a block in float32; `fill` beyond the sequence."""
+    part = ref[:, lanes_of(group, ref.shape[1] // LANES)].astype(jnp.float32)
+    if call.T % call.tiles.rows == 0:
+        return part
+    t = jax.lax.broadcasted_iota(jnp.int32, part.shape, 0) + block * call.tiles.rows
+    return jnp.where(t < call.T, part, fill)
+
+
+def position(call: Call, s: Array, offset: int = 0) -> Indices:
+    """Returns the rows of position s in every segment."""
+    return pl.ds(s + offset, SEGMENTS, stride=call.tiles.segment)
+
+
+def chain(product: Array, added: Array, first: Array, *, reverse: bool = False):
+    """Takes a state [1, 128] through 8 segments: x[i+1] = product[i] x[i] + added[i].
+
+    Returns what enters every segment [8, 128], and what leaves the last one [1, 128].
+    """
+    segment = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
+    entering = jnp.zeros_like(product)
+    state = first
+    order = range(SEGMENTS)
+    for i in reversed(order) if reverse else order:
+        entering = jnp.where(segment == i, state, entering)
+        state = product[i : i + 1] * state + added[i : i + 1]
+    return entering, state
+
+
+def only_first(state: Array) -> Array:
+    """Returns [8, 128]: the state [1, 128] for segment 0, zeros for the others."""
+    shape = (SEGMENTS, LANES)
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, shape, 0) == 0, state, 0.0)
+
+
+def row_in_block(call: Call, last: Array, block: Array) -> tuple[Array, Array]:
+    """Returns (whether position `last` is in the block, its row there, or 0)."""
+    row = last - block * call.tiles.rows
+    inside = (row >= 0) & (row < call.tiles.rows)
+    return inside, jnp.where(inside, row, 0)

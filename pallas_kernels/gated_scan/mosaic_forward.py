@@ -1,0 +1,160 @@
+"""The TPU kernel of the forward pass.
+
+A program owns a block of positions of a row and all channels; blocks of a row run in
+order and the state stays in VMEM between them. Everything crosses HBM once. For a few
+groups of 128 lanes at a time: cast the block to float32; run its 8 segments side by
+side once for what each makes of a state; chain them; run them again from their true
+states. Chunks that are segments need the last step only.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.gated_scan.mosaic_block import (
+    chain,
+    lanes_of,
+    only_first,
+    position,
+    read_rows,
+    row_in_block,
+)
+from pallas_kernels.gated_scan.mosaic_launch import (
+    LANES,
+    SEGMENTS,
+    Call,
+    launch_kernel,
+)
+from pallas_kernels.gated_scan.signed_gate import read_signed
+
+Array = jax.Array
+
+
+def run_forward(call: Call, e, values, initial, lengths):
+    """Returns (states [B, T, D] of each stream, finals [B, D]).
+
+    Args:
+      e: [B, T, D], with resets in its sign.
+      values: [B, T, W] each.
+      initial: float32 [B, D] each.
+      lengths: int32 [B].
+    """
+    N, rows = len(values), call.tiles.rows
+    wide = call.rows_spec(call.D)
+    out = launch_kernel(
+        call,
+        _forward_kernel,
+        *(lengths, e, *values, *(h[:, None] for h in initial)),
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            wide,
+            *(call.rows_spec(width) for width in call.widths),
+            *[call.state_spec()] * N,
+        ],
+        out_specs=[wide] * N + [call.state_spec()] * N,
+        out_shape=[jax.ShapeDtypeStruct(e.shape, v.dtype) for v in values]
+        + [jax.ShapeDtypeStruct((call.B, 1, call.D), jnp.float32)] * N,
+        scratch_shapes=[
+            pltpu.VMEM((1, call.together, rows, LANES), jnp.float32),
+            pltpu.VMEM((N, call.together, rows, LANES), jnp.float32),
+            pltpu.VMEM((N, call.together, rows, LANES), jnp.float32),
+            pltpu.VMEM((N, 1, call.D), jnp.float32),
+        ],
+    )
+    return tuple(out[:N]), tuple(h[:, 0] for h in out[N:])
+
+
+def _forward_kernel(length_ref, e_ref, *refs, call: Call):
+    N = len(call.widths)
+    value_refs, initial_refs = refs[:N], refs[N : 2 * N]
+    state_refs, final_refs = refs[2 * N : 3 * N], refs[3 * N : 4 * N]
+    e_rows, value_rows, state_rows, carried = refs[4 * N :]
+    row, block = pl.program_id(0), pl.program_id(1)
+    here, last = row_in_block(call, length_ref[row] - 1, block)
+
+    @pl.when(block == 0)
+    def _():
+        for n, (initial, final) in enumerate(
+            zip(initial_refs, final_refs, strict=True)
+        ):
+            carried[n] = initial[:, :]
+            final[:, :] = initial[:, :]  # What a row without a position ends with.
+
+    def groups(turn, _):
+        first = turn * call.together
+        for i in range(call.together):
+            e_rows[0, i] = read_rows(call, e_ref, first + i, block, 1.0)
+            for n, ref in enumerate(value_refs):
+                value_rows[n, i] = read_rows(call, ref, first + i, block, 0.0)
+        entering = _entering(call, block, first, e_rows, value_rows, carried)
+        _run(call, entering, e_rows, value_rows, state_rows)
+        for i in range(call.together):
+            lanes = lanes_of(first + i, call.D // LANES)
+            for n, ref in enumerate(state_refs):
+                ref[:, lanes] = state_rows[n, i].astype(ref.dtype)
+
+            @pl.when(here)
+            def _(i=i, lanes=lanes):
+                for n, ref in enumerate(final_refs):
+                    ref[:, lanes] = state_rows[n, i, pl.ds(last, 1), :]
+
+        return 0
+
+    jax.lax.fori_loop(0, call.D // LANES // call.together, groups, 0)
+
+
+def _entering(call: Call, block, first, e_rows, value_rows, carried):
+    """Returns the states before every segment, [8, 128] a group and stream."""
+    N, G = len(call.widths), call.together
+    lanes = [lanes_of(first + i, call.D // LANES) for i in range(G)]
+    if not call.tiles.linked:
+        fresh = block == 0
+        return [
+            [jnp.where(fresh, only_first(carried[n, :, at]), 0.0) for at in lanes]
+            for n in range(N)
+        ]
+
+    def step(s, carry):
+        products, states = carry
+        states, keeps = _advance(call, s, states, e_rows, value_rows)
+        return [p * k for p, k in zip(products, keeps, strict=True)], states
+
+    zeros = jnp.zeros((SEGMENTS, LANES), jnp.float32)
+    start = ([zeros + 1] * G, [[zeros] * G for _ in range(N)])
+    products, added = jax.lax.fori_loop(0, call.tiles.segment, step, start)
+    entering = [[zeros] * G for _ in range(N)]
+    for n in range(N):
+        for i, at in enumerate(lanes):
+            entering[n][i], carried[n, :, at] = chain(
+                products[i], added[n][i], carried[n, :, at]
+            )
+    return entering
+
+
+def _run(call: Call, entering, e_rows, value_rows, state_rows) -> None:
+    def step(s, states):
+        states, _ = _advance(call, s, states, e_rows, value_rows)
+        for n, groups in enumerate(states):
+            for i, h in enumerate(groups):
+                state_rows.at[n, i][position(call, s), :] = h
+        return states
+
+    jax.lax.fori_loop(0, call.tiles.segment, step, entering)
+
+
+def _advance(call: Call, s, states, e_rows, value_rows):
+    """Returns the states one position later, and each group's factor of the old."""
+    at = position(call, s)
+    gates = [
+        read_signed(e_rows.at[0, i][at, :], signed=call.signed)[:2]
+        for i in range(call.together)
+    ]
+    states = [
+        [
+            keep * h + (1 - g) * value_rows.at[n, i][at, :]
+            for i, ((g, keep), h) in enumerate(zip(gates, groups, strict=True))
+        ]
+        for n, groups in enumerate(states)
+    ]
+    return states, [keep for _, keep in gates]

@@ -1,0 +1,141 @@
+"""How the TPU kernels are launched: blocks of rows, VMEM, one heuristic, one call."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+SEGMENTS = 8
+"""Stretches of a block that run side by side: the sublanes of a register."""
+HALO = 16
+"""Rows read before a block for the state before its first position: a tile in bf16."""
+VMEM_BYTES = 64 * 2**20
+_BLOCK_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """How a call is cut.
+
+    Attributes:
+      segment: positions of a segment, even; a block has 8 segments.
+      linked: whether the state flows from one segment into the next one; chunks are
+        not linked.
+    """
+
+    segment: int
+    linked: bool
+
+    @property
+    def rows(self) -> int:
+        """Returns the positions of a block."""
+        return SEGMENTS * self.segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What both kernels of a call have in common.
+
+    Attributes:
+      B, T, D: sizes.
+      widths: of the streams, multiples of 128.
+      signed: whether resets ride in the gate's sign.
+      interpret: False, True, or pltpu.InterpretParams for the TPU's own semantics.
+    """
+
+    B: int
+    T: int
+    D: int
+    widths: tuple[int, ...]
+    signed: bool
+    tiles: Tiles
+    interpret: bool | pltpu.InterpretParams = False
+
+    @property
+    def blocks(self) -> int:
+        """Returns the blocks of a row."""
+        return -(-self.T // self.tiles.rows)
+
+    @property
+    def together(self) -> int:
+        """Returns how many groups of 128 lanes are computed at once."""
+        groups = [width // LANES for width in (self.D, *self.widths)]
+        return next(n for n in (4, 2, 1) if all(group % n == 0 for group in groups))
+
+    def rows_spec(self, width: int, *, reverse: bool = False) -> pl.BlockSpec:
+        """Returns a block of an array [B, T, width]."""
+        block = self._block(reverse)
+        return pl.BlockSpec(
+            (None, self.tiles.rows, width), lambda i, j: (i, block(j), 0)
+        )
+
+    def halo_spec(self) -> pl.BlockSpec:
+        """Returns the rows before a block of an array [B, T, D], in reverse order."""
+        block, tiles = self._block(True), self.tiles.rows // HALO
+        return pl.BlockSpec(
+            (None, HALO, self.D),
+            lambda i, j: (i, jax.numpy.maximum(block(j) * tiles - 1, 0), 0),
+        )
+
+    def state_spec(self) -> pl.BlockSpec:
+        """Returns a row's state of an array [B, 1, D]."""
+        return pl.BlockSpec((None, 1, self.D), lambda i, j: (i, 0, 0))
+
+    def _block(self, reverse: bool) -> Callable:
+        return lambda j: self.blocks - 1 - j if reverse else j
+
+
+def choose_tiles(*, T: int, D: int, streams: int, chunk: int | None) -> Tiles:
+    """Returns the cut for D channels of some streams.
+
+    A block's float32 inputs and outputs, two buffers each, stay within half of VMEM.
+    Chunks are segments when a block of 8 of them fits and pays; else, as in a whole
+    sequence, segments are linked and the gate's sign resets.
+    """
+    fitting = _BLOCK_BYTES // (row_bytes(D, streams) * SEGMENTS) // 2 * 2
+    most = max(2, min(32, fitting))
+    if chunk is not None and chunk < T and 8 <= chunk <= most and chunk % 2 == 0:
+        return Tiles(segment=chunk, linked=False)
+    return Tiles(segment=min(most, max(2, -(-T // SEGMENTS) // 2 * 2)), linked=True)
+
+
+def row_bytes(D: int, streams: int) -> int:
+    """Returns what a position takes of VMEM at most: backward, float32, two buffers."""
+    return 2 * 4 * D * (2 + 5 * streams)
+
+
+def refusal_of_channels(D: int, streams: int) -> str | None:
+    """Returns why the smallest block does not fit into VMEM, None when it does."""
+    if HALO * row_bytes(D, streams) <= VMEM_BYTES * 3 // 4:
+        return None
+    return f"{HALO} positions of {D} channels do not fit into VMEM, streams: {streams}"
+
+
+def launch_kernel(
+    call: Call,
+    kernel: Callable,
+    *arguments: jax.Array,
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    scratch_shapes: Sequence,
+) -> Sequence[jax.Array]:
+    """Runs a kernel body over rows and, in order, the blocks of a row."""
+    return pl.pallas_call(
+        partial(kernel, call=call),
+        grid=(call.B, call.blocks),
+        in_specs=list(in_specs),
+        out_specs=list(out_specs),
+        out_shape=list(out_shape),
+        scratch_shapes=list(scratch_shapes),
+        interpret=call.interpret,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        name=kernel.__name__.strip("_"),
+    )(*arguments)

@@ -1,0 +1,141 @@
+"""TPU path: one kernel a pass, the state in VMEM from block to block."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_scan.mosaic_backward import run_backward
+from pallas_kernels.gated_scan.mosaic_forward import run_forward
+from pallas_kernels.gated_scan.mosaic_launch import (
+    LANES,
+    Call,
+    Tiles,
+    choose_tiles,
+    refusal_of_channels,
+)
+from pallas_kernels.gated_scan.signed_gate import refusal_of_dtypes, sign_gate
+
+KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
+"""Devices with 128 MiB of VMEM."""
+
+
+def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
+    """Returns why the kernels cannot run this call, None when they can."""
+    device = jax.devices()[0]
+    if device.platform != "tpu":
+        return f"needs a TPU, found {device.platform}"
+    if device.device_kind not in KINDS:
+        return f"needs the VMEM of a v5e or v6e, found {device.device_kind}"
+    if gate.shape[1] == 1:
+        return "leaves one position to xla, which fuses it with what stands around it"
+    return expressible(gate, values, initial, starts, lengths, chunk=chunk)
+
+
+def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
+    """Returns what of a call the kernels do not do, whatever the device."""
+    D = gate.shape[2] + -gate.shape[2] % LANES
+    return refusal_of_channels(D, len(values)) or refusal_of_dtypes(gate, values)
+
+
+def forward(
+    gate, values, initial, starts, lengths, *, chunk, interpret=False, tiles=None
+):
+    """Returns (states, finals): see `gated_scan`.
+
+    Args:
+      interpret: False, True, or pltpu.InterpretParams for the TPU's own semantics.
+      tiles: how the call is cut; None: the heuristic's.
+    """
+    D = gate.shape[2]
+    call, e = _cut(gate, values, starts, chunk, interpret, tiles)
+    states, finals = run_forward(
+        call,
+        e,
+        tuple(_whole_lanes(v, D) for v in values),
+        tuple(_padded(h.astype(jnp.float32)) for h in initial),
+        _lengths(gate, lengths),
+    )
+    return tuple(h[..., :D] for h in states), tuple(h[..., :D] for h in finals)
+
+
+def backward(
+    gate,
+    values,
+    initial,
+    starts,
+    lengths,
+    states,
+    for_states,
+    for_finals,
+    *,
+    chunk,
+    interpret=False,
+    tiles=None,
+):
+    """Returns gradients of (gate, values, initial)."""
+    D = gate.shape[2]
+    call, e = _cut(gate, values, starts, chunk, interpret, tiles)
+    for_gate, for_values, for_initial = run_backward(
+        call,
+        e,
+        tuple(_whole_lanes(v, D) for v in values),
+        tuple(_padded(h.astype(jnp.float32)) for h in initial),
+        _lengths(gate, lengths),
+        tuple(_padded(h) for h in states),
+        tuple(_padded(d) for d in for_states),
+        tuple(_padded(d.astype(jnp.float32)) for d in for_finals),
+    )
+    for_values = tuple(
+        d if d.shape == v.shape else _narrow(d[..., :D], v.shape[2])
+        for d, v in zip(for_values, values, strict=True)
+    )
+    for_initial = tuple(d[..., :D] for d in for_initial)
+    if lengths is not None:  # A row without a position ends where it began.
+        none = (lengths == 0)[:, None]
+        for_initial = tuple(
+            d + jnp.where(none, more, 0)
+            for d, more in zip(for_initial, for_finals, strict=True)
+        )
+    return for_gate[..., :D], for_values, for_initial
+
+
+def _cut(gate, values, starts, chunk, interpret, tiles: Tiles | None):
+    """Returns (how the call is cut, the gate with the resets that the cut leaves)."""
+    B, T, D = gate.shape
+    whole = D + -D % LANES
+    if tiles is None:
+        tiles = choose_tiles(T=T, D=whole, streams=len(values), chunk=chunk)
+    period = chunk if tiles.linked and chunk is not None and chunk < T else None
+    call = Call(
+        B=B,
+        T=T,
+        D=whole,
+        widths=tuple(whole if v.shape[2] % LANES else v.shape[2] for v in values),
+        signed=starts is not None or period is not None,
+        tiles=tiles,
+        interpret=interpret,
+    )
+    return call, _padded(sign_gate(gate, starts, period))
+
+
+def _lengths(gate, lengths):
+    B, T, _ = gate.shape
+    return jnp.full(B, T, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+
+
+def _whole_lanes(v, D: int):
+    """Tiles a stream of odd width to D channels, and those to whole registers."""
+    if v.shape[2] % LANES == 0:
+        return v
+    return _padded(jnp.tile(v, (1, 1, D // v.shape[2])))
+
+
+def _narrow(wide, width: int):
+    """Sums a gradient over the tiles of its stream."""
+    tiles = wide.reshape(*wide.shape[:-1], -1, width)
+    return jnp.sum(tiles, axis=-2, dtype=jnp.float32)
+
+
+def _padded(x):
+    """Pads the channels to whole registers."""
+    missing = -x.shape[-1] % LANES
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

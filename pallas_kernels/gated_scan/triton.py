@@ -1,0 +1,122 @@
+"""GPU path: Pallas kernels lowered by Triton, a few channels of a stretch a program."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_scan.signed_gate import (
+    narrowest,
+    refusal_of_dtypes,
+    sign_gate,
+)
+from pallas_kernels.gated_scan.triton_backward import run_backward
+from pallas_kernels.gated_scan.triton_forward import run_forward
+from pallas_kernels.gated_scan.triton_launch import (
+    MOST_TILES,
+    Call,
+    Tiles,
+    choose_tiles,
+)
+
+
+def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
+    """Returns why the kernels cannot run this call, None when they can."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"needs an NVIDIA GPU, found {device.platform}"
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    major = capability.split(".")[0]
+    if not major.isdigit() or int(major) < 8:
+        return f"needs compute capability 8.0 or higher, found {capability}"
+    if gate.shape[1] == 1:
+        return "leaves one position to xla, which fuses it with what stands around it"
+    return expressible(gate, values, initial, starts, lengths, chunk=chunk)
+
+
+def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
+    """Returns what of a call the kernels do not do, whatever the device."""
+    D, W = gate.shape[2], narrowest(gate, values)
+    if W % 16:
+        return f"the narrowest width must be a multiple of 16, got {W}"
+    between = [v.shape[2] for v in values if v.shape[2] not in (W, D)]
+    if between:
+        return f"streams have {D} channels or one other width, got {W} and {between}"
+    if D // W > MOST_TILES:
+        return f"tiles a stream {MOST_TILES} times at most, got {D // W}"
+    return refusal_of_dtypes(gate, values)
+
+
+def forward(
+    gate, values, initial, starts, lengths, *, chunk, interpret=False, tiles=None
+):
+    """Returns (states, finals): see `gated_scan`.
+
+    Args:
+      interpret: runs the kernels as plain JAX, on any device.
+      tiles: how the call is cut; None: the heuristic's.
+    """
+    call, e = _cut(gate, values, starts, lengths, chunk, interpret, tiles)
+    states, finals = run_forward(
+        call,
+        _flat(e),
+        tuple(_flat(v) for v in values),
+        tuple(h.astype(jnp.float32) for h in initial),
+        None if lengths is None else lengths.astype(jnp.int32),
+    )
+    return tuple(h.reshape(gate.shape) for h in states), finals
+
+
+def backward(
+    gate,
+    values,
+    initial,
+    starts,
+    lengths,
+    states,
+    for_states,
+    for_finals,
+    *,
+    chunk,
+    interpret=False,
+    tiles=None,
+):
+    """Returns gradients of (gate, values, initial)."""
+    call, e = _cut(gate, values, starts, lengths, chunk, interpret, tiles)
+    for_gate, for_values, for_initial = run_backward(
+        call,
+        _flat(e),
+        tuple(_flat(v) for v in values),
+        tuple(h.astype(jnp.float32) for h in initial),
+        None if lengths is None else lengths.astype(jnp.int32),
+        tuple(_flat(h) for h in states),
+        tuple(_flat(d) for d in for_states),
+        tuple(d.astype(jnp.float32) for d in for_finals),
+    )
+    for_values = tuple(
+        d.reshape(v.shape) for d, v in zip(for_values, values, strict=True)
+    )
+    return for_gate.reshape(gate.shape), for_values, for_initial
+
+
+def _cut(gate, values, starts, lengths, chunk, interpret, tiles: Tiles | None):
+    """Returns (how the call is cut, the gate with the resets that the cut leaves)."""
+    B, T, D = gate.shape
+    W = narrowest(gate, values)
+    if tiles is None:
+        tiles = choose_tiles(B=B, T=T, D=D, width=W, chunk=chunk)
+    period = chunk if tiles.linked and chunk is not None and chunk < T else None
+    call = Call(
+        B=B,
+        T=T,
+        D=D,
+        width=W,
+        streams=len(values),
+        lengths=lengths is not None,
+        signed=starts is not None or period is not None,
+        tiles=tiles,
+        interpret=interpret,
+    )
+    return call, sign_gate(gate, starts, period)
+
+
+def _flat(x):
+    return x.reshape(-1, x.shape[2])

@@ -1,0 +1,225 @@
+"""The Triton kernels of the backward pass.
+
+`_backward_kernel`: the same programs as forward, in reverse. With l[t] the gradient of
+h[t]: l[t] = dh[t] + g[t+1] l[t+1]; dv = (1 - g) l; dg = l (h[t-1] - v). One loop makes
+all of it; a narrow stream's gradient is summed over its tiles in registers. Gate,
+values, states and their gradients cross memory once, gate and the states' gradients
+twice where stretches are linked.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_scan.signed_gate import read_signed
+from pallas_kernels.gated_scan.triton_forward import States, fold_summaries
+from pallas_kernels.gated_scan.triton_launch import Call, launch_kernel
+from pallas_kernels.gated_scan.triton_program import Program, Tiled, at_tile
+
+Array = jax.Array
+
+
+def run_backward(call: Call, e, values, initial, lengths, states, for_states, finals):
+    """Returns gradients of (e's magnitude [B T, D], values [B T, W], initial [B, D]).
+
+    Args:
+      states, for_states: [B T, D] each.
+      finals: gradients of the last states, float32 [B, D] each.
+    """
+    ragged = () if lengths is None else (lengths,)
+    arrays = (e, *values, *initial, *states, *for_states, *finals, *ragged)
+    if call.tiles.linked and call.blocks > 1:
+        summary = jax.ShapeDtypeStruct((call.B * call.blocks, call.D), jnp.float32)
+        summaries = launch_kernel(
+            call,
+            _summarize_backward_kernel,
+            *(e, *for_states, *finals, *ragged),
+            out_shape=[summary] * (1 + call.streams),
+        )
+        arrays = (*arrays, *summaries)
+    out = launch_kernel(
+        call,
+        _backward_kernel,
+        *arrays,
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (e, *values, *initial)
+        ],
+    )
+    N = call.streams
+    return out[0], tuple(out[1 : 1 + N]), tuple(out[1 + N :])
+
+
+def _summarize_backward_kernel(*refs, call: Call):
+    """Writes what a stretch makes of a gradient: u_before = product u_after + added."""
+    N = call.streams
+    e_ref, for_refs, final_refs = refs[0], refs[1 : 1 + N], refs[1 + N : 1 + 2 * N]
+    out_refs = refs[-1 - N :]
+    program = Program.here(call)
+    last, for_finals = _ends(program, final_refs, refs[1 + 2 * N : -1 - N])
+
+    def turn(n, carry):
+        product, flowing = carry
+        for t, inside in _positions(program, n):
+            e = program.read(e_ref, t, other=1.0, keep=inside)
+            for_h = [program.read(ref, t, other=0.0, keep=inside) for ref in for_refs]
+            keeps = [read_signed(part, signed=call.signed)[1] for part in e]
+            totals = _totals(for_h, for_finals, flowing, _is_last(t, inside, last))
+            flowing = _passed_on(keeps, totals)
+            product = tuple(p * k for p, k in zip(product, keeps, strict=True))
+        return product, flowing
+
+    ones = tuple(jnp.ones(call.tiles.channels) for _ in range(call.D // call.width))
+    zeros = tuple(tuple(0 * one for one in ones) for _ in range(N))
+    product, flowing = jax.lax.fori_loop(0, program.turns, turn, (ones, zeros))
+    for ref, parts in zip(out_refs, (product, *flowing), strict=True):
+        program.write_block(ref, list(parts))
+
+
+def _backward_kernel(*refs, call: Call):
+    N = call.streams
+    e_ref, (value_refs, initial_refs, state_refs, for_refs, final_refs) = (
+        refs[0],
+        [refs[1 + k * N : 1 + (k + 1) * N] for k in range(5)],
+    )
+    for_e_ref, for_value_refs, for_initial_refs = (
+        refs[-1 - 2 * N],
+        refs[-2 * N : -N],
+        refs[-N:],
+    )
+    rest = refs[1 + 5 * N : -1 - 2 * N]
+    program = Program.here(call)
+    last, for_finals = _ends(program, final_refs, rest[: call.lengths])
+    initial = [program.read_row(ref) for ref in initial_refs]
+
+    def turn(n, flowing):
+        read = []
+        for t, inside in _positions(program, n):
+            inputs = _Inputs(
+                e=program.read(e_ref, t, other=1.0, keep=inside),
+                values=[
+                    program.read(ref, t, other=0.0, keep=inside) for ref in value_refs
+                ],
+                before=_before(program, state_refs, initial, t, inside),
+                for_states=[
+                    program.read(ref, t, other=0.0, keep=inside) for ref in for_refs
+                ],
+            )
+            read.append((t, inside, inputs))
+        for t, inside, at in read:
+            gates = [read_signed(part, signed=call.signed) for part in at.e]
+            ends = _is_last(t, inside, last)
+            totals = _totals(at.for_states, for_finals, flowing, ends)
+            flowing = _passed_on([keep for _, keep, _ in gates], totals)
+            program.write(for_e_ref, t, _for_gate(gates, totals, at), inside)
+            for ref, v, parts in zip(for_value_refs, at.values, totals, strict=True):
+                program.write(ref, t, _for_values(gates, parts, len(v)), inside)
+        return flowing
+
+    entering = _entering(program, for_finals, rest[call.lengths :], last)
+    flowing = jax.lax.fori_loop(0, program.turns, turn, entering)
+    for ref, parts, ends in zip(for_initial_refs, flowing, for_finals, strict=True):
+        if last is not None:  # A row without a position ends where it began.
+            empty = [jnp.where(last < 0, d, 0.0) for d in ends]
+            parts = [p + d for p, d in zip(parts, empty, strict=True)]
+        program.write_row(ref, list(parts), program.block == 0)
+
+
+class _Inputs(NamedTuple):
+    """What one position reads: for every stream, for every tile."""
+
+    e: Tiled
+    values: list[Tiled]
+    before: list[Tiled]
+    for_states: list[Tiled]
+
+
+def _ends(program: Program, final_refs, length_refs):
+    """Returns (the row's last position or None, gradients of its last states)."""
+    last = length_refs[0][program.row] - 1 if length_refs else None
+    return last, tuple(tuple(program.read_row(ref)) for ref in final_refs)
+
+
+def _entering(program: Program, for_finals: States, summary_refs, last) -> States:
+    """Returns the gradient that enters the stretch from behind."""
+    call = program.call
+    if last is not None:  # It enters at the row's own last position instead.
+        states = tuple(tuple(0 * d for d in parts) for parts in for_finals)
+    elif call.tiles.linked:
+        states = for_finals
+    else:
+        here = program.block == call.blocks - 1
+        states = tuple(
+            tuple(jnp.where(here, d, 0.0) for d in parts) for parts in for_finals
+        )
+    if not summary_refs:
+        return states
+    behind = call.blocks - 1 - program.block
+    return fold_summaries(
+        program, summary_refs, states, behind, lambda n: call.blocks - 1 - n
+    )
+
+
+def _positions(program: Program, n: Array):
+    """Returns the positions of turn n of the reversed stretch, and if they are own."""
+    unroll = program.call.tiles.unroll
+    top = program.first + (program.turns - n) * unroll - 1
+    return [(top - u, program.inside(top - u)) for u in range(unroll)]
+
+
+def _is_last(t: Array, inside: Array | None, last: Array | None) -> Array | None:
+    """Returns whether t is the row's last position; None: that is no matter."""
+    if last is None:
+        return None
+    return t == last if inside is None else (t == last) & inside
+
+
+def _before(program: Program, refs, initial: list[Tiled], t: Array, inside):
+    """Returns the states before position t; zeros before a chunk that is not first."""
+    past = t > 0 if program.call.tiles.linked else t > program.first
+    past = past if inside is None else past & inside
+    states = [program.read(ref, t - 1, other=0.0, keep=past) for ref in refs]
+    return [
+        [jnp.where(t == 0, h_in, h) for h, h_in in zip(parts, first, strict=True)]
+        for parts, first in zip(states, initial, strict=True)
+    ]
+
+
+def _totals(for_states: list[Tiled], for_finals: States, flowing: States, ends):
+    """Returns l, the gradient of every state."""
+    totals = [
+        [u + d for u, d in zip(parts, more, strict=True)]
+        for parts, more in zip(flowing, for_states, strict=True)
+    ]
+    if ends is None:
+        return totals
+    return [
+        [u + jnp.where(ends, d, 0.0) for u, d in zip(parts, more, strict=True)]
+        for parts, more in zip(totals, for_finals, strict=True)
+    ]
+
+
+def _passed_on(keeps: list[Array], totals: list[Tiled]) -> States:
+    return tuple(
+        tuple(keep * u for keep, u in zip(keeps, parts, strict=True))
+        for parts in totals
+    )
+
+
+def _for_gate(gates: list, totals: list[Tiled], at: _Inputs) -> Tiled:
+    """Returns dg = l (h[t-1] - v), summed over the streams."""
+    gradient = []
+    for tile, (_, _, resets) in enumerate(gates):
+        of_keep = sum(u[tile] * h[tile] for u, h in zip(totals, at.before, strict=True))
+        of_new = sum(
+            u[tile] * at_tile(v, tile) for u, v in zip(totals, at.values, strict=True)
+        )
+        kept = of_keep if resets is None else jnp.where(resets, 0.0, of_keep)
+        gradient.append(kept - of_new)
+    return gradient
+
+
+def _for_values(gates: list, parts: Tiled, tiles: int) -> Tiled:
+    """Returns dv = (1 - g) l, summed over the tiles that share a stream's channels."""
+    each = [(1 - g) * u for (g, _, _), u in zip(gates, parts, strict=True)]
+    return [sum(each[tile::tiles][1:], start=each[tile]) for tile in range(tiles)]

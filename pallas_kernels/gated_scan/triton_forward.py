@@ -1,0 +1,154 @@
+"""The Triton kernels of the forward pass.
+
+`_forward_kernel`: a program owns a stretch of positions of a row and the same few
+channels of every tile. The state stays in registers; gate and values of `unroll`
+positions are read before they are used, so that the loads overlap; every input and
+every state crosses memory once. Between linked stretches the entering state is folded
+from the summaries of the stretches before, which `_summarize_kernel` makes: then gate
+and values are read twice.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_scan.signed_gate import read_signed
+from pallas_kernels.gated_scan.triton_launch import Call, launch_kernel
+from pallas_kernels.gated_scan.triton_program import Program, Tiled, at_tile
+
+Array = jax.Array
+States = tuple[tuple[Array, ...], ...]
+"""One float32 [channels] for every stream and, within it, every tile."""
+
+
+def run_forward(call: Call, e, values, initial, lengths):
+    """Returns (states [B T, D] of each stream, finals [B, D]).
+
+    Args:
+      e: [B T, D], with resets in its sign.
+      values: [B T, W] each.
+      initial: float32 [B, D] each.
+      lengths: int32 [B] or None.
+    """
+    arrays = (e, *values, *initial, *(() if lengths is None else (lengths,)))
+    if call.tiles.linked and call.blocks > 1:
+        summary = jax.ShapeDtypeStruct((call.B * call.blocks, call.D), jnp.float32)
+        summaries = launch_kernel(
+            call,
+            _summarize_kernel,
+            *(e, *values),
+            out_shape=[summary] * (1 + call.streams),
+        )
+        arrays = (*arrays, *summaries)
+    out = launch_kernel(
+        call,
+        _forward_kernel,
+        *arrays,
+        out_shape=[jax.ShapeDtypeStruct(e.shape, v.dtype) for v in values]
+        + [jax.ShapeDtypeStruct(h.shape, h.dtype) for h in initial],
+    )
+    return tuple(out[: call.streams]), tuple(out[call.streams :])
+
+
+def _summarize_kernel(*refs, call: Call):
+    """Writes what a stretch makes of a state: h_last = product h_in + added."""
+    N = call.streams
+    e_ref, value_refs, out_refs = refs[0], refs[1 : 1 + N], refs[1 + N :]
+    program = Program.here(call)
+
+    def turn(n, carry):
+        product, states = carry
+        for _, e, values in _inputs(program, n, e_ref, value_refs):
+            states, kept = _advance(call, e, values, states)
+            product = tuple(p * k for p, k in zip(product, kept, strict=True))
+        return product, states
+
+    ones = tuple(jnp.ones(call.tiles.channels) for _ in range(call.D // call.width))
+    zeros = tuple(tuple(0 * one for one in ones) for _ in range(N))
+    product, states = jax.lax.fori_loop(0, program.turns, turn, (ones, zeros))
+    for ref, parts in zip(out_refs, (product, *states), strict=True):
+        program.write_block(ref, list(parts))
+
+
+def _forward_kernel(*refs, call: Call):
+    N = call.streams
+    e_ref, value_refs, initial_refs = refs[0], refs[1 : 1 + N], refs[1 + N : 1 + 2 * N]
+    final_refs, state_refs = refs[-N:], refs[-2 * N : -N]
+    rest = refs[1 + 2 * N : -2 * N]
+    length_refs, summary_refs = rest[: call.lengths], rest[call.lengths :]
+    program = Program.here(call)
+    last = length_refs[0][program.row] - 1 if length_refs else None
+
+    def turn(n, states):
+        for t, e, values in _inputs(program, n, e_ref, value_refs):
+            states, _ = _advance(call, e, values, states)
+            inside = program.inside(t)
+            for ref, parts in zip(state_refs, states, strict=True):
+                program.write(ref, t, list(parts), inside)
+            if last is not None:
+                ends = t == last if inside is None else (t == last) & inside
+                for ref, parts in zip(final_refs, states, strict=True):
+                    program.write_row(ref, list(parts), ends)
+        return states
+
+    entering = _entering(program, initial_refs, summary_refs)
+    states = jax.lax.fori_loop(0, program.turns, turn, entering)
+    if last is None:
+        done = program.block == call.blocks - 1
+    else:  # A row without a position ends where it began.
+        done, states = (program.block == 0) & (last < 0), entering
+    for ref, parts in zip(final_refs, states, strict=True):
+        program.write_row(ref, list(parts), done)
+
+
+def _entering(program: Program, initial_refs, summary_refs) -> States:
+    """Returns the state before the stretch: zeros before a chunk that is not first."""
+    if not program.call.tiles.linked:
+        first = program.block == 0
+        return tuple(tuple(program.read_row(ref, first)) for ref in initial_refs)
+    states = tuple(tuple(program.read_row(ref)) for ref in initial_refs)
+    return fold_summaries(
+        program, summary_refs, states, program.block, lambda block: block
+    )
+
+
+def fold_summaries(program: Program, refs, states: States, count, block_of) -> States:
+    """Takes states through the summaries of stretches block_of(0), ..., count of them.
+
+    Without summaries there is one stretch only.
+    """
+    if not refs:
+        return states
+
+    def fold(n, states):
+        product, *added = (program.read_block(ref, block_of(n)) for ref in refs)
+        return tuple(
+            tuple(p * h + a for p, h, a in zip(product, parts, more, strict=True))
+            for parts, more in zip(states, added, strict=True)
+        )
+
+    return jax.lax.fori_loop(0, count, fold, states)
+
+
+def _inputs(program: Program, n: Array, e_ref, value_refs):
+    """Reads the positions of turn n; those beyond the stretch change nothing."""
+    read = []
+    for u in range(program.call.tiles.unroll):
+        t = program.first + n * program.call.tiles.unroll + u
+        inside = program.inside(t)
+        e = program.read(e_ref, t, other=1.0, keep=inside)
+        values = [program.read(ref, t, other=0.0, keep=inside) for ref in value_refs]
+        read.append((t, e, values))
+    return read
+
+
+def _advance(call: Call, e: Tiled, values: list[Tiled], states: States):
+    """Returns the states one position later, and each tile's factor of the old."""
+    gates = [read_signed(part, signed=call.signed)[:2] for part in e]
+    states = tuple(
+        tuple(
+            keep * h + (1 - g) * at_tile(v, tile)
+            for tile, ((g, keep), h) in enumerate(zip(gates, parts, strict=True))
+        )
+        for parts, v in zip(states, values, strict=True)
+    )
+    return states, [keep for _, keep in gates]

@@ -1,0 +1,122 @@
+"""How the Triton kernels are launched: how a call is cut, one heuristic, one call."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+ENOUGH_PROGRAMS = 2048
+"""Programs of one warp that fill a data-centre GPU: 16 on a multiprocessor."""
+SHORTEST_BLOCK = 64
+"""Positions; blocks of a whole sequence are longer, so that summaries stay small."""
+MOST_TILES = 16
+"""Tiles of a narrow stream that one program owns, at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """How a call is cut into programs.
+
+    Attributes:
+      positions: in one program's stretch of the sequence.
+      linked: whether the state flows from one stretch into the next one; chunks are
+        not linked.
+      channels: of one tile in one program, a power of two.
+      unroll: positions whose inputs are read before the first of them is computed.
+    """
+
+    positions: int
+    linked: bool
+    channels: int
+    unroll: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What every kernel of a call has in common.
+
+    Attributes:
+      B, T, D: sizes.
+      width: of the narrowest stream; a program owns the same channels of all D / width
+        tiles, so that a narrow stream is read once and its gradient summed on chip.
+      streams: how many.
+      lengths: whether rows have their own.
+      signed: whether resets ride in the gate's sign.
+      interpret: runs the kernels as plain JAX, on any device.
+    """
+
+    B: int
+    T: int
+    D: int
+    width: int
+    streams: int
+    lengths: bool
+    signed: bool
+    tiles: Tiles
+    interpret: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Returns the stretches of a row."""
+        return -(-self.T // self.tiles.positions)
+
+    @property
+    def columns(self) -> int:
+        """Returns the programs side by side over a tile's channels."""
+        return self.width // self.tiles.channels
+
+    @property
+    def ragged(self) -> bool:
+        """Returns whether a program meets positions that are not its own."""
+        S = self.tiles.positions
+        return self.T % S != 0 or S % self.tiles.unroll != 0
+
+    @property
+    def programs(self) -> int:
+        """Returns how many programs run."""
+        return self.B * self.blocks * self.columns
+
+
+def choose_tiles(*, B: int, T: int, D: int, width: int, chunk: int | None) -> Tiles:
+    """Returns the cut for B rows of T positions and D channels.
+
+    Chunks are as many programs as they are. A whole sequence stays whole where batch
+    and channels fill the device: then every input is read once.
+    """
+    channels = min(width & -width, 64)
+    # A thread holds channels / 32 of each tile; with that many loads in flight the
+    # registers of the backward pass still fit.
+    unroll = max(1, min(8, 512 // (channels * (D // width))))
+    columns = B * (width // channels)
+    sizes = {"channels": channels, "unroll": unroll}
+    if chunk is not None and chunk < T:
+        programs = columns * -(-T // chunk)
+        if chunk <= SHORTEST_BLOCK or programs >= ENOUGH_PROGRAMS // 4:
+            return Tiles(positions=chunk, linked=False, **sizes)
+    blocks = max(1, min(ENOUGH_PROGRAMS // columns, T // SHORTEST_BLOCK))
+    positions = -(-T // blocks)
+    positions = -(-positions // unroll) * unroll
+    return Tiles(positions=positions, linked=True, **sizes)
+
+
+def launch_kernel(
+    call: Call,
+    kernel: Callable,
+    *arguments: jax.Array,
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+) -> Sequence[jax.Array]:
+    """Runs a kernel body once for every program; it addresses whole arrays itself."""
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        partial(kernel, call=call),
+        grid=(call.programs,),
+        in_specs=[whole] * len(arguments),
+        out_specs=[whole] * len(out_shape),
+        out_shape=list(out_shape),
+        interpret=call.interpret,
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        name=kernel.__name__.strip("_"),
+    )(*arguments)

@@ -1,0 +1,115 @@
+"""Where a Triton program stands, and how it reads and writes there."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.gated_scan.triton_launch import Call
+
+Array = jax.Array
+Tiled = list[Array]
+"""One array [channels] for every tile a program owns; for a narrow stream, one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """The program's row, stretch and channels.
+
+    Attributes:
+      row: of the batch.
+      block: number of its stretch.
+      column: its first channel within a tile.
+    """
+
+    call: Call
+    row: Array
+    block: Array
+    column: Array
+
+    @classmethod
+    def here(cls, call: Call) -> "Program":
+        """Returns where this program stands: neighbours have neighbouring channels."""
+        n = pl.program_id(0)
+        place = n // call.columns
+        return cls(
+            call=call,
+            row=place // call.blocks,
+            block=place % call.blocks,
+            column=(n % call.columns) * call.tiles.channels,
+        )
+
+    @property
+    def first(self) -> Array:
+        """Returns the first position of the stretch."""
+        return self.block * self.call.tiles.positions
+
+    @property
+    def turns(self) -> int:
+        """Returns how often `unroll` positions make up the stretch."""
+        tiles = self.call.tiles
+        return -(-tiles.positions // tiles.unroll)
+
+    def inside(self, t: Array) -> Array | None:
+        """Returns whether position t is the program's own; None: always."""
+        if not self.call.ragged:
+            return None
+        end = jnp.minimum(self.first + self.call.tiles.positions, self.call.T)
+        return t < end
+
+    def read(self, ref, t: Array, *, other: float, keep: Array | None) -> Tiled:
+        """Reads position t of an array [B T, W] in float32; `other` unless `keep`."""
+        return self._load(ref, self.row * self.call.T + t, other, keep)
+
+    def write(self, ref, t: Array, parts: Tiled, keep: Array | None) -> None:
+        """Writes position t of an array [B T, W] where `keep`."""
+        self._store(ref, self.row * self.call.T + t, parts, keep)
+
+    def read_row(self, ref, keep: Array | None = None) -> Tiled:
+        """Reads the row's state of an array [B, D]; zeros unless `keep`."""
+        return self._load(ref, self.row, 0.0, keep)
+
+    def write_row(self, ref, parts: Tiled, keep: Array | None = None) -> None:
+        """Writes the row's state of an array [B, D] where `keep`."""
+        self._store(ref, self.row, parts, keep)
+
+    def read_block(self, ref, block: Array) -> Tiled:
+        """Reads a stretch's summary of an array [B blocks, D]."""
+        return self._load(ref, self.row * self.call.blocks + block, 0.0, None)
+
+    def write_block(self, ref, parts: Tiled) -> None:
+        """Writes the stretch's summary of an array [B blocks, D]."""
+        self._store(ref, self.row * self.call.blocks + self.block, parts, None)
+
+    def _load(self, ref, line: Array, other: float, keep: Array | None) -> Tiled:
+        return [
+            pltriton.load(at, **_masked(self._mask(keep), other)).astype(jnp.float32)
+            for at in self._places(ref, line)
+        ]
+
+    def _store(self, ref, line: Array, parts: Tiled, keep: Array | None) -> None:
+        for at, part in zip(self._places(ref, line), parts, strict=True):
+            pltriton.store(at, part.astype(ref.dtype), mask=self._mask(keep))
+
+    def _places(self, ref, line: Array) -> list:
+        width, channels = self.call.width, self.call.tiles.channels
+        return [
+            ref.at[line, pl.ds(tile * width + self.column, channels)]
+            for tile in range(ref.shape[1] // width)
+        ]
+
+    def _mask(self, keep: Array | None) -> Array | None:
+        if keep is None:
+            return None
+        return jnp.full((self.call.tiles.channels,), keep)
+
+
+def _masked(mask: Array | None, other: float) -> dict:
+    return {} if mask is None else {"mask": mask, "other": other}
+
+
+def at_tile(parts: Tiled, tile: int) -> Array:
+    """Returns what a tile reads of a stream: a narrow one is the same for all."""
+    return parts[tile % len(parts)]

@@ -1,0 +1,61 @@
+"""The kernels compile at the paper's sizes for an H100 and a v5e that are not here."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.source_tree import ROOT
+
+COMPILERS = ROOT / ".compilers"
+TRAFFIC = "tests.pallas_kernels.chunk_attention.traffic"
+
+
+@pytest.fixture(autouse=True)
+def compilers():
+    if not (COMPILERS / "jax_plugins").is_dir():
+        pytest.skip("no compilers for GPU and TPU here: run make compilers")
+
+
+def compiled(target: str, *cases: str) -> list[tuple[int, float]]:
+    """Returns each case's launches, and its bytes over the bound, from a child."""
+    child = subprocess.run(
+        [sys.executable, "-m", TRAFFIC, target, *cases],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILERS)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-4000:]
+    rows = [line.split("|") for line in child.stdout.splitlines() if line[:1] == "|"]
+    assert len(rows) == len(cases), child.stdout
+    return [(int(row[3]), float(row[6])) for row in rows]
+
+
+def test_both_passes_take_three_kernels_on_h100():
+    ((launched, share),) = compiled("h100", "gpu_training")
+    # Without a copy: the passes share inputs, and o, do and q are read in both.
+    assert launched == 3
+    assert share < 1.8
+
+
+@pytest.mark.slow
+def test_a_forward_pass_or_a_decode_step_is_one_kernel_on_h100():
+    forward, decode = compiled("h100", "gpu_forward", "gpu_decode")
+    assert forward == (1, 1.01)
+    assert decode == (1, 1.0)
+
+
+@pytest.mark.slow
+def test_small_batches_share_a_group_s_heads_out_at_one_kernel_more():
+    ((launched, _),) = compiled("h100", "gpu_small_batch")
+    assert launched == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+def test_all_passes_compile_for_tpus(target):
+    cases = ("tpu_forward", "tpu_training", "tpu_decode")
+    assert all(share < 3 for _, share in compiled(target, *cases))

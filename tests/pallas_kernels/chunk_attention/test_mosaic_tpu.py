@@ -1,0 +1,74 @@
+"""The TPU kernels in interpret mode against the definition."""
+
+from functools import partial
+
+import jax
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.chunk_attention import chunk_attention, mosaic_tpu
+from pallas_kernels.chunk_attention.mosaic_launch import Tiles
+from tests.pallas_kernels.chunk_attention.cases import (
+    Case,
+    assert_is_the_definition,
+    backend_passes,
+    op_passes,
+    refusal,
+)
+
+TILES = Tiles(rows=16, ends=4)
+KERNELS = partial(backend_passes, mosaic_tpu, interpret=True, tiles=TILES)
+
+CASES = {
+    "one position": Case(1),
+    "prime": Case(37),
+    "whole blocks": Case(48, groups=1),
+    "a group for each head": Case(33, groups=4),
+    "heads of whole registers": Case(19, width=128),
+    "a chunk longer than a block": Case(50, chunk=20),
+    "chunks of one": Case(19, chunk=1),
+    "cached ends": Case(18, ends=13, first=(7, 0)),
+    "a decode step": Case(1, chunk=1, ends=13, first=(11, 2)),
+    "documents": Case(37, documents=True),
+    "documents and cached ends": Case(18, ends=13, first=(3, 0), documents=True),
+    "no ends": Case(7, ends=0, first=(2, 0)),
+    "bfloat16": Case(37, dtype="bfloat16"),
+}
+QUICK = ("prime", "cached ends")
+"""The rest repeats them at other sizes; compiling each costs seconds."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)
+def test_kernels_compute_what_the_definition_does(name):
+    assert_is_the_definition(KERNELS, CASES[name])
+
+
+@pytest.mark.slow
+def test_the_tpu_s_own_semantics_find_no_race(capfd):
+    interpret = pltpu.InterpretParams(detect_races=True)
+    passes = partial(backend_passes, mosaic_tpu, interpret=interpret, tiles=TILES)
+    assert_is_the_definition(passes, Case(18, ends=5, first=(1, 0), batch=2))
+    assert "RACE DETECTED" not in capfd.readouterr().out  # what it prints for one
+
+
+def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
+    assert refusal(mosaic_tpu, Case(1)) is None
+    wide = Case(1, width=264)
+    assert "multiple of 8 up to 256, got 264" in str(refusal(mosaic_tpu, wide))
+    half = Case(1, dtype="float16")
+    assert "q must be float32 or bfloat16" in str(refusal(mosaic_tpu, half))
+
+
+def test_without_a_tpu_the_backend_says_so():
+    if jax.default_backend() == "tpu":
+        pytest.skip("there is a TPU")
+    call = partial(chunk_attention, implementation="mosaic_tpu")
+    reason = "chunk_attention: mosaic_tpu: needs a TPU, found cpu"
+    with pytest.raises(NotImplementedError, match=reason):
+        op_passes(call, Case(1), Case(1).inputs()[0])

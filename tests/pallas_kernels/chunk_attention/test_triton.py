@@ -1,0 +1,106 @@
+"""The GPU kernels in interpret mode against the definition."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.chunk_attention import chunk_attention, triton
+from pallas_kernels.chunk_attention.triton_launch import Tiles, choose_tiles
+from tests.pallas_kernels.chunk_attention.cases import (
+    Case,
+    assert_is_the_definition,
+    backend_passes,
+    op_passes,
+    refusal,
+)
+
+TILES = Tiles(rows=16, ends=4, gradient_rows=8, gradient_ends=4, splits=1)
+"""Several blocks along each axis; a block of positions spans several chunks."""
+KERNELS = partial(backend_passes, triton, interpret=True, tiles=TILES)
+
+CASES = {
+    "one position": Case(1),
+    "prime": Case(37),
+    "whole blocks": Case(48, groups=1),
+    "a group for each head": Case(33, groups=4),
+    "a chunk longer than a block": Case(50, chunk=20),
+    "chunks of one": Case(19, chunk=1),
+    "cached ends": Case(18, ends=13, first=(7, 0)),
+    "a decode step": Case(1, chunk=1, ends=13, first=(11, 2)),
+    "documents": Case(37, documents=True),
+    "documents and cached ends": Case(18, ends=13, first=(3, 0), documents=True),
+    "no ends": Case(7, ends=0, first=(2, 0)),
+    "bfloat16": Case(37, dtype="bfloat16"),
+}
+QUICK = ("prime", "cached ends")
+"""The rest repeats them at other sizes; compiling each costs seconds."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)
+def test_kernels_compute_what_the_definition_does(name):
+    assert_is_the_definition(KERNELS, CASES[name])
+
+
+@pytest.mark.slow
+def test_heads_of_a_group_shared_out_give_the_same_gradient():
+    tiles = dataclasses.replace(TILES, splits=2)
+    passes = partial(backend_passes, triton, interpret=True, tiles=tiles)
+    assert_is_the_definition(passes, Case(37))
+
+
+@pytest.mark.slow
+def test_gradients_are_finite_differences():
+    """The trap: a merge through a library's log-sum-exp has a wrong gradient."""
+    case = Case(7, batch=1, heads=2, groups=1)
+    arrays = case.inputs()[0]
+    gradients = KERNELS(case, arrays)[1]
+    draw = np.random.default_rng(1)
+    aside = [draw.normal(size=x.shape).astype(np.float32) for x in arrays]
+    step = 1e-2
+    o = [
+        np.asarray(
+            KERNELS(
+                case, [x + sign * step * d for x, d in zip(arrays, aside, strict=True)]
+            )[0]
+        )
+        for sign in (1, -1)
+    ]
+    slope = np.sum((o[0] - o[1]) * case.weights()) / (2 * step)
+    want = sum(np.sum(g * d) for g, d in zip(gradients, aside, strict=True))
+    np.testing.assert_allclose(want, slope, rtol=2e-3)
+
+
+def test_small_calls_share_a_group_s_heads_out():
+    sizes = {"length": 4096, "heads": 16, "groups": 2, "width": 128, "wide": False}
+    assert choose_tiles(batch=64, **sizes).splits == 1
+    assert choose_tiles(batch=1, **sizes).splits == 4
+
+
+def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
+    assert refusal(triton, Case(1)) is None
+    assert "head width must be a power of two" in str(
+        refusal(triton, Case(1, width=24))
+    )
+    assert "16 to 256, got 512" in str(refusal(triton, Case(1, width=512)))
+    half = Case(1, dtype="int8")
+    assert "q must be float32, bfloat16 or float16, got int8" in str(
+        refusal(triton, half)
+    )
+
+
+def test_without_a_gpu_the_backend_says_so():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    call = partial(chunk_attention, implementation="triton")
+    reason = "chunk_attention: triton: needs an NVIDIA GPU, found cpu"
+    with pytest.raises(NotImplementedError, match=reason):
+        op_passes(call, Case(1), Case(1).inputs()[0])

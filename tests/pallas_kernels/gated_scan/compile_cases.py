@@ -1,0 +1,58 @@
+"""Calls at the paper's sizes, as shapes, for `tests/compile_target.py`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_scan import mosaic_tpu, triton, xla
+
+
+def scan(backend, way, *, B, T, D=2048, narrow=None, chunk=None, dtype="bfloat16"):
+    """Returns a pass as a function of arrays, and their shapes.
+
+    Args:
+      way: "forward" or "backward".
+      narrow: width of the second stream (RAT's keys); None: one stream (the RNN).
+    """
+    widths = (D,) if narrow is None else (D, narrow)
+    gate = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+    values = tuple(jax.ShapeDtypeStruct((B, T, W), dtype) for W in widths)
+    initial = tuple(jax.ShapeDtypeStruct((B, D), jnp.float32) for _ in widths)
+    states = tuple(jax.ShapeDtypeStruct((B, T, D), dtype) for _ in widths)
+
+    def forward(gate, values, initial):
+        arrays = (gate, values, initial, None, None)
+        if backend is not xla:
+            reason = backend.expressible(*arrays, chunk=chunk)
+            assert reason is None, reason
+        return backend.forward(*arrays, chunk=chunk)
+
+    def backward(gate, values, initial, states, for_states, for_finals):
+        arrays = (gate, values, initial, None, None)
+        return backend.backward(*arrays, states, for_states, for_finals, chunk=chunk)
+
+    if way == "forward":
+        return forward, (gate, values, initial)
+    return backward, (gate, values, initial, states, states, initial)
+
+
+_gpu = partial(scan, triton, B=64, T=4096)
+_tpu = partial(scan, mosaic_tpu, B=8, T=4096)
+_rat = {"narrow": 256, "chunk": 16}
+_long = {"B": 1, "T": 262144}
+
+gpu_rnn_forward = partial(_gpu, "forward")
+gpu_rnn_backward = partial(_gpu, "backward")
+gpu_rat_forward = partial(_gpu, "forward", **_rat)
+gpu_rat_backward = partial(_gpu, "backward", **_rat)
+gpu_float32_backward = partial(_gpu, "backward", dtype="float32", **_rat)
+gpu_long_forward = partial(scan, triton, "forward", **_long)
+gpu_long_backward = partial(scan, triton, "backward", **_long)
+gpu_decode = partial(scan, xla, "forward", B=512, T=1, **_rat)
+tpu_rnn_forward = partial(_tpu, "forward")
+tpu_rnn_backward = partial(_tpu, "backward")
+tpu_rat_forward = partial(_tpu, "forward", **_rat)
+tpu_rat_backward = partial(_tpu, "backward", **_rat)
+tpu_float32_backward = partial(_tpu, "backward", dtype="float32", **_rat)
+tpu_odd_backward = partial(_tpu, "backward", D=384, narrow=96, chunk=5)

@@ -1,0 +1,60 @@
+"""Kernels and bytes of the compiled scans: the table of the op's README.
+
+    JAX_PLATFORMS=cpu PYTHONPATH=.compilers python -m \
+        tests.pallas_kernels.gated_scan.moved_table TARGET [CASE ...]
+
+TARGET is "h100" or a TPU topology; a CASE is a name in `compile_cases`, and without one
+all of the target's are meant. `--json` before them prints the rows as JSON.
+"""
+
+import json
+import sys
+
+from tests.compile_target import compile_for
+from tests.moved_bytes import launches
+from tests.pallas_kernels.gated_scan import compile_cases
+
+MODULE = "tests.pallas_kernels.gated_scan.moved_table"
+
+
+def row(target: str, case: str) -> dict:
+    """Compiles a case and returns what it launches."""
+    function, arguments = getattr(compile_cases, case)()
+    compiled = compile_for(target, function, arguments)
+    memory = compiled.memory_analysis()
+    launched = launches(compiled.as_text())
+    ours = [one for one in launched if "pallas_call" in one[0] or "kernel" in one[0]]
+    others = [one for one in launched if one not in ours]
+    return {
+        "case": case,
+        "kernels": [name for name, _ in ours],
+        "others": [name for name, _ in others],
+        "kernel_bytes": sum(moved for _, moved in ours),
+        "other_bytes": sum(moved for _, moved in others),
+        "least_bytes": memory.argument_size_in_bytes + memory.output_size_in_bytes,
+    }
+
+
+def main(*words: str) -> None:
+    """Prints the table."""
+    as_json = words[0] == "--json"
+    target, *cases = words[as_json:]
+    prefix = "gpu_" if target == "h100" else "tpu_"
+    known = [name for name in vars(compile_cases) if name.startswith(prefix)]
+    rows = [row(target, case) for case in cases or known]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    print("| call | our kernels | others | GB moved | least | ratio |")
+    print("|---|---|---|---|---|---|")
+    for one in rows:
+        moved = one["kernel_bytes"] + one["other_bytes"]
+        print(
+            f"| {one['case'][4:]} | {len(one['kernels'])} | {len(one['others'])} | "
+            f"{moved / 1e9:.3f} | {one['least_bytes'] / 1e9:.3f} | "
+            f"{moved / one['least_bytes']:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

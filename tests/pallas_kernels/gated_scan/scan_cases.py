@@ -1,0 +1,135 @@
+"""Calls of the scan, and both passes of a backend or of the definition on them."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.gated_scan.reference import gated_scan_reference
+from tests.compiling import QUICK_COMPILE
+from tests.tolerances import assert_gradients_close, assert_values_close
+
+
+class Case(NamedTuple):
+    """Sizes and switches of a call; its numbers follow from them."""
+
+    positions: int
+    chunk: int | None = None
+    batch: int = 2
+    widths: tuple[int, ...] = (32, 16)
+    starts: bool = False
+    lengths: bool = False
+    dtype: str = "float32"
+
+    def inputs(self):
+        """Returns (gate, values, initial, starts, lengths)."""
+        draw = np.random.default_rng(self.positions)
+        B, T, D = self.batch, self.positions, max(self.widths)
+        gate = jax.nn.sigmoid(jnp.asarray(draw.normal(size=(B, T, D)), "float32"))
+        gate = gate.at[0, :: max(T // 3, 1), 0].set(0)
+        values = tuple(
+            jnp.asarray(draw.normal(size=(B, T, W)), self.dtype) for W in self.widths
+        )
+        initial = tuple(
+            jnp.asarray(draw.normal(size=(B, D)), "float32") for _ in values
+        )
+        starts = jnp.asarray(draw.random(size=(B, T)) < 0.3) if self.starts else None
+        lengths = [T // 2, 0, T, 1][:B]
+        lengths = jnp.asarray(lengths, jnp.int32) if self.lengths else None
+        return gate.astype(self.dtype), values, initial, starts, lengths
+
+    def cotangents(self):
+        """Returns gradients of (states, finals)."""
+        draw = np.random.default_rng(0)
+        B, T, D = self.batch, self.positions, max(self.widths)
+        of_states = tuple(
+            jnp.asarray(draw.normal(size=(B, T, D)), self.dtype) for _ in self.widths
+        )
+        of_finals = tuple(
+            jnp.asarray(draw.normal(size=(B, D)), "float32") for _ in self.widths
+        )
+        return of_states, of_finals
+
+
+def both_passes(backend, case: Case, **options):
+    """Returns a backend's ((states, finals), gradients)."""
+    options["chunk"] = case.chunk
+
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def run(arrays, cotangents):
+        out = backend.forward(*arrays, **options)
+        return out, backend.backward(*arrays, out[0], *cotangents, **options)
+
+    return run(case.inputs(), case.cotangents())
+
+
+def definition(case: Case):
+    """Returns the definition's ((states, finals), gradients), in float32."""
+    gate, values, initial, starts, lengths = case.inputs()
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (gate, values, initial))
+
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def run(wide, cotangents):
+        def scan(gate, values, initial):
+            return gated_scan_reference(
+                gate,
+                values,
+                initial=initial,
+                starts=starts,
+                lengths=lengths,
+                chunk=case.chunk,
+            )
+
+        out, pull = jax.vjp(scan, *wide)
+        return out, pull(jax.tree.map(lambda x: x.astype(jnp.float32), cotangents))
+
+    return run(wide, case.cotangents())
+
+
+def check(backend, case: Case, **options) -> None:
+    """Compares both passes of a backend with the definition's."""
+    (states, finals), gradients = both_passes(backend, case, **options)
+    (want_states, want_finals), want = definition(case)
+    assert all(h.dtype == case.dtype for h in states)
+    assert_values_close(states, want_states, case.dtype)
+    assert_values_close(finals, want_finals)  # float32 whatever the streams are
+    assert_gradients_close(gradients, want, case.dtype)
+
+
+def check_finite_difference(backend, case: Case, **options) -> None:
+    """Compares a backend's gradient along a direction with its own values' slope."""
+    options["chunk"] = case.chunk
+    gate, values, initial, starts, lengths = case.inputs()
+    inner = (0.1 + 0.8 * gate, values, initial)
+    draw = np.random.default_rng(1)
+    along = jax.tree.map(
+        lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), inner
+    )
+
+    def total(arrays, cotangents):
+        out = backend.forward(*arrays, starts, lengths, **options)
+        return _dot(out, cotangents), out[0]
+
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def run(arrays, along, cotangents):
+        step = 2.0**-9
+        ends = [
+            jax.tree.map(lambda x, d, sign=sign: x + sign * step * d, arrays, along)
+            for sign in (1, -1)
+        ]
+        above, below = (total(end, cotangents)[0] for end in ends)
+        _, states = total(arrays, cotangents)
+        gradients = backend.backward(
+            *arrays, starts, lengths, states, *cotangents, **options
+        )
+        return (above - below) / (2 * step), _dot(gradients, along)
+
+    slope, product = run(inner, along, case.cotangents())
+    np.testing.assert_allclose(product, slope, rtol=1e-2)  # float32 differences
+
+
+def _dot(left, right):
+    products = jax.tree.map(lambda x, y: jnp.sum(x * y), left, right)
+    return sum(jax.tree.leaves(products))

@@ -1,0 +1,82 @@
+"""The kernels compile for an H100 and a TPU that are not here, and move little."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.pallas_kernels.gated_scan.moved_table import MODULE
+from tests.source_tree import ROOT
+
+COMPILERS = ROOT / ".compilers"
+MOST = 1.01
+"""Bytes of a one-pass call over those of its inputs and outputs."""
+
+
+@pytest.fixture(autouse=True)
+def compilers():
+    if not (COMPILERS / "jax_plugins").is_dir():
+        pytest.skip("no compilers for GPU and TPU here: run make compilers")
+
+
+def compiled(target: str, *cases: str) -> list[dict]:
+    """Returns what the child process prints: kernels and bytes of each case."""
+    child = subprocess.run(
+        [sys.executable, "-m", MODULE, "--json", target, *cases],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILERS)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-4000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def assert_one_kernel_and_least_bytes(rows: list[dict], kernels: int = 1) -> None:
+    for row in rows:
+        assert len(row["kernels"]) == kernels, row
+        assert row["other_bytes"] < 0.01 * row["least_bytes"], row
+        assert row["kernel_bytes"] < MOST * row["least_bytes"], row
+
+
+def test_chunks_on_h100_are_one_kernel_that_reads_everything_once():
+    rows = compiled("h100", "gpu_rat_forward")
+    assert_one_kernel_and_least_bytes(rows)
+
+
+@pytest.mark.slow
+def test_one_kernel_on_h100_reads_everything_once_where_rows_fill_the_device():
+    cases = ("rat_backward", "rnn_forward", "rnn_backward")
+    rows = compiled("h100", *(f"gpu_{case}" for case in cases), "gpu_float32_backward")
+    assert_one_kernel_and_least_bytes(rows)
+
+
+@pytest.mark.slow
+def test_a_long_row_on_h100_takes_two_kernels_and_reads_its_inputs_twice():
+    forward, backward = compiled("h100", "gpu_long_forward", "gpu_long_backward")
+    assert len(forward["kernels"]) == len(backward["kernels"]) == 2
+    # Gate and values again: 6 of 8 bytes a channel; gate and states' gradient: 6 of 16.
+    assert forward["kernel_bytes"] < 1.76 * forward["least_bytes"]
+    assert backward["kernel_bytes"] < 1.39 * backward["least_bytes"]
+
+
+@pytest.mark.slow
+def test_a_step_of_generation_on_h100_is_one_fusion_of_xla():
+    (row,) = compiled("h100", "gpu_decode")
+    assert row["kernels"] == [] and len(row["others"]) == 1
+    assert row["other_bytes"] < MOST * row["least_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+def test_both_passes_on_tpu_are_one_kernel_each_that_reads_everything_once(target):
+    layers = [f"tpu_{layer}_{way}" for layer in ("rnn", "rat") for way in PASSES]
+    rows = compiled(target, *layers, "tpu_float32_backward", "tpu_odd_backward")
+    assert_one_kernel_and_least_bytes(rows[:-1])
+    assert len(rows[-1]["kernels"]) == 1
+
+
+PASSES = ("forward", "backward")

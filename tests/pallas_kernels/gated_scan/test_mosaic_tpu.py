@@ -1,0 +1,80 @@
+"""The TPU kernels in interpret mode against the definition."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.gated_scan import gated_scan, mosaic_tpu
+from pallas_kernels.gated_scan.mosaic_launch import Tiles, choose_tiles
+from tests.pallas_kernels.gated_scan.scan_cases import (
+    Case,
+    check,
+    check_finite_difference,
+)
+
+CHUNKS = Tiles(segment=4, linked=False)
+BLOCKS = Tiles(segment=2, linked=True)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(positions=37, chunk=4, lengths=True, widths=(128,)),
+        pytest.param(Case(positions=37, chunk=4, widths=(256, 128)), marks=SLOW),
+        pytest.param(Case(positions=1, chunk=4), marks=SLOW),
+        pytest.param(Case(positions=64, chunk=4, starts=True), marks=SLOW),
+        pytest.param(Case(positions=33, chunk=4, dtype="bfloat16"), marks=SLOW),
+    ],
+)
+def test_chunks_are_those_of_the_definition(case):
+    check(mosaic_tpu, case, tiles=CHUNKS, interpret=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(positions=37, starts=True, widths=(128,)),
+        pytest.param(Case(positions=1), marks=SLOW),
+        pytest.param(Case(positions=32, chunk=5, lengths=True), marks=SLOW),
+        pytest.param(Case(positions=33, dtype="bfloat16", widths=(128,)), marks=SLOW),
+    ],
+)
+def test_linked_segments_are_those_of_the_definition(case):
+    check(mosaic_tpu, case, tiles=BLOCKS, interpret=True)
+
+
+@SLOW
+def test_gradients_are_the_slopes_of_the_values():
+    case = Case(positions=21, starts=True, lengths=True, widths=(256, 128))
+    check_finite_difference(mosaic_tpu, case, tiles=BLOCKS, interpret=True)
+
+
+@SLOW
+def test_the_tpu_s_own_semantics_find_no_race():
+    case = Case(positions=21, lengths=True, widths=(256, 128))
+    interpret = pltpu.InterpretParams(detect_races=True)
+    check(mosaic_tpu, case, tiles=BLOCKS, interpret=interpret)
+
+
+def test_chunks_are_segments_where_a_block_of_them_fits():
+    size = {"T": 4096, "streams": 2}
+    assert choose_tiles(**size, D=2048, chunk=16) == Tiles(segment=16, linked=False)
+    assert choose_tiles(**size, D=2048, chunk=64).linked
+    assert choose_tiles(**size, D=2048, chunk=15).linked  # rows of whole registers
+    assert choose_tiles(**size, D=16384, chunk=None).segment == 2
+
+
+def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
+    wide = jax.eval_shape(Case(positions=3, widths=(65536,)).inputs)
+    reason = mosaic_tpu.expressible(*wide, chunk=None)
+    assert "16 positions of 65536 channels do not fit into VMEM" in str(reason)
+    half = Case(positions=3, dtype="float16").inputs()
+    assert "got gate of float16" in str(mosaic_tpu.expressible(*half, chunk=None))
+
+
+def test_without_a_tpu_a_call_by_name_says_so():
+    gate = jnp.zeros((1, 3, 16))
+    with pytest.raises(NotImplementedError, match="mosaic_tpu: needs a TPU, found"):
+        gated_scan(gate, (gate,), implementation="mosaic_tpu")

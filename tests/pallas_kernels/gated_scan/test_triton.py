@@ -1,0 +1,94 @@
+"""The GPU kernels in interpret mode against the definition."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.gated_scan import gated_scan, triton
+from pallas_kernels.gated_scan.triton_launch import Tiles, choose_tiles
+from tests.pallas_kernels.gated_scan.scan_cases import (
+    Case,
+    check,
+    check_finite_difference,
+)
+
+CHUNKS = Tiles(positions=4, linked=False, channels=16, unroll=1)
+BLOCKS = Tiles(positions=4, linked=True, channels=16, unroll=2)
+WHOLE = Tiles(positions=16, linked=True, channels=8, unroll=4)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(positions=13, chunk=4, starts=True),
+        pytest.param(Case(positions=1, chunk=4), marks=SLOW),
+        pytest.param(Case(positions=7, chunk=4, lengths=True), marks=SLOW),
+        pytest.param(Case(positions=12, chunk=4, dtype="bfloat16"), marks=SLOW),
+    ],
+)
+def test_chunks_are_those_of_the_definition(case):
+    check(triton, case, tiles=CHUNKS, interpret=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(positions=13, lengths=True, widths=(16,)),
+        pytest.param(Case(positions=1), marks=SLOW),
+        pytest.param(Case(positions=12, chunk=5, lengths=True), marks=SLOW),
+        pytest.param(Case(positions=7, starts=True, dtype="bfloat16"), marks=SLOW),
+    ],
+)
+def test_linked_blocks_are_those_of_the_definition(case):
+    check(triton, case, tiles=BLOCKS, interpret=True)
+
+
+@SLOW
+def test_gradients_are_the_slopes_of_the_values():
+    case = Case(positions=7, starts=True, lengths=True)
+    check_finite_difference(triton, case, tiles=BLOCKS, interpret=True)
+
+
+@SLOW
+def test_one_program_can_run_a_whole_row_of_three_streams():
+    case = Case(positions=13, chunk=5, widths=(48, 16, 16))
+    check(triton, case, tiles=WHOLE, interpret=True)
+
+
+def test_a_sequence_is_cut_where_batch_and_channels_do_not_fill_the_device():
+    size = {"D": 2048, "width": 2048, "chunk": None}
+    assert choose_tiles(B=64, T=4096, **size).positions == 4096
+    assert choose_tiles(B=1, T=262144, **size).positions == 4096
+    assert choose_tiles(B=1, T=262144, **size).linked
+
+
+def test_chunks_are_programs_unless_they_are_few_and_long():
+    size = {"B": 1, "T": 4096, "D": 2048, "width": 256}
+    short = choose_tiles(**size, chunk=16)
+    assert not short.linked and short.positions == 16
+    assert choose_tiles(**size, chunk=2048).linked
+
+
+@pytest.mark.parametrize(
+    ("widths", "dtype", "message"),
+    [
+        ((40,), "float32", "multiple of 16, got 40"),
+        ((64, 32, 16), "float32", "one other width, got 16 and .32."),
+        ((512, 16), "float32", "tiles a stream 16 times at most, got 32"),
+        ((64,), "float16", "computes in float32 and bfloat16, got gate of float16"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_with_a_reason(widths, dtype, message):
+    arrays = Case(positions=3, widths=widths, dtype=dtype).inputs()
+    assert re.search(message, str(triton.expressible(*arrays, chunk=None)))
+
+
+def test_without_a_gpu_a_call_by_name_says_so():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    gate = jnp.zeros((1, 3, 16))
+    with pytest.raises(NotImplementedError, match="triton: needs an NVIDIA GPU, found"):
+        gated_scan(gate, (gate,), implementation="triton")
