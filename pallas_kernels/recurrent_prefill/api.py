@@ -1,7 +1,7 @@
 """The op: L Recurrent Transformer layers over T more positions of every row."""
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,13 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
 )
 from pallas_kernels.recurrent_prefill.checks import check_call
+from pallas_kernels.recurrent_prefill.mesh_layout import (
+    MeshLayout,
+    layout_of_call,
+    run_backward,
+    run_forward,
+    supported,
+)
 from pallas_kernels.recurrent_prefill.spec import LayerSpec, Schedule
 
 Implementation = Literal["triton", "mosaic_tpu", "xla"]
@@ -44,6 +51,9 @@ def recurrent_prefill(
     Source: the Recurrent Transformer paper, section 3.2. Differentiable in x, weights
     and cache; the backward pass keeps O(T) memory a layer.
 
+    On a mesh set with `jax.set_mesh` the batch is cut over its axes data and fsdp, and
+    the layers of a wavefront over its axis stage, where it has them.
+
     Args:
       x: residual stream; it is at least float32 inside, z has x's dtype.
       weights: of L layers, run one after the other.
@@ -60,12 +70,13 @@ def recurrent_prefill(
 
     Raises:
       ValueError: shapes disagree, more positions than the cache has slots, an unknown
-        schedule or a tile that is not valid.
+        schedule, a tile that is not valid, or stages that do not divide the layers.
       NotImplementedError: the named backend cannot; segments with a real cache.
     """
     rows = Rows() if rows is None else rows
     check_call(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
     options = {"spec": spec, "schedule": schedule, "tile": tile}
+    layout = layout_of_call(x, weights, schedule=schedule)
     names = list(_BACKENDS) if implementation is None else [implementation]
     for name in names:
         if name not in _BACKENDS:
@@ -73,34 +84,65 @@ def recurrent_prefill(
                 f"recurrent_prefill: wants an implementation of {list(_BACKENDS)}, got "
                 f"{name!r}"
             )
-        reason = _BACKENDS[name].supported(x, weights, cache, rows, **options)
+        call = _Call(name, layout, tuple(options.items()))
+        reason = call.refusal(x, weights, cache, rows)
         if reason is None:
-            options = tuple(options.items())
-            return _run(name, options, x, weights, cache, rows)
+            return _run(call, x, weights, cache, rows)
     raise NotImplementedError(f"recurrent_prefill: {names[-1]}: {reason}")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(name, options, x, weights, cache, rows):
-    z, cache, _ = _BACKENDS[name].forward(
-        x, weights, cache, rows, residuals=False, **dict(options)
-    )
+class _Call(NamedTuple):
+    """What is static of a call."""
+
+    backend: str
+    layout: MeshLayout | None
+    options: tuple[tuple[str, Any], ...]
+
+    def refusal(self, *arguments: Any) -> str | None:
+        """Returns why the backend cannot run the call."""
+        backend, options = _BACKENDS[self.backend], dict(self.options)
+        if self.layout is None:
+            return backend.supported(*arguments, **options)
+        return supported(backend, self.layout, *arguments, options=options)
+
+    def forward(self, *arguments: Any, residuals: bool):
+        """Runs the backend, on each device's part where the call is cut."""
+        backend, options = _BACKENDS[self.backend], dict(self.options)
+        if self.layout is None:
+            return backend.forward(*arguments, residuals=residuals, **options)
+        options |= self._stages()
+        return run_forward(
+            backend, self.layout, *arguments, residuals=residuals, options=options
+        )
+
+    def backward(self, *arguments: Any):
+        """Does likewise for the gradients."""
+        backend, options = _BACKENDS[self.backend], dict(self.options)
+        if self.layout is None:
+            return backend.backward(*arguments, **options)
+        options |= self._stages()
+        return run_backward(backend, self.layout, *arguments, options=options)
+
+    def _stages(self) -> dict[str, Any]:
+        assert self.layout is not None
+        stages = self.layout.stages
+        return {"stages": stages} if stages.count > 1 else {}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(call, x, weights, cache, rows):
+    z, cache, _ = call.forward(x, weights, cache, rows, residuals=False)
     return z, cache
 
 
-def _forward(name, options, x, weights, cache, rows):
-    z, written, residuals = _BACKENDS[name].forward(
-        x, weights, cache, rows, residuals=True, **dict(options)
-    )
+def _forward(call, x, weights, cache, rows):
+    z, written, residuals = call.forward(x, weights, cache, rows, residuals=True)
     return (z, written), (x, weights, cache, rows, residuals)
 
 
-def _backward(name, options, kept, cotangents):
-    x, weights, cache, rows, residuals = kept
-    for_z, for_cache = cotangents
-    for_x, for_weights, for_cache = _BACKENDS[name].backward(
-        x, weights, cache, rows, residuals, for_z, for_cache, **dict(options)
-    )
+def _backward(call, kept, cotangents):
+    _, _, cache, rows, _ = kept
+    for_x, for_weights, for_cache = call.backward(*kept, *cotangents)
     # Integers have no gradient; jax wants a zero of a type of its own for them.
     for_cache = for_cache._replace(position=_zero_of_integers(cache.position))
     return for_x, for_weights, for_cache, jax.tree.map(_zero_of_integers, rows)

@@ -17,11 +17,7 @@ from pallas_kernels.recurrent_prefill.geometry import Geometry
 from pallas_kernels.recurrent_prefill.online_softmax import Running, logits_of, merge
 from pallas_kernels.recurrent_prefill.pairs import Pairs, cut
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
-from pallas_kernels.recurrent_prefill.visibility import (
-    HIDDEN,
-    Placement,
-    bias_of_slots,
-)
+from pallas_kernels.recurrent_prefill.visibility import HIDDEN, Placement, bias_of_slots
 
 
 class Ahead(NamedTuple):

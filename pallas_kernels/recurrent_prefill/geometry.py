@@ -6,6 +6,9 @@ Transformer). With L layers in one loop, layer l runs l tiles behind layer 0: it
 position t stands in slot t + l b. Slots, not positions, index the loop's buffers, so
 that every layer reads and writes the same place at the same time.
 
+The layers may lie on several devices, the stages of a `shard_map`: then each device
+runs its own ones, which lag behind all layers of the stages before.
+
 With a cache and spec.block > 1 a row also starts at its own phase within a block: it is
 shifted right by that many slots, so that all rows' blocks begin together.
 """
@@ -23,12 +26,14 @@ class Geometry:
     """Static sizes of one loop.
 
     Attributes:
-      layers: L, all of which run in the loop.
+      layers: L, all of which run in the loop; with stages those of one device.
       unit: positions handled at once.
       tile: b, a multiple of `unit`.
       tiles: tiles of one layer.
       chunk: keys of the prefix read at once.
       doubling: whether buffers must hold a power of two of tiles.
+      stages: devices that each run `layers` layers.
+      axis: the mesh axis that those lie on; None with one stage.
     """
 
     layers: int
@@ -37,11 +42,25 @@ class Geometry:
     tiles: int
     chunk: int
     doubling: bool = False
+    stages: int = 1
+    axis: str | None = None
+
+    @property
+    def depth(self) -> int:
+        """Layers of all stages."""
+        return self.layers * self.stages
 
     @property
     def steps(self) -> int:
         """Tiles that the loop runs through."""
-        return self.tiles + self.layers - 1
+        return self.tiles + self.depth - 1
+
+    def lags(self) -> Array:
+        """Returns how many tiles each layer [L] runs behind the very first one."""
+        own = jnp.arange(self.layers)
+        if self.axis is None:
+            return own
+        return own + self.layers * jax.lax.axis_index(self.axis)
 
     @property
     def positions(self) -> int:
@@ -70,20 +89,23 @@ def plan(
     chunk: int,
     phased: bool,
     doubling: bool,
+    stages: int = 1,
+    axis: str | None = None,
 ) -> Geometry:
     """Lays out T positions; a tile or chunk longer than the sequence is cut down."""
     longest = positions + (unit - 1 if phased else 0)
     tile = min(tile, -(-longest // unit) * unit)
     tiles = -(-longest // tile)
-    whole = (tiles + layers - 1) * tile
-    chunk = min(-(-chunk // tile) * tile, whole)
+    whole = (tiles + layers * stages - 1) * tile
     return Geometry(
         layers=layers,
         unit=unit,
         tile=tile,
         tiles=tiles,
-        chunk=chunk,
+        chunk=min(-(-chunk // tile) * tile, whole),
         doubling=doubling,
+        stages=stages,
+        axis=axis,
     )
 
 
@@ -114,26 +136,26 @@ def from_slots(rows: Array, phase: Array | None, positions: int, *, time: int) -
 
 def skew(rows: Array, geometry: Geometry, *, axis: int, fill: float = 0.0) -> Array:
     """[L, ...] with positions on `axis` to slots: layer l moves back by l tiles."""
-    L, b = geometry.layers, geometry.tile
-    if L == 1:
+    b = geometry.tile
+    if geometry.depth == 1:
         return rows
-    late = (L - 1) * b
+    late = (geometry.depth - 1) * b
     padded = _pad(rows, late, late, axis=axis, fill=fill)
     cut = lambda row, l: jax.lax.dynamic_slice_in_dim(  # noqa: E731
         row, late - l * b, geometry.steps * b, axis=axis - 1
     )
-    return jax.vmap(cut)(padded, jnp.arange(L))
+    return jax.vmap(cut)(padded, geometry.lags())
 
 
 def unskew(rows: Array, geometry: Geometry, *, axis: int) -> Array:
     """Undoes `skew`, dropping what layers computed outside the sequence."""
-    L, b, size = geometry.layers, geometry.tile, geometry.positions
-    if L == 1:
+    b, size = geometry.tile, geometry.positions
+    if geometry.depth == 1:
         return jax.lax.slice_in_dim(rows, 0, size, axis=axis)
     cut = lambda row, l: jax.lax.dynamic_slice_in_dim(  # noqa: E731
         row, l * b, size, axis=axis - 1
     )
-    return jax.vmap(cut)(rows, jnp.arange(L))
+    return jax.vmap(cut)(rows, geometry.lags())
 
 
 def join_tiles(rows: Array, *, axis: int) -> Array:

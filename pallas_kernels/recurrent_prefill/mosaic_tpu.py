@@ -74,6 +74,13 @@ def expressible(
     return refusal_of_sizes(LayerSizes.of(x, weights, spec), tile)
 
 
+ROWS_AXIS = 1
+"""Axis of the batch in this backend's residuals."""
+
+RUNS_ON_STAGES = False
+"""Whether the layers of a call may lie on several devices."""
+
+
 def forward(
     x: Array,
     weights: LayerWeights,

@@ -15,33 +15,17 @@ from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.attention_gradients import (
     PairGradients,
     logit_gradients,
-    pair_gradients,
 )
 from pallas_kernels.recurrent_prefill.equations import (
     Prepared,
     activate,
-    linear,
     persistent_source,
     place_heads,
     pre_norm,
 )
+from pallas_kernels.recurrent_prefill.few_rows import Transposed, few_rows_linear
 from pallas_kernels.recurrent_prefill.geometry import Geometry, join_tiles, split_units
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
-
-
-class Transposed(NamedTuple):
-    """The matrices that the reverse loop multiplies by, turned over once a call."""
-
-    w_qkv: Array
-    w_kv: Array
-    w_out: Array
-    w_in: Array
-    w_down: Array
-
-
-def transpose(w: Prepared) -> Transposed:
-    """Turns the matrices over."""
-    return Transposed(*(jnp.swapaxes(getattr(w, n), 1, 2) for n in Transposed._fields))
 
 
 class TileRows(NamedTuple):
@@ -103,7 +87,6 @@ def recur_backward(
     K, E = spec.key_heads, spec.head_width
     U, u = geometry.units, geometry.unit
     s, wide = spec.residual_scale, for_z.dtype
-    turned_q = jnp.moveaxis(q, 5, 3)
     gated = w.w_in.shape[-1] != w.w_down.shape[1]
 
     def unit(carry, inputs):
@@ -111,21 +94,22 @@ def recur_backward(
         i, for_z, of_pairs, row, v, p, turn = inputs
         if U > 1:
             for_logits = logit_gradients(p, for_attended, delta, v)
-            turned = turned_q, jnp.moveaxis(for_attended, 5, 3)
-            inside = pair_gradients(p, for_logits, *turned, spec.logit_scale)
+            keys = spec.logit_scale * _gather(for_logits, q)
+            inside = PairGradients(keys, _gather(p, for_attended))
             of_pairs = jax.tree.map(jnp.add, of_pairs, inside)
         for_k, for_v = (jnp.moveaxis(g, 4, 1).reshape(L, u, B, -1) for g in of_pairs)
         k, _ = jnp.split(row.projected, 2, axis=-1)
         _, pull = jax.vjp(lambda k: place_heads(k, w.k_norm, turn, spec), k)
         projected = jnp.concatenate([*pull(_heads(for_k, K, E)), for_v], axis=-1)
-        source = linear(projected, t.w_kv)
+        source = few_rows_linear(projected, t.w_kv, w.w_kv)
         for_z = for_z + _pull(partial(persistent_source, w=w, spec=spec), row.z, source)
-        for_hidden = linear(s * for_z, t.w_down)
+        for_hidden = few_rows_linear(s * for_z, t.w_down, w.w_down)
         pre = _pull(partial(activate, spec=spec, gated=gated), row.pre, for_hidden)
-        normed = linear(pre, t.w_in)
+        normed = few_rows_linear(pre, t.w_in, w.w_in)
         before = partial(pre_norm, parameters=w.mlp_norm, spec=spec)
         for_y = for_z + _pull(before, row.y, normed)
-        for_o = _heads(linear(s * for_y, t.w_out), spec.heads, E)
+        for_o = few_rows_linear(s * for_y, t.w_out, w.w_out)
+        for_o = _heads(for_o, spec.heads, E)
         new_delta = jnp.sum(for_o * _heads(row.attended, spec.heads, E), axis=-1)
         for_o = jnp.moveaxis(for_o.reshape(L, u, B, K, -1, E), 1, 4)
         new_delta = jnp.moveaxis(new_delta.reshape(L, u, B, K, -1), 1, 4)
@@ -147,6 +131,21 @@ def recur_backward(
     (for_attended, delta), gradients = jax.lax.scan(unit, zero, inputs, reverse=True)
     gradients = jax.tree.map(partial(join_tiles, axis=1), gradients)
     return gradients, for_attended, delta
+
+
+def _gather(weights: Array, rows: Array) -> Array:
+    """Returns sum_t weights [L, B, K, G, T, S] rows [..., T, E] as [L, B, K, E, S].
+
+    The tile's rows lie as the loop carries them: turning them over at every unit would
+    cost more than the sum.
+    """
+    gathered = jnp.einsum(
+        "lbkgts,lbkgte->lbkse",
+        weights.astype(rows.dtype),
+        rows,
+        preferred_element_type=weights.dtype,
+    )
+    return jnp.swapaxes(gathered, 3, 4)
 
 
 def _heads(rows: Array, heads: int, width: int) -> Array:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.recurrent_prefill.reference_parts import heads, mlp, norm
+from pallas_kernels.recurrent_prefill.reference_parts import heads, mlp, norm, pair
 
 
 def recurrent_prefill_reference(x, weights, *, spec, segments=None):
@@ -27,7 +27,7 @@ def _layer(x, w, document, spec):
     slopes = jnp.zeros(H) if m is None else 2.0 ** (-m * jnp.arange(1, H + 1) / H)
     normed = norm(x, w.attention_norm_scale, w.attention_norm_bias, spec, "norm")
     q = heads(normed, w.w_q, w.b_q, w.q_norm_scale, w.q_norm_bias, at, spec)
-    temporary = _pair(normed, w, at, spec)
+    temporary = pair(normed, w, at, spec)
 
     def position(persistent, i):
         own = (at // spec.block == i // spec.block)[:, None, None]
@@ -48,7 +48,7 @@ def _layer(x, w, document, spec):
             source = norm(
                 z, w.attention_norm_scale, w.attention_norm_bias, spec, "norm"
             )
-        new = _pair(source[:, None], w, i[None], spec)
+        new = pair(source[:, None], w, i[None], spec)
         kept = [
             old.at[:, i].set(n[:, 0]) for old, n in zip(persistent, new, strict=True)
         ]
@@ -56,9 +56,3 @@ def _layer(x, w, document, spec):
 
     _, z = jax.lax.scan(position, [jnp.zeros_like(part) for part in temporary], at)
     return z.swapaxes(0, 1)
-
-
-def _pair(n, w, at, spec):
-    v = jnp.einsum("btd,dke->btke", n, w.w_v)
-    k = heads(n, w.w_k, w.b_k, w.k_norm_scale, w.k_norm_bias, at, spec)
-    return k, v if w.b_v is None else v + w.b_v

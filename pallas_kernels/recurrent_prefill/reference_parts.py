@@ -46,3 +46,10 @@ def mlp(n, w, activation):
 
 def _linear(n, weight, bias):
     return n @ weight if bias is None else n @ weight + bias
+
+
+def pair(n, w, at, spec):
+    """Returns the keys and values that rows n [B, T, D] at positions `at` give."""
+    v = jnp.einsum("btd,dke->btke", n, w.w_v)
+    k = heads(n, w.w_k, w.b_k, w.k_norm_scale, w.k_norm_bias, at, spec)
+    return k, v if w.b_v is None else v + w.b_v

@@ -79,6 +79,13 @@ def expressible(
     return refusal_of_tile(tile) or next(filter(None, reasons), None)
 
 
+ROWS_AXIS = 1
+"""Axis of the batch in this backend's residuals."""
+
+RUNS_ON_STAGES = False
+"""Whether the layers of a call may lie on several devices."""
+
+
 def forward(
     x: Array,
     weights: LayerWeights,

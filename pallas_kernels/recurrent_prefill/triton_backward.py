@@ -13,14 +13,14 @@ from pallas_kernels.recurrent_prefill.kernel_inputs import Vectors
 from pallas_kernels.recurrent_prefill.triton_gradient_attention import (
     meet_later_queries,
     meet_own_tile,
-    query_gradients,
 )
 from pallas_kernels.recurrent_prefill.triton_gradient_products import (
-    norm_back,
     pair_product_back,
     transposed_product,
 )
 from pallas_kernels.recurrent_prefill.triton_launch import Launch
+from pallas_kernels.recurrent_prefill.triton_norm_gradients import norm_back
+from pallas_kernels.recurrent_prefill.triton_query_gradients import query_gradients
 
 
 def triton_kernels(launch: Launch) -> Kernels:

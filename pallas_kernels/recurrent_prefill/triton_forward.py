@@ -14,12 +14,9 @@ from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import Prepared, place_heads
 from pallas_kernels.recurrent_prefill.kernel_inputs import Vectors, queries_and_pairs
 from pallas_kernels.recurrent_prefill.kernel_layout import put_in_slots
-from pallas_kernels.recurrent_prefill.triton_attention import (
-    TileState,
-    attend,
-    meet_prefix,
-)
+from pallas_kernels.recurrent_prefill.triton_attention import TileState, attend
 from pallas_kernels.recurrent_prefill.triton_launch import Launch
+from pallas_kernels.recurrent_prefill.triton_prefix import meet_prefix
 from pallas_kernels.recurrent_prefill.triton_products import (
     add_product,
     hidden_product,

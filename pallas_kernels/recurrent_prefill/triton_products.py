@@ -13,6 +13,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.recurrent_prefill.kernel_activation import activate
+from pallas_kernels.recurrent_prefill.triton_blocks import (
+    column_spec,
+    dot,
+    row_spec,
+    slot,
+    slot_spec,
+    vector_spec,
+    warps_of,
+    whole_spec,
+)
 from pallas_kernels.recurrent_prefill.triton_launch import (
     POSITION,
     Launch,
@@ -233,52 +243,6 @@ def _normed_dots(x_ref, at, moments, norm_refs, w_refs, depth):
     shape = (x_ref.shape[1], w_refs[0].shape[1])
     zeros = tuple(jnp.zeros(shape, jnp.float32) for _ in w_refs)
     return jax.lax.fori_loop(0, x_ref.shape[2] // depth, add, zeros)
-
-
-def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies blocks, float32 operands without tf32; accumulates in float32."""
-    return jnp.dot(
-        a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-
-
-def slot(ref, t):
-    """Returns where position t lies in [slots, rows, width]: one slot serves all."""
-    return t if ref.shape[0] > 1 else 0
-
-
-def warps_of(rows: int, columns: int) -> int:
-    """Returns how many warps share a program's accumulator."""
-    return 8 if rows * columns > 64 * 128 else 4
-
-
-def row_spec(array: jax.Array, rows: int) -> pl.BlockSpec:
-    """Returns all columns of a program's rows, [slots, rows, width]."""
-    return pl.BlockSpec(
-        (None, array.shape[1], rows, array.shape[3]), lambda l, i, j: (l, 0, i, 0)
-    )
-
-
-def slot_spec(array: jax.Array, rows: int, columns: int) -> pl.BlockSpec:
-    """Returns a program's rows and columns in every slot."""
-    return pl.BlockSpec(
-        (None, array.shape[1], rows, columns), lambda l, i, j: (l, 0, i, j)
-    )
-
-
-def column_spec(w: jax.Array, columns: int, offset: int = 0) -> pl.BlockSpec:
-    """Returns a program's columns of a weight."""
-    return pl.BlockSpec((None, w.shape[1], columns), lambda l, i, j: (l, 0, offset + j))
-
-
-def vector_spec(columns: int, offset: int = 0) -> pl.BlockSpec:
-    """Returns a program's columns of a vector [L, N]."""
-    return pl.BlockSpec((None, columns), lambda l, i, j: (l, offset + j))
-
-
-def whole_spec(width: int) -> pl.BlockSpec:
-    """Returns all of a vector [L, N]."""
-    return pl.BlockSpec((None, width), lambda l, i, j: (l, 0))
 
 
 def _own_columns(l, i, j):

@@ -40,7 +40,7 @@ def alibi_slopes(spec: LayerSpec, dtype) -> Array | None:
 
 def positions_of(place: Placement, slots: Array, geometry: Geometry) -> Array:
     """Returns the positions [L, T, B or 1] of slots [T]."""
-    late = jnp.arange(geometry.layers) * geometry.tile
+    late = geometry.lags() * geometry.tile
     return (slots - late[:, None])[..., None] + place.origin
 
 
@@ -67,7 +67,9 @@ def bias_of_slots(
     if place.slopes is not None:
         distance = query_slots[:, None] - key_slots
         bias = bias - place.slopes[..., None, None] * distance.astype(dtype)
-    return bias
+    # Computed once for all rows, and out of the exponentials' loop: with integers in it
+    # XLA does not vectorise that one on CPU.
+    return jax.lax.optimization_barrier(bias)
 
 
 def bias_of_cache(
@@ -119,16 +121,15 @@ def place_rows(
     dtype,
 ) -> Placement:
     """Collects what the biases need; `segments` are by slot of layer 0, [slots, B]."""
-    L, b = geometry.layers, geometry.tile
+    late = geometry.lags() * geometry.tile
     start = cache.position if cache.slots else jnp.zeros(1, jnp.int32)
     first = None
-    if L > 1 or phase is not None:
+    if geometry.depth > 1 or phase is not None:
         shift = jnp.zeros(1, jnp.int32) if phase is None else phase
-        first = (jnp.arange(L) * b)[:, None] + shift
+        first = late[:, None] + shift
     if segments is not None:
         rows = jnp.moveaxis(segments, 0, 1)  # [B, slots]
-        late = lambda l: jnp.roll(rows, l * b, axis=1)  # noqa: E731
-        segments = jax.vmap(late)(jnp.arange(L))
+        segments = jax.vmap(lambda late: jnp.roll(rows, late, axis=1))(late)
     return Placement(
         slopes=alibi_slopes(spec, dtype),
         origin=start if phase is None else start - phase,

@@ -1,7 +1,6 @@
-"""The XLA path: every switch, every platform, all three schedules."""
+"""The XLA path: every switch, every platform, all four schedules."""
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +12,36 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Residuals,
     Rows,
 )
-from pallas_kernels.recurrent_prefill.attention_gradients import PairGradients
+from pallas_kernels.recurrent_prefill.cache_gradients import (
+    add_cached,
+    of_written,
+    positions_of_call,
+)
 from pallas_kernels.recurrent_prefill.cache_write import write
 from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
-from pallas_kernels.recurrent_prefill.geometry import (
-    Geometry,
-    from_slots,
-    plan,
-    to_slots,
-)
-from pallas_kernels.recurrent_prefill.pairs import Pairs, to_rows
+from pallas_kernels.recurrent_prefill.geometry import from_slots, to_slots
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
-from pallas_kernels.recurrent_prefill.tile_sizes import choose_tiles
-from pallas_kernels.recurrent_prefill.visibility import Placement, place_rows
+from pallas_kernels.recurrent_prefill.stages import (
+    ONE_STAGE,
+    Stages,
+    from_below,
+    of_last_stage,
+)
 from pallas_kernels.recurrent_prefill.xla_backward import run_layers_backward
+from pallas_kernels.recurrent_prefill.xla_call import Call
 from pallas_kernels.recurrent_prefill.xla_forward import run_layers
 
 
 def supported(x, weights, cache, rows, *, spec, schedule, tile) -> str | None:
     """Returns None: there is nothing that this backend cannot do."""
     return None
+
+
+ROWS_AXIS = 2
+"""Axis of the batch in this backend's residuals."""
+
+RUNS_ON_STAGES = True
+"""Whether the layers of a call may lie on several devices."""
 
 
 def forward(
@@ -45,9 +54,10 @@ def forward(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    stages: Stages = ONE_STAGE,
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
-    """Runs L layers, one after the other or all at once."""
-    call = _Call.of(x, weights, cache, rows, spec, schedule, tile)
+    """Runs L layers, one after the other or all at once; on stages, a stage's."""
+    call = Call.of(x, weights, cache, rows, spec, schedule, tile, stages)
     w = prepare(weights, spec.dtype)
     run = lambda x, w, cache: run_layers(  # noqa: E731
         x, w, cache, call.place, geometry=call.geometry, spec=spec
@@ -55,7 +65,7 @@ def forward(
     start = to_slots(x.astype(call.wide), call.phase, call.geometry.positions)
     if call.together:
         outcome = run(start, w, cache)
-        last = outcome.z[-1]
+        last = of_last_stage(outcome.z[-1], call.geometry)
     else:
         last, outcome = jax.lax.scan(
             partial(_one_layer, run), start, (w, _by_layer(cache))
@@ -63,10 +73,10 @@ def forward(
     z = from_slots(last, call.phase, x.shape[1], time=0)
     z = jnp.moveaxis(z, 0, 1).astype(x.dtype)
     if cache.slots:
-        persistent = _positions(outcome.persistent, call, x.shape[1])
+        persistent = positions_of_call(outcome.persistent, call, x.shape[1])
         temporary = outcome.temporary
         if temporary is not None:
-            temporary = _positions(temporary, call, x.shape[1])
+            temporary = positions_of_call(temporary, call, x.shape[1])
         cache = write(cache, persistent, temporary, rows, spec)
     kept = Residuals(outcome.z, outcome.attended, outcome.log_normalizer)
     return z, cache, kept if residuals else None
@@ -84,14 +94,15 @@ def backward(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    stages: Stages = ONE_STAGE,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache; `position` stands for none."""
-    call = _Call.of(x, weights, cache, rows, spec, schedule, tile)
+    call = Call.of(x, weights, cache, rows, spec, schedule, tile, stages)
     T = x.shape[1]
     w = prepare(weights, spec.dtype)
-    for_pairs, of_cache = _of_written(for_cache, x, cache, rows, call, spec)
+    for_pairs, of_cache = of_written(for_cache, x, cache, rows, call, spec)
     start = to_slots(x.astype(call.wide), call.phase, call.geometry.positions)
-    x_in = jnp.concatenate([start[None], residuals.z[:-1]])
+    x_in = from_below(start[None], residuals.z, call.geometry)
     above = to_slots(for_z.astype(call.wide), call.phase, call.geometry.positions)
 
     def run(above, x, residuals, w, cache, for_pairs):
@@ -124,45 +135,8 @@ def backward(
     _, pull = jax.vjp(lambda weights: prepare(weights, call.wide), weights)
     (for_weights,) = pull(of.weights)
     if of.cached is not None:
-        of_cache = _add_cached(of_cache, of.cached, cache)
+        of_cache = add_cached(of_cache, of.cached, cache)
     return jnp.moveaxis(for_x, 0, 1).astype(x.dtype), for_weights, of_cache
-
-
-class _Call(NamedTuple):
-    """What forward and backward work out of a call's arguments."""
-
-    geometry: Geometry
-    place: Placement
-    phase: Array | None
-    wide: jnp.dtype
-    together: bool
-
-    @classmethod
-    def of(cls, x, weights, cache, rows, spec, schedule, tile) -> "_Call":
-        T, L = x.shape[1], weights.w_q.shape[0]
-        schedule = "prefix" if schedule is None else schedule
-        together = schedule == "wavefront" or L == 1
-        phased = cache.slots > 0 and spec.block > 1 and T > 1
-        sizes = choose_tiles(
-            positions=T, block=spec.block, schedule=schedule, tile=tile
-        )
-        unit = spec.block if phased else min(spec.block, T)
-        geometry = plan(
-            layers=L if together else 1,
-            positions=T,
-            unit=unit,
-            tile=sizes.tile,
-            chunk=sizes.chunk,
-            phased=phased,
-            doubling=schedule == "tiled",
-        )
-        wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), spec.dtype)
-        phase = cache.position % spec.block if phased else None
-        segments = rows.segments
-        if segments is not None:
-            segments = to_slots(segments, phase, geometry.slots)
-        place = place_rows(cache, segments, phase, geometry, spec, wide)
-        return cls(geometry, place, phase, wide, together)
 
 
 def _one_layer(run, x: Array, layer: tuple[Prepared, RecurrentCache]):
@@ -181,12 +155,6 @@ def _by_layer(cache: RecurrentCache) -> RecurrentCache:
     return cache._replace(position=position)
 
 
-def _positions(pairs: Pairs, call: _Call, T: int) -> tuple[Array, Array]:
-    """Takes the rows [L, T, B, K, E] of the call's T positions out of pairs."""
-    k, v = (from_slots(part, call.phase, T, time=1) for part in to_rows(pairs))
-    return k, v
-
-
 def _one_layer_back(run, above: Array, layer: tuple):
     """Runs one layer of a reverse scan."""
     x, residuals, w, cache, for_pairs = layer
@@ -195,55 +163,3 @@ def _one_layer_back(run, above: Array, layer: tuple):
     x, residuals, w, cache, for_pairs = jax.tree.map(lambda leaf: leaf[None], layer)
     of = run(above, x, residuals, w, cache._replace(position=position), for_pairs)
     return of.x, jax.tree.map(lambda leaf: leaf[0], of._replace(x=None))
-
-
-def _of_written(
-    for_cache: RecurrentCache,
-    x: Array,
-    cache: RecurrentCache,
-    rows: Rows,
-    call: "_Call",
-    spec: LayerSpec,
-) -> tuple[tuple, RecurrentCache]:
-    """Takes the new cache's gradient back to the new pairs and the old cache."""
-    if not cache.slots:
-        return (None, None), jax.tree.map(jnp.zeros_like, cache)
-    B, T = x.shape[:2]
-    L, size = cache.keys.shape[0], call.geometry.positions
-    shape = (L, B, spec.key_heads, spec.head_width, size)
-    zero = PairGradients(jnp.zeros(shape, call.wide), jnp.zeros(shape, call.wide))
-    temporary = zero if spec.block > 1 else None
-
-    def write_floats(old, persistent, temporary):
-        before = RecurrentCache(*old, position=cache.position)
-        new = _positions(_as_pairs(persistent), call, T)
-        if temporary is not None:
-            temporary = _positions(_as_pairs(temporary), call, T)
-        return write(before, new, temporary, rows, spec)[:4]
-
-    _, pull = jax.vjp(write_floats, cache[:4], zero, temporary)
-    of_old, *for_pairs = pull(for_cache[:4])
-    return tuple(for_pairs), RecurrentCache(*of_old, position=cache.position)
-
-
-def _as_pairs(gradients: PairGradients) -> Pairs:
-    """Gives arrays that lie as pair gradients do the layout of pairs."""
-    return Pairs(gradients.keys, jnp.swapaxes(gradients.values, 3, 4))
-
-
-def _add_cached(of_cache: RecurrentCache, more: PairGradients, cache: RecurrentCache):
-    """Adds gradients [L, B, K, E, S + M] of the cached pairs that were attended to."""
-    k, v = (jnp.moveaxis(part, 4, 2) for part in more)
-    S = cache.slots
-    parts = {
-        "keys": k[:, :, :S],
-        "values": v[:, :, :S],
-        "temporary_keys": k[:, :, S:],
-        "temporary_values": v[:, :, S:],
-    }
-    return of_cache._replace(
-        **{
-            name: getattr(of_cache, name) + part.astype(getattr(cache, name).dtype)
-            for name, part in parts.items()
-        }
-    )

@@ -30,19 +30,22 @@ from pallas_kernels.recurrent_prefill.equations import (
     pre_norm,
     rotation,
 )
+from pallas_kernels.recurrent_prefill.few_rows import transpose
 from pallas_kernels.recurrent_prefill.geometry import Geometry, cut_tiles, skew
-from pallas_kernels.recurrent_prefill.pairs import (
-    Pairs,
-    cached_pairs,
-    empty_pairs,
-    put,
-)
+from pallas_kernels.recurrent_prefill.loop_biases import tile_bias
+from pallas_kernels.recurrent_prefill.pairs import Pairs, cached_pairs, empty_pairs, put
+from pallas_kernels.recurrent_prefill.projections import pairs_of, place_projections
 from pallas_kernels.recurrent_prefill.recurrence_backward import (
     TileRows,
     recur_backward,
-    transpose,
 )
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.stages import from_above, of_first_stage
+from pallas_kernels.recurrent_prefill.tile_gradients import (
+    cut_gradients,
+    leave_own_unit,
+    leave_prefix,
+)
 from pallas_kernels.recurrent_prefill.visibility import (
     HIDDEN,
     Placement,
@@ -54,14 +57,6 @@ from pallas_kernels.recurrent_prefill.weight_gradients import (
     of_projections,
     of_recurrence,
     zeros_like_weights,
-)
-from pallas_kernels.recurrent_prefill.xla_forward import (
-    own_unit_bias,
-    pairs_of,
-    place_projections,
-    prefix_bias,
-    prefix_chunks,
-    tile_bias,
 )
 
 
@@ -89,14 +84,14 @@ def run_layers_backward(
     """Takes the gradient of the last layer's z back through all layers of `w`.
 
     Args:
-      for_z: [positions, B, D].
+      for_z: [positions, B, D]; with stages, the last one's z and the first one's x.
       for_persistent, for_temporary: of the new pairs, [L, B, K, E, positions], from
         what became of the cache; None without one.
       x: inputs of all layers, [L, positions, B, D].
     """
     L, b, wide = geometry.layers, geometry.tile, x.dtype
     tiles = partial(_tiles, geometry=geometry)
-    late = jnp.zeros(((L - 1) * b, *for_z.shape[1:]), wide)
+    late = jnp.zeros(((geometry.depth - 1) * b, *for_z.shape[1:]), wide)
     buffers, of_pairs = _persistent(
         residuals.z, for_persistent, w, place, geometry, spec
     )
@@ -107,7 +102,7 @@ def run_layers_backward(
     def step(carry, inputs):
         above, of_pairs, of_past, total = carry
         j, for_z, for_own, tile = inputs
-        for_z = jnp.concatenate([above[1:], for_z]) if L > 1 else for_z
+        for_z = from_above(for_z, above, geometry)
         positions = positions_of(place, step_slots(j, geometry), geometry)
         turn = rotation(positions, spec, wide)
         normed, pull_norm = jax.vjp(
@@ -127,7 +122,7 @@ def run_layers_backward(
         rows = _recompute(tile, w, spec)
         g, for_attended, delta = recur_backward(
             for_z,
-            _cut_gradients(of_pairs, j * b, b),
+            cut_gradients(of_pairs, j * b, b),
             rows,
             q,
             pairs.values,
@@ -141,11 +136,11 @@ def run_layers_backward(
         of = of._replace(for_attended=for_attended, delta=delta)
         for_logits = logit_gradients(p, for_attended, delta, pairs.values)
         for_q = query_gradient(for_logits, pairs.key_rows, spec.logit_scale)
-        more, of_own = _leave_own_unit(of, own, place, j, geometry, spec)
+        more, of_own = leave_own_unit(of, own, place, j, geometry, spec)
         for_q = for_q + more
         if for_own is not None:
             of_own = jax.tree.map(jnp.add, of_own, for_own)
-        for_q, of_pairs = _leave_prefix(
+        for_q, of_pairs = leave_prefix(
             for_q, of_pairs, of, buffers, place, j, geometry, spec
         )
         if past is not None:
@@ -185,7 +180,7 @@ def run_layers_backward(
     first = (above, of_pairs, of_past, zeros_like_weights(w, wide))
     (_, _, of_past, total), for_x = jax.lax.scan(step, first, inputs, reverse=True)
     for_x = for_x[: geometry.tiles].reshape(-1, *for_x.shape[2:])
-    return CallGradients(for_x, total, of_past)
+    return CallGradients(of_first_stage(for_x, geometry), total, of_past)
 
 
 class _Tile(NamedTuple):
@@ -230,60 +225,3 @@ def _recompute(tile: _Tile, w: Prepared, spec: LayerSpec) -> TileRows:
         projected=linear(persistent_source(tile.z, w, spec), w.w_kv, w.b_kv),
         attended=tile.attended,
     )
-
-
-def _cut_gradients(of_pairs: PairGradients, start, size: int) -> PairGradients:
-    read = partial(
-        jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=4
-    )
-    return jax.tree.map(read, of_pairs)
-
-
-def _leave_own_unit(of: Attending, own: Pairs, place, j, geometry: Geometry, spec):
-    """Returns gradients of the queries and of the temporary pairs."""
-    U, u, wide = geometry.units, geometry.unit, of.delta.dtype
-
-    def by_unit(part: Array, axis: int) -> Array:
-        """Moves the units next to the batch: [L, U B, ...]."""
-        part = part.reshape(*part.shape[:axis], U, u, *part.shape[axis + 1 :])
-        part = jnp.moveaxis(part, axis, 2)
-        return part.reshape(part.shape[0], -1, *part.shape[3:])
-
-    folded = Attending(*(by_unit(part, 4) for part in of))
-    pairs = met(Pairs(by_unit(own.keys, 4), by_unit(own.values, 3)))
-    bias = own_unit_bias(place, j, geometry, wide)
-    B = of.q.shape[1]
-    bias = jnp.broadcast_to(bias, (bias.shape[0], B, *bias.shape[2:]))
-    bias = jnp.moveaxis(bias, 4, 2)
-    bias = bias.reshape(bias.shape[0], -1, *bias.shape[3:])
-    for_q, of_own = attend_backward(
-        folded, turn_over(folded), pairs, bias, spec.logit_scale
-    )
-
-    def back(part: Array, axis: int) -> Array:
-        part = part.reshape(part.shape[0], B, U, *part.shape[2:])
-        part = jnp.moveaxis(part, 2, axis)
-        return part.reshape(*part.shape[:axis], U * u, *part.shape[axis + 2 :])
-
-    return back(for_q, 4), PairGradients(*(back(part, 4) for part in of_own))
-
-
-def _leave_prefix(for_q, of_pairs, of, buffers, place, j, geometry: Geometry, spec):
-    """Adds gradients of the queries and of all pairs of earlier tiles."""
-    if geometry.steps == 1:
-        return for_q, of_pairs
-    size, turned = geometry.chunk, turn_over(of)
-
-    def leave(chunk, carry):
-        for_q, of_pairs = carry
-        pairs = cut_met(buffers, chunk * size, size)
-        bias = prefix_bias(place, j, chunk, geometry, for_q.dtype)
-        more, new = attend_backward(of, turned, pairs, bias, spec.logit_scale)
-        old = _cut_gradients(of_pairs, chunk * size, size)
-        new = jax.tree.map(jnp.add, old, new)
-        write = partial(
-            jax.lax.dynamic_update_slice_in_dim, start_index=chunk * size, axis=4
-        )
-        return for_q + more, jax.tree.map(write, of_pairs, new)
-
-    return jax.lax.fori_loop(0, prefix_chunks(j, geometry), leave, (for_q, of_pairs))

@@ -20,11 +20,14 @@ from pallas_kernels.recurrent_prefill.doubling_tiles import (
 from pallas_kernels.recurrent_prefill.equations import (
     Prepared,
     activate,
-    linear,
     persistent_source,
-    place_heads,
     pre_norm,
     rotation,
+)
+from pallas_kernels.recurrent_prefill.few_rows import (
+    Transposed,
+    few_rows_linear,
+    transpose,
 )
 from pallas_kernels.recurrent_prefill.geometry import (
     Geometry,
@@ -32,6 +35,12 @@ from pallas_kernels.recurrent_prefill.geometry import (
     split_units,
     unskew,
     unskew_tiles,
+)
+from pallas_kernels.recurrent_prefill.loop_biases import (
+    own_unit_bias,
+    prefix_bias,
+    prefix_chunks,
+    tile_bias,
 )
 from pallas_kernels.recurrent_prefill.online_softmax import (
     Running,
@@ -45,15 +54,14 @@ from pallas_kernels.recurrent_prefill.pairs import (
     cut,
     each,
     empty_pairs,
-    from_rows,
     put,
 )
+from pallas_kernels.recurrent_prefill.projections import pairs_of, queries_and_pairs
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.stages import from_below
 from pallas_kernels.recurrent_prefill.visibility import (
     Placement,
     bias_of_cache,
-    bias_of_slots,
-    chunk_slots,
     positions_of,
     step_slots,
 )
@@ -84,15 +92,15 @@ def run_layers(
     """Runs x [positions, B, D] through all layers of `w`."""
     L, b = geometry.layers, geometry.tile
     B, D = x.shape[1:]
-    late = jnp.zeros(((L - 1) * b, B, D), x.dtype)
+    late = jnp.zeros(((geometry.depth - 1) * b, B, D), x.dtype)
     tiles = jnp.concatenate([x, late]).reshape(-1, 1, b, B, D)
-    past = cached_pairs(cache, spec)
+    past, turned = cached_pairs(cache, spec), transpose(w)
     keep_temporary = spec.block > 1 and cache.slots > 0
 
     def step(carry, inputs):
         below, buffers, ahead = carry
         j, tile = inputs
-        tile = jnp.concatenate([tile, below[:-1]]) if L > 1 else tile
+        tile = from_below(tile, below, geometry)
         positions = positions_of(place, step_slots(j, geometry), geometry)
         turn = rotation(positions, spec, x.dtype)
         q, own = queries_and_pairs(tile, w, turn, spec)
@@ -106,7 +114,7 @@ def run_layers(
             logits = logits_of(q, past.keys, spec.logit_scale) + bias
             running = merge(running, logits, past.values, spec.dtype)
         z, attended, log_normalizer, pairs = _recur(
-            tile, q, running, turn, w, place, j, geometry, spec
+            tile, q, running, turn, w, turned, place, j, geometry, spec
         )
         buffers = put(buffers, pairs, j * b)
         if ahead is not None:
@@ -129,58 +137,6 @@ def run_layers(
     )
     persistent = each(buffers, lambda part, axis: unskew(part, geometry, axis=axis))
     return Outcome(*rows, persistent=persistent, temporary=temporary)
-
-
-def queries_and_pairs(x: Array, w: Prepared, turn, spec: LayerSpec):
-    """Projects rows [L, T, B, D] into queries [L, B, K, G, T, E] and own pairs."""
-    flat = linear(pre_norm(x, w.attention_norm, spec), w.w_qkv, w.b_qkv)
-    placed = place_projections(flat, w.q_norm, w.k_norm, turn, spec)
-    return jax.tree.map(lambda part: part.astype(spec.dtype), placed)
-
-
-def place_projections(flat: Array, q_norm, k_norm, turn, spec: LayerSpec):
-    """Turns rows of w_qkv's output into queries and pairs, still wide."""
-    H, K, E = spec.heads, spec.key_heads, spec.head_width
-    q, k, v = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
-    q = place_heads(q, q_norm, turn, spec)
-    q = jnp.moveaxis(q.reshape(*q.shape[:3], K, H // K, E), 1, 4)
-    k = place_heads(k, k_norm, turn, spec)
-    return q, from_rows(k, v.reshape(k.shape))
-
-
-def pairs_of(k: Array, v: Array, w: Prepared, turn, spec: LayerSpec) -> Pairs:
-    """Turns projections [L, T, B, K E] into pairs."""
-    k = place_heads(k, w.k_norm, turn, spec).astype(spec.dtype)
-    return from_rows(k, v.reshape(k.shape).astype(spec.dtype))
-
-
-def own_unit_bias(place: Placement, j, geometry: Geometry, dtype) -> Array:
-    """Returns biases [L or 1, B or 1, K or 1, G or 1, units, u, u] within the units."""
-
-    def of_unit(slots):
-        return bias_of_slots(place, slots, slots, slots[:, None] >= slots, dtype)
-
-    slots = step_slots(j, geometry).reshape(geometry.units, geometry.unit)
-    return jax.vmap(of_unit, out_axes=4)(slots)
-
-
-def tile_bias(place: Placement, j, geometry: Geometry, dtype) -> Array:
-    """Returns biases [..., b, b] between a tile's queries and its earlier units."""
-    slots = step_slots(j, geometry)
-    unit = jnp.arange(geometry.tile) // geometry.unit
-    return bias_of_slots(place, slots, slots, unit[:, None] > unit, dtype)
-
-
-def prefix_bias(place: Placement, j, chunk, geometry: Geometry, dtype) -> Array:
-    """Returns biases [..., b, chunk] for keys of earlier tiles."""
-    keys = chunk_slots(chunk, geometry)
-    before = jnp.broadcast_to(keys < j * geometry.tile, (geometry.tile, keys.size))
-    return bias_of_slots(place, step_slots(j, geometry), keys, before, dtype)
-
-
-def prefix_chunks(j, geometry: Geometry):
-    """Returns how many chunks of keys hold all earlier tiles."""
-    return -(-j * geometry.tile // geometry.chunk)
 
 
 def _meet_own_unit(q, own: Pairs, place, j, geometry: Geometry, spec) -> Running:
@@ -228,7 +184,9 @@ def _all_queries(x: Array, w: Prepared, place, geometry: Geometry, spec) -> Ahea
     return nothing_met(q, x.dtype)
 
 
-def _recur(x, q, running: Running, turn, w, place, j, geometry: Geometry, spec):
+def _recur(
+    x, q, running: Running, turn, w, t: Transposed, place, j, geometry: Geometry, spec
+):
     """Runs the recurrence through a tile's units."""
     L, b, B, _ = x.shape
     U, u = geometry.units, geometry.unit
@@ -242,12 +200,16 @@ def _recur(x, q, running: Running, turn, w, place, j, geometry: Geometry, spec):
         attended, log_normalizer = finish(running)
         attended = jnp.moveaxis(attended, 4, 1).reshape(L, u, B, -1)
         attended = attended.astype(spec.dtype)
-        y = x + spec.residual_scale * linear(attended, w.w_out, w.b_out)
-        pre = linear(pre_norm(y, w.mlp_norm, spec), w.w_in, w.b_in)
+        out = few_rows_linear(attended, w.w_out, t.w_out, w.b_out)
+        y = x + spec.residual_scale * out
+        normed = pre_norm(y, w.mlp_norm, spec)
+        pre = few_rows_linear(normed, w.w_in, t.w_in, w.b_in)
         gated = w.w_in.shape[-1] != w.w_down.shape[1]
         hidden = activate(pre, spec, gated=gated)
-        z = y + spec.residual_scale * linear(hidden, w.w_down, w.b_down)
-        k, v = jnp.split(linear(persistent_source(z, w, spec), w.w_kv, w.b_kv), 2, -1)
+        down = few_rows_linear(hidden, w.w_down, t.w_down, w.b_down)
+        z = y + spec.residual_scale * down
+        source = persistent_source(z, w, spec)
+        k, v = jnp.split(few_rows_linear(source, w.w_kv, t.w_kv, w.b_kv), 2, -1)
         pairs = put(pairs, pairs_of(k, v, w, turn, spec), i * u)
         log_normalizer = jnp.moveaxis(log_normalizer, 4, 1).reshape(L, u, B, -1)
         return pairs, (z, attended, log_normalizer)

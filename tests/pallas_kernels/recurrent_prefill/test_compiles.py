@@ -1,4 +1,4 @@
-"""The kernels compile at the paper's sizes for an H100 and a v5e that are not here."""
+"""The kernels compile at the paper's sizes for H100, v5e and v6e, without them."""
 
 import json
 import os
@@ -72,6 +72,14 @@ def test_a_whole_layer_compiles_into_one_kernel_for_v5e():
 
 
 @pytest.mark.slow
-def test_training_compiles_for_v5e():
-    summary = compiled("v5e:2x2", "tpu_training")
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+def test_training_compiles_for(target):
+    summary = compiled(target, "tpu_training")
     assert "tpu_custom_call" in summary["custom_calls"]
+
+
+@pytest.mark.slow
+def test_a_whole_layer_compiles_into_one_kernel_for_v6e():
+    summary = compiled("v6e:2x2", "tpu_forward")
+    assert "tpu_custom_call" in summary["custom_calls"]
+    assert summary["loops"] == []

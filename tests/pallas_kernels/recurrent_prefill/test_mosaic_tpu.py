@@ -45,7 +45,7 @@ PAPER = LayerSizes(
 )
 
 
-@pytest.mark.parametrize("positions", [1, 32, 33])
+@pytest.mark.parametrize("positions", [1, pytest.param(32, marks=pytest.mark.slow), 33])
 def test_the_kernel_computes_what_the_reference_does(positions):
     case = PLAIN._replace(positions=positions)
     assert_values_close(values(mosaic_tpu, case), reference_values(case))

@@ -12,6 +12,7 @@ from tests.pallas_kernels.recurrent_prefill.layers import BATCH, LENGTH, spec, w
 
 LAYER = spec(dtype="float32")
 BLOCKED = spec(dtype="float32", block=3)
+FEWER_HEADS = spec(dtype="float32", heads=2, key_heads=2)
 
 
 def call(layer=LAYER, *, cache=None, length=LENGTH, **options):
@@ -35,6 +36,10 @@ def call(layer=LAYER, *, cache=None, length=LENGTH, **options):
         ({"cache": empty_cache(2, BATCH, 5, LAYER)}, "has slots, 5, got 13"),
         ({"cache": empty_cache(2, 3, 16, LAYER)}, r"cache.keys of shape \(2, 2, 16"),
         ({"cache": empty_cache(1, BATCH, 16, LAYER)}, "cache.keys of shape"),
+        (
+            {"cache": empty_cache(2, BATCH, 16, FEWER_HEADS)},
+            r"\(2, 2, 16, 4, 4\).* got",
+        ),
         (
             {"layer": BLOCKED, "cache": empty_cache(2, BATCH, 16, LAYER)},
             "cache.temporary_keys of shape",

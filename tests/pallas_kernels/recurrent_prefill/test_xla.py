@@ -27,7 +27,7 @@ PLAIN, GROUPED, FREE, ABLATED, BLOCKED = SPECS
 # (spec, schedule, tile in blocks, packed documents)
 CASES = [
     (GROUPED, "tiled", 4, False),
-    (BLOCKED, "wavefront", 2, True),
+    slow(BLOCKED, "wavefront", 2, True),
     slow(PLAIN, "wavefront", 4, True),
     slow(FREE, "wavefront", 2, False),
     slow(ABLATED, "tiled", 16, False),

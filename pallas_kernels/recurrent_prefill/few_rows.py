@@ -1,0 +1,55 @@
+"""Products of a few rows with a matrix: what the loop over positions is made of."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.equations import Prepared, linear, over_rows
+
+
+class Transposed(NamedTuple):
+    """The matrices, turned over once a call."""
+
+    w_qkv: Array
+    w_kv: Array
+    w_out: Array
+    w_in: Array
+    w_down: Array
+
+
+def transpose(w: Prepared) -> Transposed:
+    """Turns the matrices over."""
+    return Transposed(*(jnp.swapaxes(getattr(w, n), 1, 2) for n in Transposed._fields))
+
+
+def few_rows_linear(
+    x: Array, weight: Array, turned: Array, bias: Array | None = None
+) -> Array:
+    """Multiplies rows [L, ..., N] by [L, N, M], as `linear` does.
+
+    On CPU 8 rows times a matrix take 0.7 of the time when the matrix stands on the
+    left, its rows along the contraction: so the rows are turned over, not the matrix.
+
+    Args:
+      turned: the weight as [L, M, N].
+    """
+    if weight.shape[0] > 1:
+        return linear(x, weight, bias)
+    y = jax.lax.platform_dependent(
+        x, weight, turned, cpu=_from_the_left, default=_from_the_right
+    )
+    return y if bias is None else y + over_rows(bias, y)
+
+
+def _from_the_right(x: Array, weight: Array, turned: Array) -> Array:
+    return linear(x, weight)
+
+
+def _from_the_left(x: Array, weight: Array, turned: Array) -> Array:
+    wide = jnp.promote_types(weight.dtype, jnp.float32)
+    # The barriers keep XLA from turning the product round again.
+    columns = jax.lax.optimization_barrier(jnp.moveaxis(x.astype(weight.dtype), -1, 0))
+    y = jnp.einsum("pn,n...->p...", turned[0], columns, preferred_element_type=wide)
+    return jnp.moveaxis(jax.lax.optimization_barrier(y), 0, -1)

@@ -1,0 +1,214 @@
+"""The op on a mesh: rows and layers are cut by `shard_map`, a backend sees its own.
+
+Left to the compiler, the weights' gradients would be summed over the devices once a
+tile, and no kernel would be cut at all. Here the devices meet once a call, and stages
+of a wavefront once a tile (`stages`).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerWeights,
+    RecurrentCache,
+    Residuals,
+    Rows,
+)
+from pallas_kernels.recurrent_prefill.stages import Stages
+
+ROW_AXES, LAYER_AXIS = ("data", "fsdp"), "stage"
+"""Axes of the mesh that cut the batch and the layers, where it has them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshLayout:
+    """How one call lies on a mesh.
+
+    Attributes:
+      mesh: the mesh that is set around the call.
+      rows: axes that cut the batch.
+      stages: devices that the layers are cut over.
+    """
+
+    mesh: AbstractMesh
+    rows: tuple[str, ...]
+    stages: Stages
+
+    @property
+    def row_shards(self) -> int:
+        """Parts of the batch."""
+        return _product(self.mesh, self.rows)
+
+
+def layout_of_call(
+    x: Array, weights: LayerWeights, *, schedule: str | None
+) -> MeshLayout | None:
+    """Returns the layout on the mesh that `jax.set_mesh` set; None: nothing is cut.
+
+    A batch that the devices do not divide is computed whole on each of them.
+
+    Raises:
+      ValueError: several stages, and no wavefront or layers that they do not divide.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    free = {
+        name: size
+        for name, size, kind in zip(
+            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+        )
+        if kind == AxisType.Auto and size > 1
+    }
+    rows = tuple(axis for axis in ROW_AXES if axis in free)
+    if x.shape[0] % _product(mesh, rows):
+        rows = ()
+    stages = free.get(LAYER_AXIS, 1)
+    if stages > 1:
+        _check_stages(stages, weights.w_q.shape[0], schedule)
+    if not rows and stages == 1:
+        return None
+    axis = LAYER_AXIS if stages > 1 else None
+    return MeshLayout(mesh=mesh, rows=rows, stages=Stages(stages, axis))
+
+
+def supported(
+    backend: Any, layout: MeshLayout, *arguments: Any, options: dict[str, Any]
+) -> str | None:
+    """Returns why a backend cannot run each device's part, None when it can.
+
+    Args:
+      arguments: x, weights, cache and rows of the whole call.
+    """
+    if layout.stages.count > 1 and not backend.RUNS_ON_STAGES:
+        return "runs no layers on several stages"
+    reasons = []
+
+    def ask(*arguments: Any) -> None:
+        reasons.append(backend.supported(*arguments, **options))
+
+    jax.eval_shape(ask, *_local_shapes(layout, arguments))
+    return reasons[0]
+
+
+def run_forward(
+    backend: Any,
+    layout: MeshLayout,
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    residuals: bool,
+    options: dict[str, Any],
+) -> tuple[Array, RecurrentCache, Residuals | None]:
+    """Runs a backend's forward on each device's rows and layers."""
+    x_spec, weights_spec, cache_spec, rows_spec = _specs(layout)
+    forward = partial(backend.forward, residuals=residuals, **options)
+    kept = _kept(backend, layout) if residuals else None
+    return _shard(
+        forward,
+        layout,
+        (x_spec, weights_spec, cache_spec, rows_spec),
+        (x_spec, cache_spec, kept),
+    )(x, weights, cache, rows)
+
+
+def run_backward(
+    backend: Any,
+    layout: MeshLayout,
+    *arguments: Any,
+    options: dict[str, Any],
+) -> tuple[Array, LayerWeights, RecurrentCache]:
+    """Runs a backend's backward likewise; weights' gradients are summed at its end.
+
+    Args:
+      arguments: those of a backend's `backward`, in order.
+    """
+    x_spec, weights_spec, cache_spec, rows_spec = _specs(layout)
+
+    def backward(*arguments):
+        for_x, for_weights, for_cache = backend.backward(*arguments, **options)
+        if layout.rows:
+            for_weights = jax.lax.psum(for_weights, layout.rows)
+        return for_x, for_weights, for_cache
+
+    specs = (x_spec, weights_spec, cache_spec, rows_spec)
+    kept = _kept(backend, layout)
+    return _shard(
+        backward,
+        layout,
+        (*specs, kept, x_spec, cache_spec),
+        (x_spec, weights_spec, cache_spec),
+    )(*arguments)
+
+
+def _specs(layout: MeshLayout) -> tuple[P, P, RecurrentCache, P]:
+    """Returns the specs of x, weights, cache and rows."""
+    rows, layers = layout.rows or None, layout.stages.axis
+    pairs: Any = P(layers, rows)
+    by_row: Any = P(rows)
+    cache = RecurrentCache(pairs, pairs, pairs, pairs, position=by_row)
+    return by_row, P(layers), cache, by_row
+
+
+def _kept(backend: Any, layout: MeshLayout) -> P:
+    """Returns the spec of the residuals, whose axis of rows is the backend's own."""
+    between = (None,) * (backend.ROWS_AXIS - 1)
+    return P(layout.stages.axis, *between, layout.rows or None)
+
+
+def _shard(function, layout: MeshLayout, in_specs, out_specs):
+    # An axis that is not cut here (tensor) stays with the compiler where it counts.
+    mesh = layout.mesh
+    ours = {*layout.rows, layout.stages.axis} - {None}
+    ours |= {axis for axis in mesh.axis_names if mesh.shape[axis] == 1}
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=ours,
+        check_vma=False,
+    )
+
+
+def _local_shapes(layout: MeshLayout, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns a call's arguments as one device sees them, as shapes."""
+
+    def cut(leaf: Array, spec: P) -> jax.ShapeDtypeStruct:
+        sizes = list(leaf.shape)
+        for axis, names in enumerate(spec):
+            names = () if names is None else names
+            names = (names,) if isinstance(names, str) else names
+            sizes[axis] //= _product(layout.mesh, names)
+        return jax.ShapeDtypeStruct(sizes, leaf.dtype)
+
+    def cut_all(spec: P, part: Any) -> Any:
+        return jax.tree.map(partial(cut, spec=spec), part)
+
+    return jax.tree.map(cut_all, _specs(layout), arguments)
+
+
+def _check_stages(stages: int, layers: int, schedule: str | None) -> None:
+    if schedule != "wavefront":
+        raise ValueError(
+            'recurrent_prefill: wants schedule "wavefront" on a mesh of '
+            f"{stages} stages, got {schedule!r}"
+        )
+    if layers % stages:
+        raise ValueError(
+            "recurrent_prefill: wants a number of layers that the mesh's stages "
+            f"divide, got {layers} layers on {stages} stages"
+        )
+
+
+def _product(mesh: AbstractMesh, axes: tuple[str, ...]) -> int:
+    size = 1
+    for axis in axes:
+        size *= mesh.shape[axis]
+    return size
