@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from recurjax.layers.sequence_axis import as_matrix
 from recurjax.model import Decoder
 from recurjax.types import IGNORED, Array
 
@@ -41,9 +42,9 @@ def token_losses(
         the head.
     """
     # Rows of one matrix, for the reason given in `linear`.
-    x = x.reshape(-1, x.shape[-1])  # [B T, D]
-    counted = (targets != IGNORED).reshape(-1)
-    labels = jnp.where(counted, targets.reshape(-1), 0)
+    x = as_matrix(x)  # [B T, D]
+    counted = (targets != IGNORED).reshape(x.shape[:-1])
+    labels = jnp.where(counted, targets.reshape(x.shape[:-1]), 0)
     if chunks == 1:
         logits = model.logits(x)
         log_normalizer = jax.nn.logsumexp(logits, axis=-1)
@@ -73,7 +74,7 @@ def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
         piece, number = piece_and_number
         largest, total, chosen = carry
         logits = jnp.einsum(
-            "nd,dv->nv", x, piece.astype(x.dtype), preferred_element_type=dtype
+            "...d,dv->...v", x, piece.astype(x.dtype), preferred_element_type=dtype
         )
         logits = model.cap(logits)
         columns = number + chunks * jnp.arange(width)

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from recurjax.layers.blocked_attention import attend_in_blocks
 from recurjax.types import Array
 
-AttentionImplementation = Literal["xla", "cudnn"]
+AttentionImplementation = Literal["xla", "cudnn", "blocks"]
 
 _CUDNN_HEAD_WIDTH = 128  # The widest head for which cuDNN has a backward on every GPU.
+_BLOCKS_FROM = 1024  # Shorter sequences' logits fit beside everything else.
 
 
 def attend(
@@ -42,11 +44,13 @@ def attend(
       bias: added to the logits after the cap.
       soft_cap: c, or None.
       implementation: "cudnn" is jax's binding of cuDNN's flash attention, "xla" plain
-        XLA (its logits take B H T S memory). None: cuDNN where it serves.
+        XLA (its logits take B H T S memory), "blocks" causal attention in blocks,
+        which takes B H T. None: cuDNN where it serves, else blocks for long sequences
+        (off the GPU), else "xla".
 
     Raises:
       ValueError: `causal` with T != S, or `window` without `causal`.
-      NotImplementedError: cuDNN was asked for and cannot.
+      NotImplementedError: cuDNN or blocks were asked for and cannot.
     """
     if causal and q.shape[1] != k.shape[1]:
         raise ValueError(
@@ -58,6 +62,14 @@ def attend(
     obstacle = _cudnn_obstacle(q, mask, bias, soft_cap)
     if implementation == "cudnn" and obstacle is not None:
         raise NotImplementedError(f"attend: cudnn: {obstacle}")
+    no_blocks = _blocks_obstacle(causal, mask, bias, soft_cap)
+    if implementation == "blocks" and no_blocks is not None:
+        raise NotImplementedError(f"attend: blocks: {no_blocks}")
+    if implementation is None and obstacle is not None and no_blocks is None:
+        long = q.shape[1] >= _BLOCKS_FROM and jax.default_backend() != "gpu"
+        implementation = "blocks" if long else None
+    if implementation == "blocks":
+        return attend_in_blocks(q, k, v, scale=scale, window=window)
     # The softmax of jax.nn.dot_product_attention is float32 for float64 inputs too.
     if soft_cap is not None or q.dtype == jnp.float64:
         if causal:
@@ -118,6 +130,15 @@ def _causal_mask(length: int, window: int | None) -> Array:
 
 def _and(a: Array | None, b: Array) -> Array:
     return b if a is None else a & b
+
+
+def _blocks_obstacle(causal, mask, bias, soft_cap) -> str | None:
+    """Returns why attention in blocks cannot serve, or None when it can."""
+    if soft_cap is not None:
+        return "a soft cap is not supported"
+    if mask is not None or bias is not None:
+        return "a dense mask or bias would cost O(T S) memory"
+    return None if causal else "only causal attention is cut into blocks"
 
 
 def _cudnn_obstacle(q, mask, bias, soft_cap) -> str | None:

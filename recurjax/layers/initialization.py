@@ -1,7 +1,7 @@
 """How weights start: one config, one function."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -22,7 +22,8 @@ class InitConfig:
     Norm weights start at 1 and biases at 0.
 
     Attributes:
-      distribution: normal, or uniform on +-sqrt(3) std.
+      distribution: of weights: normal, or uniform on +-sqrt(3) std. Embeddings and
+        heads are normal.
       std: standard deviation; None means 1/sqrt(fan in).
       truncate: draw a normal within this many standard deviations only (without
         rescaling, so its own is smaller than `std`); None: anywhere.
@@ -85,7 +86,8 @@ def draw_embedding(
 ) -> Float[Array, "N D"]:
     """Draws a table of N embeddings of width D."""
     std = config.embedding_std
-    return _draw(key, shape, 1.0 / math.sqrt(shape[1]) if std is None else std, config)
+    std = 1.0 / math.sqrt(shape[1]) if std is None else std
+    return _draw(key, shape, std, _normal(config))
 
 
 def draw_head(
@@ -93,8 +95,12 @@ def draw_head(
 ) -> Float[Array, "D V"]:
     """Draws an untied head."""
     if config.head_std is not None:
-        return _draw(key, shape, config.head_std, config)
-    return draw_weight(key, shape, fan_in=shape[0], config=config)
+        return _draw(key, shape, config.head_std, _normal(config))
+    return draw_weight(key, shape, fan_in=shape[0], config=_normal(config))
+
+
+def _normal(config: InitConfig) -> InitConfig:
+    return replace(config, distribution="normal")
 
 
 def _draw(key: Array, shape: tuple[int, ...], std: float, config: InitConfig) -> Array:

@@ -3,6 +3,7 @@
 from flax import nnx
 from jaxtyping import Float
 
+from recurjax.layers.sequence_axis import as_matrix
 from recurjax.types import Array
 
 
@@ -19,6 +20,6 @@ def linear(
     weight = weight[...].astype(x.dtype)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
-    y = x.reshape(-1, x.shape[-1]) @ weight
+    y = as_matrix(x) @ weight
     y = y.reshape(*x.shape[:-1], weight.shape[-1])
     return y if bias is None else (y + bias[...]).astype(x.dtype)

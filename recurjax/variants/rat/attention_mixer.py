@@ -1,39 +1,37 @@
 """The attention and sliding-window baselines, as a mixer among others."""
 
-import jax
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.key_value_cache import KeyValueCache, empty_key_value_cache
-from recurjax.layers.position import Alibi
 from recurjax.layers.self_attention import SelfAttention
+from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
-from recurjax.variants.rat.blocked_attention import attend_in_blocks
+from recurjax.variants.rat import sequence_parallel
 from recurjax.variants.rat.config import AttentionMixerConfig
 
-_BLOCKS_FROM = 1024  # Shorter sequences' logits fit beside everything else.
 
-
-class BlockedSelfAttention(SelfAttention):
-    """`SelfAttention` that trains on long sequences block by block, off the GPU."""
+class ShardedSelfAttention(SelfAttention):
+    """`SelfAttention` that also trains with its tokens cut over devices."""
 
     def _attend_to_input(self, q, k, v, positions, tokens: Tokens) -> Array:
-        config, T = self.config, q.shape[1]
-        plain = (
-            tokens.segments is None
-            and config.soft_cap is None
-            and config.implementation is None
-            and not isinstance(config.position, Alibi)
-        )
-        served = jax.default_backend() == "gpu"  # by cuDNN's flash attention
-        if not plain or served or T < _BLOCKS_FROM:
+        if sequence_shards() == 1:
             return super()._attend_to_input(q, k, v, positions, tokens)
-        scale = config.head_width**-0.5 if config.scale is None else config.scale
-        k, v = (jnp.repeat(x, config.heads // config.key_heads, 2) for x in (k, v))
-        window = None if (self.window or 0) >= T else self.window
-        return attend_in_blocks(q, k, v, scale=scale, window=window)
+        config, scale = self.config, self.config.scale
+        mixer = AttentionMixerConfig(attention=config, window=self.window)
+        sequence_parallel.check(mixer, q.shape[1])
+        part = partial(
+            sequence_parallel.attention_part,
+            scale=config.head_width**-0.5 if scale is None else scale,
+            window=self.window,
+        )
+        times = config.heads // config.key_heads  # each query head gets its own
+        k, v = jnp.repeat(k, times, 2), jnp.repeat(v, times, 2)
+        return sequence_parallel.run(part, (q, k, v, tokens.segments))
 
 
 class AttentionMixer(nnx.Module):
@@ -50,7 +48,7 @@ class AttentionMixer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.config = config
-        self.attention = BlockedSelfAttention(
+        self.attention = ShardedSelfAttention(
             config.attention,
             width,
             init,

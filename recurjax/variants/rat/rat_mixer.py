@@ -11,7 +11,9 @@ from pallas_kernels.gated_scan import gated_scan
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import linear
 from recurjax.layers.position import rotate
+from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
+from recurjax.variants.rat import sequence_parallel
 from recurjax.variants.rat.alignment import Alignment, align
 from recurjax.variants.rat.caches import RatCache, start, state_dtype
 from recurjax.variants.rat.config import RatMixerConfig
@@ -21,6 +23,7 @@ from recurjax.variants.rat.recurrence import (
     document_starts,
     rotate_chunks,
 )
+from recurjax.variants.rat.sequence_parallel import Shard, gather_ends
 
 
 class RatMixer(nnx.Module):
@@ -81,24 +84,56 @@ class RatMixer(nnx.Module):
     def _train(self, x: Array, tokens: Tokens) -> Array:
         T = x.shape[1]
         C = min(self.config.chunk, T)
+        shards = sequence_shards()
+        if shards > 1:
+            sequence_parallel.check(self.config, T)
         padding = ((0, 0), (0, -T % C))
         documents = tokens.segments
         if padding[1][1]:
             x = jnp.pad(x, (*padding, (0, 0)))
             if documents is not None:
                 documents = jnp.pad(documents, padding, mode="edge")
-        q, k, v, gate = self._project(x)
-        states, _ = gated_scan(gate, (v, k), starts=document_starts(documents), chunk=C)
-        v, k = (self._heads(h) for h in states)
-        numbers = jnp.arange(x.shape[1] // C)[None]
-        ends = ChunkEnds(
-            keys=self._rotate_ends(k[:, C - 1 : -1 : C], numbers[:, :-1]),
-            values=v[:, C - 1 : -1 : C].swapaxes(1, 2),
-            documents=None if documents is None else documents[:, C - 1 : -1 : C],
-        )
-        rotated = self._rotate_queries(q, numbers, jnp.arange(x.shape[1])[None])
-        y = attend_across_chunks(q, rotated, k, v, ends, size=C, documents=documents)
+        arrays = (*self._project(x), documents)
+        mix = partial(self._mix, chunk=C)
+        y = mix(*arrays) if shards == 1 else sequence_parallel.run(mix, arrays)
         return self._output(x, y)[:, :T]
+
+    def _mix(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        gate: Array,
+        documents: Array | None,
+        *,
+        chunk: int,
+        shard: Shard | None = None,
+    ) -> Array:
+        """Returns y of whole chunks: of all, or of those that a shard holds."""
+        starts = document_starts(documents)
+        states, _ = gated_scan(gate, (v, k), starts=starts, chunk=chunk)
+        v, k = (self._heads(h) for h in states)
+        G = v.shape[1] // chunk
+        numbers = jnp.arange(G)[None]
+        seen = slice(chunk - 1, -1, chunk)  # No position sees the end of the last.
+        first = None
+        if shard is not None:
+            numbers = numbers + shard.index * G
+            seen = slice(chunk - 1, None, chunk)
+            first = jnp.full(v.shape[0], shard.index * G, jnp.int32)
+        ended = k[:, seen]
+        ends = ChunkEnds(
+            keys=self._rotate_ends(ended, numbers[:, : ended.shape[1]]),
+            values=v[:, seen].swapaxes(1, 2),
+            documents=None if documents is None else documents[:, seen],
+        )
+        if shard is not None:
+            ends = gather_ends(ends, shard)
+        places = numbers[0, 0] * chunk + jnp.arange(v.shape[1])[None]
+        rotated = self._rotate_queries(q, numbers, places)
+        return attend_across_chunks(
+            q, rotated, k, v, ends, size=chunk, first=first, documents=documents
+        )
 
     def _continue(
         self, x: Array, cache: RatCache, tokens: Tokens

@@ -10,7 +10,9 @@ from recurjax.layers.attention import attend
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import linear
 from recurjax.layers.position import rotate
+from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
+from recurjax.variants.rat import sequence_parallel
 from recurjax.variants.rat.alignment import Alignment, align
 from recurjax.variants.rat.caches import ReversedRatCache, start, state_dtype
 from recurjax.variants.rat.config import ReversedRatMixerConfig
@@ -95,6 +97,8 @@ class ReversedRatMixer(nnx.Module):
 
     def _train(self, x: Array, tokens: Tokens) -> Array:
         B, T, _ = x.shape
+        if sequence_shards() > 1:
+            sequence_parallel.check(self.config, T)
         C = min(self.config.chunk, T)
         padding = ((0, 0), (0, -T % C))
         x = jnp.pad(x, (*padding, (0, 0)))

@@ -9,7 +9,9 @@ from jaxtyping import Float
 from pallas_kernels.gated_scan import gated_scan
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import linear
+from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
+from recurjax.variants.rat import sequence_parallel
 from recurjax.variants.rat.caches import RnnCache, start, state_dtype
 from recurjax.variants.rat.config import RnnMixerConfig
 from recurjax.variants.rat.gate import Gate
@@ -59,7 +61,7 @@ class RnnMixer(nnx.Module):
         gate, v = self.forget_gate(x), linear(x, self.w_v[...].reshape(x.shape[-1], -1))
         starts = document_starts(tokens.segments)
         if cache.slots == 0:
-            (h,), _ = gated_scan(gate, (v,), starts=starts)
+            h = self._train(gate, v, starts)
         elif starts is not None:
             raise NotImplementedError(
                 "RnnMixer: segments are for the training cache (length 0) only"
@@ -72,3 +74,9 @@ class RnnMixer(nnx.Module):
             cache = cache._replace(state=cache.state.at[cache.layer].set(final))
         mixed = (self.output_gate(x) * h).astype(x.dtype)
         return linear(mixed, self.w_out[...].reshape(-1, x.shape[-1])), cache
+
+    def _train(self, gate: Array, v: Array, starts: Array | None) -> Array:
+        if sequence_shards() > 1:
+            sequence_parallel.check(self.config, v.shape[1])
+            return sequence_parallel.run(sequence_parallel.scan_part, (gate, v, starts))
+        return gated_scan(gate, (v,), starts=starts).states[0]

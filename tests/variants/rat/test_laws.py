@@ -191,6 +191,22 @@ def test_rat_of_one_chunk_is_the_rnn(ids, chunk):
     assert all(not np.any(leaf) for leaf in gradients.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [(1,) * LENGTH, (5, 1, 7)])
+def test_a_text_inside_its_first_chunk_is_read_in_any_pieces(ids, pieces):
+    """The authors' generation fails there; no chunk's end exists yet."""
+    model = build(small(rat(chunk=LENGTH + 3)))
+    whole, _ = run(model, ids, model.init_cache(BATCH, 0))
+    cache, start, parts = model.init_cache(BATCH, LENGTH), 0, []
+    for piece in pieces:
+        every = np.full(BATCH, piece, np.int32)
+        logits, cache = run(model, ids[:, start : start + piece], cache, every)
+        parts.append(logits)
+        start += piece
+    assert start == LENGTH and not np.any(cache.groups[0].keys)
+    assert_values_close(np.concatenate(parts, axis=1), whole)
+
+
 def test_states_stay_float32_in_a_bfloat16_model(ids):
     config = dataclasses.replace(SWITCHES["rat"], dtype="bfloat16")
     like = jax.eval_shape(lambda: build(config))

@@ -1,0 +1,229 @@
+"""Rows that lie over the devices of the mesh's axis `sequence`, each with T / S tokens.
+
+What crosses devices: the RNN's gate products and final states, RAT's chunk ends, the
+keys and values of attention, and of a window only the neighbour's last W. Everything
+else, the recurrence inside chunks included, stays where it is. With S = 1 none of this
+runs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Int
+
+from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
+from pallas_kernels.gated_scan import gated_scan
+from recurjax.layers.attention import attend, visible_by_position
+from recurjax.layers.position import Alibi
+from recurjax.layers.sequence_axis import AXIS, cut_axes, sequence_shards
+from recurjax.types import Array
+from recurjax.variants.rat.config import (
+    AttentionMixerConfig,
+    MixerConfig,
+    RatConfig,
+    RatMixerConfig,
+    ReversedRatMixerConfig,
+)
+
+_ROWS = ("data", "fsdp")
+
+
+def obstacle(config: RatConfig, length: int, count: int) -> str | None:
+    """Says why rows of `length` tokens cannot lie over `count` shards, or None."""
+    if length % count:
+        return f"a row of {length} tokens does not divide into {count} shards"
+    reasons = (_obstacle(mixer, length // count) for mixer in config.pattern)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def check(mixer: MixerConfig, length: int) -> None:
+    """Raises ValueError when rows of `length` tokens cannot lie over the shards."""
+    count = sequence_shards()
+    reason = f"a row of {length} tokens does not divide into {count} shards"
+    if length % count == 0:
+        reason = _obstacle(mixer, length // count)
+    if reason is not None:
+        raise ValueError(f"{type(mixer).__name__}: {reason}")
+
+
+class Shard(NamedTuple):
+    """A device's place among those that hold a row.
+
+    Attributes:
+      index: which part it holds.
+      count: S.
+    """
+
+    index: Int[Array, ""]
+    count: int
+
+    def gather(self, x: Array, axis: int) -> Array:
+        """Joins all parts' x along `axis`, on every device."""
+        return jax.lax.all_gather(x, AXIS, axis=axis, tiled=True)
+
+    def from_left(self, x: Array) -> Array:
+        """Returns the left neighbour's x; zeros on the first part."""
+        pairs = [(i, i + 1) for i in range(self.count - 1)]
+        return jax.lax.ppermute(x, AXIS, pairs)
+
+
+def run(function: Callable[..., Array], arrays: tuple[Array | None, ...]) -> Array:
+    """Runs `function(*parts, shard=Shard)` on each device's part of [B, T, ...] arrays.
+
+    The batch is cut as well where its axes of the mesh divide it; heads are left to the
+    compiler.
+    """
+    cut, mesh = cut_axes(), jax.sharding.get_abstract_mesh()
+    rows = tuple(axis for axis in _ROWS if axis in cut)
+    size = 1
+    for axis in rows:
+        size *= cut[axis]
+    first = next(x for x in arrays if x is not None)
+    if first.shape[0] % size:
+        rows = ()
+    ours = {*rows, AXIS} | {axis for axis in mesh.axis_names if mesh.shape[axis] == 1}
+    spec = P(rows or None, AXIS)
+
+    def local(*parts: Any) -> Array:
+        return function(*parts, shard=Shard(jax.lax.axis_index(AXIS), cut[AXIS]))
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=tuple(None if x is None else spec for x in arrays),
+        out_specs=spec,
+        axis_names=ours,
+        check_vma=False,
+    )(*arrays)
+
+
+def scan_part(
+    gate: Float[Array, "B P I"],
+    v: Float[Array, "B P I"],
+    starts: Bool[Array, "B P"] | None,
+    *,
+    shard: Shard,
+) -> Float[Array, "B P I"]:
+    """Computes this part of h[t] = g[t] h[t-1] + (1 - g[t]) v[t] over the whole row.
+
+    One scan gives h from a zero state and, as a second stream without values that
+    starts at 1, the products a[t] of the part's gates up to t. Parts meet in their last
+    (a, h) alone: h_in of part s + 1 is a h_in + h of part s; then h[t] + a[t] h_in.
+    """
+    B, _, I = gate.shape
+    dtype = gate.dtype
+    nothing = jnp.zeros((*gate.shape[:2], 1), dtype)
+    zeros, ones = jnp.zeros((B, I), dtype), jnp.ones((B, I), dtype)
+    (h, a), (last, product) = gated_scan(
+        gate, (v.astype(dtype), nothing), initial=(zeros, ones), starts=starts
+    )
+
+    def pass_on(entering: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
+        product, last = part
+        return product * entering + last, entering
+
+    parts = (shard.gather(product[None], 0), shard.gather(last[None], 0))
+    _, entering = jax.lax.scan(pass_on, zeros, parts)
+    h = h + a * entering[shard.index][:, None]
+    return h.astype(v.dtype)
+
+
+def gather_ends(ends: ChunkEnds, shard: Shard) -> ChunkEnds:
+    """Joins the chunk ends of all parts."""
+    known = ends.documents
+    return ChunkEnds(
+        keys=shard.gather(ends.keys, 2),
+        values=shard.gather(ends.values, 2),
+        documents=None if known is None else shard.gather(known, 1),
+    )
+
+
+def attention_part(
+    q: Float[Array, "B P H E"],
+    k: Float[Array, "B P H E"],
+    v: Float[Array, "B P H E"],
+    documents: Int[Array, "B P"] | None,
+    *,
+    scale: float,
+    window: int | None,
+    shard: Shard,
+) -> Float[Array, "B P H E"]:
+    """Computes this part of causal attention, over all tokens or over a window."""
+    if window is not None:
+        return _window_part(q, k, v, documents, scale, window, shard)
+    own = jnp.sum(q.astype(jnp.promote_types(q.dtype, jnp.float32)) * k, axis=-1)
+    ends = ChunkEnds(k.swapaxes(1, 2), v.swapaxes(1, 2), documents)
+    first = jnp.full(q.shape[0], shard.index * q.shape[1], jnp.int32)
+    ends = gather_ends(ends, shard)
+    return chunk_attention(
+        q, own, v, ends, chunk=1, scale=scale, first=first, documents=documents
+    )
+
+
+def _window_part(q, k, v, documents, scale: float, window: int, shard: Shard):
+    """Attends block by block of W tokens to the block itself and the one before."""
+    B, count, H, E = q.shape
+    size = max(window, 1)
+    behind = [shard.from_left(x[:, -size:]) for x in (k, v)]
+    padding = ((0, 0), (0, -count % size))
+    start = shard.index * count
+
+    def blocks(x: Array) -> Array:
+        x = jnp.pad(x, (*padding, *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(B, -1, size, *x.shape[2:]), 1, 0)
+
+    def pairs(x: Array, before: Array) -> Array:
+        own = blocks(x)
+        earlier = jnp.concatenate([before[None], own[:-1]])
+        return jnp.concatenate([earlier, own], axis=2)
+
+    parts = {"q": blocks(q), "k": pairs(k, behind[0]), "v": pairs(v, behind[1])}
+    parts["first"] = start + size * jnp.arange(parts["q"].shape[0])
+    if documents is not None:
+        parts["documents"] = blocks(documents)
+        parts["others"] = pairs(documents, shard.from_left(documents[:, -size:]))
+
+    @jax.checkpoint
+    def block(part: dict[str, Array]) -> Array:
+        positions = part["first"] + jnp.arange(size)[None]
+        keys = part["first"] - size + jnp.arange(2 * size)[None]
+        mask = visible_by_position(positions, keys, window=window)
+        if "others" in part:
+            same = part["documents"][:, :, None] == part["others"][:, None]
+            mask = mask & same[:, None]
+        return attend(
+            part["q"], part["k"], part["v"], scale=scale, causal=False, mask=mask
+        )
+
+    o = jnp.moveaxis(jax.lax.map(block, parts), 0, 1)
+    return o.reshape(B, -1, H, E)[:, :count]
+
+
+def _obstacle(mixer: MixerConfig, part: int) -> str | None:
+    match mixer:
+        case RatMixerConfig():
+            if part % mixer.chunk:
+                return (
+                    f"a chunk of {mixer.chunk} tokens must not cross shards of {part}: "
+                    "use fewer shards or another chunk"
+                )
+        case ReversedRatMixerConfig():
+            return "the reversed design does not run over sequence shards"
+        case AttentionMixerConfig():
+            layer = mixer.attention
+            if layer.soft_cap is not None or isinstance(layer.position, Alibi):
+                return "a soft cap or ALiBi does not run over sequence shards"
+            if layer.implementation is not None:
+                return (
+                    f"implementation {layer.implementation} does not run over sequence "
+                    "shards: leave it None"
+                )
+            if mixer.window is not None and mixer.window > part:
+                return (
+                    f"a window of {mixer.window} tokens must not be longer than a "
+                    f"shard of {part}: use fewer shards"
+                )
+    return None

@@ -1,0 +1,95 @@
+"""Attention in blocks: the same numbers as attention at once."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.chunk_attention import xla_cuts
+from recurjax.layers import attention
+from recurjax.layers.attention import attend
+from recurjax.layers.blocked_attention import attend_in_blocks
+from recurjax.layers.self_attention import AttentionConfig
+from recurjax.types import Tokens
+from recurjax.variants.rat import AttentionMixerConfig
+from tests.compiling import QUICK_COMPILE, sizes
+from tests.tolerances import assert_gradients_close, assert_values_close
+from tests.variants.rat.switches import build, small
+
+SHAPE = (2, 13, 4, 6)
+
+
+@pytest.mark.parametrize("window", [None, 0, 3, 6, 12])
+def test_blocks_change_nothing(window, monkeypatch):
+    monkeypatch.setattr(xla_cuts, "_TILE", 4)
+    draw = np.random.default_rng(0)
+    keys = (*SHAPE[:2], SHAPE[2] // 2, SHAPE[3])
+    arrays = [
+        jnp.asarray(draw.normal(size=shape), jnp.float32)
+        for shape in (SHAPE, keys, keys)
+    ]
+    weights = draw.normal(size=SHAPE)
+
+    def both(attention):
+        @partial(jax.jit, compiler_options=QUICK_COMPILE)
+        @partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
+        def run(q, k, v):
+            o = attention(q, k, v, scale=0.4, window=window)
+            return jnp.sum(o * weights), o
+
+        (_, o), gradients = run(*arrays)
+        return o, gradients
+
+    got, want = (
+        both(attend_in_blocks),
+        both(partial(attend, causal=True, implementation="xla")),
+    )
+    assert_values_close(got[0], want[0])
+    assert_gradients_close(got[1], want[1])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_long_sequence_trains_as_a_short_one(window, monkeypatch):
+    heads = AttentionConfig(heads=4, key_heads=2, head_width=4)
+    model = build(small(AttentionMixerConfig(attention=heads, window=window)))
+    ids = jnp.asarray(np.random.default_rng(1).integers(17, size=(2, 13)), jnp.int32)
+    logits = []
+    for threshold in (1024, 1):
+        monkeypatch.setattr(attention, "_BLOCKS_FROM", threshold)
+
+        @partial(jax.jit, compiler_options=QUICK_COMPILE)
+        def run(model):
+            return model(Tokens(ids), model.init_cache(2, 0))[0]
+
+        logits.append(run(model))
+    assert_values_close(logits[1], logits[0])
+    assert np.any(np.asarray(logits[1] != logits[0]))  # the other path did run
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"soft_cap": 1.0}, "soft cap"),
+        ({"mask": jnp.ones((1, 1, 2, 2), bool)}, "dense mask or bias"),
+        ({"causal": False}, "only causal"),
+    ],
+)
+def test_blocks_by_name_run_or_say_why_not(options, reason):
+    q = jnp.ones((1, 2, 1, 8))
+    options = {"causal": True, "scale": 1.0, "implementation": "blocks"} | options
+    with pytest.raises(NotImplementedError, match=f"attend: blocks: .*{reason}"):
+        attend(q, q, q, **options)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the GPU has cuDNN's")
+def test_any_model_s_long_sequences_are_cut_into_blocks():
+    """No array of T x T elements in the gradient of a long call."""
+    shape = jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)
+
+    def total(q, k, v):
+        return jnp.sum(attend(q, k, v, scale=1.0, causal=True))
+
+    program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(shape, shape, shape)
+    assert 0 < max(sizes(program.jaxpr)) < 2048 * 2048
