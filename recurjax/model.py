@@ -5,13 +5,18 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
 from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.types import Array, Cache, Tokens
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+    LatentRecurrentTransformerStack,
+)
 from recurjax.variants.rat import RatConfig, RatStack
 from recurjax.variants.recurrent_transformer import (
     RecurrentTransformerConfig,
@@ -34,13 +39,19 @@ class Stack(Protocol):
         ...
 
 
-StackConfig = TransformerConfig | RecurrentTransformerConfig | RatConfig
+StackConfig = (
+    TransformerConfig
+    | RecurrentTransformerConfig
+    | RatConfig
+    | LatentRecurrentTransformerConfig
+)
 """Every variant's configuration: a closed union, told apart by class in JSON."""
 
 _STACKS: dict[type, type] = {
     TransformerConfig: TransformerStack,
     RecurrentTransformerConfig: RecurrentTransformerStack,
     RatConfig: RatStack,
+    LatentRecurrentTransformerConfig: LatentRecurrentTransformerStack,
 }
 
 
@@ -78,6 +89,12 @@ class ModelConfig:
         if self.logit_soft_cap is not None and self.logit_soft_cap <= 0:
             raise ValueError(
                 f"ModelConfig: logit_soft_cap must be > 0: {self.logit_soft_cap}"
+            )
+        rows = getattr(self.stack, "vocabulary", self.padded_vocabulary)
+        if rows != self.padded_vocabulary:
+            raise ValueError(
+                f"ModelConfig: stack.vocabulary must be {self.padded_vocabulary}, the "
+                f"rows of the padded vocabulary, got {rows}"
             )
 
     @property
@@ -143,12 +160,36 @@ class Decoder(nnx.Module):
         self, tokens: Tokens, cache: Cache
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Returns the states that the head reads: after the final norm."""
+        x, cache = self.stack(self.embed(tokens.ids), cache, tokens)
+        return self.final_norm(x), cache
+
+    def sweep(
+        self, tokens: Tokens, cache: Cache, *, sweeps: int
+    ) -> tuple[Float[Array, "B T D"], Cache, Float[Array, ""]]:
+        """Runs a latent recurrence approximately: see the stack's `sweep`.
+
+        Returns:
+          As `hidden`, and the largest change of a state in the last sweep.
+
+        Raises:
+          NotImplementedError: the model has no latent recurrence.
+        """
+        if not isinstance(self.stack, LatentRecurrentTransformerStack):
+            raise NotImplementedError(
+                "Decoder.sweep: only a model with a latent memory is prefilled by "
+                f"sweeps, not {type(self.config.stack).__name__}"
+            )
+        x = self.embed(tokens.ids)
+        x, cache, residual = self.stack.sweep(x, cache, tokens, sweeps=sweeps)
+        return self.final_norm(x), cache, residual
+
+    def embed(self, ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T D"]:
+        """Returns what the stack reads."""
         # Gathered before the cast: the gradient adds up in the table's own float32.
-        x = self.w_embedding[...][tokens.ids].astype(self.config.dtype)
+        x = self.w_embedding[...][ids].astype(self.config.dtype)
         if self.config.embedding_scale == "sqrt_width":
             x = x * jnp.asarray(self.config.stack.width**0.5, x.dtype)
-        x, cache = self.stack(x, cache, tokens)
-        return self.final_norm(x), cache
+        return x
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Applies the head to states from `hidden`; float32 or wider."""

@@ -1,0 +1,167 @@
+"""Training steps by number of subsets, decoding, and prefill beside the backbone's."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from recurjax.bench.timing import Row, repeat, row
+from recurjax.layers.norm import NormConfig
+from recurjax.model import Decoder, ModelConfig
+from recurjax.training.muon_adamw import MuonAdamW
+from recurjax.training.objective import Interleaved, NextToken, Objective
+from recurjax.training.optimizer import build_optimizer
+from recurjax.training.spikes import SpikeConfig
+from recurjax.training.step import new_state, train_step
+from recurjax.types import Batch, Tokens
+from recurjax.variants.latent_recurrent_transformer.presets import (
+    layerwise,
+    nanochat,
+    shared,
+)
+
+Dtype = Literal["float32", "bfloat16"]
+
+SMALL = {"B": 8, "T": 256, "D": 256, "L": 4, "V": 4096}
+"""The depth-4, width-256 model of nanochat's speed test, for two CPU cores."""
+
+LARGE = {"B": 16, "T": 2048, "D": 768, "L": 12, "V": 32768}
+"""A 12-layer model of width 768, for one accelerator."""
+
+SUBSETS = (1, 2, 4)
+SWEEPS = 4
+_NAME = "latent_recurrent_transformer"
+
+
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+    """Measures every row; nothing is rematerialised."""
+    shape = LARGE if large else SMALL
+    measure = partial(_training, shape=shape, dtype=dtype, repeats=repeats)
+    yield measure("base", NextToken())
+    for subsets in SUBSETS:
+        yield measure("shared", Interleaved(subsets=subsets), suffix=f"_s{subsets}")
+    yield measure("layerwise", Interleaved(subsets=2), suffix="_s2")
+    for kind in ("base", "shared", "layerwise"):
+        yield from _inference(kind, shape, dtype, repeats)
+
+
+def summary(rows: list[Row]) -> str:
+    """Says what the memory costs, in training and in decoding."""
+    times = {row.name.removeprefix(f"{_NAME}/"): row.min_ms for row in rows}
+    steps = [
+        f"S = {s}: {times[f'shared_s{s}/train_step'] / times['base/train_step']:.2f}"
+        for s in SUBSETS
+    ]
+    tokens = [
+        f"{kind}: {times[f'{kind}/decode'] / times['base/decode']:.2f}"
+        for kind in ("shared", "layerwise")
+    ]
+    exact = times["shared/prefill"] / times[f"shared_sweeps{SWEEPS}/prefill"]
+    return (
+        f"training step over the baseline's, {', '.join(steps)}; a decoded token over "
+        f"the baseline's, {', '.join(tokens)}; an exact prefill takes {exact:.1f} "
+        f"times as long as {SWEEPS} sweeps"
+    )
+
+
+def _training(
+    kind: str,
+    objective: Objective,
+    *,
+    shape: dict[str, int],
+    dtype: Dtype,
+    repeats: int,
+    suffix: str = "",
+) -> Row:
+    """One whole step with MuonAdamW."""
+    config = _model(kind, shape, dtype)
+    tokens = shape["B"] * shape["T"]
+    optimizer_config = MuonAdamW(
+        width=shape["D"], layers=shape["L"], batch_tokens=tokens
+    )
+    optimizer = build_optimizer(optimizer_config, lambda _: 1e-3, clip=None, steps=1000)
+    spikes = SpikeConfig()
+    make = jax.jit(lambda key: new_state(key, config, optimizer, spikes))
+    ids = jax.random.randint(
+        jax.random.key(1), (shape["B"], shape["T"] + 1), 0, shape["V"]
+    )
+    batch = Batch(ids[:, :-1], ids[:, 1:])
+    step = jax.jit(
+        partial(train_step, objective=objective, optimizer=optimizer, spikes=spikes),
+        donate_argnums=0,
+    )
+    held = [make(jax.random.key(0))]
+
+    def advance() -> Any:
+        held[0], metrics = step(held[0], batch)
+        return metrics
+
+    times = repeat(advance, repeats=repeats)
+    name = f"{_NAME}/{kind}{suffix}/train_step"
+    return row(name, shape, dtype, times, tokens=tokens)
+
+
+def _inference(
+    kind: str, shape: dict[str, int], dtype: Dtype, repeats: int
+) -> Iterator[Row]:
+    """Prefill of T tokens, exact and swept, and one more token after them."""
+    config = _model(kind, shape, dtype)
+    B, T = shape["B"], shape["T"]
+    model = jax.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
+    ids = jnp.ones((B, T), jnp.int32)
+
+    @jax.jit
+    def prefill(model: Decoder, ids: jax.Array) -> Any:
+        x, cache = model.hidden(Tokens(ids), model.init_cache(B, T + 64))
+        return model.logits(x[:, -1]), cache
+
+    @jax.jit
+    def sweep(model: Decoder, ids: jax.Array) -> Any:
+        cache = model.init_cache(B, T + 64)
+        x, cache, residual = model.sweep(Tokens(ids), cache, sweeps=SWEEPS)
+        return model.logits(x[:, -1]), cache, residual
+
+    @partial(jax.jit, donate_argnums=2)
+    def decode(model: Decoder, ids: jax.Array, cache: Any) -> Any:
+        x, cache = model.hidden(Tokens(ids), cache)
+        return model.logits(x[:, -1]), cache
+
+    measure = partial(repeat, repeats=repeats)
+    times = measure(lambda: prefill(model, ids))
+    yield row(f"{_NAME}/{kind}/prefill", shape, dtype, times, tokens=B * T)
+    if kind == "shared":
+        times = measure(lambda: sweep(model, ids))
+        name = f"{_NAME}/{kind}_sweeps{SWEEPS}/prefill"
+        yield row(name, shape, dtype, times, tokens=B * T)
+    held = [prefill(model, ids)[1]]
+
+    def advance() -> jax.Array:
+        logits, held[0] = decode(model, ids[:, :1], held[0])
+        return logits
+
+    sizes = shape | {"T": 1, "S": T}
+    times = measure(advance)
+    yield row(f"{_NAME}/{kind}/decode", sizes, dtype, times, tokens=B)
+
+
+def _model(kind: str, shape: dict[str, int], dtype: Dtype) -> ModelConfig:
+    layers, width = shape["L"], shape["D"]
+    memory = {"base": None, "shared": shared(layers), "layerwise": layerwise(layers)}
+    return ModelConfig(
+        vocabulary=shape["V"],
+        dtype=dtype,
+        final_norm=NormConfig(scale=False, eps=float(jnp.finfo(dtype).eps)),
+        logit_soft_cap=15.0,
+        stack=nanochat(
+            layers,
+            width=width,
+            head_width=min(128, width),
+            vocabulary=shape["V"],
+            length=shape["T"],
+            value_gate_channels=min(32, width),
+            memory=memory[kind],
+        ),
+    )

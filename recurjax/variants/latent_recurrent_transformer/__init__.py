@@ -1,0 +1,15 @@
+"""The Latent Recurrent Transformer: the last token's upper state feeds the next."""
+
+from recurjax.variants.latent_recurrent_transformer.config import (
+    LatentRecurrentTransformerConfig,
+    MemoryConfig,
+)
+from recurjax.variants.latent_recurrent_transformer.stack import (
+    LatentRecurrentTransformerStack,
+)
+
+__all__ = [
+    "LatentRecurrentTransformerConfig",
+    "LatentRecurrentTransformerStack",
+    "MemoryConfig",
+]

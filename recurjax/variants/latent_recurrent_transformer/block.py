@@ -1,0 +1,221 @@
+"""One layer of the nanochat backbone, with the latent memory's two entries."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from recurjax.layers.initialization import draw_output_weight, draw_weight
+from recurjax.layers.linear import linear
+from recurjax.layers.mlp import Mlp, MlpConfig
+from recurjax.layers.position import Rope, rotate
+from recurjax.types import Array
+from recurjax.variants.latent_recurrent_transformer.config import (
+    LatentRecurrentTransformerConfig,
+)
+from recurjax.variants.latent_recurrent_transformer.places import Place, attend_at
+from recurjax.variants.latent_recurrent_transformer.recurrence import (
+    Memory,
+    Positions,
+    mixed,
+    rms,
+)
+
+
+class Stream(NamedTuple):
+    """What a pass carries from block to block.
+
+    Attributes:
+      x: the residual stream.
+      values: those of the first layer, if the config mixes them in.
+      history: outputs of the blocks so far, if the config mixes them in.
+    """
+
+    x: Float[Array, "B n D"]
+    values: Float[Array, "B n K E"] | None = None
+    history: Float[Array, "L B n D"] | None = None
+
+
+class Pass(NamedTuple):
+    """What all blocks of a pass see.
+
+    Attributes:
+      x0: the normed embeddings.
+      ids: of the same n tokens.
+      memory: None for a memory of zero.
+      position: of the tokens, for the rotation; [1, n] or [B, n].
+      positions: which ones of a buffer they are; None without a buffer.
+      segments, lengths: see `attend_at`.
+    """
+
+    x0: Float[Array, "B n D"]
+    ids: Int[Array, "B n"]
+    memory: Memory | None
+    position: Int[Array, "#B n"]
+    positions: Positions | None = None
+    segments: Int[Array, "B T"] | None = None
+    lengths: Int[Array, " B"] | None = None
+
+
+class MemoryProjection(nnx.Module):
+    """W_k,rec and W_v,rec, eq. (2); a side that is not injected has none."""
+
+    def __init__(self, config: LatentRecurrentTransformerConfig, *, rngs: nnx.Rngs):
+        assert config.memory is not None
+        shape = (config.width, config.key_heads, config.head_width)
+        draw = partial(draw_weight, fan_in=config.width, config=config.init)
+        memory = config.memory
+        self.w_k = nnx.Param(draw(rngs.params(), shape)) if memory.keys else None
+        self.w_v = nnx.Param(draw(rngs.params(), shape)) if memory.values else None
+
+    def __call__(self, memory: Memory) -> Memory:
+        """Returns the memory with its keys and values."""
+        keys = None if self.w_k is None else _heads(memory.state, self.w_k)
+        values = None if self.w_v is None else _heads(memory.state, self.w_v)
+        return Memory(memory.state, keys, values)
+
+
+class LatentBlock(nnx.Module):
+    """x <- alpha x + beta x0 + gamma m; x += Attn(rms x); x += MLP(rms x)."""
+
+    def __init__(
+        self,
+        config: LatentRecurrentTransformerConfig,
+        *,
+        place: int,
+        layer: Array | int,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.window = config.layer_windows[place]
+        D, H, K, E = config.width, config.heads, config.key_heads, config.head_width
+        init, depth = config.init, {"layer": layer, "layers": config.layers}
+        draw = partial(draw_weight, fan_in=D, config=init)
+        self.w_q = nnx.Param(draw(rngs.params(), (D, H, E)))
+        self.w_k = nnx.Param(draw(rngs.params(), (D, K, E)))
+        self.w_v = nnx.Param(draw(rngs.params(), (D, K, E)))
+        out = draw_output_weight(
+            rngs.params(), (H, E, D), fan_in=H * E, config=init, **depth
+        )
+        self.w_out = nnx.Param(out)
+        mlp = MlpConfig(kind="relu_squared", width=config.mlp_width)
+        self.mlp = Mlp(mlp, D, init, rngs=rngs, **depth)
+        scalar = lambda value: nnx.Param(jnp.asarray(value, jnp.float32))  # noqa: E731
+        mixes = config.input_mixing != "none"
+        self.residual_scale = scalar(1.0) if config.residual_scales else None
+        self.input_scale = scalar(0.1) if mixes else None
+        self.history_scale = (
+            nnx.Param(jnp.zeros(config.layers, jnp.float32))
+            if config.input_mixing == "dense"
+            else None
+        )
+        self.attention_scale = scalar(1.0) if config.attention_scale else None
+        self.mlp_scale = scalar(1.0) if config.mlp_scale else None
+        self.value_scale = scalar(0.5) if config.value_residual == "first" else None
+        projected = config.value_residual == "projected"
+        self.w_input_v = (
+            nnx.Param(draw(rngs.params(), (D, K, E))) if projected else None
+        )
+        param = lambda value: None if value is None else nnx.Param(value)  # noqa: E731
+        table, gate, mix, projection = None, None, None, None
+        if config.layer_value_embeddings[place]:
+            table = draw(rngs.params(), (config.vocabulary, K, E))
+            gate = jnp.zeros((config.value_gate_channels or D, K), jnp.float32)
+        memory = config.memory
+        if memory is not None and memory.gated:
+            mix = jnp.zeros((D, 2, K), jnp.float32)
+            if memory.projection == "layerwise":
+                projection = MemoryProjection(config, rngs=rngs)
+        self.w_value_embedding, self.w_value_gate = param(table), param(gate)
+        self.w_mix, self.memory = param(mix), projection
+        resides = memory is not None and memory.residual
+        self.memory_scale = scalar(0.1) if resides else None
+
+    def __call__(
+        self, stream: Stream, seen: Pass, place: Place, layer: Array
+    ) -> tuple[Stream, Place | None]:
+        x = self._input(stream, seen, layer)
+        a = rms(x)
+        q, k, v, first = self._project(a, stream, seen, layer)
+        o, written = attend_at(
+            q,
+            k,
+            v,
+            place,
+            positions=seen.positions,
+            window=self.window,
+            segments=seen.segments,
+            lengths=seen.lengths,
+        )
+        w_out = self.w_out[...].reshape(-1, x.shape[-1])
+        o = linear(o.reshape(*o.shape[:2], -1), w_out)
+        x = x + _scaled(self.attention_scale, o)
+        x = x + _scaled(self.mlp_scale, self.mlp(rms(x)))
+        history = stream.history
+        if history is not None:
+            history = jax.lax.dynamic_update_index_in_dim(history, x, layer, axis=0)
+        return Stream(x, first, history), written
+
+    def _input(self, stream: Stream, seen: Pass, layer: Array) -> Array:
+        x = _scaled(self.residual_scale, stream.x)
+        if self.input_scale is not None:
+            x = x + _scaled(self.input_scale, seen.x0)
+        if self.history_scale is not None and stream.history is not None:
+            earlier = jnp.arange(self.config.layers) < layer
+            weights = jnp.where(earlier, self.history_scale[...], 0).astype(x.dtype)
+            x = x + jnp.einsum("l,lbnd->bnd", weights, stream.history)
+        if self.memory_scale is not None and seen.memory is not None:
+            x = x + _scaled(self.memory_scale, seen.memory.state)
+        return x
+
+    def _project(self, a: Array, stream: Stream, seen: Pass, layer: Array):
+        q, k, v = _heads(a, self.w_q), _heads(a, self.w_k), _heads(a, self.w_v)
+        first = stream.values
+        if first is not None and self.value_scale is not None:
+            first = jnp.where(layer == 0, v, first)
+            share = self.value_scale[...].astype(v.dtype)
+            v = jnp.where(layer == 0, v, (1 - share) * v + share * first)
+        if self.w_input_v is not None:
+            v = v + _heads(seen.x0, self.w_input_v)
+        k, v = self._inject(a, k, v, seen.memory, layer)
+        if self.w_value_embedding is not None and self.w_value_gate is not None:
+            channels = self.w_value_gate[...].shape[0]
+            gate = jax.nn.sigmoid(linear(a[..., :channels], self.w_value_gate))
+            table = self.w_value_embedding[...][seen.ids].astype(v.dtype)
+            v = v + self.config.value_gate_scale * gate[..., None] * table
+        rope = Rope(base=self.config.rope_base)
+        # By -theta: nanochat's direction.
+        q, k = (rms(rotate(side, -seen.position, rope)) for side in (q, k))
+        return q, k, v, first
+
+    def _inject(self, a, k, v, memory: Memory | None, layer) -> tuple[Array, Array]:
+        config = self.config.memory
+        if config is None or self.w_mix is None:
+            return k, v
+        if memory is not None and self.memory is not None:
+            memory = self.memory(memory)
+        D, _, K = self.w_mix.shape
+        gates = 2 * jax.nn.sigmoid(linear(a, self.w_mix[...].reshape(D, -1)))
+        gates = gates.reshape(*a.shape[:2], 2, K)
+        mix = partial(mixed, gates=gates, replaces=layer < config.replace_layers)
+        new_k, new_v = k, v
+        if config.keys:
+            new_k = mix(k, None if memory is None else memory.keys)
+        if config.values:
+            new_v = mix(v, None if memory is None else memory.values)
+        if config.entry_layers is None:
+            return new_k, new_v
+        entered = layer < config.entry_layers
+        return jnp.where(entered, new_k, k), jnp.where(entered, new_v, v)
+
+
+def _heads(x: Array, weight: nnx.Param) -> Float[Array, "B n H E"]:
+    D, H, E = weight.shape
+    return linear(x, weight[...].reshape(D, -1)).reshape(*x.shape[:-1], H, E)
+
+
+def _scaled(scale: nnx.Param | None, x: Array) -> Array:
+    return x if scale is None else scale[...].astype(x.dtype) * x

@@ -1,0 +1,23 @@
+"""The latent recurrence's bench: the promised rows, and a summary of them."""
+
+import pytest
+
+from recurjax.bench import latent_recurrent_transformer as bench
+
+
+@pytest.mark.slow  # Ten programs to compile.
+def test_every_schedule_and_pass_has_a_row(monkeypatch):
+    sizes = {"B": 1, "T": 8, "D": 8, "L": 1, "V": 8}
+    monkeypatch.setattr(bench, "SMALL", sizes)
+    monkeypatch.setattr(bench, "SUBSETS", (2,))
+    rows = list(bench.rows(large=False, dtype="float32", repeats=1))
+    steps = ("base", "shared_s2", "layerwise_s2")
+    wanted = [f"latent_recurrent_transformer/{name}/train_step" for name in steps]
+    for kind in ("base", "shared", "layerwise"):
+        wanted.append(f"latent_recurrent_transformer/{kind}/prefill")
+        if kind == "shared":
+            wanted.append("latent_recurrent_transformer/shared_sweeps4/prefill")
+        wanted.append(f"latent_recurrent_transformer/{kind}/decode")
+    assert [row.name for row in rows] == wanted
+    assert all(row.min_ms > 0 for row in rows)
+    assert "training step over the baseline's, S = 2" in bench.summary(rows)

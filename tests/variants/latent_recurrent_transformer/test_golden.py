@@ -1,0 +1,203 @@
+"""The authors' models and an independent reference: losses, logits, gradients."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recurjax.cross_entropy import token_losses
+from recurjax.model import Decoder
+from recurjax.parameters import from_nested_dict, to_nested_dict
+from recurjax.training.latent_objectives import (
+    Chunked,
+    Interleaved,
+    interleaved_passes,
+)
+from recurjax.training.objective import NextToken
+from recurjax.types import IGNORED, Batch, Tokens
+from recurjax.variants.latent_recurrent_transformer.recurrence import (
+    put,
+    strided_partition,
+)
+from tests.compiling import QUICK_COMPILE
+from tests.golden.cases import golden_cases, load
+from tests.golden.latent_layout import (
+    backbone,
+    nested,
+    official,
+    official_names,
+    reference,
+    reference_names,
+    settings,
+)
+from tests.tolerances import assert_gradients_close
+
+FOLDER = "latent_recurrent_transformer"
+BASELINES = golden_cases(f"{FOLDER}/*_baseline_*.npz")
+OFFICIAL = golden_cases(f"{FOLDER}/lrt_official_*.npz")
+REFERENCE = golden_cases(f"{FOLDER}/lrtref_*.npz")
+ABSOLUTE = 5e-5
+quick = partial(jax.jit, compiler_options=QUICK_COMPILE)
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+def read(case, kind):
+    return lambda name: case[f"{kind}/{name}"]
+
+
+def model_of(case, config, names):
+    like = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    weights = nested(read(case, "param"), config, names)
+    return from_nested_dict(like, jax.tree.map(jnp.asarray, weights))
+
+
+def batch_of(case):
+    ids = jnp.asarray(case["idx"], jnp.int32)
+    targets = np.where(case["targets"] < 0, IGNORED, case["targets"])
+    return Batch(ids, jnp.asarray(targets, jnp.int32))
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=ABSOLUTE)
+
+
+@pytest.mark.parametrize("path", BASELINES)
+def test_the_backbone_is_nanochats(path):
+    case = load(path)
+    c = settings(case)
+    config = backbone(c, len(case["param/lm_head.weight"]))
+    model, batch = model_of(case, config, official_names), batch_of(case)
+
+    @quick
+    @partial(jax.value_and_grad, has_aux=True)
+    def run(model):
+        x, _ = model.hidden(Tokens(batch.ids), model.init_cache(len(batch.ids), 0))
+        nats = token_losses(model, x, batch.targets).nats
+        return NextToken()(model, batch)[0], (model.logits(x), x, nats)
+
+    (loss, (logits, x, nats)), gradients = run(model)
+    close(logits, case["logits"])
+    close(x, case["h_final"])
+    close(nats, case["loss_none"])
+    np.testing.assert_allclose(loss, case["loss"], rtol=1e-5)
+    wanted = nested(read(case, "grad"), config, official_names)
+    assert_gradients_close(to_nested_dict(gradients), wanted)
+    T = c["sequence_len"]
+    windows = [min(w, T) for w in config.stack.layer_windows]
+    assert windows == case["window_sizes"][:, 0].tolist()
+    assert config.flops_per_token(T) == case["flops_per_token"]
+
+
+@pytest.mark.parametrize("path", OFFICIAL)
+def test_interleaved_training_is_the_authors(path):
+    case = load(path)
+    c = settings(case)
+    config = official(c, len(case["param/lm_head.weight"]))
+    model, batch = model_of(case, config, official_names), batch_of(case)
+    objective = Interleaved(subsets=c["interleaved_num_passes"])
+
+    @quick
+    @partial(jax.value_and_grad, has_aux=True)
+    def run(model):
+        loss, metrics = objective(model, batch)
+        passes = interleaved_passes(model, batch, partition)
+        merged = objective.states(model, batch)
+        return loss, (metrics, merged, [x for _, x in passes])
+
+    partition = strided_partition(batch.ids.shape[1], objective.subsets)
+    (loss, (metrics, merged, passes)), gradients = run(model)
+    np.testing.assert_allclose(loss, case["loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["initial"], case["per_pass_loss"][0], rtol=1e-5)
+    close(merged, case["h_final"])
+    close(model.logits(passes[0]), case["init_logits"])
+    everything = (slice(0, None, 1), *partition)
+    for number, (positions, x) in enumerate(zip(everything, passes, strict=True)):
+        nats = token_losses(model, x, batch.targets[:, positions]).nats
+        close(nats, case["per_pass_loss_none"][number][:, positions])
+    wanted = nested(read(case, "grad"), config, official_names)
+    assert_gradients_close(to_nested_dict(gradients), wanted)
+    logits, x = exact(model, batch)
+    close(logits, case["seq_logits"])
+    close(x, case["seq_h_final"])
+
+
+@quick
+def exact(model, batch):
+    x, _ = model.hidden(Tokens(batch.ids), model.init_cache(len(batch.ids), 0))
+    return model.logits(x), x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", REFERENCE)
+def test_every_memory_is_the_reference_s(path):
+    case = load(path)
+    c = settings(case)
+    config = reference(c, len(case["param/lm_head"]))
+    model, batch = model_of(case, config, reference_names), batch_of(case)
+    S, T = int(case["S"]), batch.ids.shape[1]
+
+    @quick
+    @partial(jax.value_and_grad, has_aux=True)
+    def run(model):
+        loss, _ = Interleaved(subsets=S)(model, batch)
+        passes = interleaved_passes(model, batch, partition)
+        return loss, [x for _, x in passes]
+
+    partition = strided_partition(T, S)
+    (loss, passes), gradients = run(model)
+    np.testing.assert_allclose(loss, case["loss"], rtol=1e-5)
+    merged, *refined = passes
+    for positions, x in zip(partition, refined, strict=True):
+        merged = put(merged, positions, x)
+    everything = (slice(0, None, 1), *partition)
+    for positions, x, mean in zip(everything, passes, case["means"], strict=True):
+        nats = token_losses(model, x, batch.targets[:, positions]).nats
+        counted = (batch.targets[:, positions] != IGNORED).sum()
+        np.testing.assert_allclose(nats.sum() / counted, mean, rtol=1e-5)
+    close(token_losses(model, merged, batch.targets).nats, case["merged_loss"])
+    close(model.logits(merged), case["merged_logits"])
+    wanted = nested(read(case, "grad"), config, reference_names)
+    assert_gradients_close(to_nested_dict(gradients), wanted)
+    close(exact(model, batch)[0], case["seq_logits"])
+
+
+@pytest.mark.parametrize("path", REFERENCE)
+@pytest.mark.parametrize("subsets", [1, 4, pytest.param(32, marks=pytest.mark.slow)])
+def test_other_partitions_are_the_reference_s(path, subsets):
+    case = load(path)
+    if f"extra/loss_S{subsets}" not in case:
+        pytest.skip(f"{path.name} has no losses of S = {subsets}")
+    config = reference(settings(case), len(case["param/lm_head"]))
+    model, batch = model_of(case, config, reference_names), batch_of(case)
+    objective = Interleaved(subsets=subsets)
+
+    @quick
+    def run(model):
+        x = objective.states(model, batch)
+        return objective(model, batch)[0], token_losses(model, x, batch.targets).nats
+
+    loss, nats = run(model)
+    np.testing.assert_allclose(loss, case[f"extra/loss_S{subsets}"], rtol=1e-5)
+    close(nats, case[f"extra/merged_S{subsets}"])
+
+
+@pytest.mark.parametrize("path", REFERENCE)
+@pytest.mark.parametrize("memory", ["broadcast", "first"])
+@pytest.mark.parametrize("chunk", [slow(1), 8, slow(16), slow(32)])
+def test_chunked_training_is_the_reference_s(path, memory, chunk):
+    case = load(path)
+    name = f"extra/chunk{chunk}_{memory}"
+    if name not in case:
+        pytest.skip(f"{path.name} has no {name}")
+    config = reference(settings(case), len(case["param/lm_head"]))
+    model, batch = model_of(case, config, reference_names), batch_of(case)
+
+    @quick
+    def run(model):
+        x = Chunked(chunk=chunk, memory=memory).states(model, batch)
+        return token_losses(model, x, batch.targets).nats
+
+    close(run(model), case[name])

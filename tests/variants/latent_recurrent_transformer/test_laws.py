@@ -1,0 +1,341 @@
+"""Laws of the stack protocol and of the latent memory's schedules."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.cross_entropy import token_losses
+from recurjax.parameters import from_nested_dict, parameter_name, to_nested_dict
+from recurjax.training.latent_objectives import (
+    Chunked,
+    Interleaved,
+    interleaved_passes,
+)
+from recurjax.types import Batch, Tokens
+from recurjax.variants.latent_recurrent_transformer import MemoryConfig
+from recurjax.variants.latent_recurrent_transformer.recurrence import (
+    put,
+    strided_partition,
+)
+from tests.compiling import QUICK_COMPILE
+from tests.tolerances import assert_gradients_close, assert_values_close
+from tests.variants.latent_recurrent_transformer.switches import (
+    LENGTH,
+    RECURRENT,
+    RESET,
+    SWITCHES,
+    VOCABULARY,
+    build,
+    small,
+)
+
+B, T = 2, LENGTH
+quick = partial(jax.jit, compiler_options=QUICK_COMPILE)
+SHARED = SWITCHES["shared"]
+slow = partial(pytest.param, marks=pytest.mark.slow)
+ALL = [
+    "baseline",
+    "shared",
+    *(slow(n) for n in SWITCHES if n not in ("baseline", "shared")),
+]
+# A token's own state comes from a forward on what stands before it: in the recurrence
+# on refined tokens, in training on the initial pass. So the two differ there.
+MEMORIES = ["shared", *(slow(name) for name in RECURRENT[1:] if name != "own state")]
+
+
+@quick
+def apply(model, tokens, cache):
+    return model(tokens, cache)
+
+
+def run(model, ids, cache, lengths=None):
+    logits, cache = apply(model, Tokens(ids, None, lengths), cache)
+    return np.asarray(logits), cache
+
+
+@pytest.fixture(scope="module")
+def ids():
+    draw = np.random.default_rng(1)
+    return draw.integers(VOCABULARY, size=(B, T), dtype=np.int32)
+
+
+@pytest.fixture(scope="module", params=ALL)
+def model(request):
+    return build(SWITCHES[request.param])
+
+
+@pytest.fixture(scope="module")
+def whole(model, ids):
+    return run(model, ids, model.init_cache(B, 0))[0]
+
+
+def test_future_does_not_leak_into_the_past(model, ids, whole):
+    changed = ids.copy()
+    changed[:, 5] = (ids[:, 5] + 1) % VOCABULARY
+    other, _ = run(model, changed, model.init_cache(B, 0))
+    np.testing.assert_array_equal(other[:, :5], whole[:, :5])
+    assert not np.array_equal(other[:, 5:], whole[:, 5:])
+
+
+def test_batch_rows_do_not_mix(model, ids, whole):
+    changed = np.stack([ids[0], (ids[1] + 1) % VOCABULARY])
+    other, _ = run(model, changed, model.init_cache(B, 0))
+    np.testing.assert_array_equal(other[0], whole[0])
+
+
+@pytest.mark.parametrize("pieces", [(1,) * T, (4, 1, 4)])
+def test_any_cut_equals_the_whole(model, ids, whole, pieces):
+    cache, parts, start = model.init_cache(B, T), [], 0
+    for size in pieces:
+        logits, cache = run(model, ids[:, start : start + size], cache)
+        parts.append(logits)
+        start += size
+    assert_values_close(np.concatenate(parts, axis=1), whole)
+
+
+def test_ragged_rows_stand_at_their_own_positions(model, ids, whole):
+    cache, seen = model.init_cache(B, T), np.zeros(B, int)
+    for lengths in ([4, 1], [0, 4], [3, 4]):
+        offset = np.arange(4)
+        real = offset < np.asarray(lengths)[:, None]
+        at = np.where(real, np.minimum(seen[:, None] + offset, T - 1), 0)
+        piece = np.where(real, np.take_along_axis(ids, at, axis=1), np.int32(3))
+        logits, cache = run(model, piece, cache, np.asarray(lengths, np.int32))
+        for row, count in enumerate(lengths):
+            wanted = whole[row, seen[row] : seen[row] + count]
+            assert_values_close(logits[row, :count], wanted)
+        seen += lengths
+
+
+@pytest.fixture(scope="module", params=MEMORIES)
+def latent(request):
+    return build(SWITCHES[request.param])
+
+
+@partial(quick, static_argnames="partition")
+def merged(model, ids, partition):
+    """The last pass of each position, in the order of the partition's slices."""
+    batch = Batch(ids, ids)
+    (_, x), *refined = interleaved_passes(model, batch, slices(partition))
+    for positions, y in zip(slices(partition), [y for _, y in refined], strict=True):
+        x = put(x, positions, y)
+    return model.logits(x)
+
+
+def slices(partition):
+    return tuple(slice(*cut) for cut in partition)
+
+
+def cuts(partition):
+    return tuple((cut.start, cut.stop, cut.step) for cut in partition)
+
+
+SINGLE = tuple((t, t + 1, 1) for t in range(T))
+
+
+def test_singletons_are_the_exact_recurrence(latent, ids):
+    exact, _ = run(latent, ids, latent.init_cache(B, 0))
+    assert_values_close(merged(latent, ids, SINGLE), exact)
+
+
+def test_n_sweeps_of_two_subsets_are_exact_for_2_n_positions(ids):
+    """And position S after one sweep is not: its memory is refined, not its keys'."""
+    model = build(SHARED)
+    exact, _ = run(model, ids, model.init_cache(B, 0))
+    sweep = cuts(strided_partition(T, 2))
+    one, two = merged(model, ids, sweep), merged(model, ids, sweep * 2)
+    assert_values_close(one[:, :2], exact[:, :2])
+    assert_values_close(two[:, :4], exact[:, :4])
+    assert np.abs(one[:, 2] - exact[:, 2]).max() > 1e-3
+
+
+def test_position_0_refined_is_initial(ids):
+    model = build(SHARED)
+    first = merged(model, ids, ())
+    assert_values_close(merged(model, ids, ((0, None, 2),))[:, 0], first[:, 0])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_no_order_of_subsets_looks_ahead(ids, order):
+    model = build(SHARED)
+    partition = cuts(strided_partition(T, 3))
+    partition = tuple(partition[i] for i in order)
+    changed = ids.copy()
+    changed[:, 5] = (ids[:, 5] + 1) % VOCABULARY
+    before, after = (merged(model, x, partition) for x in (ids, changed))
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert not np.array_equal(before[:, 5:], after[:, 5:])
+
+
+def test_a_given_partition_is_a_strided_one(ids):
+    model, ids = build(SHARED), jnp.asarray(ids)
+    given = (np.arange(0, T, 2), np.arange(1, T, 2))
+
+    @quick
+    def by_arrays(model):
+        passes = interleaved_passes(model, Batch(ids, ids), given)
+        return [x for _, x in passes]
+
+    @quick
+    def by_slices(model):
+        passes = interleaved_passes(model, Batch(ids, ids), strided_partition(T, 2))
+        return [x for _, x in passes]
+
+    assert_values_close(by_arrays(model), by_slices(model))
+
+
+def with_zero(model, *names):
+    """Sets the parameters whose names end so to zero."""
+
+    def of_leaf(path, leaf):
+        found = any(parameter_name(path).endswith(name) for name in names)
+        return jnp.zeros_like(leaf) if found else leaf
+
+    return jax.tree_util.tree_map_with_path(of_leaf, model)
+
+
+def test_without_entry_refinement_changes_nothing(ids):
+    model = with_zero(build(SHARED), "memory_scale", "memory.w_k", "memory.w_v")
+    refined = merged(model, ids, cuts(strided_partition(T, 2)))
+    assert_values_close(refined, merged(model, ids, ()))
+
+
+def test_zero_memory_is_the_baseline_only_with_neutral_gates(ids):
+    model = build(SHARED)
+    tree = to_nested_dict(model)
+    plain = build(small(None, value_gate_channels=0))
+    tree["stack"].pop("memory")
+    for block in tree["stack"]["blocks"].values():
+        block.pop("memory_scale"), block.pop("w_mix")
+    plain = from_nested_dict(plain, tree)
+    baseline, _ = run(plain, ids, plain.init_cache(B, 0))
+    neutral = with_zero(model, "w_mix")
+    assert_values_close(merged(neutral, ids, ()), baseline)
+    assert np.abs(merged(model, ids, ()) - baseline).max() > 1e-3
+
+
+@pytest.mark.parametrize("memory", ["broadcast", slow("first")])
+def test_chunks_of_one_are_exact_and_one_chunk_is_initial(ids, memory):
+    model = build(SHARED)
+
+    @partial(quick, static_argnames="chunk")
+    def chunked(model, ids, chunk):
+        states = Chunked(chunk=chunk, memory=memory).states(model, Batch(ids, ids))
+        return model.logits(states)
+
+    exact, _ = run(model, ids, model.init_cache(B, 0))
+    assert_values_close(chunked(model, ids, 1), exact)
+    assert_values_close(chunked(model, ids, T), merged(model, ids, ()))
+
+
+@partial(quick, static_argnames="detached")
+@partial(jax.grad, argnums=0)
+def by_hand(model, batch, detached):
+    """Interleaved training with two subsets, its buffer detached or not."""
+    stack, tokens = model.stack, Tokens(batch.ids)
+    x = model.embed(batch.ids)
+    y, buffer = stack.initial(x, tokens)
+    means = [token_losses(model, model.final_norm(y), batch.targets).nats.mean()]
+    for positions in strided_partition(batch.ids.shape[1], 2):
+        if detached:
+            buffer = jax.lax.stop_gradient(buffer)
+        y, buffer = stack.refine(x, tokens, positions, buffer)
+        targets = batch.targets[:, positions]
+        means.append(token_losses(model, model.final_norm(y), targets).nats.mean())
+    return sum(means) / 3
+
+
+@pytest.mark.slow
+def test_gradients_flow_through_the_buffer(ids):
+    model, ids = build(SHARED), jnp.asarray(ids)
+    batch = Batch(ids[:, :-1], ids[:, 1:])
+    whole = quick(jax.grad(lambda m: Interleaved(subsets=2)(m, batch)[0]))(model)
+    assert_gradients_close(by_hand(model, batch, False), whole)
+    cut = by_hand(model, batch, True)
+    [w_v], [cut_w_v] = (
+        [leaf for path, leaf in named(tree) if path.endswith("0.w_v")]
+        for tree in (whole, cut)
+    )
+    assert jnp.abs(w_v - cut_w_v).max() > 1e-2 * jnp.abs(w_v).max()
+
+
+def named(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(parameter_name(path), leaf) for path, leaf in leaves]
+
+
+@quick
+def swept(model, ids, cache, lengths):
+    tokens = Tokens(ids, None, lengths)
+    results = []
+    for n in (1, T):
+        x, after, residual = model.sweep(tokens, cache, sweeps=n)
+        results.append((model.logits(x), after, residual))
+    return results
+
+
+def test_sweeps_end_at_the_exact_recurrence(ids):
+    model = build(SHARED)
+    lengths = jnp.asarray([T, 5], jnp.int32)
+    exact, want = run(model, ids, model.init_cache(B, T + 1), lengths)
+    few, all_of_them = swept(model, ids, model.init_cache(B, T + 1), lengths)
+    assert few[2] > 1e-2 and all_of_them[2] < 1e-5
+    assert_values_close(all_of_them[0][0], exact[0])
+    assert_values_close(all_of_them[0][1, :5], exact[1, :5])
+    np.testing.assert_array_equal(all_of_them[1].position, want.position)
+    assert_values_close(all_of_them[1].states, want.states)
+
+
+def test_sweeps_go_on_from_a_cache_and_forget_at_resets(ids):
+    model = build(SWITCHES["keys, averaged lags, reset"])
+    exact, _ = run(model, ids, model.init_cache(B, 0))
+    _, cache = run(model, ids[:, :4], model.init_cache(B, T))
+    rest = jnp.full(B, T - 4, jnp.int32)
+    _, (logits, _, _) = swept(model, ids[:, 4:], cache, rest)
+    assert_values_close(logits, exact[:, 4:])
+
+
+def test_a_reset_token_hides_what_came_before_from_the_memory():
+    model = build(SWITCHES["keys, averaged lags, reset"])
+    ids = jnp.array([[1, 2, 4, RESET, 5, 6, 7, 8, 9]], jnp.int32)
+    other = jnp.array([[9, 8, 7, RESET, 5, 6, 7, 8, 9]], jnp.int32)
+    memories = [
+        model.stack.memory_of(jnp.asarray(x, jnp.float32)[..., None] * jnp.ones(8), x)
+        for x in (ids, other)
+    ]
+    np.testing.assert_array_equal(memories[0][:, 3:], memories[1][:, 3:])
+    assert not np.array_equal(memories[0][:, :3], memories[1][:, :3])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: Interleaved(subsets=T + 1), "parts must lie in 1"),
+        (lambda m: Interleaved(subsets=0), "subsets and vocabulary_chunks"),
+        (lambda m: small(m.config.stack.memory, layers=0), "layers must be at least"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(ids, call, message):
+    model = build(SHARED)
+    with pytest.raises(ValueError, match=message):
+        call(model)(model, Batch(jnp.asarray(ids), jnp.asarray(ids)))
+
+
+def test_a_buffer_or_memory_of_another_shape_is_refused(ids):
+    model, ids = build(SHARED), jnp.asarray(ids)
+    x, tokens = model.embed(ids), Tokens(ids)
+    buffer = model.stack.empty_buffer(x[:, :4])
+    with pytest.raises(ValueError, match="wants a buffer of states"):
+        model.stack.refine(x, tokens, slice(0, 1, 1), buffer)
+    memory = jnp.zeros((B, 3, 8))
+    with pytest.raises(ValueError, match="wants a memory of shape"):
+        buffer = model.stack.empty_buffer(x)
+        model.stack.refine(x, tokens, slice(0, 1, 1), buffer, memory=memory)
+
+
+def test_a_source_outside_the_layers_is_refused():
+    with pytest.raises(ValueError, match=r"memory.sources must be layers in 1..2"):
+        small(MemoryConfig(sources=(3,)))
