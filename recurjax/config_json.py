@@ -42,6 +42,17 @@ def from_json(wanted: type[T], data: Any, *, path: str = "config") -> T:
     return _decode(wanted, data, path)
 
 
+def json_differences(one: Any, other: Any, *, path: str = "") -> list[str]:
+    """Lists fields that differ in two configs' JSON, as `a.b: 1 instead of 2`."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        found = []
+        for name in one:
+            inner = f"{path}.{name}" if path else name
+            found += json_differences(one[name], other[name], path=inner)
+        return found
+    return [] if one == other else [f"{path}: {one!r} instead of {other!r}"]
+
+
 def _decode(wanted: Any, data: Any, path: str) -> Any:
     origin = get_origin(wanted)
     if origin in (Union, types.UnionType):

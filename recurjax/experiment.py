@@ -5,13 +5,14 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from recurjax.config_json import from_json, to_json
+from recurjax.config_json import from_json, json_differences, to_json
 from recurjax.data.config import DataConfig
 from recurjax.errors import UserError
+from recurjax.layers.position import LearnedPositions
 from recurjax.model import ModelConfig
 from recurjax.sharding import MeshConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
@@ -53,9 +54,22 @@ class Experiment:
         if longest is not None and self.training.length > longest:
             raise ValueError(
                 f"training.length {self.training.length} exceeds the model's {longest} "
-                "learned positions: shorten it or raise model.stack.attention.position"
-                ".length"
+                "learned positions: shorten it or raise "
+                f"{_learned_positions(self.model, 'model')}.length"
             )
+
+
+def _learned_positions(config: Any, path: str) -> str | None:
+    """Returns the dotted name of the field that holds learned positions."""
+    if isinstance(config, LearnedPositions):
+        return path
+    if not is_dataclass(config):
+        return None
+    inner = (
+        _learned_positions(getattr(config, part.name), f"{path}.{part.name}")
+        for part in fields(config)
+    )
+    return next((name for name in inner if name is not None), None)
 
 
 def load_experiment(path: Path) -> Experiment:
@@ -135,14 +149,29 @@ def read_experiment(file: Path) -> Experiment:
 
 def differences(one: Experiment, other: Experiment) -> list[str]:
     """Lists fields that differ, as `a.b: 1 instead of 2` (one's value, other's)."""
-    return _differences(to_json(one), to_json(other), "")
+    return json_differences(to_json(one), to_json(other))
 
 
-def _differences(one: object, other: object, path: str) -> list[str]:
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        found = []
-        for name in one:
-            inner = f"{path}.{name}" if path else name
-            found += _differences(one[name], other[name], inner)
-        return found
-    return [] if one == other else [f"{path}: {one!r} instead of {other!r}"]
+def model_differences(one: ModelConfig, other: ModelConfig) -> list[str]:
+    """Lists what makes two models different functions of their parameters.
+
+    How parameters start, dtypes of activations and the order of a computation do not
+    count.
+    """
+    return json_differences(_function(to_json(one)), _function(to_json(other)))
+
+
+_NOT_THE_FUNCTION = {
+    *("init", "dtype", "remat", "unroll", "implementation", "schedule", "tile"),
+    "gate_horizon",  # of RAT's gates: how their biases start
+}
+
+
+def _function(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {
+            name: _function(value)
+            for name, value in config.items()
+            if name not in _NOT_THE_FUNCTION
+        }
+    return [_function(item) for item in config] if isinstance(config, list) else config

@@ -13,7 +13,10 @@ from recurjax.errors import UserError
 from recurjax.parameters import parameter_name
 
 RULES: tuple[tuple[str, P], ...] = (
-    (r"\bw_(q|k|v|full|expand)$", P("fsdp", "tensor", None)),  # [D, H, E]: heads
+    (
+        r"\bw_(q|k|v|full|expand|input_v)$",
+        P("fsdp", "tensor", None),
+    ),  # [D, H, E]: heads
     (r"\bw_reduce$", P("fsdp", None)),  # [D, R], R the rank of a gate
     (r"\bw_out$", P("tensor", None, "fsdp")),  # [H, E, D]: one psum a block
     (r"\bw_(up|gate)$", P("fsdp", "tensor")),  # [D, F]
@@ -22,17 +25,24 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"\bb_(up|gate)$", P("tensor")),  # [F]
     (r"\bb_(out|down)$", P(None)),  # [D]
     (r"\bw_embedding$", P("tensor", "fsdp")),  # [V, D]
+    (r"\bw_value_embedding$", P("fsdp", "tensor", None)),  # [V, K, E]
+    (r"\bw_value_gate$", P(None, "tensor")),  # [channels, K]
+    (r"\bw_mix$", P("fsdp", None, "tensor")),  # [D, 2, K]
     (r"\bw_head$", P("fsdp", "tensor")),  # [D, V]
     (r"\bw_position$", P(None, "fsdp")),  # [N, D]
     (r"\b(scale|bias)$", P(None)),  # norms
+    (r"\b(history_scale|lag_logits|source_logits)$", P(None)),  # learned mixes
+    (r"\b(residual|input|attention|mlp|value|memory)_scale$", P()),  # one a layer
 )
 """First match wins. A spec names every axis of one layer's parameter; leading axes of
-stacked layers come on top and are not sharded. Where an axis of the mesh does not
-divide a dimension (8 key heads over 16 devices), that dimension is replicated."""
+stacked layers come on top, the first of them lies over `stage`. Where an axis of the
+mesh does not divide a dimension (8 key heads over 16 devices), that dimension is
+replicated."""
 
-AXES = ("data", "fsdp", "stage", "tensor")
+AXES = ("data", "fsdp", "stage", "sequence", "tensor")
 """data: batch; fsdp: batch and parameters; stage: layers (the Recurrent Transformer's
-wavefront); tensor: heads, feed-forward width, vocabulary."""
+wavefront); sequence: the tokens of a row (RAT's stacks); tensor: heads, feed-forward
+width, vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,17 +52,21 @@ class MeshConfig:
     Attributes:
       data: copies of the model that see different rows; -1 takes all devices left.
       fsdp: devices that see different rows and share one copy's parameters.
-      stage: reserved for pipelines over layers; 1 otherwise.
+      stage: devices that the layers are cut over, for a Recurrent Transformer with
+        the schedule "wavefront"; 1 otherwise.
+      sequence: devices that the tokens of every row are cut over, for a RAT stack;
+        each holds all parameters of the other axes' share.
       tensor: devices that share each layer's matrix products.
     """
 
     data: int = -1
     fsdp: int = 1
     stage: int = 1
+    sequence: int = 1
     tensor: int = 1
 
     def __post_init__(self):
-        sizes = (self.data, self.fsdp, self.stage, self.tensor)
+        sizes = tuple(getattr(self, axis) for axis in AXES)
         if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
             raise ValueError(
                 f"MeshConfig: axes must be at least 1, one of them may be -1: {sizes}"
@@ -83,8 +97,8 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of [B, ...] data: rows over data and fsdp."""
-    return NamedSharding(mesh, P(("data", "fsdp")))
+    """Returns the sharding of [B, T] data: rows over data and fsdp, T over sequence."""
+    return NamedSharding(mesh, P(("data", "fsdp"), "sequence"))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -105,9 +119,10 @@ def check_batch(rows: int, mesh: Mesh, *, name: str) -> None:
 def local_rows(rows: int, mesh: Mesh) -> tuple[int, int]:
     """Returns the half-open range of a batch's rows that hold all of this process'."""
     sharding = batch_sharding(mesh)
+    shape = (rows, mesh.shape["sequence"])
     spans = [
         index[0].indices(rows)[:2]
-        for index in sharding.addressable_devices_indices_map((rows,)).values()
+        for index in sharding.addressable_devices_indices_map(shape).values()
         if index is not None
     ]
     return min(start for start, _ in spans), max(stop for _, stop in spans)
@@ -137,7 +152,10 @@ def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     leading = len(shape) - len(spec)
     if leading < 0:  # a factored or scalar statistic of the parameter
         return P()
-    axes = [None] * leading + list(spec)
+    layers: list[str | None] = [None] * leading
+    if leading and mesh.shape["stage"] > 1:
+        layers[0] = "stage"
+    axes = layers + list(spec)
     divides = [
         axis if axis is not None and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(axes, shape, strict=True)

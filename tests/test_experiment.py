@@ -11,7 +11,9 @@ from recurjax.experiment import (
     read_experiment,
     write_experiment,
 )
+from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import LearnedPositions
+from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from tests.training import tiny_experiment
 from tests.training.tiny_experiment import changed, config
 
@@ -106,11 +108,31 @@ def test_a_name_must_fit_a_directory(name):
         dataclasses.replace(config(), name=name)
 
 
-def test_rows_longer_than_the_learned_positions_are_refused():
-    experiment = config()
-    attention = dataclasses.replace(
-        experiment.model.stack.attention, position=LearnedPositions(length=8)
-    )
-    stack = dataclasses.replace(experiment.model.stack, attention=attention)
-    with pytest.raises(ValueError, match="training.length 16 exceeds .* 8 learned"):
-        changed(experiment, model={"stack": stack})
+LEARNED = LearnedPositions(length=8)
+ATTENTION = dataclasses.replace(config().model.stack.attention, position=LEARNED)
+RECURRENT = RecurrentTransformerConfig(
+    layers=1,
+    width=16,
+    heads=2,
+    key_heads=2,
+    head_width=8,
+    mlp=MlpConfig(width=16),
+    position=LEARNED,
+)
+
+
+@pytest.mark.parametrize(
+    ("stack", "field"),
+    [
+        (
+            dataclasses.replace(config().model.stack, attention=ATTENTION),
+            "model.stack.attention.position.length",
+        ),
+        (RECURRENT, "model.stack.position.length"),
+    ],
+)
+def test_rows_longer_than_the_learned_positions_are_refused(stack, field):
+    """The error names the field, wherever the variant has it."""
+    told = f"training.length 16 exceeds .* 8 learned .* or raise {field}$"
+    with pytest.raises(ValueError, match=told):
+        changed(config(), model={"stack": stack})

@@ -15,7 +15,8 @@ ORDER = (
     ("layers", "data", "sharding", "distributed", "config_json", "ranges"),
     ("variants",),
     ("model",),
-    ("cross_entropy", "training.spikes"),
+    ("cross_entropy", "training.spikes", "training.muon"),
+    ("training.latent_objectives", "training.muon_adamw"),
     (
         "training.config",
         "training.objective",
@@ -23,9 +24,9 @@ ORDER = (
         "training.schedule",
     ),
     ("experiment",),
-    ("inference", "evaluation", "convert", "plan"),
+    ("inference", "evaluation", "plan"),
     ("training",),
-    ("bench",),
+    ("bench", "convert"),
     ("cli",),
 )
 # Where the order alone would allow more than the design does.

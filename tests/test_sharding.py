@@ -30,6 +30,7 @@ from recurjax.training.placement import place
 from recurjax.training.step import new_state
 from recurjax.variants.transformer import TransformerConfig
 from tests.training.tiny_experiment import config
+from tests.variants.latent_recurrent_transformer.switches import SWITCHES as LATENT
 from tests.variants.rat.switches import SWITCHES as RAT
 from tests.variants.recurrent_transformer.switches import SWITCHES as RECURRENT
 
@@ -68,7 +69,8 @@ MODELS = {
     ),
     "recurrent transformer": RECURRENT["grouped_rope_layer_norm_biases_wavefront"],
     "rat, low rank": RAT["low_rank_by_token_beside_windows"],
-}
+} | {f"latent, {name}": LATENT[name] for name in ("every scale", "layerwise")}
+MODELS |= {"latent, averages": LATENT["averaged sources, replacing"]}
 
 
 def abstract(model):
@@ -140,7 +142,9 @@ def test_key_heads_that_do_not_divide_tensor_are_replicated():
 
 def test_the_moments_lie_like_their_parameters_and_counters_everywhere():
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
-    optimizer = build_optimizer(AdamW(learning_rate=1.0), lambda step: 1.0, clip=1.0)
+    optimizer = build_optimizer(
+        AdamW(learning_rate=1.0), lambda step: 1.0, clip=1.0, steps=1
+    )
     spikes = config().training.spikes
     state = jax.eval_shape(
         lambda key: new_state(key, EVERYTHING, optimizer, spikes), jax.random.key(0)
@@ -181,11 +185,12 @@ def test_a_batch_that_cannot_be_spread_is_told():
 
 def test_rows_arrive_in_order_however_the_mesh_lays_out_the_devices():
     # As on TPU pods, where the order follows the links between the chips.
-    order = np.array(jax.devices())[[0, 4, 1, 5, 2, 6, 3, 7]].reshape(4, 1, 1, 2)
-    for devices in (order, np.array(jax.devices()).reshape(2, 2, 1, 2)):
-        mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 4)
+    order = np.array(jax.devices())[[0, 4, 1, 5, 2, 6, 3, 7]].reshape(4, 1, 1, 1, 2)
+    shapes = ((2, 2, 1, 1, 2), (2, 1, 1, 2, 2))  # The second cuts the tokens too.
+    for devices in (order, *(order.reshape(shape) for shape in shapes)):
+        mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 5)
         assert local_rows(8, mesh) == (0, 8)
-        rows = {name: np.arange(24).reshape(8, 3) for name in ("ids", "targets")}
+        rows = {name: np.arange(32).reshape(8, 4) for name in ("ids", "targets")}
         batch = place(rows, mesh, batch=8)
         np.testing.assert_array_equal(batch.ids, rows["ids"])
         assert batch.ids.sharding.is_equivalent_to(batch_sharding(mesh), 2)

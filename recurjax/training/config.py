@@ -17,6 +17,10 @@ class TrainingConfig:
       accumulation: parts of the batch that go through the model one after another.
       gradient_clip: largest global norm of the gradient, or None.
       seed: of the initial parameters.
+      start_from: a run directory (a model imported by `recurjax convert`, or a run to
+        go on from with other data or another optimizer): its newest checkpoint gives
+        the initial parameters instead of the seed. It must have the same model and
+        tokenizer, and is not read again once this run has a checkpoint.
       log_every: steps between rows of metrics.jsonl.
       checkpoint_every: steps between checkpoints; one more is made at the end.
       keep_checkpoints: how many of the newest stay, beside the best.
@@ -33,6 +37,7 @@ class TrainingConfig:
     accumulation: int = 1
     gradient_clip: float | None = 1.0
     seed: int = 0
+    start_from: str | None = None
     log_every: int = 10
     checkpoint_every: int = 1000
     keep_checkpoints: int = 3

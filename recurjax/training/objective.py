@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from recurjax.cross_entropy import token_losses
 from recurjax.model import Decoder
 from recurjax.ranges import require_range
-from recurjax.types import IGNORED, Batch, Scalar, Tokens
+from recurjax.training.latent_objectives import Chunked, Interleaved
+from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +40,7 @@ class NextToken:
         self, model: Decoder, batch: Batch
     ) -> tuple[Scalar, dict[str, Scalar]]:
         """Returns the loss to minimise and, as metrics, its cross-entropy `loss`."""
-        tokens = Tokens(batch.ids, batch.segments)
-        x, _ = model.hidden(tokens, model.init_cache(batch.ids.shape[0], 0))
+        x = self.states(model, batch)
         losses = token_losses(model, x, batch.targets, chunks=self.vocabulary_chunks)
         counted = jnp.maximum(jnp.sum(batch.targets != IGNORED), 1)
         cross_entropy = losses.nats.sum() / counted
@@ -49,9 +50,14 @@ class NextToken:
         z = jnp.square(losses.log_normalizer).sum() / counted
         return cross_entropy + self.z_loss * z, metrics | {"z_loss": self.z_loss * z}
 
+    def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
+        """Returns what the head reads in evaluations: the model as it is called."""
+        tokens = Tokens(batch.ids, batch.segments)
+        return model.hidden(tokens, model.init_cache(batch.ids.shape[0], 0))[0]
 
-Objective = NextToken
+
+Objective = NextToken | Interleaved | Chunked
 """Every objective: a closed union, told apart by class in JSON.
 
 Each is callable as `NextToken` is, names its cross-entropy "loss" among its metrics,
-and has `vocabulary_chunks`, which evaluations use too."""
+and has `states` and `vocabulary_chunks`, which evaluations use."""

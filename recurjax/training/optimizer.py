@@ -1,6 +1,6 @@
 """Optimizers as configs, built from optax."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,6 +9,7 @@ import optax
 
 from recurjax.parameters import parameter_name
 from recurjax.ranges import require_range
+from recurjax.training.muon_adamw import MuonAdamW, muon_adamw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +53,17 @@ class Adam:
         _check_adam(self)
 
 
-OptimizerConfig = AdamW | Adam
+OptimizerConfig = AdamW | Adam | MuonAdamW
+"""Every optimizer: a closed union, told apart by class in JSON. Each has a
+`learning_rate`, the peak of the rate that is scheduled and shown."""
 
 
 def build_optimizer(
-    config: OptimizerConfig, rate: Callable, *, clip: float | None
+    config: OptimizerConfig,
+    rate: Callable,
+    *,
+    clip: float | None,
+    steps: int | None = None,
 ) -> optax.GradientTransformation:
     """Returns the gradient transformation of a whole training step.
 
@@ -64,17 +71,27 @@ def build_optimizer(
       config: which optimizer.
       rate: optimizer step -> learning rate.
       clip: largest global norm of the gradient, or None.
+      steps: of the whole run; MuonAdamW, which schedules more than its rate, needs it.
     """
-    moments = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
-    steps = [] if clip is None else [optax.clip_by_global_norm(clip)]
-    steps.append(moments)
+    clipping = [] if clip is None else [optax.clip_by_global_norm(clip)]
+    if isinstance(config, MuonAdamW):
+        if steps is None:
+            raise ValueError("build_optimizer: MuonAdamW needs the run's steps")
+        return optax.chain(*clipping, muon_adamw(config, rate, steps=steps))
+    return optax.chain(*clipping, *_adam(config, rate))
+
+
+def _adam(
+    config: AdamW | Adam, rate: Callable
+) -> Iterator[optax.GradientTransformation]:
+    yield optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     if isinstance(config, AdamW):
         mask = is_matrix if config.decay == "matrices" else None
-        steps.append(optax.add_decayed_weights(config.weight_decay, mask=mask))
-    return optax.chain(*steps, optax.scale_by_learning_rate(rate))
+        yield optax.add_decayed_weights(config.weight_decay, mask=mask)
+    yield optax.scale_by_learning_rate(rate)
 
 
-def _check_adam(config: OptimizerConfig) -> None:
+def _check_adam(config: AdamW | Adam) -> None:
     require_range(config, "learning_rate", "eps", above=0)
     require_range(config, "b1", "b2", least=0, below=1)
 

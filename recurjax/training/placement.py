@@ -15,7 +15,7 @@ def place(rows: Mapping[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
     """Puts one batch on the devices.
 
     Args:
-      rows: those of `local_rows`: a process' devices may need only some of them, where
+      rows: [B, T] arrays of `local_rows`: a process' devices may need only some, where
         the mesh follows the links of a TPU pod.
       mesh: where to.
       batch: rows over all processes.
@@ -28,7 +28,7 @@ def place(rows: Mapping[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
 
         def part(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(batch)
-            return own[start - first : stop - first]
+            return own[start - first : stop - first, index[1]]
 
         return jax.make_array_from_callback((batch, *own.shape[1:]), sharding, part)
 

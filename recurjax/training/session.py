@@ -1,7 +1,7 @@
 """What a run has open: data, devices, checkpoints, and the state to start from."""
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,12 @@ from recurjax.training.optimizer import build_optimizer
 from recurjax.training.placement import place, placed
 from recurjax.training.run_directory import RunDirectory, abstract_on
 from recurjax.training.schedule import learning_rate
-from recurjax.training.step import TrainState, new_state, train_step
+from recurjax.training.start_from import check_start, load_start
+from recurjax.training.step import TrainState, first_state, new_state, train_step
 from recurjax.types import Batch, Scalar
+from recurjax.variants.rat import RatConfig
+from recurjax.variants.rat.sequence_parallel import obstacle
+from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 
 Metrics = dict[str, Scalar]
 
@@ -42,7 +46,8 @@ class Session:
         training = experiment.training
         self.experiment = experiment
         self.mesh = make_mesh(experiment.mesh)
-        _check_stages(experiment)
+        _check_stages(experiment, self.mesh.shape["stage"])
+        _check_sequence(experiment, self.mesh.shape["sequence"])
         self.evaluation_batch = (
             experiment.evaluation.batch or training.batch // training.accumulation
         )
@@ -63,11 +68,16 @@ class Session:
             steps=training.steps,
         )
         self._optimizer = build_optimizer(
-            experiment.optimizer, self._rate, clip=training.gradient_clip
+            experiment.optimizer,
+            self._rate,
+            clip=training.gradient_clip,
+            steps=training.steps,
         )
         loader = self._loader("train", training.batch)
         # Made here, so that a split too short is told before a step is trained.
         self._validation = self._loader("validation", self.evaluation_batch)
+        if not self.directory.has_checkpoint:
+            check_start(experiment, self.dataset.tokenizer)
         if not claimed:
             first_process(
                 lambda: self.directory.claim(experiment, self.dataset.tokenizer)
@@ -88,7 +98,7 @@ class Session:
         reached = 0 if restored is None else restored.step
         first_process(lambda: self.directory.rewind(reached))
         if restored is None:
-            return self._initialised()
+            return self._first_state(report)
         if reached > self.experiment.training.steps:
             raise UserError(
                 f"{self.directory.root} is at step {reached} already: set "
@@ -111,7 +121,8 @@ class Session:
 
     def step_on(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Trains on a batch; `state` is used up."""
-        return self._step(state, batch)
+        with jax.set_mesh(self.mesh):
+            return self._step(state, batch)
 
     def evaluate(self, state: TrainState, between: Callable[[], None]) -> Score:
         """Scores the validation split, or its first `evaluation.batches`."""
@@ -119,13 +130,14 @@ class Session:
         limit = self.experiment.evaluation.batches
         limited = islice(batches, limit)
         try:
-            return score(
-                state.model,
-                placed(limited, self.mesh, batch=self.evaluation_batch),
-                token_bytes=self.dataset.tokenizer.token_bytes,
-                chunks=self.experiment.objective.vocabulary_chunks,
-                between=between,
-            )
+            with jax.set_mesh(self.mesh):
+                return score(
+                    state.model,
+                    placed(limited, self.mesh, batch=self.evaluation_batch),
+                    token_bytes=self.dataset.tokenizer.token_bytes,
+                    objective=self.experiment.objective,
+                    between=between,
+                )
         finally:
             batches.close()
 
@@ -165,6 +177,19 @@ class Session:
             length=self.experiment.training.length,
             batch=batch,
             rows=local_rows(batch, self.mesh),
+        )
+
+    def _first_state(self, report: Callable[[str], None]) -> TrainState:
+        model = load_start(self.experiment, self.mesh, report)
+        if model is None:
+            return self._initialised()
+        begin = partial(
+            first_state,
+            optimizer=self._optimizer,
+            spikes=self.experiment.training.spikes,
+        )
+        return jax.jit(begin, donate_argnums=0, out_shardings=self._state_shardings)(
+            model
         )
 
     def _initialised(self) -> TrainState:
@@ -214,13 +239,39 @@ class Session:
         )
 
 
-def _check_stages(experiment: Experiment) -> None:
-    if experiment.mesh.stage != 1:
+def _check_stages(experiment: Experiment, stages: int) -> None:
+    stack = experiment.model.stack
+    if stages == 1:
+        return
+    if not isinstance(stack, RecurrentTransformerConfig):
         raise UserError(
-            f"mesh.stage is for pipelines over layers, which "
-            f"{type(experiment.model.stack).__name__} does not have: leave it at 1, "
-            f"got {experiment.mesh.stage}"
+            f"mesh.stage is for pipelines over layers, which {type(stack).__name__} "
+            f"does not have: leave it at 1, got {stages}"
         )
+    if stack.schedule != "wavefront":
+        raise UserError(
+            "mesh.stage is for the wavefront over layers: set "
+            "--model.stack.schedule wavefront or leave it at 1, got "
+            f"{stages} stages and schedule {stack.schedule}"
+        )
+    if stack.layers % stages:
+        raise UserError(
+            f"mesh.stage must divide the model's {stack.layers} layers, got {stages}"
+        )
+
+
+def _check_sequence(experiment: Experiment, count: int) -> None:
+    stack = experiment.model.stack
+    if count == 1:
+        return
+    if not isinstance(stack, RatConfig):
+        raise UserError(
+            f"mesh.sequence is for stacks of RAT, the RNN and attention by RatConfig, "
+            f"which {type(stack).__name__} is not: leave it at 1, got {count}"
+        )
+    reason = obstacle(stack, experiment.training.length, count)
+    if reason is not None:
+        raise UserError(f"mesh.sequence = {count}: {reason}")
 
 
 def _check_samples(experiment: Experiment, dataset: Dataset) -> None:

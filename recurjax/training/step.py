@@ -33,11 +33,17 @@ def new_state(
     spikes: SpikeConfig,
 ) -> TrainState:
     """Initialises model and optimizer from one key. Run it under jit with shardings."""
-    decoder = Decoder(model, rngs=nnx.Rngs(key))
+    return first_state(Decoder(model, rngs=nnx.Rngs(key)), optimizer, spikes)
+
+
+def first_state(
+    model: Decoder, optimizer: optax.GradientTransformation, spikes: SpikeConfig
+) -> TrainState:
+    """Returns the state before the first step on a model's parameters."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        model=decoder,
-        optimizer=optimizer.init(decoder),  # pyright: ignore[reportArgumentType]
+        model=model,
+        optimizer=optimizer.init(model),  # pyright: ignore[reportArgumentType]
         spikes=new_spike_state(spikes),
     )
 

@@ -56,7 +56,7 @@ GRADIENTS = [draw(seed) for seed in (1, 2, 3)]
 
 def test_adamw_is_the_papers_and_spares_biases():
     optimizer = build_optimizer(
-        AdamW(learning_rate=1.0, weight_decay=0.3), rate, clip=None
+        AdamW(learning_rate=1.0, weight_decay=0.3), rate, clip=None, steps=1
     )
     want = by_hand(GRADIENTS, decay={"w_up": 0.3, "b_up": 0.0})
     assert_same(by_optax(optimizer, GRADIENTS), want)
@@ -64,7 +64,10 @@ def test_adamw_is_the_papers_and_spares_biases():
 
 def test_decay_of_all_spares_nothing():
     optimizer = build_optimizer(
-        AdamW(learning_rate=1.0, weight_decay=0.3, decay="all"), rate, clip=None
+        AdamW(learning_rate=1.0, weight_decay=0.3, decay="all"),
+        rate,
+        clip=None,
+        steps=1,
     )
     want = by_hand(GRADIENTS, decay={"w_up": 0.3, "b_up": 0.3})
     assert_same(by_optax(optimizer, GRADIENTS), want)
@@ -72,7 +75,7 @@ def test_decay_of_all_spares_nothing():
 
 def test_adam_does_not_decay_and_takes_its_own_constants():
     optimizer = build_optimizer(
-        Adam(learning_rate=1.0, b1=0.8, b2=0.99, eps=1e-3), rate, clip=None
+        Adam(learning_rate=1.0, b1=0.8, b2=0.99, eps=1e-3), rate, clip=None, steps=1
     )
     none = {"w_up": 0.0, "b_up": 0.0}
     want = by_hand(GRADIENTS, decay=none, b1=0.8, b2=0.99, eps=1e-3)
@@ -82,7 +85,9 @@ def test_adam_does_not_decay_and_takes_its_own_constants():
 @pytest.mark.parametrize("scale", [0.01, 10.0])
 def test_clipping_scales_the_whole_gradient_to_its_norm(scale):
     gradients = [draw(seed, scale) for seed in (1, 2, 3)]
-    optimizer = build_optimizer(Adam(learning_rate=1.0, eps=0.1), rate, clip=1.0)
+    optimizer = build_optimizer(
+        Adam(learning_rate=1.0, eps=0.1), rate, clip=1.0, steps=1
+    )
     none = {"w_up": 0.0, "b_up": 0.0}
     want = by_hand(gradients, decay=none, clip=1.0, eps=0.1)
     assert_same(by_optax(optimizer, gradients), want)

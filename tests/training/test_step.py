@@ -24,7 +24,9 @@ MODEL = dataclasses.replace(
     vocabulary=11,
     stack=dataclasses.replace(config().model.stack, layers=1),
 )
-OPTIMIZER = build_optimizer(AdamW(learning_rate=1.0), lambda step: 0.01, clip=1.0)
+OPTIMIZER = build_optimizer(
+    AdamW(learning_rate=1.0), lambda step: 0.01, clip=1.0, steps=1
+)
 SPIKES = SpikeConfig(window=4, sigma=4.0)
 POISON = 10  # A batch that begins with this token has a loss that is not a number.
 

@@ -1,0 +1,158 @@
+"""Objectives of the Latent Recurrent Transformer: passes over parts of a sequence."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from recurjax.cross_entropy import token_losses
+from recurjax.model import Decoder
+from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerStack,
+)
+from recurjax.variants.latent_recurrent_transformer.recurrence import (
+    Positions,
+    put,
+    strided_partition,
+    take,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interleaved:
+    """Interleaved parallel training: one pass over all, one over each of S subsets.
+
+    loss = mean over the S + 1 passes of each one's mean cross-entropy, eq. (6); nothing
+    is detached. Source: section 3.1, algorithm 1.
+
+    Attributes:
+      subsets: S; subset s holds the positions s, s + S, s + 2 S, ...
+      vocabulary_chunks: see `token_losses`.
+    """
+
+    subsets: int = 2
+    vocabulary_chunks: int = 1
+
+    def __post_init__(self):
+        if self.subsets < 1 or self.vocabulary_chunks < 1:
+            raise ValueError(
+                "Interleaved: subsets and vocabulary_chunks must be at least 1, got "
+                f"{self.subsets} and {self.vocabulary_chunks}"
+            )
+
+    def __call__(
+        self, model: Decoder, batch: Batch
+    ) -> tuple[Scalar, dict[str, Scalar]]:
+        """Returns the loss; as metrics `loss`, `initial` and `refined`."""
+        partition = strided_partition(batch.ids.shape[1], self.subsets)
+        passes = interleaved_passes(model, batch, partition)
+        means = jnp.stack(
+            [
+                _mean(model, x, batch, positions, self.vocabulary_chunks)
+                for positions, x in passes
+            ]
+        )
+        loss = means.mean()
+        return loss, {"loss": loss, "initial": means[0], "refined": means[1:].mean()}
+
+    def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
+        """Returns what the head reads in evaluations: each position's last pass."""
+        partition = strided_partition(batch.ids.shape[1], self.subsets)
+        (_, merged), *refined = interleaved_passes(model, batch, partition)
+        for positions, x in refined:
+            merged = put(merged, positions, x)
+        return merged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunked:
+    """Chunked training: chunks one after another, parallel within.
+
+    The memory of a chunk is the state before it, one for all its positions. Source:
+    appendix D.1.
+
+    Attributes:
+      chunk: C, in tokens.
+      memory: who receives it: all positions of the chunk, or the first only.
+      vocabulary_chunks: see `token_losses`.
+    """
+
+    chunk: int
+    memory: Literal["broadcast", "first"] = "broadcast"
+    vocabulary_chunks: int = 1
+
+    def __post_init__(self):
+        if self.chunk < 1 or self.vocabulary_chunks < 1:
+            raise ValueError(
+                "Chunked: chunk and vocabulary_chunks must be at least 1, got "
+                f"{self.chunk} and {self.vocabulary_chunks}"
+            )
+
+    def __call__(
+        self, model: Decoder, batch: Batch
+    ) -> tuple[Scalar, dict[str, Scalar]]:
+        """Returns the mean cross-entropy, as the loss and as the metric `loss`."""
+        x = self.states(model, batch)
+        loss = _mean(model, x, batch, slice(0, None, 1), self.vocabulary_chunks)
+        return loss, {"loss": loss}
+
+    def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
+        """Returns what the head reads, of all positions."""
+        stack = _stack_of(model)
+        tokens = Tokens(batch.ids, batch.segments)
+        x = model.embed(batch.ids)
+        T = x.shape[1]
+        buffer = stack.empty_buffer(x)
+        parts = []
+        for start in range(0, T, self.chunk):
+            positions = slice(start, min(start + self.chunk, T), 1)
+            n = positions.stop - start
+            memory = stack.memory_of(buffer.states, batch.ids)[:, start : start + 1]
+            memory = jnp.repeat(memory, n, axis=1)
+            if self.memory == "first":
+                memory = jnp.where(np.arange(n)[None, :, None] == 0, memory, 0)
+            y, buffer = stack.refine(x, tokens, positions, buffer, memory=memory)
+            parts.append(y)
+        return model.final_norm(jnp.concatenate(parts, axis=1))
+
+
+def interleaved_passes(
+    model: Decoder, batch: Batch, partition: tuple[Positions, ...]
+) -> list[tuple[Positions, Float[Array, "B n D"]]]:
+    """Runs the initialization pass and one refinement for each subset, in turn.
+
+    Returns:
+      The positions of each pass and, at them, the states that the head reads.
+    """
+    stack = _stack_of(model)
+    tokens = Tokens(batch.ids, batch.segments)
+    x = model.embed(batch.ids)
+    y, buffer = stack.initial(x, tokens)
+    passes: list[tuple[Positions, Array]] = [
+        (slice(0, None, 1), model.final_norm(y)),
+    ]
+    for positions in partition:
+        y, buffer = stack.refine(x, tokens, positions, buffer)
+        passes.append((positions, model.final_norm(y)))
+    return passes
+
+
+def _stack_of(model: Decoder) -> LatentRecurrentTransformerStack:
+    stack = model.stack
+    if not isinstance(stack, LatentRecurrentTransformerStack):
+        raise ValueError(
+            "objective: passes over parts of a sequence are for a model with a latent "
+            f"memory, not for {type(model.config.stack).__name__}; use NextToken"
+        )
+    return stack
+
+
+def _mean(
+    model: Decoder, x: Array, batch: Batch, positions: Positions, chunks: int
+) -> Scalar:
+    targets = take(batch.targets, positions)
+    nats = token_losses(model, x, targets, chunks=chunks).nats
+    return nats.sum() / jnp.maximum(jnp.sum(targets != IGNORED), 1)

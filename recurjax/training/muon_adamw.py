@@ -1,0 +1,159 @@
+"""MuonAdamW: Muon for matrices, AdamW with rates of their own for the rest."""
+
+import re
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from recurjax.parameters import parameter_name
+from recurjax.ranges import require_range
+from recurjax.training.muon import muon
+
+_REFERENCE_WIDTH, _REFERENCE_BATCH, _REFERENCE_LAYERS = 768, 2**19, 12
+_BETAS = (0.8, 0.95)
+
+Group = Literal["matrix", "embedding", "head", "scalar", "residual", "input"]
+
+GROUPS: tuple[tuple[str, Group], ...] = (
+    (r"\bw_(embedding|value_embedding|position)$", "embedding"),
+    (r"\bw_head$", "head"),
+    (r"\bw_mix$", "scalar"),  # the latent memory's gates, unless gates = "muon"
+    (r"\bw_", "matrix"),
+    (r"\bresidual_scale$", "residual"),
+    (r"\binput_scale$", "input"),
+    (r"", "scalar"),  # norms, biases, scales, learned averages
+)
+"""Which group a parameter belongs to: the first pattern that its name meets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonAdamW:
+    """Muon and AdamW side by side, with nanochat's groups and scaling rules.
+
+    Every rate follows the schedule and is multiplied by sqrt(batch_tokens / 2^19); the
+    embeddings' and the head's also by (width / 768)^-1/2. Only Muon's matrices decay:
+    by weight_decay (12 / layers)^2, linearly to 0 over the run. AdamW has betas (.8,
+    .95), those of the input scales (.96, .95), and eps 1e-10.
+
+    Attributes:
+      learning_rate: peak rate of the matrices (all weights but those named below).
+      embedding_rate: of token, value and position embeddings.
+      head_rate: of an untied head.
+      scalar_rate: of norms, biases and scales; of residual scales a hundredth.
+      weight_decay: before its scaling by depth.
+      width: D of the model.
+      layers: L of the model.
+      batch_tokens: tokens in a batch.
+      momentum, momentum_steps: Muon's rises in a line from the first to the second in
+        so many steps.
+      gates: who trains the latent memory's gates: the paper's AdamW or, as in its
+        authors' code, Muon.
+      dtype: of Muon's Newton-Schulz products.
+    """
+
+    learning_rate: float = 0.02
+    embedding_rate: float = 0.3
+    head_rate: float = 0.004
+    scalar_rate: float = 0.5
+    weight_decay: float = 0.2
+    width: int = _REFERENCE_WIDTH
+    layers: int = _REFERENCE_LAYERS
+    batch_tokens: int = _REFERENCE_BATCH
+    momentum: tuple[float, float] = (0.85, 0.95)
+    momentum_steps: int = 300
+    gates: Literal["adamw", "muon"] = "adamw"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self):
+        rates = ("learning_rate", "embedding_rate", "head_rate", "scalar_rate")
+        require_range(self, *rates, above=0)
+        require_range(self, "weight_decay", least=0)
+        require_range(
+            self, "width", "layers", "batch_tokens", "momentum_steps", least=1
+        )
+        if not all(0 <= value < 1 for value in self.momentum):
+            raise ValueError(
+                f"MuonAdamW: momentum must lie in [0, 1), got {self.momentum}"
+            )
+
+
+def muon_adamw(
+    config: MuonAdamW, rate: Callable, *, steps: int
+) -> optax.GradientTransformation:
+    """Returns the whole update of every parameter, each by its group.
+
+    Args:
+      config: rates and scaling.
+      rate: step (from 0) -> scheduled `learning_rate`; the others are in proportion.
+      steps: of the whole run, over which the weight decay goes to 0.
+    """
+    batch = (config.batch_tokens / _REFERENCE_BATCH) ** 0.5
+    wide = batch * (config.width / _REFERENCE_WIDTH) ** -0.5
+
+    def scheduled(peak: float) -> Callable:
+        return lambda step: rate(step) * (peak / config.learning_rate)
+
+    def adam(peak: float, b1: float = _BETAS[0]) -> optax.GradientTransformation:
+        moments = optax.scale_by_adam(b1=b1, b2=_BETAS[1], eps=1e-10)
+        return optax.chain(moments, optax.scale_by_learning_rate(scheduled(peak)))
+
+    depth = (_REFERENCE_LAYERS / config.layers) ** 2
+    matrices = muon(
+        scheduled(config.learning_rate * batch),
+        momentum=optax.linear_schedule(*config.momentum, config.momentum_steps),
+        decay=optax.linear_schedule(config.weight_decay * depth, 0.0, steps),
+        dimensions=matrix_dimensions,
+        dtype=jnp.dtype(config.dtype),
+    )
+    transforms: dict[Hashable, optax.GradientTransformation] = {
+        "matrix": matrices,
+        "embedding": adam(config.embedding_rate * wide),
+        "head": adam(config.head_rate * wide),
+        "scalar": adam(config.scalar_rate * batch),
+        "residual": adam(config.scalar_rate * batch / 100),
+        "input": adam(config.scalar_rate * batch, b1=0.96),
+    }
+    return optax.partition(transforms, partial(parameter_groups, gates=config.gates))
+
+
+def parameter_groups(parameters: Any, *, gates: str = "adamw") -> Any:
+    """Returns each parameter's group, by its name."""
+
+    def of_leaf(path: tuple[Any, ...], _: Any) -> Group:
+        name = parameter_name(path)
+        if gates == "muon" and re.search(r"\bw_mix$", name):
+            return "matrix"
+        return next(group for pattern, group in GROUPS if re.search(pattern, name))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, parameters)
+
+
+_INPUTS_OUTPUTS = (
+    (r"\bw_out$", 2, 1),  # [H, E] -> [D]
+    (r"\bw_(q|k|v|full|expand|mix)$", 1, 2),  # [D] -> [H, E]
+    (r"\bw_", 1, 1),
+)
+"""How many axes of one layer's weight are its inputs and its outputs, inputs first."""
+
+
+def matrix_dimensions(weights: Any) -> Any:
+    """Returns which axes of each weight are inputs and outputs; layers stack before."""
+
+    def of_leaf(path: tuple[Any, ...], weight: Any) -> MuonDimensionNumbers:
+        name = parameter_name(path)
+        inputs, outputs = next(
+            (i, o) for pattern, i, o in _INPUTS_OUTPUTS if re.search(pattern, name)
+        )
+        first = weight.ndim - inputs - outputs
+        return MuonDimensionNumbers(
+            reduction_axis=tuple(range(first, first + inputs)),
+            output_axis=tuple(range(first + inputs, weight.ndim)),
+        )
+
+    return jax.tree_util.tree_map_with_path(of_leaf, weights)

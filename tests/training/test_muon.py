@@ -1,0 +1,172 @@
+"""MuonAdamW against three steps of the authors' optimizer, and its sharding."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+from recurjax.sharding import MeshConfig, make_mesh, shardings
+from recurjax.training.muon import muon
+from recurjax.training.muon_adamw import MuonAdamW, muon_adamw, parameter_groups
+from tests.compiling import QUICK_COMPILE
+from tests.golden.cases import golden_cases, load
+from tests.tolerances import assert_gradients_close
+from tests.variants.latent_recurrent_transformer.switches import SWITCHES, build
+
+MATRICES = ("wide", "tall", "square", "gate")
+ADAM = {"emb": (0.8, 0.95), "scal": (0.96, 0.95)}
+CASES = golden_cases("latent_recurrent_transformer/optim_*.npz")
+
+
+def stacked(case, step, name):
+    """The matrices of one group, [n, in, out]: ours are the transposes of torch's."""
+    keys = [key for key in case if key.startswith(f"{step}/{name}")]
+    return np.stack([case[key].T for key in sorted(keys)])
+
+
+def table(values):
+    return lambda step: jnp.asarray(values)[step]
+
+
+def by_name(hyper, index, key):
+    return table([groups[index][key] for groups in hyper])
+
+
+@pytest.mark.parametrize("path", CASES)
+@pytest.mark.parametrize("name", MATRICES)
+def test_muon_is_the_authors(path, name):
+    case = load(path)
+    hyper = json.loads(str(case["hyper"]))
+    index = MATRICES.index(name)
+    low = "bf16" in path.stem
+    optimizer = muon(
+        by_name(hyper, index, "lr"),
+        momentum=by_name(hyper, index, "momentum"),
+        decay=by_name(hyper, index, "weight_decay"),
+        dimensions=lambda tree: jax.tree.map(
+            lambda _: MuonDimensionNumbers((1,), (2,)), tree
+        ),
+        dtype=jnp.bfloat16 if low else jnp.float32,
+    )
+    weights = {"w": jnp.asarray(stacked(case, "p0", name))}
+    state = optimizer.init(weights)
+    update = jax.jit(optimizer.update)
+    for step in (1, 2, 3):
+        before = weights["w"]
+        changes, state = update(
+            {"w": jnp.asarray(stacked(case, f"g{step}", name))}, state, weights
+        )
+        weights = optax.apply_updates(weights, changes)
+        want = stacked(case, f"p{step}", name)
+        bound = 2e-2 if low else 2e-5  # of the update, not of the weight
+        scale = np.abs(want - np.asarray(before)).max()
+        np.testing.assert_allclose(weights["w"], want, rtol=0, atol=bound * scale)
+        for ours, theirs in (("momentum", "momentum"), ("second", "second")):
+            got = np.asarray(getattr(state, ours)["w"])
+            kept = np.swapaxes(case[f"state{step}/{name}_{theirs}"], 1, 2)
+            # A square has twice the relative error of what is squared.
+            limit = (2 if ours == "second" else 1) * bound * np.abs(kept).max()
+            np.testing.assert_allclose(got, kept, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("path", CASES)
+@pytest.mark.parametrize("name", ADAM)
+def test_the_other_groups_are_the_authors(path, name):
+    case = load(path)
+    hyper = json.loads(str(case["hyper"]))
+    index = len(MATRICES) + list(ADAM).index(name)
+    rate = by_name(hyper, index, "lr")
+    b1, b2 = ADAM[name]
+    peak = hyper[0][index]["lr"]
+    leaf = {"emb": "w_embedding", "scal": "input_scale"}[name]
+    config = MuonAdamW(learning_rate=peak, embedding_rate=peak, scalar_rate=peak)
+    optimizer = muon_adamw(config, rate, steps=3)
+    weights = {leaf: jnp.asarray(case[f"p0/{name}"])}
+    state = optimizer.init(weights)
+    for step in (1, 2, 3):
+        before = weights[leaf]
+        gradient = {leaf: jnp.asarray(case[f"g{step}/{name}"])}
+        changes, state = optimizer.update(gradient, state, weights)
+        weights = optax.apply_updates(weights, changes)
+        want = case[f"p{step}/{name}"]
+        scale = np.abs(want - np.asarray(before)).max()
+        np.testing.assert_allclose(weights[leaf], want, rtol=0, atol=1e-5 * scale)
+    moments = [s for s in jax.tree.leaves(state, is_leaf=_is_adam) if _is_adam(s)]
+    [kept] = [s for s in moments if jax.tree.leaves(s.mu)]
+    for got, key in ((kept.mu, "m"), (kept.nu, "v")):
+        want = case[f"state3/{name}_{key}"]
+        limit = 1e-5 * np.abs(want).max()
+        np.testing.assert_allclose(got[leaf], want, rtol=0, atol=limit)
+
+
+def _is_adam(node):
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+def test_every_parameter_has_its_group():
+    names = {
+        "stack": {
+            "blocks": {"attention": {"w_q": 0, "w_value_gate": 0, "w_mix": 0}},
+            "memory": {"w_k": 0},
+            "residual_scale": 0,
+            "input_scale": 0,
+            "memory_scale": 0,
+        },
+        "w_embedding": 0,
+        "w_head": 0,
+        "final_norm": {"scale": 0},
+    }
+    groups = parameter_groups(names)
+    assert groups == {
+        "stack": {
+            "blocks": {
+                "attention": {
+                    "w_q": "matrix",
+                    "w_value_gate": "matrix",
+                    "w_mix": "scalar",
+                }
+            },
+            "memory": {"w_k": "matrix"},
+            "residual_scale": "residual",
+            "input_scale": "input",
+            "memory_scale": "scalar",
+        },
+        "w_embedding": "embedding",
+        "w_head": "head",
+        "final_norm": {"scale": "scalar"},
+    }
+    mixed = parameter_groups(names, gates="muon")
+    assert mixed["stack"]["blocks"]["attention"]["w_mix"] == "matrix"
+
+
+def whole_update(model, *, mesh=None):
+    """One step on every parameter of a model, with gradients of their own size."""
+    config = MuonAdamW(width=8, layers=2, batch_tokens=64)
+    optimizer = muon_adamw(config, lambda _: 0.02, steps=10)
+
+    def update(model):
+        gradients = jax.tree.map(lambda w: jnp.sin(7 * w), model)
+        return optimizer.update(gradients, optimizer.init(model), model)[0]
+
+    if mesh is not None:
+        model = jax.device_put(model, shardings(model, mesh))
+    return jax.jit(update, compiler_options=QUICK_COMPILE)(model)
+
+
+def test_every_parameter_of_a_model_is_moved():
+    model = build(SWITCHES["layerwise"])
+    changes = whole_update(model)
+    assert jax.tree.structure(changes) == jax.tree.structure(model)
+    for change in jax.tree.leaves(changes):
+        assert np.isfinite(change).all() and np.abs(change).max() > 0
+
+
+@pytest.mark.slow
+def test_matrices_on_eight_devices_get_the_same_update():
+    model = build(SWITCHES["layerwise"])
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    assert_gradients_close(whole_update(model, mesh=mesh), whole_update(model))
