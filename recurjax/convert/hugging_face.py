@@ -1,0 +1,113 @@
+"""A Hugging Face directory, or a GGUF file, as a recurjax model."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from jax.sharding import Mesh
+
+from recurjax.convert.hf_config import Architecture, HfModel, model_from_keys
+from recurjax.convert.hf_keys import read_json
+from recurjax.convert.hf_names import hf_pieces, ignored_tensors
+from recurjax.convert.loading import load_model
+from recurjax.convert.safetensors_files import open_directory
+from recurjax.convert.tensors import TensorSource
+from recurjax.data.tokenizers import Tokenizer, load_tokenizer
+from recurjax.errors import UserError
+from recurjax.model import Decoder, ModelConfig
+
+
+class Imported(NamedTuple):
+    """A model and what came with it.
+
+    Attributes:
+      model: the parameters, in float32; `model.config` is the config.
+      tokenizer: None where the checkpoint has no tokenizer.json and none was named.
+      architecture: Hugging Face's `model_type`.
+      length: the longest sequence that the model was trained on, in tokens.
+    """
+
+    model: Decoder
+    tokenizer: Tokenizer | None
+    architecture: Architecture
+    length: int
+
+
+def from_hf(
+    path: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+    mesh: Mesh | None = None,
+    report: Callable[[str], None] = print,
+) -> Imported:
+    """Loads a pretrained model; torch is not needed.
+
+    The model's vocabulary is its tokenizer's: rows of the tables beyond it are padding,
+    which is kept and never predicted.
+
+    Args:
+      path: a directory with config.json and safetensors, or a .gguf file (needs the
+        package `gguf`), whose quantised weights are expanded.
+      tokenizer: a tokenizer.json or its folder instead of the checkpoint's own.
+      dtype: of activations; parameters are float32.
+      mesh: where to lay the parameters out; None: on one device.
+      report: gets a sentence when weights are not finite.
+
+    Raises:
+      UserError: it is no such checkpoint, or something in it is not understood; all
+        differences are listed.
+    """
+    path = Path(path).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        from recurjax.convert.gguf_file import open_gguf  # the extra `gguf`
+
+        keys, source, found = open_gguf(path, with_tokenizer=tokenizer is None)
+        hf = model_from_keys(keys, where=str(path))
+    else:
+        hf, source = _open(path)
+        found = None
+        if tokenizer is None and (path / "tokenizer.json").is_file():
+            tokenizer = path
+    if tokenizer is not None:
+        found = load_tokenizer(tokenizer)
+    config = dataclasses.replace(_with_vocabulary(hf.config, found, path), dtype=dtype)
+    model = load_model(
+        config,
+        hf_pieces(hf.architecture, config),
+        source,
+        mesh=mesh,
+        ignored=ignored_tensors(hf.architecture, config),
+        report=report,
+    )
+    return Imported(model, found, hf.architecture, hf.length)
+
+
+def _open(directory: Path) -> tuple[HfModel, TensorSource]:
+    if not directory.exists():
+        raise UserError(f"there is nothing at {directory}")
+    if not directory.is_dir():
+        raise UserError(
+            f"{directory} is not a checkpoint directory: name the folder that holds "
+            "config.json, or a .gguf file"
+        )
+    values = read_json(directory / "config.json")
+    hf = model_from_keys(values, where=str(directory / "config.json"))
+    return hf, open_directory(directory)
+
+
+def _with_vocabulary(
+    config: ModelConfig, tokenizer: Tokenizer | None, path: Path
+) -> ModelConfig:
+    rows = config.vocabulary
+    if tokenizer is None or tokenizer.vocabulary == rows:
+        return config
+    if tokenizer.vocabulary > rows:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocabulary} tokens, the model in {path} "
+            f"only {rows}: name the model's own with --tokenizer"
+        )
+    return dataclasses.replace(
+        config, vocabulary=tokenizer.vocabulary, pad_vocabulary_to=rows
+    )

@@ -1,0 +1,79 @@
+"""A model from elsewhere as a run directory: what `generate` and `evaluate` read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from recurjax.config_json import from_json, to_json
+from recurjax.convert.output_directory import whole_directory
+from recurjax.data.config import DataConfig, EmbeddedText, TokenizerFile
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.experiment import Experiment
+from recurjax.model import Decoder, ModelConfig
+from recurjax.parameters import to_nested_dict
+from recurjax.training.checkpoint import Checkpoints
+from recurjax.training.config import TrainingConfig
+from recurjax.training.optimizer import AdamW
+from recurjax.training.run_directory import RunDirectory
+
+LONGEST_ROW = 1024
+"""Tokens a row of `recurjax evaluate` where the model itself was trained on more."""
+
+
+def new_experiment(out: Path, config: ModelConfig, *, length: int) -> Experiment:
+    """Returns the config of an imported model.
+
+    Its data, optimizer and schedule are defaults that nothing was trained with: a run
+    that goes on from it names its own.
+
+    Args:
+      out: the run directory to be.
+      config: the model.
+      length: the longest sequence that the model was trained on.
+    """
+    return Experiment(
+        name=out.absolute().name,
+        model=config,
+        data=DataConfig(
+            corpus=EmbeddedText(),
+            tokenizer=TokenizerFile(path=str(out / "tokenizer")),
+        ),
+        training=TrainingConfig(steps=1, batch=8, length=min(length, LONGEST_ROW)),
+        optimizer=AdamW(learning_rate=1e-5),
+    )
+
+
+def write_run(
+    out: Path,
+    model: Decoder,
+    experiment: Experiment,
+    tokenizer: Tokenizer,
+    *,
+    step: int = 0,
+    parity: dict[str, Any] | None = None,
+) -> None:
+    """Writes a run directory whose one checkpoint holds the parameters and no more.
+
+    Args:
+      out: where; it appears whole or not at all.
+      model: the parameters.
+      experiment: becomes config.json.
+      tokenizer: becomes tokenizer/.
+      step: of the checkpoint.
+      parity: becomes parity.json.
+
+    Raises:
+      UserError: `out` is taken, or the disk is full.
+    """
+    experiment = from_json(Experiment, to_json(experiment), path="config")
+    with whole_directory(out) as aside:
+        RunDirectory(aside).claim(experiment, tokenizer)
+        checkpoints = Checkpoints(RunDirectory(aside).checkpoints)
+        try:
+            tree = {"model": to_nested_dict(model)}
+            checkpoints.save(step, tree, data_state={})
+        finally:
+            checkpoints.close()
+        if parity is not None:
+            text = json.dumps(parity, indent=2) + "\n"
+            (aside / "parity.json").write_text(text, encoding="utf-8")

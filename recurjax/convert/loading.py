@@ -1,0 +1,126 @@
+"""Fills a model from a checkpoint, one tensor at a time, straight onto its mesh."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from recurjax.convert.pieces import Piece, check_tensors
+from recurjax.convert.tensors import TensorSource, count_not_finite
+from recurjax.model import Decoder, ModelConfig
+from recurjax.parameters import parameter_name
+from recurjax.sharding import MeshConfig, make_mesh, shardings
+
+_ON_HOST = 1 << 26
+"""Bytes of a stack that is put together on the host: nothing is compiled for it."""
+
+
+def load_model(
+    config: ModelConfig,
+    pieces: Sequence[Piece],
+    source: TensorSource,
+    *,
+    mesh: Mesh | None = None,
+    ignored: Iterable[str] = (),
+    report: Callable[[str], None] = print,
+) -> Decoder:
+    """Reads a model.
+
+    Beside the parameters, memory holds one tensor of the checkpoint and one layer's
+    array, or 64 MiB of small layers. A tensor of several parameters is read once
+    for each.
+
+    Args:
+      config: of the model.
+      pieces: where its parameters lie on disk.
+      source: the checkpoint.
+      mesh: where to lay the parameters out; None: on one device.
+      ignored: see `check_tensors`.
+      report: gets a sentence when weights are not finite.
+
+    Raises:
+      UserError: the checkpoint does not fit; all differences are listed.
+    """
+    check_tensors(pieces, source, ignored=ignored)
+    if mesh is None:
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    abstract = jax.eval_shape(
+        lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0)
+    )
+    places = jax.tree.leaves(shardings(abstract, mesh))
+    paths, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    of_parameter: dict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        of_parameter[piece.parameter].append(piece)
+    bad: dict[str, int] = {}
+    filled = []
+    for (path, leaf), sharding in zip(paths, places, strict=True):
+        own = of_parameter[parameter_name(path)]
+        filled.append(_fill(own, leaf.shape, sharding, source, bad))
+    _warn(bad, source, report)
+    return jax.tree_util.tree_unflatten(structure, filled)
+
+
+def _fill(
+    pieces: list[Piece],
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    source: TensorSource,
+    bad: dict[str, int],
+) -> jax.Array:
+    if pieces[0].layer is None:
+        [piece] = pieces
+        return _place(_read(piece, source, bad), sharding)
+    if 4 * math.prod(shape) <= _ON_HOST:
+        layers = np.empty(shape, np.float32)
+        for piece in pieces:
+            layers[piece.layer] = _read(piece, source, bad)
+        return _place(layers, sharding)
+    one = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+    stacked = jax.jit(partial(jnp.zeros, shape), out_shardings=sharding)()
+    put = _writer(sharding)
+    for piece in pieces:
+        layer = _place(_read(piece, source, bad), one)
+        stacked = put(stacked, layer, np.int32(piece.layer or 0))
+    return stacked
+
+
+@cache
+def _writer(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    """Returns a function that writes one layer into the donated stack."""
+
+    def put(stacked: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
+
+
+def _read(piece: Piece, source: TensorSource, bad: dict[str, int]) -> np.ndarray:
+    disk = source.read(piece.tensor)
+    if count := count_not_finite(disk):
+        bad[piece.tensor] = count
+    # A copy of its own: jax may keep a CPU array's memory, and a view keeps the tensor.
+    return np.array(piece.take(disk), np.float32, order="C")
+
+
+def _place(array: np.ndarray, sharding: Any) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
+
+
+def _warn(
+    bad: dict[str, int], source: TensorSource, report: Callable[[str], None]
+) -> None:
+    if bad:
+        names = ", ".join(list(bad)[:3]) + (", ..." if len(bad) > 3 else "")
+        report(
+            f"warning: {sum(bad.values()):,} weights of {source.where} are NaN or "
+            f"infinite, in {len(bad)} tensors ({names})"
+        )

@@ -1,0 +1,218 @@
+"""Are the JAX and the PyTorch side the same model? Logits, layers, greedy tokens.
+
+The PyTorch side runs in a child process, by default of this interpreter: the package
+itself never imports torch.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from recurjax.convert.layer_states import in_float32, layer_states
+from recurjax.errors import UserError
+from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.sampling import SamplingConfig
+from recurjax.model import Decoder
+from recurjax.types import Tokens
+
+TOLERANCE = 2e-5
+"""Largest difference, as a share of the largest value: the table's for float32."""
+NEW_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parity:
+    """How far two sides are apart on the same token ids, in float32.
+
+    Attributes:
+      against: what was compared with, and its version.
+      shape: rows and tokens of the ids.
+      max_abs_difference: of the logits; relative: as a share of the largest logit.
+      kl: KL(PyTorch || JAX) of the next token, mean in nats.
+      top1_agreement: share of positions with the same likeliest token.
+      first_differing_layer: 0 is the embedding, L + 1 the logits; None: no layer is
+        further off than the tolerance.
+      layer_differences: the largest difference after each layer, relative to the
+        largest value there.
+      greedy_tokens, greedy_agreement: how many tokens each row was continued by, and
+        how many of the first agree in every row.
+      tolerance: what `within_tolerance` means for logits.
+    """
+
+    against: str
+    shape: tuple[int, int]
+    max_abs_difference: float
+    relative_difference: float
+    kl: float
+    top1_agreement: float
+    first_differing_layer: int | None
+    layer_differences: tuple[float, ...]
+    greedy_tokens: int
+    greedy_agreement: int
+    tolerance: float
+
+    @property
+    def within_tolerance(self) -> bool:
+        """Whether the logits agree, and all greedy tokens."""
+        close = self.relative_difference <= self.tolerance
+        return close and self.greedy_agreement == self.greedy_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what parity.json holds."""
+        return {
+            "measured": True,
+            "within_tolerance": self.within_tolerance,
+            **asdict(self),
+        }
+
+    def sentence(self) -> str:
+        """Says it in a line."""
+        where = (
+            ""
+            if self.first_differing_layer is None
+            else f", layer {self.first_differing_layer} differs first"
+        )
+        return (
+            f"parity with {self.against}: logits within {self.max_abs_difference:.2e} "
+            f"({self.relative_difference:.1e} of the largest), KL {self.kl:.1e}, top-1 "
+            f"{100 * self.top1_agreement:.1f} %, {self.greedy_agreement} of "
+            f"{self.greedy_tokens} greedy tokens{where}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotMeasured:
+    """Why there is no comparison."""
+
+    reason: str
+    within_tolerance: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what parity.json holds."""
+        return {"measured": False, "reason": self.reason}
+
+    def sentence(self) -> str:
+        """Says it in a line."""
+        return f"parity: not measured: {self.reason}"
+
+
+def default_ids(model: Decoder) -> Int[np.ndarray, "2 T"]:
+    """Draws two rows of 32 tokens, fewer where the model has few positions."""
+    longest = model.config.max_length
+    length = 32 if longest is None else max(1, min(32, longest // 2))
+    draw = np.random.default_rng(0).integers
+    return draw(model.config.vocabulary, size=(2, length)).astype(np.int32)
+
+
+def compare(
+    model: Decoder,
+    command: Sequence[str],
+    *,
+    python: str | None = None,
+    ids: Int[np.ndarray, "B T"] | None = None,
+    tolerance: float = TOLERANCE,
+    against: str = "PyTorch",
+) -> Parity | NotMeasured:
+    """Runs both sides.
+
+    Args:
+      model: the JAX side; it is run with float32 activations.
+      command: a script and its arguments, to which --ids, --out and --new-tokens are
+        added; it writes logits, states, greedy and version.
+      python: the interpreter that has torch; None: this one, if it has.
+      ids: what to run on; None: `default_ids`.
+      tolerance: see `Parity`.
+      against: what to call the PyTorch side.
+
+    Raises:
+      UserError: the PyTorch side fails, or `python` has no torch.
+    """
+    ids = default_ids(model) if ids is None else np.asarray(ids, np.int32)
+    longest = model.config.max_length
+    room = NEW_TOKENS if longest is None else longest - ids.shape[1] + 1
+    new_tokens = max(min(NEW_TOKENS, room), 1)
+    theirs = _run(command, ids, new_tokens, python)
+    if isinstance(theirs, NotMeasured):
+        return theirs
+    model = in_float32(model)
+    logits = _logits(model, ids)
+    made = generate_tokens(
+        model,
+        list(ids),
+        max_new_tokens=new_tokens,
+        sampling=SamplingConfig(temperature=0.0),
+    )
+    difference = np.abs(logits - theirs["logits"])
+    layers = _shares(layer_states(model, ids), theirs["states"])
+    relative = float(difference.max() / np.abs(theirs["logits"]).max())
+    off = [share > tolerance for share in (*layers, relative)]
+    same = (np.stack(made.tokens) == theirs["greedy"]).all(axis=0)
+    top = logits.argmax(-1) == theirs["logits"].argmax(-1)
+    return Parity(
+        against=f"{against} {theirs['version']}",
+        shape=(ids.shape[0], ids.shape[1]),
+        max_abs_difference=float(difference.max()),
+        relative_difference=relative,
+        kl=_kl(theirs["logits"], logits),
+        top1_agreement=float(top.mean()),
+        first_differing_layer=off.index(True) if any(off) else None,
+        layer_differences=tuple(layers),
+        greedy_tokens=new_tokens,
+        greedy_agreement=int(np.argmin([*same, False])),
+        tolerance=tolerance,
+    )
+
+
+@jax.jit
+def _forward(model: Decoder, ids: jax.Array) -> jax.Array:
+    return model(Tokens(ids), model.init_cache(ids.shape[0], 0))[0]
+
+
+def _logits(model: Decoder, ids: np.ndarray) -> Float[np.ndarray, "B T V"]:
+    return np.asarray(_forward(model, jnp.asarray(ids)))
+
+
+def _run(
+    command: Sequence[str], ids: np.ndarray, new_tokens: int, python: str | None
+) -> dict[str, Any] | NotMeasured:
+    with tempfile.TemporaryDirectory() as folder:
+        given, out = Path(folder) / "ids.npy", Path(folder) / "result.npz"
+        np.save(given, ids)
+        words = [python or sys.executable, *command, "--ids", given, "--out", out]
+        words += ["--new-tokens", new_tokens]
+        try:
+            done = subprocess.run(
+                [str(word) for word in words], capture_output=True, text=True
+            )
+        except OSError as error:
+            raise UserError(f"{words[0]} cannot be run: {error.strerror}") from error
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            missing = last.startswith("ModuleNotFoundError: ")
+            if missing and python is None:
+                return NotMeasured(reason=last.removeprefix("ModuleNotFoundError: "))
+            raise UserError(f"the PyTorch side failed in {words[0]}: {last}")
+        with np.load(out) as file:
+            return {name: file[name] for name in file.files}
+
+
+def _shares(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
+    return [
+        float(np.abs(mine - other).max() / max(np.abs(other).max(), 1e-30))
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
+
+
+def _kl(p: np.ndarray, q: np.ndarray) -> float:
+    log_p, log_q = (jax.nn.log_softmax(jnp.asarray(x), axis=-1) for x in (p, q))
+    # Rounding can leave a difference of zero a little below it.
+    return max(0.0, float(jnp.mean(jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1))))

@@ -1,0 +1,199 @@
+"""Which part of which tensor on disk is which of our parameters, and its layout.
+
+A table of pieces is all that tells one checkpoint format from another; reading and
+writing walk it in opposite directions and only copy numbers, so that a round trip is
+bit-exact.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from recurjax.convert.tensors import FLOATS, TensorSource
+from recurjax.errors import UserError
+from recurjax.model import Decoder, ModelConfig
+from recurjax.parameters import parameter_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One parameter, or one layer of a stacked one.
+
+        ours = disk.reshape(view)[part].transpose(axes).reshape(result)
+
+    Attributes:
+      tensor: its name on disk; shape: the whole tensor's shape there.
+      parameter: our name; layer: the place on its leading axis; None: all of it.
+      view, part, axes, result: see the equation; `result` is our shape.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    parameter: str
+    layer: int | None
+    view: tuple[int, ...]
+    part: tuple[Any, ...]
+    axes: tuple[int, ...]
+    result: tuple[int, ...]
+
+    def take(self, disk: np.ndarray) -> np.ndarray:
+        """Cuts our array out of the tensor."""
+        return (
+            disk.reshape(self.view)[self.part].transpose(self.axes).reshape(self.result)
+        )
+
+    def put(self, disk: np.ndarray, ours: np.ndarray) -> None:
+        """Writes our array into the tensor, the inverse of `take`."""
+        target = disk.reshape(self.view)[self.part]
+        turned = [target.shape[axis] for axis in self.axes]
+        np.copyto(target, ours.reshape(turned).transpose(np.argsort(self.axes)))
+
+
+class PieceTable:
+    """Collects the pieces of one model; our shapes come from its config."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.shapes = {name: leaf.shape for name, leaf in leaves(config).items()}
+        self.pieces: list[Piece] = []
+
+    def has(self, parameter: str) -> bool:
+        """Whether the model has this parameter."""
+        return parameter in self.shapes
+
+    def plain(self, tensor: str, parameter: str, layer: int | None = None) -> None:
+        """Adds a vector or table: the same numbers in the same order."""
+        result = self._result(parameter, layer)
+        flat = (math.prod(result),)
+        shape = result if parameter.endswith(("w_embedding", "w_position")) else flat
+        self.part(tensor, parameter, layer, shape=shape, axes=tuple(range(len(shape))))
+
+    def linear(self, tensor: str, parameter: str, layer: int | None = None) -> None:
+        """Adds a matrix that lies [out, in] on disk."""
+        self.part(tensor, parameter, layer, shape=self.linear_shape(parameter, layer))
+
+    def linear_shape(self, parameter: str, layer: int | None) -> tuple[int, int]:
+        """Returns [out, in] of one layer's matrix; ours is [in ..., out ...]."""
+        result = self._result(parameter, layer)
+        # What a matrix reads is its first axis, but for [H, E, D]: heads are read.
+        inputs = 2 if parameter.endswith("w_out") else 1
+        return math.prod(result[inputs:]), math.prod(result[:inputs])
+
+    def part(
+        self,
+        tensor: str,
+        parameter: str,
+        layer: int | None = None,
+        *,
+        shape: tuple[int, ...],
+        view: tuple[int, ...] | None = None,
+        part: tuple[Any, ...] = (),
+        axes: tuple[int, ...] = (1, 0),
+    ) -> None:
+        """Adds a part of a tensor; see `Piece`. Parameters the model lacks are left."""
+        if not self.has(parameter):
+            return
+        self.pieces.append(
+            Piece(
+                tensor=tensor,
+                shape=shape,
+                parameter=parameter,
+                layer=layer,
+                view=shape if view is None else view,
+                part=part,
+                axes=axes,
+                result=self._result(parameter, layer),
+            )
+        )
+
+    def rows(
+        self, tensor: str, parameters: Iterable[str], layer: int | None = None
+    ) -> None:
+        """Adds matrices or biases that lie one after another in a tensor's rows."""
+        names = [name for name in parameters if self.has(name)]
+        if not names:
+            return
+        if names[0].rpartition(".")[2].startswith("b_"):
+            sizes = [(math.prod(self._result(name, layer)),) for name in names]
+        else:
+            sizes = [self.linear_shape(name, layer) for name in names]
+        shape = (sum(size[0] for size in sizes), *sizes[0][1:])
+        axes = (1, 0) if len(shape) == 2 else (0,)
+        start = 0
+        for name, size in zip(names, sizes, strict=True):
+            part = (slice(start, start + size[0]),)
+            self.part(tensor, name, layer, shape=shape, part=part, axes=axes)
+            start += size[0]
+
+    def finished(self) -> list[Piece]:
+        """Returns the table; every parameter is in it, every layer once."""
+        wanted = {
+            (name, layer)
+            for name, shape in self.shapes.items()
+            for layer in (range(shape[0]) if is_stacked(name) else (None,))
+        }
+        found = [(piece.parameter, piece.layer) for piece in self.pieces]
+        assert len(found) == len(set(found)), "a parameter is in the table twice"
+        assert set(found) == wanted, sorted(wanted ^ set(found), key=str)
+        return self.pieces
+
+    def _result(self, parameter: str, layer: int | None) -> tuple[int, ...]:
+        shape = self.shapes[parameter]
+        return shape if layer is None else shape[1:]
+
+
+def leaves(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns a model's parameters by name, without making them."""
+    abstract = jax.eval_shape(
+        lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0)
+    )
+    return {
+        parameter_name(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+    }
+
+
+def is_stacked(parameter: str) -> bool:
+    """Whether a parameter has its layers on the leading axis."""
+    return parameter.startswith("stack.blocks.")
+
+
+def check_tensors(
+    pieces: Iterable[Piece],
+    source: TensorSource,
+    *,
+    ignored: Iterable[str] = (),
+) -> None:
+    """Compares a checkpoint with the table.
+
+    Args:
+      pieces: what the model wants.
+      source: what there is.
+      ignored: names on disk that may be there and are not read.
+
+    Raises:
+      UserError: tensors missing, unknown, of another shape or no floats; all listed.
+    """
+    wanted: Mapping[str, tuple[int, ...]] = {p.tensor: p.shape for p in pieces}
+    there, found = source.tensors, []
+    for name, shape in wanted.items():
+        if name not in there:
+            found.append(f"{name} is missing")
+            continue
+        if there[name].shape != shape:
+            found.append(f"{name} has shape {there[name].shape}, not {shape}")
+        if there[name].dtype not in FLOATS:
+            found.append(
+                f"{name} has dtype {there[name].dtype}, not one of {', '.join(FLOATS)}"
+            )
+    found += [
+        f"{name} is not a tensor of this model"
+        for name in sorted(set(there) - set(wanted) - set(ignored))
+    ]
+    if found:
+        raise UserError(f"{source.where} does not fit its model: {'; '.join(found)}")

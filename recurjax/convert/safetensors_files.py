@@ -1,0 +1,131 @@
+"""Safetensors on disk: one file, or shards with an index; read tensor by tensor."""
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from recurjax.convert.tensors import TensorInfo
+from recurjax.errors import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
+
+
+class _Place(NamedTuple):
+    file: Path
+    offset: int
+
+
+class SafetensorsFiles:
+    """A checkpoint of one or more safetensors files; see `TensorSource`.
+
+    The safetensors package checks each file's header against its length. Tensors are
+    then read from their offsets, without mapping the file, so that memory holds one.
+    """
+
+    def __init__(self, files: Sequence[Path], *, where: str):
+        """Reads the headers.
+
+        Raises:
+          UserError: a file is not whole, its header lies, or two hold the same name.
+        """
+        self.where = where
+        self.tensors: dict[str, TensorInfo] = {}
+        self._places: dict[str, _Place] = {}
+        for file in files:
+            for name, info, offset in _header(file):
+                if name in self.tensors:
+                    raise UserError(f"{where} holds the tensor {name} twice")
+                self.tensors[name] = info
+                self._places[name] = _Place(file, offset)
+
+    def read(self, name: str) -> np.ndarray:
+        shape, dtype = self.tensors[name]
+        file, offset = self._places[name]
+        count = math.prod(shape)
+        values = np.fromfile(file, _DTYPES[dtype], count=count, offset=offset)
+        if values.size != count:
+            raise UserError(f"{file} ends inside the tensor {name}")
+        return values.reshape(shape).astype(np.float32, copy=False)
+
+
+def open_directory(directory: Path) -> SafetensorsFiles:
+    """Opens a Hugging Face directory's weights.
+
+    Raises:
+      UserError: it has none in safetensors, or shards are missing or damaged.
+    """
+    if (directory / INDEX).is_file():
+        return _open_shards(directory)
+    if (directory / SINGLE).is_file():
+        return SafetensorsFiles([directory / SINGLE], where=str(directory))
+    others = sorted(p.name for p in directory.glob("pytorch_model*.bin"))
+    hint = (
+        f"; {others[0]} is a pickle, which is never read: convert it to safetensors"
+        if others
+        else ""
+    )
+    raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _open_shards(directory: Path) -> SafetensorsFiles:
+    file = directory / INDEX
+    try:
+        homes = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(homes.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not an index of shards") from error
+    missing = [name for name in shards if not (directory / name).is_file()]
+    if missing:
+        raise UserError(f"{directory} lacks the shards {', '.join(missing)}")
+    paths = [directory / name for name in shards]
+    source = SafetensorsFiles(paths, where=str(directory))
+    if differing := sorted(set(homes) ^ set(source.tensors)):
+        raise UserError(
+            f"{file} and its shards do not name the same tensors: "
+            f"{', '.join(differing)}"
+        )
+    return source
+
+
+def _header(file: Path) -> list[tuple[str, TensorInfo, int]]:
+    try:
+        with safe_open(file, framework="numpy"):  # checks the header, reads no tensor
+            pass
+    except SafetensorError as error:
+        raise UserError(
+            f"{file} is not a whole safetensors file: {_reason(error, file)}"
+        ) from error
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        entries = json.loads(stream.read(size))
+    entries.pop("__metadata__", None)
+    return [
+        (
+            name,
+            TensorInfo(tuple(entry["shape"]), entry["dtype"]),
+            8 + size + entry["data_offsets"][0],
+        )
+        for name, entry in entries.items()
+    ]
+
+
+def _reason(error: SafetensorError, file: Path) -> str:
+    text = str(error)
+    if "not fully covered" in text or "too small" in text:
+        return f"its {file.stat().st_size} bytes do not match its header (cut off?)"
+    return text.removeprefix("Error while deserializing header: ")

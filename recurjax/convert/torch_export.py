@@ -1,0 +1,137 @@
+"""Writes a run out: a PyTorch module that stands by itself, or a Hugging Face model."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int
+
+from recurjax.config_json import to_json
+from recurjax.convert import parity
+from recurjax.convert.hf_names import hf_pieces
+from recurjax.convert.output_directory import whole_directory
+from recurjax.convert.parity import NotMeasured, Parity
+from recurjax.convert.safetensors_files import SINGLE
+from recurjax.convert.saving import write_tensors
+from recurjax.convert.to_hf import hf_keys
+from recurjax.convert.torch_names import torch_pieces
+from recurjax.convert.torch_source import HF_REFERENCE, TEMPLATES, torch_source
+from recurjax.errors import UserError
+from recurjax.training.run_directory import LoadedRun
+
+FORMAT = "recurjax-torch-1"
+MODULE = "modeling_recurjax.py"
+REPORT = "parity.json"
+Check = Parity | NotMeasured
+
+
+def to_torch(
+    run: LoadedRun,
+    out: Path,
+    *,
+    format: Literal["torch", "hf"] = "torch",
+    check: bool = True,
+    python: str | None = None,
+    ids: Int[np.ndarray, "B T"] | None = None,
+    tolerance: float = parity.TOLERANCE,
+) -> Check:
+    """Writes model.safetensors, config.json, the tokenizer and parity.json.
+
+    With format "torch" also `modeling_recurjax.py`, which loads them with torch,
+    safetensors and numpy only; format "hf" is what transformers loads by itself.
+
+    Args:
+      run: a loaded run.
+      out: the directory; it appears whole or not at all.
+      format: see above.
+      check: compare both sides; False: parity.json says that nothing was measured.
+      python: an interpreter with torch; None: this one, if it has.
+      ids: see `compare`.
+      tolerance: see `Parity`.
+
+    Raises:
+      UserError: the variant has no PyTorch module, or is none of Hugging Face's
+        architectures; `out` is taken; the disk is full; the PyTorch side fails.
+    """
+    config = run.model.config
+    if format == "torch" and type(config.stack) not in TEMPLATES:
+        raise UserError(
+            f"{type(config.stack).__name__} has no PyTorch module yet: known are "
+            f"{', '.join(kind.__name__ for kind in TEMPLATES)}"
+        )
+    keys = _config(run) if format == "torch" else _hf_config(run)
+    with whole_directory(out) as aside:
+        if format == "torch":
+            pieces = torch_pieces(config)
+            (aside / MODULE).write_text(torch_source(config.stack), encoding="utf-8")
+        else:
+            pieces = hf_pieces(keys["model_type"], config)
+        write_tensors(run.model, pieces, aside / SINGLE)
+        _write_json(aside / "config.json", keys)
+        run.tokenizer.save(aside)
+        if format == "hf":
+            _name_tokenizer_class(aside / "tokenizer_config.json")
+        found = (
+            _compare(run, aside, format, python, ids, tolerance)
+            if check
+            else NotMeasured(reason="not asked for")
+        )
+        _write_json(aside / REPORT, found.to_json())
+    return found
+
+
+def compare_with_export(run: LoadedRun, directory: Path, **options: Any) -> Check:
+    """Compares a run with the PyTorch module of an export; see `compare`."""
+    command = [str(directory / MODULE), "--directory", str(directory)]
+    return parity.compare(run.model, command, **options)
+
+
+def compare_with_hf(model: Any, path: Path, **options: Any) -> Check:
+    """Compares a model with what transformers makes of a directory; see `compare`."""
+    command = [str(HF_REFERENCE), "--directory", str(path)]
+    command += ["--vocabulary", str(model.config.vocabulary)]
+    return parity.compare(model, command, **options)
+
+
+def _compare(
+    run: LoadedRun,
+    directory: Path,
+    format: str,
+    python: str | None,
+    ids: Int[np.ndarray, "B T"] | None,
+    tolerance: float,
+) -> Check:
+    options = {"python": python, "ids": ids, "tolerance": tolerance}
+    if format == "hf":
+        return compare_with_hf(run.model, directory, **options)
+    return compare_with_export(run, directory, **options)
+
+
+def _config(run: LoadedRun) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "step": run.step,
+        "model": to_json(run.model.config),
+        "experiment": to_json(run.experiment),
+    }
+
+
+def _hf_config(run: LoadedRun) -> dict[str, Any]:
+    return hf_keys(
+        run.model.config,
+        length=max(run.experiment.training.length, 2048),
+        bos=run.tokenizer.bos,
+        eos=run.tokenizer.eos,
+    )
+
+
+def _name_tokenizer_class(file: Path) -> None:
+    """Lets transformers load tokenizer.json; a byte tokenizer has no such file."""
+    if file.is_file():
+        names = json.loads(file.read_text(encoding="utf-8"))
+        _write_json(file, names | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,67 @@
+"""A file of torch.save, read by torch itself with weights_only=True."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recurjax.convert.tensors import TensorInfo
+from recurjax.errors import UserError
+
+_NAMES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+}
+
+
+class TorchFile:
+    """A state dict in memory, mapped where the file allows it; see `TensorSource`."""
+
+    def __init__(self, tensors: dict[str, Any], *, where: str):
+        """Takes tensors by name."""
+        self.where = where
+        self._tensors = tensors
+        self.tensors = {
+            name: TensorInfo(
+                tuple(tensor.shape), _NAMES.get(str(tensor.dtype), str(tensor.dtype))
+            )
+            for name, tensor in tensors.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        return self._tensors[name].detach().float().cpu().numpy()
+
+
+def open_torch_file(path: Path) -> TorchFile:
+    """Opens a state dict, or a dict that holds one under `model` or `state_dict`.
+
+    Nothing but tensors and plain containers is unpickled.
+
+    Raises:
+      UserError: torch is not installed, or the file holds something else.
+    """
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            f"{path} is a file of torch.save, which needs torch (pip install "
+            "'recurjax[torch]'): or save it as safetensors"
+        ) from error
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle's and torch's errors have no common class
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "damaged"
+        raise UserError(
+            f"{path} holds no plain state dict, and nothing else is unpickled: {reason}"
+        ) from error
+    for key in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor)
+        for name, value in content.items()
+    ):
+        raise UserError(f"{path} holds no state dict: names and tensors")
+    return TorchFile(content, where=str(path))

@@ -1,0 +1,50 @@
+"""Runs a Hugging Face model as transformers does; recurjax compares itself with it.
+
+python hf_reference.py --directory DIR --ids ids.npy --out result.npz
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+
+def main() -> None:
+    """Writes logits, hidden states and greedy tokens for ids [B, T] of a file."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--directory", required=True, help="a folder or a .gguf file")
+    parser.add_argument("--ids", required=True)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, required=True)
+    options = parser.parse_args()
+    path, special = Path(options.directory), {}  # type: Path, Dict[str, str]
+    if path.suffix == ".gguf":
+        path, special = path.parent, {"gguf_file": path.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", **special
+    ).eval()
+    ids = torch.from_numpy(np.load(options.ids)).long()
+    with torch.no_grad():
+        made = model(ids, output_hidden_states=True)
+        logits = made.logits[..., : options.vocabulary]
+        cache, tokens, token = None, [], ids
+        for _ in range(options.new_tokens):
+            step = model(token, past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            scores = step.logits[:, -1, : options.vocabulary]
+            token = scores.argmax(dim=-1, keepdim=True)
+            tokens.append(token)
+    np.savez(
+        options.out,
+        logits=logits.numpy(),
+        states=torch.stack(made.hidden_states).numpy(),
+        greedy=torch.cat(tokens, dim=1).numpy(),
+        version=f"{torch.__version__}, transformers {transformers.__version__}",
+    )
+
+
+if __name__ == "__main__":
+    main()

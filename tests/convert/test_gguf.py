@@ -1,0 +1,125 @@
+"""GGUF files written by their own package: names, row order, quantised weights."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from recurjax.convert.gguf_file import _hf_name, unpermute
+from recurjax.convert.gguf_tokenizer import gguf_tokenizer
+from recurjax.convert.hugging_face import from_hf
+from recurjax.errors import UserError
+from recurjax.parameters import to_nested_dict
+from tests.convert.hf_directories import LLAMA
+
+KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.dimension_count": "head_dim",
+}
+
+
+def permute(rows, heads):
+    """llama.cpp's order, as its converter writes it."""
+    folded = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return folded.swapaxes(1, 2).reshape(rows.shape)
+
+
+def test_row_order_is_undone():
+    rows = np.arange(48 * 3).reshape(48, 3)
+    assert (permute(rows, 6) != rows).any()
+    np.testing.assert_array_equal(unpermute(permute(rows, 6), 6), rows)
+
+
+def write_gguf(file, **changes):
+    gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    config = json.loads((LLAMA / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, "llama")
+    for key, name in KEYS.items():
+        writer.add_uint32(f"llama.{key}", config[name])
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    for key, value in changes.items():
+        writer.add_string(key, value)
+    tensors = load_file(LLAMA / "model.safetensors")
+    names = {_hf_name(name): name for name in gguf_names(config["num_hidden_layers"])}
+    for name, tensor in tensors.items():
+        for heads, part in ((6, ".q_proj."), (2, ".k_proj.")):
+            tensor = permute(tensor, heads) if part in name else tensor
+        writer.add_tensor(names[name], np.ascontiguousarray(tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_names(layers):
+    parts = ("attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
+    parts += ("ffn_gate", "ffn_up", "ffn_down")
+    yield from ("token_embd.weight", "output_norm.weight", "output.weight")
+    yield from (f"blk.{i}.{part}.weight" for i in range(layers) for part in parts)
+
+
+def test_a_file_holds_the_same_model_as_the_directory(tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    tokenizer = tokenizer_json(tmp_path, 131)
+    made = from_hf(tmp_path / "m.gguf", tokenizer=tokenizer)
+    want = from_hf(LLAMA)
+    eps = made.model.config.final_norm.eps
+    assert eps == pytest.approx(1e-5, rel=1e-6)
+    assert made.length == want.length
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        to_nested_dict(made.model),
+        to_nested_dict(want.model),
+    )
+
+
+def tokenizer_json(folder, tokens):
+    import tokenizers
+
+    words = {f"w{i}": i for i in range(tokens)}
+    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_damaged_and_unknown_files_are_refused(tmp_path):
+    write_gguf(tmp_path / "m.gguf", **{"llama.rope.scaling.type": "yarn"})
+    tokenizer = tokenizer_json(tmp_path, 131)
+    with pytest.raises(UserError, match="llama.rope.scaling.type 'yarn' is not under"):
+        from_hf(tmp_path / "m.gguf", tokenizer=tokenizer)
+    with pytest.raises(UserError, match="has a tokenizer of kind None"):
+        from_hf(tmp_path / "m.gguf")
+    (tmp_path / "n.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:5000])
+    with pytest.raises(UserError, match="is not a whole GGUF file"):
+        from_hf(tmp_path / "n.gguf", tokenizer=tokenizer)
+
+
+def test_a_tokenizer_is_built_from_tokens_and_merges():
+    letters = [chr(i) for i in range(33, 127)] + ["Ġ"]
+    tokens = ["<|end|>", *letters, "th", "the", "Ġt"]
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": ["t h", "th e", "Ġ t"],
+        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+    made = gguf_tokenizer(fields, where="here")
+    ids = made.encode("the t12")
+    assert [tokens[i] for i in ids] == ["the", "Ġt", "1", "2"]
+    assert made.decode(ids) == "the t12"
+    assert (made.bos, made.eos) == (None, 0)
+    fields["tokenizer.ggml.add_bos_token"] = True
+    assert gguf_tokenizer(fields, where="here").bos == 0
+    fields["tokenizer.ggml.pre"] = "mystery"
+    with pytest.raises(UserError, match="words 'mystery'.*--tokenizer"):
+        gguf_tokenizer(fields, where="here")

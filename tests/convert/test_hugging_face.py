@@ -1,0 +1,136 @@
+"""Importing a directory: any layout on disk, any mesh, a run directory that works."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from recurjax.convert import loading
+from recurjax.convert.hugging_face import from_hf
+from recurjax.parameters import to_nested_dict
+from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.training.run_directory import load_run
+from recurjax.types import Tokens
+from tests.cli.commands import recurjax
+from tests.convert.hf_directories import LLAMA, copy_of, rewrite
+
+
+def parameters(directory, **options):
+    model = from_hf(directory, **options).model
+    return jax.tree.map(np.asarray, to_nested_dict(model))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return parameters(LLAMA)
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_shards_hold_the_same_parameters(plain, tmp_path):
+    directory = copy_of(LLAMA, tmp_path / "sharded")
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    homes = {}
+    for number in (1, 2):
+        name = f"model-0000{number}-of-00002.safetensors"
+        own = dict(list(tensors.items())[number - 1 :: 2])
+        save_file(own, directory / name)
+        homes |= dict.fromkeys(own, name)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": homes}))
+    assert_same(parameters(directory), plain)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_half_precision_is_widened_exactly(dtype, plain, tmp_path):
+    directory = copy_of(LLAMA, tmp_path / "half")
+    tensors = load_file(directory / "model.safetensors")
+    write_half(tensors, directory / "model.safetensors", dtype)
+    want = jax.tree.map(lambda x: x.astype(dtype).astype(np.float32), plain)
+    assert_same(parameters(directory), want)
+
+
+def write_half(tensors, file, dtype):
+    """Writes a safetensors file by hand: the package's numpy side has no bfloat16."""
+    name = {"bfloat16": "BF16", "float16": "F16"}[np.dtype(dtype).name]
+    header, data = {}, b""
+    for key, array in tensors.items():
+        part = array.astype(dtype).tobytes()
+        ends = [len(data), len(data) + len(part)]
+        header[key] = {"dtype": name, "shape": array.shape, "data_offsets": ends}
+        data += part
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_a_mesh_gets_its_shards_and_the_same_numbers(plain, monkeypatch):
+    monkeypatch.setattr(loading, "_ON_HOST", 0)  # as for stacks that are large
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    model = from_hf(LLAMA, mesh=mesh).model
+    w_up = model.stack.blocks[0].mlp.w_up[...]
+    assert w_up.addressable_shards[0].data.size == w_up.size // 8
+    assert_same(jax.tree.map(np.asarray, to_nested_dict(model)), plain)
+
+
+def test_weights_that_are_not_finite_are_counted(tmp_path):
+    directory = copy_of(LLAMA, tmp_path / "nan")
+
+    def spoil(tensors):
+        tensors["model.norm.weight"][:2] = np.nan
+        tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = np.inf
+        return tensors
+
+    rewrite(directory, spoil)
+    said = []
+    from_hf(directory, report=said.append)
+    assert len(said) == 1 and "3 weights" in said[0] and "in 2 tensors" in said[0]
+    assert "model.norm.weight" in said[0]
+
+
+def test_rows_beyond_the_tokenizers_are_kept_and_never_predicted(tmp_path):
+    directory = copy_of(LLAMA, tmp_path / "padded", tokens=100)
+    model = from_hf(directory).model
+    assert model.config.vocabulary == 100
+    assert model.w_embedding.shape[0] == 131
+    logits = model.logits(jnp.zeros((1, model.config.stack.width)))
+    assert logits.shape == (1, 100)
+
+
+@pytest.mark.slow
+def test_an_imported_directory_generates_and_evaluates(quick_compilation, tmp_path):
+    directory = copy_of(LLAMA, tmp_path / "hf", tokens=131)
+    out = tmp_path / "run"
+    code, said, err = recurjax("convert", "from-hf", directory, out, "--no-check")
+    assert (code, err) == (0, ""), err
+    assert said == f"{out}: parity: not measured: not asked for\n"
+    assert json.loads((out / "parity.json").read_text()) == {
+        "measured": False,
+        "reason": "not asked for",
+    }
+    loaded = load_run(out)
+    assert loaded.step == 0 and loaded.tokenizer.vocabulary == 131
+    words = ("--prompt", "w5 w6", "--max-new-tokens", 3, "--temperature", 0, "--json")
+    code, said, err = recurjax("generate", out, *words)
+    assert code == 0, err
+    [made] = json.loads(said)["generations"]
+    assert made["tokens"] == greedy(loaded.model, [1, 5, 6], 3)[: len(made["tokens"])]
+    text = tmp_path / "text"
+    text.write_text("w1 w2 w3 w4 " * 20)
+    code, said, err = recurjax("evaluate", out, "--text", text, "--length", 16)
+    assert code == 0, err
+    assert json.loads(said)["tokens"] == 80
+
+
+def greedy(model, ids, count):
+    for _ in range(count):
+        logits, _ = model(Tokens(jnp.asarray([ids])), model.init_cache(1, 0))
+        ids = [*ids, int(logits[0, -1].argmax())]
+    return ids[-count:]

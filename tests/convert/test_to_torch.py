@@ -1,0 +1,330 @@
+"""Out to PyTorch and back: bit-exact, and the same function where torch is at hand.
+
+`RECURJAX_TORCH_PYTHON` names an interpreter that has torch, safetensors and numpy (and
+transformers, for the Hugging Face format); without it this one is asked.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from recurjax.convert import saving
+from recurjax.convert.hugging_face import from_hf
+from recurjax.convert.imported_run import new_experiment, write_run
+from recurjax.convert.layer_states import layer_states
+from recurjax.convert.parity import NotMeasured, Parity
+from recurjax.convert.torch_export import compare_with_export, to_torch
+from recurjax.convert.torch_import import from_torch
+from recurjax.convert.torch_names import torch_pieces
+from recurjax.convert.torch_source import torch_source
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.norm import NormConfig
+from recurjax.layers.position import Alibi, LearnedPositions, Rope
+from recurjax.layers.self_attention import AttentionConfig
+from recurjax.model import ModelConfig
+from recurjax.parameters import to_nested_dict
+from recurjax.training.run_directory import LoadedRun, load_run
+from recurjax.types import Tokens
+from recurjax.variants.rat import RatMixerConfig, presets
+from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from recurjax.variants.transformer import TransformerConfig
+from tests.cli.commands import assert_refused, recurjax
+from tests.convert.hf_directories import CASES, LLAMA
+from tests.training.tiny_experiment import drawn
+
+PYTHON = os.environ.get("RECURJAX_TORCH_PYTHON")
+WIDTH = 16
+
+
+def attention(**switches) -> AttentionConfig:
+    sizes = {"heads": 4, "key_heads": 2, "head_width": 4}
+    return AttentionConfig(**sizes | switches)
+
+
+def transformer(**switches) -> TransformerConfig:
+    usual = {"attention": attention(), "mlp": MlpConfig(kind="swiglu", width=24)}
+    return TransformerConfig(layers=2, width=WIDTH, **usual | switches)
+
+
+def recurrent(**switches) -> RecurrentTransformerConfig:
+    sizes = {"heads": 4, "key_heads": 2, "head_width": 4, "mlp": MlpConfig(width=24)}
+    return RecurrentTransformerConfig(layers=2, width=WIDTH, **sizes | switches)
+
+
+SIZE = {"width": WIDTH, "heads": 4}
+LAYER = NormConfig(kind="layer", bias=True)
+STACKS = {
+    "transformer": transformer(),
+    "transformer_alibi": transformer(
+        windows=(3, None),
+        residual_scale="inverse_sqrt_depth",
+        norm=LAYER,
+        attention=attention(
+            position=Alibi(),
+            qk_norm=NormConfig(one_plus=True),
+            qkv_bias=True,
+            out_bias=True,
+            soft_cap=5.0,
+        ),
+        mlp=MlpConfig(kind="relu_squared", width=24, bias=True),
+    ),
+    "transformer_learned": transformer(
+        parallel_residual=True,
+        attention=attention(
+            position=LearnedPositions(length=40),
+            qk_norm=NormConfig(kind="layer"),
+            qk_norm_over="full",
+            scale=0.3,
+        ),
+        mlp=MlpConfig(kind="geglu", width=24),
+    ),
+    "recurrent_transformer": recurrent(),
+    "recurrent_transformer_blocks": recurrent(
+        block=3,
+        normed_persistent=False,
+        position=Rope(fraction=0.5),
+        norm=LAYER,
+        qk_norm=None,
+        qkv_bias=True,
+        out_bias=True,
+        residual_scale="one",
+        mlp=MlpConfig(kind="swiglu", width=24, bias=True),
+    ),
+    "rat_and_window": presets.stack(
+        presets.rat(**SIZE, chunk=5),
+        presets.attention(**SIZE, window=6),
+        layers=4,
+        width=WIDTH,
+    ),
+    "rat_baselines": presets.stack(
+        RatMixerConfig(
+            heads=4,
+            head_width=4,
+            chunk=4,
+            groups=4,
+            position_of="token",
+            forget_rank=3,
+            output_rank=2,
+        ),
+        presets.rnn(**SIZE, length=32),
+        presets.reversed_rat(**SIZE, chunk=5, length=40),
+        presets.attention(**SIZE),
+        layers=4,
+        width=WIDTH,
+    ),
+}
+
+
+def run_of(stack, out, **switches) -> LoadedRun:
+    config = ModelConfig(vocabulary=256, pad_vocabulary_to=7, stack=stack, **switches)
+    experiment = new_experiment(out, config, length=32)
+    return LoadedRun(experiment, drawn(config, scale=0.3), ByteTokenizer(bos=False), 7)
+
+
+def assert_same_parameters(one, other):
+    one, other = (to_nested_dict(model) for model in (one, other))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def needs(*packages):
+    """Skips, saying why, unless an interpreter with these packages is at hand."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if PYTHON is None and missing:
+        pytest.skip(f"{', '.join(missing)} not installed; see RECURJAX_TORCH_PYTHON")
+
+
+QUICK = ("transformer", "recurrent_transformer", "rat_baselines")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in STACKS
+    ],
+)
+def test_there_and_back_is_bit_exact(name, tmp_path):
+    run = run_of(STACKS[name], tmp_path, tied_head=name == "transformer")
+    out = tmp_path / "out"
+    assert to_torch(run, out, check=False) == NotMeasured(reason="not asked for")
+    back = from_torch(out)
+    assert_same_parameters(back.model, run.model)
+    assert back.experiment == run.experiment
+    assert (back.step, back.tokenizer.hash) == (7, run.tokenizer.hash)
+
+
+def test_after_training_in_torch_the_new_numbers_come_back(tmp_path):
+    run = run_of(STACKS["transformer"], tmp_path)
+    to_torch(run, tmp_path / "out", check=False)
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["layers.1.attention.q.weight"] += 1
+    save_file(tensors, file)
+    back = to_nested_dict(from_torch(tmp_path / "out").model)
+    want = to_nested_dict(run.model)
+    where = ("stack", "blocks", "0", "attention", "w_q")
+    for key in where:
+        back, want = back[key], want[key]
+    np.testing.assert_array_equal(back[1], want[1] + 1)
+    np.testing.assert_array_equal(back[0], want[0])
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_the_module_is_one_file_that_imports_torch_safetensors_and_numpy(name):
+    tree = ast.parse(torch_source(STACKS[name]))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module).split(".")[0])
+    standard = {"argparse", "json", "math", "pathlib", "typing"}
+    assert imported - standard == {"torch", "safetensors", "numpy"}
+
+
+def test_each_tensor_has_one_name_and_matrices_are_out_by_in():
+    config = ModelConfig(vocabulary=256, stack=STACKS["rat_and_window"])
+    shapes = {piece.tensor: piece.shape for piece in torch_pieces(config)}
+    assert shapes["layers.2.mixer.output_gate.full.weight"] == (16, 16)
+    assert shapes["layers.2.mixer.forget_gate.bias"] == (16,)
+    assert shapes["layers.3.mixer.attention.q.weight"] == (16, 16)
+    assert shapes["layers.3.mlp.up.weight"] == (64, 16)
+    assert shapes["embedding.weight"] == shapes["head.weight"] == (256, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STACKS)
+def test_layer_by_layer_is_the_whole_model(name, tmp_path):
+    model = run_of(STACKS[name], tmp_path).model
+    ids = np.random.default_rng(0).integers(256, size=(2, 11))
+    states = layer_states(model, ids)
+    whole, _ = model.hidden(Tokens(jax.numpy.asarray(ids)), model.init_cache(2, 0))
+    assert len(states) == model.config.stack.layers + 1
+    np.testing.assert_allclose(states[-1], whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STACKS)
+def test_pytorch_computes_the_same(name, tmp_path):
+    needs("torch")
+    run = run_of(STACKS[name], tmp_path, embedding_scale="sqrt_width")
+    found = to_torch(run, tmp_path / "out", python=PYTHON)
+    assert isinstance(found, Parity)
+    assert found.within_tolerance and found.first_differing_layer is None
+    # Learned positions end at 40: 20 tokens are given.
+    assert found.greedy_tokens == (21 if "learned" in name else 64)
+    stored = json.loads((tmp_path / "out" / "parity.json").read_text())
+    assert stored["measured"] and stored["within_tolerance"]
+
+
+@pytest.mark.slow
+def test_the_layer_that_differs_first_is_named(tmp_path):
+    needs("torch")
+    run = run_of(STACKS["transformer"], tmp_path)
+    to_torch(run, tmp_path / "out", check=False)
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["layers.1.mlp.down.weight"] *= 1.1
+    save_file(tensors, file)
+    found = compare_with_export(run, tmp_path / "out", python=PYTHON)
+    assert isinstance(found, Parity)
+    assert not found.within_tolerance and found.first_differing_layer == 2
+
+
+@pytest.mark.parametrize("directory", CASES)
+def test_hugging_face_there_and_back_is_bit_exact(directory, tmp_path):
+    made = from_hf(directory)
+    experiment = new_experiment(tmp_path, made.model.config, length=made.length)
+    run = LoadedRun(experiment, made.model, ByteTokenizer(bos=False), 0)
+    to_torch(run, tmp_path / "out", format="hf", check=False)
+    assert_same_parameters(from_hf(tmp_path / "out").model, made.model)
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    theirs = load_file(directory / "model.safetensors")
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("directory", CASES)
+def test_transformers_loads_what_we_write(directory, tmp_path):
+    needs("torch", "transformers")
+    made = from_hf(directory)
+    experiment = new_experiment(tmp_path, made.model.config, length=made.length)
+    run = LoadedRun(experiment, made.model, ByteTokenizer(bos=False), 0)
+    found = to_torch(run, tmp_path / "out", format="hf", python=PYTHON)
+    assert isinstance(found, Parity) and found.within_tolerance
+
+
+def test_other_models_are_refused_for_hugging_face(tmp_path):
+    run = run_of(STACKS["recurrent_transformer"], tmp_path)
+    with pytest.raises(UserError, match="no architecture of Hugging Face"):
+        to_torch(run, tmp_path / "out", format="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_torch_the_report_says_that_nothing_was_measured(tmp_path):
+    if importlib.util.find_spec("torch") is not None:
+        pytest.skip("torch is installed")
+    run = run_of(STACKS["transformer"], tmp_path)
+    found = to_torch(run, tmp_path / "out")
+    assert found == NotMeasured(reason="No module named 'torch'")
+    stored = json.loads((tmp_path / "out" / "parity.json").read_text())
+    assert stored == {"measured": False, "reason": "No module named 'torch'"}
+
+
+def test_an_interpreter_that_does_not_run_is_an_error(tmp_path):
+    run = run_of(STACKS["transformer"], tmp_path)
+    with pytest.raises(UserError, match="no/python cannot be run"):
+        to_torch(run, tmp_path / "out", python="no/python")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_take_a_run_out_and_bring_it_back(tmp_path):
+    run = run_of(STACKS["transformer"], tmp_path / "run")
+    write_run(tmp_path / "run", run.model, run.experiment, run.tokenizer, step=7)
+    for words in (("to-torch", "run", "export"), ("from-torch", "export", "back")):
+        command, source, out = words
+        answer = recurjax(
+            "convert", command, tmp_path / source, tmp_path / out, "--no-check"
+        )
+        said = f"{tmp_path / out}: parity: not measured: not asked for\n"
+        assert answer == (0, said, "")
+    back = load_run(tmp_path / "back")
+    assert_same_parameters(back.model, run.model)
+    assert (back.step, back.experiment) == (7, run.experiment)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    def on_a_full_disk(tensors, file, metadata):
+        file.write_bytes(b"the beginning")  # what the package does on a full disk
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(saving, "save_file", on_a_full_disk)
+    run = run_of(STACKS["transformer"], tmp_path)
+    with pytest.raises(UserError, match="out could not be written: .*No space left"):
+        to_torch(run, tmp_path / "out", check=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_directories_are_no_export(tmp_path):
+    answer = recurjax("convert", "from-torch", LLAMA, tmp_path / "out", "--no-check")
+    assert_refused(answer, "config.json is no export of this version of recurjax")
+    run = run_of(STACKS["transformer"], tmp_path)
+    to_torch(run, tmp_path / "export", check=False)
+    file = tmp_path / "export" / "config.json"
+    keys = json.loads(file.read_text())
+    keys["model"]["tied_head"] = True
+    file.write_text(json.dumps(keys))
+    answer = recurjax("convert", "from-torch", tmp_path / "export", tmp_path / "out")
+    assert_refused(answer, "model and experiment.model differ: tied_head")
+    assert not (tmp_path / "out").exists()
