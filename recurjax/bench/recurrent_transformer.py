@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from recurjax.variants.recurrent_transformer import (
 from recurjax.variants.transformer import TransformerConfig, TransformerStack
 
 Dtype = Literal["float32", "bfloat16"]
+Layer = RecurrentTransformerConfig | TransformerConfig
 
 SMALL = ({"B": 8, "T": 256, "D": 128, "H": 4}, {"B": 8, "T": 1024, "D": 256, "H": 4})
 """The shapes of the authors' figures on two CPU cores."""
@@ -28,32 +29,59 @@ SMALL = ({"B": 8, "T": 256, "D": 128, "H": 4}, {"B": 8, "T": 1024, "D": 256, "H"
 LARGE = tuple({"B": 32 << i, "T": 512, "D": 1024, "H": 16} for i in range(7))
 """The paper's table: one layer on one accelerator, batch 32 to 2048."""
 
+SCHEDULES = ("naive", "tiled", "prefix", "wavefront")
 BLOCKS = (4, 16, 64)
 
-_NAIVE, _TILED = "recurrent_transformer/naive", "recurrent_transformer/tiled"
+PYTORCH = {256: (147.0, 484.0), 1024: (842.0, 3028.0)}
+"""The authors' tiled layer on two idle cores at `SMALL`, by T: forward, and forward and
+backward; eager PyTorch, float32, minimum in ms."""
+
+_PREFIX = "recurrent_transformer"
+_PASSES = ("forward", "forward_backward")
 
 
 def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     """Measures every row; passes that compile a naive loop are the slow ones."""
     for shape in LARGE if large else SMALL:
-        for name, config in _configs(shape).items():
-            yield from _layer(name, config, shape, dtype, repeats)
+        for name, config in layers(shape).items():
+            yield from _layer(f"{_PREFIX}/{name}", config, shape, dtype, repeats)
 
 
 def summary(rows: list[Row]) -> str:
-    """Says what the tiles save, at the longest shape."""
-    longest = max(row.shape["T"] for row in rows)
-    times = {row.name: row.min_ms for row in rows if row.shape["T"] == longest}
-    both = "forward_backward"
-    ratio = times[f"{_NAIVE}/{both}"] / times[f"{_TILED}/{both}"]
-    return (
-        f"tiled against naive, forward and backward, T {longest}: {ratio:.1f} times "
-        "faster"
-    )
+    """Compares the schedules with naive and, where shapes agree, with the authors'."""
+    lines = []
+    lengths = sorted({r.shape["T"] for r in rows} - {1})
+    for T in lengths:
+        times = {r.name: r.min_ms for r in rows if r.shape["T"] == T}
+        both = {s: times.get(f"{_PREFIX}/{s}/forward_backward") for s in SCHEDULES}
+        naive = both.pop("naive")
+        if naive is not None:
+            told = [f"{s} {naive / t:.1f}" for s, t in both.items() if t is not None]
+            lines.append(
+                f"naive's time over that of other schedules, forward and backward, T "
+                f"{T}: {', '.join(told)}"
+            )
+    shapes = [shape for shape in SMALL if shape["T"] in PYTORCH]
+    for shape in shapes:
+        times = {
+            r.name: r.min_ms for r in rows if r.shape == shape and r.dtype == "float32"
+        }
+        told = [
+            f"{s}/{what} {theirs / times[f'{_PREFIX}/{s}/{what}']:.1f}"
+            for s in ("prefix", "tiled")
+            for what, theirs in zip(_PASSES, PYTORCH[shape["T"]], strict=True)
+            if f"{_PREFIX}/{s}/{what}" in times
+        ]
+        if told:
+            lines.append(
+                "the authors' tiled PyTorch on idle cores over ours, T "
+                f"{shape['T']}: {', '.join(told)}"
+            )
+    return "\n".join(lines)
 
 
-def _configs(shape: dict[str, int]) -> dict[str, Any]:
-    """Returns the layers to time, by row name."""
+def layers(shape: dict[str, int]) -> dict[str, Layer]:
+    """Returns the layers to time, by the middle part of their rows' names."""
     D, H = shape["D"], shape["H"]
     recurrent = partial(
         RecurrentTransformerConfig,
@@ -64,8 +92,7 @@ def _configs(shape: dict[str, int]) -> dict[str, Any]:
         head_width=D // H,
         mlp=MlpConfig(width=4 * D),
     )
-    schedules = ("naive", "tiled", "prefix", "wavefront")
-    configs: dict[str, Any] = {name: recurrent(schedule=name) for name in schedules}
+    configs: dict[str, Layer] = {name: recurrent(schedule=name) for name in SCHEDULES}
     configs |= {f"block{c}": recurrent(block=c) for c in BLOCKS}
     configs["transformer"] = TransformerConfig(
         layers=1,
@@ -80,16 +107,23 @@ def _configs(shape: dict[str, int]) -> dict[str, Any]:
         ),
         mlp=MlpConfig(width=4 * D),
     )
-    return {f"recurrent_transformer/{name}": made for name, made in configs.items()}
+    return configs
 
 
-def _layer(
-    name: str, config: Any, shape: dict[str, int], dtype: Dtype, repeats: int
-) -> Iterator[Row]:
-    """Measures a layer's forward, its gradient in x and weights, and one more token."""
+class Programs(NamedTuple):
+    """A layer's compiled passes, as functions of (stack, x), and their arguments."""
+
+    forward: Any
+    forward_backward: Any
+    stack: Any
+    x: jax.Array
+
+
+def programs(config: Layer, shape: dict[str, int], dtype: Dtype) -> Programs:
+    """Makes the forward pass, and its gradient in weights and x."""
     B, T, D = shape["B"], shape["T"], shape["D"]
     recurrent = isinstance(config, RecurrentTransformerConfig)
-    kind = RecurrentTransformerStack if recurrent else TransformerStack
+    kind: Any = RecurrentTransformerStack if recurrent else TransformerStack
     stack = jax.jit(lambda: kind(config, rngs=nnx.Rngs(0)))()
     x = jax.random.normal(jax.random.key(1), (B, T, D), dtype)
     tokens = Tokens(jnp.zeros((B, T), jnp.int32))
@@ -103,13 +137,25 @@ def _layer(
     def gradient(stack: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(forward(stack, x).astype(jnp.float32) ** 2)
 
+    return Programs(forward, gradient, stack, x)
+
+
+def _layer(
+    name: str, config: Layer, shape: dict[str, int], dtype: Dtype, repeats: int
+) -> Iterator[Row]:
+    """Measures a layer's forward, its gradient in x and weights, and one more token."""
+    B, T = shape["B"], shape["T"]
+    made = programs(config, shape, dtype)
+    stack, x = made.stack, made.x
+    for what in _PASSES:
+        call = partial(getattr(made, what), stack, x)
+        times = repeat(call, repeats=repeats)
+        yield row(f"{name}/{what}", shape, dtype, times, tokens=B * T)
+
     @partial(jax.jit, donate_argnums=2)
     def step(stack: Any, x: jax.Array, cache: Any) -> Any:
-        return stack(x, cache, Tokens(tokens.ids[:, :1]))
+        return stack(x, cache, Tokens(jnp.zeros((B, 1), jnp.int32)))
 
-    for what, call in (("forward", forward), ("forward_backward", gradient)):
-        times = repeat(partial(call, stack, x), repeats=repeats)
-        yield row(f"{name}/{what}", shape, dtype, times, tokens=B * T)
     cache = stack.init_cache(B, T, x.dtype)
     cache = cache._replace(position=jnp.full(B, T // 2, jnp.int32))
     held = [cache]
@@ -119,5 +165,5 @@ def _layer(
         return z
 
     times = repeat(advance, repeats=min(repeats, T // 2 - 2))
-    sizes = {"B": B, "T": 1, "S": T, "D": D, "H": shape["H"]}
+    sizes = {"B": B, "T": 1, "S": T, "D": shape["D"], "H": shape["H"]}
     yield row(f"{name}/decode", sizes, dtype, times, tokens=B)

@@ -33,7 +33,9 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     """Measures every row of this variant."""
     shape = LARGE if large else SMALL
     config = _model(shape, dtype)
-    optimizer = build_optimizer(AdamW(learning_rate=1e-3), lambda _: 1e-3, clip=1.0)
+    optimizer = build_optimizer(
+        AdamW(learning_rate=1e-3), lambda _: 1e-3, clip=1.0, steps=1
+    )
     spikes = SpikeConfig()
     make = jax.jit(lambda key: new_state(key, config, optimizer, spikes))
     state = make(jax.random.key(0))

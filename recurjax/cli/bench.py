@@ -18,6 +18,7 @@ BENCHES = {
     "transformer": "recurjax.bench.transformer",
     "recurrent_transformer": "recurjax.bench.recurrent_transformer",
     "rat": "recurjax.bench.rat",
+    "latent_recurrent_transformer": "recurjax.bench.latent_recurrent_transformer",
     "trainer": "recurjax.bench.trainer",
 }
 """What can be timed, and the module whose `rows` times it."""

@@ -1,10 +1,11 @@
-"""`recurjax evaluate RUN [--text FILE]`: loss, perplexity, bits per byte, as JSON."""
+"""`recurjax evaluate RUN`: loss, also by position, and bits per byte, as JSON."""
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -13,10 +14,13 @@ from recurjax.cli.options import parse
 from recurjax.data.config import DataConfig, TextFiles
 from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
+from recurjax.evaluation.by_position import loss_by_position, plot_by_position
 from recurjax.evaluation.perplexity import score
 from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.training.objective import NextToken, Objective
 from recurjax.training.placement import placed
 from recurjax.training.run_directory import load_run
+from recurjax.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +33,9 @@ class Evaluate:
       split: of the data, without `text`.
       length: tokens a row; each row starts without context. None: as in training.
       batch: rows at a time.
+      positions: also the loss by position, one figure for this many positions; with
+        --length beyond that of training it shows how the model generalises.
+      plot: draws the loss by position into this PNG file.
       step: of the checkpoint; None: the newest.
       json: also write the JSON to this file.
     """
@@ -38,6 +45,8 @@ class Evaluate:
     split: Literal["validation", "train"] = "validation"
     length: int | None = None
     batch: int = 32
+    positions: int | None = None
+    plot: Path | None = None
     step: int | None = None
     json: Path | None = None
 
@@ -47,8 +56,14 @@ class Evaluate:
                 "--batch and --length must be at least 1, got "
                 f"{self.batch} and {self.length}"
             )
-        if self.json is not None and not self.json.parent.is_dir():
-            raise UserError(f"--json: there is no directory {self.json.parent}")
+        if self.positions is not None and self.positions < 1:
+            raise UserError(f"--positions must be at least 1, got {self.positions}")
+        if self.plot is not None and self.positions is None:
+            raise UserError("--plot draws the loss by position: add --positions")
+        for name in ("json", "plot"):
+            file = getattr(self, name)
+            if file is not None and not file.parent.is_dir():
+                raise UserError(f"--{name}: there is no directory {file.parent}")
 
 
 def run(argv: list[str]) -> int:
@@ -71,21 +86,40 @@ def run(argv: list[str]) -> int:
             f"--length {length} exceeds the model's {longest} learned positions"
         )
     split = "validation" if options.text is not None else options.split
-    loader = dataset.loader(split, length=length, batch=options.batch, in_order=True)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    result = score(
-        loaded.model,
-        placed(iter(loader), mesh, batch=options.batch),
-        token_bytes=loaded.tokenizer.token_bytes,
-        chunks=experiment.objective.vocabulary_chunks,
-    )
+
+    def batches() -> Iterator[Batch]:
+        rows = dataset.loader(split, length=length, batch=options.batch, in_order=True)
+        return placed(iter(rows), mesh, batch=options.batch)
+
+    def scored(objective: Objective) -> dict[str, Any]:
+        sizes = loaded.tokenizer.token_bytes
+        result = score(loaded.model, batches(), token_bytes=sizes, objective=objective)
+        return result._asdict()
+
+    objective = experiment.objective
     report = {
         "run": str(options.run),
         "step": loaded.step,
         "text": f"{split} split" if options.text is None else str(options.text),
         "length": length,
-        **result._asdict(),
+        **scored(objective),
     }
+    if not isinstance(objective, NextToken):
+        # Beside training's parallel passes, the recurrence that decoding runs.
+        exact = NextToken(vocabulary_chunks=objective.vocabulary_chunks)
+        report["exact"] = scored(exact)
+    if options.positions is not None:
+        stretches = loss_by_position(
+            loaded.model,
+            batches(),
+            stretch=options.positions,
+            chunks=objective.vocabulary_chunks,
+        )
+        report["positions"] = [stretch._asdict() for stretch in stretches]
+        if options.plot is not None:
+            trained, curves = experiment.training.length, {experiment.name: stretches}
+            plot_by_position(curves, options.plot, trained=trained)
     text = json.dumps(report, indent=2)
     print(text)
     if options.json is not None:

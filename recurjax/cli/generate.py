@@ -36,6 +36,8 @@ class GenerateOptions:
       stop: ends a text before this string, backslash-n being a line break; may be given
         several times.
       bos: begin as at the start of a document, if the tokenizer has a token for that.
+      prefill: "exact", or "sweeps:4": a model with a latent memory reads the prompts in
+        so many parallel sweeps; what they leave open is printed.
       seed: the same seed gives the same texts.
       stream: show a single prompt's text as it comes.
       json: print one JSON object with texts, tokens, finish reasons and timing.
@@ -53,6 +55,7 @@ class GenerateOptions:
     repetition_penalty: float = 1.0
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     bos: bool = True
+    prefill: str = "exact"
     seed: int = 0
     stream: bool = True
     json: bool = False
@@ -91,6 +94,7 @@ def run(argv: list[str]) -> int:
         stop=[text.replace("\\n", "\n") for text in options.stop],
         bos=options.bos,
         seed=options.seed,
+        prefill=options.prefill,
         on_text=show if streams else None,
     )
     if options.json:
@@ -100,6 +104,8 @@ def run(argv: list[str]) -> int:
     else:
         _show(_as_blocks(prompts, made))
     _tell(_speed(made.timing))
+    if options.prefill != "exact":
+        _tell(f"largest change of a state in the last sweep: {made.residual:.2g}")
     return 0
 
 

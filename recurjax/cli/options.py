@@ -69,11 +69,15 @@ def _check_known(names: Iterable[str], argv: Sequence[str]) -> None:
 
 def _names(config: Any, prefix: str) -> Iterator[str]:
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        value, name = getattr(config, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
-            yield from _names(value, f"{prefix}{field.name}.")
+            yield from _names(value, f"{name}.")
+        elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+            # tyro numbers the entries: --model.stack.pattern.0.chunk.
+            for number, entry in enumerate(value):
+                yield from _names(entry, f"{name}.{number}.")
         else:
-            yield prefix + field.name
+            yield name
 
 
 def _without_no(option: str) -> str:

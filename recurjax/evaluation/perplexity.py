@@ -12,7 +12,11 @@ from jaxtyping import Float, Int
 
 from recurjax.cross_entropy import token_losses
 from recurjax.model import Decoder
-from recurjax.types import IGNORED, Array, Batch, Tokens
+from recurjax.training.objective import NextToken, Objective
+from recurjax.types import IGNORED, Array, Batch
+
+AS_CALLED = NextToken()
+"""The model as it is called, its logits in one piece."""
 
 
 class Score(NamedTuple):
@@ -39,7 +43,7 @@ def score(
     batches: Iterable[Batch],
     *,
     token_bytes: Int[np.ndarray, " V"],
-    chunks: int = 1,
+    objective: Objective = AS_CALLED,
     between: Callable[[], None] = lambda: None,
 ) -> Score:
     """Scores rows that each start without context.
@@ -48,13 +52,14 @@ def score(
       model: any variant.
       batches: from `Dataset.loader("validation", ...)`, on the model's mesh.
       token_bytes: bytes that each token stands for.
-      chunks: see `token_losses`.
+      objective: how the model is run: of an experiment's, the states and the pieces of
+        the vocabulary.
       between: called after each batch.
     """
     sizes = jnp.asarray(token_bytes, jnp.int32)
     sums = np.zeros(4, np.float64)
     for batch in batches:
-        sums += np.asarray(_sums(model, batch, sizes, chunks=chunks), np.float64)
+        sums += np.asarray(_sums(model, batch, sizes, objective=objective), np.float64)
         between()
     nats, tokens, text_nats, text_bytes = (float(x) for x in sums)
     if tokens == 0:
@@ -69,13 +74,13 @@ def score(
     )
 
 
-@partial(jax.jit, static_argnames="chunks")
+@partial(jax.jit, static_argnames="objective")
 def _sums(
-    model: Decoder, batch: Batch, sizes: Int[Array, " V"], *, chunks: int
+    model: Decoder, batch: Batch, sizes: Int[Array, " V"], *, objective: Objective
 ) -> Float[Array, "4"]:
     """Returns nats, tokens, nats of tokens with bytes, bytes; over one batch."""
-    cache = model.init_cache(batch.ids.shape[0], 0)
-    x, _ = model.hidden(Tokens(batch.ids, batch.segments), cache)
+    x = objective.states(model, batch)
+    chunks = objective.vocabulary_chunks
     nats = token_losses(model, x, batch.targets, chunks=chunks).nats
     counted = batch.targets != IGNORED
     size = jnp.where(counted, sizes[jnp.where(counted, batch.targets, 0)], 0)

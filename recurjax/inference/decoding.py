@@ -21,6 +21,7 @@ class DecodeState(NamedTuple):
       seen: which tokens a row contains; None without a repetition penalty.
       finished: rows that drew EOS; they read nothing more and keep `newest`.
       drawn: how many tokens each unfinished row has drawn.
+      residual: largest change of a state in the prefill's last sweep; 0 when exact.
     """
 
     cache: Cache
@@ -28,9 +29,10 @@ class DecodeState(NamedTuple):
     seen: Bool[Array, "B V"] | None
     finished: Bool[Array, " B"]
     drawn: Int[Array, ""]
+    residual: Float[Array, ""]
 
 
-@partial(jax.jit, static_argnames=("sampling", "cache_length"))
+@partial(jax.jit, static_argnames=("sampling", "cache_length", "sweeps"))
 def prefill(
     model: Decoder,
     tokens: Tokens,
@@ -39,6 +41,7 @@ def prefill(
     *,
     sampling: SamplingConfig,
     cache_length: int,
+    sweeps: int | None = None,
 ) -> DecodeState:
     """Reads the prompts and draws the first new token of every row.
 
@@ -49,10 +52,16 @@ def prefill(
       keys: each row's random stream; draw n uses the key folded with n.
       eos: the token that finishes a row; -1: none.
       cache_length: how many tokens a row's cache can hold.
+      sweeps: parallel sweeps in place of an exact latent recurrence; None: exact.
     """
     B, T = tokens.ids.shape
     assert tokens.lengths is not None
-    x, cache = model.hidden(tokens, model.init_cache(B, cache_length))
+    residual = jnp.zeros((), jnp.float32)
+    cache = model.init_cache(B, cache_length)
+    if sweeps is None:
+        x, cache = model.hidden(tokens, cache)
+    else:
+        x, cache, residual = model.sweep(tokens, cache, sweeps=sweeps)
     last = jnp.take_along_axis(x, (tokens.lengths - 1)[:, None, None], axis=1)
     seen = None
     if sampling.penalizes:
@@ -67,6 +76,7 @@ def prefill(
         seen=seen,
         finished=jnp.zeros(B, bool),
         drawn=jnp.zeros((), jnp.int32),
+        residual=residual,
     )
     return _draw(state, model.logits(last[:, 0]), keys, eos, sampling)
 

@@ -25,12 +25,14 @@ class Generation:
       tokens: the new tokens, the EOS or the end of a stop string included.
       finish_reasons: what ended each row.
       timing: seconds and tokens a second.
+      residual: see `TokenGeneration`.
     """
 
     texts: list[str]
     tokens: list[Int32[np.ndarray, " _"]]
     finish_reasons: list[FinishReason]
     timing: Timing
+    residual: float
 
 
 def generate(
@@ -46,6 +48,7 @@ def generate(
     on_text: Callable[[int, str], None] | None = None,
     cache_length: int | None = None,
     chunk: int = CHUNK,
+    prefill: str = "exact",
 ) -> Generation:
     """Continues texts, all in one batch.
 
@@ -61,7 +64,7 @@ def generate(
         empty prompt always starts from BOS.
       seed: an int, or one random stream a row: see `generate_tokens`.
       on_text: called with the row and its next piece of text; they join to `texts`.
-      cache_length, chunk: see `generate_tokens`.
+      cache_length, chunk: see `generate_tokens`; prefill: its `prefill_by`.
 
     Raises:
       UserError: see `generate_tokens`; also an empty prompt without a BOS, and a
@@ -97,6 +100,7 @@ def generate(
         on_token=on_token,
         cache_length=cache_length,
         chunk=chunk,
+        prefill_by=prefill,
     )
     for row, continuation in enumerate(rows):
         show(row, continuation.finish())
@@ -105,6 +109,7 @@ def generate(
         tokens=made.tokens,
         finish_reasons=made.finish_reasons,
         timing=made.timing,
+        residual=made.residual,
     )
 
 

@@ -27,11 +27,16 @@ _SMALLEST_BUCKET = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenGeneration:
-    """New tokens of each row, an EOS that ended it included."""
+    """New tokens of each row, an EOS that ended it included.
+
+    Attributes:
+      residual: largest change of a state in the prefill's last sweep; 0 when exact.
+    """
 
     tokens: list[Int32[np.ndarray, " _"]]
     finish_reasons: list[FinishReason]
     timing: Timing
+    residual: float
 
 
 def generate_tokens(
@@ -45,6 +50,7 @@ def generate_tokens(
     on_token: Callable[[int, int], bool] | None = None,
     cache_length: int | None = None,
     chunk: int = CHUNK,
+    prefill_by: str = "exact",
 ) -> TokenGeneration:
     """Continues token sequences, all in one batch.
 
@@ -60,6 +66,8 @@ def generate_tokens(
       cache_length: how many tokens a row's cache can hold; None: as many as needed.
       chunk: draws a row in one call of the compiled loop: `on_token` is called this
         seldom, and up to so many tokens are computed in vain after it ends a row.
+      prefill_by: "exact", or "sweeps:N": a latent recurrence reads the prompts in N
+        parallel sweeps after a first one, see `Decoder.sweep`.
 
     Raises:
       UserError: no prompt; an empty one; a prompt and its continuation are longer than
@@ -83,12 +91,17 @@ def generate_tokens(
     timing = Timing(rows=len(ids), prompt_tokens=sum(map(len, ids)))
     rows = _Rows(len(ids), max_new_tokens, eos, on_token)
 
-    static = {"sampling": sampling, "cache_length": cache_length}
+    static = {
+        "sampling": sampling,
+        "cache_length": cache_length,
+        "sweeps": _sweeps(prefill_by, model),
+    }
     with timing.measure("compile"):
         prefill.lower(model, tokens, *streams, **static).compile()
     with timing.measure("prefill"):
         state = prefill(model, tokens, *streams, **static)
         made = np.asarray(state.newest)[:, None]
+    residual = float(state.residual)
     rows.take(made)
 
     static = {"sampling": sampling, "chunk": chunk}
@@ -108,6 +121,7 @@ def generate_tokens(
         tokens=[np.asarray(row, np.int32) for row in rows.tokens],
         finish_reasons=[reason or "length" for reason in rows.reasons],
         timing=timing,
+        residual=residual,
     )
 
 
@@ -140,6 +154,23 @@ class _Rows:
             self.reasons[row] = "eos"
         elif stopped:
             self.reasons[row] = "stop"
+
+
+def _sweeps(prefill_by: str, model: Decoder) -> int | None:
+    if prefill_by == "exact":
+        return None
+    kind, _, count = prefill_by.partition(":")
+    if kind != "sweeps" or not count.isdecimal() or int(count) < 1:
+        raise UserError(
+            f'prefill must be "exact" or like "sweeps:4", got {prefill_by!r}'
+        )
+    memory = getattr(model.config.stack, "memory", None)
+    if memory is None or 0 in memory.lags:
+        raise UserError(
+            f"prefill {prefill_by} is for models whose memory is of earlier tokens: "
+            'leave it at "exact"'
+        )
+    return int(count)
 
 
 def _check_tokens(prompts: list[Int32[np.ndarray, " _"]], vocabulary: int) -> None:

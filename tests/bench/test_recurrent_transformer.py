@@ -1,19 +1,52 @@
 """The Recurrent Transformer's bench: the promised rows, and a summary of them."""
 
+import jax
 import pytest
 
 from recurjax.bench import recurrent_transformer as bench
+from recurjax.bench.timing import row
+
+PASSES = ("forward", "forward_backward", "decode")
+LAYERS = (
+    *("naive", "tiled", "prefix", "wavefront"),
+    *("block4", "block16", "block64", "transformer"),
+)
 
 
-@pytest.mark.slow  # Some twenty programs to compile.
-def test_every_schedule_and_pass_has_a_row(monkeypatch):
-    monkeypatch.setattr(bench, "SMALL", ({"B": 1, "T": 64, "D": 8, "H": 2},))
+def test_every_promised_layer_is_there():
+    for shape in (*bench.SMALL, *bench.LARGE):
+        assert tuple(bench.layers(shape)) == LAYERS
+
+
+@pytest.fixture
+def unoptimized():
+    """Compiles quickly what runs a few times."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.slow  # Six programs to compile.
+def test_every_pass_of_a_layer_has_a_row(unoptimized, monkeypatch):
+    shape = {"B": 1, "T": 16, "D": 8, "H": 2}
+    some = {name: bench.layers(shape)[name] for name in ("naive", "transformer")}
+    monkeypatch.setattr(bench, "SMALL", (shape,))
+    monkeypatch.setattr(bench, "layers", lambda shape: some)
     rows = list(bench.rows(large=False, dtype="float32", repeats=1))
-    schedules = ("naive", "tiled", "prefix", "wavefront")
-    layers = (*schedules, "block4", "block16", "block64", "transformer")
-    names = {row.name for row in rows}
-    for layer in layers:
-        for what in ("forward", "forward_backward"):
-            assert f"recurrent_transformer/{layer}/{what}" in names
-    assert any(name.endswith("/decode") for name in names)
-    assert "tiled against naive" in bench.summary(rows)
+    names = [row.name for row in rows]
+    assert names == [
+        f"recurrent_transformer/{layer}/{what}" for layer in some for what in PASSES
+    ]
+    assert all(row.min_ms > 0 for row in rows)
+
+
+def test_the_summary_compares_with_naive_and_with_the_authors():
+    shape = bench.SMALL[1]
+    rows = [
+        row(f"recurrent_transformer/{name}/{what}", shape, "float32", [s], tokens=1)
+        for name, s in (("naive", 8.0), ("tiled", 2.0), ("prefix", 1.0))
+        for what in PASSES[:2]
+    ]
+    told = bench.summary(rows)
+    assert "T 1024: tiled 4.0, prefix 8.0" in told
+    assert "prefix/forward 0.8, prefix/forward_backward 3.0, tiled/forward 0.4" in told

@@ -47,6 +47,20 @@ def test_the_batch_changes_nothing_and_the_length_what_a_row_sees(finished, text
     assert longer["loss"] != pytest.approx(small["loss"], rel=1e-4)
 
 
+def test_the_loss_by_position_reads_further_than_training_did(finished, text, tmp_path):
+    png = tmp_path / "loss.png"
+    words = ("--text", text, "--length", 64, "--positions", 24, "--plot", png)
+    got = evaluate(finished, *words)
+    stretches = got["positions"]
+    spans = [(part["start"], part["stop"]) for part in stretches]
+    assert spans == [(0, 24), (24, 48), (48, 64)]
+    assert sum(part["tokens"] for part in stretches) == got["tokens"]
+    nats = sum(part["loss"] * part["tokens"] for part in stretches)
+    assert nats / got["tokens"] == pytest.approx(got["loss"], rel=1e-5)
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
+    assert not list(tmp_path.glob("*.partial*"))
+
+
 def test_without_a_file_it_is_the_validation_split_of_the_run(finished):
     got = evaluate(finished, "--batch", 512)
     assert got["text"] == "validation split"
@@ -87,6 +101,8 @@ def test_mistakes_are_told_in_a_sentence(finished, tmp_path):
         ((finished, "--text", binary), "binary.txt.*UTF-8"),
         ((finished, "--batch", 0), "must be at least 1, got 0"),
         ((finished, "--length", "long"), r"--length: .*'long'"),
+        ((finished, "--positions", 0), "--positions must be at least 1, got 0"),
+        ((finished, "--plot", tmp_path / "a.png"), "add --positions"),
         ((finished, "--txt", "a"), r"no option --txt: did you mean --text\?"),
         ((), "run|RUN"),
     ]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from recurjax.evaluation.perplexity import score
+from recurjax.training.objective import NextToken
 from recurjax.types import IGNORED, Batch, Tokens
 from tests.training.tiny_experiment import config, drawn
 
@@ -38,7 +39,7 @@ def batches(targets=TARGETS, rows=3):
 
 
 def test_loss_is_nats_a_token_and_perplexity_its_exponential(model, surprise):
-    got = score(model, batches(), token_bytes=BYTES)
+    got = score(model, batches(), token_bytes=BYTES, objective=NextToken())
     want = sum(
         surprise[b, t] for b in range(3) for t in range(4) if TARGETS[b, t] != IGNORED
     )
@@ -48,7 +49,7 @@ def test_loss_is_nats_a_token_and_perplexity_its_exponential(model, surprise):
 
 
 def test_bits_per_byte_are_those_of_the_text_without_special_tokens(model, surprise):
-    got = score(model, batches(), token_bytes=BYTES)
+    got = score(model, batches(), token_bytes=BYTES, objective=NextToken())
     # Targets, row by row: 3 1 4 (2), 1 1 0, (2) 0 3 1.
     assert got.bytes == (3 + 2 + 1) + (2 + 2 + 1) + (1 + 3 + 2)
     nats = surprise[0, :3].sum() + surprise[1, :3].sum() + surprise[2, 1:].sum()
@@ -57,13 +58,13 @@ def test_bits_per_byte_are_those_of_the_text_without_special_tokens(model, surpr
 
 @pytest.mark.parametrize("rows, chunks", [(1, 1), (3, 3)])
 def test_neither_batches_nor_chunks_change_the_score(model, rows, chunks):
-    want = score(model, batches(), token_bytes=BYTES)
+    want = score(model, batches(), token_bytes=BYTES, objective=NextToken())
     calls = []
     got = score(
         model,
         batches(rows=rows),
         token_bytes=BYTES,
-        chunks=chunks,
+        objective=NextToken(vocabulary_chunks=chunks),
         between=lambda: calls.append(1),
     )
     np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -72,7 +73,7 @@ def test_neither_batches_nor_chunks_change_the_score(model, rows, chunks):
 
 def test_a_text_of_special_tokens_only_has_no_bits_per_byte(model):
     only = np.where(TARGETS == 2, TARGETS, IGNORED)
-    got = score(model, batches(only), token_bytes=BYTES)
+    got = score(model, batches(only), token_bytes=BYTES, objective=NextToken())
     assert (got.tokens, got.bytes) == (2, 0)
     assert math.isnan(got.bits_per_byte) and got.loss > 0
 
@@ -80,4 +81,4 @@ def test_a_text_of_special_tokens_only_has_no_bits_per_byte(model):
 def test_nothing_to_predict_is_an_error(model):
     nothing = np.full_like(TARGETS, IGNORED)
     with pytest.raises(ValueError, match="no tokens to predict"):
-        score(model, batches(nothing), token_bytes=BYTES)
+        score(model, batches(nothing), token_bytes=BYTES, objective=NextToken())

@@ -1,0 +1,248 @@
+"""`recurjax convert from-hf | to-torch | from-torch | from-authors`."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+
+from recurjax.cli.options import parse
+from recurjax.convert.authors import from_authors
+from recurjax.convert.hugging_face import from_hf
+from recurjax.convert.imported_run import new_experiment, write_run
+from recurjax.convert.output_directory import refuse_existing
+from recurjax.convert.parity import TOLERANCE, NotMeasured, Parity
+from recurjax.convert.torch_export import compare_with_export, compare_with_hf, to_torch
+from recurjax.convert.torch_import import from_torch
+from recurjax.data.tokenizers import load_tokenizer
+from recurjax.errors import UserError
+from recurjax.experiment import load_experiment
+from recurjax.training.run_directory import load_run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Checked:
+    """What every command that compares with PyTorch takes."""
+
+    check: bool = True
+    torch_python: str | None = None
+    ids: Path | None = None
+    tolerance: float = TOLERANCE
+
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments of `compare`."""
+        return {
+            "python": self.torch_python,
+            "ids": None if self.ids is None else _read_ids(self.ids),
+            "tolerance": self.tolerance,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromHf(_Checked):
+    """Makes a run directory of a Hugging Face model (Llama, Gemma, GPT-NeoX, Qwen2).
+
+    Attributes:
+      source: a directory with config.json and safetensors, or a .gguf file.
+      out: the new run directory; it appears whole or not at all.
+      tokenizer: a tokenizer.json or its folder instead of the model's own.
+      dtype: of activations; parameters are float32.
+      check: compare with transformers, where it is installed; into parity.json.
+      torch_python: the interpreter that has torch and transformers; None: this one.
+      ids: a .npy file with token ids [B, T] to compare on.
+      tolerance: largest difference of logits, as a share of the largest one.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    tokenizer: Path | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToTorch(_Checked):
+    """Writes a run's model for PyTorch.
+
+    Attributes:
+      run: the run directory.
+      out: the new directory; it appears whole or not at all.
+      format: torch: weights, config and a module file that needs torch, safetensors
+        and numpy only; hf: what transformers loads by itself, for models that are
+        ordinary Llama, Gemma, GPT-NeoX or Qwen2.
+      step: of the checkpoint; None: the newest.
+      check: compare both sides, where torch is installed; into parity.json.
+      torch_python: the interpreter that has torch; None: this one.
+      ids: a .npy file with token ids [B, T] to compare on.
+      tolerance: largest difference of logits, as a share of the largest one.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    format: Literal["torch", "hf"] = "torch"
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromTorch(_Checked):
+    """Makes a run directory of what `to-torch` wrote, also after training there.
+
+    Attributes:
+      source: the exported directory.
+      out: the new run directory; it appears whole or not at all.
+      check: compare both sides, where torch is installed; into parity.json.
+      torch_python: the interpreter that has torch; None: this one.
+      ids: a .npy file with token ids [B, T] to compare on.
+      tolerance: largest difference of logits, as a share of the largest one.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromAuthors:
+    """Makes a run directory of a checkpoint of a paper's authors (RT, RAT).
+
+    Attributes:
+      source: a .safetensors file, a directory with some, or a file of torch.save.
+      out: the new run directory; it appears whole or not at all.
+      experiment: a Python file whose config() has the checkpoint's model.
+      tokenizer: a tokenizer.json or the folder of a tokenizer.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    experiment: Path
+    tokenizer: Path
+
+
+def run(argv: list[str]) -> int:
+    """Runs `recurjax convert ARGV`.
+
+    Returns:
+      0; 1 when both sides were compared and differ by more than the tolerance.
+
+    Raises:
+      UserError: something the user can put right, said in one sentence.
+    """
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "from-hf": _from_hf,
+        "to-torch": _to_torch,
+        "from-torch": _from_torch,
+        "from-authors": _from_authors,
+    }
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: recurjax convert {' | '.join(commands)} SOURCE OUT [options]")
+        print("       recurjax convert COMMAND --help lists the options")
+        return 0 if argv else 2
+    if argv[0] not in commands:
+        raise UserError(
+            f"recurjax convert has no command {argv[0]!r}; it has: "
+            f"{', '.join(commands)}"
+        )
+    return commands[argv[0]](argv[1:])
+
+
+def _from_hf(argv: list[str]) -> int:
+    options = parse(FromHf, argv, prog="recurjax convert from-hf")
+    refuse_existing(options.out)
+    made = from_hf(
+        options.source,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        report=_say,
+    )
+    if made.tokenizer is None:
+        raise UserError(
+            f"{options.source} has no tokenizer.json: name one with --tokenizer"
+        )
+    found = (
+        compare_with_hf(made.model, options.source, **options.options())
+        if options.check
+        else _NOT_ASKED
+    )
+    experiment = new_experiment(options.out, made.model.config, length=made.length)
+    write_run(
+        options.out, made.model, experiment, made.tokenizer, parity=found.to_json()
+    )
+    return _end(options.out, found)
+
+
+def _to_torch(argv: list[str]) -> int:
+    options = parse(ToTorch, argv, prog="recurjax convert to-torch")
+    refuse_existing(options.out)
+    loaded = load_run(options.run, step=options.step, report=_say)
+    found = to_torch(
+        loaded,
+        options.out,
+        format=options.format,
+        check=options.check,
+        **options.options(),
+    )
+    return _end(options.out, found)
+
+
+def _from_torch(argv: list[str]) -> int:
+    options = parse(FromTorch, argv, prog="recurjax convert from-torch")
+    refuse_existing(options.out)
+    loaded = from_torch(options.source, report=_say)
+    found = (
+        compare_with_export(loaded, options.source, **options.options())
+        if options.check
+        else _NOT_ASKED
+    )
+    write_run(
+        options.out,
+        loaded.model,
+        loaded.experiment,
+        loaded.tokenizer,
+        step=loaded.step,
+        parity=found.to_json(),
+    )
+    return _end(options.out, found)
+
+
+def _from_authors(argv: list[str]) -> int:
+    options = parse(FromAuthors, argv, prog="recurjax convert from-authors")
+    refuse_existing(options.out)
+    experiment = load_experiment(options.experiment)
+    tokenizer = load_tokenizer(options.tokenizer)
+    if tokenizer.vocabulary != experiment.model.vocabulary:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocabulary} tokens and the model of "
+            f"{options.experiment} {experiment.model.vocabulary}: name the model's own"
+        )
+    model = from_authors(options.source, experiment.model, report=_say)
+    write_run(options.out, model, experiment, tokenizer)
+    print(options.out)
+    return 0
+
+
+_NOT_ASKED = NotMeasured(reason="not asked for")
+
+
+def _end(out: Path, found: Parity | NotMeasured) -> int:
+    print(f"{out}: {found.sentence()}")
+    if found.within_tolerance:
+        return 0
+    _say(f"recurjax: both sides differ beyond the tolerance: see {out}/parity.json")
+    return 1
+
+
+def _read_ids(file: Path) -> np.ndarray:
+    try:
+        ids = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--ids: {file} is not a .npy file of numbers") from error
+    if ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.size == 0:
+        raise UserError(
+            f"--ids: {file} must hold whole numbers [B, T], got {ids.dtype}{ids.shape}"
+        )
+    return ids
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

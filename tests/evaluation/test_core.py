@@ -1,0 +1,155 @@
+"""CORE's scoring against nanochat's, on stub models."""
+
+import json
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.errors import UserError
+from recurjax.evaluation.core import read_bundle, score_core, score_item, shuffled
+from recurjax.evaluation.core_prompts import Task, fewshot_numbers, prompts, texts
+from tests.golden.cases import GOLDEN
+
+FOLDER = GOLDEN / "latent_recurrent_transformer"
+CASES = json.loads((FOLDER / "core_eval_cases.json").read_text())
+NAMES = [name for name, case in CASES.items() if isinstance(case, dict)]
+BOS = 256
+
+
+def encode(rows):
+    return [[BOS, *row.encode()] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def stubs():
+    with np.load(FOLDER / "core_eval_stub_weights.npz") as file:
+        now, last = file["W"], file["U"]
+
+    def stub(ids):
+        logits = now[ids]
+        logits[:, 1:] += last[ids[:, :-1]]
+        return jnp.asarray(logits)
+
+    def letters(ids):
+        following = np.where(ids < 256, (ids + 1) % 256, 0)
+        following[np.isin(ids, [ord(c) for c in "lst"])] = ord(" ")
+        following[ids == ord(" ")] = ord("1")
+        return 0.1 * stub(ids) + 5.0 * np.eye(257, dtype=np.float32)[following]
+
+    return {"Stub": stub, "StubLM": letters}
+
+
+def task_of(name):
+    case = CASES[name]
+    meta = case["meta"]
+    return Task(
+        label=name,
+        kind=meta["task_type"],
+        items=tuple(case["data_in_file_order"]),
+        fewshot=meta["num_fewshot"],
+        delimiter=meta["continuation_delimiter"],
+        baseline=case["random_baseline"],
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_and_scores_are_nanochats(name, stubs):
+    case = CASES[name]
+    task = shuffled(task_of(name), None)
+    assert list(task.items) == case["data_after_shuffle"]
+    for number, item in enumerate(case["items"]):
+        assert fewshot_numbers(task, number) == item["fewshot"]
+        assert texts(task, number) == item["prompts"]
+        rows = prompts(task, number, encode)
+        assert [row.start for row in rows] == item["start"]
+        assert [row.end for row in rows] == item["end"]
+        got = score_item(
+            task,
+            number,
+            stubs[case["model"]],
+            encode,
+            pad=BOS,
+            longest=case["max_seq_len"],
+        )
+        assert got.correct == item["correct"]
+        if "mean_losses" in item:
+            np.testing.assert_allclose(got.losses, item["mean_losses"], rtol=2e-5)
+
+
+def test_accuracies_are_centered_and_averaged(stubs):
+    scores = {}
+    for name in NAMES:
+        case = CASES[name]
+        result = score_core(
+            [task_of(name)],
+            stubs[case["model"]],
+            encode,
+            pad=BOS,
+            longest=case["max_seq_len"],
+        )
+        [scores[name]] = result.tasks
+        assert scores[name].accuracy == pytest.approx(case["accuracy"])
+        assert scores[name].centered == pytest.approx(case["centered"], abs=1e-6)
+    mean = np.mean([s.centered for s in scores.values()])
+    assert mean == pytest.approx(CASES["core_metric"], abs=1e-6)
+
+
+def test_a_continuation_that_changes_earlier_tokens_is_refused():
+    task = replace(task_of("lm_task"), fewshot=0)
+    with pytest.raises(ValueError, match="changes the tokens before it"):
+        prompts(task, 0, lambda rows: [[len(row)] for row in rows])
+
+
+def bundle(folder, *, tasks=("one",)):
+    folder.mkdir(exist_ok=True)
+    (folder / "eval_data").mkdir(exist_ok=True)
+    lines = ["icl_tasks:"]
+    for task in tasks:
+        lines += [
+            f"- label: {task}",
+            f"  dataset_uri: {task}.jsonl",
+            "  num_fewshot: [0]",
+            "  icl_task_type: language_modeling",
+        ]
+        item = json.dumps({"context": "a ", "continuation": "b"})
+        (folder / "eval_data" / f"{task}.jsonl").write_text(item + "\n\n")
+    (folder / "core.yaml").write_text("\n".join(lines))
+    meta = "Eval Task,Random baseline\n" + "".join(f"{t},25\n" for t in tasks)
+    (folder / "eval_meta_data.csv").write_text(meta)
+    return folder
+
+
+def test_a_bundle_is_read(tmp_path):
+    [one, two] = read_bundle(bundle(tmp_path / "b", tasks=("one", "two")))
+    assert (one.label, two.label, one.baseline, one.delimiter) == (
+        "one",
+        "two",
+        25.0,
+        " ",
+    )
+    assert one.items == ({"context": "a ", "continuation": "b"},)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda b: (b / "core.yaml").unlink(), "is no CORE bundle: no .*core.yaml"),
+        (lambda b: (b / "core.yaml").write_text("- 1"), "is no CORE bundle"),
+        (lambda b: (b / "eval_data" / "one.jsonl").unlink(), "lacks files of CORE"),
+        (lambda b: (b / "eval_data" / "one.jsonl").write_text("{"), "as JSON lines"),
+        (lambda b: (b / "eval_data" / "one.jsonl").write_text(""), "holds no items"),
+        (
+            lambda b: (b / "eval_meta_data.csv").write_text(
+                "Eval Task,Random baseline"
+            ),
+            "has no Random baseline for one",
+        ),
+    ],
+)
+def test_a_damaged_bundle_is_one_clear_sentence(tmp_path, spoil, message):
+    folder = bundle(tmp_path / "b")
+    spoil(folder)
+    with pytest.raises(UserError, match=message):
+        read_bundle(folder)
