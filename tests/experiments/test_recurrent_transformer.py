@@ -46,3 +46,5 @@ def test_a_run_has_the_papers_size_and_settings(name):
     assert experiment.schedule.warmup_steps == 0.4 * training.steps
     assert rate == (1e-3 if "unnormed" in name else 3e-3)
     assert experiment.name == f"rt_{name}"
+    normed = getattr(experiment.model.stack, "normed_persistent", True)
+    assert normed == ("unnormed" not in name)

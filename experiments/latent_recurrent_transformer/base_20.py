@@ -1,0 +1,12 @@
+"""Tables 4 and 5, 20L base: 0.767 BPB at R = 10."""
+
+from nanochat import experiment
+
+from recurjax.experiment import Experiment
+from recurjax.variants.latent_recurrent_transformer.presets import nanochat
+
+
+def config() -> Experiment:
+    """Returns the experiment."""
+    stack = nanochat(20)
+    return experiment("lrt_base_20", stack)

@@ -1,0 +1,19 @@
+"""Table 8: layer-scaled attention and MLP: 0.782 BPB."""
+
+from nanochat import experiment
+
+from recurjax.experiment import Experiment
+from recurjax.variants.latent_recurrent_transformer.presets import nanochat
+
+
+def config() -> Experiment:
+    """Returns the experiment."""
+    stack = nanochat(
+        20,
+        value_embeddings="none",
+        residual_scales=False,
+        input_mixing="none",
+        attention_scale=True,
+        mlp_scale=True,
+    )
+    return experiment("lrt_baseline_layer_scaled", stack)

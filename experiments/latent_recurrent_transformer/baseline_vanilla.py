@@ -1,0 +1,14 @@
+"""Table 8: vanilla baseline: 0.784 BPB."""
+
+from nanochat import experiment
+
+from recurjax.experiment import Experiment
+from recurjax.variants.latent_recurrent_transformer.presets import nanochat
+
+
+def config() -> Experiment:
+    """Returns the experiment."""
+    stack = nanochat(
+        20, value_embeddings="none", residual_scales=False, input_mixing="none"
+    )
+    return experiment("lrt_baseline_vanilla", stack)

@@ -1,0 +1,13 @@
+"""Table 1: learned average of layers 8, 12, 16, 20: 0.754 BPB."""
+
+from nanochat import experiment
+
+from recurjax.experiment import Experiment
+from recurjax.variants.latent_recurrent_transformer import MemoryConfig
+from recurjax.variants.latent_recurrent_transformer.presets import nanochat
+
+
+def config() -> Experiment:
+    """Returns the experiment."""
+    stack = nanochat(20, memory=MemoryConfig(sources=(8, 12, 16, 20)))
+    return experiment("lrt_source_average", stack)

@@ -1,0 +1,54 @@
+"""What transformers makes of SmolLM2's GGUF; `pretrained_smollm2.py` calls it."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
+
+
+def main() -> None:
+    """Reads a question as JSON and answers it on the last line of standard output."""
+    question = json.loads(sys.stdin.read())
+    path = Path(question["gguf"])
+    torch.set_num_threads(2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    paragraph = torch.tensor([question["paragraph"]])
+    with torch.no_grad():
+        nats = model(paragraph, labels=paragraph).loss.item()
+        tokens = [
+            greedy(model, torch.tensor([prompt]), question["new_tokens"])[0]
+            for prompt in question["prompts"]
+        ]
+        rates = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            model = model.to(dtype)
+            greedy(model, paragraph[:, :32], 4)
+            rates[f"decode_{str(dtype).removeprefix('torch.')}"] = sorted(
+                greedy(model, paragraph[:, :32], question["decoded"] + 1)[1]
+                for _ in range(3)
+            )
+    answer = {"loss": nats, "tokens": tokens, **rates}
+    answer["version"] = f"torch {torch.__version__}, {transformers.__version__}"
+    print(json.dumps(answer))
+
+
+def greedy(model, ids, count: int) -> tuple[list[int], float]:
+    """Returns the new tokens, and tokens a second after the first."""
+    cache, token, made, began = None, ids, [], 0.0
+    for number in range(count):
+        step = model(token, past_key_values=cache, use_cache=True)
+        cache = step.past_key_values
+        token = step.logits[:, -1].argmax(dim=-1, keepdim=True)
+        made.append(token.item())
+        if number == 0:
+            began = time.monotonic()
+    return made, (count - 1) / max(time.monotonic() - began, 1e-9)
+
+
+if __name__ == "__main__":
+    main()

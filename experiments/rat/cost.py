@@ -1,0 +1,114 @@
+"""What each mixer of the 1.3B models costs against T, as table and picture.
+
+Training FLOPs of a token (a mixer alone, the causal half not discounted) and bytes of
+the cache, a token and layer, in bfloat16 with float32 states. Counted, not timed, so
+it runs anywhere in seconds. With --png the picture is written too.
+
+    python experiments/rat/cost.py --png cost.png
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from recurjax.cli.options import parse
+from recurjax.errors import UserError
+from recurjax.variants.rat import MixerConfig, presets
+from recurjax.variants.rat.cost import MixerCost, mixer_cost
+
+WIDTH = 2048
+LENGTHS = (1024, 4096, 16384, 65536, 262144)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Prints the table.
+
+    Attributes:
+      png: also draws it into this file.
+    """
+
+    png: Path | None = None
+
+    def __post_init__(self):
+        if self.png is not None and not self.png.parent.is_dir():
+            raise UserError(f"--png: there is no directory {self.png.parent}")
+
+
+def mixers(length: int) -> dict[str, MixerConfig]:
+    """Returns the mixers of the 1.3B models; the reversed design has 64 chunks."""
+    size = {"width": WIDTH, "heads": 16}
+    chunk = length // 64
+    return {
+        "RNN": presets.rnn(**size, length=length),
+        "RAT(64)": presets.rat(**size, chunk=64),
+        "RAT(16)": presets.rat(**size, chunk=16),
+        "reversed": presets.reversed_rat(**size, chunk=chunk, length=length),
+        "window 1024": presets.attention(**size, window=1024),
+        "attention": presets.attention(**size),
+    }
+
+
+def costs() -> dict[str, list[MixerCost]]:
+    """Returns each mixer's cost at every length."""
+    found: dict[str, list[MixerCost]] = {}
+    for length in LENGTHS:
+        for name, mixer in mixers(length).items():
+            cost = mixer_cost(mixer, width=WIDTH, length=length)
+            found.setdefault(name, []).append(cost)
+    return found
+
+
+def markdown(found: dict[str, list[MixerCost]]) -> str:
+    """Returns the two tables."""
+    heads = " | ".join(f"T {length}" for length in LENGTHS)
+    rule = "|---" * (len(LENGTHS) + 1) + "|"
+    lines = [f"| MFLOP a token | {heads} |", rule]
+    for name, row in found.items():
+        told = " | ".join(f"{cost.flops / 1e6:.0f}" for cost in row)
+        lines.append(f"| {name} | {told} |")
+    lines += ["", f"| cache, bytes a token | {heads} |", rule]
+    for name, row in found.items():
+        each = zip(row, LENGTHS, strict=True)
+        told = " | ".join(f"{cost.cache_bytes / length:,.1f}" for cost, length in each)
+        lines.append(f"| {name} | {told} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(found: dict[str, list[MixerCost]], png: Path) -> None:
+    """Draws both against T, on logarithmic axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    one, two = figure.subplots(1, 2)
+    for name, row in found.items():
+        # Dashed: with as many chunks, the reversed design costs what RAT(64) does.
+        style = "o--" if name == "reversed" else "o-"
+        one.loglog(LENGTHS, [cost.flops for cost in row], style, label=name)
+        two.loglog(LENGTHS, [cost.cache_bytes for cost in row], style, label=name)
+    one.set(xlabel="T (tokens)", ylabel="training FLOPs a token, one mixer")
+    two.set(xlabel="T (tokens)", ylabel="bytes of a row's cache, one layer")
+    for axes in (one, two):
+        axes.grid(alpha=0.3)
+    one.legend(fontsize=8)
+    aside = png.with_suffix(".partial.png")
+    figure.savefig(aside, dpi=120)
+    aside.replace(png)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints, and draws where asked."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="cost.py")
+    found = costs()
+    print(markdown(found), end="")
+    if options.png is not None:
+        draw(found, options.png)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"cost.py: {error}")

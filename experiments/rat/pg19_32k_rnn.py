@@ -1,0 +1,12 @@
+"""The paper's Fig. 4(b), 200M, T 32,768: RNN: perplexity far above the 14.31 at 8K."""
+
+from rat_paper import SMALL, pg19
+
+from recurjax.experiment import Experiment
+from recurjax.variants.rat import presets
+
+
+def config() -> Experiment:
+    """Returns the experiment."""
+    mixer = presets.rnn(**SMALL, length=32768)
+    return pg19("pg19_32k_rnn", mixer, length=32768)

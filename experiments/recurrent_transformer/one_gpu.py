@@ -1,0 +1,226 @@
+"""The paper's speed tables on one GPU: kernels checked first, then timed.
+
+    pip install -c constraints.txt '.[cuda]'
+    XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE \
+        python experiments/recurrent_transformer/one_gpu.py --out h100.json
+
+1. The GPU kernels against the definition: values and gradients, float32 and bfloat16.
+2. One layer forward at D 1024, 16 heads, N 512, batch 32 to 2048, bfloat16, beside the
+   paper's table (one H100, with CUDA graphs) and a Transformer layer with cuDNN's
+   attention (no ALiBi: cuDNN takes none).
+3. Training throughput of the 300M pair of 12 layers at batch 512 x 512; the paper has
+   42k tokens/s for the Recurrent Transformer, 132k for the Transformer.
+
+`--tiny` runs the same code at sizes for a CPU, on whatever path serves there.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import c4_300m_recurrent_12
+import c4_300m_transformer_12
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.recurrent_prefill import (
+    LayerSpec,
+    LayerWeights,
+    empty_cache,
+    recurrent_prefill,
+)
+from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
+from recurjax.bench.recurrent_transformer import LARGE, layers, programs
+from recurjax.bench.report import device_name
+from recurjax.bench.timing import repeat
+from recurjax.experiment import Experiment
+from recurjax.training.optimizer import build_optimizer
+from recurjax.training.step import new_state, train_step
+from recurjax.types import Batch
+
+PAPER_MS = (38.85, 42.28, 48.95, 61.39, 81.73, 134.09, 240.83)
+"""The paper's layer forward on one H100, batch 32 to 2048."""
+
+PAPER_TOKENS_PER_S = {"recurrent": 42e3, "transformer": 132e3}
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Largest error as a share of the largest value."""
+
+TINY_SHAPES = tuple({"B": b, "T": 8, "D": 16, "H": 2} for b in (1, 2))
+
+
+def check(dtype: Any, schedule: Any, *, implementation: Any) -> float:
+    """Returns the largest error of values and gradients against the definition.
+
+    Raises:
+      AssertionError: it is above the tolerance.
+    """
+    L, B, T, D, H, E, F = 2, 3, 37, 64, 4, 16, 128
+    spec = LayerSpec(
+        heads=H,
+        key_heads=H,
+        head_width=E,
+        alibi_max_bias=8.0,
+        logit_scale=E**-0.5,
+        residual_scale=L**-0.5,
+        dtype=dtype,
+    )
+    draw = np.random.default_rng(0).standard_normal
+    shapes = {"w_q": (D, H, E), "w_k": (D, H, E), "w_v": (D, H, E)}
+    shapes |= {"w_out": (H, E, D), "w_up": (D, F), "w_down": (F, D)}
+    w: dict[str, Any] = {n: D**-0.5 * draw((L, *s)) for n, s in shapes.items()}
+    for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm"):
+        w[f"{name}_scale"] = 1 + 0.1 * draw((L, D))
+    weights = LayerWeights(**{n: jnp.asarray(a, "float32") for n, a in w.items()})
+    x, for_z = (jnp.asarray(draw((B, T, D)), "float32") for _ in range(2))
+
+    def ours(x, weights):
+        cache = empty_cache(L, B, 0, spec)
+        options = {"schedule": schedule, "implementation": implementation}
+        return recurrent_prefill(x, weights, cache, spec=spec, **options)[0]
+
+    def both(run):
+        z, back = jax.vjp(run, x, weights)
+        return z, back(for_z)
+
+    got = jax.jit(lambda: both(ours))()
+    with jax.default_matmul_precision("highest"):
+        definition = partial(recurrent_prefill_reference, spec=spec)
+        want = jax.jit(lambda: both(definition))()
+    error = max(
+        float(jnp.abs(a - b).max() / jnp.abs(b).max())
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True)
+    )
+    assert error <= TOLERANCES[dtype], (dtype, schedule, error)
+    return error
+
+
+def time_layer(shape: dict[str, int], name: str, *, repeats: int, cudnn: bool) -> float:
+    """Returns a layer's forward in ms, the best of some repeats."""
+    config = layers(shape)["prefix" if name == "recurrent" else name]
+    if name == "recurrent":  # each backend's own schedule
+        config = dataclasses.replace(config, schedule=None)  # pyright: ignore[reportCallIssue]
+    else:
+        attention = dataclasses.replace(
+            config.attention,  # pyright: ignore[reportAttributeAccessIssue]
+            position=None,
+            implementation="cudnn" if cudnn else None,
+        )
+        config = dataclasses.replace(config, attention=attention)
+    made = programs(config, shape, "bfloat16")
+    call = partial(made.forward, made.stack, made.x)
+    return 1e3 * min(repeat(call, repeats=repeats))
+
+
+def throughput(experiment: Experiment, *, accumulation: int, repeats: int) -> float:
+    """Returns tokens/s of whole training steps on random tokens."""
+    training = experiment.training
+    optimizer = build_optimizer(
+        experiment.optimizer, lambda step: 1e-4, clip=training.gradient_clip
+    )
+    state = jax.jit(
+        lambda key: new_state(key, experiment.model, optimizer, training.spikes)
+    )(jax.random.key(0))
+    shape = (training.batch, training.length)
+    ids = jax.random.randint(jax.random.key(1), shape, 0, experiment.model.vocabulary)
+    objective = dataclasses.replace(experiment.objective, vocabulary_chunks=8)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state, batch):
+        return train_step(
+            state,
+            batch,
+            objective=objective,
+            optimizer=optimizer,
+            spikes=training.spikes,
+            accumulation=accumulation,
+        )
+
+    held = [state]
+
+    def advance():
+        held[0], metrics = step(held[0], Batch(ids, jnp.roll(ids, -1, axis=1)))
+        return metrics
+
+    times = repeat(advance, repeats=repeats)
+    return training.batch * training.length / min(times)
+
+
+def tiny(experiment: Experiment) -> Experiment:
+    """Shrinks a run to what a CPU compiles and trains in seconds."""
+    stack: Any = experiment.model.stack
+    small: dict[str, Any] = {"layers": 1, "width": 16}
+    small["mlp"] = dataclasses.replace(stack.mlp, width=32)
+    if hasattr(stack, "attention"):
+        small["attention"] = dataclasses.replace(
+            stack.attention, heads=2, key_heads=2, head_width=8
+        )
+    else:
+        small |= {"heads": 2, "key_heads": 2, "head_width": 8}
+    model = dataclasses.replace(
+        experiment.model,
+        vocabulary=64,
+        stack=dataclasses.replace(stack, **small),
+        dtype="float32",
+    )
+    training = dataclasses.replace(experiment.training, batch=2, length=8)
+    return dataclasses.replace(experiment, model=model, training=training)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Checks, times, writes JSON and returns it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--accumulation", type=int, default=2)
+    options = parser.parse_args(arguments)
+    on_gpu = jax.default_backend() == "gpu"
+    if not (on_gpu or options.tiny):
+        sys.exit(f"needs a GPU, found {jax.default_backend()}: try --tiny")
+    report: dict[str, Any] = {"device": device_name(), "tiny": options.tiny}
+    cases = (("float32", "tiled"), ("float32", "wavefront"), ("bfloat16", None))
+    backend = "triton" if on_gpu else None
+    report["errors"] = {
+        f"{dtype}/{schedule}": check(dtype, schedule, implementation=backend)
+        for dtype, schedule in (cases[:1] if options.tiny else cases)
+    }
+    print(json.dumps(report), file=sys.stderr)
+    report["layer_forward"] = []
+    for shape, theirs in zip(
+        TINY_SHAPES if options.tiny else LARGE, PAPER_MS, strict=False
+    ):
+        timed = partial(time_layer, shape, repeats=options.repeats, cudnn=on_gpu)
+        row: dict[str, Any] = dict(shape)
+        row |= {f"{name}_ms": timed(name) for name in ("recurrent", "transformer")}
+        row |= {} if options.tiny else {"paper_ms": theirs}
+        report["layer_forward"].append(row)
+        print(json.dumps(row), file=sys.stderr)
+    pair = {
+        "recurrent": c4_300m_recurrent_12.config(),
+        "transformer": c4_300m_transformer_12.config(),
+    }
+    accumulation = 1 if options.tiny else options.accumulation
+    rates = {
+        name: throughput(
+            tiny(experiment) if options.tiny else experiment,
+            accumulation=accumulation,
+            repeats=min(options.repeats, 5),
+        )
+        for name, experiment in pair.items()
+    }
+    report["training_tokens_per_s"] = rates
+    report["training_ratio"] = rates["recurrent"] / rates["transformer"]
+    report["paper_tokens_per_s"] = PAPER_TOKENS_PER_S
+    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(rates), file=sys.stderr)
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""How each schedule's time and memory grow with the sequence.
+
+    python experiments/recurrent_transformer/scaling.py --out runs/rt_scaling
+
+One layer, float32, B 2, D 64, 2 heads, N from 128 to 4096: writes scaling.json,
+scaling.md (a table) and scaling.png (both axes logarithmic). Times are the best of a
+few repeats; memory is what the compiled backward pass needs beside its arguments.
+Expect memory linear in N for every schedule; time at these sizes is almost linear too,
+naive and the Transformer bending up first.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recurjax.bench.recurrent_transformer import SCHEDULES, Programs, layers, programs
+from recurjax.bench.report import device_name
+from recurjax.bench.timing import repeat
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+SHAPE = {"B": 2, "D": 64, "H": 2}
+NAMES = (*SCHEDULES, "transformer")
+COLUMNS = ("forward_ms", "forward_backward_ms", "backward_mib")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One schedule at one length N; times are minima in ms, memory is in MiB."""
+
+    schedule: str
+    length: int
+    forward_ms: float
+    forward_backward_ms: float
+    backward_mib: float
+
+
+def measure(length: int, name: str, *, repeats: int) -> Point:
+    """Compiles and times both passes of one schedule at one length."""
+    shape = SHAPE | {"T": length}
+    made: Programs = programs(layers(shape)[name], shape, "float32")
+    forward = made.forward.lower(made.stack, made.x).compile()
+    gradient = made.forward_backward.lower(made.stack, made.x).compile()
+    times = [
+        1e3 * min(repeat(partial(run, made.stack, made.x), repeats=repeats, warmup=1))
+        for run in (forward, gradient)
+    ]
+    temporary = gradient.memory_analysis().temp_size_in_bytes
+    return Point(
+        schedule=name,
+        length=length,
+        forward_ms=times[0],
+        forward_backward_ms=times[1],
+        backward_mib=temporary / 2**20,
+    )
+
+
+def table(points: list[Point]) -> str:
+    """Returns Markdown: a row a length, and per schedule its three figures."""
+    lengths = sorted({point.length for point in points})
+    names = list(dict.fromkeys(point.schedule for point in points))
+    lines = [
+        "| N | " + " | ".join(names) + " |",
+        "|---|" + "---|" * len(names),
+    ]
+    for length in lengths:
+        cells = [
+            " / ".join(f"{getattr(point, column):.3g}" for column in COLUMNS)
+            for name in names
+            for point in points
+            if (point.schedule, point.length) == (name, length)
+        ]
+        lines.append(f"| {length} | " + " | ".join(cells) + " |")
+    head = f"Forward / forward and backward (ms) / backward's memory (MiB); {SHAPE}."
+    return "\n".join([head, "", *lines, ""])
+
+
+def draw(points: list[Point], png: Path) -> None:
+    """Draws the three columns over N, both axes logarithmic."""
+    from matplotlib.figure import Figure  # slow to import, and needed here only
+
+    titles = ("forward (ms)", "forward and backward (ms)", "backward's memory (MiB)")
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for axes, column, title in zip(figure.subplots(1, 3), COLUMNS, titles, strict=True):
+        for name in dict.fromkeys(point.schedule for point in points):
+            own = [point for point in points if point.schedule == name]
+            lengths = [point.length for point in own]
+            axes.loglog(
+                lengths, [getattr(p, column) for p in own], "o-", label=name, base=2
+            )
+        axes.set_xlabel("N (positions)")
+        axes.set_title(title)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend()
+    figure.savefig(png, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> list[Point]:
+    """Measures, writes the three files and returns the points."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--schedules", nargs="+", default=NAMES, choices=NAMES)
+    options: Any = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    points = []
+    for length in options.lengths:
+        for name in options.schedules:
+            points.append(measure(length, name, repeats=options.repeats))
+            print(points[-1], file=sys.stderr)
+    made = {"device": device_name(), "shape": SHAPE} | {
+        "points": [dataclasses.asdict(point) for point in points]
+    }
+    (options.out / "scaling.json").write_text(json.dumps(made, indent=2) + "\n")
+    (options.out / "scaling.md").write_text(table(points))
+    draw(points, options.out / "scaling.png")
+    return points
+
+
+if __name__ == "__main__":
+    main()

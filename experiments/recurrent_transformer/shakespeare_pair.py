@@ -1,0 +1,258 @@
+"""The small pair: RT against the Transformer on the embedded text, both tuned.
+
+Reproduces no table of the paper; it asks at a size for two CPU cores what the C4 runs
+ask at 150M and 300M parameters. Each of the two models is trained at the same three
+learning rates, with three seeds each (of the init and of the order of the rows): 18
+runs of as many tokens, in at most 15 minutes on two idle cores. Expect a line a run and
+a table of validation bits per byte, also in `table.md`. A run that is done is not made
+again: after an interruption the same command goes on.
+
+    python experiments/recurrent_transformer/shakespeare_pair.py
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import shakespeare_recurrent
+import shakespeare_transformer
+import tyro
+
+from recurjax.config_json import to_json
+from recurjax.data.dataset import open_dataset
+from recurjax.errors import UserError
+from recurjax.evaluation.perplexity import score
+from recurjax.experiment import Experiment
+from recurjax.model import count_parameters
+from recurjax.training.optimizer import build_optimizer
+from recurjax.training.schedule import learning_rate
+from recurjax.training.step import TrainState, new_state, train_step
+from recurjax.types import Array, Batch
+
+MODELS = {"transformer": "Transformer", "recurrent": "Recurrent Transformer"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Trains the pair at every rate with every seed, and makes the table.
+
+    Attributes:
+      directory: keeps results.json and table.md.
+      rates: peak learning rates.
+      seeds: how many, from 0, at each rate.
+      steps: of a run; None: as many as the experiments say.
+      evaluation_batches: 64 rows each; None: the whole validation split.
+    """
+
+    directory: Path = Path("runs/shakespeare_pair")
+    rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)
+    seeds: int = 3
+    steps: int | None = None
+    evaluation_batches: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A trained model: which one, its validation score, what it took in seconds."""
+
+    model: str
+    rate: float
+    seed: int
+    bits_per_byte: float
+    seconds: float
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Makes the runs that are missing, prints and writes the table."""
+    options = tyro.cli(Options, args=argv, description=__doc__)
+    experiments = pair(options)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    file = options.directory / "results.json"
+    runs = read_results(file, experiments)
+    done = {(run.model, run.rate, run.seed) for run in runs}
+    trainers = {model: trainer(model, each) for model, each in experiments.items()}
+    # The seed changes last: a table of one seed is whole after a third of the time.
+    for seed, rate, model in product(range(options.seeds), options.rates, MODELS):
+        if (model, rate, seed) in done:
+            continue
+        run = trainers[model](rate, seed)
+        runs.append(run)
+        write_results(file, experiments, runs)
+        print(
+            f"{model}, rate {rate:g}, seed {seed}: {run.bits_per_byte:.3f} bits per "
+            f"byte, {run.seconds:.0f} s",
+            flush=True,
+        )
+    text = table(runs, experiments, rates=options.rates, seeds=options.seeds)
+    (options.directory / "table.md").write_text(text)
+    print(text, end="")
+    return 0
+
+
+def pair(options: Options) -> dict[str, Experiment]:
+    """Returns both experiments, as short as the options say."""
+    experiments = {
+        "transformer": shakespeare_transformer.config(),
+        "recurrent": shakespeare_recurrent.config(),
+    }
+    for model, experiment in experiments.items():
+        steps = options.steps or experiment.training.steps
+        batches = options.evaluation_batches
+        experiments[model] = replace(
+            experiment,
+            schedule=replace(experiment.schedule, warmup_steps=steps // 10),
+            training=replace(experiment.training, steps=steps),
+            evaluation=replace(experiment.evaluation, batches=batches),
+        )
+    return experiments
+
+
+def trainer(model: str, experiment: Experiment) -> Callable[[float, int], Run]:
+    """Returns what trains and scores a model at a rate, with a seed.
+
+    It makes the same updates as `recurjax train --optimizer.learning-rate RATE
+    --training.seed SEED --data.seed SEED`, without the run directory. The rate is an
+    argument of the compiled step, so that one compilation serves all runs.
+    """
+    dataset = open_dataset(experiment.data)
+    length, batch = experiment.training.length, experiment.training.batch
+    start = jax.jit(partial(_start, experiment))
+    step = jax.jit(partial(_step, experiment), donate_argnums=0)
+
+    def run(rate: float, seed: int) -> Run:
+        began = time.monotonic()
+        state = start(jax.random.key(seed), jnp.float32(rate))
+        rows = iter(dataset.loader("train", length=length, batch=batch, seed=seed))
+        for _ in range(experiment.training.steps):
+            state = step(state, _batch(next(rows)), jnp.float32(rate))
+        rows.close()
+        held_out = dataset.loader("validation", length=length, batch=batch)
+        batches = islice(map(_batch, held_out), experiment.evaluation.batches)
+        result = score(state.model, batches, token_bytes=dataset.tokenizer.token_bytes)
+        return Run(
+            model=model,
+            rate=rate,
+            seed=seed,
+            bits_per_byte=result.bits_per_byte,
+            seconds=time.monotonic() - began,
+        )
+
+    return run
+
+
+def table(
+    runs: list[Run],
+    experiments: dict[str, Experiment],
+    *,
+    rates: tuple[float, ...],
+    seeds: int,
+) -> str:
+    """Makes the Markdown table: mean and spread (largest less smallest) over seeds."""
+    head = [f"rate {rate:g}" for rate in rates]
+    lines = [
+        _row("model", "parameters", *head, "the best rate's seeds"),
+        "|" + "---|" * (len(rates) + 3),
+    ]
+    for model, title in MODELS.items():
+        scores = {
+            rate: [
+                run.bits_per_byte
+                for seed in range(seeds)
+                for run in runs
+                if (run.model, run.rate, run.seed) == (model, rate, seed)
+            ]
+            for rate in rates
+        }
+        best = min(rates, key=lambda rate: statistics.fmean(scores[rate]))
+        cells = [
+            f"{statistics.fmean(found):.3f} ({max(found) - min(found):.3f})"
+            for found in scores.values()
+        ]
+        parameters = count_parameters(experiments[model].model).total
+        chosen = ", ".join(f"{each:.3f}" for each in scores[best])
+        lines.append(_row(title, f"{parameters:,}", *cells, f"{best:g}: {chosen}"))
+    return "\n".join(lines) + "\n"
+
+
+def read_results(file: Path, experiments: dict[str, Experiment]) -> list[Run]:
+    """Reads the runs that are done; none without the file.
+
+    Raises:
+      UserError: they were made with other settings.
+    """
+    if not file.exists():
+        return []
+    kept = json.loads(file.read_text())
+    if kept["experiments"] != _settings(experiments):
+        raise UserError(
+            f"{file} has runs of other settings: name another --directory or remove it"
+        )
+    return [Run(**run) for run in kept["runs"]]
+
+
+def write_results(
+    file: Path, experiments: dict[str, Experiment], runs: list[Run]
+) -> None:
+    """Writes all runs so far, aside first and then renamed."""
+    kept = {"experiments": _settings(experiments), "runs": [asdict(r) for r in runs]}
+    aside = file.with_suffix(".json.partial")
+    aside.write_text(json.dumps(kept, indent=2) + "\n")
+    aside.replace(file)
+
+
+def _start(experiment: Experiment, key: Array, rate: Array) -> TrainState:
+    optimizer = _optimizer(experiment, rate)
+    return new_state(key, experiment.model, optimizer, experiment.training.spikes)
+
+
+def _step(
+    experiment: Experiment, state: TrainState, batch: Batch, rate: Array
+) -> TrainState:
+    state, _ = train_step(
+        state,
+        batch,
+        objective=experiment.objective,
+        optimizer=_optimizer(experiment, rate),
+        spikes=experiment.training.spikes,
+    )
+    return state
+
+
+def _optimizer(experiment: Experiment, rate: Array) -> Any:
+    training = experiment.training
+    shape = learning_rate(experiment.schedule, peak=1.0, steps=training.steps)
+    return build_optimizer(
+        experiment.optimizer,
+        lambda step: rate * shape(step),
+        clip=training.gradient_clip,
+    )
+
+
+def _batch(rows: dict[str, Any]) -> Batch:
+    return Batch(rows["ids"], rows["targets"], None)
+
+
+def _settings(experiments: dict[str, Experiment]) -> Any:
+    # Through JSON, as they will be read back: tuples become lists.
+    return json.loads(json.dumps({m: to_json(e) for m, e in experiments.items()}))
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"shakespeare_pair: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,48 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from recurjax.experiment import load_experiment
+from recurjax.model import count_parameters
+from recurjax.training.objective import Interleaved, NextToken
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "latent_recurrent_transformer"
+SIZES = {
+    "base_20": 1316.0,
+    "shared_20": 1319.8,
+    "layerwise_20": 1382.0,
+    "base_24": 1988.1,
+    "shared_24": 1993.7,
+    "layerwise_24": 2102.2,
+}
+"""Millions of parameters, embeddings included."""
+OTHERS = {"nanochat", "latent_shakespeare", *SIZES}
+ABLATIONS = sorted({file.stem for file in FOLDER.glob("*.py")} - OTHERS)
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_run_has_the_papers_size_and_settings(name):
+    experiment = load_experiment(FOLDER / f"{name}.py")
+    count = count_parameters(experiment.model)
+    assert count.total / 1e6 == pytest.approx(SIZES[name], abs=0.1)
+    training, optimizer = experiment.training, experiment.optimizer
+    assert training.tokens_per_step == optimizer.batch_tokens == 2**19
+    tokens = training.steps * training.tokens_per_step
+    assert tokens / count.total == pytest.approx(10, rel=1e-3)
+    wanted = NextToken if name.startswith("base") else Interleaved
+    assert isinstance(experiment.objective, wanted)
+    assert experiment.name == f"lrt_{name}"
+
+
+@pytest.mark.slow  # Each counts the parameters of 20 layers.
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_ablation_is_a_run(name):
+    experiment = load_experiment(FOLDER / f"{name}.py")
+    assert experiment.name == f"lrt_{name}"
+    assert experiment.model.stack.layers == 20
