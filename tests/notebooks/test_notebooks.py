@@ -14,10 +14,22 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 LIMIT_SECONDS = 300
 KERNEL = "this-interpreter"
 
-PROMISED = {"first_tour.ipynb": {"pictures": 2, "comparisons": 2}}
+PROMISED = {
+    "first_tour.ipynb": {"pictures": 2, "comparisons": 2},
+    "recurrent_transformer.ipynb": {"pictures": 3, "comparisons": 4},
+    "rat.ipynb": {"pictures": 3, "comparisons": 2},
+}
 
-every_notebook = pytest.mark.parametrize(
-    "name", sorted(path.name for path in FOLDER.glob("*.ipynb"))
+NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+every_notebook = pytest.mark.parametrize("name", NAMES)
+every_execution = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name == "first_tour.ipynb" else pytest.mark.slow
+        )
+        for name in NAMES
+    ],
 )
 
 
@@ -37,7 +49,7 @@ def kernel(tmp_path, monkeypatch) -> str:
     return KERNEL
 
 
-@every_notebook
+@every_execution
 def test_a_notebook_runs_quietly_to_its_end_and_shows_what_it_promises(name, kernel):
     notebook = nbformat.read(FOLDER / name, as_version=4)
     deadline = time.monotonic() + LIMIT_SECONDS
