@@ -23,20 +23,31 @@ from tests.variants.recurrent_transformer.golden_cases import (
 
 BLOCKS = golden_cases("recurrent_transformer/rt_block_*.npz")
 MODELS = golden_cases("recurrent_transformer/rt_lm_*.npz")
-TILES = {"naive": None, "tiled": 8, "wavefront": 8}
-slow = partial(pytest.param, marks=pytest.mark.slow)
-RUNS = [
-    ("tiled", "own"),
-    ("wavefront", "own"),
-    slow("naive", "own"),
-    slow("naive", "float32"),
-    slow("tiled", "float32"),
-    slow("wavefront", "float32"),
-]
+TILES = {"naive": None, "tiled": 8, "prefix": 8, "wavefront": 8}
+FAST = ("tiled", "wavefront", "prefix", "wavefront")
+"""The schedule that each file runs fast by, in its own float64; the others are slow."""
 
 
-@pytest.mark.parametrize(("schedule", "dtype"), RUNS)
-@pytest.mark.parametrize("path", BLOCKS)
+def runs(files, dtypes):
+    """Returns (path, schedule, dtype) of every file by every schedule."""
+    made = []
+    for file, fast in zip(files, FAST, strict=False):
+        for schedule in TILES:
+            for dtype in dtypes:
+                marks = () if (schedule, dtype) == (fast, "own") else pytest.mark.slow
+                made.append(
+                    pytest.param(
+                        *(*file.values, schedule, dtype),
+                        marks=marks,
+                        id=f"{file.id}-{schedule}-{dtype}",
+                    )
+                )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("path", "schedule", "dtype"), runs(BLOCKS, ("own", "float32"))
+)
 def test_values_and_gradients_are_the_authors(path, schedule, dtype):
     case = load(path)
     meta = meta_of(case)
@@ -62,11 +73,11 @@ def test_values_and_gradients_are_the_authors(path, schedule, dtype):
         )
 
 
-@pytest.mark.parametrize("schedule", ["tiled", slow("wavefront"), slow("naive")])
-@pytest.mark.parametrize("path", BLOCKS)
-def test_prefill_and_steps_give_the_authors_values(path, schedule):
+@pytest.mark.parametrize(("path", "schedule", "dtype"), runs(BLOCKS, ("own",)))
+def test_prefill_and_steps_give_the_authors_values(path, schedule, dtype):
     case = load(path)
     meta = meta_of(case)
+    assert dtype == "own"
     with jax.enable_x64(meta["dtype"] == "float64"):
         stack = stack_of(case, meta, schedule, meta["dtype"])
         x = jnp.asarray(case["x"])
@@ -87,8 +98,9 @@ def test_prefill_and_steps_give_the_authors_values(path, schedule):
         assert_values_close(run(stack, x), case["z"], meta["dtype"])
 
 
-@pytest.mark.parametrize(("schedule", "dtype"), RUNS)
-@pytest.mark.parametrize("path", MODELS)
+@pytest.mark.parametrize(
+    ("path", "schedule", "dtype"), runs(MODELS, ("own", "float32"))
+)
 def test_a_language_model_is_the_authors(path, schedule, dtype):
     case = load(path)
     meta = meta_of(case)
