@@ -43,36 +43,34 @@ def scan_backward(
 ):
     """Returns gradients of (gate, values, entering), all in the computation's dtype.
 
-    With l[t] the gradient of h[t]: l[t] = dh[t] + g[t+1] l[t+1].
+    The loop runs l[t] = dh[t] + g[t+1] l[t+1], the gradient of h[t], and no more: the
+    gradients of gate and values follow from all l at once.
     """
     dtype = entering[0].dtype
     C = gate.shape[2]
 
     def body(turn, carry):
-        flowing, d_gate, d_values = carry
+        flowing, outputs = carry
         c = C - 1 - turn
-        g = _at(gate, c).astype(dtype)
-        restarts = _restarts(starts, c, period)
-        keep = _unless(restarts, g)
-        d_keep = d_new = jnp.zeros_like(g)
-        left, written = [], []
-        for u, dh, h, h_in, v, out in zip(
-            flowing, for_states, states, entering, values, d_values, strict=True
-        ):
-            total = u + _at(dh, c).astype(dtype)
-            before = jnp.where(c == 0, h_in, _at(h, jnp.maximum(c - 1, 0)))
-            v = _at(v, c).astype(dtype)
-            d_keep += total * before
-            d_new += spread(total, v)
-            left.append(keep * total)
-            written.append(_put(out, gather((1 - g) * total, v.shape[-1]), c))
-        for_g = _unless(restarts, d_keep) - d_new
-        return tuple(left), _put(d_gate, for_g, c), tuple(written)
+        keep = _unless(_restarts(starts, c, period), _at(gate, c).astype(dtype))
+        totals = tuple(
+            u + _at(dh, c).astype(dtype)
+            for u, dh in zip(flowing, for_states, strict=True)
+        )
+        outputs = tuple(_put(out, h, c) for out, h in zip(outputs, totals, strict=True))
+        return tuple(keep * total for total in totals), outputs
 
-    empty = tuple(jnp.zeros(v.shape, dtype) for v in values)
-    carry = (tuple(for_last), jnp.zeros(gate.shape, dtype), empty)
-    for_entering, for_gate, for_values = _loop(body, C, carry)
-    return for_gate, for_values, for_entering
+    empty = tuple(jnp.zeros(gate.shape, dtype) for _ in values)
+    for_entering, totals = _loop(body, C, (tuple(for_last), empty))
+    d_keep = d_new = jnp.zeros(gate.shape, dtype)
+    for_values = []
+    for total, h, h_in, v in zip(totals, states, entering, values, strict=True):
+        before = jnp.concatenate([h_in[:, :, None], h[:, :, :-1].astype(dtype)], axis=2)
+        d_keep += total * before
+        d_new += spread(total, v.astype(dtype))
+        for_values.append(gather((1 - gate.astype(dtype)) * total, v.shape[-1]))
+    for_gate = _unless(_all_restarts(starts, C, period), d_keep) - d_new
+    return for_gate, tuple(for_values), for_entering
 
 
 def summarize_forward(gate, values, starts, dtype):
@@ -122,7 +120,7 @@ def spread(wide: Array, narrow: Array) -> Array:
 def gather(wide: Array, width: int) -> Array:
     """Sums the D / W tiles of [..., D]: the transpose of tiling."""
     tiles = wide.reshape(*wide.shape[:-1], -1, width)
-    # Not tiles.sum(-2): on CPU a sum of slices joins the loop's other arithmetic.
+    # Not tiles.sum(-2): on CPU a sum of slices joins the arithmetic around it.
     total = tiles[..., 0, :]
     for tile in range(1, tiles.shape[-2]):
         total = total + tiles[..., tile, :]
@@ -134,6 +132,16 @@ def _restarts(starts: Array | None, c: Array, period: int | None) -> Array | Non
     if period is None:
         return here
     regular = (c > 0) & (c % period == 0)
+    return regular if here is None else here | regular
+
+
+def _all_restarts(starts: Array | None, C: int, period: int | None) -> Array | None:
+    """Returns what `_restarts` says of every c: [#B, #G, C, 1], or None for nowhere."""
+    here = None if starts is None else starts[..., None]
+    if period is None:
+        return here
+    c = jnp.arange(C)[:, None]
+    regular = ((c > 0) & (c % period == 0))[None, None]
     return regular if here is None else here | regular
 
 

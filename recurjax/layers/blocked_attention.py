@@ -1,11 +1,16 @@
 """Causal attention in blocks, so that memory grows with T and not with T squared."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
 from recurjax.types import Array
+
+_QUERIES = 256
+"""The least number of queries of a block, where the window is no smaller."""
 
 
 def attend_in_blocks(
@@ -31,33 +36,48 @@ def attend_in_blocks(
 
 
 def _attend_in_window(q, k, v, scale: float, window: int) -> Array:
-    """Attends block by block: one of W tokens sees itself and the one before."""
+    """Attends block by block: one of `size` queries sees its own keys and W before.
+
+    Small blocks waste little on keys outside the window, and each key is copied once
+    for every block that sees it: a quarter of the window, and no less than 256, is the
+    fastest measured on CPU.
+    """
     B, T, H, E = q.shape
-    size = max(window, 1)
-    padding = ((0, 0), (0, -T % size), (0, 0), (0, 0))
-    q, k, v = (jnp.pad(x, padding).reshape(B, -1, size, H, E) for x in (q, k, v))
-    k, v = (
-        jnp.concatenate([jnp.pad(x[:, :-1], ((0, 0), (1, 0), *[(0, 0)] * 3)), x], 2)
-        for x in (k, v)
-    )
-    # A block's keys begin `size` tokens before its queries.
-    distance = size + jnp.arange(size)[:, None] - jnp.arange(2 * size)
+    size = max(1, min(window, max(_QUERIES, -(-window // 4))))
+    before = -(-window // size)
+    blocks = -(-T // size)
+
+    def fold(x):
+        x = jnp.pad(x, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
+        return x.reshape(B, blocks, size, H, E).transpose(1, 0, 3, 2, 4)
+
+    def with_past(x):
+        x = jnp.pad(fold(x), ((before, 0), *[(0, 0)] * 4))
+        return jnp.concatenate([x[i : i + blocks] for i in range(before + 1)], axis=3)
+
+    # A block's keys begin `before` blocks before its queries.
+    S = (before + 1) * size
+    distance = before * size + jnp.arange(size)[:, None] - jnp.arange(S)
     near = (distance >= 0) & (distance <= window)
 
     @jax.checkpoint
     def block(part):
-        q, k, v, first = part
-        there = first + jnp.arange(2 * size) >= size  # The first block has none before.
+        q, k, v, number = part
+        there = (
+            number * size + jnp.arange(S) >= before * size
+        )  # Nothing before token 0.
         return _attend_masked(q, k, v, scale, near & there)
 
-    first = jnp.arange(q.shape[1]) * size
-    o = jax.lax.map(block, (*(x.swapaxes(0, 1) for x in (q, k, v)), first))
-    return o.swapaxes(0, 1).reshape(B, -1, H, E)[:, :T]
+    o = jax.lax.map(block, (fold(q), with_past(k), with_past(v), jnp.arange(blocks)))
+    return o.transpose(1, 0, 3, 2, 4).reshape(B, -1, H, E)[:, :T]
 
 
 def _attend_masked(q, k, v, scale: float, mask: Array) -> Array:
-    if q.dtype != jnp.float64:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[None, None], scale=scale)
-    # Whose softmax is float32 for float64 inputs too.
-    logits = jnp.where(mask, scale * jnp.einsum("bthe,bshe->bhts", q, k), -jnp.inf)
-    return jnp.einsum("bhts,bshe->bthe", jax.nn.softmax(logits, axis=-1), v)
+    """Attends within a block, [B, H, t, E]; every query sees itself at least."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    product = partial(jnp.einsum, preferred_element_type=wide)
+    logits = jnp.where(mask, scale * product("bhte,bhse->bhts", q, k), -jnp.inf)
+    highest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    weights = jnp.exp(logits - highest)
+    o = product("bhts,bhse->bhte", weights.astype(v.dtype), v)
+    return (o / weights.sum(axis=-1, keepdims=True)).astype(q.dtype)
