@@ -11,7 +11,7 @@ from tests.source_tree import ROOT, imported_by, modules, tree_of
 # What stands in a row may be imported by every row below it, and by nothing above or
 # beside it. The longest name that fits a module decides. A new part needs a place here.
 ORDER = (
-    ("types", "errors", "parameters", "devices"),
+    ("types", "errors", "parameters", "devices", "host"),
     ("layers", "data", "sharding", "distributed", "config_json", "ranges"),
     ("variants",),
     ("model",),

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from recurjax import host
 from recurjax.errors import UserError
 
 COMMANDS = {
@@ -16,6 +17,8 @@ COMMANDS = {
     "bench": "time a model's or an operation's passes",
 }
 
+_RUN_PROGRAMS = ("train", "generate", "evaluate", "bench")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
@@ -23,11 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       0; 2 after a mistake of the user's, said in one sentence; 130 after Ctrl-C.
     """
+    owns_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if not argv or argv[0] in ("-h", "--help"):
             print(_usage())
             return 0
+        if owns_process and argv[0] in _RUN_PROGRAMS:
+            host.prepare()
         return _find(argv[0])(argv[1:])
     except UserError as error:
         print(f"recurjax: {error}", file=sys.stderr)
