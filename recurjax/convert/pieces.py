@@ -73,6 +73,13 @@ class PieceTable:
         shape = result if parameter.endswith(("w_embedding", "w_position")) else flat
         self.part(tensor, parameter, layer, shape=shape, axes=tuple(range(len(shape))))
 
+    def table(self, tensor: str, parameter: str, layer: int | None = None) -> None:
+        """Adds a table of rows; what a row holds is one axis on disk."""
+        if not self.has(parameter):
+            return
+        rows, *row = self._result(parameter, layer)
+        self.part(tensor, parameter, layer, shape=(rows, math.prod(row)), axes=(0, 1))
+
     def linear(self, tensor: str, parameter: str, layer: int | None = None) -> None:
         """Adds a matrix that lies [out, in] on disk."""
         self.part(tensor, parameter, layer, shape=self.linear_shape(parameter, layer))
@@ -129,6 +136,11 @@ class PieceTable:
             part = (slice(start, start + size[0]),)
             self.part(tensor, name, layer, shape=shape, part=part, axes=axes)
             start += size[0]
+
+    def unnamed(self) -> list[str]:
+        """Returns our parameters that no tensor holds."""
+        found = {piece.parameter for piece in self.pieces}
+        return sorted(set(self.shapes) - found)
 
     def finished(self) -> list[Piece]:
         """Returns the table; every parameter is in it, every layer once."""

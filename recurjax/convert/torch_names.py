@@ -7,10 +7,12 @@ from recurjax.model import ModelConfig
 
 _RULES = (
     (r"\bw_(embedding|position)$", r"\1.weight", "plain"),
+    (r"\bw_(value_embedding)$", r"\1.weight", "table"),
     (r"\bb_forget$", r"bias", "plain"),
     (r"\bw_(\w+)$", r"\1.weight", "linear"),
     (r"\bb_(\w+)$", r"\1.bias", "plain"),
     (r"\bscale$", "weight", "plain"),
+    (r"\b(\w+_(?:scale|logits))$", r"\1", "plain"),
     (r"\bbias$", "bias", "plain"),
 )
 """First match wins; matrices are turned to [out, in], the rest keeps its order."""
@@ -26,10 +28,9 @@ def torch_pieces(config: ModelConfig) -> list[Piece]:
     for name in table.shapes:
         match = _BLOCK.match(name)
         if match is None:
-            parts = name.split(".")
             # The table of learned positions belongs to the decoder, as embedding does.
-            short = parts[-1] if parts[0] == "stack" else name
-            _add(table, short, name, None)
+            short = name.removeprefix("stack.position.")
+            _add(table, re.sub(r"^stack\.", "layers.", short), name, None)
             continue
         rest, place = name[match.end() :], int(match[1] or 0)
         for index in range(table.shapes[name][0]):
@@ -43,7 +44,7 @@ def _add(table: PieceTable, named: str, parameter: str, layer: int | None) -> No
     for pattern, replacement, kind in _RULES:
         if re.search(pattern, named):
             tensor = re.sub(pattern, replacement, named)
-            add = table.linear if kind == "linear" else table.plain
-            add(tensor, parameter, layer)
+            adds = {"linear": table.linear, "table": table.table, "plain": table.plain}
+            adds[kind](tensor, parameter, layer)
             return
     raise AssertionError(f"no rule names {parameter} in PyTorch")

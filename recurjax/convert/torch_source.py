@@ -8,6 +8,9 @@ import ast
 from pathlib import Path
 
 from recurjax.model import StackConfig
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+)
 from recurjax.variants.rat import RatConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.transformer import TransformerConfig
@@ -16,6 +19,7 @@ TEMPLATES: dict[type, str] = {
     TransformerConfig: "transformer",
     RecurrentTransformerConfig: "recurrent_transformer",
     RatConfig: "rat",
+    LatentRecurrentTransformerConfig: "latent_recurrent_transformer",
 }
 """The template of each variant that can be exported."""
 

@@ -5,6 +5,7 @@ transformers, for the Hugging Face format); without it this one is asked.
 """
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import os
@@ -34,15 +35,20 @@ from recurjax.model import ModelConfig
 from recurjax.parameters import to_nested_dict
 from recurjax.training.run_directory import LoadedRun, load_run
 from recurjax.types import Tokens
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+)
 from recurjax.variants.rat import RatMixerConfig, presets
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.transformer import TransformerConfig
 from tests.cli.commands import assert_refused, recurjax
 from tests.convert.hf_directories import CASES, LLAMA
 from tests.training.tiny_experiment import drawn
+from tests.variants.latent_recurrent_transformer.switches import SWITCHES
 
 PYTHON = os.environ.get("RECURJAX_TORCH_PYTHON")
 WIDTH = 16
+PADDED = 259
 
 
 def attention(**switches) -> AttentionConfig:
@@ -121,11 +127,20 @@ STACKS = {
         layers=4,
         width=WIDTH,
     ),
+} | {
+    f"latent_{name.replace(',', '').replace(' ', '_')}": dataclasses.replace(
+        model.stack, vocabulary=PADDED
+    )
+    for name, model in SWITCHES.items()
 }
 
 
 def run_of(stack, out, **switches) -> LoadedRun:
+    if isinstance(stack, LatentRecurrentTransformerConfig):
+        final_norm = NormConfig(scale=False, eps=1e-6)
+        switches |= {"final_norm": final_norm, "logit_soft_cap": 15.0}
     config = ModelConfig(vocabulary=256, pad_vocabulary_to=7, stack=stack, **switches)
+    assert config.padded_vocabulary == PADDED
     experiment = new_experiment(out, config, length=32)
     return LoadedRun(experiment, drawn(config, scale=0.3), ByteTokenizer(bos=False), 7)
 
@@ -142,7 +157,15 @@ def needs(*packages):
         pytest.skip(f"{', '.join(missing)} not installed; see RECURJAX_TORCH_PYTHON")
 
 
-QUICK = ("transformer", "recurrent_transformer", "rat_baselines")
+def few_tokens(length):
+    """Rows of few different tokens, so that the latent memory's reset is among them."""
+    return np.random.default_rng(0).integers(8, size=(2, length)).astype(np.int32)
+
+
+QUICK = (
+    *("transformer", "recurrent_transformer", "rat_baselines"),
+    "latent_averaged_sources_replacing",
+)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +224,23 @@ def test_each_tensor_has_one_name_and_matrices_are_out_by_in():
     assert shapes["embedding.weight"] == shapes["head.weight"] == (256, 16)
 
 
+def test_the_latent_memorys_tensors_have_names_too():
+    stack = STACKS["latent_averaged_sources_replacing"]
+    config = ModelConfig(vocabulary=256, pad_vocabulary_to=7, stack=stack)
+    shapes = {piece.tensor: piece.shape for piece in torch_pieces(config)}
+    assert shapes["layers.memory.k.weight"] == (4, 8)
+    assert shapes["layers.source_logits"] == (2,)
+    assert shapes["layers.0.mix.weight"] == (2, 8)
+    assert shapes["layers.1.value_embedding.weight"] == (PADDED, 4)
+    assert shapes["layers.1.value_gate.weight"] == (1, 4)
+    assert shapes["layers.1.input_scale"] == (1,)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
-def test_layer_by_layer_is_the_whole_model(name, tmp_path):
+def test_layer_by_layer_is_the_whole_model(name, tmp_path, quick_compilation):
     model = run_of(STACKS[name], tmp_path).model
-    ids = np.random.default_rng(0).integers(256, size=(2, 11))
+    ids = few_tokens(11)
     states = layer_states(model, ids)
     whole, _ = model.hidden(Tokens(jax.numpy.asarray(ids)), model.init_cache(2, 0))
     assert len(states) == model.config.stack.layers + 1
@@ -214,20 +249,20 @@ def test_layer_by_layer_is_the_whole_model(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
-def test_pytorch_computes_the_same(name, tmp_path):
+def test_pytorch_computes_the_same(name, tmp_path, quick_compilation):
     needs("torch")
     run = run_of(STACKS[name], tmp_path, embedding_scale="sqrt_width")
-    found = to_torch(run, tmp_path / "out", python=PYTHON)
+    found = to_torch(run, tmp_path / "out", python=PYTHON, ids=few_tokens(20))
     assert isinstance(found, Parity)
     assert found.within_tolerance and found.first_differing_layer is None
-    # Learned positions end at 40: 20 tokens are given.
+    # Learned positions end at 40.
     assert found.greedy_tokens == (21 if "learned" in name else 64)
     stored = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert stored["measured"] and stored["within_tolerance"]
 
 
 @pytest.mark.slow
-def test_the_layer_that_differs_first_is_named(tmp_path):
+def test_the_layer_that_differs_first_is_named(tmp_path, quick_compilation):
     needs("torch")
     run = run_of(STACKS["transformer"], tmp_path)
     to_torch(run, tmp_path / "out", check=False)
@@ -256,7 +291,7 @@ def test_hugging_face_there_and_back_is_bit_exact(directory, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("directory", CASES)
-def test_transformers_loads_what_we_write(directory, tmp_path):
+def test_transformers_loads_what_we_write(directory, tmp_path, quick_compilation):
     needs("torch", "transformers")
     made = from_hf(directory)
     experiment = new_experiment(tmp_path, made.model.config, length=made.length)

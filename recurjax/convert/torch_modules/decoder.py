@@ -23,9 +23,9 @@ from variant import build_layers, position_of
 class Cache:
     """Where all rows stand, and what each layer keeps."""
 
-    def __init__(self, layers: int):
+    def __init__(self, states: list[State]):
         self.position = 0
-        self.states: list[State] = [{} for _ in range(layers)]
+        self.states = states
 
 
 class Decoder(nn.Module):
@@ -41,13 +41,13 @@ class Decoder(nn.Module):
         position = position_of(stack)
         learned = is_kind(position, "LearnedPositions")
         self.position = nn.Embedding(position["length"], width) if learned else None
-        self.layers = nn.ModuleList(build_layers(stack))
+        self.layers = build_layers(stack)
         self.final_norm = Norm(config["final_norm"], width)
         tied = config["tied_head"]
         self.head = None if tied else nn.Linear(width, rows, bias=False)
 
     def new_cache(self) -> Cache:
-        return Cache(len(self.layers))
+        return Cache(self.layers.new_states())
 
     def forward(
         self,
@@ -70,10 +70,7 @@ class Decoder(nn.Module):
             x = x + self.position.weight[start : start + ids.shape[1]]
         if states is not None:
             states.append(x)
-        for number, layer in enumerate(self.layers):
-            x = layer(x, start, None if cache is None else cache.states[number])
-            if states is not None:
-                states.append(x)
+        x = self.layers(x, ids, start, None if cache is None else cache.states, states)
         if cache is not None:
             cache.position += ids.shape[1]
         x = self.final_norm(x)

@@ -101,6 +101,27 @@ def attend(
     return torch.einsum("bhts,bshe->bthe", weights, v)
 
 
+def recalled(
+    k: Tensor, v: Tensor, state: State | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Puts the state's keys and values before new ones; keeps those still in sight."""
+    if state is None:
+        return k, v
+    if "k" in state:
+        k = torch.cat([state["k"], k], dim=1)
+        v = torch.cat([state["v"], v], dim=1)
+    kept = 0 if window is None else max(k.shape[1] - window - 1, 0)
+    state["k"], state["v"] = k[:, kept:], v[:, kept:]
+    return k, v
+
+
+def visible_keys(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Says by position which keys [S] a query [T] sees: itself and `window` back."""
+    distance = queries[:, None] - keys[None, :]
+    visible = distance >= 0
+    return visible if window is None else visible & (distance <= window)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped keys, qk-norm, a window, RoPE or ALiBi."""
 
@@ -133,17 +154,9 @@ class Attention(nn.Module):
         position = config["position"]
         if is_kind(position, "Rope"):
             q, k = rotate(q, positions, position), rotate(k, positions, position)
-        if state is not None:
-            if "k" in state:
-                k = torch.cat([state["k"], k], dim=1)
-                v = torch.cat([state["v"], v], dim=1)
-            kept = 0 if self.window is None else max(k.shape[1] - self.window - 1, 0)
-            state["k"], state["v"] = k[:, kept:], v[:, kept:]
+        k, v = recalled(k, v, state, self.window)
         keys = torch.arange(start + T - k.shape[1], start + T, device=x.device)
-        distance = positions[:, None] - keys[None, :]
-        visible = distance >= 0
-        if self.window is not None:
-            visible = visible & (distance <= self.window)
+        visible = visible_keys(positions, keys, self.window)
         bias = None
         if is_kind(position, "Alibi"):
             bias = alibi_bias(config["heads"], positions, keys, position)
@@ -187,3 +200,26 @@ class Mlp(nn.Module):
         if self.gate is None:
             return self.down(activation(self.kind, self.up(x)))
         return self.down(activation(self.kind, self.gate(x)) * self.up(x))
+
+
+class Layers(nn.ModuleList):
+    """Layers one above the other, each with a state of its own."""
+
+    def new_states(self) -> list[State]:
+        """Returns what the layers know before the first token."""
+        return [{} for _ in self]
+
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        start: int,
+        states: list[State] | None,
+        streams: list[Tensor] | None,
+    ) -> Tensor:
+        """Runs positions start, start + 1, ...; `streams` gets x after each layer."""
+        for number, layer in enumerate(self):
+            x = layer(x, start, None if states is None else states[number])
+            if streams is not None:
+                streams.append(x)
+        return x

@@ -13,6 +13,7 @@ import torch
 from layers import (
     Attention,
     Config,
+    Layers,
     Mlp,
     Norm,
     State,
@@ -241,13 +242,13 @@ class RatBlock(nn.Module):
         return y + self.mlp(self.mlp_norm(y))
 
 
-def build_layers(stack: Config) -> list[nn.Module]:
+def build_layers(stack: Config) -> Layers:
     """Builds all layers, the first one first."""
     pattern = stack["pattern"]
-    return [
+    return Layers(
         RatBlock(stack, pattern[layer % len(pattern)])
         for layer in range(stack["layers"])
-    ]
+    )
 
 
 def position_of(stack: Config) -> Config | None:

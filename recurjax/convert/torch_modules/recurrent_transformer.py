@@ -13,6 +13,7 @@ import math
 import torch
 from layers import (
     Config,
+    Layers,
     Mlp,
     Norm,
     State,
@@ -116,9 +117,9 @@ class RecurrentBlock(nn.Module):
         return z
 
 
-def build_layers(stack: Config) -> list[nn.Module]:
+def build_layers(stack: Config) -> Layers:
     """Builds all layers, the first one first."""
-    return [RecurrentBlock(stack) for _ in range(stack["layers"])]
+    return Layers(RecurrentBlock(stack) for _ in range(stack["layers"]))
 
 
 def position_of(stack: Config) -> Config | None:

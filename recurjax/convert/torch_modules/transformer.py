@@ -1,6 +1,6 @@
 """The Transformer: pre-norm attention and MLP around a residual stream."""
 
-from layers import Attention, Config, Mlp, Norm, State
+from layers import Attention, Config, Layers, Mlp, Norm, State
 from torch import Tensor, nn
 
 
@@ -26,9 +26,9 @@ class TransformerBlock(nn.Module):
         return y + self.scale * self.mlp(self.mlp_norm(source))
 
 
-def build_layers(stack: Config) -> list[nn.Module]:
+def build_layers(stack: Config) -> Layers:
     """Builds all layers, the first one first."""
-    return [TransformerBlock(stack, layer) for layer in range(stack["layers"])]
+    return Layers(TransformerBlock(stack, layer) for layer in range(stack["layers"]))
 
 
 def position_of(stack: Config) -> Config | None:

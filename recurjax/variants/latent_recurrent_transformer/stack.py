@@ -241,6 +241,25 @@ class LatentRecurrentTransformerStack(nnx.Module):
             new = self._after(cache, out, tokens, states)
         return y, new, residual
 
+    def memory_of_token(
+        self, x: Float[Array, "B 1 D"], cache: LatentCache, tokens: Tokens
+    ) -> Float[Array, "B 1 D"]:
+        """Returns what enters one more token of every row, in the exact recurrence.
+
+        The state of lag 0 takes a forward of its own.
+        """
+        memory = self.config.memory
+        assert memory is not None
+        old, _ = forgotten(cache.states, x, tokens, memory)
+        own = x
+        if 0 in memory.lags:
+            own = self._pass_on_cache(x, None, cache, tokens).state
+        parts = [
+            own if lag == 0 else old[:, lag - 1 : lag].astype(x.dtype)
+            for lag in memory.lags
+        ]
+        return mixed_lags(parts, self._lag_logits())
+
     def _whole(self, x: Array, tokens: Tokens, *, kept: bool) -> Output:
         seen = Pass(
             x0=rms(x),
@@ -288,19 +307,7 @@ class LatentRecurrentTransformerStack(nnx.Module):
     def _token(
         self, x: Array, cache: LatentCache, tokens: Tokens
     ) -> tuple[Array, LatentCache]:
-        """Makes one token's step; the state of lag 0 takes a forward of its own."""
-        memory = self.config.memory
-        assert memory is not None
-        old, _ = forgotten(cache.states, x, tokens, memory)
-        own = x
-        if 0 in memory.lags:
-            own = self._pass_on_cache(x, None, cache, tokens).state
-        parts = [
-            own if lag == 0 else old[:, lag - 1 : lag].astype(x.dtype)
-            for lag in memory.lags
-        ]
-        mixed = mixed_lags(parts, self._lag_logits())
-        return self._on_cache(x, mixed, cache, tokens)
+        return self._on_cache(x, self.memory_of_token(x, cache, tokens), cache, tokens)
 
     def _one_after_another(
         self, x: Array, cache: LatentCache, tokens: Tokens

@@ -1,0 +1,283 @@
+"""The Latent Recurrent Transformer: an upper state of each token enters the next.
+
+    x0 = rms(embedding),  x = x0,  m = the source layers' state of earlier tokens
+    x <- alpha x + beta x0 + gamma m,  a = rms(x),  (g, g') = 2 sigmoid(mix(a))
+    k = g K a + g' K' m,  v likewise and c sigmoid(gate(a)) times the value embedding
+    q, k <- rms(RoPE_-theta(q, k)),  x += out(attention),  x += mlp(rms(x))
+
+With a memory one token after another, through all layers: the exact recurrence.
+"""
+
+import math
+
+import torch
+from layers import (
+    Config,
+    Mlp,
+    State,
+    attend,
+    recalled,
+    rotate,
+    visible_keys,
+    wide,
+)
+from torch import Tensor, nn
+
+
+def rms(x: Tensor) -> Tensor:
+    """Computes x / sqrt(mean(x^2) + eps), eps the machine epsilon of x's dtype."""
+    y = x.to(wide(x.dtype))
+    eps = torch.finfo(x.dtype).eps
+    return (y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def factor(there: bool, size: int = 1) -> nn.Parameter | None:
+    """Makes learned factors, or none."""
+    return nn.Parameter(torch.ones(size)) if there else None
+
+
+def scaled(scale: nn.Parameter | None, x: Tensor) -> Tensor:
+    """Multiplies by a factor that a model may lack."""
+    return x if scale is None else scale * x
+
+
+def linear(there: bool, inputs: int, outputs: int) -> nn.Linear | None:
+    """Makes a matrix that a model may lack."""
+    return nn.Linear(inputs, outputs, bias=False) if there else None
+
+
+class MemoryProjection(nn.Module):
+    """Keys and values of the memory; a side that it does not enter has none."""
+
+    def __init__(self, stack: Config):
+        super().__init__()
+        memory, kept = stack["memory"], stack["key_heads"] * stack["head_width"]
+        self.k = linear(memory["keys"], stack["width"], kept)
+        self.v = linear(memory["values"], stack["width"], kept)
+
+    def forward(self, state: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        keys = None if self.k is None else self.k(state)
+        return keys, None if self.v is None else self.v(state)
+
+
+class Pass:
+    """What the layers see beside x: the same for all, and what lower ones left."""
+
+    def __init__(self, x0: Tensor, ids: Tensor, start: int, memory: Tensor | None):
+        self.x0, self.ids, self.start, self.memory = x0, ids, start, memory
+        self.pair: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.values: Tensor | None = None  # of the first layer
+        self.history: list[Tensor] = []  # the outputs of the layers below
+
+
+class LatentBlock(nn.Module):
+    """One layer; `layer` counts from 0."""
+
+    def __init__(self, stack: Config, layer: int):
+        super().__init__()
+        self.stack, self.layer = stack, layer
+        D, E = stack["width"], stack["head_width"]
+        H, K = stack["heads"], stack["key_heads"]
+        L, memory = stack["layers"], stack["memory"]
+        letter = (
+            "L" if layer == L - 1 else stack["windows"][layer % len(stack["windows"])]
+        )
+        self.window = stack["length"] // 2 if letter == "S" else stack["length"]
+        self.q, self.k, self.v = (nn.Linear(D, n * E, bias=False) for n in (H, K, K))
+        self.out = nn.Linear(H * E, D, bias=False)
+        mlp = {"kind": "relu_squared", "width": stack["mlp_width"], "bias": False}
+        self.mlp = Mlp(mlp, D)
+        mixing = stack["input_mixing"]
+        self.residual_scale = factor(stack["residual_scales"])
+        self.input_scale = factor(mixing != "none")
+        self.history_scale = factor(mixing == "dense", L)
+        self.attention_scale = factor(stack["attention_scale"])
+        self.mlp_scale = factor(stack["mlp_scale"])
+        self.value_scale = factor(stack["value_residual"] == "first")
+        self.input_v = linear(stack["value_residual"] == "projected", D, K * E)
+        kind = stack["value_embeddings"]
+        embeds = kind == "all" or (kind == "alternating" and (L - 1 - layer) % 2 == 0)
+        rows, channels = stack["vocabulary"], stack["value_gate_channels"] or D
+        self.value_embedding = nn.Embedding(rows, K * E) if embeds else None
+        self.value_gate = linear(embeds, channels, K)
+        gated = memory is not None and (memory["keys"] or memory["values"])
+        self.mix = linear(gated, D, 2 * K)
+        own = gated and memory["projection"] == "layerwise"
+        self.memory = MemoryProjection(stack) if own else None
+        self.memory_scale = factor(memory is not None and memory["residual"])
+
+    def forward(self, x: Tensor, seen: Pass, state: State | None) -> Tensor:
+        x = self.entered(x, seen)
+        q, k, v = self.projected(rms(x), seen)
+        positions = seen.start + torch.arange(x.shape[1], device=x.device)
+        rope = {"base": self.stack["rope_base"], "fraction": 1.0}
+        q, k = (rms(rotate(side, -positions, rope)) for side in (q, k))
+        k, v = recalled(k, v, state, self.window)
+        keys = (
+            positions[-1] + 1 - k.shape[1] + torch.arange(k.shape[1], device=x.device)
+        )
+        visible = visible_keys(positions, keys, self.window)
+        scale = 1 / math.sqrt(self.stack["head_width"])
+        o = self.out(attend(q, k, v, visible=visible, scale=scale).flatten(2))
+        x = x + scaled(self.attention_scale, o)
+        x = x + scaled(self.mlp_scale, self.mlp(rms(x)))
+        seen.history.append(x)
+        return x
+
+    def entered(self, x: Tensor, seen: Pass) -> Tensor:
+        x = scaled(self.residual_scale, x)
+        if self.input_scale is not None:
+            x = x + self.input_scale * seen.x0
+        if self.history_scale is not None:
+            for number, earlier in enumerate(seen.history):
+                x = x + self.history_scale[number] * earlier
+        if self.memory_scale is not None:
+            x = x + self.memory_scale * seen.memory
+        return x
+
+    def projected(self, a: Tensor, seen: Pass) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self.heads(part(a)) for part in (self.q, self.k, self.v))
+        if self.value_scale is not None:
+            if self.layer == 0:
+                seen.values = v
+            else:
+                share = self.value_scale
+                v = (1 - share) * v + share * seen.values
+        if self.input_v is not None:
+            v = v + self.heads(self.input_v(seen.x0))
+        k, v = self.injected(a, k, v, seen)
+        if self.value_embedding is not None:
+            channels = self.value_gate.weight.shape[1]
+            gate = torch.sigmoid(self.value_gate(a[..., :channels]))[..., None]
+            gate = self.stack["value_gate_scale"] * gate
+            v = v + gate * self.heads(self.value_embedding(seen.ids))
+        return q, k, v
+
+    def injected(
+        self, a: Tensor, k: Tensor, v: Tensor, seen: Pass
+    ) -> tuple[Tensor, Tensor]:
+        memory = self.stack["memory"]
+        entries = None if memory is None else memory["entry_layers"]
+        outside = entries is not None and self.layer >= entries
+        if self.mix is None or outside:
+            return k, v
+        pair = seen.pair if self.memory is None else self.memory(seen.memory)
+        gates = 2 * torch.sigmoid(self.mix(a)).unflatten(-1, (2, -1))[..., None]
+        kept = 0.0 if self.layer < memory["replace_layers"] else gates[:, :, 0]
+        k, v = (
+            local if new is None else kept * local + gates[:, :, 1] * self.heads(new)
+            for local, new in zip((k, v), pair, strict=True)
+        )
+        return k, v
+
+    def heads(self, y: Tensor) -> Tensor:
+        return y.unflatten(-1, (-1, self.stack["head_width"]))
+
+
+class LatentLayers(nn.Module):
+    """All layers, and the state of earlier tokens that enters them.
+
+    The last of its states holds `recent`: what the newest tokens left, newest first.
+    """
+
+    def __init__(self, stack: Config):
+        super().__init__()
+        self.stack, self.memory = stack, None
+        memory, lags, sources = stack["memory"], 0, 0
+        for layer in range(stack["layers"]):
+            self.add_module(str(layer), LatentBlock(stack, layer))
+        if memory is not None:
+            gated = memory["keys"] or memory["values"]
+            if gated and memory["projection"] == "shared":
+                self.memory = MemoryProjection(stack)
+            lags = len(memory["lags"]) if memory["combine"] == "average" else 0
+            sources = len(memory["sources"])
+        self.lag_logits = factor(lags > 1, lags)
+        self.source_logits = factor(sources > 1, sources)
+
+    def new_states(self) -> list[State]:
+        """Returns what the layers know before the first token."""
+        return [{} for _ in range(self.stack["layers"] + 1)]
+
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        start: int,
+        states: list[State] | None,
+        streams: list[Tensor] | None,
+    ) -> Tensor:
+        """Runs positions start, start + 1, ...; `streams` gets x after each layer."""
+        if self.stack["memory"] is None:
+            made = self.run(x, ids, start, None, states)
+        else:
+            states = self.new_states() if states is None else states
+            tokens = [
+                self.step(x[:, t : t + 1], ids[:, t : t + 1], start + t, states)
+                for t in range(x.shape[1])
+            ]
+            made = [torch.cat(column, dim=1) for column in zip(*tokens, strict=True)]
+        if streams is not None:
+            streams.extend(made)
+        return made[-1]
+
+    def step(
+        self, x: Tensor, ids: Tensor, position: int, states: list[State]
+    ) -> list[Tensor]:
+        """Runs one token; its own state (lag 0) takes a pass without memory before."""
+        memory, nothing = self.stack["memory"], torch.zeros_like(x)
+        recent = states[-1].get("recent", [nothing] * max(memory["lags"]))
+        if memory["reset_token"] is not None:
+            resets = (ids == memory["reset_token"])[..., None]
+            recent = [state.masked_fill(resets, 0) for state in recent]
+        own = nothing
+        if 0 in memory["lags"]:
+            # Its keys and values are not kept.
+            aside = [dict(state) for state in states]
+            own = self.left(self.run(x, ids, position, nothing, aside))
+        line = [own, *recent]
+        parts = [line[lag] for lag in memory["lags"]]
+        if self.lag_logits is not None:
+            weights = self.lag_logits.softmax(dim=0)
+            parts = [w * part for w, part in zip(weights, parts, strict=True)]
+        made = self.run(x, ids, position, sum(parts[1:], parts[0]), states)
+        states[-1]["recent"] = [self.left(made), *recent][: len(recent)]
+        return made
+
+    def run(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        start: int,
+        memory: Tensor | None,
+        states: list[State] | None,
+    ) -> list[Tensor]:
+        """Makes one pass and returns x after each layer."""
+        x = rms(x)
+        seen = Pass(x, ids, start, memory)
+        if self.memory is not None:
+            seen.pair = self.memory(memory)
+        for layer in range(self.stack["layers"]):
+            state = None if states is None else states[layer]
+            x = self.get_submodule(str(layer))(x, seen, state)
+        return seen.history
+
+    def left(self, made: list[Tensor]) -> Tensor:
+        """Returns what a pass leaves for later tokens: of one or several layers."""
+        memory = self.stack["memory"]
+        parts = [made[layer - 1] for layer in memory["sources"]]
+        if self.source_logits is not None:
+            shares = self.source_logits.softmax(dim=0)
+            parts = [share * part for share, part in zip(shares, parts, strict=True)]
+        state = sum(parts[1:], parts[0])
+        return rms(state) if memory["normed"] else state
+
+
+def build_layers(stack: Config) -> LatentLayers:
+    """Builds all layers."""
+    return LatentLayers(stack)
+
+
+def position_of(stack: Config) -> Config | None:
+    """Returns the config of positions; the decoder adds learned ones."""
+    return None
