@@ -104,7 +104,7 @@ class FromTorch(_Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromAuthors:
-    """Makes a run directory of a checkpoint of a paper's authors (RT, RAT).
+    """Makes a run directory of a checkpoint of a paper's authors (RT, RAT, LRT).
 
     Attributes:
       source: a .safetensors file, a directory with some, or a file of torch.save.

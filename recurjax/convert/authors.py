@@ -3,21 +3,30 @@
 A state dict says neither heads nor chunks nor norms: an experiment's config does.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 from jax.sharding import Mesh
 
+from recurjax.convert.authors_names import (
+    latent_pieces,
+    olmo_name,
+    plain_name,
+    rat_pieces,
+    recurrent_pieces,
+    tied_rat_name,
+)
 from recurjax.convert.loading import load_model
-from recurjax.convert.pieces import Piece, PieceTable
 from recurjax.convert.safetensors_files import SafetensorsFiles, open_directory
 from recurjax.convert.tensors import TensorInfo, TensorSource
 from recurjax.convert.torch_file import open_torch_file
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
-from recurjax.variants.rat import AttentionMixerConfig, RatConfig
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+)
+from recurjax.variants.rat import RatConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 
 
@@ -28,7 +37,7 @@ def from_authors(
     mesh: Mesh | None = None,
     report: Callable[[str], None] = print,
 ) -> Decoder:
-    """Loads a checkpoint of the Recurrent Transformer's or RAT's authors.
+    """Loads a checkpoint of a paper's authors: RT, RAT, or LRT and nanochat.
 
     Args:
       path: a .safetensors file, a directory with some, or a file of torch.save, which
@@ -38,21 +47,32 @@ def from_authors(
       report: gets a sentence when weights are not finite.
 
     Raises:
-      UserError: another variant, not such a file, or tensors that do not fit; all
-        differences are listed.
+      UserError: another variant, a model that the authors' code cannot have, not such
+        a file, or tensors that do not fit; all differences are listed.
     """
     match config.stack:
         case RecurrentTransformerConfig():
-            pieces, rename = _recurrent_transformer(config), _olmo_name
+            table, rename = recurrent_pieces(config), olmo_name
         case RatConfig():
-            pieces, rename = _rat(config), _plain_name
+            rename = tied_rat_name if config.tied_head else plain_name
+            table = rat_pieces(config)
+        case LatentRecurrentTransformerConfig():
+            table, rename = latent_pieces(config), plain_name
         case _:
             raise UserError(
                 f"the authors' names of {type(config.stack).__name__} are not known: "
-                "known are RecurrentTransformerConfig and RatConfig"
+                f"known are {', '.join(kind.__name__ for kind in _KNOWN)}"
             )
+    if unnamed := table.unnamed():
+        raise UserError(
+            "the authors' checkpoints have no tensors for some parameters of this "
+            f"config: {', '.join(unnamed)}"
+        )
     source = Renamed(_open(path), rename)
-    return load_model(config, pieces, source, mesh=mesh, report=report)
+    return load_model(config, table.finished(), source, mesh=mesh, report=report)
+
+
+_KNOWN = (RecurrentTransformerConfig, RatConfig, LatentRecurrentTransformerConfig)
 
 
 class Renamed:
@@ -99,91 +119,3 @@ def _open(path: Path) -> TensorSource:
     if path.suffix == ".safetensors":
         return SafetensorsFiles([path], where=str(path))
     return open_torch_file(path)
-
-
-# Left by torch.compile, DistributedDataParallel and FSDP.
-_WRAPPERS = re.compile(r"\b(?:_orig_mod|module|_fsdp_wrapped_module)\.")
-_OLMO_CAPTURED_LAYER = re.compile(r"^blocks\.(\d+)\.graphed_callable\.block\.")
-_OLMO_CAPTURED_WHOLE = re.compile(r"^blocks\.0\.graphed_callable\.blocks\.(\d+)\.")
-_OLMO_PARTS = re.compile(r"\b(?:pre|post)_attention_block\.")
-
-
-def _plain_name(name: str) -> str:
-    return _WRAPPERS.sub("", name)
-
-
-def _olmo_name(name: str) -> str:
-    """Strips what CUDA graphs, captured layer by layer or whole, put before a name.
-
-    Each block also lists its parameters under the two halves that share them.
-    """
-    name = _plain_name(name).removeprefix("transformer.")
-    for captured in (_OLMO_CAPTURED_LAYER, _OLMO_CAPTURED_WHOLE):
-        name = captured.sub(r"blocks.\1.", name)
-    return _OLMO_PARTS.sub("", name)
-
-
-def _recurrent_transformer(config: ModelConfig) -> list[Piece]:
-    table = PieceTable(config)
-    table.plain("wte.weight", "w_embedding")
-    if table.has("stack.position.w_position"):
-        table.plain("wpe.weight", "stack.position.w_position")
-    _norm(table, "ln_f", "final_norm")
-    table.rows("ff_out.weight", ["w_head"])
-    for layer in range(config.stack.layers):
-        theirs, ours = f"blocks.{layer}", "stack.blocks"
-        for name, norm in (
-            ("attn_norm", "attention_norm"),
-            ("ff_norm", "mlp_norm"),
-            ("q_norm", "attention.q_norm"),
-            ("k_norm", "attention.k_norm"),
-        ):
-            _norm(table, f"{theirs}.{name}", f"{ours}.{norm}", layer)
-        # The gate of their SwiGLU is the second half.
-        for name, parts in (
-            ("q_proj", ("attention.{}_q",)),
-            ("kv_proj", ("attention.{}_k", "attention.{}_v")),
-            ("attn_out", ("attention.{}_out",)),
-            ("ff_proj", ("mlp.{}_up", "mlp.{}_gate")),
-            ("ff_out", ("mlp.{}_down",)),
-        ):
-            for kind, letter in (("weight", "w"), ("bias", "b")):
-                names = [f"{ours}.{part.format(letter)}" for part in parts]
-                table.rows(f"{theirs}.{name}.{kind}", names, layer)
-    return table.finished()
-
-
-def _norm(table: PieceTable, theirs: str, ours: str, layer: int | None = None) -> None:
-    for kind, part in (("weight", "scale"), ("bias", "bias")):
-        if table.has(f"{ours}.{part}"):
-            table.plain(f"{theirs}.{kind}", f"{ours}.{part}", layer)
-
-
-def _rat(config: ModelConfig) -> list[Piece]:
-    table = PieceTable(config)
-    assert isinstance(config.stack, RatConfig)
-    table.plain("embedding.wte.weight", "w_embedding")
-    _norm(table, "backbone.ln", "final_norm")
-    table.rows("lm_head.weight", ["w_head"])
-    pattern = config.stack.pattern
-    for number in range(config.stack.layers):
-        place, layer = number % len(pattern), number // len(pattern)
-        ours, mixer = f"stack.blocks.{place}", f"stack.blocks.{place}.mixer"
-        theirs = f"backbone.layers.{number}"
-        _norm(table, f"{theirs}.seq_layer.input_norm", f"{ours}.mixer_norm", layer)
-        if isinstance(pattern[place], AttentionMixerConfig):
-            mixer += ".attention"
-            rows = [f"{mixer}.w_{name}" for name in "vqk"]
-        else:
-            rows = [f"{mixer}.output_gate.w_full", f"{mixer}.w_v"]
-            rows += [f"{mixer}.forget_gate.w_full"]
-            rows += [f"{mixer}.w_{name}" for name in "qk"]
-            bias = f"{mixer}.forget_gate.b_forget"
-            table.plain(f"{theirs}.seq_layer.gate_bias", bias, layer)
-        table.rows(f"{theirs}.seq_layer.in_proj.weight", rows, layer)
-        table.rows(f"{theirs}.seq_layer.out_proj.weight", [f"{mixer}.w_out"], layer)
-        _norm(table, f"{theirs}.hidden_layer.ln", f"{ours}.mlp_norm", layer)
-        for name, part in (("fc1", "up"), ("fc2", "down")):
-            tensor = f"{theirs}.hidden_layer.{name}.weight"
-            table.rows(tensor, [f"{ours}.mlp.w_{part}"], layer)
-    return table.finished()

@@ -35,7 +35,7 @@ class TorchFile:
 
 
 def open_torch_file(path: Path) -> TorchFile:
-    """Opens a state dict, or a dict that holds one under `model` or `state_dict`.
+    """Opens a state dict, or a dict that holds one: `model`, `state_dict` or `task`.
 
     Nothing but tensors and plain containers is unpickled.
 
@@ -56,7 +56,7 @@ def open_torch_file(path: Path) -> TorchFile:
         raise UserError(
             f"{path} holds no plain state dict, and nothing else is unpickled: {reason}"
         ) from error
-    for key in ("model", "state_dict"):
+    for key in ("model", "state_dict", "task"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(

@@ -15,8 +15,11 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.model import ModelConfig
 from recurjax.parameters import to_nested_dict
+from recurjax.variants.latent_recurrent_transformer import MemoryConfig
+from recurjax.variants.rat import presets
 from recurjax.variants.recurrent_transformer import shipped_config
 from tests.cli.commands import assert_refused, recurjax
+from tests.golden import latent_layout
 from tests.golden.cases import golden_cases, load
 from tests.training.tiny_experiment import config as tiny
 from tests.variants.rat import authors as rat_authors
@@ -28,6 +31,10 @@ from tests.variants.recurrent_transformer.golden_cases import (
 
 RECURRENT = golden_cases("recurrent_transformer/rt_lm_*.npz")
 RAT = golden_cases("rat/lm_*.npz")
+LATENT = golden_cases(
+    "latent_recurrent_transformer/*_baseline_*.npz",
+    "latent_recurrent_transformer/lrt_official_*.npz",
+)
 
 
 def recurrent_case(path):
@@ -113,6 +120,114 @@ def test_rats_state_dict(path, tmp_path):
     save_file(weights, tmp_path / "rat.safetensors")
     model = from_authors(tmp_path / "rat.safetensors", config)
     assert_parameters(model, rat_authors.model(weights, config))
+
+
+def rat_case():
+    case = load(RAT[0].values[0])
+    config = rat_authors.model_config(json.loads(str(case["meta"])))
+    return config, rat_authors.read(case, "param")
+
+
+def test_rats_tied_head_is_a_copy_and_an_untied_one_has_its_own_name(tmp_path):
+    config, weights = rat_case()
+    want = rat_authors.model(weights, config)
+    head = weights["embedding.wte.weight"]
+    save_file(
+        weights | {"head.lm_head.weight": head.copy()}, tmp_path / "a.safetensors"
+    )
+    assert_parameters(from_authors(tmp_path / "a.safetensors", config), want)
+    other = weights | {"head.lm_head.weight": head + 1}
+    save_file(other, tmp_path / "b.safetensors")
+    with pytest.raises(UserError, match="are one parameter and differ"):
+        from_authors(tmp_path / "b.safetensors", config)
+    untied = dataclasses.replace(config, tied_head=False)
+    model = from_authors(tmp_path / "b.safetensors", untied)
+    assert_parameters(model, want | {"w_head": (head + 1).T})
+
+
+def test_unknown_names_are_all_listed(tmp_path):
+    config, weights = rat_case()
+    first = "backbone.layers.0.seq_layer.gate_bias"
+    weights["backbone.layers.0.seq_layer.bias"] = weights.pop(first)
+    weights["mystery"] = np.zeros(3, np.float32)
+    save_file(weights, tmp_path / "rat.safetensors")
+    with pytest.raises(UserError) as error:
+        from_authors(tmp_path / "rat.safetensors", config)
+    for part in (
+        f"{first} is missing",
+        "seq_layer.bias is not a tensor of this model",
+        "mystery is not a tensor of this model",
+    ):
+        assert part in str(error.value)
+
+
+def latent_case(path):
+    """Returns model config, parameters as nested dicts, tensors by nanochat's names."""
+    case = load(path)
+    c = latent_layout.settings(case)
+    of = latent_layout.official if c["use_interleaved"] else latent_layout.backbone
+    config = of(c, len(case["param/lm_head.weight"]))
+    tensors = rat_authors.read(case, "param")
+    names = latent_layout.official_names
+    return config, latent_layout.nested(tensors.get, config, names), tensors
+
+
+@pytest.mark.parametrize("path", LATENT)
+def test_nanochats_names_with_and_without_a_memory(path, tmp_path):
+    config, want, tensors = latent_case(path)
+    compiled = {f"_orig_mod.{name}": array for name, array in tensors.items()}
+    save_file(compiled, tmp_path / "model.safetensors")
+    assert_parameters(from_authors(tmp_path, config), want)
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "task", None])
+def test_a_file_of_torch_save_holds_the_same(key, tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    config, want, tensors = latent_case(LATENT[0].values[0])
+    state = {name: torch.from_numpy(array) for name, array in tensors.items()}
+    torch.save(state if key is None else {key: state, "step": 3}, tmp_path / "m.pt")
+    assert_parameters(from_authors(tmp_path / "m.pt", config), want)
+
+
+def test_files_of_torch_that_hold_code_are_not_unpickled(tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    config, _, _ = latent_case(LATENT[0].values[0])
+    torch.save({"model": {}, "run": Touching(tmp_path / "ran")}, tmp_path / "m.pt")
+    with pytest.raises(UserError, match="holds no plain state dict, and nothing else"):
+        from_authors(tmp_path / "m.pt", config)
+    assert not (tmp_path / "ran").exists()
+
+
+class Touching:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return open, (str(self.file), "w")
+
+
+def test_models_that_the_authors_code_cannot_have_are_refused(tmp_path):
+    model = latent_layout.backbone(SIZES, 12)
+    memory = MemoryConfig(sources=(2,))
+    stack = dataclasses.replace(model.stack, memory=memory, value_gate_channels=0)
+    with pytest.raises(UserError, match=r"no tensors .*stack.memory.w_k, stack.memory"):
+        from_authors(tmp_path, dataclasses.replace(model, stack=stack))
+    stack = dataclasses.replace(stack, value_gate_channels=4)
+    with pytest.raises(UserError, match="value_gate_channels to 0"):
+        from_authors(tmp_path, dataclasses.replace(model, stack=stack))
+    reversed_rat = presets.reversed_rat(width=16, heads=4, chunk=4, length=8)
+    stack = presets.stack(reversed_rat, layers=1, width=16)
+    with pytest.raises(UserError, match="no checkpoints of the reversed design"):
+        from_authors(tmp_path, ModelConfig(vocabulary=11, stack=stack))
+
+
+SIZES = {
+    **{"vocab_size": 11, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 8},
+    **{"sequence_len": 8, "window_pattern": "L"},
+    **{"ve_gate_channels": 4},
+}
 
 
 def test_every_switch_of_the_recurrent_transformer_has_names(tmp_path):

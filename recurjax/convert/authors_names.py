@@ -1,0 +1,166 @@
+"""The authors' own tensor names: RT's OLMo blocks, RAT's state dict, LRT's nanochat.
+
+A name is first stripped of what wrappers put into it, then looked up in a table.
+"""
+
+import re
+
+from recurjax.convert.pieces import PieceTable
+from recurjax.errors import UserError
+from recurjax.model import ModelConfig
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+)
+from recurjax.variants.rat import (
+    AttentionMixerConfig,
+    RatConfig,
+    ReversedRatMixerConfig,
+)
+
+# Left by torch.compile, DistributedDataParallel and FSDP.
+_WRAPPERS = re.compile(r"\b(?:_orig_mod|module|_fsdp_wrapped_module)\.")
+_OLMO_CAPTURED_LAYER = re.compile(r"^blocks\.(\d+)\.graphed_callable\.block\.")
+_OLMO_CAPTURED_WHOLE = re.compile(r"^blocks\.0\.graphed_callable\.blocks\.(\d+)\.")
+_OLMO_PARTS = re.compile(r"\b(?:pre|post)_attention_block\.")
+
+
+def plain_name(name: str) -> str:
+    """Strips what torch.compile and data parallelism put into a name."""
+    return _WRAPPERS.sub("", name)
+
+
+def tied_rat_name(name: str) -> str:
+    """Strips the same; RAT's tied head is written again beside the embedding."""
+    return plain_name(name).replace("head.lm_head.weight", "embedding.wte.weight")
+
+
+def olmo_name(name: str) -> str:
+    """Strips the same, and what CUDA graphs put before a name.
+
+    They capture layer by layer, or all layers as the first one's.
+    Each block also lists its parameters under the two halves that share them.
+    """
+    name = plain_name(name).removeprefix("transformer.")
+    for captured in (_OLMO_CAPTURED_LAYER, _OLMO_CAPTURED_WHOLE):
+        name = captured.sub(r"blocks.\1.", name)
+    return _OLMO_PARTS.sub("", name)
+
+
+def recurrent_pieces(config: ModelConfig) -> PieceTable:
+    """Returns the table of OLMo's blocks, as RT's authors name them."""
+    table = PieceTable(config)
+    table.plain("wte.weight", "w_embedding")
+    if table.has("stack.position.w_position"):
+        table.plain("wpe.weight", "stack.position.w_position")
+    _norm(table, "ln_f", "final_norm")
+    table.rows("ff_out.weight", ["w_head"])
+    for layer in range(config.stack.layers):
+        theirs, ours = f"blocks.{layer}", "stack.blocks"
+        for name, norm in (
+            ("attn_norm", "attention_norm"),
+            ("ff_norm", "mlp_norm"),
+            ("q_norm", "attention.q_norm"),
+            ("k_norm", "attention.k_norm"),
+        ):
+            _norm(table, f"{theirs}.{name}", f"{ours}.{norm}", layer)
+        # The gate of their SwiGLU is the second half.
+        for name, parts in (
+            ("q_proj", ("attention.{}_q",)),
+            ("kv_proj", ("attention.{}_k", "attention.{}_v")),
+            ("attn_out", ("attention.{}_out",)),
+            ("ff_proj", ("mlp.{}_up", "mlp.{}_gate")),
+            ("ff_out", ("mlp.{}_down",)),
+        ):
+            for kind, letter in (("weight", "w"), ("bias", "b")):
+                names = [f"{ours}.{part.format(letter)}" for part in parts]
+                table.rows(f"{theirs}.{name}.{kind}", names, layer)
+    return table
+
+
+def _norm(table: PieceTable, theirs: str, ours: str, layer: int | None = None) -> None:
+    for kind, part in (("weight", "scale"), ("bias", "bias")):
+        if table.has(f"{ours}.{part}"):
+            table.plain(f"{theirs}.{kind}", f"{ours}.{part}", layer)
+
+
+def rat_pieces(config: ModelConfig) -> PieceTable:
+    """Returns the table of RAT's authors: embedding, backbone, head.
+
+    Raises:
+      UserError: the config has layers of the reversed design.
+    """
+    table = PieceTable(config)
+    assert isinstance(config.stack, RatConfig)
+    if any(isinstance(mixer, ReversedRatMixerConfig) for mixer in config.stack.pattern):
+        raise UserError("RAT's authors have no checkpoints of the reversed design")
+    table.plain("embedding.wte.weight", "w_embedding")
+    _norm(table, "backbone.ln", "final_norm")
+    table.rows("head.lm_head.weight", ["w_head"])
+    pattern = config.stack.pattern
+    for number in range(config.stack.layers):
+        place, layer = number % len(pattern), number // len(pattern)
+        ours, mixer = f"stack.blocks.{place}", f"stack.blocks.{place}.mixer"
+        theirs = f"backbone.layers.{number}"
+        _norm(table, f"{theirs}.seq_layer.input_norm", f"{ours}.mixer_norm", layer)
+        if isinstance(pattern[place], AttentionMixerConfig):
+            mixer += ".attention"
+            rows = [f"{mixer}.w_{name}" for name in "vqk"]
+        else:
+            rows = [f"{mixer}.output_gate.w_full", f"{mixer}.w_v"]
+            rows += [f"{mixer}.forget_gate.w_full"]
+            rows += [f"{mixer}.w_{name}" for name in "qk"]
+            bias = f"{mixer}.forget_gate.b_forget"
+            table.plain(f"{theirs}.seq_layer.gate_bias", bias, layer)
+        table.rows(f"{theirs}.seq_layer.in_proj.weight", rows, layer)
+        table.rows(f"{theirs}.seq_layer.out_proj.weight", [f"{mixer}.w_out"], layer)
+        _norm(table, f"{theirs}.hidden_layer.ln", f"{ours}.mlp_norm", layer)
+        for name, part in (("fc1", "up"), ("fc2", "down")):
+            tensor = f"{theirs}.hidden_layer.{name}.weight"
+            table.rows(tensor, [f"{ours}.mlp.w_{part}"], layer)
+    return table
+
+
+def latent_pieces(config: ModelConfig) -> PieceTable:
+    """Returns nanochat's table; with a memory that of the authors' layerwise release.
+
+    Raises:
+      UserError: with a memory the gate of the value embeddings does not read all
+        channels; there it is rows of one matrix with the memory's gates.
+    """
+    table, stack = PieceTable(config), config.stack
+    assert isinstance(stack, LatentRecurrentTransformerConfig)
+    remembers = stack.memory is not None
+    if remembers and stack.value_gate_channels not in (0, stack.width):
+        raise UserError(
+            "the authors' release gates its value embeddings by all channels: set "
+            "stack.value_gate_channels to 0"
+        )
+    table.plain("transformer.wte.weight", "w_embedding")
+    table.rows("lm_head.weight", ["w_head"])
+    for number in range(stack.layers):
+        layer, place = divmod(number, stack.pattern)
+        ours, theirs = f"stack.blocks.{place}", f"transformer.h.{number}"
+        gates = ["w_mix", "w_value_gate"] if remembers else ["w_value_gate"]
+        for name, parts in {
+            f"{theirs}.attn.c_q": ["w_q"],
+            f"{theirs}.attn.c_k": ["w_k"],
+            f"{theirs}.attn.c_v": ["w_v"],
+            f"{theirs}.attn.c_proj": ["w_out"],
+            f"{theirs}.attn.{'triple' if remembers else 've'}_gate": gates,
+            f"{theirs}.mlp.c_fc": ["mlp.w_up"],
+            f"{theirs}.mlp.c_proj": ["mlp.w_down"],
+            f"interleaved_key_projections.{number}.W_v": ["memory.w_k"],
+            f"interleaved_projections.{number}.W_v": ["memory.w_v"],
+        }.items():
+            table.rows(f"{name}.weight", [f"{ours}.{part}" for part in parts], layer)
+        embeds = "interleaved_init_value_embeds" if remembers else "value_embeds"
+        table.table(f"{embeds}.{number}.weight", f"{ours}.w_value_embedding", layer)
+        for name, scale in (
+            ("resid_lambdas", "residual_scale"),
+            ("x0_lambdas", "input_scale"),
+            ("interleaved_lambdas", "memory_scale"),
+        ):
+            one = (slice(number, number + 1),)
+            shape = (stack.layers,)
+            table.part(name, f"{ours}.{scale}", layer, shape=shape, part=one, axes=(0,))
+    return table
