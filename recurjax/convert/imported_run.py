@@ -67,8 +67,12 @@ def write_run(
     """
     experiment = from_json(Experiment, to_json(experiment), path="config")
     with whole_directory(out) as aside:
-        RunDirectory(aside).claim(experiment, tokenizer)
-        checkpoints = Checkpoints(RunDirectory(aside).checkpoints)
+        directory = RunDirectory(aside)
+        directory.claim(experiment, tokenizer)
+        directory.imported.write_text(
+            "written by recurjax convert: parameters only\n", encoding="utf-8"
+        )
+        checkpoints = Checkpoints(directory.checkpoints)
         try:
             tree = {"model": to_nested_dict(model)}
             checkpoints.save(step, tree, data_state={})

@@ -40,6 +40,7 @@ class RunDirectory:
         self.loss_plot = root / "loss.png"
         self.profile = root / "profile"
         self.log = root / "log"
+        self.imported = root / "imported"
 
     @property
     def is_claimed(self) -> bool:
@@ -71,8 +72,14 @@ class RunDirectory:
         """Writes what may differ between the parts of a run, such as the mesh.
 
         Raises:
-          UserError: the run is another experiment's; the differing fields are named.
+          UserError: the run is another experiment's (the differing fields are named),
+            or an imported model, which has no state of an optimizer.
         """
+        if self.imported.exists():
+            raise UserError(
+                f"{self.root} holds an imported model, which no run can go on in: "
+                f"train in another directory with --training.start-from {self.root}"
+            )
         changed = self.changes(experiment)
         if changed:
             raise UserError(

@@ -94,3 +94,17 @@ def test_what_does_not_change_the_function_may_differ(source, tmp_path):
         training={"start_from": str(out)},
     )
     check_start(experiment, ByteTokenizer())
+
+
+def test_training_in_the_imported_directory_is_refused(source):
+    out, _ = source
+    file = experiment_file(
+        out.parent,
+        f"return __import__('dataclasses').replace(tiny(), name={out.name!r})",
+    )
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    answer = recurjax("train", file, "--runs", out.parent)
+    assert_refused(
+        answer, f"{out} holds an imported model, .* --training.start-from {out}"
+    )
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
