@@ -1,16 +1,19 @@
 """A GGUF file as if it were a Hugging Face directory: config keys, names, weights.
 
 Quantised weights are expanded to float32 by the package `gguf` (the extra of that
-name). Of the architectures that llama.cpp writes, llama and qwen2 are read.
+name), some rows at a time. Of the architectures that llama.cpp writes, llama and qwen2
+are read.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from recurjax.convert.gguf_header import GgufTensor, read_header
 from recurjax.convert.gguf_tokenizer import gguf_tokenizer
-from recurjax.convert.tensors import TensorInfo
+from recurjax.convert.tensors import TensorInfo, empty_for_jax
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 
@@ -45,6 +48,8 @@ _KEYS = {
 # Said again by the tensors' shapes.
 _REPEATED = {"vocab_size", "rope.dimension_count", "attention.value_length"}
 _ARCHITECTURES = ("llama", "qwen2")
+_AT_ONCE = 1 << 20
+"""Weights that are expanded at a time."""
 
 
 def open_gguf(
@@ -60,19 +65,19 @@ def open_gguf(
         its tokenizer of a kind that is not known.
     """
     try:
-        from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
+        import gguf  # noqa: F401 # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
             "reading GGUF files needs the package gguf: pip install 'recurjax[gguf]'"
         ) from error
     try:
-        reader = GGUFReader(path)
-        fields = {key: field.contents() for key, field in reader.fields.items()}
-        reader.fields.clear()  # a view for every token: a third of the memory
-    except Exception as error:  # the package raises what numpy happens to
-        raise UserError(
-            f"{path} is not a whole GGUF file: {str(error).splitlines()[0]}"
-        ) from error
+        fields, tensors = read_header(path)
+        tensor_bytes = [_bytes_of(tensor) for tensor in tensors]
+        ends = [t.offset + n for t, n in zip(tensors, tensor_bytes, strict=True)]
+        if max(ends, default=0) > path.stat().st_size:
+            raise ValueError("it ends inside its tensors")
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"{path} is not a whole GGUF file: {error}") from error
     architecture = fields.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise UserError(
@@ -80,7 +85,7 @@ def open_gguf(
             f"{', '.join(_ARCHITECTURES)}"
         )
     keys = _config_keys(fields, architecture)
-    source = GgufFile(path, reader, keys, permuted=architecture == "llama")
+    source = GgufFile(path, tensors, keys, permuted=architecture == "llama")
     embedding = source.tensors.get("model.embed_tokens.weight")
     keys["vocab_size"] = None if embedding is None else embedding.shape[0]
     keys["tie_word_embeddings"] = "lm_head.weight" not in source.tensors
@@ -92,13 +97,18 @@ class GgufFile:
     """The weights under Hugging Face's names; see `TensorSource`."""
 
     def __init__(
-        self, path: Path, reader: Any, keys: dict[str, Any], *, permuted: bool
+        self,
+        path: Path,
+        tensors: list[GgufTensor],
+        keys: dict[str, Any],
+        *,
+        permuted: bool,
     ):
-        """Reads the names and shapes.
+        """Takes the names and shapes; weights are read when they are asked for.
 
         Args:
-          path: for messages.
-          reader: gguf's.
+          path: the file.
+          tensors: from its header.
           keys: config.json's keys.
           permuted: whether rows of q and k lie in llama.cpp's order.
         """
@@ -108,28 +118,64 @@ class GgufFile:
             "k_proj": keys.get("num_key_value_heads", keys.get("num_attention_heads")),
         }
         self._permuted = permuted
-        self._tensors = {_hf_name(t.name): t for t in reader.tensors}
+        self._path = path
+        self._tensors = {_hf_name(tensor.name): tensor for tensor in tensors}
         self.tensors = {
-            # GGUF counts dimensions from the innermost, and expands to float32.
-            name: TensorInfo(tuple(int(n) for n in reversed(tensor.shape)), "F32")
+            # What is expanded, is expanded to float32.
+            name: TensorInfo(tensor.shape, "F32")
             for name, tensor in self._tensors.items()
         }
 
     def read(self, name: str) -> np.ndarray:
-        from gguf.quants import dequantize  # pyright: ignore[reportMissingImports]
-
-        tensor = self._tensors[name]
+        values = empty_for_jax(self.tensors[name].shape)
         try:
-            values = dequantize(tensor.data, tensor.tensor_type)
+            self._expand(self._tensors[name], values.reshape(-1, values.shape[-1]))
         except (NotImplementedError, ValueError) as error:
             raise UserError(
                 f"{self.where}: {name} cannot be expanded: {error}"
             ) from error
-        values = np.asarray(values, np.float32).reshape(self.tensors[name].shape)
         projection = name.split(".")[-2]
         if self._permuted and projection in self._heads:
             return unpermute(values, self._heads[projection] or 1)
         return values
+
+    def _expand(self, tensor: GgufTensor, rows: np.ndarray) -> None:
+        """Fills [rows, width]; the package needs room for a copy of what it is given.
+
+        Raises:
+          ValueError: the file ends before the tensor.
+        """
+        from gguf.constants import (  # pyright: ignore[reportMissingImports]
+            GGMLQuantizationType,
+        )
+        from gguf.quants import dequantize  # pyright: ignore[reportMissingImports]
+
+        kind = GGMLQuantizationType(tensor.kind)
+        width = _bytes_of(tensor) // len(rows)
+        step = max(1, _AT_ONCE // rows.shape[1])
+        with self._path.open("rb") as stream:
+            stream.seek(tensor.offset)
+            for start in range(0, len(rows), step):
+                part = rows[start : start + step]
+                raw = np.fromfile(stream, np.uint8, count=len(part) * width)
+                np.copyto(part, dequantize(raw.reshape(len(part), width), kind))
+
+
+def _bytes_of(tensor: GgufTensor) -> int:
+    """Counts the bytes of a tensor in the file.
+
+    Raises:
+      ValueError: its kind is not known, or its rows are no whole blocks.
+    """
+    from gguf.constants import (  # pyright: ignore[reportMissingImports]
+        GGML_QUANT_SIZES,
+        GGMLQuantizationType,
+    )
+
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
+    if tensor.shape[-1] % block:
+        raise ValueError(f"a row of {tensor.name} is no whole number of blocks")
+    return math.prod(tensor.shape) // block * size
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:

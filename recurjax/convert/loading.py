@@ -14,7 +14,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from recurjax.convert.pieces import Piece, check_tensors
-from recurjax.convert.tensors import TensorSource, count_not_finite
+from recurjax.convert.tensors import (
+    TensorSource,
+    count_not_finite,
+    empty_for_jax,
+)
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name
 from recurjax.sharding import MeshConfig, make_mesh, shardings
@@ -35,8 +39,8 @@ def load_model(
     """Reads a model.
 
     Beside the parameters, memory holds one tensor of the checkpoint and one layer's
-    array, or 64 MiB of small layers. A tensor of several parameters is read once
-    for each.
+    array, or 64 MiB of small layers; on a CPU a parameter that is a whole tensor is
+    that tensor. A tensor of several parameters is read once for each.
 
     Args:
       config: of the model.
@@ -80,7 +84,7 @@ def _fill(
         [piece] = pieces
         return _place(_read(piece, source, bad), sharding)
     if 4 * math.prod(shape) <= _ON_HOST:
-        layers = np.empty(shape, np.float32)
+        layers = empty_for_jax(shape)
         for piece in pieces:
             layers[piece.layer] = _read(piece, source, bad)
         return _place(layers, sharding)
@@ -107,8 +111,10 @@ def _read(piece: Piece, source: TensorSource, bad: dict[str, int]) -> np.ndarray
     disk = source.read(piece.tensor)
     if count := count_not_finite(disk):
         bad[piece.tensor] = count
-    # A copy of its own: jax may keep a CPU array's memory, and a view keeps the tensor.
-    return np.array(piece.take(disk), np.float32, order="C")
+    ours = piece.take(disk)
+    # jax may keep a CPU array's memory: what is a part of the tensor gets its own.
+    whole = ours.size == disk.size and ours.flags.c_contiguous
+    return ours if whole else np.array(ours, np.float32, order="C")
 
 
 def _place(array: np.ndarray, sharding: Any) -> jax.Array:

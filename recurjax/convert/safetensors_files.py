@@ -1,7 +1,6 @@
 """Safetensors on disk: one file, or shards with an index; read tensor by tensor."""
 
 import json
-import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from recurjax.convert.tensors import TensorInfo
+from recurjax.convert.tensors import TensorInfo, empty_for_jax
 from recurjax.errors import UserError
 
 SINGLE = "model.safetensors"
@@ -56,11 +55,16 @@ class SafetensorsFiles:
     def read(self, name: str) -> np.ndarray:
         shape, dtype = self.tensors[name]
         file, offset = self._places[name]
-        count = math.prod(shape)
-        values = np.fromfile(file, _DTYPES[dtype], count=count, offset=offset)
-        if values.size != count:
-            raise UserError(f"{file} ends inside the tensor {name}")
-        return values.reshape(shape).astype(np.float32, copy=False)
+        values = empty_for_jax(shape)
+        narrow = dtype != "F32"
+        raw = np.empty(shape, _DTYPES[dtype]) if narrow else values
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            if stream.readinto(raw.reshape(-1).view(np.uint8)) != raw.nbytes:
+                raise UserError(f"{file} ends inside the tensor {name}")
+        if narrow:
+            np.copyto(values, raw, casting="unsafe")
+        return values
 
 
 def open_directory(directory: Path) -> SafetensorsFiles:

@@ -1,5 +1,6 @@
 """What the converter reads from: named tensors on disk, one at a time."""
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -41,6 +42,20 @@ class TensorSource(Protocol):
         ...
 
 
+_ALIGNED = 64
+"""Bytes: jax keeps a CPU array that lies on such a border, and copies others."""
+
+
+def empty_for_jax(shape: tuple[int, ...]) -> np.ndarray:
+    """Makes a float32 array that a CPU device can keep without a copy."""
+    size = 4 * math.prod(shape)
+    room = np.empty(size + _ALIGNED, np.uint8)
+    start = -room.ctypes.data % _ALIGNED
+    return room[start : start + size].view(np.float32).reshape(shape)
+
+
 def count_not_finite(array: np.ndarray) -> int:
-    """Counts NaN and infinite numbers."""
-    return int(array.size - np.count_nonzero(np.isfinite(array)))
+    """Counts NaN and infinite numbers, some at a time."""
+    flat, step = array.reshape(-1), 1 << 20
+    parts = (flat[start : start + step] for start in range(0, flat.size, step))
+    return sum(int(part.size - np.count_nonzero(np.isfinite(part))) for part in parts)

@@ -1,12 +1,14 @@
 """GGUF files written by their own package: names, row order, quantised weights."""
 
 import json
+import tracemalloc
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from recurjax.convert import gguf_file
 from recurjax.convert.gguf_file import _hf_name, unpermute
 from recurjax.convert.gguf_tokenizer import gguf_tokenizer
 from recurjax.convert.hugging_face import from_hf
@@ -99,6 +101,61 @@ def test_damaged_and_unknown_files_are_refused(tmp_path):
     (tmp_path / "n.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:5000])
     with pytest.raises(UserError, match="is not a whole GGUF file"):
         from_hf(tmp_path / "n.gguf", tokenizer=tokenizer)
+
+
+def test_a_file_cut_inside_its_tensors_is_refused(tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data[: len(data) - 5000])
+    with pytest.raises(UserError, match="not a whole GGUF file: .* inside its tensors"):
+        from_hf(tmp_path / "m.gguf", tokenizer=tokenizer_json(tmp_path, 131))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "BF16"])
+def test_rows_expanded_a_few_at_a_time_are_those_expanded_at_once(
+    kind, tmp_path, monkeypatch
+):
+    gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    kind = gguf.GGMLQuantizationType[kind]
+    rows = np.random.default_rng(0).standard_normal((50, 64)).astype(np.float32)
+    quantized = gguf.quants.quantize(rows, kind)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("before", np.ones(3, np.float32))
+    writer.add_tensor("output.weight", quantized, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(gguf_file, "_AT_ONCE", 7 * 64)
+    _, source, _ = gguf_file.open_gguf(tmp_path / "m.gguf", with_tokenizer=False)
+    assert source.tensors["lm_head.weight"].shape == (50, 64)
+    want = gguf.quants.dequantize(quantized, kind)
+    np.testing.assert_array_equal(source.read("lm_head.weight"), want)
+
+
+def test_expanding_takes_little_more_memory_than_the_result(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    # 16 MiB expanded, four times what is expanded at once.
+    rows = np.ones((16384, 256), np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    data = gguf.quants.quantize(rows, kind)
+    writer.add_tensor("output.weight", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    del data
+    _, source, _ = gguf_file.open_gguf(tmp_path / "m.gguf", with_tokenizer=False)
+    tracemalloc.start()
+    try:
+        values = source.read("lm_head.weight")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_allclose(values, rows, rtol=1e-3)
+    # Expanded at once it takes the result twice, and more.
+    assert peak < 1.8 * rows.nbytes
 
 
 def test_a_tokenizer_is_built_from_tokens_and_merges():

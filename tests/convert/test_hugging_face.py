@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from recurjax.convert import loading
 from recurjax.convert.hugging_face import from_hf
+from recurjax.convert.tensors import empty_for_jax
 from recurjax.parameters import to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.run_directory import load_run
@@ -134,3 +135,12 @@ def greedy(model, ids, count):
         logits, _ = model(Tokens(jnp.asarray([ids])), model.init_cache(1, 0))
         ids = [*ids, int(logits[0, -1].argmax())]
     return ids[-count:]
+
+
+def test_a_parameter_that_is_a_whole_tensor_is_not_copied():
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    array = empty_for_jax((300, 70))
+    array.fill(2.0)
+    kept = loading._place(array, place)
+    assert kept.unsafe_buffer_pointer() == array.ctypes.data
+    np.testing.assert_array_equal(kept, np.full((300, 70), 2.0))
