@@ -1,0 +1,128 @@
+"""PyTorch exports of small trained models beside the models themselves: one row each.
+
+The small models of the folders beside, trained for a few steps on the embedded text,
+are exported and run on both sides on rows of the validation split: logits, layers and
+64 greedy tokens. The PyTorch side runs in --torch-python, or in a virtual environment
+made here with nothing but torch, numpy, safetensors and what they ask for. Expect about
+5 minutes on two cores, and differences of float32's rounding.
+
+    python experiments/torch_export_parity.py --out runs/torch_export_parity
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import tempfile
+import venv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recurjax.convert.torch_export import to_torch
+from recurjax.data.dataset import open_dataset
+from recurjax.experiment import load_experiment
+from recurjax.model import count_parameters
+from recurjax.training.loop import train
+from recurjax.training.run_directory import LoadedRun, load_run
+
+FOLDER = Path(__file__).parent
+MODELS = {
+    "transformer": "recurrent_transformer/shakespeare_transformer.py",
+    "recurrent_transformer": "recurrent_transformer/shakespeare_recurrent.py",
+    "rat": "rat/rat_shakespeare.py",
+    "latent_recurrent_transformer": (
+        "latent_recurrent_transformer/latent_shakespeare.py"
+    ),
+}
+PACKAGES = ("torch==2.13.0", "numpy", "safetensors")
+ROWS, LENGTH = 4, 64
+
+
+def trained(name: str, steps: int, runs: Path) -> LoadedRun:
+    """Trains a model, or finds it trained."""
+    experiment = load_experiment(FOLDER / MODELS[name])
+    experiment = dataclasses.replace(
+        experiment,
+        name=name,
+        training=dataclasses.replace(
+            experiment.training, steps=steps, checkpoint_every=steps
+        ),
+        evaluation=dataclasses.replace(experiment.evaluation, batches=1),
+    )
+    train(experiment, runs / name)
+    return load_run(runs / name)
+
+
+def rows_of_text(run: LoadedRun) -> np.ndarray:
+    """Returns token ids [ROWS, LENGTH] of the validation split."""
+    dataset = open_dataset(run.experiment.data, tokenizer=run.tokenizer)
+    loader = dataset.loader("validation", length=LENGTH, batch=ROWS)
+    return np.asarray(next(iter(loader))["ids"], np.int32)
+
+
+def fresh_environment(folder: Path) -> Path:
+    """Makes a virtual environment with `PACKAGES` and returns its interpreter."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", *PACKAGES],
+        check=True,
+    )
+    return python
+
+
+def installed(python: str) -> list[str]:
+    """Lists the packages of an interpreter."""
+    command = [python, "-m", "pip", "list", "--format=freeze"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def measure(run: LoadedRun, out: Path, python: str) -> dict[str, Any]:
+    """Exports a run and compares both sides."""
+    found = to_torch(run, out, python=python, ids=rows_of_text(run))
+    total = count_parameters(run.model.config).total
+    return {"parameters": total, **found.to_json()}
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Returns the figures in markdown."""
+    lines = [
+        "| model | parameters | logits, largest difference | of the largest logit | "
+        "layers, largest share | KL, nats | top-1 | greedy tokens |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in found.items():
+        lines.append(
+            f"| {name} | {row['parameters']:,} | {row['max_abs_difference']:.1e} | "
+            f"{row['relative_difference']:.1e} | {max(row['layer_differences']):.1e} | "
+            f"{row['kl']:.1e} | {100 * row['top1_agreement']:.1f} % | "
+            f"{row['greedy_agreement']} of {row['greedy_tokens']} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Trains, exports, compares; writes parity.json and prints a table."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/torch_export_parity"))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--torch-python")
+    options = parser.parse_args(argv)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        python = options.torch_python or str(fresh_environment(Path(folder) / "venv"))
+        print("\n".join(installed(python)))
+        for name in options.models:
+            run = trained(name, options.steps, options.out / "runs")
+            found[name] = measure(run, Path(folder) / name, python)
+    (options.out / "parity.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
+    return found
+
+
+if __name__ == "__main__":
+    main()
