@@ -1,4 +1,4 @@
-"""`recurjax evaluate RUN`: loss, also by position, and bits per byte, as JSON."""
+"""`recurjax evaluate RUN`: loss, also by position, bits per byte, CORE, as JSON."""
 
 import json
 import sys
@@ -14,18 +14,22 @@ from recurjax.cli.options import parse
 from recurjax.data.config import DataConfig, TextFiles
 from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
+from recurjax.evaluation import core_model
 from recurjax.evaluation.by_position import loss_by_position, plot_by_position
+from recurjax.evaluation.core import TaskScore
+from recurjax.evaluation.core_files import read_tasks
+from recurjax.evaluation.core_prompts import Task
 from recurjax.evaluation.perplexity import score
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.objective import NextToken, Objective
 from recurjax.training.placement import placed
-from recurjax.training.run_directory import load_run
+from recurjax.training.run_directory import LoadedRun, load_run
 from recurjax.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluate:
-    """Scores a text with a trained model and prints JSON.
+    """Scores a text, or CORE's tasks, with a trained model and prints JSON.
 
     Attributes:
       run: the run directory.
@@ -36,6 +40,9 @@ class Evaluate:
       positions: also the loss by position, one figure for this many positions; with
         --length beyond that of training it shows how the model generalises.
       plot: draws the loss by position into this PNG file.
+      core: scores no text but in-context learning: the folder of a CORE bundle as
+        nanochat has it, or a folder of prepared task files, or one of them.
+      core_limit: so many items of each task; None: all.
       step: of the checkpoint; None: the newest.
       json: also write the JSON to this file.
     """
@@ -47,6 +54,8 @@ class Evaluate:
     batch: int = 32
     positions: int | None = None
     plot: Path | None = None
+    core: Path | None = None
+    core_limit: int | None = None
     step: int | None = None
     json: Path | None = None
 
@@ -60,6 +69,12 @@ class Evaluate:
             raise UserError(f"--positions must be at least 1, got {self.positions}")
         if self.plot is not None and self.positions is None:
             raise UserError("--plot draws the loss by position: add --positions")
+        if self.core is not None and (self.text or self.positions or self.length):
+            raise UserError(
+                "--core scores tasks: leave out --text, --length and --positions"
+            )
+        if self.core_limit is not None and (self.core is None or self.core_limit < 1):
+            raise UserError("--core-limit must be at least 1 and goes with --core")
         for name in ("json", "plot"):
             file = getattr(self, name)
             if file is not None and not file.parent.is_dir():
@@ -69,7 +84,36 @@ class Evaluate:
 def run(argv: list[str]) -> int:
     """Runs the command."""
     options = parse(Evaluate, argv, prog="recurjax evaluate")
+    tasks = None if options.core is None else read_tasks(options.core)
     loaded = load_run(options.run, step=options.step, report=_say)
+    report: dict[str, Any] = {"run": str(options.run), "step": loaded.step}
+    if tasks is None:
+        report |= _of_text(options, loaded)
+    else:
+        report |= {"tasks": str(options.core)} | _of_core(options, loaded, tasks)
+    text = json.dumps(report, indent=2)
+    print(text)
+    if options.json is not None:
+        aside = options.json.with_name(options.json.name + ".partial")
+        aside.write_text(text + "\n")
+        aside.replace(options.json)
+    return 0
+
+
+def _of_core(
+    options: Evaluate, loaded: LoadedRun, tasks: tuple[Task, ...]
+) -> dict[str, Any]:
+    def tell(reading: str, task: TaskScore) -> None:
+        _say(f"{reading}: {task.label}: {task.accuracy:.4f} of {task.items:,} items")
+
+    scores = core_model.core_of(
+        loaded.model, loaded.tokenizer, tasks, limit=options.core_limit, report=tell
+    )
+    _say(core_model.markdown(scores).rstrip())
+    return core_model.as_json(scores)
+
+
+def _of_text(options: Evaluate, loaded: LoadedRun) -> dict[str, Any]:
     experiment = loaded.experiment
     data = experiment.data
     if options.text is not None:
@@ -98,9 +142,7 @@ def run(argv: list[str]) -> int:
         return result._asdict()
 
     objective = experiment.objective
-    report = {
-        "run": str(options.run),
-        "step": loaded.step,
+    report: dict[str, Any] = {
         "text": f"{split} split" if options.text is None else str(options.text),
         "length": length,
         **scored(objective),
@@ -120,13 +162,7 @@ def run(argv: list[str]) -> int:
         if options.plot is not None:
             trained, curves = experiment.training.length, {experiment.name: stretches}
             plot_by_position(curves, options.plot, trained=trained)
-    text = json.dumps(report, indent=2)
-    print(text)
-    if options.json is not None:
-        aside = options.json.with_name(options.json.name + ".partial")
-        aside.write_text(text + "\n")
-        aside.replace(options.json)
-    return 0
+    return report
 
 
 def _say(text: str) -> None:

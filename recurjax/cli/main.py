@@ -11,7 +11,7 @@ from recurjax.errors import UserError
 COMMANDS = {
     "train": "train an experiment, or resume it",
     "generate": "continue prompts with a trained model",
-    "evaluate": "loss, perplexity and bits per byte of a text",
+    "evaluate": "loss, perplexity and bits per byte of a text; CORE",
     "convert": "checkpoints in from Hugging Face and PyTorch, and out to them",
     "data": "prepare token shards (recurjax data prepare)",
     "bench": "time a model's or an operation's passes",

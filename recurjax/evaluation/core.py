@@ -1,17 +1,13 @@
 """CORE: in-context learning over many tasks, scored as nanochat does (DCLM's suite)."""
 
-import csv
 import dataclasses
-import json
 import random
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
 from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
@@ -66,10 +62,19 @@ def score_core(
       limit: items a task, the first of a fixed shuffle; None: all.
       longest: prompts lose their first tokens beyond so many; None: never.
       report: called with each task's score as it comes.
+
+    Raises:
+      UserError: a task has too few items for its examples, or its prompts do not fit.
     """
+    tasks = [shuffled(task, limit) for task in tasks]
+    for task in tasks:
+        if len(task.items) <= task.fewshot:
+            raise UserError(
+                f"{task.label} shows {task.fewshot} examples before an item and has "
+                f"only {len(task.items)} items: raise the limit or leave it out"
+            )
     scores = []
     for task in tasks:
-        task = shuffled(task, limit)
         right = [
             score_item(task, number, logits, encode, pad=pad, longest=longest).correct
             for number in range(len(task.items))
@@ -134,58 +139,3 @@ def _bucket(width: int, longest: int | None) -> int:
     """Rounds up, so that few widths are compiled."""
     rounded = max(16, 1 << (width - 1).bit_length())
     return width if longest is not None and rounded > longest else rounded
-
-
-def read_bundle(directory: Path) -> tuple[Task, ...]:
-    """Reads the tasks of a folder in the layout of nanochat's eval_bundle.
-
-    core.yaml names the tasks and their files, eval_meta_data.csv the accuracies of
-    guessing, eval_data/ holds the items, one JSON object a line.
-
-    Raises:
-      UserError: a file is missing or does not hold what it should.
-    """
-    wanted = [directory / "core.yaml", directory / "eval_meta_data.csv"]
-    missing = [str(file) for file in wanted if not file.is_file()]
-    if missing:
-        raise UserError(f"{directory} is no CORE bundle: no {' and no '.join(missing)}")
-    try:
-        listed = yaml.safe_load(wanted[0].read_text(encoding="utf-8"))["icl_tasks"]
-        with wanted[1].open(encoding="utf-8", newline="") as file:
-            baselines = {
-                row["Eval Task"]: float(row["Random baseline"])
-                for row in csv.DictReader(file)
-            }
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{directory} is no CORE bundle: {error!r}") from error
-    files = [directory / "eval_data" / task["dataset_uri"] for task in listed]
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        raise UserError(f"{directory} lacks files of CORE: {', '.join(missing)}")
-    tasks = []
-    for task, file in zip(listed, files, strict=True):
-        label = task["label"]
-        if label not in baselines:
-            raise UserError(f"{wanted[1]} has no Random baseline for {label}")
-        tasks.append(
-            Task(
-                label=label,
-                kind=task["icl_task_type"],
-                items=_items(file),
-                fewshot=task["num_fewshot"][0],
-                delimiter=task.get("continuation_delimiter", " "),
-                baseline=baselines[label],
-            )
-        )
-    return tuple(tasks)
-
-
-def _items(file: Path) -> tuple[dict[str, Any], ...]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        items = tuple(json.loads(line) for line in lines if line.strip())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as JSON lines: {error}") from error
-    if not items:
-        raise UserError(f"{file} holds no items")
-    return items

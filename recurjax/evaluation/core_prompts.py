@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from recurjax.errors import UserError
+
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
 
 FEWSHOT_SEED = 1234
@@ -81,7 +83,7 @@ def prompts(
       encode: texts -> token rows, with BOS in front.
 
     Raises:
-      ValueError: a continuation changes the tokens before it.
+      UserError: a continuation changes the tokens before it.
     """
     rows = [list(row) for row in encode(texts(task, number))]
     match task.kind:
@@ -94,7 +96,7 @@ def prompts(
         case "language_modeling":
             without, whole = rows
             if whole[: len(without)] != without or len(whole) == len(without):
-                raise ValueError(
+                raise UserError(
                     f"prompts: item {number} of {task.label}: the continuation changes "
                     "the tokens before it"
                 )
@@ -102,10 +104,14 @@ def prompts(
 
 
 def cropped(prompt: Prompt, longest: int | None) -> Prompt:
-    """Drops the first tokens of a prompt longer than `longest`."""
+    """Drops the first tokens of a prompt longer than `longest`.
+
+    Raises:
+      UserError: some of what is scored would go too, or have nothing before it.
+    """
     excess = 0 if longest is None else max(len(prompt.ids) - longest, 0)
-    if excess > prompt.start:
-        raise ValueError(
+    if excess and excess >= prompt.start:
+        raise UserError(
             f"cropped: {longest} tokens leave out part of what is scored, which begins "
             f"at {prompt.start} of {len(prompt.ids)}"
         )

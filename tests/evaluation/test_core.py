@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.evaluation.core import read_bundle, score_core, score_item, shuffled
+from recurjax.evaluation.core import score_core, score_item, shuffled
+from recurjax.evaluation.core_files import read_bundle, read_tasks
 from recurjax.evaluation.core_prompts import Task, fewshot_numbers, prompts, texts
 from tests.golden.cases import GOLDEN
 
@@ -153,3 +154,35 @@ def test_a_damaged_bundle_is_one_clear_sentence(tmp_path, spoil, message):
     spoil(folder)
     with pytest.raises(UserError, match=message):
         read_bundle(folder)
+
+
+def test_a_prepared_file_is_a_task(tmp_path):
+    item = {"query": "1 + 1 =", "choices": ["2", "3"], "gold": 0}
+    task = {
+        "label": "sums",
+        "kind": "multiple_choice",
+        "fewshot": 0,
+        "delimiter": " ",
+        "baseline": 50,
+        "items": [item],
+    }
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(task | {"label": name}))
+    a, b = read_tasks(tmp_path)
+    assert (a.label, b.label, a.items, a.baseline) == ("a", "b", (item,), 50.0)
+    assert read_tasks(tmp_path / "a.json") == (a,)
+    for change, message in [
+        ({"kind": "essay"}, "a is of type 'essay': CORE has multiple_choice, schema"),
+        ({"items": []}, "a.json holds no items"),
+        ({"items": [{"query": ""}]}, "item 0 lacks choices, gold, which a multiple"),
+        ({"baseline": "half"}, "a.json is no CORE task: .*half"),
+    ]:
+        (tmp_path / "a.json").write_text(json.dumps(task | {"label": "a"} | change))
+        with pytest.raises(UserError, match=message):
+            read_tasks(tmp_path)
+
+
+def test_too_few_items_for_the_examples_are_told():
+    task = task_of("mc_task")
+    with pytest.raises(UserError, match="shows 2 examples .* has only 2 items"):
+        score_core([task], lambda ids: ids, encode, pad=BOS, limit=2)

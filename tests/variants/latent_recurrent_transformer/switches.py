@@ -1,5 +1,7 @@
 """Small models that between them turn every switch of the latent memory."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,13 @@ def small(memory: MemoryConfig | None, **stack) -> ModelConfig:
         final_norm=NormConfig(scale=False, eps=1e-6),
         logit_soft_cap=15.0,
     )
+
+
+def byte_model(memory: MemoryConfig | None) -> Decoder:
+    """A small model of the byte tokenizer's 257 tokens, every parameter drawn."""
+    config = small(memory)
+    stack = replace(config.stack, vocabulary=260)
+    return build(replace(config, vocabulary=257, pad_vocabulary_to=20, stack=stack))
 
 
 SWITCHES = {

@@ -1,0 +1,118 @@
+"""A model's CORE: how it reads the prompts, and the table of what it scores."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
+from recurjax.evaluation.core import CoreScore, Logits, TaskScore, score_core
+from recurjax.evaluation.core_prompts import Task
+from recurjax.model import Decoder
+from recurjax.types import Array, Tokens
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerStack,
+)
+
+AS_CALLED = "core"
+"""The model as it is called: of a latent memory, the exact recurrence."""
+
+ZERO_MEMORY = "core_zero_memory"
+"""A latent memory's parallel pass without it."""
+
+
+def core_of(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    tasks: Iterable[Task],
+    *,
+    limit: int | None = None,
+    report: Callable[[str, TaskScore], None] = lambda reading, score: None,
+) -> dict[str, CoreScore]:
+    """Scores a model in each way that it can read.
+
+    Args:
+      model: any variant.
+      tokenizer: its BOS stands before each prompt, or else its EOS.
+      tasks: see `read_tasks`.
+      limit: items a task; None: all.
+      report: called with the reading and each of its tasks' scores.
+
+    Returns:
+      The score under `AS_CALLED` and, of a model with a latent memory, also under
+      `ZERO_MEMORY`.
+
+    Raises:
+      UserError: the tokenizer has neither BOS nor EOS; or as `score_core`.
+    """
+    first = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+    if first is None:
+        raise UserError(
+            "CORE puts a BOS token before each prompt, and the tokenizer has none"
+        )
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [[first, *ids.tolist()] for ids in tokenizer.encode_many(texts)]
+
+    tasks = tuple(tasks)
+    return {
+        name: score_core(
+            tasks,
+            logits,
+            encode,
+            pad=first,
+            limit=limit,
+            longest=model.config.max_length,
+            report=lambda score, name=name: report(name, score),
+        )
+        for name, logits in readings(model).items()
+    }
+
+
+def readings(model: Decoder) -> dict[str, Logits]:
+    """Returns the ways in which a model can read rows of tokens."""
+    ways: dict[str, Logits] = {
+        AS_CALLED: lambda ids: _as_called(model, jnp.asarray(ids))
+    }
+    stack = model.stack
+    if isinstance(stack, LatentRecurrentTransformerStack) and stack.config.memory:
+        ways[ZERO_MEMORY] = lambda ids: _zero_memory(model, jnp.asarray(ids))
+    return ways
+
+
+def as_json(scores: Mapping[str, CoreScore]) -> dict[str, Any]:
+    """Returns each reading's CORE and its tasks, as plain values."""
+    return {
+        name: {"core": score.core, "tasks": [task._asdict() for task in score.tasks]}
+        for name, score in scores.items()
+    }
+
+
+def markdown(scores: Mapping[str, CoreScore]) -> str:
+    """Returns a table with a row a task, and CORE as the last one.
+
+    Of each reading it has the accuracy and, after it, the centered accuracy.
+    """
+    heads = "".join(f" {name} | centered |" for name in scores)
+    lines = [f"| task | items |{heads}", "|---|---|" + "---|---|" * len(scores)]
+    for row in zip(*(score.tasks for score in scores.values()), strict=True):
+        told = "".join(f" {task.accuracy:.4f} | {task.centered:.4f} |" for task in row)
+        lines.append(f"| {row[0].label} | {row[0].items} |{told}")
+    told = "".join(f" | {score.core:.4f} |" for score in scores.values())
+    return "\n".join([*lines, f"| CORE | |{told}"]) + "\n"
+
+
+@jax.jit
+def _as_called(model: Decoder, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    return model(Tokens(ids), model.init_cache(ids.shape[0], 0))[0]
+
+
+@jax.jit
+def _zero_memory(model: Decoder, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    stack = model.stack
+    assert isinstance(stack, LatentRecurrentTransformerStack)
+    y, _ = stack.initial(model.embed(ids), Tokens(ids))
+    return model.logits(model.final_norm(y))
