@@ -1,9 +1,9 @@
 """What the paper's nanochat runs share; the runs are the files beside.
 
-FineWeb-Edu must be prepared once with a BPE of 32,768 tokens:
+FineWeb-Edu must be prepared once with nanochat's BPE of 32,768 tokens:
 
     recurjax data prepare --out data/fineweb_edu --corpus 'fineweb_edu/*.parquet' \
-        --format parquet --tokenizer bpe:32768
+        --format parquet --tokenizer nanochat-bpe:32768
     recurjax train experiments/latent_recurrent_transformer/shared_20.py
 
 A file trains at R = 10 tokens a parameter, all parameters counted; another R is another

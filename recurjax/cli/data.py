@@ -13,6 +13,7 @@ from recurjax.data.config import (
     Corpus,
     EmbeddedText,
     JsonLines,
+    NanochatBpe,
     Parquet,
     TextFiles,
     Tfds,
@@ -26,6 +27,8 @@ from recurjax.data.tokenizers import build_tokenizer
 from recurjax.errors import UserError
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord", "tfds"]
+
+_TRAINED = {"bpe": Bpe, "nanochat-bpe": NanochatBpe}
 
 _FORMAT_OF = {
     ".jsonl": "jsonl",
@@ -44,8 +47,9 @@ class PrepareOptions:
       out: the new directory; it appears whole or not at all.
       corpus: files or quoted globs ('docs/**/*.txt'), the folder of a TFDS data set, or
         the word embedded for the Shakespeare text in the package.
-      tokenizer: bytes, bytes-without-bos, bpe:SIZE (trained on the corpus), or the path
-        of a tokenizer.json or of a folder that holds a tokenizer.
+      tokenizer: bytes, bytes-without-bos, bpe:SIZE or nanochat-bpe:SIZE (trained on
+        the corpus, nanochat's with its split and special tokens), or the path of a
+        tokenizer.json or of a folder that holds a tokenizer.
       format: of the corpus; auto goes by the file names, and takes others as text.
       field: the field or column with the text (jsonl, parquet, tfds).
       split: the split to read (tfds).
@@ -89,7 +93,7 @@ def run_prepare(args: list[str]) -> int:
     refuse_existing(options.out)
     corpus = _corpus(options)
     choice = _tokenizer(options.tokenizer)
-    if isinstance(choice, Bpe):
+    if isinstance(choice, Bpe | NanochatBpe):
         print(f"training a BPE of {choice.vocabulary} tokens ...", file=sys.stderr)
     tokenizer = build_tokenizer(
         choice, corpus, validation_fraction=options.validation_fraction
@@ -153,13 +157,15 @@ def _guessed_format(patterns: tuple[str, ...]) -> str:
 def _tokenizer(text: str) -> TokenizerConfig:
     if text in ("bytes", "bytes-without-bos"):
         return Bytes(bos=text == "bytes")
-    if text.startswith("bpe:"):
-        size = text.removeprefix("bpe:")
+    kind, colon, size = text.partition(":")
+    if kind in _TRAINED:
+        if not colon:
+            raise UserError(
+                f"--tokenizer {kind} wants a vocabulary size, such as {kind}:8192"
+            )
         if not size.isdecimal():
-            raise UserError(f"--tokenizer bpe:SIZE wants a number, got {size!r}")
-        return Bpe(vocabulary=int(size))
-    if text == "bpe":
-        raise UserError("--tokenizer bpe wants a vocabulary size, such as bpe:8192")
+            raise UserError(f"--tokenizer {kind}:SIZE wants a number, got {size!r}")
+        return _TRAINED[kind](vocabulary=int(size))
     return TokenizerFile(path=text)
 
 

@@ -37,7 +37,7 @@ def train_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = _leading_part(reading, 1.0 - validation_fraction, config.train_bytes)
+    texts = leading_part(reading, 1.0 - validation_fraction, config.train_bytes)
     learner.train_from_iterator(texts, trainer)
     if learner.get_vocab_size() < config.vocabulary:
         raise UserError(
@@ -47,8 +47,12 @@ def train_bpe(
     return JsonTokenizer(learner.to_str(), bos=BOS, eos=BOS)
 
 
-def _leading_part(reading: Reading, share: float, limit: int) -> Iterator[str]:
-    """Yields the first share of the corpus, at most about `limit` bytes of text."""
+def leading_part(reading: Reading, share: float, limit: int) -> Iterator[str]:
+    """Yields the first share of the corpus, at most about `limit` bytes of text.
+
+    Args:
+      share: of the corpus' size on disk, 0 to 1.
+    """
     end, before, seen = share * reading.total, 0, 0
     for text, done in reading.documents:
         if done > end:  # this document straddles the end: keep its first part

@@ -106,15 +106,26 @@ class Bpe:
     train_bytes: int = 200_000_000
 
     def __post_init__(self):
-        if self.vocabulary < 257:
-            raise UserError(
-                "Bpe: vocabulary must be at least 257 (256 bytes and BOS), "
-                f"got {self.vocabulary}"
-            )
-        if self.train_bytes < 1:
-            raise UserError(
-                f"Bpe: train_bytes must be positive, got {self.train_bytes}"
-            )
+        _require_size(self, self.vocabulary, 257, "256 bytes and BOS")
+        _require_text(self, self.train_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NanochatBpe:
+    """nanochat's byte-level BPE, trained on the training part of the corpus.
+
+    Attributes:
+      vocabulary: tokens in all: 256 bytes, the merges, nine special tokens, of which
+        the first is BOS.
+      train_bytes: merges are counted on at most about this much text.
+    """
+
+    vocabulary: int
+    train_bytes: int = 2_000_000_000
+
+    def __post_init__(self):
+        _require_size(self, self.vocabulary, 265, "256 bytes and 9 special tokens")
+        _require_text(self, self.train_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +145,7 @@ class TokenizerFile:
     eos: str | None = None
 
 
-TokenizerConfig = Bytes | Bpe | TokenizerFile
+TokenizerConfig = Bytes | Bpe | NanochatBpe | TokenizerFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,4 +197,20 @@ def _require_patterns(corpus: object, patterns: tuple[str, ...]) -> None:
         raise UserError(
             f"{type(corpus).__name__}: patterns must name at least one file or glob, "
             f"got {patterns!r}"
+        )
+
+
+def _require_size(tokenizer: object, vocabulary: int, least: int, why: str) -> None:
+    if vocabulary < least:
+        raise UserError(
+            f"{type(tokenizer).__name__}: vocabulary must be at least {least} ({why}), "
+            f"got {vocabulary}"
+        )
+
+
+def _require_text(tokenizer: object, train_bytes: int) -> None:
+    if train_bytes < 1:
+        raise UserError(
+            f"{type(tokenizer).__name__}: train_bytes must be positive, got "
+            f"{train_bytes}"
         )

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from jaxtyping import Int32
 
-from recurjax.data.config import Bpe, DataConfig, Prepared
+from recurjax.data.config import Bpe, DataConfig, NanochatBpe, Prepared
 from recurjax.data.corpora import read_corpus
 from recurjax.data.encoding import encoded_documents
 from recurjax.data.loader import Loader
@@ -167,10 +167,11 @@ def _open_prepared(
 ) -> Dataset:
     directory = Path(corpus.directory).expanduser()
     manifest = read_manifest(directory)
-    if tokenizer is None and isinstance(config.tokenizer, Bpe):
+    if tokenizer is None and isinstance(config.tokenizer, Bpe | NanochatBpe):
         raise UserError(
             f"{directory} holds tokens already: name its tokenizer, "
-            f'TokenizerFile(path="{directory / TOKENIZER}"), in place of Bpe'
+            f'TokenizerFile(path="{directory / TOKENIZER}"), in place of '
+            f"{type(config.tokenizer).__name__}"
         )
     tokenizer = tokenizer or build_tokenizer(
         config.tokenizer, corpus, validation_fraction=config.validation_fraction

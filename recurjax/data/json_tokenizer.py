@@ -31,6 +31,17 @@ _SAFE_CUT = re.compile(r"(?<=[\w.,;:!?'\")\]])\n(?=\w)")
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
+def byte_characters() -> tuple[str, ...]:
+    """Returns what stands for each of the 256 bytes in a byte-level vocabulary.
+
+    GPT-2's alphabet: printable Latin-1 is itself, other bytes follow from 256 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (value for value in range(256) if value not in printable)
+    codes = {value: 256 + number for number, value in enumerate(others)}
+    return tuple(chr(codes.get(value, value)) for value in range(256))
+
+
 class JsonTokenizer:
     """A tokenizer.json; the methods are those of `recurjax.data.tokenizers.Tokenizer`.
 
@@ -230,12 +241,4 @@ def _plain_bytes(token: str) -> bytes:
     return token.replace("\u2581", " ").encode("utf-8")
 
 
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 is itself, other bytes follow from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [value for value in range(256) if value not in printable]
-    table = {chr(value): value for value in printable}
-    return table | {chr(256 + i): value for i, value in enumerate(others)}
-
-
-_BYTE_OF = _byte_characters()
+_BYTE_OF = {character: value for value, character in enumerate(byte_characters())}

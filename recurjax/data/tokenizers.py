@@ -10,9 +10,17 @@ from jaxtyping import Int, Int32
 
 from recurjax.data.bpe import train_bpe
 from recurjax.data.byte_tokenizer import BYTE_FILE, ByteTokenizer
-from recurjax.data.config import Bpe, Bytes, Corpus, TokenizerConfig, TokenizerFile
+from recurjax.data.config import (
+    Bpe,
+    Bytes,
+    Corpus,
+    NanochatBpe,
+    TokenizerConfig,
+    TokenizerFile,
+)
 from recurjax.data.corpora import read_corpus
 from recurjax.data.json_tokenizer import JsonTokenizer
+from recurjax.data.nanochat_bpe import train_nanochat_bpe
 from recurjax.errors import UserError
 
 
@@ -85,6 +93,11 @@ def build_tokenizer(
         case Bpe():
             reading = read_corpus(corpus)
             return train_bpe(reading, config, validation_fraction=validation_fraction)
+        case NanochatBpe():
+            reading = read_corpus(corpus)
+            return train_nanochat_bpe(
+                reading, config, validation_fraction=validation_fraction
+            )
         case _:
             assert_never(config)
 

@@ -68,10 +68,31 @@ def score(
     return Score(
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)),
-        bits_per_byte=text_nats / math.log(2) / text_bytes if text_bytes else math.nan,
+        bits_per_byte=bits_per_byte(text_nats, text_bytes),
         tokens=int(tokens),
         bytes=int(text_bytes),
     )
+
+
+def bits_per_byte(nats: float, text_bytes: float) -> float:
+    """Computes nats / (ln 2 * bytes), of `text_sums`; NaN of no text."""
+    return nats / math.log(2) / text_bytes if text_bytes else math.nan
+
+
+def text_sums(
+    nats: Float[Array, "*B"], targets: Int[Array, "*B"], sizes: Int[Array, " V"]
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Sums the nats of the targets that stand for text, and their bytes.
+
+    Source: nanochat's count. Special tokens have no bytes, and their nats, as those of
+    targets that are IGNORED, are left out.
+
+    Args:
+      sizes: bytes that each token stands for.
+    """
+    counted = targets != IGNORED
+    size = jnp.where(counted, sizes[jnp.where(counted, targets, 0)], 0)
+    return jnp.where(size > 0, nats, 0).sum(), size.sum()
 
 
 @partial(jax.jit, static_argnames="objective")
@@ -83,7 +104,5 @@ def _sums(
     chunks = objective.vocabulary_chunks
     nats = token_losses(model, x, batch.targets, chunks=chunks).nats
     counted = batch.targets != IGNORED
-    size = jnp.where(counted, sizes[jnp.where(counted, batch.targets, 0)], 0)
-    text_nats = jnp.where(size > 0, nats, 0)
-    sums = [nats.sum(), counted.sum(), text_nats.sum(), size.sum()]
+    sums = [nats.sum(), counted.sum(), *text_sums(nats, batch.targets, sizes)]
     return jnp.stack([x.astype(jnp.float32) for x in sums])

@@ -83,6 +83,10 @@ def test_options_reach_the_corpus(files):
     [
         (["--corpus", "embedded", "--tokenizer", "bpe"], "wants a vocabulary size"),
         (["--corpus", "embedded", "--tokenizer", "bpe:x"], "wants a number, got 'x'"),
+        (
+            ["--corpus", "embedded", "--tokenizer", "nanochat-bpe:99"],
+            "NanochatBpe: vocabulary must be at least 265",
+        ),
         (["--corpus", "embedded", "--tokenizer", "/nowhere"], "no tokenizer at"),
         (["--corpus", "/nowhere/*"], "no file matches '/nowhere/"),
         (["--corpus", "a.jsonl", "b.txt"], "mixes jsonl and text"),

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.evaluation.perplexity import score
+from recurjax.evaluation.perplexity import bits_per_byte, score, text_sums
 from recurjax.training.objective import NextToken
 from recurjax.types import IGNORED, Batch, Tokens
+from tests.golden.cases import golden_cases, load
 from tests.training.tiny_experiment import config, drawn
 
 MODEL = dataclasses.replace(config().model, vocabulary=5)
@@ -54,6 +55,17 @@ def test_bits_per_byte_are_those_of_the_text_without_special_tokens(model, surpr
     assert got.bytes == (3 + 2 + 1) + (2 + 2 + 1) + (1 + 3 + 2)
     nats = surprise[0, :3].sum() + surprise[1, :3].sum() + surprise[2, 1:].sum()
     assert got.bits_per_byte == pytest.approx(nats / math.log(2) / 17, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "path", golden_cases("latent_recurrent_transformer/bpb_case*.npz")
+)
+def test_bits_per_byte_are_nanochats(path):
+    case = load(path)
+    targets = np.where(case["y"] < 0, IGNORED, case["y"]).reshape(case["loss"].shape)
+    sums = text_sums(*map(jnp.asarray, (case["loss"], targets, case["token_bytes"])))
+    got = bits_per_byte(*map(float, sums))
+    assert got == pytest.approx(float(case["bpb"]), rel=1e-6)
 
 
 @pytest.mark.parametrize("rows, chunks", [(1, 1), (3, 3)])

@@ -1,0 +1,90 @@
+"""nanochat's BPE: its split pattern, the bytes first, its special tokens last."""
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from recurjax.data.bpe import leading_part
+from recurjax.data.config import NanochatBpe
+from recurjax.data.corpora import Reading
+from recurjax.data.json_tokenizer import JsonTokenizer, byte_characters
+from recurjax.errors import UserError
+
+PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+"""GPT-4's, but with runs of at most two digits; merges stay within its matches."""
+
+SPECIAL_TOKENS = (
+    "<|bos|>",
+    "<|user_start|>",
+    "<|user_end|>",
+    "<|assistant_start|>",
+    "<|assistant_end|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "<|output_start|>",
+    "<|output_end|>",
+)
+
+
+def train_nanochat_bpe(
+    reading: Reading, config: NanochatBpe, *, validation_fraction: float = 0.0
+) -> JsonTokenizer:
+    """Learns merges: token b is byte b, then the merges, then the special tokens.
+
+    Each merge is of the most frequent pair, among equals the one of lowest tokens, as
+    in rustbpe. BOS ends text too. The same text gives the same tokenizer.
+
+    Args:
+      reading: the corpus, of which documents are read until enough are seen.
+      config: the size of the vocabulary and of the text that merges are counted on.
+      validation_fraction: the share at the end of the corpus that is not looked at.
+
+    Raises:
+      UserError: the text does not yield that many tokens.
+    """
+    learner = tokenizers.Tokenizer(models.BPE())
+    learner.pre_tokenizer = _split()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocabulary - len(SPECIAL_TOKENS),
+        # Equal counts are decided by token number: this numbers bytes by their value,
+        # where an alphabet would be numbered by what stands for them.
+        special_tokens=list(byte_characters()),
+        show_progress=False,
+    )
+    texts = leading_part(reading, 1.0 - validation_fraction, config.train_bytes)
+    learner.train_from_iterator(texts, trainer)
+    found = learner.get_vocab_size() + len(SPECIAL_TOKENS)
+    if found < config.vocabulary:
+        raise UserError(
+            f"the corpus yields only {found} BPE tokens, {config.vocabulary} were "
+            "asked for: choose a smaller vocabulary"
+        )
+    model = learner.model
+    assert isinstance(model, models.BPE)
+    return nanochat_tokenizer(model)
+
+
+def nanochat_tokenizer(model: models.BPE) -> JsonTokenizer:
+    """Returns the tokenizer of given merges, the special tokens after its vocabulary.
+
+    Args:
+      model: its tokens are spelt in GPT-2's alphabet of bytes.
+    """
+    whole = tokenizers.Tokenizer(model)
+    whole.pre_tokenizer = _split()
+    whole.decoder = decoders.ByteLevel()
+    whole.add_special_tokens(list(SPECIAL_TOKENS))
+    bos = SPECIAL_TOKENS[0]
+    return JsonTokenizer(whole.to_str(), bos=bos, eos=bos)
+
+
+def _split() -> pre_tokenizers.PreTokenizer:
+    pattern = tokenizers.Regex(PATTERN)
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
