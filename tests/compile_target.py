@@ -26,7 +26,9 @@ from jax.sharding import (  # noqa: E402
     SingleDeviceSharding,
 )
 
-H100_CONFIG = Path(__file__).parent / "h100_target_config.txtpb"
+H100_CONFIG = (
+    Path(__file__).parents[1] / "recurjax" / "plan" / "h100_target_config.txtpb"
+)
 NOT_LAUNCHED = {
     *("parameter", "get-tuple-element", "tuple", "constant", "bitcast", "while"),
     *("after-all", "partition-id", "replica-id", "conditional", "call"),

@@ -24,9 +24,9 @@ ORDER = (
         "training.schedule",
     ),
     ("experiment",),
-    ("inference", "evaluation", "plan"),
+    ("inference", "evaluation"),
     ("training",),
-    ("bench", "convert"),
+    ("bench", "convert", "plan"),
     ("cli",),
 )
 # Where the order alone would allow more than the design does.

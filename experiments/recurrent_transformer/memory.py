@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 COMPILERS = ROOT / ".compilers"
-H100_CONFIG = ROOT / "tests" / "h100_target_config.txtpb"
+H100_CONFIG = ROOT / "recurjax" / "plan" / "h100_target_config.txtpb"
 
 CAPACITY = {"h100": 80e9, "v5e:4x4": 16 * 2**30}
 """Bytes of memory of one device."""

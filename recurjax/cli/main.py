@@ -13,6 +13,7 @@ COMMANDS = {
     "generate": "continue prompts with a trained model",
     "evaluate": "loss, perplexity and bits per byte of a text; CORE",
     "convert": "checkpoints in from Hugging Face and PyTorch, and out to them",
+    "plan": "compile for TPUs and GPUs that are not here: memory, bounds, cost",
     "data": "prepare token shards (recurjax data prepare)",
     "bench": "time a model's or an operation's passes",
 }

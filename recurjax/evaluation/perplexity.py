@@ -59,7 +59,8 @@ def score(
     sizes = jnp.asarray(token_bytes, jnp.int32)
     sums = np.zeros(4, np.float64)
     for batch in batches:
-        sums += np.asarray(_sums(model, batch, sizes, objective=objective), np.float64)
+        of_batch = batch_sums(model, batch, sizes, objective=objective)
+        sums += np.asarray(of_batch, np.float64)
         between()
     nats, tokens, text_nats, text_bytes = (float(x) for x in sums)
     if tokens == 0:
@@ -96,7 +97,7 @@ def text_sums(
 
 
 @partial(jax.jit, static_argnames="objective")
-def _sums(
+def batch_sums(
     model: Decoder, batch: Batch, sizes: Int[Array, " V"], *, objective: Objective
 ) -> Float[Array, "4"]:
     """Returns nats, tokens, nats of tokens with bytes, bytes; over one batch."""

@@ -1,0 +1,210 @@
+"""`recurjax plan EXPERIMENT --topology ...`: compile for hardware that is not there."""
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from recurjax.cli.options import override, parse
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment, load_experiment
+from recurjax.plan.changes import find_changes
+from recurjax.plan.compilation import check_compilers
+from recurjax.plan.planning import Plan, make_plan
+from recurjax.plan.programs import ProgramName
+from recurjax.plan.report import show_changes, show_plan
+from recurjax.plan.roofline import plot_roofline
+from recurjax.plan.sweep import candidates, pareto
+from recurjax.plan.sweep_report import show_sweep, watch_sweep
+from recurjax.plan.topology import Topology, parse_topology
+from recurjax.sharding import AXES, MeshConfig
+
+CACHE = Path("runs") / ".plans"
+_USAGE = """usage: recurjax plan EXPERIMENT --topology NAME [options] [--field value]
+
+EXPERIMENT is a .py file with a function config(). NAME is like v5e:16x16, v5p:4x4x4,
+v6e:2x2, h100, h100:8 or cpu. All other options: recurjax plan EXPERIMENT --help. Fields
+of the experiment can be replaced as for recurjax train: --training.batch 256."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """Compiles a program of an experiment for a topology and says what it needs.
+
+    Attributes:
+      topology: devices to plan for: v5e:16x16, v5p:4x4x4, v6e:2x2, h100:8, cpu, ...
+      mesh: like data=4,fsdp=64,tensor=1; one axis may be -1; None: the experiment's.
+      program: which of its programs.
+      rows: texts that prefill and decode run at once; None: 8 for each data shard.
+      length: tokens of a prompt, or of the cache that decode reads; None: training's.
+      price: US$ a device-hour; None: the list price, where there is one.
+      json: also write everything to this file.
+      plot: also draw a roofline into this PNG file.
+      sweep: plan training for every mesh that divides, with every remat policy, and
+        show what nothing beats in memory and speed; --mesh is then not read.
+      batches: rows of a step that a sweep tries; None: the experiment's.
+      memory_limit: GiB a device that a sweep's result may take; None: all it has.
+      workers: compilations at a time in a sweep; None: one for each core.
+      cache: a folder of earlier results, found by the program's hash.
+    """
+
+    topology: str
+    mesh: str | None = None
+    program: ProgramName = "train"
+    rows: int | None = None
+    length: int | None = None
+    price: float | None = None
+    json: Path | None = None
+    plot: Path | None = None
+    sweep: bool = False
+    batches: tuple[int, ...] | None = None
+    memory_limit: float | None = None
+    workers: int | None = None
+    cache: Path = CACHE
+
+    def __post_init__(self):
+        for name in ("rows", "length", "workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name} must be at least 1, got {value}")
+        if (self.rows or self.length) and self.program in ("train", "evaluate"):
+            raise UserError(
+                "--rows and --length are of prefill and decode: set --training.batch "
+                "and --training.length instead"
+            )
+        if self.sweep and self.program != "train":
+            raise UserError(f"--sweep plans training, not --program {self.program}")
+        if self.batches is not None and (not self.batches or min(self.batches) < 1):
+            raise UserError(f"--batches must be at least 1, got {self.batches}")
+        for name in ("json", "plot"):
+            file = getattr(self, name)
+            if file is not None and not file.parent.is_dir():
+                raise UserError(f"--{name}: there is no directory {file.parent}")
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    if argv[0].startswith("-"):
+        raise UserError(f"name the experiment file first, then {argv[0]}")
+    own, fields = _split(argv[1:])
+    if not any(word.split("=")[0] in ("--topology", "--help", "-h") for word in own):
+        raise UserError("say what to plan for: --topology v5e:16x16, h100, ...")
+    options = parse(PlanOptions, own, prog=f"recurjax plan {argv[0]}")
+    topology = parse_topology(options.topology)
+    check_compilers(topology)
+    experiment = override(
+        load_experiment(Path(argv[0])), fields, prog=f"recurjax plan {argv[0]}"
+    )
+    if options.mesh is not None:
+        experiment = replace(experiment, mesh=parse_mesh(options.mesh))
+
+    def plan_of(experiment: Experiment) -> Plan:
+        return make_plan(
+            experiment,
+            topology,
+            options.program,
+            rows=options.rows,
+            length=options.length,
+            price=options.price,
+            cache=options.cache,
+        )
+
+    console = _console()
+    if options.sweep:
+        return _sweep(options, experiment, topology, console)
+    with console.status(f"compiling for {topology.name}"):
+        plan = plan_of(experiment)
+    show_plan(plan, console)
+    report = plan.to_json()
+    if not plan.fits and _lacks_memory(plan) and options.program == "train":
+        with console.status("trying what would help"):
+            changes = find_changes(experiment, plan, plan_of)
+        show_changes(changes, console)
+        report["changes"] = [
+            {"option": one.option} | one.plan.to_json() for one in changes
+        ]
+    if options.json is not None:
+        _write(options.json, report)
+    if options.plot is not None:
+        plot_roofline([(f"{plan.experiment} {plan.program}", plan)], options.plot)
+    return 0
+
+
+def parse_mesh(text: str) -> MeshConfig:
+    """Reads data=4,fsdp=64; axes that are not named are 1, data what is left.
+
+    Raises:
+      UserError: no such axis, or a size that is none.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or not re.fullmatch(r"-1|[1-9]\d*", size):
+            raise UserError(
+                f"--mesh {text}: write it like data=4,fsdp=64 with axes of "
+                f"{', '.join(AXES)} and sizes of at least 1 or -1"
+            )
+        sizes[axis] = int(size)
+    try:
+        return MeshConfig(**{"data": 1 if -1 in sizes.values() else -1, **sizes})
+    except ValueError as error:
+        raise UserError(f"--mesh {text}: {error}") from error
+
+
+def _sweep(
+    options: PlanOptions, experiment: Experiment, topology: Topology, console: Console
+) -> int:
+    batches = options.batches or (experiment.training.batch,)
+    planned = watch_sweep(
+        candidates(experiment, topology, batches),
+        topology,
+        console,
+        workers=options.workers or os.cpu_count() or 1,
+        cache=options.cache,
+        price=options.price,
+    )
+    limit = options.memory_limit
+    limit = None if limit is None else round(limit * 2**30)
+    show_sweep(planned, console, limit=limit)
+    if options.json is not None:
+        _write(
+            options.json,
+            [{"candidate": one.name} | plan.to_json() for one, plan in planned],
+        )
+    if options.plot is not None:
+        best = pareto(planned, limit=limit)
+        plot_roofline([(one.name, plan) for one, plan in best], options.plot)
+    return 0
+
+
+def _lacks_memory(plan: Plan) -> bool:
+    return plan.answer.get("failed_by", "memory") == "memory"
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Takes options with a dot in their name, fields of the experiment, apart."""
+    own: list[str] = []
+    fields: list[str] = []
+    current = own
+    for word in words:
+        if word.startswith("--"):
+            current = fields if "." in word.split("=")[0] else own
+        current.append(word)
+    return own, fields
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def _write(file: Path, report: object) -> None:
+    aside = file.with_name(file.name + ".partial")
+    aside.write_text(json.dumps(report, indent=2) + "\n")
+    aside.replace(file)

@@ -1,0 +1,1 @@
+"""Compiling experiments for hardware that is not here, and reading what came out."""

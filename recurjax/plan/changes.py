@@ -1,0 +1,101 @@
+"""What to change where a program does not fit: batch, remat, mesh; each compiled."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+from recurjax.experiment import Experiment
+from recurjax.plan.planning import Plan
+from recurjax.sharding import MeshConfig
+
+_MOST_PARTS = 16
+
+
+class Change(NamedTuple):
+    """A change and what it comes to.
+
+    Attributes:
+      option: as `recurjax plan` and `recurjax train` take it.
+      plan: of the experiment with it.
+    """
+
+    option: str
+    plan: Plan
+
+
+def find_changes(
+    experiment: Experiment, plan: Plan, again: Callable[[Experiment], Plan]
+) -> list[Change]:
+    """Plans the three changes most likely to help.
+
+    Of the batch, the fewest parts that fit, or the most that were tried.
+
+    Args:
+      experiment: that does not fit.
+      plan: of it.
+      again: plans an experiment for the same topology and program.
+    """
+    found = []
+    for options in (
+        _smaller_batches(experiment, plan),
+        _more_recomputation(experiment),
+        _other_meshes(experiment, plan),
+    ):
+        tried = None
+        for option, changed in options:
+            tried = Change(option, again(changed))
+            if tried.plan.fits:
+                break
+        if tried is not None:
+            found.append(tried)
+    return found
+
+
+def _smaller_batches(
+    experiment: Experiment, plan: Plan
+) -> Iterator[tuple[str, Experiment]]:
+    training = experiment.training
+    shards = plan.mesh["data"] * plan.mesh["fsdp"]
+    parts = 2 * training.accumulation
+    while parts <= _MOST_PARTS * training.accumulation:
+        if training.batch % parts or (training.batch // parts) % shards:
+            return
+        changed = replace(training, accumulation=parts)
+        yield (
+            f"--training.accumulation {parts}",
+            replace(experiment, training=changed),
+        )
+        parts *= 2
+
+
+def _more_recomputation(experiment: Experiment) -> Iterator[tuple[str, Experiment]]:
+    model, stack = experiment.model, experiment.model.stack
+    has_remat = "remat" in {field.name for field in fields(stack)}
+    if has_remat and stack.remat != "block":  # pyright: ignore[reportAttributeAccessIssue]
+        changed = replace(model, stack=replace(stack, remat="block"))  # pyright: ignore[reportCallIssue]
+        yield "--model.stack.remat block", replace(experiment, model=changed)
+        return
+    # Logits are computed again in pieces.
+    chunks = max(8, 4 * experiment.objective.vocabulary_chunks)
+    objective = replace(experiment.objective, vocabulary_chunks=chunks)
+    yield (
+        f"--objective.vocabulary-chunks {chunks}",
+        replace(experiment, objective=objective),
+    )
+
+
+def _other_meshes(
+    experiment: Experiment, plan: Plan
+) -> Iterator[tuple[str, Experiment]]:
+    mesh = plan.mesh
+    rows, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
+    if mesh["data"] > 1:
+        changed = replace(experiment.mesh, data=1, fsdp=rows, tensor=tensor)
+        yield f"--mesh fsdp={rows},tensor={tensor}", _with(experiment, changed)
+    if rows % 2 == 0:
+        changed = replace(experiment.mesh, data=1, fsdp=rows // 2, tensor=2 * tensor)
+        yield f"--mesh fsdp={rows // 2},tensor={2 * tensor}", _with(experiment, changed)
+
+
+def _with(experiment: Experiment, mesh: MeshConfig) -> Experiment:
+    return replace(experiment, mesh=mesh)

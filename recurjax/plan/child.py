@@ -1,0 +1,166 @@
+"""Compiles one program for one topology: the process that `compilation` starts.
+
+Reads a request as JSON on standard input and writes the answer as JSON in the last line
+of standard output.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from recurjax.config_json import from_json
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.plan.flops import count_flops
+from recurjax.plan.hlo import parse
+from recurjax.plan.memory import device_bytes, read_memory
+from recurjax.plan.programs import Program, build_program
+from recurjax.plan.target import as_if_on, open_devices
+from recurjax.plan.topology import Topology, parse_topology
+from recurjax.plan.traffic import read_traffic
+from recurjax.sharding import AXES, make_mesh
+
+_HBM = re.compile(r"Used ([\d.]+)([KMGT]?) of")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main() -> None:
+    """Answers the request on standard input."""
+    request = json.load(sys.stdin)
+    try:
+        answer = respond(request)
+    except UserError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+
+
+def respond(request: dict[str, Any]) -> dict[str, Any]:
+    """Returns sizes, counts and times of one program.
+
+    Args:
+      request: experiment (as JSON), topology, program, rows, length, cache (a folder or
+        None).
+
+    Raises:
+      UserError: the experiment does not go with the mesh.
+    """
+    topology = parse_topology(request["topology"])
+    if topology.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", topology.devices)
+    experiment = from_json(Experiment, request["experiment"], path="experiment")
+    devices = open_devices(topology)
+    try:
+        mesh = make_mesh(experiment.mesh, devices)
+    except NotImplementedError as error:
+        raise UserError(
+            f"the mesh cannot be laid over {topology.name}: let each axis of the mesh "
+            "be a product of whole axes of the topology"
+        ) from error
+    began = time.perf_counter()
+    answer: dict[str, Any] = {
+        "mesh": dict(zip(AXES, mesh.axis_sizes, strict=True)),
+        "devices": topology.devices,
+        "versions": versions(),
+    }
+    with as_if_on(devices, topology, mesh):
+        program = build_program(
+            experiment,
+            request["program"],
+            mesh,
+            rows=request.get("rows"),
+            length=request.get("length"),
+        )
+        answer |= {"tokens": program.tokens, "own_flops": program.own_flops}
+        answer["parts"] = {k: device_bytes(v) for k, v in program.parts.items()}
+        try:
+            return answer | _compiled(program, topology, mesh, request, began)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a compiler has to say is the answer
+            return answer | _failure(error)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a compiled program depends on."""
+    names = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "flax")
+    found = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    return {name: found[name] for name in names if name in found}
+
+
+def _compiled(
+    program: Program, topology: Topology, mesh: Any, request: dict[str, Any], began
+) -> dict[str, Any]:
+    traced = program.function.trace(*program.arguments)
+    counted = count_flops(traced.jaxpr, platform=topology.platform)
+    answer: dict[str, Any] = {"flops": dataclasses.asdict(counted)}
+    lowered = traced.lower()
+    stored = _stored(lowered, topology, mesh, request)
+    if stored is not None and stored.is_file():
+        seconds = time.perf_counter() - began
+        return answer | json.loads(stored.read_text()) | {"from_cache": seconds}
+    lowering = time.perf_counter() - began
+    try:
+        compiled = lowered.compile()
+    except Exception as error:
+        found = _failure(error)
+    else:
+        traffic = read_traffic(
+            parse(compiled.as_text()), axes=AXES, sizes=mesh.axis_sizes
+        )
+        memory = read_memory(
+            compiled, program.parts, made_caches=request["program"] == "prefill"
+        )
+        found = {
+            "memory": dataclasses.asdict(memory),
+            "traffic": dataclasses.asdict(traffic),
+        }
+    found["seconds"] = {
+        "lower": lowering,
+        "compile": time.perf_counter() - began - lowering,
+    }
+    if stored is not None:
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        aside = stored.with_suffix(f".{time.time_ns()}")
+        aside.write_text(json.dumps(found))
+        aside.replace(stored)
+    return answer | found
+
+
+def _stored(
+    lowered: Any, topology: Topology, mesh: Any, request: dict[str, Any]
+) -> Path | None:
+    """Returns the file that holds, or will hold, this very program's result."""
+    if request.get("cache") is None:
+        return None
+    readers = sorted(Path(__file__).parent.glob("*.py"))
+    key = hashlib.sha256(lowered.as_text().encode())
+    for reader in readers:
+        key.update(reader.read_bytes())
+    around = [topology.name, request["program"], mesh.axis_sizes, versions()]
+    key.update(json.dumps(around).encode())
+    return Path(request["cache"]) / f"{key.hexdigest()[:32]}.json"
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """Returns the reason in the compiler's words, and the bytes that it asked for."""
+    text = str(error)
+    told = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in told if "RESOURCE_EXHAUSTED" in line or "Used " in line]
+    reason = " ".join(lines[:2] or told[:1]) or type(error).__name__
+    wanted = _HBM.search(text)
+    needed = int(float(wanted[1]) * _UNITS[wanted[2]]) if wanted else None
+    memory = "RESOURCE_EXHAUSTED" in text or wanted is not None
+    kind = "memory" if memory else type(error).__name__
+    return {"failed": reason[:600], "failed_by": kind, "needed": needed}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Collectives of a compiled program: kind, bytes, and the axes of the mesh."""
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from recurjax.plan.hlo import Instruction, array_bytes
+
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+    *("collective-permute", "ragged-all-to-all", "collective-broadcast"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """Collectives of one kind over one set of axes, in one call of the program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      axes: of the mesh, along which devices exchange something; empty: not known.
+      count: how many are executed.
+      operand: bytes that one device gives them, all together.
+      sent: bytes that one device sends in them, by the ring algorithm.
+      largest: bytes of the largest array that one of them makes on a device.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    operand: int
+    sent: float
+    largest: int
+
+    def times(self, count: int) -> "Collective":
+        """Returns `count` executions."""
+        return replace(
+            self,
+            count=self.count * count,
+            operand=self.operand * count,
+            sent=self.sent * count,
+        )
+
+    def __add__(self, more: "Collective") -> "Collective":
+        return replace(
+            self,
+            count=self.count + more.count,
+            operand=self.operand + more.operand,
+            sent=self.sent + more.sent,
+            largest=max(self.largest, more.largest),
+        )
+
+
+def is_collective(instruction: Instruction) -> bool:
+    """Whether an instruction starts or does a collective."""
+    return instruction.opcode.removesuffix("-start") in KINDS
+
+
+def read_collective(
+    instruction: Instruction,
+    around: dict[str, Instruction],
+    *,
+    axes: tuple[str, ...],
+    sizes: tuple[int, ...],
+) -> Collective:
+    """Reads one collective.
+
+    Args:
+      instruction: with `replica_groups` or `source_target_pairs`.
+      around: the computation that it stands in, for the types of its operands.
+      axes, sizes: of the mesh; partition i is device i of the mesh in row-major order.
+    """
+    kind = instruction.opcode.removesuffix("-start")
+    operand = sum(
+        array_bytes(around[name].type, on_chip=True) for name in instruction.operands
+    )
+    groups = _groups(instruction.attributes, int(np.prod(sizes)))
+    members = max((len(group) for group in groups), default=1)
+    is_reduce_scatter = kind == "all-reduce" and _is_scattered(around, instruction)
+    if is_reduce_scatter:
+        kind = "reduce-scatter"
+    return Collective(
+        kind=kind,
+        axes=_axes(groups, axes, sizes),
+        count=1,
+        operand=operand,
+        sent=_sent(kind, operand, members),
+        largest=operand * members if kind == "all-gather" else operand,
+    )
+
+
+def _is_scattered(around: dict[str, Instruction], one: Instruction) -> bool:
+    """Whether a fused all-reduce hands on only a slice: a TPU's reduce-scatter."""
+    users = [user for user in around.values() if one.name in user.operands]
+    return bool(users) and all(user.opcode == "dynamic-slice" for user in users)
+
+
+def _sent(kind: str, operand: int, members: int) -> float:
+    if members == 1:
+        return 0.0
+    share = (members - 1) / members
+    sent = {
+        "all-reduce": 2 * share * operand,
+        "all-gather": (members - 1) * operand,
+        "reduce-scatter": share * operand,
+        "all-to-all": share * operand,
+        "ragged-all-to-all": share * operand,
+    }.get(kind, operand)
+    return float(sent)
+
+
+def _groups(attributes: str, devices: int) -> list[list[int]]:
+    """Returns the partitions that talk to each other."""
+    pairs = re.search(r"source_target_pairs=\{([\d,{} ]*)\}", attributes)
+    if pairs:
+        return _lists(pairs[1])
+    short = re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+    )
+    if short:
+        shape, reshaped = (_numbers(short[1]), _numbers(short[2]))
+        ids = np.arange(devices).reshape(reshaped)
+        if short[3]:
+            ids = ids.transpose(_numbers(short[3]))
+        return ids.reshape(shape).tolist()
+    listed = re.search(r"replica_groups=\{([\d,{} ]*)\}", attributes)
+    groups = _lists(listed[1]) if listed else []
+    return groups or [list(range(devices))]
+
+
+def _lists(text: str) -> list[list[int]]:
+    return [_numbers(one) for one in re.findall(r"\{([\d,]+)\}", text)]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",") if one]
+
+
+def _axes(
+    groups: list[list[int]], axes: tuple[str, ...], sizes: tuple[int, ...]
+) -> tuple[str, ...]:
+    """Returns the axes along which the members of a group differ."""
+    differ = np.zeros(len(axes), bool)
+    for group in groups:
+        places = np.stack(np.unravel_index(np.asarray(group), sizes), axis=-1)
+        differ |= (places != places[:1]).any(axis=0)
+    return tuple(axis for axis, differs in zip(axes, differ, strict=True) if differs)

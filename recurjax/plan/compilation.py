@@ -1,0 +1,97 @@
+"""Has a program compiled by a child process that can reach the target's compiler.
+
+The plugins of TPUs and GPUs disturb a process that runs on the CPU (noise at every
+start), so they live in `.compilers` and only children see them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from recurjax.config_json import to_json
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.plan.programs import ProgramName
+from recurjax.plan.topology import Topology
+
+ROOT = Path(__file__).parents[2]
+COMPILERS = ROOT / ".compilers"
+_PLUGINS = {"tpu": "libtpu", "cuda": "jax_plugins"}
+
+
+def compile_elsewhere(
+    experiment: Experiment,
+    topology: Topology,
+    program: ProgramName,
+    *,
+    rows: int | None = None,
+    length: int | None = None,
+    cache: Path | None = None,
+) -> dict[str, Any]:
+    """Compiles one program in a child process and returns what it found.
+
+    Args:
+      experiment: its mesh is that to plan for.
+      topology: the devices.
+      program: of the experiment.
+      rows, length: see `build_program`.
+      cache: a folder of earlier results, by hash of program and versions.
+
+    Raises:
+      UserError: the compilers are missing, or the mesh does not fit.
+      RuntimeError: the child failed otherwise.
+    """
+    check_compilers(topology)
+    request = {
+        "experiment": to_json(experiment),
+        "topology": topology.name,
+        "program": program,
+        "rows": rows,
+        "length": length,
+        "cache": None if cache is None else str(cache.absolute()),
+    }
+    child = subprocess.run(
+        [sys.executable, "-m", "recurjax.plan.child"],
+        input=json.dumps(request),
+        env=environment(topology),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if child.returncode != 0:
+        raise RuntimeError(
+            f"compiling for {topology.name} ended with {child.returncode}: "
+            f"{child.stderr[-3000:]}"
+        )
+    answer = json.loads(child.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return answer
+
+
+def check_compilers(topology: Topology) -> None:
+    """Raises UserError when the target's compiler is not here."""
+    plugin = _PLUGINS.get(topology.platform)
+    if plugin is not None and not (COMPILERS / plugin).is_dir():
+        raise UserError(
+            f"planning for {topology.name} needs its compiler, and {COMPILERS} does "
+            "not have it: run make compilers"
+        )
+
+
+def environment(topology: Topology) -> dict[str, str]:
+    """Returns the environment of a process that may load the target's compiler."""
+    paths = [str(ROOT)]
+    if topology.platform in _PLUGINS:
+        paths.append(str(COMPILERS))
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }

@@ -1,0 +1,133 @@
+"""Optimised HLO, read into computations and instructions."""
+
+import math
+import re
+from dataclasses import dataclass
+
+BITS = {
+    **{"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16},
+    **{"bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32, "f64": 64},
+    **{"s64": 64, "u64": 64, "c64": 64, "c128": 128, "f8e4m3fn": 8, "f8e5m2": 8},
+}
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_START = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_NAME = re.compile(r"%([\w.\-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of HLO.
+
+    Attributes:
+      name: without the percent sign.
+      type: of the result, with layout.
+      opcode: what it does.
+      operands: names of what it reads.
+      attributes: the rest of the line.
+      is_root: whether its computation returns it.
+      literal: what stands between the brackets of a constant or a parameter.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+    literal: str
+
+    def attribute(self, key: str) -> str | None:
+        """Returns the computation or value that `key=` names, or None."""
+        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return found[1] if found else None
+
+    @property
+    def kernel(self) -> str | None:
+        """The target of a custom call, or None."""
+        if self.opcode != "custom-call":
+            return None
+        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A compiled program: computations by name, and the one where it starts."""
+
+    computations: dict[str, dict[str, Instruction]]
+    entry: str
+
+    def root(self, computation: str) -> Instruction:
+        """Returns what a computation returns."""
+        return next(i for i in self.computations[computation].values() if i.is_root)
+
+
+def parse(text: str) -> Module:
+    """Reads the text of `compiled.as_text()`."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            header = _HEADER.match(line)
+            current = None
+            if header is not None:
+                current = computations.setdefault(header[2], {})
+                entry = header[2] if header[1] else entry
+        elif current is not None and (found := _instruction(line)) is not None:
+            current[found.name] = found
+    if not entry:
+        raise ValueError("parse: the text has no ENTRY computation")
+    return Module(computations, entry)
+
+
+def array_bytes(shape: str, *, on_chip: bool = False) -> int:
+    """Sums the bytes of the arrays of a type.
+
+    Args:
+      shape: a type as HLO writes it, tuples included.
+      on_chip: count arrays in a TPU's own memory, layouts with S(1), too.
+    """
+    total = 0
+    for dtype, sizes, layout in _ARRAY.findall(shape):
+        elsewhere = re.search(r"S\((\d+)\)", layout)
+        if dtype not in BITS or (elsewhere and elsewhere[1] != "0" and not on_chip):
+            continue
+        count = math.prod(int(size) for size in sizes.split(",") if size)
+        total += -(-count * BITS[dtype] // 8)
+    return total
+
+
+def _instruction(line: str) -> Instruction | None:
+    start = _START.match(line)
+    if start is None:
+        return None
+    rest = line[start.end() :]
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opening = rest.find("(")
+    if opening < 0:
+        return None
+    closing = _closing(rest, opening)
+    inside = rest[opening + 1 : closing]
+    return Instruction(
+        name=start[2],
+        type=shape,
+        opcode=rest[:opening],
+        operands=tuple(_NAME.findall(inside)),
+        attributes=rest[closing + 1 :],
+        is_root=start[1] is not None,
+        literal=inside,
+    )
+
+
+def _closing(text: str, opening: int) -> int:
+    depth = 0
+    for place in range(opening, len(text)):
+        if text[place] == "(":
+            depth += 1
+        elif text[place] == ")":
+            depth -= 1
+            if depth == 0:
+                return place
+    return len(text)

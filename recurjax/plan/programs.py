@@ -1,0 +1,225 @@
+"""The programs of an experiment: functions and arguments as shapes, without weights."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from recurjax.evaluation.perplexity import batch_sums
+from recurjax.experiment import Experiment
+from recurjax.inference.decoding import decode, prefill
+from recurjax.inference.sampling import PLAIN
+from recurjax.model import Decoder
+from recurjax.sharding import batch_sharding, check_batch, replicated, shardings
+from recurjax.training.optimizer import build_optimizer
+from recurjax.training.schedule import learning_rate
+from recurjax.training.step import new_state, train_step
+from recurjax.types import Batch, Tokens
+
+ProgramName = Literal["train", "evaluate", "prefill", "decode"]
+ROWS_A_SHARD = 8
+"""Texts that a device continues at once, unless told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """One program, ready to be traced.
+
+    Attributes:
+      function: of `arguments`, jitted.
+      arguments: trees of ShapeDtypeStructs with their shardings.
+      parts: the arguments again, by what they are: "parameters", "optimizer",
+        "caches", "data".
+      tokens: that one call reads or makes, over all devices.
+      own_flops: of one call by the variant's own count.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    parts: dict[str, Any]
+    tokens: int
+    own_flops: float
+
+
+def build_program(
+    experiment: Experiment,
+    name: ProgramName,
+    mesh: Mesh,
+    *,
+    rows: int | None = None,
+    length: int | None = None,
+) -> Program:
+    """Builds a program as training, evaluation and generation run it.
+
+    Args:
+      experiment: with the batch, length and accumulation to plan for.
+      name: which program; "decode" makes one token of every row.
+      mesh: of the devices.
+      rows: of prefill and decode; None: 8 for each of the mesh's data shards.
+      length: of the prompts, or of the cache that decode reads; None: training's.
+
+    Raises:
+      UserError: the mesh does not divide the rows.
+    """
+    if name == "train":
+        return _training(experiment, mesh)
+    if name == "evaluate":
+        return _evaluation(experiment, mesh)
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    texts = ROWS_A_SHARD * shards if rows is None else rows
+    tokens = experiment.training.length if length is None else length
+    check_batch(texts, mesh, name="--rows")
+    if name == "prefill":
+        return _prefill(experiment, mesh, texts, tokens)
+    return _decode(experiment, mesh, texts, tokens)
+
+
+def _training(experiment: Experiment, mesh: Mesh) -> Program:
+    training = experiment.training
+    accumulation = training.accumulation
+    part = "training.batch / training.accumulation"
+    check_batch(training.batch // accumulation, mesh, name=part)
+    rate = learning_rate(
+        experiment.schedule,
+        peak=experiment.optimizer.learning_rate,
+        steps=training.steps,
+    )
+    optimizer = build_optimizer(
+        experiment.optimizer, rate, clip=training.gradient_clip, steps=training.steps
+    )
+    begin = partial(
+        new_state,
+        model=experiment.model,
+        optimizer=optimizer,
+        spikes=training.spikes,
+    )
+    state = jax.eval_shape(begin, jax.random.key(0))
+    placed = _place(state, shardings(state, mesh))
+    batch = _batch(training.batch, training.length, mesh)
+
+    def step(state, batch):
+        state, metrics = train_step(
+            state,
+            batch,
+            objective=experiment.objective,
+            optimizer=optimizer,
+            spikes=training.spikes,
+            accumulation=accumulation,
+        )
+        now = jnp.asarray(rate(metrics.pop("updates")))
+        return state, metrics | {"learning_rate": now}
+
+    out = (shardings(state, mesh), replicated(mesh))
+    return Program(
+        function=jax.jit(step, donate_argnums=0, out_shardings=out),
+        arguments=(placed, batch),
+        parts={
+            "parameters": placed.model,
+            "optimizer": (placed.optimizer, placed.spikes, placed.step),
+            "data": batch,
+        },
+        tokens=training.tokens_per_step,
+        own_flops=training.tokens_per_step
+        * experiment.model.flops_per_token(training.length),
+    )
+
+
+def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
+    training = experiment.training
+    rows = experiment.evaluation.batch or training.batch // training.accumulation
+    check_batch(rows, mesh, name="evaluation.batch")
+    model = _model(experiment, mesh)
+    batch = _batch(rows, training.length, mesh)
+    sizes = jax.ShapeDtypeStruct(
+        (experiment.model.vocabulary,), jnp.int32, sharding=replicated(mesh)
+    )
+    sums = partial(batch_sums, objective=experiment.objective)
+    return Program(
+        function=jax.jit(sums, out_shardings=replicated(mesh)),
+        arguments=(model, batch, sizes),
+        parts={"parameters": model, "data": (batch, sizes)},
+        tokens=rows * training.length,
+        own_flops=_forward_flops(experiment, rows, training.length),
+    )
+
+
+def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
+    model = _model(experiment, mesh)
+    by_row = NamedSharding(mesh, P(("data", "fsdp")))
+    lengths = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
+    ids: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_row)
+    tokens = Tokens(ids, lengths=lengths)  # pyright: ignore[reportArgumentType]
+    run = partial(prefill, sampling=PLAIN, cache_length=length)
+    return Program(
+        function=jax.jit(run),
+        arguments=(model, tokens, *_streams(rows, mesh)),
+        parts={"parameters": model, "data": tokens},
+        tokens=rows * length,
+        own_flops=_forward_flops(experiment, rows, length),
+    )
+
+
+def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
+    before = _prefill(experiment, mesh, rows, length)
+    state = jax.eval_shape(before.function, *before.arguments)
+    # The caches lie where prefill's compiler leaves them.
+    found = before.function.lower(*before.arguments).compile().output_shardings
+    state = _place(state, found)
+    model, _, keys, eos = before.arguments
+    limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    run = partial(decode, sampling=PLAIN, chunk=1)
+
+    def one_token(model, state, keys, eos, limit):
+        return run(model, state, keys, eos, limit)
+
+    return Program(
+        function=jax.jit(one_token, donate_argnums=1),
+        arguments=(model, state, keys, eos, limit),
+        parts={"parameters": model, "caches": state.cache},
+        tokens=rows,
+        own_flops=_forward_flops(experiment, rows, length) / length,
+    )
+
+
+def _forward_flops(experiment: Experiment, rows: int, length: int) -> float:
+    """A forward pass is a third of training's count."""
+    return rows * length * experiment.model.flops_per_token(length) / 3
+
+
+def _model(experiment: Experiment, mesh: Mesh) -> Any:
+    model = jax.eval_shape(
+        lambda key: Decoder(experiment.model, rngs=nnx.Rngs(key)), jax.random.key(0)
+    )
+    return _place(model, shardings(model, mesh))
+
+
+def _batch(rows: int, length: int, mesh: Mesh) -> Batch:
+    ids: Any = jax.ShapeDtypeStruct(
+        (rows, length), jnp.int32, sharding=batch_sharding(mesh)
+    )
+    return Batch(ids, ids)
+
+
+def _streams(rows: int, mesh: Mesh) -> tuple[Any, Any]:
+    """Returns each row's random stream and the EOS token."""
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    by_row = NamedSharding(mesh, P(("data", "fsdp")))
+    eos = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    return _place(keys, by_row), eos
+
+
+def _place(tree: Any, where: Any) -> Any:
+    if isinstance(where, NamedSharding):
+        where = jax.tree.map(lambda _: where, tree)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        tree,
+        where,
+    )

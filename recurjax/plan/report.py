@@ -1,0 +1,136 @@
+"""A plan as a table."""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from recurjax.plan.changes import Change
+from recurjax.plan.planning import Plan
+
+_PARTS = ("parameters", "optimizer", "caches", "data", "results", "temporaries", "code")
+_MOST_KERNELS = 6
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """Prints everything that a plan knows."""
+    axes = ", ".join(f"{name} {size}" for name, size in plan.mesh.items() if size > 1)
+    table = Table(
+        title=f"{plan.experiment}: {plan.program} on {plan.topology.name} "
+        f"({plan.topology.devices} devices; mesh {axes or 'of one'})",
+        title_justify="left",
+        show_header=False,
+    )
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for rows in (_memory(plan), _work(plan), _collectives(plan), _times(plan)):
+        for name, text in rows:
+            table.add_row(name, text)
+        table.add_section()
+    console.print(table)
+    hardware = plan.topology.hardware
+    if hardware.flops is not None:
+        console.print(
+            f"peaks: {hardware.source}"
+            + ("" if plan.price is None else f"; {plan.price:.2f} US$ a device-hour"),
+            markup=False,
+            highlight=False,
+        )
+
+
+def show_changes(changes: list[Change], console: Console) -> None:
+    """Prints what would help a program that does not fit."""
+    table = Table(title="what would help", title_justify="left")
+    for heading in ("change", "GiB a device", "fits", "bound, ms"):
+        table.add_column(heading)
+    for option, plan in changes:
+        needed = "not said" if plan.needed is None else gibibytes(plan.needed)
+        seconds = None if plan.bounds is None else plan.bounds.seconds
+        bound = "" if seconds is None else f"{1e3 * seconds:,.1f}"
+        table.add_row(option, needed, "yes" if plan.fits else "no", bound)
+    console.print(table)
+
+
+def gibibytes(count: int) -> str:
+    """Writes bytes in GiB, with enough digits for small models."""
+    size = count / 2**30
+    return f"{size:.2f}" if size >= 0.1 else f"{size:.5f}"
+
+
+def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
+    capacity = plan.topology.hardware.memory
+    room = "" if capacity is None else f" of {gibibytes(capacity)}"
+    needed = "not said" if plan.needed is None else gibibytes(plan.needed)
+    yield "fits", f"{'yes' if plan.fits else 'no'}: {needed}{room} GiB a device"
+    if plan.reason is not None:
+        yield "reason", plan.reason
+    memory = plan.answer.get("memory", plan.answer.get("parts", {}))
+    for part in _PARTS:
+        if memory.get(part):
+            name = "activations, temporaries" if part == "temporaries" else part
+            yield f"  {name}", f"{gibibytes(memory[part])} GiB"
+
+
+def _work(plan: Plan) -> Iterator[tuple[str, str]]:
+    answer = plan.answer
+    yield "tokens a call", f"{answer['tokens']:,}"
+    if "flops" in answer:
+        flops = answer["flops"]
+        yield (
+            "FLOPs of products",
+            f"{flops['products']:.4g}, other {flops['other']:.3g}",
+        )
+        own = answer["own_flops"]
+        share = f" (the program does {flops['products'] / own:.2f} times it)"
+        yield "the variant's own count", f"{own:.4g}{share}"
+        if flops["unknown_loops"]:
+            yield "", f"{flops['unknown_loops']} loops of unknown length: one trip each"
+    if "traffic" not in answer:
+        return
+    traffic = answer["traffic"]
+    yield "bytes accessed a device", f"{traffic['bytes'] / 1e9:,.3f} GB"
+    if traffic["bytes"]:
+        intensity = flops["products"] / plan.topology.devices / traffic["bytes"]
+        yield "arithmetic intensity", f"{intensity:,.1f} FLOPs a byte"
+    yield "launches", f"{traffic['launches']:,}"
+    kernels = sorted(traffic["kernels"].items(), key=lambda one: -one[1])
+    for name, count in kernels[:_MOST_KERNELS]:
+        yield f"  {name}"[:44], f"{count:,}"
+    if len(kernels) > _MOST_KERNELS:
+        yield "", f"and {len(kernels) - _MOST_KERNELS} kernels more (--json has all)"
+    if traffic["unknown_loops"]:
+        yield "", f"{traffic['unknown_loops']} loops of unknown length: one trip each"
+
+
+def _collectives(plan: Plan) -> Iterator[tuple[str, str]]:
+    if "traffic" not in plan.answer:
+        return
+    for one in plan.answer["traffic"]["collectives"]:
+        where = " and ".join(one["axes"]) or "one device"
+        yield (
+            f"{one['kind']} over {where}",
+            f"{one['count']:,} times, {one['sent'] / 1e6:,.2f} MB sent a device",
+        )
+
+
+def _times(plan: Plan) -> Iterator[tuple[str, str]]:
+    bounds, hardware = plan.bounds, plan.topology.hardware
+    if bounds is None or bounds.seconds is None:
+        return
+    peaks = {
+        "compute": f"{(hardware.flops or 0) / 1e12:,.0f} TFLOP/s",
+        "memory": f"{(hardware.memory_bandwidth or 0) / 1e9:,.0f} GB/s",
+        "interconnect": f"{(plan.topology.collective_bandwidth or 0) / 1e9:,.0f} GB/s",
+        "launch": f"{hardware.launch * 1e6:.0f} us a kernel",
+    }
+    for name, peak in peaks.items():
+        seconds = getattr(bounds, name)
+        if seconds:
+            binds = "  binds" if name == bounds.binding else ""
+            yield f"bound by {name}", f"{1e3 * seconds:,.3f} ms at {peak}{binds}"
+    yield "tokens/s at the bound", f"{plan.tokens_per_second:,.0f}"
+    if plan.utilisation is not None:
+        yield "MFU at the bound", f"{plan.utilisation:.1%}"
+    if plan.run_hours is not None:
+        cost = "" if plan.run_cost is None else f", {plan.run_cost:,.0f} US$"
+        yield f"the run's {plan.steps:,} steps", f"{plan.run_hours:,.2f} hours{cost}"

@@ -1,0 +1,166 @@
+"""Plans many meshes, remat policies and batch sizes side by side."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.plan.planning import Plan, make_plan
+from recurjax.plan.topology import Topology
+
+SWEPT_AXES = ("data", "fsdp", "tensor")
+"""Axes of the mesh that a sweep varies; others keep the experiment's sizes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One combination.
+
+    Attributes:
+      mesh: sizes of data, fsdp and tensor.
+      remat: the stack's policy; None where it has none.
+      batch: rows of a step.
+      experiment: with all three.
+    """
+
+    mesh: tuple[int, int, int]
+    remat: str | None
+    batch: int
+    experiment: Experiment
+
+    @property
+    def name(self) -> str:
+        """How a table calls it."""
+        axes = zip(SWEPT_AXES, self.mesh, strict=True)
+        mesh = ",".join(f"{axis}={size}" for axis, size in axes if size > 1) or "one"
+        return f"{mesh}  batch {self.batch}" + (
+            "" if self.remat is None else f"  remat {self.remat}"
+        )
+
+
+def candidates(
+    experiment: Experiment, topology: Topology, batches: Sequence[int]
+) -> list[Candidate]:
+    """Lists every mesh that divides batch and heads, with every remat policy.
+
+    Args:
+      experiment: gives all else.
+      topology: whose devices the meshes take, all of them.
+      batches: rows of a step.
+
+    Raises:
+      UserError: nothing divides.
+    """
+    found = []
+    for batch in batches:
+        parts = experiment.training.accumulation
+        if batch % parts:
+            continue
+        training = replace(experiment.training, batch=batch)
+        for mesh in _factorisations(experiment, topology.devices):
+            if (batch // parts) % (mesh[0] * mesh[1]):
+                continue
+            sizes = dict(zip(SWEPT_AXES, mesh, strict=True))
+            changed = replace(
+                experiment, training=training, mesh=replace(experiment.mesh, **sizes)
+            )
+            found += [
+                Candidate(mesh=mesh, remat=remat, batch=batch, experiment=one)
+                for remat, one in _with_remat(changed)
+            ]
+    if not found:
+        raise UserError(
+            f"no mesh of {topology.devices} devices divides batches of "
+            f"{', '.join(map(str, batches))} rows: name others with --batches"
+        )
+    return found
+
+
+def run_sweep(
+    listed: Sequence[Candidate],
+    topology: Topology,
+    *,
+    workers: int,
+    cache: Path | None,
+    price: float | None = None,
+) -> Iterator[tuple[Candidate, Plan]]:
+    """Plans the training step of each, as they are done; `workers` at a time.
+
+    Each is compiled in a process of its own, so threads here only wait.
+    """
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = {
+            pool.submit(
+                make_plan, one.experiment, topology, cache=cache, price=price
+            ): one
+            for one in listed
+        }
+        try:
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def pareto(
+    planned: Sequence[tuple[Candidate, Plan]], *, limit: int | None = None
+) -> list[tuple[Candidate, Plan]]:
+    """Keeps what nothing beats in memory and in tokens/s at once, fastest first.
+
+    Args:
+      planned: all of them; those that do not fit are left out.
+      limit: bytes on a device that count as fitting; None: what the device has.
+    """
+    fitting = [
+        (one, plan)
+        for one, plan in planned
+        if plan.fits and plan.needed is not None
+        if limit is None or plan.needed <= limit
+    ]
+    fitting.sort(key=lambda pair: (-(pair[1].tokens_per_second or 0), pair[1].needed))
+    kept: list[tuple[Candidate, Plan]] = []
+    least = None
+    for one, plan in fitting:
+        assert plan.needed is not None
+        if least is None or plan.needed < least:
+            kept.append((one, plan))
+            least = plan.needed
+    return kept
+
+
+def _factorisations(
+    experiment: Experiment, devices: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yields (data, fsdp, tensor) whose product is what the other axes leave."""
+    fixed = experiment.mesh.stage * experiment.mesh.sequence
+    if fixed < 1 or devices % fixed:
+        raise UserError(
+            "mesh.stage and mesh.sequence must divide the topology's "
+            f"{devices} devices, got {experiment.mesh.stage} and "
+            f"{experiment.mesh.sequence}"
+        )
+    left = devices // fixed
+    width = experiment.model.stack.width
+    for tensor in _divisors(left):
+        if width % tensor:
+            continue
+        for fsdp in _divisors(left // tensor):
+            if width % fsdp == 0:
+                yield left // tensor // fsdp, fsdp, tensor
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def _with_remat(experiment: Experiment) -> Iterator[tuple[str | None, Experiment]]:
+    model, stack = experiment.model, experiment.model.stack
+    if "remat" not in {field.name for field in fields(stack)}:
+        yield None, experiment
+        return
+    for remat in ("nothing", "dots", "block"):
+        changed = replace(stack, remat=remat)  # pyright: ignore[reportCallIssue]
+        yield remat, replace(experiment, model=replace(model, stack=changed))

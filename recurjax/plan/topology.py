@@ -1,0 +1,98 @@
+"""Names of devices to plan for: `v5e:16x16`, `v5p:4x4x2`, `h100`, `h100:8`, `cpu:8`."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from recurjax.errors import UserError
+from recurjax.plan.hardware import HARDWARE, Hardware
+
+EXAMPLES = (
+    *("v4:2x2x1", "v4:4x4x4", "v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:16x16"),
+    *("v5p:2x2x1", "v5p:4x4x2", "v5p:4x4x4", "v6e:1x1", "v6e:2x2", "v6e:16x16"),
+    *("h100", "h100:8", "cpu", "cpu:8"),
+)
+DIMENSIONS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
+LARGEST_NODE = 8
+"""GPUs that one machine has, on one NVLink switch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """Devices that a program is compiled for.
+
+    Attributes:
+      name: as the user wrote it.
+      kind: a key of `HARDWARE`.
+      shape: chips along each axis of the interconnect; (n,) for GPUs and CPUs.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def devices(self) -> int:
+        """How many devices jax sees; a TPU chip is one."""
+        return math.prod(self.shape)
+
+    @property
+    def hardware(self) -> Hardware:
+        """Peak figures of one device."""
+        return HARDWARE[self.kind]
+
+    @property
+    def platform(self) -> str:
+        """What jax calls the kind: tpu, cuda or cpu."""
+        return {"h100": "cuda", "cpu": "cpu"}.get(self.kind, "tpu")
+
+    @property
+    def collective_bandwidth(self) -> float | None:
+        """Bytes/s that a device sends in a collective over one axis of the mesh.
+
+        A mesh axis is taken to lie along one axis of the interconnect; the shortest
+        axis decides whether that closes to a ring.
+        """
+        hardware = self.hardware
+        if hardware.link is None:
+            return None
+        closed = all(size == 1 or size >= hardware.ring for size in self.shape)
+        return hardware.link * (hardware.links_per_axis if closed else 1)
+
+
+def parse_topology(name: str) -> Topology:
+    """Reads a topology's name.
+
+    Raises:
+      UserError: no such kind, or a shape that it does not come in.
+    """
+    kind, _, shape = name.partition(":")
+    if kind not in HARDWARE:
+        raise UserError(
+            f"there is no topology {name!r}: known are {', '.join(HARDWARE)}, as in "
+            f"{', '.join(EXAMPLES)}"
+        )
+    if kind in DIMENSIONS:
+        wanted = DIMENSIONS[kind]
+        if not re.fullmatch("x".join([r"[1-9]\d*"] * wanted), shape):
+            example = next(one for one in EXAMPLES if one.startswith(kind))
+            raise UserError(
+                f"topology {name!r}: {kind} has {wanted} axes of chips, write it like "
+                f"{example}"
+            )
+        sizes = tuple(int(size) for size in shape.split("x"))
+    elif shape == "" and ":" not in name:
+        sizes = (1,)
+    elif re.fullmatch(r"[1-9]\d*", shape):
+        sizes = (int(shape),)
+    else:
+        raise UserError(
+            f"topology {name!r}: write {kind} for one device or {kind}:8 for eight"
+        )
+    if kind == "h100" and sizes[0] > LARGEST_NODE:
+        raise UserError(
+            f"topology {name!r}: more than {LARGEST_NODE} GPUs do not hang on one "
+            "NVLink switch, and the network between machines is not planned: use at "
+            f"most h100:{LARGEST_NODE}"
+        )
+    return Topology(name=name, kind=kind, shape=sizes)

@@ -1,0 +1,187 @@
+"""FLOPs, bytes and collectives of a program with loops, against the unrolled one."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from recurjax.plan.flops import Flops, count_flops
+from recurjax.plan.hlo import array_bytes, parse
+from recurjax.plan.traffic import Traffic, read_traffic
+
+STEPS, ROWS, WIDTH = 6, 16, 32
+AXES, SIZES = ("data", "tensor"), (2, 4)
+
+
+def stack(x, weights, *, unroll: int, remat: bool = False):
+    """Layers of two products each, the second one's result summed over devices."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w) @ w.T, None
+
+    body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+    return jax.lax.scan(body, x, weights, unroll=unroll)[0].sum()
+
+
+def shapes(mesh=None):
+    def shape(size, spec):
+        where = None if mesh is None else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(size, jnp.float32, sharding=where)
+
+    return (
+        shape((ROWS, WIDTH), P("data")),
+        shape((STEPS, WIDTH, WIDTH), P(None, None, "tensor")),
+    )
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_flops_of_a_scan_are_those_of_its_unrolled_program(remat):
+    def count(unroll: int) -> Flops:
+        loss = partial(stack, unroll=unroll, remat=remat)
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*shapes())
+        return count_flops(jaxpr, platform="cpu")
+
+    looped, unrolled = count(1), count(STEPS)
+    assert looped.products == unrolled.products
+    # A layer forward, its two products' four gradients, and both again under remat.
+    product = 2 * ROWS * WIDTH * WIDTH
+    again = 1 if remat else 0
+    assert looped.products == STEPS * product * (6 + again)
+
+
+def test_flops_see_loops_branches_kernels_and_shards():
+    w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    product = 2 * 8**3
+
+    def counted(function) -> Flops:
+        return count_flops(jax.make_jaxpr(function)(w), platform="cuda")
+
+    loop = counted(lambda w: jax.lax.fori_loop(0, 5, lambda _, x: x @ w, w))
+    assert loop.products == 5 * product
+
+    def endless(w):
+        return jax.lax.while_loop(lambda x: x.sum() < 3, lambda x: x @ w, w)
+
+    assert counted(endless).products == product
+    assert counted(endless).unknown_loops == 1
+
+    def by_platform(w):
+        return jax.lax.platform_dependent(
+            w, cpu=lambda w: w @ w @ w @ w, default=lambda w: w @ w
+        )
+
+    assert counted(by_platform).products == product
+
+    @jax.custom_vjp
+    def own(w):
+        return w @ w
+
+    own.defvjp(lambda w: (w @ w, w), lambda w, g: (g @ w @ w @ w,))
+    assert counted(own).products == product
+    assert counted(jax.grad(lambda w: own(w).sum())).products == 4 * product
+
+    def kernel(w, out):
+        out[...] = w[...] @ w[...]
+
+    def gridded(w):
+        return pl.pallas_call(kernel, out_shape=w, grid=(3, 2), interpret=True)(w)
+
+    assert counted(gridded).products == 6 * product
+
+    mesh = make_mesh()
+    sharded = jax.shard_map(
+        lambda w: w @ w.T, mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    # Each of 8 devices multiplies 4 of 8 rows by as many columns.
+    assert counted(sharded).products == 8 * (2 * 4 * 4 * 8)
+
+
+def make_mesh():
+    return jax.make_mesh(SIZES, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[int, tuple[Traffic, object]]:
+    """The looped and the unrolled program on 8 devices."""
+    mesh, found = make_mesh(), {}
+    for unroll in (1, STEPS):
+        forward = partial(stack, unroll=unroll)
+        program = jax.jit(forward).lower(*shapes(mesh)).compile()
+        module = parse(program.as_text())
+        found[unroll] = (read_traffic(module, axes=AXES, sizes=SIZES), program)
+    return found
+
+
+def test_collectives_of_a_loop_are_those_of_the_unrolled_program(compiled):
+    looped, unrolled = compiled[1][0], compiled[STEPS][0]
+    chex.assert_trees_all_equal(
+        {one.axes + (one.kind,): (one.count, one.sent) for one in looped.collectives},
+        {one.axes + (one.kind,): (one.count, one.sent) for one in unrolled.collectives},
+    )
+    layers = [one for one in looped.collectives if one.axes == ("tensor",)]
+    # One sum over `tensor` a layer, of a device's [ROWS / 2, WIDTH] numbers: a ring of
+    # 4 sends 3 of 4 parts, twice.
+    assert [(one.kind, one.count) for one in layers] == [("all-reduce", STEPS)]
+    assert layers[0].operand == STEPS * ROWS // 2 * WIDTH * 4
+    assert layers[0].sent == 1.5 * layers[0].operand
+
+
+def test_bytes_of_a_loop_are_those_of_the_unrolled_program(compiled):
+    looped, unrolled = compiled[1][0].bytes, compiled[STEPS][0].bytes
+    # The loop also copies its slices of the weights, and counts.
+    assert unrolled == pytest.approx(looped, rel=0.35)
+    cost = compiled[STEPS][1].cost_analysis()["bytes accessed"]
+    assert unrolled == pytest.approx(cost, rel=0.1)
+    once = compiled[1][1].cost_analysis()["bytes accessed"]
+    assert once < looped / 3, "the compiler's own count takes a loop's body once"
+
+
+def test_a_slice_reads_what_it_takes_and_memory_on_the_chip_counts_nothing():
+    weights = jax.ShapeDtypeStruct((1000, 64), jnp.float32)
+    place = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def row(w, i):
+        return jnp.tanh(jax.lax.dynamic_slice_in_dim(w, i, 1)) * 2
+
+    text = jax.jit(row).lower(weights, place).compile().as_text()
+    moved = read_traffic(parse(text), axes=("data",), sizes=(1,)).bytes
+    assert 2 * 64 * 4 <= moved < 1000
+    assert array_bytes("(f32[8,128]{1,0:T(8,128)}, bf16[4]{0:S(1)}, pred[])") == 4097
+    assert array_bytes("bf16[4]{0:T(128)S(1)}", on_chip=True) == 8
+
+
+LINE = "  %a = f32[4]{0} all-gather(%x), channel_id=1, replica_groups="
+TEXT = """HloModule m
+
+ENTRY %main (x: f32[2]) -> f32[4] {{
+  %x = f32[2]{{0}} parameter(0)
+  ROOT {}, dimensions={{0}}, use_global_device_ids=true
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", ("tensor",)),
+        ("[2,4]<=[8]", ("tensor",)),
+        ("[4,2]<=[2,4]T(1,0)", ("data",)),
+        ("[1,8]<=[8]", ("data", "tensor")),
+        ("{}", ("data", "tensor")),
+        ("{{0,2},{1,3},{4,6},{5,7}}", ("tensor",)),
+    ],
+)
+def test_groups_of_devices_name_axes_of_the_mesh(groups, axes):
+    text = TEXT.format(LINE.strip() + groups)
+    (found,) = read_traffic(parse(text), axes=AXES, sizes=SIZES).collectives
+    members = np.prod([SIZES[AXES.index(axis)] for axis in axes])
+    if groups == "{{0,2},{1,3},{4,6},{5,7}}":
+        members = 2
+    assert (found.kind, found.axes) == ("all-gather", axes)
+    assert found.sent == (members - 1) * 8

@@ -1,0 +1,154 @@
+"""`recurjax plan`: its table and JSON, what it refuses, planned against measured."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from recurjax.plan import compilation
+from recurjax.plan.changes import find_changes
+from recurjax.plan.compilation import compile_elsewhere
+from recurjax.plan.planning import Plan, make_plan
+from recurjax.plan.topology import parse_topology
+from tests.cli.commands import recurjax
+from tests.plan import measured_step
+from tests.source_tree import ROOT
+from tests.training import tiny_experiment
+
+TINY = tiny_experiment.__file__
+
+
+def test_a_plan_for_two_cpus_tells_sizes_counts_and_collectives(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    file = tmp_path / "plan.json"
+    code, said, wrong = recurjax(
+        *("plan", TINY, "--topology", "cpu:2", "--mesh", "fsdp=2"),
+        *("--json", file, "--cache", tmp_path / "cache", "--training.length", 8),
+    )
+    assert (code, wrong) == (0, "")
+    assert "tiny: train on cpu:2 (2 devices; mesh fsdp 2)" in said
+    plan = json.loads(file.read_text())
+    assert plan["fits"] and plan["mesh"]["fsdp"] == 2
+    assert plan["tokens"] == 8 * 8
+    assert plan["flops"]["products"] == plan["own_flops"]
+    # Half of the parameters, whose every matrix is cut, and of AdamW's two moments.
+    memory = plan["memory"]
+    assert 2 * memory["parameters"] <= memory["optimizer"]
+    assert memory["optimizer"] < 2.2 * memory["parameters"]
+    kinds = {one["kind"] for one in plan["traffic"]["collectives"]}
+    assert "all-gather" in kinds and kinds & {"all-reduce", "reduce-scatter"}
+    assert {axis for one in plan["traffic"]["collectives"] for axis in one["axes"]} == {
+        "fsdp"
+    }
+    (stored,) = (tmp_path / "cache").iterdir()
+    assert json.loads(stored.read_text())["memory"] == memory
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "say what to plan for: --topology"),
+        (("--topology", "v9:2x2"), "known are v4, v5e, v5p, v6e, h100, cpu"),
+        (("--topology", "cpu", "--mesh", "data=two"), "--mesh data=two: write it like"),
+        (("--topology", "cpu", "--mesh", "row=2"), "with axes of data, fsdp"),
+        (("--topology", "cpu", "--mesh", "data=-1,fsdp=-1"), "one of them may be -1"),
+        (("--topology", "cpu", "--rows", "4"), "--rows and --length are of prefill"),
+        (("--topology", "cpu", "--json", "/nowhere/p.json"), "no directory /nowhere"),
+        (
+            ("--topology", "cpu", "--training.bach", "4"),
+            "did you mean --training.batch",
+        ),
+        (
+            ("--topology", "cpu", "--sweep", "--program", "decode"),
+            "--sweep plans train",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(options, said):
+    code, _, wrong = recurjax("plan", TINY, *options)
+    assert code == 2
+    assert said in wrong and wrong.count("\n") == 1
+
+
+def test_without_compilers_the_command_to_fetch_them_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(compilation, "COMPILERS", tmp_path)
+    for topology in ("v5e:2x2", "h100"):
+        code, _, wrong = recurjax("plan", TINY, "--topology", topology)
+        assert code == 2
+        assert f"planning for {topology} needs its compiler" in wrong
+        assert "run make compilers" in wrong
+
+
+def test_what_does_not_fit_gets_three_changes_that_are_planned_again(monkeypatch):
+    experiment = tiny_experiment.config()
+    training = replace(experiment.training, batch=64)
+    experiment = replace(experiment, training=training)
+    topology = parse_topology("v5e:2x2")
+
+    def plan(experiment) -> Plan:
+        parts = experiment.training.accumulation
+        needed = 64 * 2**30 // parts
+        answer = {
+            "failed": "RESOURCE_EXHAUSTED",
+            "failed_by": "memory",
+            "needed": needed,
+        }
+        if needed <= 16 * 2**30:
+            answer = {"memory": {"temporaries": needed}}
+        return Plan(
+            experiment="tiny",
+            program="train",
+            topology=topology,
+            mesh={"data": 4, "fsdp": 1, "stage": 1, "sequence": 1, "tensor": 1},
+            answer=answer,
+            bounds=None,
+            steps=1,
+            price=None,
+            seconds=0.0,
+        )
+
+    found = find_changes(experiment, plan(experiment), plan)
+    assert [(one.option, one.plan.fits) for one in found] == [
+        ("--training.accumulation 4", True),
+        ("--model.stack.remat block", False),
+        ("--mesh fsdp=2,tensor=2", False),
+    ]
+
+
+def test_a_mesh_that_does_not_divide_is_refused_by_the_child():
+    code, _, wrong = recurjax("plan", TINY, "--topology", "cpu:2", "--mesh", "fsdp=3")
+    assert code == 2
+    assert "the mesh (data=-1, fsdp=3" in wrong and "does not fit 2 devices" in wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["evaluate", "prefill", "decode"])
+def test_the_other_programs_are_planned_too(program):
+    topology = parse_topology("cpu:2")
+    plan = make_plan(tiny_experiment.config(), topology, program)
+    assert plan.fits
+    memory = plan.answer["memory"]
+    assert memory["optimizer"] == 0 and memory["parameters"] > 0
+    assert (memory["caches"] > 0) == (program != "evaluate")
+    own, counted = plan.answer["own_flops"], plan.answer["flops"]["products"]
+    # Prefill's head reads the last position only; a cache is longer than causal.
+    assert 0.5 * own < counted < 2.5 * own
+
+
+@pytest.mark.slow
+def test_planned_memory_is_that_of_a_measured_step_within_a_tenth():
+    file = measured_step.__file__
+    child = subprocess.run(
+        [sys.executable, file, file],
+        env=compilation.environment(parse_topology("cpu")),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    measured = json.loads(child.stdout.splitlines()[-1])["peak"]
+    answer = compile_elsewhere(measured_step.config(), parse_topology("cpu"), "train")
+    assert sum(answer["memory"].values()) == pytest.approx(measured, rel=0.1)
