@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from pallas_kernels.chunk_attention import mosaic_tpu, triton, xla
+from pallas_kernels.chunk_attention import mesh_layout, mosaic_tpu, triton, xla
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
 
 Implementation = Literal["triton", "mosaic_tpu", "xla"]
@@ -66,27 +66,32 @@ def chunk_attention(
                 f"chunk_attention: wants an implementation of {list(_BACKENDS)}, got "
                 f"{name!r}"
             )
-        reason = _BACKENDS[name].supported(*arrays, **dict(options))
+        # The compiler cuts xla's own operations by itself.
+        layout = None if name == "xla" else mesh_layout.layout_of_call(*arrays)
+        reason = mesh_layout.refusal(_BACKENDS[name], layout, *arrays, **dict(options))
         if reason is None:
-            return _run(name, options, *arrays)
+            return _run(name, options, layout, *arrays)
     raise NotImplementedError(f"chunk_attention: {names[-1]}: {reason}")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(name, options, *arrays):
-    return _BACKENDS[name].forward(*arrays, **dict(options))[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _run(name, options, layout, *arrays):
+    backend = _BACKENDS[name]
+    return mesh_layout.forward(backend, layout, *arrays, **dict(options))[0]
 
 
-def _forward(name, options, *arrays):
-    o, log_normalizer = _BACKENDS[name].forward(*arrays, **dict(options))
+def _forward(name, options, layout, *arrays):
+    o, log_normalizer = mesh_layout.forward(
+        _BACKENDS[name], layout, *arrays, **dict(options)
+    )
     return o, (arrays, o, log_normalizer)
 
 
-def _backward(name, options, kept, for_o):
+def _backward(name, options, layout, kept, for_o):
     arrays, o, log_normalizer = kept
     q, own_logits, own_values, ends, first, documents = arrays
-    gradients = _BACKENDS[name].backward(
-        *arrays, o, log_normalizer, for_o, **dict(options)
+    gradients = mesh_layout.backward(
+        *(_BACKENDS[name], layout, *arrays, o, log_normalizer, for_o), **dict(options)
     )
     like = (q, own_logits, own_values, ends.keys, ends.values)
     for_q, for_logits, for_own, for_keys, for_values = (

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.gated_scan import mosaic_tpu, triton, xla
+from pallas_kernels.gated_scan import mesh_layout, mosaic_tpu, triton, xla
 
 Array = jax.Array
 Implementation = Literal["triton", "mosaic_tpu", "xla"]
@@ -72,29 +72,31 @@ def gated_scan(
                 f"gated_scan: wants an implementation of {list(_BACKENDS)}, got "
                 f"{name!r}"
             )
-        reason = _BACKENDS[name].supported(*arrays, chunk=chunk)
+        # The compiler cuts xla's own operations by itself.
+        layout = None if name == "xla" else mesh_layout.layout_of_call(*arrays)
+        reason = mesh_layout.refusal(_BACKENDS[name], layout, *arrays, chunk=chunk)
         if reason is None:
-            states, finals = _run(name, chunk, *arrays)  # pyright: ignore[reportGeneralTypeIssues]
+            states, finals = _run(name, chunk, layout, *arrays)  # pyright: ignore[reportGeneralTypeIssues]
             return Scanned(states, finals)
     raise NotImplementedError(f"gated_scan: {names[-1]}: {reason}")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(name, chunk, gate, values, initial, starts, lengths) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _run(name, chunk, layout, gate, values, initial, starts, lengths) -> Any:
     arrays = (gate, values, initial, starts, lengths)
-    return _BACKENDS[name].forward(*arrays, chunk=chunk)
+    return mesh_layout.forward(_BACKENDS[name], layout, *arrays, chunk=chunk)
 
 
-def _forward(name, chunk, *arrays):
-    states, finals = _BACKENDS[name].forward(*arrays, chunk=chunk)
+def _forward(name, chunk, layout, *arrays):
+    states, finals = mesh_layout.forward(_BACKENDS[name], layout, *arrays, chunk=chunk)
     return (states, finals), (arrays, states)
 
 
-def _backward(name, chunk, kept, cotangents):
+def _backward(name, chunk, layout, kept, cotangents):
     arrays, states = kept
     gate, values, initial, starts, lengths = arrays
-    for_gate, for_values, for_initial = _BACKENDS[name].backward(
-        *arrays, states, *cotangents, chunk=chunk
+    for_gate, for_values, for_initial = mesh_layout.backward(
+        _BACKENDS[name], layout, *arrays, states, *cotangents, chunk=chunk
     )
     return (
         for_gate.astype(gate.dtype),

@@ -1,0 +1,109 @@
+"""Kernels on a mesh: a call is cut by rows and by columns, each device runs its part.
+
+The compiler cannot cut a kernel: it refuses one of Mosaic's and runs one of Triton's
+whole on every device. So an op whose rows and columns (channels or heads) do not mix is
+cut here by `shard_map`, over the mesh that is set around the call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+ROW_AXES, COLUMN_AXIS = ("data", "fsdp"), "tensor"
+"""Axes of the mesh that cut the batch and the columns, where it has them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """How one call lies on a mesh.
+
+    Attributes:
+      mesh: the mesh that is set around the call.
+      rows: axes that cut the batch.
+      columns: the axis that cuts channels or heads, or None.
+      left: axes that cut neither: with any, no kernel can run.
+    """
+
+    mesh: AbstractMesh
+    rows: tuple[str, ...]
+    columns: str | None
+    left: tuple[str, ...]
+
+    @property
+    def by_row(self) -> tuple[str, ...] | None:
+        """The entry of a PartitionSpec for an axis of B rows."""
+        return self.rows or None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no kernel can run, None when one can."""
+        if not self.left:
+            return None
+        axes = " and ".join(self.left)
+        return f"the mesh's {axes} does not divide the call, which kernels need"
+
+
+def find_cut(rows: int, columns_divide: Callable[[int], bool]) -> Cut | None:
+    """Returns how to cut a call on the mesh that is set; None: nothing cuts anything.
+
+    Args:
+      rows: B.
+      columns_divide: whether so many devices can share the columns.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    free = {
+        name: size
+        for name, size, kind in zip(
+            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+        )
+        if kind == AxisType.Auto and size > 1
+    }
+    if not free:
+        return None
+    by_row = tuple(axis for axis in ROW_AXES if axis in free)
+    shards = 1
+    for axis in by_row:
+        shards *= free[axis]
+    if rows % shards:
+        by_row = ()
+    has_columns = COLUMN_AXIS in free and columns_divide(free[COLUMN_AXIS])
+    columns = COLUMN_AXIS if has_columns else None
+    left = tuple(axis for axis in free if axis not in (*by_row, columns))
+    return Cut(mesh=mesh, rows=by_row, columns=columns, left=left)
+
+
+def run(
+    cut: Cut, function: Callable[..., Any], in_specs: Any, out_specs: Any, *arrays: Any
+) -> Any:
+    """Runs `function(*parts)` on every device's part."""
+    ours = {*cut.rows, cut.columns} - {None}
+    ours |= {axis for axis in cut.mesh.axis_names if cut.mesh.shape[axis] == 1}
+    return jax.shard_map(
+        function,
+        mesh=cut.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=ours,
+        check_vma=False,
+    )(*arrays)
+
+
+def local_shapes(cut: Cut, in_specs: Any, arrays: Any) -> Any:
+    """Returns the arrays as one device sees them, as shapes."""
+
+    def part(spec: P, leaf: Any) -> jax.ShapeDtypeStruct:
+        sizes = list(leaf.shape)
+        for axis, names in enumerate(spec):
+            for name in (names,) if isinstance(names, str) else names or ():
+                sizes[axis] //= cut.mesh.shape[name]
+        return jax.ShapeDtypeStruct(sizes, leaf.dtype)
+
+    def parts(spec: Any, tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: part(spec, leaf), tree)
+
+    is_spec = lambda one: isinstance(one, P) or one is None  # noqa: E731
+    return jax.tree.map(parts, in_specs, arrays, is_leaf=is_spec)

@@ -1,0 +1,126 @@
+"""Kernels on a mesh: each device runs its rows and columns, and the values stay."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
+from pallas_kernels.chunk_attention import api as chunk_attention_api
+from pallas_kernels.chunk_attention import triton as chunk_attention_triton
+from pallas_kernels.gated_scan import api as gated_scan_api
+from pallas_kernels.gated_scan import gated_scan
+from pallas_kernels.gated_scan import triton as gated_scan_triton
+from tests.compiling import QUICK_COMPILE
+from tests.tolerances import assert_gradients_close
+
+AXES, SIZES = ("data", "fsdp", "sequence", "tensor"), (2, 2, 1, 2)
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh(SIZES, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Lets both ops run their Triton kernels here; collects the shapes they see."""
+    seen = []
+
+    def stand_in(backend):
+        def note(way, *arrays, **options):
+            seen.append((way, arrays[0].shape, arrays[2][0].shape))
+            return getattr(backend, way)(*arrays, **options, interpret=True)
+
+        return SimpleNamespace(
+            supported=lambda *_, **__: None,
+            forward=partial(note, "forward"),
+            backward=partial(note, "backward"),
+        )
+
+    for api, backend in (
+        (gated_scan_api, gated_scan_triton),
+        (chunk_attention_api, chunk_attention_triton),
+    ):
+        monkeypatch.setitem(api._BACKENDS, "triton", stand_in(backend))
+    return seen
+
+
+def draw(*sizes):
+    shape = np.random.default_rng(sum(sizes)).standard_normal
+    return jnp.asarray(shape(sizes), jnp.float32)
+
+
+def scan_loss(gate, wide, narrow, start, implementation):
+    gate = jax.nn.sigmoid(gate)
+    lengths = jnp.full(gate.shape[0], gate.shape[1] - 1)
+    states, finals = gated_scan(
+        gate,
+        (wide, narrow),
+        initial=(start, start),
+        lengths=lengths,
+        implementation=implementation,
+    )
+    return sum((x**2).sum() for x in (*states, *finals))
+
+
+def attention_loss(q, own, values, keys, ends, implementation):
+    first = jnp.arange(q.shape[0]) % 2
+    o = chunk_attention(
+        *(q, own, values, ChunkEnds(keys, ends)),
+        chunk=2,
+        scale=0.25,
+        first=first,
+        implementation=implementation,
+    )
+    return (o**2).sum()
+
+
+SCAN = (draw(4, 6, 64), draw(4, 6, 64), draw(4, 6, 32), draw(4, 64))
+ATTENTION = (
+    *(draw(4, 4, 2, 16), draw(4, 4, 4), draw(4, 4, 4, 16)),
+    *(draw(4, 4, 3, 16), draw(4, 4, 3, 16)),
+)
+
+
+@pytest.mark.parametrize(
+    ("loss", "arrays", "part"),
+    [
+        # 4 rows over 4 devices; 64 channels, or 4 heads that read 2 groups, over 2.
+        (scan_loss, SCAN, ((1, 6, 32), (1, 32))),
+        (attention_loss, ATTENTION, ((1, 4, 2, 16), (4, 2, 16))),
+    ],
+)
+def test_values_and_gradients_on_a_mesh_are_those_of_one_device(
+    mesh, parts, loss, arrays, part
+):
+    def run(implementation):
+        numbers = tuple(range(len(arrays)))
+        function = partial(loss, implementation=implementation)
+        return jax.jit(
+            jax.value_and_grad(function, argnums=numbers),
+            compiler_options=QUICK_COMPILE,
+        )
+
+    want = run("xla")(*arrays)
+    assert parts == []
+    by_row = NamedSharding(mesh, P(("data", "fsdp")))
+    with jax.set_mesh(mesh):
+        got = run("triton")(*jax.device_put(arrays, by_row))
+    assert_gradients_close(got, want)
+    assert parts == [("forward", *part), ("backward", *part)]
+
+
+def test_a_kernel_is_refused_where_an_axis_is_left_to_the_compiler(mesh, parts):
+    gate, wide, *_ = SCAN
+    with jax.set_mesh(mesh):
+        with pytest.raises(NotImplementedError, match="data and fsdp does not divide"):
+            gated_scan(gate[:3], (wide[:3],), implementation="triton")
+        # Not asked for by name, the op then takes what the compiler can cut.
+        gated_scan(gate[:3], (wide[:3],))
+    assert parts == []
