@@ -1,0 +1,98 @@
+"""Every variant small, in bfloat16, with shapes that its kernels take."""
+
+from typing import Any
+
+from recurjax.data.config import Bytes, DataConfig, EmbeddedText
+from recurjax.experiment import Experiment
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.norm import NormConfig
+from recurjax.layers.self_attention import AttentionConfig
+from recurjax.model import ModelConfig
+from recurjax.training.config import TrainingConfig
+from recurjax.training.latent_objectives import Interleaved
+from recurjax.training.objective import NextToken
+from recurjax.training.optimizer import AdamW
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+    MemoryConfig,
+)
+from recurjax.variants.rat import RatConfig, RatMixerConfig
+from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from recurjax.variants.transformer import TransformerConfig
+
+VOCABULARY, WIDTH, HEADS, LAYERS = 512, 256, 4, 2
+HEAD_WIDTH = WIDTH // HEADS
+LENGTHS = {"recurrent_transformer": 128}
+"""Tokens of a row; the others take 1,024, from where attention runs in blocks."""
+
+
+def experiment(variant: str) -> Experiment:
+    """Returns a run of 32 rows."""
+    stack, objective, options = VARIANTS[variant]
+    return Experiment(
+        name=variant,
+        model=ModelConfig(
+            vocabulary=VOCABULARY, stack=stack, dtype="bfloat16", **options
+        ),
+        data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes()),
+        objective=objective,
+        optimizer=AdamW(learning_rate=1e-3),
+        training=TrainingConfig(steps=10, batch=32, length=LENGTHS.get(variant, 1024)),
+    )
+
+
+VARIANTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "transformer": (
+        TransformerConfig(
+            layers=LAYERS,
+            width=WIDTH,
+            attention=AttentionConfig(
+                heads=HEADS, key_heads=HEADS, head_width=HEAD_WIDTH
+            ),
+            mlp=MlpConfig(kind="gelu", width=4 * WIDTH),
+        ),
+        NextToken(),
+        {},
+    ),
+    "recurrent_transformer": (
+        RecurrentTransformerConfig(
+            layers=LAYERS,
+            width=WIDTH,
+            heads=HEADS,
+            key_heads=HEADS,
+            head_width=HEAD_WIDTH,
+            mlp=MlpConfig(kind="gelu", width=4 * WIDTH),
+        ),
+        NextToken(),
+        {},
+    ),
+    "rat": (
+        RatConfig(
+            layers=LAYERS,
+            width=WIDTH,
+            pattern=(
+                RatMixerConfig(heads=HEADS, head_width=HEAD_WIDTH, chunk=16, groups=2),
+            ),
+            mlp=MlpConfig(width=2 * WIDTH),
+            remat="block",
+        ),
+        NextToken(),
+        {"tied_head": True},
+    ),
+    "latent_recurrent_transformer": (
+        LatentRecurrentTransformerConfig(
+            layers=LAYERS,
+            width=WIDTH,
+            heads=HEADS,
+            key_heads=HEADS,
+            head_width=HEAD_WIDTH,
+            mlp_width=4 * WIDTH,
+            vocabulary=VOCABULARY,
+            length=1024,
+            windows="L",
+            memory=MemoryConfig(sources=(1,)),
+        ),
+        Interleaved(),
+        {"final_norm": NormConfig(scale=False, eps=1e-6), "logit_soft_cap": 15.0},
+    ),
+}
