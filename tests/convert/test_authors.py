@@ -256,6 +256,9 @@ def test_unknown_variants_and_files_are_refused(tmp_path):
     config, _, _ = recurrent_case(RECURRENT[0].values[0])
     with pytest.raises(UserError, match="there is no checkpoint at"):
         from_authors(tmp_path / "none", config)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
+    with pytest.raises(UserError, match="is not a whole safetensors file"):
+        from_authors(tmp_path / "model.safetensors", config)
     (tmp_path / "model.pt").write_bytes(b"\x80\x04.")
     with pytest.raises(UserError, match="needs torch|holds no plain state dict"):
         from_authors(tmp_path / "model.pt", config)

@@ -37,6 +37,7 @@ from recurjax.training.run_directory import LoadedRun, load_run
 from recurjax.types import Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
+    MemoryConfig,
 )
 from recurjax.variants.rat import RatMixerConfig, presets
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
@@ -133,6 +134,10 @@ STACKS = {
     )
     for name, model in SWITCHES.items()
 }
+STACKS["latent_own_state_in_the_residual_alone"] = dataclasses.replace(
+    STACKS["latent_vanilla"],
+    memory=MemoryConfig(sources=(2,), lags=(0,), keys=False, values=False),
+)
 
 
 def run_of(stack, out, **switches) -> LoadedRun:
@@ -363,3 +368,13 @@ def test_other_directories_are_no_export(tmp_path):
     answer = recurjax("convert", "from-torch", tmp_path / "export", tmp_path / "out")
     assert_refused(answer, "model and experiment.model differ: tied_head")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_truncated_export_is_refused(tmp_path):
+    run = run_of(STACKS["transformer"], tmp_path)
+    to_torch(run, tmp_path / "export", check=False)
+    file = tmp_path / "export" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    answer = recurjax("convert", "from-torch", tmp_path / "export", tmp_path / "out")
+    assert_refused(answer, "model.safetensors is not a whole safetensors file: .*cut")
+    assert {path.name for path in tmp_path.iterdir()} == {"export"}
