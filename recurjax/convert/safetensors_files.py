@@ -60,7 +60,7 @@ class SafetensorsFiles:
         raw = np.empty(shape, _DTYPES[dtype]) if narrow else values
         with file.open("rb") as stream:
             stream.seek(offset)
-            if stream.readinto(raw.reshape(-1).view(np.uint8)) != raw.nbytes:
+            if stream.readinto(raw.reshape(-1).view(np.uint8).data) != raw.nbytes:
                 raise UserError(f"{file} ends inside the tensor {name}")
         if narrow:
             np.copyto(values, raw, casting="unsafe")
