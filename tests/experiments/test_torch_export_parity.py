@@ -12,8 +12,9 @@ def test_a_trained_models_export_is_the_same_function(tmp_path, quick_compilatio
     python = os.environ.get("RECURJAX_TORCH_PYTHON")
     if python is None:
         pytest.skip("RECURJAX_TORCH_PYTHON names no interpreter with torch")
-    name = "latent_recurrent_transformer"
-    words = ["--out", tmp_path, "--steps", 2, "--models", name]
+    name = "transformer"
+    # The rate's warm-up takes 20 steps.
+    words = ["--out", tmp_path, "--steps", 21, "--models", name]
     found = parity.main([str(w) for w in (*words, "--torch-python", python)])
     assert found[name]["within_tolerance"]
     assert found[name]["greedy_agreement"] == found[name]["greedy_tokens"] == 64
