@@ -17,7 +17,8 @@ SIZES = {
     "layerwise_24": 2102.2,
 }
 """Millions of parameters, embeddings included."""
-OTHERS = {"nanochat", "latent_shakespeare", *SIZES}
+SCRIPTS = {"nanochat", "latent_shakespeare", "prefill_sweeps", "refinement_cost"}
+OTHERS = {*SCRIPTS, *SIZES}
 ABLATIONS = sorted({file.stem for file in FOLDER.glob("*.py")} - OTHERS)
 
 

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -162,6 +163,43 @@ def test_every_memory_is_the_reference_s(path):
     wanted = nested(read(case, "grad"), config, reference_names)
     assert_gradients_close(to_nested_dict(gradients), wanted)
     close(exact(model, batch)[0], case["seq_logits"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", REFERENCE)
+def test_the_buffer_and_what_flows_through_it_are_the_reference_s(path):
+    case = load(path)
+    config = reference(settings(case), len(case["param/lm_head"]))
+    model, batch = model_of(case, config, reference_names), batch_of(case)
+    tokens, T = Tokens(batch.ids), batch.ids.shape[1]
+
+    @partial(quick, static_argnames="detached")
+    @partial(jax.grad, has_aux=True)
+    def run(model, detached):
+        x = model.embed(batch.ids)
+        y, buffer = model.stack.initial(x, tokens)
+        first = token_losses(model, model.final_norm(y), batch.targets).nats
+        means = [first.sum() / (batch.targets != IGNORED).sum()]
+        for positions in strided_partition(T, 2):
+            if detached:
+                buffer = jax.lax.stop_gradient(buffer)
+            y, buffer = model.stack.refine(x, tokens, positions, buffer)
+            targets = batch.targets[:, positions]
+            nats = token_losses(model, model.final_norm(y), targets).nats
+            means.append(nats.sum() / (targets != IGNORED).sum())
+        return sum(means) / 3, (first, buffer.states)
+
+    for detached in (False, True):
+        name = f"extra/{'detached' if detached else 'full'}_S2_gnorm"
+        gradients, (first, states) = run(model, detached)
+        if name in case:
+            np.testing.assert_allclose(
+                optax.tree.norm(gradients), case[name], rtol=1e-4
+            )
+    if "extra/init_only" in case:
+        close(first, case["extra/init_only"])
+    if int(case["S"]) == 2:
+        close(states, case["final_states"])
 
 
 @pytest.mark.parametrize("path", REFERENCE)

@@ -1,0 +1,87 @@
+"""What refining a subset of the positions costs, in passes over all of them.
+
+FLOPs of all matrix products of the traced programs, forward, of the paper's 20 layers
+and of the small set's model; nothing runs. `refine` computes T / S positions, so S of
+them should cost about one pass. More than one: the shared projection of the memory.
+
+    python experiments/latent_recurrent_transformer/refinement_cost.py
+"""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from latent_shakespeare import experiment as small
+from nanochat import model as paper
+
+from recurjax.bench.flops import product_flops
+from recurjax.model import Decoder, ModelConfig
+from recurjax.types import Tokens
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerStack,
+)
+from recurjax.variants.latent_recurrent_transformer.presets import nanochat, shared
+from recurjax.variants.latent_recurrent_transformer.recurrence import (
+    strided_partition,
+)
+
+SUBSETS = (1, 2, 4, 8)
+LENGTH = 512
+"""Of the paper's model here: longer passes are computed in blocks that skip what is
+hidden, where a buffer's keys are masked."""
+
+
+def models() -> dict[str, ModelConfig]:
+    """Returns the two models, both LRT-shared."""
+    stack = nanochat(20, memory=shared(20), length=LENGTH)
+    large = dataclasses.replace(paper(stack), dtype="float32")
+    return {"20 layers, T 512": large, "4 layers, T 128": small("shared").model}
+
+
+def passes(config: ModelConfig, subsets: int) -> tuple[int, list[int]]:
+    """Counts the FLOPs of a pass over all positions and of each refinement."""
+    T, D = config.stack.length, config.stack.width  # pyright: ignore[reportAttributeAccessIssue]
+    model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    stack = model.stack
+    assert isinstance(stack, LatentRecurrentTransformerStack)
+    ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+    x = jax.ShapeDtypeStruct((1, T, D), jnp.dtype(config.dtype))
+    start = LatentRecurrentTransformerStack.initial
+    _, buffer = jax.eval_shape(lambda s, x, i: start(s, x, Tokens(i)), stack, x, ids)
+
+    def refine(positions):
+        return lambda stack, x, ids, buffer: stack.refine(
+            x, Tokens(ids), positions, buffer
+        )
+
+    whole = product_flops(lambda s, x, i: start(s, x, Tokens(i)), stack, x, ids)
+    parts = [
+        product_flops(refine(positions), stack, x, ids, buffer)
+        for positions in strided_partition(T, subsets)
+    ]
+    return whole, parts
+
+
+def markdown() -> str:
+    """Returns the table: one refinement, and all S, over a pass of all positions."""
+    heads = "".join(f" S = {subsets} |" for subsets in SUBSETS)
+    lines = [f"| one refinement, all S |{heads}", "|---" * (len(SUBSETS) + 1) + "|"]
+    for name, config in models().items():
+        cells = []
+        for subsets in SUBSETS:
+            whole, parts = passes(config, subsets)
+            cells.append(f"{parts[0] / whole:.3f}, {sum(parts) / whole:.3f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Prints the table."""
+    print(markdown(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The scripts of experiments/latent_recurrent_transformer, as small as they go."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from recurjax.convert.imported_run import new_experiment, write_run
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.variants.latent_recurrent_transformer import MemoryConfig
+from tests.variants.latent_recurrent_transformer.switches import byte_model
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "latent_recurrent_transformer"
+SCRIPTS = ("latent_shakespeare", "nanochat", "prefill_sweeps", "refinement_cost")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script as Python would run it, beside its neighbours."""
+    monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
+    known = set(sys.modules)
+    yield importlib.import_module
+    for name in SCRIPTS:
+        if name not in known:
+            sys.modules.pop(name, None)
+
+
+def saved(folder, memory):
+    model = byte_model(memory)
+    experiment = new_experiment(folder, model.config, length=8)
+    write_run(folder, model, experiment, ByteTokenizer())
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_as_many_sweeps_as_tokens_are_exact(script, tmp_path, capsys):
+    sweeps = script("prefill_sweeps")
+    run = saved(tmp_path / "latent", MemoryConfig(sources=(1,)))
+    words = ["--run", run, "--rows", "3", "--sweeps", "0", "2", "8"]
+    assert sweeps.main(words) == 0
+    rows = re.findall(
+        r"^\| (\w+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) % \| (\S+) \|$",
+        capsys.readouterr().out,
+        re.MULTILINE,
+    )
+    assert [row[0] for row in rows] == ["0", "2", "8", "exact"]
+    zero, two, all_of_them, exact = [list(map(float, row[1:])) for row in rows]
+    assert zero[1] > 0.1 and zero[2] > 1e-4 and two[2] > 0
+    assert max(all_of_them[:2]) < 1e-4 and abs(all_of_them[2]) < 1e-6
+    assert exact[:4] == [0, 0, 0, 100] and all_of_them[4] == exact[4] > 4
+
+
+@pytest.mark.slow
+def test_the_small_set_trains_and_goes_on(script, tmp_path, monkeypatch, capsys):
+    small = script("latent_shakespeare")
+    kept = {"base_2x": small.RUNS["base_2x"]}  # the quickest to compile
+    monkeypatch.setattr(small, "RUNS", kept)
+    words = ["--runs", str(tmp_path), "--steps", "1"]
+    assert small.main(words) == 0
+    table = (tmp_path / "results.md").read_text()
+    assert table.count("\n") == 3 and "| base_2x |" in table
+    assert table in capsys.readouterr().out
+    assert small.main(words) == 0  # nothing is trained again
+    assert (tmp_path / "base_2x" / "log").read_text().count("step 2/2") == 1
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_refinement_is_tabled(script, capsys):
+    assert script("refinement_cost").main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    for line in lines[2:]:
+        for count, cell in zip((1, 2, 4, 8), line.split("|")[2:], strict=False):
+            one, together = map(float, cell.split(","))
+            assert 1 <= together < 1.04 and abs(one * count - together) < 0.01
+
+
+def test_mistakes_are_told(script, tmp_path):
+    sweeps = script("prefill_sweeps")
+    for words, told in [
+        (["--rows", "0"], "--rows must be at least 1"),
+        (["--run", str(tmp_path / "no")], "no run directory"),
+    ]:
+        with pytest.raises(UserError, match=told):
+            sweeps.main(words)
+
+
+@pytest.mark.slow
+def test_a_run_without_a_memory_is_told(script, tmp_path):
+    run = saved(tmp_path / "plain", None)
+    with pytest.raises(UserError, match="without a latent memory"):
+        script("prefill_sweeps").main(["--run", run])
