@@ -18,6 +18,7 @@ PROMISED = {
     "first_tour.ipynb": {"pictures": 2, "comparisons": 2},
     "recurrent_transformer.ipynb": {"pictures": 3, "comparisons": 4},
     "rat.ipynb": {"pictures": 3, "comparisons": 2},
+    "latent_recurrent_transformer.ipynb": {"pictures": 3, "comparisons": 6},
 }
 
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
