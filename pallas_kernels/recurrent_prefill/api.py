@@ -18,6 +18,7 @@ from pallas_kernels.recurrent_prefill.checks import check_call
 from pallas_kernels.recurrent_prefill.mesh_layout import (
     MeshLayout,
     layout_of_call,
+    left_to_the_compiler,
     run_backward,
     run_forward,
     supported,
@@ -101,6 +102,10 @@ class _Call(NamedTuple):
     def refusal(self, *arguments: Any) -> str | None:
         """Returns why the backend cannot run the call."""
         backend, options = _BACKENDS[self.backend], dict(self.options)
+        # The compiler cuts xla's own operations by itself, and no kernel.
+        left = None if self.backend == "xla" else left_to_the_compiler(self.layout)
+        if left is not None:
+            return left
         if self.layout is None:
             return backend.supported(*arguments, **options)
         return supported(backend, self.layout, *arguments, options=options)

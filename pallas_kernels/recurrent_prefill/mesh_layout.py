@@ -57,13 +57,7 @@ def layout_of_call(
       ValueError: several stages, and no wavefront or layers that they do not divide.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    free = {
-        name: size
-        for name, size, kind in zip(
-            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
-        )
-        if kind == AxisType.Auto and size > 1
-    }
+    free = _free_axes(mesh)
     rows = tuple(axis for axis in ROW_AXES if axis in free)
     if x.shape[0] % _product(mesh, rows):
         rows = ()
@@ -74,6 +68,15 @@ def layout_of_call(
         return None
     axis = LAYER_AXIS if stages > 1 else None
     return MeshLayout(mesh=mesh, rows=rows, stages=Stages(stages, axis))
+
+
+def left_to_the_compiler(layout: MeshLayout | None) -> str | None:
+    """Returns why no kernel can run: an axis that cuts neither rows nor layers."""
+    cut = set() if layout is None else {*layout.rows, layout.stages.axis}
+    left = [a for a in _free_axes(jax.sharding.get_abstract_mesh()) if a not in cut]
+    if not left:
+        return None
+    return f"the mesh's {' and '.join(left)} cuts neither rows nor layers of the call"
 
 
 def supported(
@@ -205,6 +208,16 @@ def _check_stages(stages: int, layers: int, schedule: str | None) -> None:
             "recurrent_prefill: wants a number of layers that the mesh's stages "
             f"divide, got {layers} layers on {stages} stages"
         )
+
+
+def _free_axes(mesh: AbstractMesh) -> dict[str, int]:
+    """Returns the sizes of the axes that are not cut yet around this call."""
+    described = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {
+        name: size
+        for name, size, kind in described
+        if kind == AxisType.Auto and size > 1
+    }
 
 
 def _product(mesh: AbstractMesh, axes: tuple[str, ...]) -> int:

@@ -23,7 +23,7 @@ from recurjax.plan.flops import count_flops
 from recurjax.plan.hlo import parse
 from recurjax.plan.memory import device_bytes, read_memory
 from recurjax.plan.programs import Program, build_program
-from recurjax.plan.target import as_if_on, open_devices
+from recurjax.plan.target import STAND_IN, as_if_on, open_devices
 from recurjax.plan.topology import Topology, parse_topology
 from recurjax.plan.traffic import read_traffic
 from recurjax.sharding import AXES, make_mesh
@@ -69,6 +69,7 @@ def respond(request: dict[str, Any]) -> dict[str, Any]:
         "mesh": dict(zip(AXES, mesh.axis_sizes, strict=True)),
         "devices": topology.devices,
         "versions": versions(),
+        "notes": [STAND_IN] if topology.platform == "cuda" else [],
     }
     with as_if_on(devices, topology, mesh):
         program = build_program(

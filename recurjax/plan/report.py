@@ -28,6 +28,8 @@ def show_plan(plan: Plan, console: Console) -> None:
             table.add_row(name, text)
         table.add_section()
     console.print(table)
+    for note in plan.answer.get("notes", ()):
+        console.print(f"note: {note}", markup=False, highlight=False)
     hardware = plan.topology.hardware
     if hardware.flops is not None:
         console.print(

@@ -8,13 +8,20 @@ from unittest import mock
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from recurjax.errors import UserError
 from recurjax.plan.topology import Topology
 
 H100_CONFIG = Path(__file__).parent / "h100_target_config.txtpb"
 """What XLA's GPU compiler asks of the device that it compiles for."""
+
+STAND_IN = (
+    "cuDNN's attention cannot be compiled without cuDNN: from 1,024 tokens on our own "
+    "kernel stands in, which keeps as little; shorter rows are planned with plain "
+    "attention, which keeps their logits"
+)
+"""What a plan for GPUs says of its attention."""
 
 
 def open_devices(topology: Topology) -> list[Any]:
@@ -55,23 +62,17 @@ def as_if_on(devices: list[Any], topology: Topology, mesh: Mesh) -> Iterator[Non
     """Makes tracing and lowering choose what they would on these devices.
 
     Backends of operations ask the first device for its platform, kind and compute
-    capability; Mosaic asks the mesh that is set.
+    capability; Mosaic asks the mesh that is set. For GPUs the default backend is called
+    "cuda" and not "gpu", so that attention does not choose cuDNN's kernel, which only a
+    machine with cuDNN can compile: see `STAND_IN`.
     """
     if topology.platform == "cpu":
         with jax.set_mesh(mesh):
             yield
         return
-    platform = "gpu" if topology.platform == "cuda" else "tpu"
-    kind, cores = devices[0].device_kind, None if platform == "gpu" else 1
-    around = AbstractMesh(
-        mesh.axis_sizes,
-        mesh.axis_names,
-        axis_types=mesh.axis_types,
-        abstract_device=AbstractDevice(kind, cores, topology.platform),
-    )
     with (
         mock.patch.object(jax, "devices", lambda *_: devices),
-        mock.patch.object(jax, "default_backend", lambda: platform),
-        jax.sharding.use_abstract_mesh(around),
+        mock.patch.object(jax, "default_backend", lambda: topology.platform),
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         yield

@@ -178,10 +178,13 @@ def _read_of_slice(operand: Instruction, instruction: Instruction) -> int:
 
 
 def _kernel_name(instruction: Instruction) -> str:
-    """Returns target and name, less the number that makes it unique."""
-    name = re.sub(r"[.\d]+$", "", instruction.name)
-    target = instruction.kernel or ""
-    return name if target in ("tpu_custom_call", "__gpu$xla.gpu.triton") else target
+    """Returns a kernel's own name, or the target of a library's call."""
+    if instruction.kernel == "__gpu$xla.gpu.triton":
+        named = re.findall(r'\bname = "([^"]*)"', instruction.attributes)
+        return named[-1] if named else "triton"
+    if instruction.kernel == "tpu_custom_call":
+        return re.sub(r"[.\d]+$", "", instruction.name)
+    return instruction.kernel or ""
 
 
 def _joined(found: list[Collective]) -> tuple[Collective, ...]:

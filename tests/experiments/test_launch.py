@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.source_tree import ROOT
-from tests.training import tiny_experiment
 from tests.training.compilation import quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -108,14 +107,22 @@ def test_entry_waits_for_a_command_that_saves_after_sigterm(tmp_path):
 def test_two_processes_under_the_entry_stop_save_and_resume(
     quick_compilation, tmp_path
 ):
+    file = tmp_path / "constant.py"  # with a schedule that lets a run be lengthened
+    file.write_text(
+        "from dataclasses import replace\n"
+        "from recurjax.training.schedule import Constant\n"
+        "from tests.training.tiny_experiment import config as tiny\n"
+        "def config():\n    return replace(tiny(), schedule=Constant())\n"
+    )
+
     def start(steps: int) -> list[subprocess.Popen]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [sys.executable, "-m", "recurjax.cli.main", "train"]
-        command += [tiny_experiment.__file__, "--runs", str(tmp_path)]
+        command += [str(file), "--runs", str(tmp_path)]
         command += ["--training.steps", str(steps), "--evaluation.every", "0"]
-        command += ["--training.checkpoint-every", "200"]
+        command += ["--training.checkpoint-every", "20"]
         place = {
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
             "JAX_NUM_PROCESSES": "2",
@@ -129,7 +136,9 @@ def test_two_processes_under_the_entry_stop_save_and_resume(
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=ROOT,
-                env={**quick_compilation, **place, "JAX_PROCESS_ID": str(rank)},
+                env=quick_compilation
+                | place
+                | {"JAX_PROCESS_ID": str(rank), "PYTHONPATH": str(ROOT)},
             )
             for rank in range(2)
         ]
@@ -142,7 +151,7 @@ def test_two_processes_under_the_entry_stop_save_and_resume(
                 process.kill()
 
     pair = start(10**6)
-    saved, limit = tmp_path / "tiny" / "checkpoints" / "200", time.monotonic() + 150
+    saved, limit = tmp_path / "tiny" / "checkpoints" / "20", time.monotonic() + 150
     while not saved.is_dir() and time.monotonic() < limit and pair[0].poll() is None:
         time.sleep(0.1)
     pair[1].send_signal(signal.SIGTERM)

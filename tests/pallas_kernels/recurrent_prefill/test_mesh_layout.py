@@ -130,6 +130,18 @@ def test_a_batch_that_the_devices_do_not_divide_is_computed_whole():
     assert layout_of_call(x, w, schedule=None) is None
 
 
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2, "tensor": 2}])
+def test_an_axis_that_the_op_does_not_cut_leaves_no_kernel(sizes):
+    x, w = inputs()
+    training = empty_cache(LAYERS, x.shape[0], 0, PLAIN)
+    run = partial(recurrent_prefill, x, w, training, spec=PLAIN)
+    with (
+        jax.set_mesh(mesh_of(**sizes)),
+        pytest.raises(NotImplementedError, match="mesh's tensor cuts neither rows"),
+    ):
+        run(implementation="mosaic_tpu")
+
+
 @pytest.mark.slow
 def test_prefill_and_steps_on_stages_are_those_of_one_device():
     x, w = inputs()
