@@ -18,11 +18,9 @@ pytestmark = pytest.mark.skipif(
 FAST = [Case("rat", "decode", "h100")]
 SLOW = [
     Case("transformer", "train", "h100"),
-    Case("recurrent_transformer", "decode", "h100"),
     Case("rat", "train", "h100"),
+    Case("recurrent_transformer", "decode", "h100"),
     Case("latent_recurrent_transformer", "decode", "h100"),
-    Case("transformer", "decode", "v5e:2x2"),
-    Case("rat", "decode", "v6e:2x2"),
 ]
 
 
