@@ -21,6 +21,7 @@ SLOW = [
     Case("rat", "train", "h100"),
     Case("recurrent_transformer", "decode", "h100"),
     Case("latent_recurrent_transformer", "decode", "h100"),
+    Case("rat", "decode", "v5e:2x2"),
 ]
 
 
