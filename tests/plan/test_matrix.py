@@ -22,6 +22,7 @@ SLOW = [
     Case("recurrent_transformer", "decode", "h100"),
     Case("latent_recurrent_transformer", "decode", "h100"),
     Case("rat", "decode", "v5e:2x2"),
+    Case("transformer", "decode", "v6e:2x2"),
 ]
 
 
