@@ -16,8 +16,8 @@ from flax import nnx
 from latent_shakespeare import experiment as small
 from nanochat import model as paper
 
-from recurjax.bench.flops import product_flops
 from recurjax.model import Decoder, ModelConfig
+from recurjax.plan.flops import count_flops
 from recurjax.types import Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerStack,
@@ -55,6 +55,10 @@ def passes(config: ModelConfig, subsets: int) -> tuple[int, list[int]]:
         return lambda stack, x, ids, buffer: stack.refine(
             x, Tokens(ids), positions, buffer
         )
+
+    def product_flops(function, *inputs) -> int:
+        jaxpr = jax.make_jaxpr(function)(*inputs)
+        return count_flops(jaxpr, platform="tpu").products
 
     whole = product_flops(lambda s, x, i: start(s, x, Tokens(i)), stack, x, ids)
     parts = [
