@@ -28,7 +28,9 @@ from recurjax.plan.topology import Topology, parse_topology
 from recurjax.plan.traffic import read_traffic
 from recurjax.sharding import AXES, make_mesh
 
-_HBM = re.compile(r"Used ([\d.]+)([KMGT]?) of")
+# What TPU's compiler says of a program's whole need, or of its temporaries alone.
+_WHOLE = re.compile(r"Used ([\d.]+)([KMGT]?) of")
+_TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -86,7 +88,7 @@ def respond(request: dict[str, Any]) -> dict[str, Any]:
         except UserError:
             raise
         except Exception as error:  # whatever a compiler has to say is the answer
-            return answer | _failure(error)
+            return answer | read_failure(error, answer["parts"])
 
 
 def versions() -> dict[str, str]:
@@ -111,7 +113,8 @@ def _compiled(
     try:
         compiled = lowered.compile()
     except Exception as error:
-        found = _failure(error)
+        sizes = {name: device_bytes(tree) for name, tree in program.parts.items()}
+        found = read_failure(error, sizes)
     else:
         traffic = read_traffic(
             parse(compiled.as_text()), axes=AXES, sizes=mesh.axis_sizes
@@ -150,15 +153,23 @@ def _stored(
     return Path(request["cache"]) / f"{key.hexdigest()[:32]}.json"
 
 
-def _failure(error: Exception) -> dict[str, Any]:
-    """Returns the reason in the compiler's words, and the bytes that it asked for."""
+def read_failure(error: Exception, parts: dict[str, int]) -> dict[str, Any]:
+    """Returns the reason in the compiler's words, and the bytes that it asked for.
+
+    Args:
+      error: of the compiler.
+      parts: bytes of the arguments, which come on top of temporaries.
+    """
     text = str(error)
     told = [line.strip() for line in text.splitlines() if line.strip()]
     lines = [line for line in told if "RESOURCE_EXHAUSTED" in line or "Used " in line]
     reason = " ".join(lines[:2] or told[:1]) or type(error).__name__
-    wanted = _HBM.search(text)
-    needed = int(float(wanted[1]) * _UNITS[wanted[2]]) if wanted else None
-    memory = "RESOURCE_EXHAUSTED" in text or wanted is not None
+    needed = None
+    if wanted := _WHOLE.search(text):
+        needed = int(float(wanted[1]) * _UNITS[wanted[2]])
+    elif wanted := _TEMPORARIES.search(text):
+        needed = int(float(wanted[1]) * _UNITS[wanted[2]]) + sum(parts.values())
+    memory = "RESOURCE_EXHAUSTED" in text or needed is not None
     kind = "memory" if memory else type(error).__name__
     return {"failed": reason[:600], "failed_by": kind, "needed": needed}
 

@@ -9,6 +9,7 @@ import pytest
 
 from recurjax.plan import compilation
 from recurjax.plan.changes import find_changes
+from recurjax.plan.child import read_failure
 from recurjax.plan.compilation import compile_elsewhere
 from recurjax.plan.planning import Plan, make_plan
 from recurjax.plan.topology import parse_topology
@@ -115,6 +116,30 @@ def test_what_does_not_fit_gets_three_changes_that_are_planned_again(monkeypatch
         ("--model.stack.remat block", False),
         ("--mesh fsdp=2,tensor=2", False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "needed", "kind"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in "
+            "memory space hbm. Used 20.50G of 15.75G hbm. Exceeded hbm by 4.75G.",
+            int(20.5 * 2**30),
+            "memory",
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required "
+            "for HLO temporaries (215.25G) exceeds available HBM (95.74G).",
+            int(215.25 * 2**30) + 7,
+            "memory",
+        ),
+        ("Mosaic kernels cannot be automatically partitioned.", None, "ValueError"),
+    ],
+)
+def test_a_compilers_refusal_is_read_for_its_bytes(text, needed, kind):
+    found = read_failure(ValueError(f"{text}\n\nmore"), {"parameters": 4, "data": 3})
+    assert (found["needed"], found["failed_by"]) == (needed, kind)
+    assert found["failed"] == text
 
 
 def test_a_mesh_that_does_not_divide_is_refused_by_the_child():
