@@ -12,13 +12,11 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 import jax  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 from jax.sharding import (  # noqa: E402
     AbstractDevice,
     AbstractMesh,
@@ -26,28 +24,24 @@ from jax.sharding import (  # noqa: E402
     SingleDeviceSharding,
 )
 
-H100_CONFIG = (
-    Path(__file__).parents[1] / "recurjax" / "plan" / "h100_target_config.txtpb"
-)
+from recurjax.plan.hlo import Instruction, Module, parse  # noqa: E402
+from recurjax.plan.target import open_devices  # noqa: E402
+from recurjax.plan.topology import parse_topology  # noqa: E402
+
 NOT_LAUNCHED = {
     *("parameter", "get-tuple-element", "tuple", "constant", "bitcast", "while"),
     *("after-all", "partition-id", "replica-id", "conditional", "call"),
 }
-INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*)$")
-OPCODE = re.compile(r"(?:^|[\s)}\]])([a-z][a-z0-9\-]*)\(")
 
 
 def compile_for(target: str, function, arguments):
     """Compiles `function` for one device of the target."""
+    first = open_devices(parse_topology(target))[0]
     if target == "h100":
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology="1x1x1", target_config=H100_CONFIG.read_text()
-        )
         device = AbstractDevice("NVIDIA H100 80GB HBM3", None, "cuda")
     else:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
-        device = AbstractDevice(topology.devices[0].device_kind, 1, "tpu")
-    placed = SingleDeviceSharding(topology.devices[0])
+        device = AbstractDevice(first.device_kind, 1, "tpu")
+    placed = SingleDeviceSharding(first)
     mesh = AbstractMesh(
         (1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device
     )
@@ -60,37 +54,29 @@ def compile_for(target: str, function, arguments):
     return lowered.compile()
 
 
-def loop_bodies(hlo: str) -> list[dict]:
-    """Returns what each while body of optimised HLO launches an iteration."""
-    computations: dict[str, list[str]] = {}
-    name = ""
-    for line in hlo.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
-            computations[name] = []
-        elif name:
-            computations[name].append(line)
+def loop_bodies(module: Module) -> list[dict]:
+    """Returns what each while body of a program launches an iteration."""
+    loops = [
+        instruction
+        for computation in module.computations.values()
+        for instruction in computation.values()
+        if instruction.opcode == "while"
+    ]
     bodies = []
-    for body in dict.fromkeys(re.findall(r"body=%?([\w.\-]+)", hlo)):
-        launched = [found for line in computations[body] if (found := _launch(line))]
-        inner = sum(" while(" in line for line in computations[body])
+    for body in dict.fromkeys(loop.attribute("body") for loop in loops):
+        inside = module.computations[body].values()
+        launched = [_told(one) for one in inside if one.opcode not in NOT_LAUNCHED]
+        inner = sum(one.opcode == "while" for one in inside)
         bodies.append({"body": body, "launched": launched, "loops": inner})
     return bodies
 
 
-def _launch(line: str) -> str | None:
-    """Returns what an HLO line launches: an opcode, or a kernel's name."""
-    found = INSTRUCTION.match(line)
-    if not found or not (opcodes := OPCODE.findall(found[1])):
-        return None
-    if opcodes[0] in NOT_LAUNCHED:
-        return None
-    called = re.search(r'op_name="[^"]*/([\w]+)"', line)
-    if opcodes[0] == "custom-call":
-        target = re.search(r'custom_call_target="([^"]*)"', line)
-        kernel = re.search(r"^\s+(?:ROOT )?%?([\w\-]+)", line)
-        return f"{target[1] if target else ''} {kernel[1] if kernel else ''}"
-    return f"{opcodes[0]} {called[1] if called else ''}"
+def _told(instruction: Instruction) -> str:
+    """Names a launch: an opcode with what it was in jax, or a kernel."""
+    if instruction.kernel is not None:
+        return f"{instruction.kernel} {instruction.name.split('.')[0]}"
+    called = re.search(r'op_name="[^"]*/([\w]+)"', instruction.attributes)
+    return f"{instruction.opcode} {called[1] if called else ''}"
 
 
 def summary(compiled) -> dict:
@@ -98,7 +84,7 @@ def summary(compiled) -> dict:
     hlo = compiled.as_text()
     memory = compiled.memory_analysis()
     return {
-        "loops": loop_bodies(hlo),
+        "loops": loop_bodies(parse(hlo)),
         "custom_calls": sorted(set(re.findall(r'custom_call_target="([^"]*)"', hlo))),
         "temp_bytes": memory.temp_size_in_bytes,
     }

@@ -13,8 +13,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from recurjax.cli.options import parse
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.errors import UserError
@@ -25,7 +23,7 @@ from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.muon_adamw import MuonAdamW
 from recurjax.training.objective import Chunked, Interleaved, NextToken, Objective
 from recurjax.training.schedule import LinearWarmdown
-from recurjax.training.sweep import markdown, sweep
+from recurjax.training.sweep import sweep_and_print
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from recurjax.variants.latent_recurrent_transformer.presets import (
     layerwise,
@@ -101,14 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     """Trains what is not trained yet and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="latent_shakespeare.py")
-    console = Console()
     runs = [experiment(name, steps=options.steps) for name in RUNS]
-    reached = sweep(runs, options.runs, console=console)
-    if reached is None:
-        console.print("stopped: the same command goes on from here")
-        return 130
-    print(markdown(reached), end="")
-    return 0
+    return sweep_and_print(runs, options.runs)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from recurjax.cli.options import parse
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.errors import UserError
@@ -23,7 +21,7 @@ from recurjax.model import ModelConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.optimizer import AdamW
 from recurjax.training.schedule import Cosine
-from recurjax.training.sweep import markdown, sweep
+from recurjax.training.sweep import sweep_and_print
 from recurjax.variants.rat import MixerConfig, RatConfig, presets
 
 LENGTH = 256
@@ -85,17 +83,11 @@ def main(argv: list[str] | None = None) -> int:
     """Trains what is not trained yet and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="rat_shakespeare.py")
-    console = Console()
     runs = [
         experiment(name, stack(*pattern), steps=options.steps)
         for name, pattern in MODELS.items()
     ]
-    reached = sweep(runs, options.runs, console=console)
-    if reached is None:
-        console.print("stopped: the same command goes on from here")
-        return 130
-    print(markdown(reached), end="")
-    return 0
+    return sweep_and_print(runs, options.runs)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,21 @@ def sweep(
     return reached
 
 
+def sweep_and_print(experiments: Sequence[Experiment], root: Path) -> int:
+    """Does what a script of a small set does: `sweep`, then the table on stdout.
+
+    Returns:
+      The process's exit status: 0, or 130 when a run was stopped.
+    """
+    console = Console()
+    reached = sweep(experiments, root, console=console)
+    if reached is None:
+        console.print("stopped: the same command goes on from here")
+        return 130
+    print(markdown(reached), end="")
+    return 0
+
+
 def read_reached(experiment: Experiment, root: Path) -> Reached:
     """Reads what a finished run reached from its metrics.jsonl."""
     rows = [

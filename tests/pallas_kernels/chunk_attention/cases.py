@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.chunk_attention import ChunkEnds
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
@@ -122,3 +123,29 @@ def refusal(backend, case: Case) -> str | None:
     (q, own_logits, own_values, keys, values), first, documents, ends = case.inputs()
     call = (q, own_logits, own_values, ChunkEnds(keys, values, ends), first, documents)
     return backend.expressible(*call, **case.options)
+
+
+KERNEL_CASES = {
+    "one position": Case(1),
+    "prime": Case(37),
+    "whole blocks": Case(48, groups=1),
+    "a group for each head": Case(33, groups=4),
+    "a chunk longer than a block": Case(50, chunk=20),
+    "chunks of one": Case(19, chunk=1),
+    "cached ends": Case(18, ends=13, first=(7, 0)),
+    "a decode step": Case(1, chunk=1, ends=13, first=(11, 2)),
+    "documents": Case(37, documents=True),
+    "documents and cached ends": Case(18, ends=13, first=(3, 0), documents=True),
+    "no ends": Case(7, ends=0, first=(2, 0)),
+    "bfloat16": Case(37, dtype="bfloat16"),
+}
+_QUICK = ("prime", "cached ends")
+"""The rest repeats them at other sizes; compiling each costs seconds."""
+
+
+def kernel_cases(cases: dict[str, Case]) -> list:
+    """Returns a backend's cases as pytest's parameters, all but two marked slow."""
+    return [
+        pytest.param(case, id=name, marks=() if name in _QUICK else pytest.mark.slow)
+        for name, case in cases.items()
+    ]

@@ -9,9 +9,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.chunk_attention import chunk_attention, mosaic_tpu
 from pallas_kernels.chunk_attention.mosaic_launch import Tiles
 from tests.pallas_kernels.chunk_attention.cases import (
+    KERNEL_CASES,
     Case,
     assert_is_the_definition,
     backend_passes,
+    kernel_cases,
     op_passes,
     refusal,
 )
@@ -19,34 +21,12 @@ from tests.pallas_kernels.chunk_attention.cases import (
 TILES = Tiles(rows=16, ends=4)
 KERNELS = partial(backend_passes, mosaic_tpu, interpret=True, tiles=TILES)
 
-CASES = {
-    "one position": Case(1),
-    "prime": Case(37),
-    "whole blocks": Case(48, groups=1),
-    "a group for each head": Case(33, groups=4),
-    "heads of whole registers": Case(19, width=128),
-    "a chunk longer than a block": Case(50, chunk=20),
-    "chunks of one": Case(19, chunk=1),
-    "cached ends": Case(18, ends=13, first=(7, 0)),
-    "a decode step": Case(1, chunk=1, ends=13, first=(11, 2)),
-    "documents": Case(37, documents=True),
-    "documents and cached ends": Case(18, ends=13, first=(3, 0), documents=True),
-    "no ends": Case(7, ends=0, first=(2, 0)),
-    "bfloat16": Case(37, dtype="bfloat16"),
-}
-QUICK = ("prime", "cached ends")
-"""The rest repeats them at other sizes; compiling each costs seconds."""
+CASES = KERNEL_CASES | {"heads of whole registers": Case(19, width=128)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
-    ],
-)
-def test_kernels_compute_what_the_definition_does(name):
-    assert_is_the_definition(KERNELS, CASES[name])
+@pytest.mark.parametrize("case", kernel_cases(CASES))
+def test_kernels_compute_what_the_definition_does(case):
+    assert_is_the_definition(KERNELS, case)
 
 
 @pytest.mark.slow

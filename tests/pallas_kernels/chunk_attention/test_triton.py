@@ -10,9 +10,11 @@ import pytest
 from pallas_kernels.chunk_attention import chunk_attention, triton
 from pallas_kernels.chunk_attention.triton_launch import Tiles, choose_tiles
 from tests.pallas_kernels.chunk_attention.cases import (
+    KERNEL_CASES,
     Case,
     assert_is_the_definition,
     backend_passes,
+    kernel_cases,
     op_passes,
     refusal,
 )
@@ -21,33 +23,10 @@ TILES = Tiles(rows=16, ends=4, gradient_rows=8, gradient_ends=4, splits=1)
 """Several blocks along each axis; a block of positions spans several chunks."""
 KERNELS = partial(backend_passes, triton, interpret=True, tiles=TILES)
 
-CASES = {
-    "one position": Case(1),
-    "prime": Case(37),
-    "whole blocks": Case(48, groups=1),
-    "a group for each head": Case(33, groups=4),
-    "a chunk longer than a block": Case(50, chunk=20),
-    "chunks of one": Case(19, chunk=1),
-    "cached ends": Case(18, ends=13, first=(7, 0)),
-    "a decode step": Case(1, chunk=1, ends=13, first=(11, 2)),
-    "documents": Case(37, documents=True),
-    "documents and cached ends": Case(18, ends=13, first=(3, 0), documents=True),
-    "no ends": Case(7, ends=0, first=(2, 0)),
-    "bfloat16": Case(37, dtype="bfloat16"),
-}
-QUICK = ("prime", "cached ends")
-"""The rest repeats them at other sizes; compiling each costs seconds."""
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
-    ],
-)
-def test_kernels_compute_what_the_definition_does(name):
-    assert_is_the_definition(KERNELS, CASES[name])
+@pytest.mark.parametrize("case", kernel_cases(KERNEL_CASES))
+def test_kernels_compute_what_the_definition_does(case):
+    assert_is_the_definition(KERNELS, case)
 
 
 @pytest.mark.slow
