@@ -25,9 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from recurjax import host
 from recurjax.data.config import EmbeddedText
 from recurjax.data.dataset import open_dataset
 from recurjax.evaluation.perplexity import Score, score
+from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.model import Decoder
@@ -109,12 +111,11 @@ def continuations(run: LoadedRun) -> list[str]:
     return [run.tokenizer.decode(tokens) for tokens in made.tokens]
 
 
-def in_dtype(model: Decoder, dtype: str) -> Decoder:
-    """Returns the model with activations and parameters of a dtype, for decoding."""
+def in_dtype(model: Decoder, dtype: Any) -> Decoder:
+    """Returns the model with activations of a dtype, and its matrices too."""
     config = dataclasses.replace(model.config, dtype=dtype)
     like = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    nested = jax.tree.map(lambda leaf: leaf.astype(dtype), to_nested_dict(model))
-    return from_nested_dict(like, nested)
+    return in_compute_dtype(from_nested_dict(like, to_nested_dict(model)))
 
 
 def decode_rate(run: LoadedRun, dtype: str) -> float:
@@ -182,4 +183,5 @@ def _show(name: str, figures: Any) -> None:
 
 
 if __name__ == "__main__":
+    host.prepare()
     main()

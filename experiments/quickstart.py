@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from recurjax import host
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
@@ -120,6 +121,7 @@ def _order_2_bits(experiment: Experiment) -> float:
 
 
 if __name__ == "__main__":
+    host.prepare()
     try:
         sys.exit(main())
     except UserError as error:

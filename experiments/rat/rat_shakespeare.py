@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from recurjax import host
 from recurjax.cli.options import parse
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.errors import UserError
@@ -91,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    host.prepare()
     try:
         sys.exit(main())
     except UserError as error:

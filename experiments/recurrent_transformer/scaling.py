@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recurjax import host
 from recurjax.bench.recurrent_transformer import SCHEDULES, Programs, layers, programs
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
@@ -122,4 +123,5 @@ def main(arguments: list[str] | None = None) -> list[Point]:
 
 
 if __name__ == "__main__":
+    host.prepare()
     main()

@@ -27,6 +27,7 @@ import shakespeare_recurrent
 import shakespeare_transformer
 import tyro
 
+from recurjax import host
 from recurjax.config_json import to_json
 from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
@@ -251,6 +252,7 @@ def _row(*cells: str) -> str:
 
 
 if __name__ == "__main__":
+    host.prepare()
     try:
         sys.exit(main())
     except UserError as error:

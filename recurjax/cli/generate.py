@@ -11,6 +11,7 @@ import tyro
 
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
+from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.generate import Generation, generate
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.inference.timing import Timing
@@ -86,7 +87,7 @@ def run(argv: list[str]) -> int:
         unshown.clear()
 
     made = generate(
-        loaded.model,
+        in_compute_dtype(loaded.model),
         prompts,
         tokenizer=loaded.tokenizer,
         max_new_tokens=options.max_new_tokens,

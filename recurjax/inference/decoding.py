@@ -57,7 +57,7 @@ def prefill(
     B, T = tokens.ids.shape
     assert tokens.lengths is not None
     residual = jnp.zeros((), jnp.float32)
-    cache = model.init_cache(B, cache_length)
+    cache = model.init_cache(B, cache_length, _cache_dtype(model))
     if sweeps is None:
         x, cache = model.hidden(tokens, cache)
     else:
@@ -119,6 +119,15 @@ def decode(
     start = (jnp.zeros((), jnp.int32), state, made)
     _, state, made = jax.lax.while_loop(unfinished, step, start)
     return state, made
+
+
+def _cache_dtype(model: Decoder) -> str:
+    """Returns float32 for bfloat16 models on CPU, where it holds the same values.
+
+    XLA's CPU backend widens and narrows the whole of a bfloat16 cache to write a token.
+    """
+    narrow = model.config.dtype == "bfloat16" and jax.default_backend() == "cpu"
+    return "float32" if narrow else model.config.dtype
 
 
 def _draw(

@@ -9,7 +9,12 @@ from jaxtyping import Int32, Key
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.inference.continuation import Continuation
-from recurjax.inference.generate_tokens import CHUNK, FinishReason, generate_tokens
+from recurjax.inference.generate_tokens import (
+    CHUNK,
+    LONG_CHUNK,
+    FinishReason,
+    generate_tokens,
+)
 from recurjax.inference.sampling import PLAIN, SamplingConfig
 from recurjax.inference.timing import Timing
 from recurjax.model import Decoder
@@ -47,7 +52,7 @@ def generate(
     seed: int | Key[Array, " B"] = 0,
     on_text: Callable[[int, str], None] | None = None,
     cache_length: int | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     prefill: str = "exact",
 ) -> Generation:
     """Continues texts, all in one batch.
@@ -64,7 +69,8 @@ def generate(
         empty prompt always starts from BOS.
       seed: an int, or one random stream a row: see `generate_tokens`.
       on_text: called with the row and its next piece of text; they join to `texts`.
-      cache_length, chunk: see `generate_tokens`; prefill: its `prefill_by`.
+      cache_length, chunk: see `generate_tokens`, which looks at the tokens as seldom
+        without `on_text` and `stop` as without `on_token`; prefill: its `prefill_by`.
 
     Raises:
       UserError: see `generate_tokens`; also an empty prompt without a BOS, and a
@@ -90,6 +96,8 @@ def generate(
         show(row, rows[row].push(token))
         return rows[row].stopped
 
+    if chunk is None:
+        chunk = CHUNK if stop or on_text is not None else LONG_CHUNK
     made = generate_tokens(
         model,
         encoded,

@@ -19,7 +19,10 @@ FinishReason = Literal["eos", "stop", "length"]
 """What ended a row: the EOS token, the caller (a stop string), the token limit."""
 
 CHUNK = 16
-"""Tokens a row between two looks at them by the host."""
+"""Tokens a row between two looks at them by the host, where someone waits for them."""
+
+LONG_CHUNK = 64
+"""The same where nobody does: each call has a cost of its own."""
 
 _CACHE_STEP = 64
 _SMALLEST_BUCKET = 16
@@ -49,7 +52,7 @@ def generate_tokens(
     seed: int | Key[Array, " B"] = 0,
     on_token: Callable[[int, int], bool] | None = None,
     cache_length: int | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     prefill_by: str = "exact",
 ) -> TokenGeneration:
     """Continues token sequences, all in one batch.
@@ -66,6 +69,7 @@ def generate_tokens(
       cache_length: how many tokens a row's cache can hold; None: as many as needed.
       chunk: draws a row in one call of the compiled loop: `on_token` is called this
         seldom, and up to so many tokens are computed in vain after it ends a row.
+        None: 16 with `on_token`, else 64.
       prefill_by: "exact", or "sweeps:N": a latent recurrence reads the prompts in N
         parallel sweeps after a first one, see `Decoder.sweep`.
 
@@ -73,6 +77,8 @@ def generate_tokens(
       UserError: no prompt; an empty one; a prompt and its continuation are longer than
         the model or the cache allows; a token that the model does not have.
     """
+    if chunk is None:
+        chunk = LONG_CHUNK if on_token is None else CHUNK
     if max_new_tokens < 1 or chunk < 1:
         raise UserError(
             f"max_new_tokens and chunk must be at least 1, got {max_new_tokens} and "

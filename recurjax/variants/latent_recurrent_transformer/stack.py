@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.key_value_cache import empty_key_value_cache
-from recurjax.layers.rematerialization import rematerialize
+from recurjax.layers.layer_scan import scan_layers
 from recurjax.types import Array, Tokens
 from recurjax.variants.latent_recurrent_transformer.block import (
     LatentBlock,
@@ -336,12 +336,9 @@ class LatentRecurrentTransformerStack(nnx.Module):
         """Runs all layers; `places` has one place for each in the pattern."""
         config = self.config
         P = config.pattern
-        caches, buffers = (), ()
-        if not isinstance(places, Whole):
-            if isinstance(places[0], Buffer):
-                buffers = places
-            else:
-                caches = places
+        whole = isinstance(places, Whole)
+        buffers = places if not whole and isinstance(places[0], Buffer) else ()
+        caches = () if whole or buffers else places
         weights = self._source_weights(seen.x0.dtype)
         stream = self._stream(seen.x0)
 
@@ -366,11 +363,13 @@ class LatentRecurrentTransformerStack(nnx.Module):
 
         zero = None if weights is None else jnp.zeros_like(seen.x0)
         repeats = config.layers // P
-        (stream, state, caches), kept = jax.lax.scan(
-            rematerialize(repeat, config.remat),
+        (stream, state, caches), kept = scan_layers(
+            repeat,
             (stream, zero, caches),
             (tuple(self.blocks), buffers, jnp.arange(repeats, dtype=jnp.int32)),
+            remat=config.remat,
             unroll=min(config.unroll, repeats),
+            cached=bool(caches),
         )
         state = stream.x if state is None else state
         if config.memory is not None and config.memory.normed:

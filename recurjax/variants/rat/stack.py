@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from recurjax.layers.rematerialization import rematerialize
+from recurjax.layers.layer_scan import scan_layers
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.rat.block import RatBlock
 from recurjax.variants.rat.config import RatConfig
@@ -68,11 +68,13 @@ class RatStack(nnx.Module):
             return (x, tuple(written)), None
 
         repeats = self.config.layers // len(self.config.pattern)
-        (x, groups), _ = jax.lax.scan(
-            rematerialize(repeat, self.config.remat),
+        (x, groups), _ = scan_layers(
+            repeat,
             (x, cache.groups),
             (tuple(self.blocks), jnp.arange(repeats, dtype=jnp.int32)),
+            remat=self.config.remat,
             unroll=min(self.config.unroll, repeats),
+            cached=not training,
         )
         if training:
             return x, cache

@@ -8,8 +8,8 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.key_value_cache import KeyValueCache, empty_key_value_cache
+from recurjax.layers.layer_scan import scan_layers
 from recurjax.layers.position import LearnedPositions, PositionEmbedding
-from recurjax.layers.rematerialization import rematerialize
 from recurjax.types import Array, Tokens
 from recurjax.variants.transformer.block import TransformerBlock
 from recurjax.variants.transformer.config import TransformerConfig
@@ -97,11 +97,13 @@ class TransformerStack(nnx.Module):
             return (x, tuple(written)), None
 
         repeats = self.config.layers // len(self.config.windows)
-        (x, groups), _ = jax.lax.scan(
-            rematerialize(repeat, self.config.remat),
+        (x, groups), _ = scan_layers(
+            repeat,
             (x, cache.groups),
             (tuple(self.blocks), jnp.arange(repeats, dtype=jnp.int32)),
+            remat=self.config.remat,
             unroll=min(self.config.unroll, repeats),
+            cached=not training,
         )
         if training:
             return x, cache

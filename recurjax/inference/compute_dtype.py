@@ -1,0 +1,23 @@
+"""Weights in the dtype in which they are multiplied."""
+
+import jax
+
+from recurjax.model import Decoder
+from recurjax.parameters import parameter_name
+
+
+def in_compute_dtype(model: Decoder) -> Decoder:
+    """Returns the model with its matrices and tables in the dtype of its activations.
+
+    Every product rounds its weight to that dtype anyway, so that nothing computed
+    changes by a bit; but a decode step is bound by reading the weights, and with
+    bfloat16 reads half as much. Norms' scales, biases and other vectors, which are used
+    in float32, stay. The result is for reading texts, not for training.
+    """
+    dtype = model.config.dtype
+
+    def cast(path, leaf):
+        matrix = parameter_name(path).rpartition(".")[2].startswith("w_")
+        return leaf.astype(dtype) if matrix else leaf
+
+    return jax.tree_util.tree_map_with_path(cast, model)

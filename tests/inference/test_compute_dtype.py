@@ -1,0 +1,134 @@
+"""Weights held in the dtype of the products: the same bits for half the reading."""
+
+from dataclasses import replace
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from recurjax.inference.compute_dtype import in_compute_dtype
+from recurjax.inference.decoding import prefill
+from recurjax.inference.sampling import SamplingConfig
+from recurjax.layers.layer_scan import scan_layers
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.position import LearnedPositions
+from recurjax.model import Decoder
+from recurjax.parameters import parameter_name
+from recurjax.types import Cache, Tokens
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+    MemoryConfig,
+)
+from recurjax.variants.rat import RatConfig, RatMixerConfig, ReversedRatMixerConfig
+from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from tests.compiling import QUICK_COMPILE
+from tests.inference.conftest import STACK, build
+
+SMALL = {"layers": 2, "width": 16, "mlp": MlpConfig(width=32)}
+HEADS = {"heads": 2, "key_heads": 2, "head_width": 8}
+STACKS = {
+    "transformer": replace(
+        STACK,
+        windows=(3, None),
+        attention=replace(
+            STACK.attention, position=LearnedPositions(length=16), qkv_bias=True
+        ),
+    ),
+    "recurrent_transformer": RecurrentTransformerConfig(**SMALL, **HEADS),
+    "rat": RatConfig(
+        **SMALL,
+        pattern=(
+            RatMixerConfig(heads=2, head_width=8, chunk=2, groups=1),
+            ReversedRatMixerConfig(
+                heads=2, head_width=8, chunk=2, groups=1, gate_horizon=8
+            ),
+        ),
+    ),
+    "latent_recurrent_transformer": LatentRecurrentTransformerConfig(
+        layers=2,
+        width=16,
+        heads=2,
+        key_heads=2,
+        head_width=8,
+        mlp_width=32,
+        vocabulary=257,
+        length=16,
+        value_gate_channels=0,
+        input_mixing="dense",
+        memory=MemoryConfig(sources=(1, 2)),
+    ),
+}
+
+
+@partial(jax.jit, compiler_options=QUICK_COMPILE)
+def decode_step(model: Decoder, ids: jax.Array, cache: Cache):
+    return model(Tokens(ids), cache)
+
+
+def read(model: Decoder, cache_dtype: str = "bfloat16"):
+    """Returns the logits after each of two tokens of two rows."""
+    cache = model.init_cache(2, 16, cache_dtype)
+    first, cache = decode_step(model, jnp.asarray([[1], [2]]), cache)
+    then, _ = decode_step(model, jnp.asarray([[3], [4]]), cache)
+    return first, then
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_nothing_computed_changes_by_a_bit(name):
+    model = build(stack=STACKS[name], dtype="bfloat16")
+    narrow = in_compute_dtype(model)
+    expected = read(model)
+    chex.assert_trees_all_equal(read(narrow), expected)
+    # The cache of a decode on CPU: the same values, held wide.
+    chex.assert_trees_all_equal(read(narrow, "float32"), expected)
+    dtypes = {
+        parameter_name(path).rpartition(".")[2][:2]: leaf.dtype
+        for path, leaf in jax.tree_util.tree_leaves_with_path(narrow)
+    }
+    assert dtypes.pop("w_") == jnp.bfloat16
+    assert set(dtypes.values()) == {jnp.dtype("float32")}
+
+
+def test_a_float32_model_stays_as_it_is(model):
+    chex.assert_trees_all_equal_dtypes(in_compute_dtype(model), model)
+
+
+@pytest.mark.parametrize("device, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_a_cache_is_narrow_where_the_device_is_not_slower_for_it(
+    device, dtype, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: device)
+    tokens = Tokens(jnp.arange(6)[None], lengths=jnp.asarray([6]))
+    model, keys = build(dtype="bfloat16"), jax.random.split(jax.random.key(0), 1)
+    options = {"sampling": SamplingConfig(), "cache_length": 16}
+    prompt = partial(prefill.__wrapped__, **options)
+    state = jax.eval_shape(prompt, model, tokens, keys, jnp.asarray(-1))
+    assert state.cache.groups[0].keys.dtype == dtype
+
+
+def layers_of(weights, *, cached: bool):
+    def body(x, weight):
+        return jnp.tanh(x @ weight), None
+
+    x = jnp.ones((1, 4), weights.dtype)
+    return scan_layers(body, x, weights, remat="nothing", unroll=1, cached=cached)[
+        0
+    ].sum()
+
+
+def test_stacks_scanned_as_bits_are_the_stacks():
+    weights = jax.random.normal(jax.random.key(0), (3, 4, 4), jnp.bfloat16)
+    as_bits = jax.make_jaxpr(lambda w: layers_of(w, cached=True))(weights)
+    plain = jax.make_jaxpr(lambda w: layers_of(w, cached=False))(weights)
+    assert "u16[3,4,4]" in str(as_bits)
+    assert "u16[3,4,4]" not in str(plain)
+    assert layers_of(weights, cached=True) == layers_of(weights, cached=False)
+
+
+def test_a_gradient_that_would_be_lost_is_refused():
+    weights = jnp.ones((3, 4, 4), jnp.bfloat16)
+    jax.grad(lambda w: layers_of(w, cached=False))(weights)
+    with pytest.raises(NotImplementedError, match="no gradient in bfloat16 weights"):
+        jax.grad(lambda w: layers_of(w, cached=True))(weights)
