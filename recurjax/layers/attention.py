@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from recurjax.layers.blocked_attention import attend_in_blocks
+from recurjax.layers.few_queries import MOST_ROWS, few_logits, few_mixtures
 from recurjax.types import Array
 
 AttentionImplementation = Literal["xla", "cudnn", "blocks"]
@@ -70,11 +71,15 @@ def attend(
         implementation = "blocks" if long else None
     if implementation == "blocks":
         return attend_in_blocks(q, k, v, scale=scale, window=window)
+    if implementation is None and not causal and _few(q):
+        products = few_logits, few_mixtures
+        return _plain_attention(q, k, v, scale, mask, bias, soft_cap, *products)
     # The softmax of jax.nn.dot_product_attention is float32 for float64 inputs too.
     if soft_cap is not None or q.dtype == jnp.float64:
         if causal:
             mask = _and(mask, _causal_mask(q.shape[1], window))
-        return _plain_attention(q, k, v, scale, mask, bias, soft_cap)
+        products = _logits, _mixtures
+        return _plain_attention(q, k, v, scale, mask, bias, soft_cap, *products)
     use_cudnn = obstacle is None and implementation != "xla"
     return jax.nn.dot_product_attention(
         q,
@@ -103,22 +108,35 @@ def visible_by_position(
     return visible[:, None]
 
 
-def _plain_attention(q, k, v, scale, mask, bias, soft_cap):
-    B, T, H, E = q.shape
-    K = k.shape[2]
+def _few(q: Array) -> bool:
+    """Returns whether a copy of the keys costs more than this query's products."""
+    few = q.shape[1] == 1 and q.shape[2] <= MOST_ROWS
+    return few and jax.default_backend() == "cpu"
+
+
+def _plain_attention(q, k, v, scale, mask, bias, soft_cap, product, mixtures):
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    folded = q.reshape(B, T, K, H // K, E)
-    logits = jnp.einsum("btkge,bske->bkgts", folded, k, preferred_element_type=dtype)
-    logits = logits.reshape(B, H, T, -1) * scale  # [B, H, T, S]
+    logits = product(q, k, dtype) * scale  # [B, H, T, S]
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if bias is not None:
         logits = logits + bias
     if mask is not None:
         logits = jnp.where(mask, logits, 0.7 * jnp.finfo(dtype).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    weights = weights.reshape(B, K, H // K, T, -1)
-    return jnp.einsum("bkgts,bske->btkge", weights, v).reshape(B, T, H, E)
+    return mixtures(jax.nn.softmax(logits, axis=-1).astype(v.dtype), v)
+
+
+def _logits(q, k, dtype) -> Array:
+    B, T, H, E = q.shape
+    folded = q.reshape(B, T, k.shape[2], -1, E)
+    logits = jnp.einsum("btkge,bske->bkgts", folded, k, preferred_element_type=dtype)
+    return logits.reshape(B, H, T, -1)
+
+
+def _mixtures(weights, v) -> Array:
+    B, H, T, S = weights.shape
+    weights = weights.reshape(B, v.shape[2], -1, T, S)
+    return jnp.einsum("bkgts,bske->btkge", weights, v).reshape(B, T, H, -1)
 
 
 def _causal_mask(length: int, window: int | None) -> Array:

@@ -65,8 +65,12 @@ def write(
     overwrite (T > S). `position` stays: the stack moves it after its last layer.
     """
     B, T = k.shape[:2]
-    offset = jnp.arange(T)
     count = jnp.full(B, T) if lengths is None else lengths
+    if B * T == 1:
+        # A scatter of one token becomes slices in XLA, for which XLA:CPU copies all of
+        # the cache several times; a second token, dropped as padding, keeps it one.
+        k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, v))
+    offset = jnp.arange(k.shape[1])
     kept = (offset < count[:, None]) & (offset >= count[:, None] - cache.slots)
     slot = (cache.position[:, None] + offset) % cache.slots
     slot = jnp.where(kept, slot, cache.slots)  # out of range: dropped

@@ -43,6 +43,18 @@ def test_rows_write_their_own_tokens_at_their_own_positions(slots):
             np.testing.assert_array_equal(cache.values[layer, :, :, 0, 0], -want)
 
 
+@pytest.mark.parametrize("lengths", [None, [1], [0]])
+def test_one_token_of_one_row_lands_in_its_slot_or_nowhere(lengths):
+    cache = empty_key_value_cache(2, 1, 3, 1, 2, jnp.float32)
+    cache = cache._replace(position=jnp.asarray([4]), layer=jnp.int32(1))
+    k = jnp.asarray([5.0, 6.0]).reshape(1, 1, 1, 2)
+    written = write(cache, k, -k, None if lengths is None else jnp.asarray(lengths))
+    want = np.zeros((2, 1, 3, 1, 2), np.float32)
+    want[1, 0, 1, 0] = [0, 0] if lengths == [0] else [5, 6]
+    np.testing.assert_array_equal(written.keys, want)
+    np.testing.assert_array_equal(written.values, -want)
+
+
 def test_a_write_without_lengths_writes_all_and_casts():
     cache = empty_key_value_cache(1, 1, 4, 1, 2, jnp.bfloat16)
     k = jnp.arange(6.0).reshape(1, 3, 1, 2)

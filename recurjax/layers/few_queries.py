@@ -1,0 +1,42 @@
+"""Attention's two products for few queries, which read a cache where it lies.
+
+XLA has products over batch dimensions that come first, so that [B, S, K, E] by key
+head costs a transposed copy of keys and of values. It pays off when many queries read
+the copy; for one, the copy is the step. Here all heads' keys of a token are one row of
+width K E, and a query is such a row too, zero outside its own head. That multiplies
+K times as often, beside a memory that decides how long a step takes.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from recurjax.types import Array
+
+MOST_ROWS = 32
+"""T H up to which this was measured to be no slower than the copy (on CPU, T = 1)."""
+
+
+def few_logits(
+    q: Float[Array, "B T H E"], k: Float[Array, "B S K E"], dtype
+) -> Float[Array, "B H T S"]:
+    """Computes q[t, h] k[s, h // (H / K)], accumulated in `dtype`."""
+    B, T, H, E = q.shape
+    S, K = k.shape[1:3]
+    folded = q.reshape(B, T, K, H // K, 1, E)
+    own = jnp.eye(K, dtype=bool)[:, None, :, None]  # [K, 1, K, 1]
+    rows = jnp.where(own, folded, 0).reshape(B, T * H, K * E)
+    keys = k.reshape(B, S, K * E)
+    logits = jnp.einsum("bri,bsi->brs", rows, keys, preferred_element_type=dtype)
+    return logits.reshape(B, T, H, S).swapaxes(1, 2)
+
+
+def few_mixtures(
+    weights: Float[Array, "B H T S"], v: Float[Array, "B S K E"]
+) -> Float[Array, "B T H E"]:
+    """Computes sum_s weights[h, t, s] v[s, h // (H / K)]."""
+    B, H, T, S = weights.shape
+    K, E = v.shape[2:]
+    rows = weights.swapaxes(1, 2).reshape(B, T * H, S)
+    mixtures = jnp.einsum("brs,bsi->bri", rows, v.reshape(B, S, K * E))
+    mixtures = mixtures.reshape(B, T, K, H // K, K, E)
+    return jnp.einsum("btkgke->btkge", mixtures).reshape(B, T, H, E)
