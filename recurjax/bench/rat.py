@@ -46,8 +46,8 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     for length in LARGE_LENGTHS if large else SMALL_LENGTHS:
         batch = max(1, LARGE_TOKENS // length) if large else shape["B"]
         sizes = shape | {"B": batch, "T": length}
-        for name, mixer in _mixers(sizes).items():
-            yield from _layer(name, mixer, sizes, dtype, repeats)
+        for name, mixer in mixers(sizes).items():
+            yield from layer_rows(name, mixer, sizes, dtype, repeats)
 
 
 def summary(rows: list[Row]) -> str:
@@ -82,7 +82,8 @@ def summary(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _mixers(shape: dict[str, int]) -> dict[str, MixerConfig]:
+def mixers(shape: dict[str, int]) -> dict[str, MixerConfig]:
+    """Returns what is measured, for sizes named D, H and T."""
     size = {"width": shape["D"], "heads": shape["H"]}
     return {
         "rnn": presets.rnn(**size, length=shape["T"]),
@@ -93,12 +94,12 @@ def _mixers(shape: dict[str, int]) -> dict[str, MixerConfig]:
     }
 
 
-def _layer(
+def layer_rows(
     name: str, mixer: MixerConfig, shape: dict[str, int], dtype: Dtype, repeats: int
 ) -> Iterator[Row]:
     """Times x + mixer(norm(x)): training's two passes, and one token after T - 1."""
     B, T, D = (shape[letter] for letter in "BTD")
-    layer = jax.jit(partial(_Layer, mixer, D))(jax.random.key(0))
+    layer = jax.jit(partial(Layer, mixer, D))(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (B, T, D), dtype)
     ids = jnp.zeros((B, T), jnp.int32)
 
@@ -133,8 +134,8 @@ def _layer(
     yield measure(f"rat/{name}/decode", shape | {"T": 1, "S": T}, times=times, tokens=B)
 
 
-class _Layer(nnx.Module):
-    """x + mixer(norm(x))."""
+class Layer(nnx.Module):
+    """x + mixer(norm(x)): what every row times."""
 
     def __init__(self, mixer: MixerConfig, width: int, key: jax.Array):
         init, rngs = InitConfig(output="same"), nnx.Rngs(key)
@@ -150,8 +151,8 @@ def _cache_bytes(row: Row) -> str:
     """Says how many bytes of cache each layer's token costs, states aside."""
     shape = {letter: row.shape[letter] for letter in "BDH"} | {"T": row.shape["T"]}
     length, told = 65536, []
-    for name, mixer in _mixers(shape).items():
-        layer = jax.eval_shape(partial(_Layer, mixer, shape["D"]), jax.random.key(0))
+    for name, mixer in mixers(shape).items():
+        layer = jax.eval_shape(partial(Layer, mixer, shape["D"]), jax.random.key(0))
         cache = jax.eval_shape(
             lambda layer=layer: layer.mixer.init_cache(1, 1, length, row.dtype)
         )

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from recurjax.errors import UserError
+
 FOLDER = Path(__file__).parents[2] / "experiments" / "rat"
-SCRIPTS = ("rat_shakespeare", "length_generalisation", "throughput", "latency", "cost")
+SCRIPTS = (
+    *("rat_shakespeare", "length_generalisation", "throughput", "latency", "cost"),
+    "torch_layers",
+)
 
 
 @pytest.fixture
@@ -50,6 +55,40 @@ def test_the_papers_tables_are_whole(script):
     assert len(paper) == 15 * 7
     assert paper["training", "attention", None, 262144] == "3417.48"
     assert paper["decode", "rat16", 512, 4096] == "0.75"
+
+
+def test_a_comparison_with_torch_needs_an_interpreter_that_has_it(script):
+    torch_layers = script("torch_layers")
+    with pytest.raises(UserError, match="--torch-python: .*no-such-python"):
+        torch_layers.ask(_options(torch_layers, "no-such-python"), Path("none.npz"))
+    with pytest.raises(UserError, match=f"--torch-python: {sys.executable} failed: "):
+        torch_layers.ask(_options(torch_layers, sys.executable), Path("none.npz"))
+
+
+def test_the_comparison_divides_by_torchs_times(script):
+    torch_layers = script("torch_layers")
+    layers, passes = (torch_layers.THEIRS, *torch_layers.LAYERS), torch_layers.PASSES
+    times = {(8, layer, what): 4.0 for layer in layers for what in passes}
+    times[8, "rat16", "decode"] = 1.0
+    said = torch_layers.markdown(times).splitlines()
+    assert said[2] == "| PyTorch SDPA | 4.00 | 4.00 | 4.00 |"
+    assert said[4] == "| rat16 | 4.00 (1.00) | 4.00 (1.00) | 1.00 (0.25) |"
+
+
+@pytest.mark.slow
+def test_attention_in_torch_gives_our_output(script, capsys):
+    pytest.importorskip("torch", reason="the test extra torch is not installed")
+    torch_layers = script("torch_layers")
+    sizes = ["--lengths", "9", "--width", "8", "--heads", "2"]
+    few = ["--turns", "1", "--repeats", "1", "--threads", "1"]
+    assert torch_layers.main(["--torch-python", sys.executable, *sizes, *few]) == 0
+    said = capsys.readouterr().out
+    assert float(said.split("apart by ")[1].split()[0]) < 1e-5
+    assert all(f"| {name} |" in said for name in torch_layers.LAYERS)
+
+
+def _options(torch_layers, python: str):
+    return torch_layers.Options(torch_python=python, lengths=(8,), width=8, heads=2)
 
 
 @pytest.mark.slow
