@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from recurjax.errors import UserError
 from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.norm import Norm, NormConfig
+from recurjax.layers.row_sharding import keep_rows_apart
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
@@ -189,7 +190,7 @@ class Decoder(nnx.Module):
         x = self.w_embedding[...][ids].astype(self.config.dtype)
         if self.config.embedding_scale == "sqrt_width":
             x = x * jnp.asarray(self.config.stack.width**0.5, x.dtype)
-        return x
+        return keep_rows_apart(x)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Applies the head to states from `hidden`; float32 or wider."""

@@ -1,16 +1,22 @@
-"""The table of shardings lets no device gather a parameter over `tensor`."""
+"""Collectives of a training step: no whole parameter over `tensor`, no activation."""
 
 from dataclasses import replace
 
 import jax
 
 from recurjax import sharding
+from recurjax.experiment import Experiment
 from recurjax.layers.mlp import MlpConfig
 from recurjax.plan.collectives import Collective
 from recurjax.plan.hlo import parse
 from recurjax.plan.programs import build_program
 from recurjax.plan.traffic import read_traffic
 from recurjax.sharding import AXES, MeshConfig, P, make_mesh
+from recurjax.training.latent_objectives import Interleaved
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+    MemoryConfig,
+)
 from tests.compiling import QUICK_COMPILE
 from tests.training import tiny_experiment
 
@@ -19,13 +25,17 @@ SMALLEST = WIDTH * FEED_FORWARD * 4
 """Bytes of one layer's feed-forward matrix; activations are far smaller."""
 
 
-def collectives(mesh: MeshConfig) -> tuple[Collective, ...]:
-    """Compiles a training step on CPUs that the mesh cuts."""
+def wide_transformer() -> Experiment:
+    """Returns a run whose parameters are far larger than its activations."""
     run = tiny_experiment.config()
     mlp = MlpConfig(kind="gelu", width=FEED_FORWARD)
     stack = replace(run.model.stack, layers=1, mlp=mlp)
     training = replace(run.training, batch=4, length=4)
-    run = replace(run, model=replace(run.model, stack=stack), training=training)
+    return replace(run, model=replace(run.model, stack=stack), training=training)
+
+
+def collectives(mesh: MeshConfig, run: Experiment) -> tuple[Collective, ...]:
+    """Compiles a training step on CPUs that the mesh cuts."""
     count = mesh.fsdp * mesh.tensor
     placed = make_mesh(replace(mesh, data=1), jax.devices()[:count])
     with jax.set_mesh(placed):
@@ -47,7 +57,7 @@ def gathered(found: tuple[Collective, ...], axis: str) -> list[Collective]:
 
 
 def test_tensor_parallel_products_gather_no_parameter():
-    found = collectives(MeshConfig(tensor=2))
+    found = collectives(MeshConfig(tensor=2), wide_transformer())
     assert gathered(found, "tensor") == []
     # Each branch is summed once forward: the rows' products of w_out and w_down.
     assert any(one.kind == "all-reduce" and one.axes == ("tensor",) for one in found)
@@ -57,4 +67,41 @@ def test_a_table_that_regresses_is_seen(monkeypatch):
     # w_down cut by its columns, as w_up is: their product no longer stays in place.
     broken = ((r"\bw_down$", P("fsdp", "tensor")), *sharding.RULES)
     monkeypatch.setattr(sharding, "RULES", broken)
-    assert gathered(collectives(MeshConfig(tensor=2)), "tensor") != []
+    found = collectives(MeshConfig(tensor=2), wide_transformer())
+    assert gathered(found, "tensor") != []
+
+
+ROWS, LENGTH = 8, 128
+ACTIVATION = ROWS * LENGTH * WIDTH * 4
+"""Bytes of one layer's output over all devices; parameters are far smaller."""
+
+
+def long_latent() -> Experiment:
+    """Returns a run whose activations are far larger than its parameters."""
+    run = tiny_experiment.config()
+    stack = LatentRecurrentTransformerConfig(
+        layers=1,
+        width=WIDTH,
+        heads=2,
+        key_heads=2,
+        head_width=8,
+        mlp_width=2 * WIDTH,
+        vocabulary=run.model.padded_vocabulary,
+        length=LENGTH,
+        value_gate_channels=WIDTH,
+        windows="L",
+        memory=MemoryConfig(sources=(1,)),
+    )
+    return replace(
+        run,
+        model=replace(run.model, stack=stack),
+        objective=Interleaved(subsets=1),
+        training=replace(run.training, batch=ROWS, length=LENGTH),
+    )
+
+
+def test_fsdp_cuts_activations_by_rows_and_sums_none():
+    found = collectives(MeshConfig(fsdp=8), long_latent())
+    whole = [one for one in found if one.kind in ("all-reduce", "all-gather")]
+    assert whole != []
+    assert [one for one in whole if one.largest >= ACTIVATION] == []

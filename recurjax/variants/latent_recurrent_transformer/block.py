@@ -12,6 +12,7 @@ from recurjax.layers.initialization import draw_output_weight, draw_weight
 from recurjax.layers.linear import linear
 from recurjax.layers.mlp import Mlp, MlpConfig
 from recurjax.layers.position import Rope, rotate
+from recurjax.layers.row_sharding import keep_rows_apart
 from recurjax.types import Array
 from recurjax.variants.latent_recurrent_transformer.config import (
     LatentRecurrentTransformerConfig,
@@ -160,7 +161,7 @@ class LatentBlock(nnx.Module):
         return Stream(x, first, history), written
 
     def _input(self, stream: Stream, seen: Pass, layer: Array) -> Array:
-        x = _scaled(self.residual_scale, stream.x)
+        x = _scaled(self.residual_scale, keep_rows_apart(stream.x))
         if self.input_scale is not None:
             x = x + _scaled(self.input_scale, seen.x0)
         if self.history_scale is not None and stream.history is not None:

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.layer_scan import scan_layers
+from recurjax.layers.row_sharding import keep_rows_apart
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.rat.block import RatBlock
 from recurjax.variants.rat.config import RatConfig
@@ -59,6 +60,7 @@ class RatStack(nnx.Module):
 
         def repeat(carry, blocks_and_layer):
             x, groups = carry
+            x = keep_rows_apart(x)
             blocks, layer = blocks_and_layer
             written = []
             for block, group in zip(blocks, groups, strict=True):

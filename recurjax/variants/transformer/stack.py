@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from recurjax.layers.key_value_cache import KeyValueCache, empty_key_value_cache
 from recurjax.layers.layer_scan import scan_layers
 from recurjax.layers.position import LearnedPositions, PositionEmbedding
+from recurjax.layers.row_sharding import keep_rows_apart
 from recurjax.types import Array, Tokens
 from recurjax.variants.transformer.block import TransformerBlock
 from recurjax.variants.transformer.config import TransformerConfig
@@ -88,6 +89,7 @@ class TransformerStack(nnx.Module):
 
         def repeat(carry, blocks_and_layer):
             x, groups = carry
+            x = keep_rows_apart(x)
             blocks, layer = blocks_and_layer
             written = []
             for block, group in zip(blocks, groups, strict=True):

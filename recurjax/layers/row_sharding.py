@@ -1,0 +1,34 @@
+"""Where activations lie on a mesh: each device keeps its own rows, whole in width."""
+
+import math
+
+import jax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Shaped
+
+from recurjax.layers.sequence_axis import AXIS, cut_axes
+from recurjax.types import Array
+
+ROW_AXES = ("data", "fsdp")
+
+
+def keep_rows_apart(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+    """Pins activations to the sharding of the batch, the axes after B and T whole.
+
+    `fsdp` cuts parameters by their width too. Left to itself, the compiler may carry
+    that cut over to the activations and sum every product over devices, which sends far
+    more than the parameters would be. The gradient of x is pinned as x is.
+
+    Returns:
+      x itself where the mesh cuts nothing, or does not divide B or T.
+    """
+    cut = cut_axes()
+    rows = tuple(axis for axis in ROW_AXES if axis in cut)
+    tokens = AXIS if AXIS in cut else None
+    shards = math.prod(cut[axis] for axis in rows)
+    if not rows and tokens is None:
+        return x
+    if x.shape[0] % shards or x.shape[1] % cut.get(AXIS, 1):
+        return x
+    spec = P(rows or None, tokens, *[None] * (x.ndim - 2))
+    return jax.lax.with_sharding_constraint(x, spec)
