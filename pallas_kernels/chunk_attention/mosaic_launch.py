@@ -21,8 +21,8 @@ from pallas_kernels.chunk_attention.visibility import first_position, seen_ends
 HIDDEN = -1e30
 """The logit of an end that is not seen; a position's own term is always seen."""
 LANES = 128
-VMEM_BYTES = 100 * 2**20
-"""What a kernel may use of the 128 MiB of v5e and v6e."""
+VMEM_BYTES = 56 * 2**20
+"""What a kernel may use of the 128 MiB of v5e and v6e or the 64 of v5p."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

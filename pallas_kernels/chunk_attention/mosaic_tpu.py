@@ -16,7 +16,10 @@ from pallas_kernels.chunk_attention.mosaic_launch import (
     document_arrays,
 )
 
-KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
+KINDS = (
+    *("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"),
+    *("TPU v5", "TPU v5p"),
+)
 """Devices that the kernels were compiled for."""
 
 
@@ -28,7 +31,7 @@ def supported(
     if device.platform != "tpu":
         return f"needs a TPU, found {device.platform}"
     if device.device_kind not in KINDS:
-        return f"needs a v5e or v6e, found {device.device_kind}"
+        return f"needs a v5e, v5p or v6e, found {device.device_kind}"
     return expressible(
         *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale
     )

@@ -13,7 +13,8 @@ SEGMENTS = 8
 """Stretches of a block that run side by side: the sublanes of a register."""
 HALO = 16
 """Rows read before a block for the state before its first position: a tile in bf16."""
-VMEM_BYTES = 64 * 2**20
+VMEM_BYTES = 56 * 2**20
+"""What a kernel may use of the 128 MiB of v5e and v6e or the 64 of v5p."""
 _BLOCK_BYTES = 32 * 2**20
 
 

@@ -55,7 +55,7 @@ def test_small_batches_share_a_group_s_heads_out_at_one_kernel_more():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_all_passes_compile_for_tpus(target):
     cases = ("tpu_forward", "tpu_training", "tpu_decode")
     assert all(share < 3 for _, share in compiled(target, *cases))

@@ -71,7 +71,7 @@ def test_a_step_of_generation_on_h100_is_one_fusion_of_xla():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_both_passes_on_tpu_are_one_kernel_each_that_reads_everything_once(target):
     layers = [f"tpu_{layer}_{way}" for layer in ("rnn", "rat") for way in PASSES]
     rows = compiled(target, *layers, "tpu_float32_backward", "tpu_odd_backward")
