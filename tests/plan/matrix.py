@@ -10,20 +10,29 @@ with others the bytes may move within `TOLERANCE`, the kernels may not.
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recurjax.plan.compilation import compile_elsewhere
+from recurjax.config_json import to_json
+from recurjax.plan.child import respond
+from recurjax.plan.compilation import environment
 from recurjax.plan.programs import ProgramName
 from recurjax.plan.topology import parse_topology
 from recurjax.sharding import MeshConfig
 from tests.plan.small_experiments import VARIANTS, experiment
+from tests.source_tree import ROOT
 
 FILE = Path(__file__).parent / "golden_figures.json"
 TOLERANCE = 0.25
 """Share by which bytes of temporaries may differ from the file's."""
 ONE = MeshConfig(data=1)
+ROWS_CUT = MeshConfig(data=1, fsdp=4)
 CUT = MeshConfig(data=1, fsdp=2, tensor=2)
 
 
@@ -33,32 +42,88 @@ class Case(NamedTuple):
     variant: str
     program: ProgramName
     topology: str
+    dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
         """Its key in the file."""
-        return f"{self.variant} {self.program} {self.topology}"
+        wide = "" if self.dtype == "bfloat16" else f" {self.dtype}"
+        return f"{self.variant} {self.program} {self.topology}{wide}"
 
     @property
     def mesh(self) -> MeshConfig:
         """One GPU, or four TPUs that cut rows, parameters and heads."""
-        return ONE if self.topology == "h100" else CUT
+        if self.topology == "h100":
+            return ONE
+        # A tensor axis cuts no kernel of the Recurrent Transformer.
+        return ROWS_CUT if self.variant == "recurrent_transformer" else CUT
 
 
 CASES = [
-    Case(variant, program, topology)
+    Case(variant, program, topology, dtype)
     for topology in ("h100", "v5e:2x2", "v6e:2x2")
+    for dtype in ("bfloat16", "float32")
     for variant in VARIANTS
     for program in ("train", "decode")
+    # Kernels have code of their own for float32 in training: the wider blocks.
+    if dtype == "bfloat16"
+    or (program, topology) == ("train", "h100")
+    and variant in ("rat", "recurrent_transformer")
 ]
 
 
-def compile_case(case: Case) -> dict[str, Any]:
-    """Compiles a case and returns the answer of `compile_elsewhere`."""
-    run = replace(experiment(case.variant), mesh=case.mesh)
-    options = {"rows": 8, "length": 128} if case.program == "decode" else {}
-    topology = parse_topology(case.topology)
-    return compile_elsewhere(run, topology, case.program, **options)
+def request(case: Case) -> dict[str, Any]:
+    """Returns what the compiling process is asked for a case."""
+    run = experiment(case.variant, case.dtype)
+    decode = {"rows": 8, "length": 128} if case.program == "decode" else {}
+    return {
+        "experiment": to_json(replace(run, mesh=case.mesh)),
+        "topology": case.topology,
+        "program": case.program,
+        **decode,
+    }
+
+
+def compile_cases(cases: Iterable[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Compiles cases, those of a topology in one process, and yields the answers."""
+    for topology, group in groupby(cases, key=lambda case: case.topology):
+        wanted = list(group)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.plan.matrix", "--answer"],
+            env=environment(parse_topology(topology)),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(json.dumps([request(case) for case in wanted]))
+        child.stdin.close()
+        for case in wanted:
+            line = child.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the process that compiles {case.name} ended")
+            yield case, json.loads(line)
+        child.stdout.close()
+        child.wait()
+
+
+def answer() -> None:
+    """Compiles what standard input lists and prints a line of JSON for each."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # compilers write there as well
+    for one in json.load(sys.stdin):
+        before = _processor_seconds()
+        told = respond(one)
+        told["processor_seconds"] = _processor_seconds() - before
+        print(json.dumps(told), file=out, flush=True)
+
+
+def _processor_seconds() -> float:
+    """Returns what this process and those it started took, whatever else ran."""
+    times = os.times()
+    return sum(times[:4])
 
 
 def figures(answer: dict[str, Any]) -> dict[str, Any]:
@@ -99,24 +164,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--renew", action="store_true")
     parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.answer:
+        answer()
+        return
     programs = golden()
-    versions: dict[str, str] = {}
-    for case in CASES:
-        if options.only not in case.name:
-            continue
-        answer = compile_case(case)
+    for case, found in compile_cases(c for c in CASES if options.only in c.name):
         try:
-            got = figures(answer)
+            got = figures(found)
         except ValueError as error:
             print(f"{case.name}: {error}", flush=True)
             continue
-        versions = answer["versions"]
-        lines = differences(case, got)
-        print("\n".join(lines) or f"{case.name}: as before", flush=True)
+        spent = found["processor_seconds"]
+        lines = differences(case, got) or [f"{case.name}: as before"]
+        print("\n".join(lines), f"({spent:.1f} s of a core)", flush=True)
         programs[case.name] = got
         if options.renew:
-            _write(programs, versions)
+            _write(programs, found["versions"])
 
 
 def _write(programs: dict[str, dict[str, Any]], versions: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Every variant small, in bfloat16, with shapes that its kernels take."""
+"""Every variant small, with shapes that its kernels take."""
 
 from typing import Any
 
@@ -20,20 +20,18 @@ from recurjax.variants.rat import RatConfig, RatMixerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.transformer import TransformerConfig
 
-VOCABULARY, WIDTH, HEADS, LAYERS = 512, 256, 4, 2
+VOCABULARY, WIDTH, HEADS, LAYERS = 512, 128, 2, 2
 HEAD_WIDTH = WIDTH // HEADS
-LENGTHS = {"recurrent_transformer": 128}
+LENGTHS = {"recurrent_transformer": 32, "rat": 256}
 """Tokens of a row; the others take 1,024, from where attention runs in blocks."""
 
 
-def experiment(variant: str) -> Experiment:
+def experiment(variant: str, dtype: Any = "bfloat16") -> Experiment:
     """Returns a run of 32 rows."""
     stack, objective, options = VARIANTS[variant]
     return Experiment(
         name=variant,
-        model=ModelConfig(
-            vocabulary=VOCABULARY, stack=stack, dtype="bfloat16", **options
-        ),
+        model=ModelConfig(vocabulary=VOCABULARY, stack=stack, dtype=dtype, **options),
         data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes()),
         objective=objective,
         optimizer=AdamW(learning_rate=1e-3),
@@ -92,7 +90,7 @@ VARIANTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             windows="L",
             memory=MemoryConfig(sources=(1,)),
         ),
-        Interleaved(),
+        Interleaved(subsets=1),
         {"final_norm": NormConfig(scale=False, eps=1e-6), "logit_soft_cap": 15.0},
     ),
 }

@@ -6,44 +6,65 @@ The ops' own kernels are compiled by tests/pallas_kernels/*/test_compiles.py.
 import pytest
 
 from recurjax.plan.compilation import COMPILERS
-from tests.plan.matrix import Case, compile_case, differences, figures, golden
+from tests.plan.matrix import CASES, Case, compile_cases, differences, figures, golden
 
-pytestmark = pytest.mark.skipif(
+needs_compilers = pytest.mark.skipif(
     not (COMPILERS / "jax_plugins").is_dir(),
     reason="no compilers for GPU and TPU here: run make compilers",
 )
 
-# What runs on every check; what `make test-slow` adds; `python -m tests.plan.matrix`
-# has the rest, which would take longer than the whole suite.
+# What runs on every check, and what only `python -m tests.plan.matrix` compiles: the
+# longest, whose kernels another case has too. The rest is for `make test-slow`.
 FAST = [Case("rat", "decode", "h100")]
-SLOW = [
-    Case("transformer", "train", "h100"),
-    Case("rat", "train", "h100"),
-    Case("recurrent_transformer", "decode", "h100"),
-    Case("latent_recurrent_transformer", "decode", "h100"),
-    Case("rat", "decode", "v5e:2x2"),
-    Case("transformer", "decode", "v6e:2x2"),
+LONGEST = [
+    Case("latent_recurrent_transformer", "train", "h100"),
+    Case("recurrent_transformer", "train", "h100", "float32"),
+    Case("rat", "train", "h100", "float32"),
+    *(
+        Case(variant, "train", topology)
+        for topology in ("v5e:2x2", "v6e:2x2")
+        for variant in ("transformer", "latent_recurrent_transformer")
+    ),
+    Case("rat", "train", "v6e:2x2"),
 ]
+TOPOLOGIES = dict.fromkeys(case.topology for case in CASES)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
-    ids=lambda case: case.name,
-)
-def test_a_variant_compiles_with_its_kernels_into_its_memory(case):
-    assert differences(case, figures(compile_case(case))) == []
+def assert_as_before(cases: list[Case]) -> None:
+    """Compiles the cases and holds each against the file; all differences at once."""
+    found = []
+    for case, answer in compile_cases(cases):
+        found += differences(case, figures(answer))
+    assert found == []
+
+
+@needs_compilers
+def test_a_variant_compiles_with_its_kernels_into_its_memory():
+    assert_as_before(FAST)
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_variant_compiles_with_its_kernels_into_its_memory(topology):
+    rest = [case for case in CASES if case not in (*FAST, *LONGEST)]
+    assert_as_before([case for case in rest if case.topology == topology])
+
+
+def test_the_file_has_every_case():
+    assert list(golden()) == [case.name for case in CASES]
 
 
 def test_every_training_step_in_the_figures_runs_the_kernels_of_its_variant():
-    for name, figure in golden().items():
-        variant, program, _ = name.split()
-        if program == "train" and variant in EXPECTED:
-            kernels = " ".join(figure["kernels"])
-            assert all(part in kernels for part in EXPECTED[variant]), name
+    for case in CASES:
+        if case.program == "train":
+            kernels = " ".join(golden()[case.name]["kernels"])
+            assert all(part in kernels for part in EXPECTED[case.variant]), case.name
 
 
 EXPECTED = {
     "transformer": ("chunk_attention",),
+    "latent_recurrent_transformer": ("chunk_attention",),
+    "recurrent_transformer": ("kernel",),
     "rat": ("chunk_attention", "forward_kernel", "backward_kernel"),
 }
