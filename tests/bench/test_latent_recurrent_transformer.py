@@ -3,10 +3,13 @@
 import pytest
 
 from recurjax.bench import latent_recurrent_transformer as bench
+from tests.training.compilation import unoptimized
+
+__all__ = ["unoptimized"]
 
 
 @pytest.mark.slow  # Ten programs to compile.
-def test_every_schedule_and_pass_has_a_row(monkeypatch):
+def test_every_schedule_and_pass_has_a_row(unoptimized, monkeypatch):
     sizes = {"B": 1, "T": 8, "D": 8, "L": 1, "V": 8}
     monkeypatch.setattr(bench, "SMALL", sizes)
     monkeypatch.setattr(bench, "SUBSETS", (2,))

@@ -3,10 +3,13 @@
 import pytest
 
 from recurjax.bench import rat
+from tests.training.compilation import unoptimized
+
+__all__ = ["unoptimized"]
 
 
 @pytest.mark.slow  # Fifteen programs to compile.
-def test_every_layer_and_pass_has_a_row(monkeypatch):
+def test_every_layer_and_pass_has_a_row(unoptimized, monkeypatch):
     monkeypatch.setattr(rat, "SMALL", {"B": 1, "D": 8, "H": 2})
     monkeypatch.setattr(rat, "SMALL_LENGTHS", (32,))
     rows = list(rat.rows(large=False, dtype="float32", repeats=1))

@@ -1,10 +1,12 @@
 """The Recurrent Transformer's bench: the promised rows, and a summary of them."""
 
-import jax
 import pytest
 
 from recurjax.bench import recurrent_transformer as bench
 from recurjax.bench.timing import row
+from tests.training.compilation import unoptimized
+
+__all__ = ["unoptimized"]
 
 PASSES = ("forward", "forward_backward", "decode")
 LAYERS = (
@@ -16,14 +18,6 @@ LAYERS = (
 def test_every_promised_layer_is_there():
     for shape in (*bench.SMALL, *bench.LARGE):
         assert tuple(bench.layers(shape)) == LAYERS
-
-
-@pytest.fixture
-def unoptimized():
-    """Compiles quickly what runs a few times."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.slow  # Six programs to compile.

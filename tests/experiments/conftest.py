@@ -1,3 +1,3 @@
-from tests.training.compilation import quick_compilation
+from tests.training.compilation import quick_compilation, unoptimized
 
-__all__ = ["quick_compilation"]
+__all__ = ["quick_compilation", "unoptimized"]

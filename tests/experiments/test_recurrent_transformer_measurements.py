@@ -5,19 +5,16 @@ import json
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "recurrent_transformer"
 
 
 @pytest.fixture
-def script(monkeypatch):
+def script(unoptimized, monkeypatch):
     """Returns a script's module, its programs compiled quickly."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield importlib.import_module
-    jax.config.update("jax_disable_most_optimizations", False)
+    return importlib.import_module
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ TRIAL = ["--steps", "3", "--rates", "0.01", "--seeds", "1", "--evaluation-batche
 
 
 @pytest.fixture
-def script(monkeypatch):
+def script(unoptimized, monkeypatch):
     """The script as a module: its neighbours are imported by their own names."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     import shakespeare_pair

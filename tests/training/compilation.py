@@ -29,6 +29,14 @@ def quick_compilation(tmp_path_factory):
     _update(before)
 
 
+@pytest.fixture
+def unoptimized():
+    """Lets LLVM optimize nothing: for programs that run a few times in this process."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def _update(settings):
     for name, value in settings.items():
         jax.config.update(name, value)
