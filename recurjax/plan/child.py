@@ -1,7 +1,8 @@
 """Compiles one program for one topology: the process that `compilation` starts.
 
 Reads a request as JSON on standard input and writes the answer as JSON in the last line
-of standard output.
+of standard output. What is known before compilation stands in the line before, should
+the compiler take the process down with it.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,18 +40,26 @@ def main() -> None:
     """Answers the request on standard input."""
     request = json.load(sys.stdin)
     try:
-        answer = respond(request)
+        answer = respond(request, before_compiling=_print)
     except UserError as error:
         answer = {"error": str(error)}
-    print(json.dumps(answer))
+    _print(answer)
 
 
-def respond(request: dict[str, Any]) -> dict[str, Any]:
+def _print(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def respond(
+    request: dict[str, Any],
+    before_compiling: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
     """Returns sizes, counts and times of one program.
 
     Args:
       request: experiment (as JSON), topology, program, rows, length, cache (a folder or
         None).
+      before_compiling: called with what is known of the answer by then.
 
     Raises:
       UserError: the experiment does not go with the mesh.
@@ -83,6 +93,7 @@ def respond(request: dict[str, Any]) -> dict[str, Any]:
         )
         answer |= {"tokens": program.tokens, "own_flops": program.own_flops}
         answer["parts"] = {k: device_bytes(v) for k, v in program.parts.items()}
+        before_compiling(answer)
         try:
             return answer | _compiled(program, topology, mesh, request, began)
         except UserError:

@@ -6,6 +6,8 @@ start), so they live in `.compilers` and only children see them.
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +44,8 @@ def compile_elsewhere(
 
     Raises:
       UserError: the compilers are missing, or the mesh does not fit.
-      RuntimeError: the child failed otherwise.
+      RuntimeError: the child failed otherwise; a compiler that a signal ended is an
+        answer with the reason in "failed".
     """
     check_compilers(topology)
     request = {
@@ -61,15 +64,35 @@ def compile_elsewhere(
         text=True,
         check=False,
     )
+    lines = child.stdout.splitlines()
+    if child.returncode < 0 and lines:
+        return json.loads(lines[-1]) | _crash(child)
     if child.returncode != 0:
         raise RuntimeError(
             f"compiling for {topology.name} ended with {child.returncode}: "
             f"{child.stderr[-3000:]}"
         )
-    answer = json.loads(child.stdout.splitlines()[-1])
+    answer = json.loads(lines[-1])
     if "error" in answer:
         raise UserError(answer["error"])
     return answer
+
+
+def _crash(child: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Returns the failure of a compiler that a signal ended."""
+    name = signal.Signals(-child.returncode).name
+    place = re.search(r"^PC: @ +\S+ +\S+ +(\S.*)$", child.stderr, re.MULTILINE)
+    where = f" in {place[1].strip()}" if place else ""
+    reason = (
+        f"the compiler crashed on this program ({name}{where}): another mesh, batch or "
+        "remat policy may compile"
+    )
+    if name == "SIGKILL":
+        reason = (
+            "the process that compiles was killed (SIGKILL), most likely for want of "
+            "this machine's memory"
+        )
+    return {"failed": reason, "failed_by": "crash", "needed": None}
 
 
 def check_compilers(topology: Topology) -> None:

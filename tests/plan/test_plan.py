@@ -6,13 +6,16 @@ import sys
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from recurjax.plan import compilation
 from recurjax.plan.changes import find_changes
 from recurjax.plan.child import read_failure
 from recurjax.plan.compilation import compile_elsewhere
 from recurjax.plan.planning import Plan, make_plan
+from recurjax.plan.report import show_plan
 from recurjax.plan.topology import parse_topology
+from recurjax.sharding import AXES
 from tests.cli.commands import recurjax
 from tests.plan import measured_step
 from tests.source_tree import ROOT
@@ -143,6 +146,36 @@ def test_a_compilers_refusal_is_read_for_its_bytes(text, needed, kind):
     found = read_failure(ValueError(f"{text}\n\nmore"), {"parameters": 4, "data": 3})
     assert (found["needed"], found["failed_by"]) == (needed, kind)
     assert found["failed"] == text
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        (-11, "crashed on this program (SIGSEGV in xla::Repacker::Finish()): another"),
+        (-9, "was killed (SIGKILL), most likely for want of this machine's memory"),
+    ],
+)
+def test_a_compiler_that_crashes_is_an_answer(code, said, monkeypatch):
+    known = {
+        "mesh": dict.fromkeys(AXES, 1) | {"data": 2},
+        "devices": 2,
+        "versions": {},
+        "notes": [],
+        "tokens": 64,
+        "own_flops": 1e6,
+        "parts": {"parameters": 1000, "optimizer": 2000},
+    }
+    trace = """*** SIGSEGV (@(nil)) received by PID 1 ***
+PC: @     0x7f624e117bc0  (unknown)  xla::Repacker::Finish()
+    @     0x7f625b40cfd3       1888  FailureSignalHandler()
+"""
+    died = subprocess.CompletedProcess([], code, f"{json.dumps(known)}\n", trace)
+    monkeypatch.setattr(compilation.subprocess, "run", lambda *_, **__: died)
+    plan = make_plan(tiny_experiment.config(), parse_topology("cpu:2"))
+    assert not plan.fits
+    console = Console(record=True, width=200)
+    show_plan(plan, console)
+    assert said in console.export_text()
 
 
 def test_a_mesh_that_does_not_divide_is_refused_by_the_child():
