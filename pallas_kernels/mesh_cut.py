@@ -39,6 +39,11 @@ class Cut:
         return self.rows or None
 
     @property
+    def cuts(self) -> bool:
+        """Whether any axis cuts the call."""
+        return bool(self.rows or self.columns)
+
+    @property
     def refusal(self) -> str | None:
         """Why no kernel can run, None when one can."""
         if not self.left:

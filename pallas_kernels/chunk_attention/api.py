@@ -66,8 +66,12 @@ def chunk_attention(
                 f"chunk_attention: wants an implementation of {list(_BACKENDS)}, got "
                 f"{name!r}"
             )
-        # The compiler cuts xla's own operations by itself.
-        layout = None if name == "xla" else mesh_layout.layout_of_call(*arrays)
+        layout = mesh_layout.layout_of_call(*arrays)
+        if name == "xla":
+            # It can leave axes of the mesh to the compiler; left all of them, the
+            # compiler gathers the rows of every device for a loop over heads.
+            layout = layout if layout is not None and layout.cuts else None
+            return _run(name, options, layout, *arrays)
         reason = mesh_layout.refusal(_BACKENDS[name], layout, *arrays, **dict(options))
         if reason is None:
             return _run(name, options, layout, *arrays)

@@ -52,6 +52,14 @@ class Collective:
         )
 
 
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<mesh>[^\]]*)\]"
+    r"(?:, device_ids=\(\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
+    r" \{(?P<axes>(?:'\w+',?)+)\}"
+)
+"""Groups as axes of a mesh; a part of an axis, 'a':(2)4, is not understood."""
+
+
 def is_collective(instruction: Instruction) -> bool:
     """Whether an instruction starts or does a collective."""
     return instruction.opcode.removesuffix("-start") in KINDS
@@ -124,9 +132,28 @@ def _groups(attributes: str, devices: int) -> list[list[int]]:
         if short[3]:
             ids = ids.transpose(_numbers(short[3]))
         return ids.reshape(shape).tolist()
+    named = _MESH.search(attributes)
+    if named:
+        return _groups_of_mesh(named, devices)
     listed = re.search(r"replica_groups=\{([\d,{} ]*)\}", attributes)
+    if listed is None and "replica_groups=" in attributes:
+        raise ValueError(f"collectives: cannot read the groups of {attributes[:200]!r}")
     groups = _lists(listed[1]) if listed else []
     return groups or [list(range(devices))]
+
+
+def _groups_of_mesh(named: re.Match[str], devices: int) -> list[list[int]]:
+    """Reads groups along named axes of a mesh, whose devices may be transposed."""
+    sizes = {n: int(size) for n, size in re.findall(r"'(\w+)'=(\d+)", named["mesh"])}
+    ids = np.arange(devices)
+    if named["shape"]:
+        ids = ids.reshape(_numbers(named["shape"]))
+        if named["order"]:
+            ids = ids.transpose(_numbers(named["order"]))
+    ids = ids.reshape(list(sizes.values()))
+    chosen = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named["axes"])]
+    last = np.moveaxis(ids, chosen, range(-len(chosen), 0))
+    return last.reshape(-1, np.prod([ids.shape[axis] for axis in chosen])).tolist()
 
 
 def _lists(text: str) -> list[list[int]]:

@@ -50,6 +50,7 @@ def read_traffic(
     moved, launches, unknown = 0, 0, 0
     kernels: Counter[str] = Counter()
     collectives: list[Collective] = []
+    fused: set[tuple[str, str]] = set()
     for run in executed(module):
         if isinstance(run, Unknown):
             unknown += 1
@@ -63,6 +64,12 @@ def read_traffic(
         if instruction.kernel is not None:
             kernels[_kernel_name(instruction)] += times
         for one, around in _communications(module, here, instruction):
+            if one is not instruction:
+                # TPUs spread one over several fusions: its steps share an id.
+                step = (run.computation, one.attribute("channel_id") or one.name)
+                if step in fused:
+                    continue
+                fused.add(step)
             found = read_collective(one, around, axes=axes, sizes=sizes)
             collectives.append(found.times(times))
     return Traffic(

@@ -6,12 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.chunk_attention import xla_cuts
 from recurjax.layers import attention
 from recurjax.layers.attention import attend
 from recurjax.layers.blocked_attention import attend_in_blocks
 from recurjax.layers.self_attention import AttentionConfig
+from recurjax.plan.hlo import parse
+from recurjax.plan.traffic import read_traffic
+from recurjax.sharding import AXES, MeshConfig, make_mesh
 from recurjax.types import Tokens
 from recurjax.variants.rat import AttentionMixerConfig
 from tests.compiling import QUICK_COMPILE, sizes
@@ -93,3 +98,22 @@ def test_any_model_s_long_sequences_are_cut_into_blocks():
 
     program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(shape, shape, shape)
     assert 0 < max(sizes(program.jaxpr)) < 2048 * 2048
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_devices_attend_to_their_own_rows_without_a_word(window, monkeypatch):
+    monkeypatch.setattr(xla_cuts, "_TILE", 16)  # Loops over heads and tiles of them.
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2), jax.devices()[:4])
+    rows = NamedSharding(mesh, P(("data", "fsdp")))
+    x = jax.ShapeDtypeStruct((4, 64, 2, 8), "float32", sharding=rows)
+
+    def passes(q, k, v, for_o):
+        attention = partial(attend_in_blocks, scale=1.0, window=window)
+        o, gradient = jax.vjp(attention, q, k, v)
+        return o, gradient(for_o)
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(passes, out_shardings=rows).lower(x, x, x, x)
+    text = lowered.compile(compiler_options=QUICK_COMPILE).as_text()
+    traffic = read_traffic(parse(text), axes=AXES, sizes=mesh.axis_sizes)
+    assert [one for one in traffic.collectives if one.sent] == []

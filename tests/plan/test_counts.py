@@ -175,6 +175,10 @@ ENTRY %main (x: f32[2]) -> f32[4] {{
         ("[1,8]<=[8]", ("data", "tensor")),
         ("{}", ("data", "tensor")),
         ("{{0,2},{1,3},{4,6},{5,7}}", ("tensor",)),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ("tensor",)),
+        ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", ("data",)),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", ("tensor",)),
+        ("mesh['axis_0'=8,'axis_1'=1] {'axis_0','axis_1'}", ("data", "tensor")),
     ],
 )
 def test_groups_of_devices_name_axes_of_the_mesh(groups, axes):
@@ -185,3 +189,36 @@ def test_groups_of_devices_name_axes_of_the_mesh(groups, axes):
         members = 2
     assert (found.kind, found.axes) == ("all-gather", axes)
     assert found.sent == (members - 1) * 8
+
+
+def test_groups_in_an_unknown_form_are_refused():
+    text = TEXT.format(LINE.strip() + "mesh['a'=8] {'a':(2)4}")
+    with pytest.raises(ValueError, match="cannot read the groups"):
+        read_traffic(parse(text), axes=AXES, sizes=SIZES)
+
+
+IN_STEPS = """HloModule m
+
+%first (p: f32[2]) -> f32[4] {{
+  %p = f32[2]{{0}} parameter(0)
+  ROOT %g = f32[4]{{0}} all-gather(%p), channel_id=7, replica_groups=[4,2]<=[8], dimensions={{0}}
+}}
+
+%second (q: f32[2]) -> f32[4] {{
+  %q = f32[2]{{0}} parameter(0)
+  ROOT %h = f32[4]{{0}} all-gather(%q), channel_id={}, replica_groups=[4,2]<=[8], dimensions={{0}}
+}}
+
+ENTRY %main (x: f32[2]) -> f32[4] {{
+  %x = f32[2]{{0}} parameter(0)
+  %one = f32[4]{{0}} fusion(%x), kind=kCustom, calls=%first
+  ROOT %two = f32[4]{{0}} fusion(%x), kind=kCustom, calls=%second
+}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(("channel", "count"), [(7, 1), (8, 2)])
+def test_a_collective_in_steps_of_several_fusions_counts_once(channel, count):
+    text = IN_STEPS.format(channel)
+    (found,) = read_traffic(parse(text), axes=AXES, sizes=SIZES).collectives
+    assert found.count == count
