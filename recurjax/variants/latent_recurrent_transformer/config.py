@@ -46,6 +46,8 @@ class MemoryConfig:
     def __post_init__(self):
         if not self.sources or not self.lags:
             raise ValueError("MemoryConfig: sources and lags must name at least one")
+        if len(set(self.sources)) < len(self.sources):
+            raise ValueError(f"MemoryConfig: sources must differ: {self.sources}")
         if len(set(self.lags)) < len(self.lags) or min(self.lags) < 0:
             raise ValueError(f"MemoryConfig: lags must differ and be >= 0: {self.lags}")
         if not (self.keys or self.values or self.residual):

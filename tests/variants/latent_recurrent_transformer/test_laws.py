@@ -336,6 +336,8 @@ def test_a_buffer_or_memory_of_another_shape_is_refused(ids):
         model.stack.refine(x, tokens, slice(0, 1, 1), buffer, memory=memory)
 
 
-def test_a_source_outside_the_layers_is_refused():
+def test_a_source_outside_the_layers_or_named_twice_is_refused():
     with pytest.raises(ValueError, match=r"memory.sources must be layers in 1..2"):
         small(MemoryConfig(sources=(3,)))
+    with pytest.raises(ValueError, match=r"sources must differ: \(2, 2\)"):
+        MemoryConfig(sources=(2, 2))
