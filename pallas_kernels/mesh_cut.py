@@ -5,6 +5,7 @@ whole on every device. So an op whose rows and columns (channels or heads) do no
 cut here by `shard_map`, over the mesh that is set around the call.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,28 @@ class Cut:
         return f"the mesh's {axes} does not divide the call, which kernels need"
 
 
+def free_axes() -> dict[str, int]:
+    """Returns the sizes of the mesh's axes that cut something around this call.
+
+    The mesh is the one that `jax.set_mesh` has set; axes that `shard_map` has cut
+    already do not count, so that code inside it sees whole arrays.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    described = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {
+        name: size
+        for name, size, kind in described
+        if kind == AxisType.Auto and size > 1
+    }
+
+
+def row_axes(rows: int) -> tuple[str, ...]:
+    """Returns the axes that cut so many rows; none where they do not divide them."""
+    free = free_axes()
+    axes = tuple(axis for axis in ROW_AXES if axis in free)
+    return () if rows % math.prod(free[axis] for axis in axes) else axes
+
+
 def find_cut(rows: int, columns_divide: Callable[[int], bool]) -> Cut | None:
     """Returns how to cut a call on the mesh that is set; None: nothing cuts anything.
 
@@ -59,22 +82,10 @@ def find_cut(rows: int, columns_divide: Callable[[int], bool]) -> Cut | None:
       rows: B.
       columns_divide: whether so many devices can share the columns.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    free = {
-        name: size
-        for name, size, kind in zip(
-            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
-        )
-        if kind == AxisType.Auto and size > 1
-    }
+    mesh, free = jax.sharding.get_abstract_mesh(), free_axes()
     if not free:
         return None
-    by_row = tuple(axis for axis in ROW_AXES if axis in free)
-    shards = 1
-    for axis in by_row:
-        shards *= free[axis]
-    if rows % shards:
-        by_row = ()
+    by_row = row_axes(rows)
     has_columns = COLUMN_AXIS in free and columns_divide(free[COLUMN_AXIS])
     columns = COLUMN_AXIS if has_columns else None
     left = tuple(axis for axis in free if axis not in (*by_row, columns))

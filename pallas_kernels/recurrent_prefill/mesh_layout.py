@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.mesh_cut import free_axes, row_axes
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
     LayerWeights,
@@ -22,8 +23,8 @@ from pallas_kernels.recurrent_prefill.arrays import (
 )
 from pallas_kernels.recurrent_prefill.stages import Stages
 
-ROW_AXES, LAYER_AXIS = ("data", "fsdp"), "stage"
-"""Axes of the mesh that cut the batch and the layers, where it has them."""
+LAYER_AXIS = "stage"
+"""The axis of the mesh that cuts the layers, where it has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +58,8 @@ def layout_of_call(
       ValueError: several stages, and no wavefront or layers that they do not divide.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    free = _free_axes(mesh)
-    rows = tuple(axis for axis in ROW_AXES if axis in free)
-    if x.shape[0] % _product(mesh, rows):
-        rows = ()
-    stages = free.get(LAYER_AXIS, 1)
+    rows = row_axes(x.shape[0])
+    stages = free_axes().get(LAYER_AXIS, 1)
     if stages > 1:
         _check_stages(stages, weights.w_q.shape[0], schedule)
     if not rows and stages == 1:
@@ -73,7 +71,7 @@ def layout_of_call(
 def left_to_the_compiler(layout: MeshLayout | None) -> str | None:
     """Returns why no kernel can run: an axis that cuts neither rows nor layers."""
     cut = set() if layout is None else {*layout.rows, layout.stages.axis}
-    left = [a for a in _free_axes(jax.sharding.get_abstract_mesh()) if a not in cut]
+    left = [a for a in free_axes() if a not in cut]
     if not left:
         return None
     return f"the mesh's {' and '.join(left)} cuts neither rows nor layers of the call"
@@ -208,16 +206,6 @@ def _check_stages(stages: int, layers: int, schedule: str | None) -> None:
             "recurrent_prefill: wants a number of layers that the mesh's stages "
             f"divide, got {layers} layers on {stages} stages"
         )
-
-
-def _free_axes(mesh: AbstractMesh) -> dict[str, int]:
-    """Returns the sizes of the axes that are not cut yet around this call."""
-    described = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-    return {
-        name: size
-        for name, size, kind in described
-        if kind == AxisType.Auto and size > 1
-    }
 
 
 def _product(mesh: AbstractMesh, axes: tuple[str, ...]) -> int:

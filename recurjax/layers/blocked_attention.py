@@ -1,15 +1,12 @@
 """Causal attention in blocks, so that memory grows with T and not with T squared."""
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
-from pallas_kernels.mesh_cut import find_cut, run
 from recurjax.types import Array
 
 _QUERIES = 256
@@ -32,26 +29,13 @@ def attend_in_blocks(
     """
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     if window is not None and window < q.shape[1]:
-        return _on_each_device(partial(_attend_in_window, scale, window), q, k, v)
+        return _attend_in_window(q, k, v, scale, window)
     own = jnp.sum(q.astype(jnp.promote_types(q.dtype, jnp.float32)) * k, axis=-1)
     ends = ChunkEnds(keys=k.swapaxes(1, 2), values=v.swapaxes(1, 2))
     return chunk_attention(q, own, v, ends, chunk=1, scale=scale)
 
 
-def _on_each_device(attend: Callable[..., Array], q, k, v) -> Array:
-    """Computes attend(q, k, v) of each device's own rows and heads.
-
-    Left to the compiler, the loop over blocks is cut by blocks on some meshes, and all
-    rows are gathered for it.
-    """
-    cut = find_cut(q.shape[0], lambda shards: q.shape[2] % shards == 0)
-    if cut is None or not cut.cuts:
-        return attend(q, k, v)
-    spec = P(cut.by_row, None, cut.columns, None)
-    return run(cut, attend, (spec, spec, spec), spec, q, k, v)
-
-
-def _attend_in_window(scale: float, window: int, q, k, v) -> Array:
+def _attend_in_window(q, k, v, scale: float, window: int) -> Array:
     """Attends block by block: one of `size` queries sees its own keys and W before.
 
     Small blocks waste little on keys outside the window, and each key is copied once

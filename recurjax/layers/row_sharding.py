@@ -6,10 +6,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Shaped
 
-from recurjax.layers.sequence_axis import AXIS, cut_axes
+from pallas_kernels.mesh_cut import ROW_AXES, free_axes
+from recurjax.layers.sequence_axis import AXIS
 from recurjax.types import Array
-
-ROW_AXES = ("data", "fsdp")
 
 
 def keep_rows_apart(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
@@ -22,7 +21,7 @@ def keep_rows_apart(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
     Returns:
       x itself where the mesh cuts nothing, or does not divide B or T.
     """
-    cut = cut_axes()
+    cut = free_axes()
     rows = tuple(axis for axis in ROW_AXES if axis in cut)
     tokens = AXIS if AXIS in cut else None
     shards = math.prod(cut[axis] for axis in rows)

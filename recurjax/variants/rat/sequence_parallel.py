@@ -16,9 +16,10 @@ from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
 from pallas_kernels.gated_scan import gated_scan
+from pallas_kernels.mesh_cut import free_axes, row_axes
 from recurjax.layers.attention import attend, visible_by_position
 from recurjax.layers.position import Alibi
-from recurjax.layers.sequence_axis import AXIS, cut_axes, sequence_shards
+from recurjax.layers.sequence_axis import AXIS, sequence_shards
 from recurjax.types import Array
 from recurjax.variants.rat.config import (
     AttentionMixerConfig,
@@ -27,8 +28,6 @@ from recurjax.variants.rat.config import (
     RatMixerConfig,
     ReversedRatMixerConfig,
 )
-
-_ROWS = ("data", "fsdp")
 
 
 def obstacle(config: RatConfig, length: int, count: int) -> str | None:
@@ -76,14 +75,8 @@ def run(function: Callable[..., Array], arrays: tuple[Array | None, ...]) -> Arr
     The batch is cut as well where its axes of the mesh divide it; heads are left to the
     compiler.
     """
-    cut, mesh = cut_axes(), jax.sharding.get_abstract_mesh()
-    rows = tuple(axis for axis in _ROWS if axis in cut)
-    size = 1
-    for axis in rows:
-        size *= cut[axis]
-    first = next(x for x in arrays if x is not None)
-    if first.shape[0] % size:
-        rows = ()
+    cut, mesh = free_axes(), jax.sharding.get_abstract_mesh()
+    rows = row_axes(next(x for x in arrays if x is not None).shape[0])
     ours = {*rows, AXIS} | {axis for axis in mesh.axis_names if mesh.shape[axis] == 1}
     spec = P(rows or None, AXIS)
 
