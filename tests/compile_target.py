@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+from unittest import mock
 
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -49,7 +50,10 @@ def compile_for(target: str, function, arguments):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),
         arguments,
     )
-    with jax.sharding.use_abstract_mesh(mesh):
+    with (
+        mock.patch.object(jax, "devices", lambda *_: [first]),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
         lowered = jax.jit(function, out_shardings=placed).lower(*arguments)
     return lowered.compile()
 

@@ -17,12 +17,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
 from pallas_kernels.chunk_attention.visibility import first_position, seen_ends
+from pallas_kernels.tpu_vmem import LEAST
 
 HIDDEN = -1e30
 """The logit of an end that is not seen; a position's own term is always seen."""
 LANES = 128
-VMEM_BYTES = 56 * 2**20
-"""What a kernel may use of the 128 MiB of v5e and v6e or the 64 of v5p."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +202,7 @@ def launch(
         out_shape=list(out_shape),
         interpret=call.interpret,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=semantics, vmem_limit_bytes=LEAST
         ),
         name="chunk_attention" + kernel.__name__,
     )(first, *arguments)

@@ -15,12 +15,7 @@ from pallas_kernels.chunk_attention.mosaic_launch import (
     choose_tiles,
     document_arrays,
 )
-
-KINDS = (
-    *("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"),
-    *("TPU v5", "TPU v5p"),
-)
-"""Devices that the kernels were compiled for."""
+from pallas_kernels.tpu_vmem import KERNEL_BYTES
 
 
 def supported(
@@ -30,7 +25,7 @@ def supported(
     device = jax.devices()[0]
     if device.platform != "tpu":
         return f"needs a TPU, found {device.platform}"
-    if device.device_kind not in KINDS:
+    if device.device_kind not in KERNEL_BYTES:
         return f"needs a v5e, v5p or v6e, found {device.device_kind}"
     return expressible(
         *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale

@@ -8,13 +8,13 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.tpu_vmem import LEAST
+
 LANES = 128
 SEGMENTS = 8
 """Stretches of a block that run side by side: the sublanes of a register."""
 HALO = 16
 """Rows read before a block for the state before its first position: a tile in bf16."""
-VMEM_BYTES = 56 * 2**20
-"""What a kernel may use of the 128 MiB of v5e and v6e or the 64 of v5p."""
 _BLOCK_BYTES = 32 * 2**20
 
 
@@ -111,7 +111,7 @@ def row_bytes(D: int, streams: int) -> int:
 
 def refusal_of_channels(D: int, streams: int) -> str | None:
     """Returns why the smallest block does not fit into VMEM, None when it does."""
-    if HALO * row_bytes(D, streams) <= VMEM_BYTES * 3 // 4:
+    if HALO * row_bytes(D, streams) <= LEAST * 3 // 4:
         return None
     return f"{HALO} positions of {D} channels do not fit into VMEM, streams: {streams}"
 
@@ -136,7 +136,7 @@ def launch_kernel(
         interpret=call.interpret,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_BYTES,
+            vmem_limit_bytes=LEAST,
         ),
         name=kernel.__name__.strip("_"),
     )(*arguments)

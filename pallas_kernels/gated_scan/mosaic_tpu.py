@@ -13,12 +13,7 @@ from pallas_kernels.gated_scan.mosaic_launch import (
     refusal_of_channels,
 )
 from pallas_kernels.gated_scan.signed_gate import refusal_of_dtypes, sign_gate
-
-KINDS = (
-    *("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"),
-    *("TPU v5", "TPU v5p"),
-)
-"""Devices with 128 MiB of VMEM, and v5p with 64; a v4 has 16."""
+from pallas_kernels.tpu_vmem import KERNEL_BYTES
 
 
 def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
@@ -26,7 +21,7 @@ def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
     device = jax.devices()[0]
     if device.platform != "tpu":
         return f"needs a TPU, found {device.platform}"
-    if device.device_kind not in KINDS:
+    if device.device_kind not in KERNEL_BYTES:
         return f"needs the VMEM of a v5e, v5p or v6e, found {device.device_kind}"
     if gate.shape[1] == 1:
         return "leaves one position to xla, which fuses it with what stands around it"

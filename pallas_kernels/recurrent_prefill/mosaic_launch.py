@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.recurrent_prefill.mosaic_tiles import VMEM_BYTES, Tiles
+from pallas_kernels.recurrent_prefill.mosaic_tiles import Tiles
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
 
 HIDDEN = -1e30
@@ -25,11 +25,13 @@ class Launch:
     """What every kernel of a call has in common.
 
     Attributes:
+      vmem: bytes of VMEM that a kernel may use.
       interpret: False, True, or pltpu.InterpretParams for the TPU's own semantics.
     """
 
     spec: LayerSpec
     tiles: Tiles
+    vmem: int
     interpret: bool | pltpu.InterpretParams = False
 
 
@@ -63,7 +65,7 @@ def launch_kernel(
         interpret=launch.interpret,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
-            vmem_limit_bytes=VMEM_BYTES,
+            vmem_limit_bytes=launch.vmem,
         ),
         name=kernel.__name__.strip("_"),
     )(*arguments)

@@ -7,9 +7,6 @@ import jax.numpy as jnp
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerWeights
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
 
-VMEM_BYTES = 120 * 2**20
-"""What a kernel may use of the 128 MiB of v5e and v6e."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
@@ -58,14 +55,14 @@ class LayerSizes:
         return self.inner_width * (2 if self.gated else 1)
 
 
-def choose_tiles(sizes: LayerSizes, tile: int | None) -> Tiles:
-    """Returns the most rows that fit; `tile` overrides the positions of a tile."""
+def choose_tiles(sizes: LayerSizes, tile: int | None, vmem: int) -> Tiles:
+    """Returns the most rows that fit `vmem` bytes; `tile` overrides its positions."""
     tile = 16 if tile is None else tile
     keys = min(128, -(-sizes.positions // tile) * tile)
     most = -(-sizes.batch // 8) * 8
     for rows in (32, 16, 8):
         tiles = Tiles(tile=tile, rows=rows, keys=keys)
-        if rows <= max(most, 8) and vmem_bytes(sizes, tiles) <= VMEM_BYTES:
+        if rows <= max(most, 8) and vmem_bytes(sizes, tiles) <= vmem:
             return tiles
     return Tiles(tile=tile, rows=8, keys=keys)
 
@@ -90,8 +87,8 @@ def vmem_bytes(sizes: LayerSizes, tiles: Tiles) -> int:
     return weights + max(forward, backward)
 
 
-def refusal_of_sizes(sizes: LayerSizes, tile: int | None) -> str | None:
-    """Returns why a layer of these sizes cannot run, None when it can."""
+def refusal_of_sizes(sizes: LayerSizes, tile: int | None, vmem: int) -> str | None:
+    """Returns why a layer of these sizes cannot run in `vmem` bytes, None if it can."""
     widths = {
         "D": sizes.width,
         "heads * head_width": sizes.heads_width,
@@ -102,10 +99,10 @@ def refusal_of_sizes(sizes: LayerSizes, tile: int | None) -> str | None:
             return f"{name} must be a multiple of 128, got {width}"
     if tile not in (None, 16, 32):
         return f"runs tiles of 16 or 32 positions, got tile={tile}"
-    needed = vmem_bytes(sizes, choose_tiles(sizes, tile))
-    if needed > VMEM_BYTES:
+    needed = vmem_bytes(sizes, choose_tiles(sizes, tile, vmem))
+    if needed > vmem:
         return (
-            f"weights and prefix must fit {VMEM_BYTES >> 20} MiB of VMEM, got "
+            f"weights and prefix must fit {vmem >> 20} MiB of VMEM, got "
             f"{needed >> 20} MiB"
         )
     return None

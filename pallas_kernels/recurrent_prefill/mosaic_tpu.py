@@ -22,9 +22,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tiles import (
     refusal_of_sizes,
 )
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
-
-KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
-"""Devices with 128 MiB of VMEM."""
+from pallas_kernels.tpu_vmem import KERNEL_BYTES, kernel_bytes
 
 
 def supported(
@@ -41,8 +39,8 @@ def supported(
     device = jax.devices()[0]
     if device.platform != "tpu":
         return f"needs a TPU, found {device.platform}"
-    if device.device_kind not in KINDS:
-        return f"needs the VMEM of a v5e or v6e, found {device.device_kind}"
+    if device.device_kind not in KERNEL_BYTES:
+        return f"needs the VMEM of a v5e, v5p or v6e, found {device.device_kind}"
     return expressible(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
 
 
@@ -71,7 +69,7 @@ def expressible(
         return "computes in float32 at most"
     if schedule not in (None, "tiled"):
         return f'runs tiles of one layer: schedule "tiled", got {schedule!r}'
-    return refusal_of_sizes(LayerSizes.of(x, weights, spec), tile)
+    return refusal_of_sizes(LayerSizes.of(x, weights, spec), tile, kernel_bytes())
 
 
 ROWS_AXIS = 1
@@ -95,8 +93,9 @@ def forward(
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
     """Runs L layers, one kernel after the other, from position 0."""
     B, T, _ = x.shape
-    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile)
-    launch = Launch(spec=spec, tiles=tiles, interpret=interpret)
+    vmem = kernel_bytes()
+    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
+    launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     layout = Layout(tile=tiles.keys, rows=tiles.rows, keys=tiles.keys)
     x_rows = x.astype(jnp.float32).swapaxes(0, 1)
 
@@ -134,8 +133,9 @@ def backward(
     interpret=False,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the cotangents of x, weights and cache."""
-    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile)
-    launch = Launch(spec=spec, tiles=tiles, interpret=interpret)
+    vmem = kernel_bytes()
+    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
+    launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     layout = Layout(tile=tiles.tile, rows=tiles.rows, keys=tiles.tile)
     inputs = Inputs(x, weights, cache, rows, residuals, for_z, for_cache)
     kernels = mosaic_kernels(launch)

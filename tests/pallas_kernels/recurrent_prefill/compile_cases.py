@@ -10,9 +10,19 @@ from pallas_kernels.recurrent_prefill.arrays import LayerWeights, Rows, empty_ca
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
 
 
-def layer(backend, *, batch: int, positions: int, layers=1, schedule=None, train=False):
-    """Returns a function of x and weights, and its arguments: D 1024, 16 heads."""
-    D, H, E, F, L = 1024, 16, 64, 4096, layers
+def layer(
+    backend,
+    *,
+    batch: int,
+    positions: int,
+    layers=1,
+    schedule=None,
+    train=False,
+    heads=16,
+):
+    """Returns a function of x and weights, and its arguments: D = 64 heads."""
+    H, E, L = heads, 64, layers
+    D, F = H * E, 4 * H * E
     spec = LayerSpec(
         heads=H,
         key_heads=H,
@@ -65,3 +75,4 @@ gpu_wavefront = partial(
 gpu_training = partial(layer, triton, batch=512, positions=512, train=True)
 tpu_forward = partial(layer, mosaic_tpu, batch=8, positions=128)
 tpu_training = partial(layer, mosaic_tpu, batch=8, positions=128, train=True)
+tpu_narrow_training = partial(tpu_training, heads=8)

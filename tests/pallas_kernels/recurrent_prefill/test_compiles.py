@@ -1,4 +1,4 @@
-"""The kernels compile at the paper's sizes for H100, v5e and v6e, without them."""
+"""The kernels compile for H100, v5e, v5p and v6e, without them."""
 
 import json
 import os
@@ -72,9 +72,17 @@ def test_a_whole_layer_compiles_into_one_kernel_for_v5e():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
-def test_training_compiles_for(target):
-    summary = compiled(target, "tpu_training")
+@pytest.mark.parametrize(
+    ("target", "case"),
+    [
+        # At the paper's width where there is least VMEM.
+        ("v5p:2x2x1", "tpu_training"),
+        ("v5e:2x2", "tpu_narrow_training"),
+        ("v6e:2x2", "tpu_narrow_training"),
+    ],
+)
+def test_training_compiles_for(target, case):
+    summary = compiled(target, case)
     assert "tpu_custom_call" in summary["custom_calls"]
 
 

@@ -13,6 +13,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tiles import (
     choose_tiles,
     refusal_of_sizes,
 )
+from pallas_kernels.tpu_vmem import KERNEL_BYTES
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
     reference,
@@ -43,6 +44,7 @@ PAPER = LayerSizes(
     gated=False,
     bytes=2,
 )
+V5E, V5P = KERNEL_BYTES["TPU v5 lite"], KERNEL_BYTES["TPU v5p"]
 
 
 @pytest.mark.parametrize("positions", [1, pytest.param(32, marks=pytest.mark.slow), 33])
@@ -78,21 +80,29 @@ def test_the_tpu_s_own_semantics_find_no_race():
 
 
 def test_a_layer_of_the_paper_fits_into_vmem():
-    assert refusal_of_sizes(PAPER, None) is None
-    assert choose_tiles(PAPER, None).rows == 32
+    assert refusal_of_sizes(PAPER, None, V5E) is None
+    assert choose_tiles(PAPER, None, V5E).rows == 32
 
 
 def test_what_does_not_fit_into_vmem_is_refused():
     wide = dataclasses.replace(PAPER, width=2048, heads_width=2048, inner_width=8192)
-    assert "VMEM" in str(refusal_of_sizes(wide, None))
+    assert "VMEM" in str(refusal_of_sizes(wide, None, V5E))
     long = dataclasses.replace(PAPER, positions=16384)
-    assert "VMEM" in str(refusal_of_sizes(long, None))
+    assert "VMEM" in str(refusal_of_sizes(long, None, V5E))
+
+
+def test_half_the_vmem_takes_fewer_rows_and_then_refuses():
+    assert choose_tiles(PAPER, None, V5P).rows < 32
+    assert refusal_of_sizes(PAPER, None, V5P) is None
+    long = dataclasses.replace(PAPER, positions=1024)
+    assert refusal_of_sizes(long, None, V5E) is None
+    assert "56 MiB of VMEM" in str(refusal_of_sizes(long, None, V5P))
 
 
 def test_a_longer_sequence_gets_fewer_rows():
     longer = dataclasses.replace(PAPER, positions=1024)
-    assert choose_tiles(longer, None).rows < 32
-    assert refusal_of_sizes(longer, None) is None
+    assert choose_tiles(longer, None, V5E).rows < 32
+    assert refusal_of_sizes(longer, None, V5E) is None
 
 
 def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
