@@ -24,10 +24,12 @@ VOCABULARY, WIDTH, HEADS, LAYERS = 512, 128, 2, 2
 HEAD_WIDTH = WIDTH // HEADS
 LENGTHS = {"recurrent_transformer": 32, "rat": 256}
 """Tokens of a row; the others take 1,024, from where attention runs in blocks."""
+BATCHES = {"recurrent_transformer": 32}
+"""Rows: of the Recurrent Transformer as many as a block of its kernels on each device."""
 
 
 def experiment(variant: str, dtype: Any = "bfloat16") -> Experiment:
-    """Returns a run of 32 rows."""
+    """Returns a run of a few rows: more take several times as long to compile."""
     stack, objective, options = VARIANTS[variant]
     return Experiment(
         name=variant,
@@ -35,7 +37,9 @@ def experiment(variant: str, dtype: Any = "bfloat16") -> Experiment:
         data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes()),
         objective=objective,
         optimizer=AdamW(learning_rate=1e-3),
-        training=TrainingConfig(steps=10, batch=32, length=LENGTHS.get(variant, 1024)),
+        training=TrainingConfig(
+            steps=10, batch=BATCHES.get(variant, 4), length=LENGTHS.get(variant, 1024)
+        ),
     )
 
 
