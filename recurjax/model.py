@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
+from recurjax.layers.embedding import look_up
 from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.row_sharding import keep_rows_apart
@@ -186,8 +187,7 @@ class Decoder(nnx.Module):
 
     def embed(self, ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T D"]:
         """Returns what the stack reads."""
-        # Gathered before the cast: the gradient adds up in the table's own float32.
-        x = self.w_embedding[...][ids].astype(self.config.dtype)
+        x = look_up(self.w_embedding[...], ids, self.config.dtype)
         if self.config.embedding_scale == "sqrt_width":
             x = x * jnp.asarray(self.config.stack.width**0.5, x.dtype)
         return keep_rows_apart(x)

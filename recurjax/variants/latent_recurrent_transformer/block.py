@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
+from recurjax.layers.embedding import look_up
 from recurjax.layers.initialization import draw_output_weight, draw_weight
 from recurjax.layers.linear import linear
 from recurjax.layers.mlp import Mlp, MlpConfig
@@ -185,8 +186,8 @@ class LatentBlock(nnx.Module):
         if self.w_value_embedding is not None and self.w_value_gate is not None:
             channels = self.w_value_gate[...].shape[0]
             gate = jax.nn.sigmoid(linear(a[..., :channels], self.w_value_gate))
-            table = self.w_value_embedding[...][seen.ids].astype(v.dtype)
-            v = v + self.config.value_gate_scale * gate[..., None] * table
+            own = look_up(self.w_value_embedding[...], seen.ids, v.dtype)
+            v = v + self.config.value_gate_scale * gate[..., None] * own
         rope = Rope(base=self.config.rope_base)
         # By -theta: nanochat's direction.
         q, k = (rms(rotate(side, -seen.position, rope)) for side in (q, k))
