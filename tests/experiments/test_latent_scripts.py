@@ -18,7 +18,7 @@ SCRIPTS = ("latent_shakespeare", "nanochat", "prefill_sweeps", "refinement_cost"
 
 
 @pytest.fixture
-def script(monkeypatch):
+def script(unoptimized, monkeypatch):
     """Imports a script as Python would run it, beside its neighbours."""
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     known = set(sys.modules)
