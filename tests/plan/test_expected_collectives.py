@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import pytest
 
 from recurjax import sharding
 from recurjax.experiment import Experiment
@@ -17,6 +18,7 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     MemoryConfig,
 )
+from recurjax.variants.rat import RatConfig, RatMixerConfig
 from tests.compiling import QUICK_COMPILE
 from tests.training import tiny_experiment
 
@@ -76,32 +78,44 @@ ACTIVATION = ROWS * LENGTH * WIDTH * 4
 """Bytes of one layer's output over all devices; parameters are far smaller."""
 
 
-def long_latent() -> Experiment:
+def long_run(variant: str) -> Experiment:
     """Returns a run whose activations are far larger than its parameters."""
     run = tiny_experiment.config()
-    stack = LatentRecurrentTransformerConfig(
-        layers=1,
-        width=WIDTH,
-        heads=2,
-        key_heads=2,
-        head_width=8,
-        mlp_width=2 * WIDTH,
-        vocabulary=run.model.padded_vocabulary,
-        length=LENGTH,
-        value_gate_channels=WIDTH,
-        windows="L",
-        memory=MemoryConfig(sources=(1,)),
-    )
+    objective = run.objective
+    mlp = MlpConfig(kind="gelu", width=2 * WIDTH)
+    if variant == "latent_recurrent_transformer":
+        objective = Interleaved(subsets=1)
+        stack = LatentRecurrentTransformerConfig(
+            layers=1,
+            width=WIDTH,
+            heads=2,
+            key_heads=2,
+            head_width=8,
+            mlp_width=2 * WIDTH,
+            vocabulary=run.model.padded_vocabulary,
+            length=LENGTH,
+            value_gate_channels=WIDTH,
+            windows="L",
+            memory=MemoryConfig(sources=(1,)),
+        )
+    elif variant == "rat":
+        mixer = RatMixerConfig(heads=2, head_width=8, chunk=16, groups=2)
+        stack = RatConfig(layers=1, width=WIDTH, pattern=(mixer,), mlp=mlp)
+    else:
+        stack = replace(run.model.stack, layers=1, mlp=mlp)
     return replace(
         run,
         model=replace(run.model, stack=stack),
-        objective=Interleaved(subsets=1),
+        objective=objective,
         training=replace(run.training, batch=ROWS, length=LENGTH),
     )
 
 
-def test_fsdp_cuts_activations_by_rows_and_sums_none():
-    found = collectives(MeshConfig(fsdp=8), long_latent())
+@pytest.mark.parametrize(
+    "variant", ["transformer", "rat", "latent_recurrent_transformer"]
+)
+def test_fsdp_cuts_activations_by_rows_and_sums_none(variant):
+    found = collectives(MeshConfig(fsdp=8), long_run(variant))
     whole = [one for one in found if one.kind in ("all-reduce", "all-gather")]
     assert whole != []
     assert [one for one in whole if one.largest >= ACTIVATION] == []
