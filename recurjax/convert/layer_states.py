@@ -46,10 +46,7 @@ def layer_states(
       NotImplementedError: a variant whose layers cannot be run one by one.
     """
     tokens = Tokens(jnp.asarray(ids, jnp.int32))
-    x = model.w_embedding[...][tokens.ids].astype(model.config.dtype)
-    if model.config.embedding_scale == "sqrt_width":
-        x = x * jnp.asarray(model.config.stack.width**0.5, x.dtype)
-    states = list(_states(model.stack, x, tokens))
+    states = list(_states(model.stack, model.embed(tokens.ids), tokens))
     states[-1] = model.final_norm(states[-1])
     return np.stack([np.asarray(state) for state in states])
 
