@@ -58,6 +58,11 @@ class Experiment:
                 f"{_learned_positions(self.model, 'model')}.length"
             )
 
+    @property
+    def flops_per_token(self) -> float:
+        """Counts training FLOPs a token, in all passes of the objective."""
+        return self.objective.passes * self.model.flops_per_token(self.training.length)
+
 
 def _learned_positions(config: Any, path: str) -> str | None:
     """Returns the dotted name of the field that holds learned positions."""

@@ -124,8 +124,7 @@ def _training(experiment: Experiment, mesh: Mesh) -> Program:
             "data": batch,
         },
         tokens=training.tokens_per_step,
-        own_flops=training.tokens_per_step
-        * experiment.model.flops_per_token(training.length),
+        own_flops=training.tokens_per_step * experiment.flops_per_token,
     )
 
 
@@ -144,7 +143,7 @@ def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
         arguments=(model, batch, sizes),
         parts={"parameters": model, "data": (batch, sizes)},
         tokens=rows * training.length,
-        own_flops=_forward_flops(experiment, rows, training.length),
+        own_flops=rows * training.length * experiment.flops_per_token / 3,
     )
 
 

@@ -1,7 +1,7 @@
 """Objectives of the Latent Recurrent Transformer: passes over parts of a sequence."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +35,7 @@ class Interleaved:
 
     subsets: int = 2
     vocabulary_chunks: int = 1
+    passes: ClassVar[int] = 2
 
     def __post_init__(self):
         if self.subsets < 1 or self.vocabulary_chunks < 1:
@@ -83,6 +84,7 @@ class Chunked:
     chunk: int
     memory: Literal["broadcast", "first"] = "broadcast"
     vocabulary_chunks: int = 1
+    passes: ClassVar[int] = 1
 
     def __post_init__(self):
         if self.chunk < 1 or self.vocabulary_chunks < 1:

@@ -1,6 +1,7 @@
 """What training minimises: a config that is a function of (model, batch)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Float
@@ -27,6 +28,7 @@ class NextToken:
 
     z_loss: float = 0.0
     vocabulary_chunks: int = 1
+    passes: ClassVar[int] = 1
 
     def __post_init__(self):
         require_range(self, "z_loss", least=0)
@@ -60,4 +62,5 @@ Objective = NextToken | Interleaved | Chunked
 """Every objective: a closed union, told apart by class in JSON.
 
 Each is callable as `NextToken` is, names its cross-entropy "loss" among its metrics,
-and has `states` and `vocabulary_chunks`, which evaluations use."""
+and has `states` and `vocabulary_chunks`, which evaluations use, and `passes`, how often
+the model reads each token."""

@@ -42,8 +42,7 @@ class TrainingProgress:
         peak = peak_flops(devices[0])
         self._mfu_per_token = None
         if peak is not None:
-            flops = experiment.model.flops_per_token(training.length)
-            self._mfu_per_token = flops / (peak * len(devices))
+            self._mfu_per_token = experiment.flops_per_token / (peak * len(devices))
         self._started: float | None = None
         self._first = self._seen = 0
         self._bar = Progress(

@@ -1,0 +1,36 @@
+"""An objective's passes are how often the program reads every token."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from recurjax.plan.flops import count_flops
+from recurjax.plan.programs import build_program
+from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.training.latent_objectives import Chunked, Interleaved
+from recurjax.training.objective import NextToken, Objective
+from tests.plan.small_experiments import experiment
+
+
+def products(objective: Objective) -> int:
+    """Counts FLOPs of products of a training step that makes nothing twice."""
+    run = experiment("latent_recurrent_transformer", "float32")
+    stack = replace(run.model.stack, remat="nothing", length=64)
+    run = replace(
+        run,
+        model=replace(run.model, stack=stack),
+        training=replace(run.training, batch=1, length=64),
+        objective=objective,
+    )
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    program = build_program(run, "train", mesh)
+    traced = program.function.trace(*program.arguments)
+    return count_flops(traced.jaxpr, platform="cpu").products
+
+
+@pytest.mark.parametrize("objective", [Interleaved(subsets=2), Chunked(chunk=32)])
+def test_passes_are_those_of_the_traced_program(objective):
+    passes = products(objective) / products(NextToken())
+    # A pass over a part of the tokens computes fewer logits that causality hides.
+    assert passes == pytest.approx(objective.passes, rel=0.1)
