@@ -8,8 +8,10 @@ the compiler take the process down with it.
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -38,12 +40,28 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def main() -> None:
     """Answers the request on standard input."""
+    end_with_parent()
     request = json.load(sys.stdin)
     try:
         answer = respond(request, before_compiling=_print)
     except UserError as error:
         answer = {"error": str(error)}
     _print(answer)
+
+
+def end_with_parent() -> None:
+    """Lets this process end when the one that started it does, however that ended.
+
+    A compiler would go on for minutes, and nobody would read its answer.
+    """
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _print(answer: dict[str, Any]) -> None:
