@@ -87,14 +87,18 @@ def _more_recomputation(experiment: Experiment) -> Iterator[tuple[str, Experimen
 def _other_meshes(
     experiment: Experiment, plan: Plan
 ) -> Iterator[tuple[str, Experiment]]:
-    mesh = plan.mesh
+    """Yields meshes that cut parameters further: first over rows, which sends least."""
+    mesh, training = plan.mesh, experiment.training
     rows, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
-    if mesh["data"] > 1:
-        changed = replace(experiment.mesh, data=1, fsdp=rows, tensor=tensor)
-        yield f"--mesh fsdp={rows},tensor={tensor}", _with(experiment, changed)
+    cuts = [(rows * tensor, 1), (rows, tensor)]
     if rows % 2 == 0:
-        changed = replace(experiment.mesh, data=1, fsdp=rows // 2, tensor=2 * tensor)
-        yield f"--mesh fsdp={rows // 2},tensor={2 * tensor}", _with(experiment, changed)
+        cuts.append((rows // 2, 2 * tensor))
+    for fsdp, tensor in dict.fromkeys(cuts):
+        divides = training.batch // training.accumulation % fsdp == 0
+        now = (mesh["data"], mesh["fsdp"], mesh["tensor"]) == (1, fsdp, tensor)
+        if divides and not now:
+            changed = replace(experiment.mesh, data=1, fsdp=fsdp, tensor=tensor)
+            yield f"--mesh fsdp={fsdp},tensor={tensor}", _with(experiment, changed)
 
 
 def _with(experiment: Experiment, mesh: MeshConfig) -> Experiment:

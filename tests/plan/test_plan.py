@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from recurjax.plan import compilation
-from recurjax.plan.changes import find_changes
+from recurjax.plan.changes import _other_meshes, find_changes
 from recurjax.plan.child import read_failure
 from recurjax.plan.compilation import compile_elsewhere
 from recurjax.plan.planning import Plan, make_plan
@@ -122,6 +122,34 @@ def test_what_does_not_fit_gets_three_changes_that_are_planned_again(monkeypatch
         ("--model.stack.remat block", False),
         ("--mesh fsdp=2,tensor=2", False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch", "tried"),
+    [
+        ((4, 1, 1), 64, ["fsdp=4,tensor=1", "fsdp=2,tensor=2"]),
+        ((1, 2, 4), 64, ["fsdp=8,tensor=1", "fsdp=1,tensor=8"]),
+        ((2, 1, 2), 2, ["fsdp=2,tensor=2", "fsdp=1,tensor=4"]),  # 2 rows, not over 4
+    ],
+)
+def test_meshes_that_may_help_cut_rows_first(mesh, batch, tried):
+    run = tiny_experiment.config()
+    run = replace(run, training=replace(run.training, batch=batch))
+    sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
+    plan = Plan(
+        experiment="tiny",
+        program="train",
+        topology=parse_topology("h100:8"),
+        mesh={"stage": 1, "sequence": 1, **sizes},
+        answer={"failed": "", "failed_by": "memory", "needed": None},
+        bounds=None,
+        steps=1,
+        price=None,
+        seconds=0.0,
+    )
+    found = list(_other_meshes(run, plan))
+    assert [option.removeprefix("--mesh ") for option, _ in found] == tried
+    assert all(f"fsdp={one.mesh.fsdp}," in option for option, one in found)
 
 
 @pytest.mark.parametrize(
