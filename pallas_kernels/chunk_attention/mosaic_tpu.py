@@ -1,6 +1,5 @@
 """TPU path: Pallas kernels lowered by Mosaic, one forward and two for the gradient."""
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunk_attention.arrays import Array, at_least_one
@@ -15,18 +14,16 @@ from pallas_kernels.chunk_attention.mosaic_launch import (
     choose_tiles,
     document_arrays,
 )
-from pallas_kernels.tpu_vmem import KERNEL_BYTES
+from pallas_kernels.tpu_vmem import refusal_of_device
 
 
 def supported(
     q, own_logits, own_values, ends, first, documents, *, chunk, scale
 ) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    device = jax.devices()[0]
-    if device.platform != "tpu":
-        return f"needs a TPU, found {device.platform}"
-    if device.device_kind not in KERNEL_BYTES:
-        return f"needs a v5e, v5p or v6e, found {device.device_kind}"
+    reason = refusal_of_device()
+    if reason is not None:
+        return reason
     return expressible(
         *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale
     )

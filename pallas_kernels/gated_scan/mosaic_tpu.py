@@ -1,6 +1,5 @@
 """TPU path: one kernel a pass, the state in VMEM from block to block."""
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_scan.mosaic_backward import run_backward
@@ -13,16 +12,14 @@ from pallas_kernels.gated_scan.mosaic_launch import (
     refusal_of_channels,
 )
 from pallas_kernels.gated_scan.signed_gate import refusal_of_dtypes, sign_gate
-from pallas_kernels.tpu_vmem import KERNEL_BYTES
+from pallas_kernels.tpu_vmem import refusal_of_device
 
 
 def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    device = jax.devices()[0]
-    if device.platform != "tpu":
-        return f"needs a TPU, found {device.platform}"
-    if device.device_kind not in KERNEL_BYTES:
-        return f"needs the VMEM of a v5e, v5p or v6e, found {device.device_kind}"
+    reason = refusal_of_device()
+    if reason is not None:
+        return reason
     if gate.shape[1] == 1:
         return "leaves one position to xla, which fuses it with what stands around it"
     return expressible(gate, values, initial, starts, lengths, chunk=chunk)

@@ -22,7 +22,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tiles import (
     refusal_of_sizes,
 )
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
-from pallas_kernels.tpu_vmem import KERNEL_BYTES, kernel_bytes
+from pallas_kernels.tpu_vmem import kernel_bytes, refusal_of_device
 
 
 def supported(
@@ -36,11 +36,9 @@ def supported(
     tile: int | None,
 ) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    device = jax.devices()[0]
-    if device.platform != "tpu":
-        return f"needs a TPU, found {device.platform}"
-    if device.device_kind not in KERNEL_BYTES:
-        return f"needs the VMEM of a v5e, v5p or v6e, found {device.device_kind}"
+    reason = refusal_of_device()
+    if reason is not None:
+        return reason
     return expressible(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
 
 
