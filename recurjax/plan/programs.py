@@ -143,7 +143,8 @@ def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
         arguments=(model, batch, sizes),
         parts={"parameters": model, "data": (batch, sizes)},
         tokens=rows * training.length,
-        own_flops=rows * training.length * experiment.flops_per_token / 3,
+        own_flops=experiment.objective.passes
+        * _forward_flops(experiment, rows, training.length),
     )
 
 
@@ -186,7 +187,7 @@ def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Progr
 
 
 def _forward_flops(experiment: Experiment, rows: int, length: int) -> float:
-    """A forward pass is a third of training's count."""
+    """One pass forward is a third of what it takes in training."""
     return rows * length * experiment.model.flops_per_token(length) / 3
 
 

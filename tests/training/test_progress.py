@@ -71,7 +71,7 @@ def test_a_resumed_run_says_so_and_counts_only_its_own_steps(clock):
 
 def test_mfu_is_the_models_flops_over_the_peak_of_all_devices(clock):
     progress, text = show(clock, terminal=False, device=H100)
-    flops = config().flops_per_token
+    flops = config().model.flops_per_token(16)
     want = 64 * flops / (2 * 989e12)
     rates = progress.rates()
     assert rates == {"tokens_per_second": 64.0, "mfu": pytest.approx(want)}
