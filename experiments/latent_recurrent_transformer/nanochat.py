@@ -15,7 +15,6 @@ import dataclasses
 
 from recurjax.data.config import DataConfig, Prepared, TokenizerFile
 from recurjax.experiment import Experiment
-from recurjax.layers.norm import NormConfig
 from recurjax.model import ModelConfig, count_parameters
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.muon_adamw import MuonAdamW
@@ -25,6 +24,7 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
 )
 from recurjax.variants.latent_recurrent_transformer.presets import (
+    FINAL_NORM,
     PADDED_VOCABULARY,
     layerwise,
     nanochat,
@@ -34,7 +34,6 @@ from recurjax.variants.latent_recurrent_transformer.presets import (
 LENGTH = 2048
 BATCH_TOKENS = 2**19
 RATIOS = (5, 10, 20, 40, 60, 80, 120)
-_BFLOAT16_EPS = 2.0**-7  # The norms' eps is the dtype's epsilon.
 
 
 def model(stack: LatentRecurrentTransformerConfig) -> ModelConfig:
@@ -42,7 +41,7 @@ def model(stack: LatentRecurrentTransformerConfig) -> ModelConfig:
     return ModelConfig(
         vocabulary=PADDED_VOCABULARY,
         stack=dataclasses.replace(stack, remat="block"),
-        final_norm=NormConfig(scale=False, eps=_BFLOAT16_EPS),
+        final_norm=FINAL_NORM,
         logit_soft_cap=15.0,
         dtype="bfloat16",
     )

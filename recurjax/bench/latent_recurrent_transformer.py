@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from recurjax.bench.timing import Row, repeat, row
-from recurjax.layers.norm import NormConfig
 from recurjax.model import Decoder, ModelConfig
 from recurjax.training.muon_adamw import MuonAdamW
 from recurjax.training.objective import Interleaved, NextToken, Objective
@@ -18,6 +17,7 @@ from recurjax.training.spikes import SpikeConfig
 from recurjax.training.step import new_state, train_step
 from recurjax.types import Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer.presets import (
+    FINAL_NORM,
     layerwise,
     nanochat,
     shared,
@@ -153,7 +153,7 @@ def _model(kind: str, shape: dict[str, int], dtype: Dtype) -> ModelConfig:
     return ModelConfig(
         vocabulary=shape["V"],
         dtype=dtype,
-        final_norm=NormConfig(scale=False, eps=float(jnp.finfo(dtype).eps)),
+        final_norm=FINAL_NORM,
         logit_soft_cap=15.0,
         stack=nanochat(
             layers,

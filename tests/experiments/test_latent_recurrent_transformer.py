@@ -6,6 +6,7 @@ import pytest
 from recurjax.experiment import load_experiment
 from recurjax.model import count_parameters
 from recurjax.training.objective import Interleaved, NextToken
+from recurjax.variants.latent_recurrent_transformer.presets import FINAL_NORM
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "latent_recurrent_transformer"
 SIZES = {
@@ -38,6 +39,7 @@ def test_a_run_has_the_papers_size_and_settings(name):
     assert tokens / count.total == pytest.approx(10, rel=1e-3)
     wanted = NextToken if name.startswith("base") else Interleaved
     assert isinstance(experiment.objective, wanted)
+    assert experiment.model.final_norm == FINAL_NORM
     assert experiment.name == f"lrt_{name}"
 
 

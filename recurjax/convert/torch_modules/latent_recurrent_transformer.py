@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 
 def rms(x: Tensor) -> Tensor:
-    """Computes x / sqrt(mean(x^2) + eps), eps the machine epsilon of x's dtype."""
+    """Computes x / sqrt(mean(x^2) + eps), eps float32's epsilon in every dtype."""
     y = x.to(wide(x.dtype))
-    eps = torch.finfo(x.dtype).eps
+    eps = torch.finfo(torch.float32).eps
     return (y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 

@@ -2,13 +2,17 @@
 
 from typing import Any
 
+from recurjax.layers.norm import NormConfig
 from recurjax.variants.latent_recurrent_transformer.config import (
     LatentRecurrentTransformerConfig,
     MemoryConfig,
 )
+from recurjax.variants.latent_recurrent_transformer.recurrence import EPS
 
 HEAD_WIDTH = 128
 PADDED_VOCABULARY = 32768
+FINAL_NORM = NormConfig(scale=False, eps=EPS)
+"""nanochat's norm before the head: `recurrence.rms`, as everywhere in the blocks."""
 
 
 def nanochat(
