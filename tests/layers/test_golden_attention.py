@@ -16,7 +16,7 @@ from recurjax.layers.position import Rope, rotate
 from recurjax.layers.self_attention import AttentionConfig, SelfAttention
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.types import Tokens
-from tests.golden.cases import golden_cases, load
+from tests.golden.cases import golden_cases, largest_of_each, load
 from tests.golden.torch_layout import rat_attention
 from tests.tolerances import assert_gradients_close, assert_values_close
 
@@ -42,9 +42,11 @@ def test_values_and_gradients_are_the_authors(path):
         if f"out{wide}" not in case:
             continue
         np.testing.assert_allclose(y, case[f"out{wide}"], rtol=0, atol=AUTHORS_ABSOLUTE)
-        wanted = {name: case[f"grad{wide}/param/{name}"] for name in weights_of(case)}
-        wanted = rat_attention(wanted.get, heads=meta["num_head"])
-        assert_gradients_close(gradients, {"x": case[f"grad{wide}/x"], **wanted})
+        want, whole = (
+            gradients_of(tensors, f"grad{wide}", meta)
+            for tensors in (case, largest_of_each(case))
+        )
+        assert_gradients_close(gradients, want, whole=whole)
 
 
 @pytest.mark.parametrize("path", CASES)
@@ -110,6 +112,14 @@ def layer_of(case, meta) -> nnx.Dict:
 def weights_of(case) -> dict[str, np.ndarray]:
     names = [name for name in case if name.startswith("param/")]
     return {name.removeprefix("param/"): case[name] for name in names}
+
+
+def gradients_of(case, folder: str, meta) -> dict:
+    named = {name: case[f"{folder}/param/{name}"] for name in weights_of(case)}
+    return {
+        "x": case[f"{folder}/x"],
+        **rat_attention(named.get, heads=meta["num_head"]),
+    }
 
 
 def empty_cache(meta, x, slots: int | None = None):

@@ -15,7 +15,7 @@ from recurjax.parameters import to_nested_dict
 from recurjax.types import Tokens
 from recurjax.variants.rat.recurrence import attend_across_chunks, rotate_chunks
 from tests.compiling import QUICK_COMPILE
-from tests.golden.cases import golden_cases, load
+from tests.golden.cases import golden_cases, largest_of_each, load
 from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.variants.rat import authors
 
@@ -49,8 +49,14 @@ def test_values_and_gradients_are_the_authors(path):
         if f"out{wide}" not in case:
             continue
         assert_authors(y, case[f"out{wide}"])
-        wanted = authors.layer(authors.read(case, f"grad{wide}/param"), config)
-        assert_gradients_close(gradients, {"x": case[f"grad{wide}/x"], **wanted})
+        want, whole = (
+            {
+                "x": tensors[f"grad{wide}/x"],
+                **authors.layer(authors.read(tensors, f"grad{wide}/param"), config),
+            }
+            for tensors in (case, largest_of_each(case))
+        )
+        assert_gradients_close(gradients, want, whole=whole)
 
 
 @pytest.mark.parametrize("path", CASES)
