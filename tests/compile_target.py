@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-from unittest import mock
 
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -25,6 +24,7 @@ from jax.sharding import (  # noqa: E402
     SingleDeviceSharding,
 )
 
+from pallas_kernels.target import Target, as_if  # noqa: E402
 from recurjax.plan.hlo import Instruction, Module, parse  # noqa: E402
 from recurjax.plan.target import open_devices  # noqa: E402
 from recurjax.plan.topology import parse_topology  # noqa: E402
@@ -51,7 +51,7 @@ def compile_for(target: str, function, arguments):
         arguments,
     )
     with (
-        mock.patch.object(jax, "devices", lambda *_: [first]),
+        as_if(Target.of(first)),
         jax.sharding.use_abstract_mesh(mesh),
     ):
         lowered = jax.jit(function, out_shardings=placed).lower(*arguments)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
 from pallas_kernels.chunk_attention.visibility import first_position, seen_ends
-from pallas_kernels.tpu_vmem import LEAST
+from pallas_kernels.target import LEAST_VMEM
 
 HIDDEN = -1e30
 """The logit of an end that is not seen; a position's own term is always seen."""
@@ -202,7 +202,7 @@ def launch(
         out_shape=list(out_shape),
         interpret=call.interpret,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=LEAST
+            dimension_semantics=semantics, vmem_limit_bytes=LEAST_VMEM
         ),
         name="chunk_attention" + kernel.__name__,
     )(first, *arguments)

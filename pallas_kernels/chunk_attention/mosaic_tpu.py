@@ -14,14 +14,14 @@ from pallas_kernels.chunk_attention.mosaic_launch import (
     choose_tiles,
     document_arrays,
 )
-from pallas_kernels.tpu_vmem import refusal_of_device
+from pallas_kernels.target import refusal_of_mosaic_tpu
 
 
 def supported(
     q, own_logits, own_values, ends, first, documents, *, chunk, scale
 ) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_device()
+    reason = refusal_of_mosaic_tpu()
     if reason is not None:
         return reason
     return expressible(

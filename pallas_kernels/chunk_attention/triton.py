@@ -1,6 +1,5 @@
 """GPU path: Pallas kernels lowered by Triton, one forward and two for the gradient."""
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds, at_least_one
@@ -15,6 +14,7 @@ from pallas_kernels.chunk_attention.triton_launch import (
     choose_tiles,
     mask_arrays,
 )
+from pallas_kernels.target import refusal_of_triton
 
 _WIDEST = 256
 
@@ -23,13 +23,9 @@ def supported(
     q, own_logits, own_values, ends, first, documents, *, chunk, scale
 ) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"needs an NVIDIA GPU, found {device.platform}"
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    major = capability.split(".")[0]
-    if not major.isdigit() or int(major) < 8:
-        return f"needs compute capability 8.0 or higher, found {capability}"
+    reason = refusal_of_triton()
+    if reason is not None:
+        return reason
     return expressible(
         *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale
     )

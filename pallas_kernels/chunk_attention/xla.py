@@ -1,7 +1,6 @@
 """The XLA backend: in bands where logits are few, in tiles where they are many."""
 
-import jax
-
+from pallas_kernels import target
 from pallas_kernels.chunk_attention import xla_bands, xla_tiles
 from pallas_kernels.chunk_attention.xla_cuts import choose_tiles
 
@@ -44,6 +43,6 @@ def backward(
 
 def _way(q, ends):
     # Tiles run one after the other, which suits a few cores and nothing wider.
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = target.current().platform == "cpu"
     cut = choose_tiles(q.shape[1], ends.keys.shape[2]) if on_cpu else None
     return xla_bands if cut is None else xla_tiles

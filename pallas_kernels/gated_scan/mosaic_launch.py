@@ -8,7 +8,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_vmem import LEAST
+from pallas_kernels.target import LEAST_VMEM
 
 LANES = 128
 SEGMENTS = 8
@@ -111,7 +111,7 @@ def row_bytes(D: int, streams: int) -> int:
 
 def refusal_of_channels(D: int, streams: int) -> str | None:
     """Returns why the smallest block does not fit into VMEM, None when it does."""
-    if HALO * row_bytes(D, streams) <= LEAST * 3 // 4:
+    if HALO * row_bytes(D, streams) <= LEAST_VMEM * 3 // 4:
         return None
     return f"{HALO} positions of {D} channels do not fit into VMEM, streams: {streams}"
 
@@ -136,7 +136,7 @@ def launch_kernel(
         interpret=call.interpret,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=LEAST,
+            vmem_limit_bytes=LEAST_VMEM,
         ),
         name=kernel.__name__.strip("_"),
     )(*arguments)

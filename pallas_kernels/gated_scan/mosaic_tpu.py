@@ -12,12 +12,12 @@ from pallas_kernels.gated_scan.mosaic_launch import (
     refusal_of_channels,
 )
 from pallas_kernels.gated_scan.signed_gate import refusal_of_dtypes, sign_gate
-from pallas_kernels.tpu_vmem import refusal_of_device
+from pallas_kernels.target import refusal_of_mosaic_tpu
 
 
 def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_device()
+    reason = refusal_of_mosaic_tpu()
     if reason is not None:
         return reason
     if gate.shape[1] == 1:

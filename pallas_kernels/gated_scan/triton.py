@@ -1,6 +1,5 @@
 """GPU path: Pallas kernels lowered by Triton, a few channels of a stretch a program."""
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_scan.signed_gate import (
@@ -16,17 +15,14 @@ from pallas_kernels.gated_scan.triton_launch import (
     Tiles,
     choose_tiles,
 )
+from pallas_kernels.target import refusal_of_triton
 
 
 def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"needs an NVIDIA GPU, found {device.platform}"
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    major = capability.split(".")[0]
-    if not major.isdigit() or int(major) < 8:
-        return f"needs compute capability 8.0 or higher, found {capability}"
+    reason = refusal_of_triton()
+    if reason is not None:
+        return reason
     if gate.shape[1] == 1:
         return "leaves one position to xla, which fuses it with what stands around it"
     return expressible(gate, values, initial, starts, lengths, chunk=chunk)

@@ -22,7 +22,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tiles import (
     refusal_of_sizes,
 )
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
-from pallas_kernels.tpu_vmem import kernel_bytes, refusal_of_device
+from pallas_kernels.target import refusal_of_mosaic_tpu, vmem_bytes
 
 
 def supported(
@@ -36,7 +36,7 @@ def supported(
     tile: int | None,
 ) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_device()
+    reason = refusal_of_mosaic_tpu()
     if reason is not None:
         return reason
     return expressible(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
@@ -67,7 +67,7 @@ def expressible(
         return "computes in float32 at most"
     if schedule not in (None, "tiled"):
         return f'runs tiles of one layer: schedule "tiled", got {schedule!r}'
-    return refusal_of_sizes(LayerSizes.of(x, weights, spec), tile, kernel_bytes())
+    return refusal_of_sizes(LayerSizes.of(x, weights, spec), tile, vmem_bytes())
 
 
 ROWS_AXIS = 1
@@ -91,7 +91,7 @@ def forward(
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
     """Runs L layers, one kernel after the other, from position 0."""
     B, T, _ = x.shape
-    vmem = kernel_bytes()
+    vmem = vmem_bytes()
     tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     layout = Layout(tile=tiles.keys, rows=tiles.rows, keys=tiles.keys)
@@ -131,7 +131,7 @@ def backward(
     interpret=False,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the cotangents of x, weights and cache."""
-    vmem = kernel_bytes()
+    vmem = vmem_bytes()
     tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     layout = Layout(tile=tiles.tile, rows=tiles.rows, keys=tiles.tile)

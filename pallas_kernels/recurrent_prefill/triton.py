@@ -23,6 +23,7 @@ from pallas_kernels.recurrent_prefill.triton_launch import (
     refusal_of_tile,
     refusal_of_width,
 )
+from pallas_kernels.target import refusal_of_triton
 
 
 def supported(
@@ -36,13 +37,9 @@ def supported(
     tile: int | None,
 ) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"needs an NVIDIA GPU, found {device.platform}"
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    major = capability.split(".")[0]
-    if not major.isdigit() or int(major) < 8:
-        return f"needs compute capability 8.0 or higher, found {capability}"
+    reason = refusal_of_triton()
+    if reason is not None:
+        return reason
     return expressible(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
 
 

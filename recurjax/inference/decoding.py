@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Key
 
+from pallas_kernels import target
 from recurjax.inference.sampling import SamplingConfig, sample
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Tokens
@@ -126,8 +127,9 @@ def _cache_dtype(model: Decoder) -> str:
 
     XLA's CPU backend widens and narrows the whole of a bfloat16 cache to write a token.
     """
-    narrow = model.config.dtype == "bfloat16" and jax.default_backend() == "cpu"
-    return "float32" if narrow else model.config.dtype
+    dtype = model.config.dtype
+    on_cpu = target.current().platform == "cpu"
+    return "float32" if on_cpu and dtype == "bfloat16" else dtype
 
 
 def _draw(

@@ -1,6 +1,5 @@
 """Softmax attention of arrays: grouped-query, windowed, biased, capped."""
 
-import math
 from typing import Literal
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from pallas_kernels import target
 from recurjax.layers.blocked_attention import attend_in_blocks
 from recurjax.layers.few_queries import MOST_ROWS, few_logits, few_mixtures
 from recurjax.types import Array
@@ -67,7 +67,7 @@ def attend(
     if implementation == "blocks" and no_blocks is not None:
         raise NotImplementedError(f"attend: blocks: {no_blocks}")
     if implementation is None and obstacle is not None and no_blocks is None:
-        long = q.shape[1] >= _BLOCKS_FROM and jax.default_backend() != "gpu"
+        long = q.shape[1] >= _BLOCKS_FROM and not target.current().calls_cudnn
         implementation = "blocks" if long else None
     if implementation == "blocks":
         return attend_in_blocks(q, k, v, scale=scale, window=window)
@@ -111,7 +111,7 @@ def visible_by_position(
 def _few(q: Array) -> bool:
     """Returns whether a copy of the keys costs more than this query's products."""
     few = q.shape[1] == 1 and q.shape[2] <= MOST_ROWS
-    return few and jax.default_backend() == "cpu"
+    return few and target.current().platform == "cpu"
 
 
 def _plain_attention(q, k, v, scale, mask, bias, soft_cap, product, mixtures):
@@ -170,9 +170,6 @@ def _cudnn_obstacle(q, mask, bias, soft_cap) -> str | None:
     E = q.shape[-1]
     if E % 8 or E > _CUDNN_HEAD_WIDTH:
         return f"head width must be a multiple of 8 up to 128, got {E}"
-    if jax.default_backend() != "gpu":
-        return f"the default device is {jax.default_backend()}, not gpu"
-    capability = getattr(jax.devices()[0], "compute_capability", "0")
-    if math.floor(float(capability)) < 8:
-        return f"compute capability must be at least 8.0, got {capability}"
-    return None
+    if not target.current().calls_cudnn:
+        return f"needs a GPU with cuDNN, found {target.current().platform}"
+    return target.refusal_of_capability()

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import target
 from recurjax.layers.rematerialization import Remat, rematerialize
 from recurjax.types import Array
 
@@ -26,7 +27,8 @@ def scan_layers(
     """
     body = rematerialize(body, remat)
     narrow = jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, layers)
-    if not cached or jax.default_backend() != "cpu" or not any(jax.tree.leaves(narrow)):
+    on_cpu = target.current().platform == "cpu"
+    if not cached or not on_cpu or not any(jax.tree.leaves(narrow)):
         return jax.lax.scan(body, carry, layers, unroll=unroll)
 
     def on_bits(carry, bits):

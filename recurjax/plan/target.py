@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from pallas_kernels import target
 from recurjax.errors import UserError
 from recurjax.plan.topology import Topology
 
@@ -61,18 +61,17 @@ def _gpus(count: int) -> list[Any]:
 def as_if_on(devices: list[Any], topology: Topology, mesh: Mesh) -> Iterator[None]:
     """Makes tracing and lowering choose what they would on these devices.
 
-    Backends of operations ask the first device for its platform, kind and compute
-    capability; Mosaic asks the mesh that is set. For GPUs the default backend is called
-    "cuda" and not "gpu", so that attention does not choose cuDNN's kernel, which only a
-    machine with cuDNN can compile: see `STAND_IN`.
+    Backends of operations ask the target that is set, Mosaic asks the mesh. A GPU's
+    programs do without cuDNN, which only a machine that has it can compile: see
+    `STAND_IN`.
     """
     if topology.platform == "cpu":
         with jax.set_mesh(mesh):
             yield
         return
+    planned = target.Target.of(devices[0], cudnn=False)
     with (
-        mock.patch.object(jax, "devices", lambda *_: devices),
-        mock.patch.object(jax, "default_backend", lambda: topology.platform),
+        target.as_if(planned),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         yield

@@ -138,7 +138,7 @@ def test_a_window_needs_causal():
         ("bfloat16", 8, {"mask": np.ones((1, 1, 2, 2), bool)}, "dense mask or bias"),
         ("bfloat16", 8, {"bias": np.ones((1, 1, 2, 2))}, "dense mask or bias"),
         pytest.param(
-            *("bfloat16", 8, {}, "the default device is cpu, not gpu"),
+            *("bfloat16", 8, {}, "needs a GPU with cuDNN, found cpu"),
             marks=pytest.mark.skipif(
                 jax.default_backend() != "cpu", reason="the default device is not a CPU"
             ),

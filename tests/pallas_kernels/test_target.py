@@ -1,0 +1,88 @@
+"""What a device can do is asked in one place, and a target that is set decides it."""
+
+import ast
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import target
+from pallas_kernels.gated_scan import mosaic_tpu, triton
+from pallas_kernels.target import Target, as_if, current
+from tests.source_tree import modules, tree_of
+
+H100 = Target(platform="gpu", kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+T4 = Target(platform="gpu", kind="Tesla T4", compute_capability="7.5")
+V5E = Target(platform="tpu", kind="TPU v5 lite")
+V4 = Target(platform="tpu", kind="TPU v4")
+
+ASKED_OF_JAX = {"default_backend", "compute_capability", "device_kind"}
+MAY_ASK = {
+    "pallas_kernels.target",
+    "recurjax.devices",  # a table of peak rates, by kind
+    "recurjax.bench.report",  # prints where a row was measured
+}
+
+
+def test_a_program_traced_for_one_target_is_not_used_for_another():
+    traced = []
+
+    @jax.jit
+    def program(x):
+        traced.append(current().platform)
+        return x + 1
+
+    for wanted in (H100, V5E, H100):
+        with as_if(wanted):
+            program.trace(jnp.zeros(3))
+    program.trace(jnp.zeros(3))
+    assert traced == ["gpu", "tpu", jax.devices()[0].platform]
+
+
+def test_a_target_is_set_in_its_own_thread_and_no_longer_than_asked():
+    seen = []
+    with as_if(V5E):
+        thread = threading.Thread(target=lambda: seen.append(current()))
+        thread.start()
+        thread.join()
+        with as_if(H100):
+            assert current() == H100
+        assert current() == V5E
+    assert [current()] == seen == [Target.of(jax.devices()[0])]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "reason"),
+    [
+        (triton, H100, None),
+        (triton, T4, "needs compute capability 8.0 or higher, found 7.5"),
+        (triton, V5E, "needs an NVIDIA GPU, found tpu"),
+        (mosaic_tpu, V5E, None),
+        (mosaic_tpu, V4, "needs the VMEM of a v5e, v5p or v6e, found TPU v4"),
+        (mosaic_tpu, H100, "needs a TPU, found gpu"),
+    ],
+)
+def test_backends_ask_the_target(backend, device, reason):
+    gate = jnp.zeros((1, 3, 16))
+    with as_if(device):
+        assert backend.supported(gate, (gate,), (), None, None, chunk=None) == reason
+
+
+def test_a_kernel_s_memory_is_that_of_the_target():
+    with as_if(Target(platform="tpu", kind="TPU v5p")):
+        assert target.vmem_bytes() == target.LEAST_VMEM
+    assert target.vmem_bytes() == max(target.VMEM.values())
+
+
+def test_nothing_else_asks_jax_what_the_device_can_do():
+    for module, path in modules().items():
+        if module.split(".")[0] not in ("recurjax", "pallas_kernels"):
+            continue
+        asked = {
+            node.attr if isinstance(node, ast.Attribute) else node.value
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Attribute | ast.Constant)
+            and (isinstance(node, ast.Attribute) or isinstance(node.value, str))
+        }
+        assert module in MAY_ASK or not asked & ASKED_OF_JAX, module
