@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -23,7 +22,6 @@ Group = Literal["matrix", "embedding", "head", "scalar", "residual", "input"]
 GROUPS: tuple[tuple[str, Group], ...] = (
     (r"\bw_(embedding|value_embedding|position)$", "embedding"),
     (r"\bw_head$", "head"),
-    (r"\bw_mix$", "scalar"),  # the latent memory's gates, unless gates = "muon"
     (r"\bw_", "matrix"),
     (r"\bresidual_scale$", "residual"),
     (r"\binput_scale$", "input"),
@@ -52,8 +50,6 @@ class MuonAdamW:
       batch_tokens: tokens in a batch.
       momentum, momentum_steps: Muon's rises in a line from the first to the second in
         so many steps.
-      gates: who trains the latent memory's gates: the paper's AdamW or, as in its
-        authors' code, Muon.
       dtype: of Muon's Newton-Schulz products.
     """
 
@@ -67,7 +63,6 @@ class MuonAdamW:
     batch_tokens: int = _REFERENCE_BATCH
     momentum: tuple[float, float] = (0.85, 0.95)
     momentum_steps: int = 300
-    gates: Literal["adamw", "muon"] = "adamw"
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
@@ -119,16 +114,14 @@ def muon_adamw(
         "residual": adam(config.scalar_rate * batch / 100),
         "input": adam(config.scalar_rate * batch, b1=0.96),
     }
-    return optax.partition(transforms, partial(parameter_groups, gates=config.gates))
+    return optax.partition(transforms, parameter_groups)
 
 
-def parameter_groups(parameters: Any, *, gates: str = "adamw") -> Any:
+def parameter_groups(parameters: Any) -> Any:
     """Returns each parameter's group, by its name."""
 
     def of_leaf(path: tuple[Any, ...], _: Any) -> Group:
         name = parameter_name(path)
-        if gates == "muon" and re.search(r"\bw_mix$", name):
-            return "matrix"
         return next(group for pattern, group in GROUPS if re.search(pattern, name))
 
     return jax.tree_util.tree_map_with_path(of_leaf, parameters)

@@ -1,6 +1,7 @@
 """MuonAdamW against three steps of the authors' optimizer, and its sharding."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,18 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
+from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh, shardings
+from recurjax.training.latent_objectives import Interleaved
 from recurjax.training.muon import muon
 from recurjax.training.muon_adamw import MuonAdamW, muon_adamw, parameter_groups
+from recurjax.types import Batch
+from recurjax.variants.latent_recurrent_transformer import MemoryConfig
+from recurjax.variants.latent_recurrent_transformer.recurrence import rms
 from tests.compiling import QUICK_COMPILE
 from tests.golden.cases import golden_cases, load
 from tests.tolerances import assert_gradients_close
-from tests.variants.latent_recurrent_transformer.switches import SWITCHES, build
+from tests.variants.latent_recurrent_transformer.switches import SWITCHES, build, small
 
 MATRICES = ("wide", "tall", "square", "gate")
 ADAM = {"emb": (0.8, 0.95), "scal": (0.96, 0.95)}
@@ -127,7 +133,7 @@ def test_every_parameter_has_its_group():
                 "attention": {
                     "w_q": "matrix",
                     "w_value_gate": "matrix",
-                    "w_mix": "scalar",
+                    "w_mix": "matrix",
                 }
             },
             "memory": {"w_k": "matrix"},
@@ -139,8 +145,37 @@ def test_every_parameter_has_its_group():
         "w_head": "head",
         "final_norm": {"scale": "scalar"},
     }
-    mixed = parameter_groups(names, gates="muon")
-    assert mixed["stack"]["blocks"]["attention"]["w_mix"] == "matrix"
+
+
+def test_the_memorys_gates_stay_open():
+    """Four steps at nanochat's own rates, unscaled, of the gates' weight alone."""
+    width, block = 64, "stack.blocks.0"
+    one_layer = {"layers": 1, "windows": "L", "value_gate_channels": 0}
+    model = build(small(MemoryConfig(sources=(1,)), width=width, **one_layer))
+    ids = np.random.default_rng(1).integers(0, 11, (4, 9))
+    batch = Batch(jnp.asarray(ids), jnp.asarray(np.roll(ids, -1, axis=1)))
+    optimizer = muon_adamw(MuonAdamW(), lambda _: 0.02, steps=100)
+
+    def loss(weights):
+        whole = to_nested_dict(model)
+        whole["stack"]["blocks"]["0"] |= weights[block]
+        return Interleaved(subsets=1)(from_nested_dict(model, whole), batch)[0]
+
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def step(weights, state):
+        changes, state = optimizer.update(jax.grad(loss)(weights), state, weights)
+        return optax.apply_updates(weights, changes), state
+
+    weights = {block: {"w_mix": jnp.zeros((1, width, 2, 1))}}
+    state = optimizer.init(weights)
+    for _ in range(4):
+        weights, state = step(weights, state)
+    w_mix = weights[block]["w_mix"][0]
+    assert np.abs(w_mix).max() > 0
+    read = rms(jax.random.normal(jax.random.key(2), (256, width)))
+    gates = 2 * jax.nn.sigmoid(jnp.einsum("nd,dgk->ngk", read, w_mix))
+    saturated = np.mean((gates < 0.05) | (gates > 1.95))
+    assert saturated < 0.01
 
 
 def whole_update(model, *, mesh=None):
