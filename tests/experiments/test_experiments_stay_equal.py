@@ -1,0 +1,153 @@
+"""Every `Experiment` that experiments/ can make is the one that was recorded.
+
+`experiments.json` holds a SHA-256 of each one's JSON by folder and run directory. What
+changes an experiment on purpose writes the file anew and says why in its commit:
+
+    python -m tests.experiments.test_experiments_stay_equal
+
+A field that a config class has got since the recording counts once it is set to other
+than its default, so that new switches leave old runs alone; a changed default does not.
+The file names the fields of that time for this.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recurjax.config_json import to_json
+from recurjax.experiment import Experiment, load_experiment
+
+ROOT = Path(__file__).parents[2] / "experiments"
+RECORD = Path(__file__).with_name("experiments.json")
+
+
+def every_experiment() -> Iterator[tuple[str, Experiment]]:
+    """Yields (folder/name, experiment): of files with a config(), of small sets."""
+    for file in sorted(ROOT.rglob("*.py")):
+        if "\ndef config()" in file.read_text():
+            yield _named(file.parent, load_experiment(file))
+    rat, lrt = ROOT / "rat", ROOT / "latent_recurrent_transformer"
+    small, further = _script(rat, "rat_shakespeare", "length_generalisation")
+    for name, pattern in small.MODELS.items():
+        yield _named(rat, small.experiment(name, small.stack(*pattern)))
+    for name, stack in further.STACKS.items():
+        yield _named(rat, small.experiment(name, stack))
+    (small,) = _script(lrt, "latent_shakespeare")
+    for name in small.RUNS:
+        yield _named(lrt, small.experiment(name))
+
+
+def _named(folder: Path, experiment: Experiment) -> tuple[str, Experiment]:
+    return (folder.relative_to(ROOT) / experiment.name).as_posix(), experiment
+
+
+def _script(folder: Path, *names: str) -> list[Any]:
+    sys.path.insert(0, str(folder))
+    return [importlib.import_module(name) for name in names]
+
+
+def fingerprint(experiment: Experiment, known: dict[str, list[str]]) -> str:
+    """Hashes an experiment's JSON, less unknown fields that are at their default."""
+    told = json.dumps(_known_part(experiment, known), sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _known_part(value: Any, known: dict[str, list[str]]) -> Any:
+    if isinstance(value, tuple):
+        return [_known_part(item, known) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return to_json(value)
+    kind = type(value).__name__
+    kept = {
+        field.name: _known_part(getattr(value, field.name), known)
+        for field in dataclasses.fields(value)
+        if field.name in known.get(kind, ())
+        or getattr(value, field.name) != _default(field)
+    }
+    return {"type": kind, **kept}
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def fields_met(value: Any) -> dict[str, list[str]]:
+    """Returns the field names of every config class inside a config."""
+    if isinstance(value, tuple):
+        return {k: v for item in value for k, v in fields_met(item).items()}
+    if not dataclasses.is_dataclass(value):
+        return {}
+    names = [field.name for field in dataclasses.fields(value)]
+    met = {type(value).__name__: sorted(names)}
+    for name in names:
+        met |= fields_met(getattr(value, name))
+    return met
+
+
+@pytest.fixture
+def own_imports(monkeypatch):
+    """Forgets the scripts that were imported by their bare names."""
+    monkeypatch.setattr("sys.path", list(sys.path))
+    known = set(sys.modules)
+    yield
+    for name in set(sys.modules) - known:
+        if str(ROOT) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_every_experiment_is_the_recorded_one(own_imports):
+    record = json.loads(RECORD.read_text())
+    found = {
+        name: fingerprint(experiment, record["fields"])
+        for name, experiment in every_experiment()
+    }
+    changed = {n for n in found if record["sha256"].get(n) != found[n]}
+    gone = set(record["sha256"]) - set(found)
+    assert not changed and not gone, (
+        f"changed or new: {sorted(changed)}; gone: {sorted(gone)}; if that is meant, "
+        f"run python -m {__spec__.name} and say why"
+    )
+
+
+def test_a_changed_value_and_a_changed_default_are_seen():
+    @dataclasses.dataclass(frozen=True)
+    class One:
+        rate: float
+        old: int = 1
+        new: int = 2
+
+    known: dict[str, list[str]] = {"One": ["old", "rate"]}
+    plain = _known_part(One(rate=0.1), known)
+    assert plain == {"type": "One", "rate": 0.1, "old": 1}
+    assert _known_part(One(rate=0.1, new=3), known) == plain | {"new": 3}
+    assert _known_part(One(rate=0.1, old=7), known) == plain | {"old": 7}
+
+
+def main() -> None:
+    """Records every experiment as it is now."""
+    made = dict(every_experiment())
+    known = {k: v for one in made.values() for k, v in fields_met(one).items()}
+    record = {
+        "fields": dict(sorted(known.items())),
+        "sha256": {name: fingerprint(made[name], known) for name in sorted(made)},
+    }
+    lines = [
+        f" {json.dumps(part)}: {{\n"
+        + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in rows.items())
+        + "\n }"
+        for part, rows in record.items()
+    ]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
