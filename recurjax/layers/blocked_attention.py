@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
+from recurjax.layers.heads import keys_for_queries
 from recurjax.types import Array
 
 _QUERIES = 256
@@ -27,7 +28,7 @@ def attend_in_blocks(
     is a chunk's end, and the token itself the own term. So it has that op's kernels,
     skips what is hidden, and keeps inputs, o and log normalizers for the gradient.
     """
-    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    k, v = (keys_for_queries(x, q.shape[2]) for x in (k, v))
     if window is not None and window < q.shape[1]:
         return _attend_in_window(q, k, v, scale, window)
     own = jnp.sum(q.astype(jnp.promote_types(q.dtype, jnp.float32)) * k, axis=-1)

@@ -1,5 +1,8 @@
 """The linear map of the last axis."""
 
+from typing import NamedTuple
+
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
@@ -7,19 +10,47 @@ from recurjax.layers.sequence_axis import as_matrix
 from recurjax.types import Array
 
 
+class LowRank(NamedTuple):
+    """An addition of rank R to a linear map: x W becomes x W + (x A) B.
+
+    A block that serves several depths of a stack tells them apart by these. The two
+    thin products are never joined to W: that would make a matrix a depth again. Each
+    row of a batch may bring its own, for rows that stand at different depths.
+
+    Attributes:
+      reduce: A.
+      expand: B; its M outputs are flat, whatever axes W's own outputs have.
+    """
+
+    reduce: Float[Array, "N R"] | Float[Array, "B N R"]
+    expand: Float[Array, "R M"] | Float[Array, "B R M"]
+
+
 def linear(
     x: Float[Array, "... N"],
     weight: Array | nnx.Param,
     bias: Array | nnx.Param | None = None,
+    addition: LowRank | None = None,
 ) -> Float[Array, "... M"]:
     """Computes x @ weight + bias in x's dtype, with weight [N, M] cast to it.
 
     The bias [M] is added before its own dtype is left, so that its gradient, a sum over
     all positions, is not accumulated in bfloat16.
+
+    Args:
+      addition: added to the product before the bias, if given.
     """
-    weight = weight[...].astype(x.dtype)
+    y = _product(x, weight[...])
+    if addition is not None:
+        y = y + _product(_product(x, addition.reduce), addition.expand)
+    return y if bias is None else (y + bias[...]).astype(x.dtype)
+
+
+def _product(x: Array, weight: Array) -> Array:
+    weight = weight.astype(x.dtype)
+    if weight.ndim == 3:  # a matrix for each row of the batch
+        return jnp.einsum("btn,bnm->btm", x, weight)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
     y = as_matrix(x) @ weight
-    y = y.reshape(*x.shape[:-1], weight.shape[-1])
-    return y if bias is None else (y + bias[...]).astype(x.dtype)
+    return y.reshape(*x.shape[:-1], weight.shape[-1])

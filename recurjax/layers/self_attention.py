@@ -13,9 +13,9 @@ from recurjax.layers.attention import (
     attend,
     visible_by_position,
 )
+from recurjax.layers.heads import merge, project
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.key_value_cache import KeyValueCache, slot_positions, write
-from recurjax.layers.linear import linear
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.position import (
     Alibi,
@@ -117,7 +117,7 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], cache: KeyValueCache, tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], KeyValueCache]:
-        B, T, D = x.shape
+        T = x.shape[1]
         training = cache.slots == 0
         # All rows stand at 0 in training, so one row of positions serves them all.
         start = jnp.zeros((1, 1), jnp.int32) if training else cache.position[:, None]
@@ -127,13 +127,12 @@ class SelfAttention(nnx.Module):
             o = self._attend_to_input(q, k, v, positions, tokens)
         else:
             o, cache = self._attend_to_cache(q, k, v, positions, cache, tokens)
-        w_out = self.w_out[...].reshape(-1, D)  # [H E, D]
-        return linear(o.reshape(B, T, -1), w_out, self.b_out), cache
+        return merge(o, self.w_out, self.b_out), cache
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        q = _project_heads(x, self.w_q, self.b_q)
-        k = _project_heads(x, self.w_k, self.b_k)
-        v = _project_heads(x, self.w_v, self.b_v)
+        q = project(x, self.w_q, self.b_q)
+        k = project(x, self.w_k, self.b_k)
+        v = project(x, self.w_v, self.b_v)
         if self.q_norm is not None and self.k_norm is not None:
             if self.config.qk_norm_over == "full":
                 B, T = x.shape[:2]
@@ -213,12 +212,3 @@ class SelfAttention(nnx.Module):
             self.config.position,
             dtype=jnp.promote_types(dtype, jnp.float32),
         )
-
-
-def _project_heads(
-    x: Array, weight: nnx.Param, bias: nnx.Param | None
-) -> Float[Array, "B T H E"]:
-    D, H, E = weight.shape
-    flat = None if bias is None else bias[...].reshape(-1)
-    y = linear(x, weight[...].reshape(D, -1), flat)  # [B, T, H E]
-    return y.reshape(*x.shape[:-1], H, E)

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.embedding import look_up
+from recurjax.layers.heads import merge, project
 from recurjax.layers.initialization import draw_output_weight, draw_weight
 from recurjax.layers.linear import linear
 from recurjax.layers.mlp import Mlp, MlpConfig
@@ -75,8 +76,8 @@ class MemoryProjection(nnx.Module):
 
     def __call__(self, memory: Memory) -> Memory:
         """Returns the memory with its keys and values."""
-        keys = None if self.w_k is None else _heads(memory.state, self.w_k)
-        values = None if self.w_v is None else _heads(memory.state, self.w_v)
+        keys = None if self.w_k is None else project(memory.state, self.w_k)
+        values = None if self.w_v is None else project(memory.state, self.w_v)
         return Memory(memory.state, keys, values)
 
 
@@ -152,9 +153,7 @@ class LatentBlock(nnx.Module):
             segments=seen.segments,
             lengths=seen.lengths,
         )
-        w_out = self.w_out[...].reshape(-1, x.shape[-1])
-        o = linear(o.reshape(*o.shape[:2], -1), w_out)
-        x = x + _scaled(self.attention_scale, o)
+        x = x + _scaled(self.attention_scale, merge(o, self.w_out))
         x = x + _scaled(self.mlp_scale, self.mlp(rms(x)))
         history = stream.history
         if history is not None:
@@ -174,14 +173,14 @@ class LatentBlock(nnx.Module):
         return x
 
     def _project(self, a: Array, stream: Stream, seen: Pass, layer: Array):
-        q, k, v = _heads(a, self.w_q), _heads(a, self.w_k), _heads(a, self.w_v)
+        q, k, v = project(a, self.w_q), project(a, self.w_k), project(a, self.w_v)
         first = stream.values
         if first is not None and self.value_scale is not None:
             first = jnp.where(layer == 0, v, first)
             share = self.value_scale[...].astype(v.dtype)
             v = jnp.where(layer == 0, v, (1 - share) * v + share * first)
         if self.w_input_v is not None:
-            v = v + _heads(seen.x0, self.w_input_v)
+            v = v + project(seen.x0, self.w_input_v)
         k, v = self._inject(a, k, v, seen.memory, layer)
         if self.w_value_embedding is not None and self.w_value_gate is not None:
             channels = self.w_value_gate[...].shape[0]
@@ -199,9 +198,7 @@ class LatentBlock(nnx.Module):
             return k, v
         if memory is not None and self.memory is not None:
             memory = self.memory(memory)
-        D, _, K = self.w_mix.shape
-        gates = 2 * jax.nn.sigmoid(linear(a, self.w_mix[...].reshape(D, -1)))
-        gates = gates.reshape(*a.shape[:2], 2, K)
+        gates = 2 * jax.nn.sigmoid(project(a, self.w_mix))  # [B, n, 2, K]
         mix = partial(mixed, gates=gates, replaces=layer < config.replace_layers)
         new_k, new_v = k, v
         if config.keys:
@@ -212,11 +209,6 @@ class LatentBlock(nnx.Module):
             return new_k, new_v
         entered = layer < config.entry_layers
         return jnp.where(entered, new_k, k), jnp.where(entered, new_v, v)
-
-
-def _heads(x: Array, weight: nnx.Param) -> Float[Array, "B n H E"]:
-    D, H, E = weight.shape
-    return linear(x, weight[...].reshape(D, -1)).reshape(*x.shape[:-1], H, E)
 
 
 def _scaled(scale: nnx.Param | None, x: Array) -> Array:

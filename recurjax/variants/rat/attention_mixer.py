@@ -2,10 +2,10 @@
 
 from functools import partial
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
+from recurjax.layers.heads import keys_for_queries
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.key_value_cache import KeyValueCache, empty_key_value_cache
 from recurjax.layers.self_attention import SelfAttention
@@ -29,8 +29,7 @@ class ShardedSelfAttention(SelfAttention):
             scale=config.head_width**-0.5 if scale is None else scale,
             window=self.window,
         )
-        times = config.heads // config.key_heads  # each query head gets its own
-        k, v = jnp.repeat(k, times, 2), jnp.repeat(v, times, 2)
+        k, v = (keys_for_queries(x, config.heads) for x in (k, v))
         return sequence_parallel.run(part, (q, k, v, tokens.segments))
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
+from recurjax.layers.heads import project_flat
 from recurjax.layers.initialization import InitConfig, draw_weight
 from recurjax.layers.linear import linear
 from recurjax.types import Array
@@ -49,16 +50,12 @@ class Gate(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T I"]:
         """Returns the gate in at least float32."""
         if self.w_full is not None:
-            logits = linear(x, _flat(self.w_full))
+            logits = project_flat(x, self.w_full)
         else:
             assert self.w_reduce is not None and self.w_expand is not None
-            logits = linear(linear(x, self.w_reduce), _flat(self.w_expand))
+            logits = project_flat(linear(x, self.w_reduce), self.w_expand)
         bias = None if self.b_forget is None else self.b_forget[...].reshape(-1)
         return sigmoid_gate(logits, bias)
-
-
-def _flat(weight: nnx.Param) -> Array:
-    return weight[...].reshape(weight.shape[0], -1)
 
 
 def _draw_bias(key: Array, shape: tuple[int, int], horizon: int) -> Array:

@@ -8,8 +8,8 @@ from jaxtyping import Float
 
 from pallas_kernels.chunk_attention import ChunkEnds
 from pallas_kernels.gated_scan import gated_scan
+from recurjax.layers.heads import merge, project, project_flat
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.linear import linear
 from recurjax.layers.position import rotate
 from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
@@ -177,17 +177,13 @@ class RatMixer(nnx.Module):
 
     def _project(self, x: Array) -> tuple[Array, Array, Array, Array]:
         """Returns q by group, k and v flat, and the forget gate."""
-        N = self.config.groups
-        q, k, v = (
-            linear(x, w[...].reshape(x.shape[-1], -1))
-            for w in (self.w_q, self.w_k, self.w_v)
-        )
-        return q.reshape(*q.shape[:2], N, -1), k, v, self.forget_gate(x)
+        k, v = project_flat(x, self.w_k), project_flat(x, self.w_v)
+        return project(x, self.w_q), k, v, self.forget_gate(x)
 
     def _output(self, x: Array, y: Array) -> Array:
         z = self.output_gate(x)
         mixed = (z * y.reshape(z.shape)).astype(x.dtype)
-        return linear(mixed, self.w_out[...].reshape(-1, x.shape[-1]))
+        return merge(mixed, self.w_out)
 
     def _heads(self, h: Array) -> Array:
         return h.reshape(*h.shape[:2], self.config.heads, -1)

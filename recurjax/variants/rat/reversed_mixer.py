@@ -7,8 +7,8 @@ from flax import nnx
 from jaxtyping import Float
 
 from recurjax.layers.attention import attend
+from recurjax.layers.heads import merge, project
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.linear import linear
 from recurjax.layers.position import rotate
 from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
@@ -153,12 +153,7 @@ class ReversedRatMixer(nnx.Module):
         return a.reshape(B, rows.places, -1), new[0], new[1]
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        q, k, v = (
-            linear(x, w[...].reshape(x.shape[-1], -1)).reshape(
-                *x.shape[:2], *w.shape[1:]
-            )
-            for w in (self.w_q, self.w_k, self.w_v)
-        )
+        q, k, v = (project(x, w) for w in (self.w_q, self.w_k, self.w_v))
         rope = self.config.position
         if rope is not None:
             q, k = rotate(q, positions, rope), rotate(k, positions, rope)
@@ -166,4 +161,4 @@ class ReversedRatMixer(nnx.Module):
 
     def _output(self, x: Array, y: Array) -> Array:
         mixed = (self.output_gate(x) * y).astype(x.dtype)
-        return linear(mixed, self.w_out[...].reshape(-1, x.shape[-1]))
+        return merge(mixed, self.w_out)

@@ -7,8 +7,8 @@ from flax import nnx
 from jaxtyping import Float
 
 from pallas_kernels.gated_scan import gated_scan
+from recurjax.layers.heads import merge, project_flat
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.linear import linear
 from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import sequence_parallel
@@ -58,7 +58,7 @@ class RnnMixer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], cache: RnnCache, tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], RnnCache]:
-        gate, v = self.forget_gate(x), linear(x, self.w_v[...].reshape(x.shape[-1], -1))
+        gate, v = self.forget_gate(x), project_flat(x, self.w_v)
         starts = document_starts(tokens.segments)
         if cache.slots == 0:
             h = self._train(gate, v, starts)
@@ -73,7 +73,7 @@ class RnnMixer(nnx.Module):
             )
             cache = cache._replace(state=cache.state.at[cache.layer].set(final))
         mixed = (self.output_gate(x) * h).astype(x.dtype)
-        return linear(mixed, self.w_out[...].reshape(-1, x.shape[-1])), cache
+        return merge(mixed, self.w_out), cache
 
     def _train(self, gate: Array, v: Array, starts: Array | None) -> Array:
         if sequence_shards() > 1:

@@ -1,0 +1,74 @@
+"""Between the model's width and heads: projections in, the merge out, grouped keys.
+
+Weights keep heads as an axis of their own, [D, H, E] and [H, E, D], so that sharding
+never cuts one; the products are those of the flat matrices [D, H E] and [H E, D].
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+
+from recurjax.layers.linear import LowRank, linear
+from recurjax.types import Array
+
+
+def project(
+    x: Float[Array, "... D"],
+    weight: Array | nnx.Param,
+    bias: Array | nnx.Param | None = None,
+    addition: LowRank | None = None,
+) -> Float[Array, "... H E"]:
+    """Computes x W + b by head, with W [D, H, E] and b [H, E]."""
+    y = project_flat(x, weight, bias, addition)
+    return y.reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def project_flat(
+    x: Float[Array, "... D"],
+    weight: Array | nnx.Param,
+    bias: Array | nnx.Param | None = None,
+    addition: LowRank | None = None,
+) -> Float[Array, "... HE"]:
+    """Computes the same with all heads side by side: head h owns h E to (h + 1) E."""
+    flat = weight[...].reshape(weight.shape[0], -1)
+    flat_bias = None if bias is None else bias[...].reshape(-1)
+    return linear(x, flat, flat_bias, addition)
+
+
+def merge(
+    y: Float[Array, "B T *heads"],
+    weight: Array | nnx.Param,
+    bias: Array | nnx.Param | None = None,
+    addition: LowRank | None = None,
+) -> Float[Array, "B T D"]:
+    """Computes y W + b with W [H, E, D]: what the heads found, back to the width.
+
+    Args:
+      y: by head, [B, T, H, E], or with all heads side by side, [B, T, H E].
+    """
+    flat = weight[...].reshape(-1, weight.shape[-1])
+    return linear(y.reshape(*y.shape[:2], -1), flat, bias, addition)
+
+
+def keys_for_queries(
+    k: Float[Array, "B S K E"], heads: int, key_head_of: Sequence[int] | None = None
+) -> Float[Array, "B S H E"]:
+    """Gives each of H query heads a copy of the key (or value) head it reads.
+
+    Args:
+      heads: H.
+      key_head_of: the key head of each query head. None: groups of H / K neighbours
+        share one, query head h reads h // (H / K). A layer that keeps only some of its
+        query heads names theirs here, since neighbours then no longer tell.
+    """
+    if key_head_of is None:
+        return jnp.repeat(k, heads // k.shape[2], axis=2)
+    if len(key_head_of) != heads:
+        raise ValueError(
+            f"keys_for_queries: wants a key head for each of {heads} query heads, got "
+            f"{len(key_head_of)}"
+        )
+    return k[:, :, np.asarray(key_head_of)]
