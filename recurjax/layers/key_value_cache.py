@@ -8,7 +8,7 @@ when S covers a window only, it is a ring buffer. Nothing else tells the two apa
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from recurjax.types import Array
 
@@ -20,13 +20,14 @@ class KeyValueCache(NamedTuple):
       keys: after position encoding. S = 0 is the training cache: nothing is kept.
       values: as keys.
       position: how many tokens each row has seen.
-      layer: which of the L stacked layers reads and writes.
+      layer: which of the L stacked layers reads and writes; one for all rows, or one
+        for each row, where rows stand at different depths of a stack.
     """
 
     keys: Float[Array, "L B S K E"]
     values: Float[Array, "L B S K E"]
     position: Int[Array, " B"]
-    layer: Int[Array, ""]
+    layer: Int[Array, ""] | Int[Array, " B"]
 
     @property
     def slots(self) -> int:
@@ -74,8 +75,34 @@ def write(
     kept = (offset < count[:, None]) & (offset >= count[:, None] - cache.slots)
     slot = (cache.position[:, None] + offset) % cache.slots
     slot = jnp.where(kept, slot, cache.slots)  # out of range: dropped
-    index = (cache.layer, jnp.arange(B)[:, None], slot)
+    index = (_beside_rows(cache.layer), jnp.arange(B)[:, None], slot)
     return cache._replace(
         keys=cache.keys.at[index].set(k.astype(cache.keys.dtype), mode="drop"),
         values=cache.values.at[index].set(v.astype(cache.values.dtype), mode="drop"),
     )
+
+
+def read_layer(
+    stacked: Shaped[Array, "L B ..."], layer: Int[Array, ""] | Int[Array, " B"]
+) -> Shaped[Array, "B ..."]:
+    """Returns the entry of one layer, or of each row's own."""
+    if layer.ndim == 0:
+        return stacked[layer]
+    return stacked[layer, jnp.arange(stacked.shape[1])]
+
+
+def write_layer(
+    stacked: Shaped[Array, "L B ..."],
+    layer: Int[Array, ""] | Int[Array, " B"],
+    new: Shaped[Array, "B ..."],
+) -> Shaped[Array, "L B ..."]:
+    """Replaces the entry of one layer, or of each row's own."""
+    new = new.astype(stacked.dtype)
+    if layer.ndim == 0:
+        return stacked.at[layer].set(new)
+    return stacked.at[layer, jnp.arange(stacked.shape[1])].set(new)
+
+
+def _beside_rows(layer: Array) -> Array:
+    """Shapes layer numbers to stand beside [B, T] row and slot numbers in an index."""
+    return layer if layer.ndim == 0 else layer[:, None]

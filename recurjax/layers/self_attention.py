@@ -8,14 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.attention import (
-    AttentionImplementation,
-    attend,
-    visible_by_position,
-)
+from recurjax.layers.attention import AttentionImplementation, attend
+from recurjax.layers.cached_attention import attend_to_cache
 from recurjax.layers.heads import merge, project
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.key_value_cache import KeyValueCache, slot_positions, write
+from recurjax.layers.key_value_cache import KeyValueCache
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.position import (
     Alibi,
@@ -126,7 +123,7 @@ class SelfAttention(nnx.Module):
         if training:
             o = self._attend_to_input(q, k, v, positions, tokens)
         else:
-            o, cache = self._attend_to_cache(q, k, v, positions, cache, tokens)
+            o, cache = self._attend_to_cache(q, k, v, cache, tokens)
         return merge(o, self.w_out, self.b_out), cache
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
@@ -150,57 +147,41 @@ class SelfAttention(nnx.Module):
         if tokens.segments is not None:
             segments = tokens.segments
             mask = (segments[:, :, None] == segments[:, None, :])[:, None]
-        bias = self._bias(positions, positions, q.dtype)
-        return self._attend(
-            q, k, v, causal=True, window=self.window, mask=mask, bias=bias
+        return attend(
+            q,
+            k,
+            v,
+            scale=self._scale(),
+            causal=True,
+            window=self.window,
+            mask=mask,
+            bias=self._bias(positions, positions, q.dtype),
+            soft_cap=self.config.soft_cap,
+            implementation=self.config.implementation,
         )
 
     def _attend_to_cache(
-        self, q, k, v, positions, cache: KeyValueCache, tokens: Tokens
+        self, q, k, v, cache: KeyValueCache, tokens: Tokens
     ) -> tuple[Array, KeyValueCache]:
         if tokens.segments is not None:
             raise NotImplementedError(
                 "SelfAttention: segments are for the training cache (length 0) only"
             )
-        T, slots = q.shape[1], cache.slots
-        if self.window is None and tokens.lengths is None and slots < T:
-            raise ValueError(
-                f"SelfAttention: {T} tokens in one call do not fit a cache of {slots}"
-            )
-        written = write(cache, k, v, tokens.lengths)
-        if T > 1 and self.window is not None:
-            # A ring may lose, by this write, keys that the first new queries still see.
-            keys = jnp.concatenate(
-                [cache.keys[cache.layer], k.astype(cache.keys.dtype)], 1
-            )
-            values = jnp.concatenate(
-                [cache.values[cache.layer], v.astype(cache.values.dtype)], 1
-            )
-            old = slot_positions(slots, cache.position)
-            key_positions = jnp.concatenate([old, positions], axis=1)
-        else:
-            keys, values = written.keys[cache.layer], written.values[cache.layer]
-            count = T if tokens.lengths is None else tokens.lengths
-            key_positions = slot_positions(slots, cache.position + count)
-        mask = visible_by_position(positions, key_positions, window=self.window)
-        bias = self._bias(positions, key_positions, q.dtype)
-        keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-        return self._attend(
-            q, keys, values, causal=False, mask=mask, bias=bias
-        ), written
-
-    def _attend(self, q, k, v, **kwargs) -> Array:
-        config = self.config
-        scale = config.head_width**-0.5 if config.scale is None else config.scale
-        return attend(
+        return attend_to_cache(
             q,
             k,
             v,
-            scale=scale,
-            soft_cap=config.soft_cap,
-            implementation=config.implementation if kwargs["causal"] else None,
-            **kwargs,
+            cache,
+            scale=self._scale(),
+            window=self.window,
+            lengths=tokens.lengths,
+            soft_cap=self.config.soft_cap,
+            bias=partial(self._bias, dtype=q.dtype),
         )
+
+    def _scale(self) -> float:
+        config = self.config
+        return config.head_width**-0.5 if config.scale is None else config.scale
 
     def _bias(self, query_positions, key_positions, dtype) -> Array | None:
         if not isinstance(self.config.position, Alibi):

@@ -6,8 +6,10 @@ import pytest
 
 from recurjax.layers.key_value_cache import (
     empty_key_value_cache,
+    read_layer,
     slot_positions,
     write,
+    write_layer,
 )
 
 
@@ -69,3 +71,26 @@ def test_the_training_cache_keeps_nothing():
     cache = empty_key_value_cache(2, 3, 0, 1, 4, jnp.float32)
     assert cache.slots == 0
     assert cache.keys.size == 0
+
+
+def test_rows_at_different_layers_write_and_read_their_own_entries():
+    """One call with a layer a row does what a call for each row alone does."""
+    layers, rows, T = 3, 2, 4
+    empty = empty_key_value_cache(layers, rows, 3, 1, 2, jnp.float32)
+    empty = empty._replace(position=jnp.asarray([1, 2]))
+    k = jnp.arange(1.0, 1 + rows * T * 2).reshape(rows, T, 1, 2)
+    lengths = jnp.asarray([4, 1])
+    at = jnp.asarray([2, 0])
+    written = write(empty._replace(layer=at), k, -k, lengths)
+    for row in range(rows):
+        own = write(empty._replace(layer=at[row]), k, -k, lengths)
+        np.testing.assert_array_equal(written.keys[:, row], own.keys[:, row])
+        np.testing.assert_array_equal(written.values[:, row], own.values[:, row])
+        read = read_layer(written.keys, at)[row]
+        np.testing.assert_array_equal(read, own.keys[at[row], row])
+        assert np.any(read)
+    new = jnp.ones((rows, 3, 1, 2))
+    changed = write_layer(written.keys, at, new)
+    want = np.array(written.keys)
+    want[[2, 0], [0, 1]] = 1
+    np.testing.assert_array_equal(changed, want)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from recurjax.layers.attention import attend, visible_by_position
-from recurjax.layers.key_value_cache import KeyValueCache, slot_positions, write
+from recurjax.layers.cached_attention import attend_to_cache
+from recurjax.layers.key_value_cache import KeyValueCache
 from recurjax.types import Array
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
     Positions,
@@ -74,7 +75,7 @@ def attend_at(
         mask = _visible(positions, T, window, segments)
         keys, values = place
         return attend(q, keys, values, scale=scale, causal=False, mask=mask), place
-    return _attend_to_cache(q, k, v, place, window=window, lengths=lengths)
+    return attend_to_cache(q, k, v, place, scale=scale, window=window, lengths=lengths)
 
 
 def _visible(
@@ -88,28 +89,6 @@ def _visible(
         return mask
     own = segments[:, chosen]
     return mask & (own[:, :, None] == segments[:, None, :])[:, None]
-
-
-def _attend_to_cache(q, k, v, cache: KeyValueCache, *, window, lengths):
-    n, slots = q.shape[1], cache.slots
-    positions = cache.position[:, None] + jnp.arange(n)
-    written = write(cache, k, v, lengths)
-    if n > 1:
-        # A ring may lose, by this write, keys that the first new queries still see.
-        keys = jnp.concatenate([cache.keys[cache.layer], k.astype(cache.keys.dtype)], 1)
-        values = jnp.concatenate(
-            [cache.values[cache.layer], v.astype(cache.values.dtype)], 1
-        )
-        old = slot_positions(slots, cache.position)
-        key_positions = jnp.concatenate([old, positions], axis=1)
-    else:
-        keys, values = written.keys[cache.layer], written.values[cache.layer]
-        count = 1 if lengths is None else lengths
-        key_positions = slot_positions(slots, cache.position + count)
-    mask = visible_by_position(positions, key_positions, window=window)
-    keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    o = attend(q, keys, values, scale=q.shape[-1] ** -0.5, causal=False, mask=mask)
-    return o, written
 
 
 def slots_of(window: int, length: int) -> int:

@@ -1,7 +1,8 @@
 """What the mixers keep between calls: one NamedTuple each, for L stacked layers.
 
 Every one has `slots`, 0 for the training cache that keeps nothing, and `position` and
-`layer`, which the stack sets for each layer and moves after the last one.
+`layer`, which the stack sets for each layer and moves after the last one. `layer`
+may be one for all rows, or one for each row.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,7 @@ class RatCache(NamedTuple):
     k_state: Float[Array, "L B I"]
     v_state: Float[Array, "L B I"]
     position: Int[Array, " B"]
-    layer: Int[Array, ""]
+    layer: Int[Array, ""] | Int[Array, " B"]
 
     @property
     def slots(self) -> int:
@@ -42,7 +43,7 @@ class RnnCache(NamedTuple):
 
     state: Float[Array, "L B I"]
     position: Int[Array, " B"]
-    layer: Int[Array, ""]
+    layer: Int[Array, ""] | Int[Array, " B"]
 
     @property
     def slots(self) -> int:
@@ -63,7 +64,7 @@ class ReversedRatCache(NamedTuple):
     values: Float[Array, "L B C H E"]
     state: Float[Array, "L B I"]
     position: Int[Array, " B"]
-    layer: Int[Array, ""]
+    layer: Int[Array, ""] | Int[Array, " B"]
 
     @property
     def slots(self) -> int:

@@ -10,6 +10,7 @@ from pallas_kernels.chunk_attention import ChunkEnds
 from pallas_kernels.gated_scan import gated_scan
 from recurjax.layers.heads import merge, project, project_flat
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.layers.key_value_cache import read_layer, write_layer
 from recurjax.layers.position import rotate
 from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
@@ -153,7 +154,7 @@ class RatMixer(nnx.Module):
         q, k, v, gate = self._project(x)
         gate = jnp.where(rows.real[..., None], gate, 1)
         fresh = (rows.offset == 0)[:, None]
-        old = (cache.v_state[cache.layer], cache.k_state[cache.layer])
+        old = [read_layer(h, cache.layer) for h in (cache.v_state, cache.k_state)]
         states, finals = gated_scan(
             gate,
             (v, k),
@@ -166,8 +167,8 @@ class RatMixer(nnx.Module):
         v, k = (self._heads(h) for h in states)
         cache = self._write(cache, k, v, finals, rows)
         ends = ChunkEnds(
-            keys=cache.keys[cache.layer].astype(x.dtype),
-            values=cache.values[cache.layer].astype(x.dtype),
+            keys=read_layer(cache.keys, cache.layer).astype(x.dtype),
+            values=read_layer(cache.values, cache.layer).astype(x.dtype),
         )
         rotated = self._rotate_queries(q, rows.numbers, rows.positions)
         y = attend_across_chunks(
@@ -212,13 +213,14 @@ class RatMixer(nnx.Module):
         last = slice(rows.size - 1, None, rows.size)
         keys = self._rotate_ends(k[:, last], rows.numbers).swapaxes(1, 2)
         slot = jnp.where(rows.ended, rows.numbers, cache.slots)  # out: dropped
-        index = (cache.layer, jnp.arange(k.shape[0])[:, None], slice(None), slot)
+        layer = cache.layer if cache.layer.ndim == 0 else cache.layer[:, None]
+        index = (layer, jnp.arange(k.shape[0])[:, None], slice(None), slot)
         v_state, k_state = finals
         return cache._replace(
             keys=cache.keys.at[index].set(keys.astype(cache.keys.dtype), mode="drop"),
             values=cache.values.at[index].set(
                 v[:, last].astype(cache.values.dtype), mode="drop"
             ),
-            v_state=cache.v_state.at[cache.layer].set(v_state),
-            k_state=cache.k_state.at[cache.layer].set(k_state),
+            v_state=write_layer(cache.v_state, cache.layer, v_state),
+            k_state=write_layer(cache.k_state, cache.layer, k_state),
         )

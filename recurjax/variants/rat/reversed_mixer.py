@@ -9,6 +9,7 @@ from jaxtyping import Float
 from recurjax.layers.attention import attend
 from recurjax.layers.heads import merge, project
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.layers.key_value_cache import read_layer, write_layer
 from recurjax.layers.position import rotate
 from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
@@ -81,7 +82,7 @@ class ReversedRatMixer(nnx.Module):
         x = rows.lay(x)
         gate = self.forget_gate(x)
         a, keys, values = self._attend(x, cache, rows)
-        before = cache.state[cache.layer]
+        before = read_layer(cache.state, cache.layer)
         y, ends = recur_across_chunks(gate, a, before, size=rows.size)
         whole = rows.ended.sum(axis=1)
         last = jnp.take_along_axis(
@@ -89,9 +90,9 @@ class ReversedRatMixer(nnx.Module):
         )
         state = jnp.where((whole > 0)[:, None], last[:, 0], before)
         cache = cache._replace(
-            keys=cache.keys.at[cache.layer].set(keys.astype(cache.keys.dtype)),
-            values=cache.values.at[cache.layer].set(values.astype(cache.values.dtype)),
-            state=cache.state.at[cache.layer].set(state),
+            keys=write_layer(cache.keys, cache.layer, keys),
+            values=write_layer(cache.values, cache.layer, values),
+            state=write_layer(cache.state, cache.layer, state),
         )
         return rows.pick(self._output(x, y), T), cache
 
@@ -120,7 +121,7 @@ class ReversedRatMixer(nnx.Module):
         B = x.shape[0]
         C = self.config.chunk
         q, k, v = self._project(x, rows.positions)
-        old = [kept[cache.layer] for kept in (cache.keys, cache.values)]
+        old = [read_layer(kept, cache.layer) for kept in (cache.keys, cache.values)]
         slot = jnp.arange(C)
         if rows.size == 1:
             here = (slot == rows.offset[:, None]) & (rows.count > 0)[:, None]

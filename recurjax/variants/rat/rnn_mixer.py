@@ -9,6 +9,7 @@ from jaxtyping import Float
 from pallas_kernels.gated_scan import gated_scan
 from recurjax.layers.heads import merge, project_flat
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.layers.key_value_cache import read_layer, write_layer
 from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import sequence_parallel
@@ -67,11 +68,12 @@ class RnnMixer(nnx.Module):
                 "RnnMixer: segments are for the training cache (length 0) only"
             )
         else:
-            before = (cache.state[cache.layer],)
+            before = (read_layer(cache.state, cache.layer),)
             (h,), (final,) = gated_scan(
                 gate, (v,), initial=before, lengths=tokens.lengths
             )
-            cache = cache._replace(state=cache.state.at[cache.layer].set(final))
+            state = write_layer(cache.state, cache.layer, final)
+            cache = cache._replace(state=state)
         mixed = (self.output_gate(x) * h).astype(x.dtype)
         return merge(mixed, self.w_out), cache
 
