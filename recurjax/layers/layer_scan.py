@@ -1,6 +1,7 @@
 """A scan over stacked layers that takes bfloat16 weights one layer at a time."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,14 @@ from recurjax.types import Array
 
 
 def scan_layers(
-    body: Callable, carry: Any, layers: Any, *, remat: Remat, unroll: int, cached: bool
+    body: Callable,
+    carry: Any,
+    layers: Any,
+    *,
+    remat: Remat,
+    unroll: int,
+    cached: bool,
+    reverse: bool = False,
 ) -> tuple[Any, Any]:
     """Computes `lax.scan(body, carry, layers)`.
 
@@ -24,18 +32,20 @@ def scan_layers(
       layers: the scan's xs; the leading axis of each leaf counts the layers.
       remat, unroll: see `rematerialize` and `lax.scan`.
       cached: a prefill or a decode step, not training.
+      reverse: the last layer first.
     """
     body = rematerialize(body, remat)
+    scan = partial(jax.lax.scan, unroll=unroll, reverse=reverse)
     narrow = jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, layers)
     on_cpu = target.current().platform == "cpu"
     if not cached or not on_cpu or not any(jax.tree.leaves(narrow)):
-        return jax.lax.scan(body, carry, layers, unroll=unroll)
+        return scan(body, carry, layers)
 
     def on_bits(carry, bits):
         return body(carry, jax.tree.map(_from_bits, bits, narrow))
 
     bits = jax.tree.map(_to_bits, layers, narrow)
-    return jax.lax.scan(on_bits, carry, bits, unroll=unroll)
+    return scan(on_bits, carry, bits)
 
 
 def _to_bits(x: Array, narrow: bool) -> Array:

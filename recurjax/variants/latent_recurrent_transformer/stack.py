@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 
 from recurjax.layers.key_value_cache import empty_key_value_cache
 from recurjax.layers.layer_scan import scan_layers
+from recurjax.layers.pattern_stack import make_blocks
 from recurjax.types import Array, Tokens
 from recurjax.variants.latent_recurrent_transformer.block import (
     LatentBlock,
@@ -53,18 +54,13 @@ class LatentRecurrentTransformerStack(nnx.Module):
 
     def __init__(self, config: LatentRecurrentTransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        P = config.pattern
-        repeats = config.layers // P
-        groups = []
-        for place in range(P):
 
-            def block(key: Array, layer: Array, place=place) -> LatentBlock:
-                rngs = nnx.Rngs(params=key)
-                return LatentBlock(config, place=place, layer=layer, rngs=rngs)
+        def block(place: int, layer: Array, rngs: nnx.Rngs) -> LatentBlock:
+            return LatentBlock(config, place=place, layer=layer, rngs=rngs)
 
-            keys = jax.random.split(rngs.params(), repeats)
-            groups.append(jax.vmap(block)(keys, place + P * jnp.arange(repeats)))
-        self.blocks = nnx.List(groups)
+        self.blocks = nnx.List(
+            make_blocks(block, layers=config.layers, pattern=config.pattern, rngs=rngs)
+        )
         memory, projection, lags, sources = config.memory, None, 0, 0
         if memory is not None:
             if memory.gated and memory.projection == "shared":
