@@ -1,20 +1,23 @@
 """The op: softmax over the ends of earlier chunks and the position's own term."""
 
-from functools import partial
-from typing import Literal
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Float, Int
 
+from pallas_kernels import dispatch
 from pallas_kernels.chunk_attention import mesh_layout, mosaic_tpu, triton, xla
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
+from pallas_kernels.dispatch import Implementation
 
-Implementation = Literal["triton", "mosaic_tpu", "xla"]
-
-_BACKENDS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla}
-"""In order of preference; the last one can do everything."""
+OP = dispatch.Op(
+    name="chunk_attention",
+    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    find_cut=mesh_layout.find_cut,
+    specs=mesh_layout.specs,
+    outputs=1,
+    kept=(0, 1),  # o and its log normalizer.
+    # Left to the compiler, the rows of every device are gathered for a loop over heads.
+    cuts_xla=True,
+)
 
 
 def chunk_attention(
@@ -57,66 +60,10 @@ def chunk_attention(
     """
     _check(q, own_logits, own_values, ends, chunk, first, documents)
     arrays = (q, own_logits, own_values, ends, first, documents)
-    options = (("chunk", chunk), ("scale", scale))
-    names = list(_BACKENDS) if implementation is None else [implementation]
-    reason = None
-    for name in names:
-        if name not in _BACKENDS:
-            raise ValueError(
-                f"chunk_attention: wants an implementation of {list(_BACKENDS)}, got "
-                f"{name!r}"
-            )
-        layout = mesh_layout.layout_of_call(*arrays)
-        if name == "xla":
-            # It can leave axes of the mesh to the compiler; left all of them, the
-            # compiler gathers the rows of every device for a loop over heads.
-            layout = layout if layout is not None and layout.cuts else None
-            return _run(name, options, layout, *arrays)
-        reason = mesh_layout.refusal(_BACKENDS[name], layout, *arrays, **dict(options))
-        if reason is None:
-            return _run(name, options, layout, *arrays)
-    raise NotImplementedError(f"chunk_attention: {names[-1]}: {reason}")
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(name, options, layout, *arrays):
-    backend = _BACKENDS[name]
-    return mesh_layout.forward(backend, layout, *arrays, **dict(options))[0]
-
-
-def _forward(name, options, layout, *arrays):
-    o, log_normalizer = mesh_layout.forward(
-        _BACKENDS[name], layout, *arrays, **dict(options)
+    (o,) = dispatch.run(
+        OP, arrays, implementation=implementation, chunk=chunk, scale=scale
     )
-    return o, (arrays, o, log_normalizer)
-
-
-def _backward(name, options, layout, kept, for_o):
-    arrays, o, log_normalizer = kept
-    q, own_logits, own_values, ends, first, documents = arrays
-    gradients = mesh_layout.backward(
-        *(_BACKENDS[name], layout, *arrays, o, log_normalizer, for_o), **dict(options)
-    )
-    like = (q, own_logits, own_values, ends.keys, ends.values)
-    for_q, for_logits, for_own, for_keys, for_values = (
-        d.astype(x.dtype) for d, x in zip(gradients, like, strict=True)
-    )
-    no_documents = jax.tree.map(_no_gradient, ends.documents)
-    return (
-        for_q,
-        for_logits,
-        for_own,
-        ChunkEnds(for_keys, for_values, no_documents),
-        jax.tree.map(_no_gradient, first),
-        jax.tree.map(_no_gradient, documents),
-    )
-
-
-_run.defvjp(_forward, _backward)
-
-
-def _no_gradient(leaf: Array) -> np.ndarray:
-    return np.zeros(leaf.shape, jax.dtypes.float0)
+    return o
 
 
 def _check(q, own_logits, own_values, ends, chunk, first, documents) -> None:
@@ -136,11 +83,7 @@ def _check(q, own_logits, own_values, ends, chunk, first, documents) -> None:
         "first": (first, (B,)),
         "documents": (documents, (B, T)),
     }
-    for name, (array, shape) in wanted.items():
-        if array is not None and array.shape != shape:
-            raise ValueError(
-                f"chunk_attention: wants {name} of shape {shape}, got {array.shape}"
-            )
+    dispatch.check_shapes("chunk_attention", wanted)
     if (documents is None) != (ends.documents is None):
         raise ValueError(
             "chunk_attention: wants documents of positions and of chunk ends, or "

@@ -1,20 +1,25 @@
 """The op: one gate's linear recurrence over several streams of values."""
 
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gated_scan import mesh_layout, mosaic_tpu, triton, xla
 
 Array = jax.Array
-Implementation = Literal["triton", "mosaic_tpu", "xla"]
 
-_BACKENDS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla}
-"""In order of preference; the last one can do everything."""
+OP = dispatch.Op(
+    name="gated_scan",
+    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    find_cut=mesh_layout.find_cut,
+    specs=mesh_layout.specs,
+    outputs=2,
+    kept=(0,),  # The states.
+)
 
 
 class Scanned(NamedTuple):
@@ -64,54 +69,9 @@ def gated_scan(
         zeros = jnp.zeros((gate.shape[0], gate.shape[2]), dtype)
         initial = tuple(zeros for _ in values)
     arrays = (gate, tuple(values), tuple(initial), starts, lengths)
-    names = list(_BACKENDS) if implementation is None else [implementation]
-    reason = None
-    for name in names:
-        if name not in _BACKENDS:
-            raise ValueError(
-                f"gated_scan: wants an implementation of {list(_BACKENDS)}, got "
-                f"{name!r}"
-            )
-        # The compiler cuts xla's own operations by itself.
-        layout = None if name == "xla" else mesh_layout.layout_of_call(*arrays)
-        reason = mesh_layout.refusal(_BACKENDS[name], layout, *arrays, chunk=chunk)
-        if reason is None:
-            states, finals = _run(name, chunk, layout, *arrays)  # pyright: ignore[reportGeneralTypeIssues]
-            return Scanned(states, finals)
-    raise NotImplementedError(f"gated_scan: {names[-1]}: {reason}")
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(name, chunk, layout, gate, values, initial, starts, lengths) -> Any:
-    arrays = (gate, values, initial, starts, lengths)
-    return mesh_layout.forward(_BACKENDS[name], layout, *arrays, chunk=chunk)
-
-
-def _forward(name, chunk, layout, *arrays):
-    states, finals = mesh_layout.forward(_BACKENDS[name], layout, *arrays, chunk=chunk)
-    return (states, finals), (arrays, states)
-
-
-def _backward(name, chunk, layout, kept, cotangents):
-    arrays, states = kept
-    gate, values, initial, starts, lengths = arrays
-    for_gate, for_values, for_initial = mesh_layout.backward(
-        _BACKENDS[name], layout, *arrays, states, *cotangents, chunk=chunk
+    return Scanned(
+        *dispatch.run(OP, arrays, implementation=implementation, chunk=chunk)
     )
-    return (
-        for_gate.astype(gate.dtype),
-        tuple(d.astype(v.dtype) for d, v in zip(for_values, values, strict=True)),
-        tuple(d.astype(h.dtype) for d, h in zip(for_initial, initial, strict=True)),
-        jax.tree.map(_no_gradient, starts),
-        jax.tree.map(_no_gradient, lengths),
-    )
-
-
-_run.defvjp(_forward, _backward)
-
-
-def _no_gradient(leaf: Array) -> np.ndarray:
-    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def _check(gate, values, initial, starts, lengths, chunk) -> None:
@@ -132,13 +92,8 @@ def _check(gate, values, initial, starts, lengths, chunk) -> None:
             f"gated_scan: wants {len(values)} initial states of shape {(B, D)}, got "
             f"{[h.shape for h in initial]}"
         )
-    if starts is not None and starts.shape != (B, T):
-        raise ValueError(
-            f"gated_scan: wants starts of shape {(B, T)}, got {starts.shape}"
-        )
-    if lengths is not None and lengths.shape != (B,):
-        raise ValueError(
-            f"gated_scan: wants lengths of shape {(B,)}, got {lengths.shape}"
-        )
+    dispatch.check_shapes(
+        "gated_scan", {"starts": (starts, (B, T)), "lengths": (lengths, (B,))}
+    )
     if chunk is not None and chunk < 1:
         raise ValueError(f"gated_scan: wants chunk of at least 1, got {chunk}")

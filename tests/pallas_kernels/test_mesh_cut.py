@@ -47,7 +47,7 @@ def parts(monkeypatch):
         (gated_scan_api, gated_scan_triton),
         (chunk_attention_api, chunk_attention_triton),
     ):
-        monkeypatch.setitem(api._BACKENDS, "triton", stand_in(backend))
+        monkeypatch.setitem(api.OP.backends, "triton", stand_in(backend))
     return seen
 
 

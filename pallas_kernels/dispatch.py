@@ -1,0 +1,245 @@
+"""What every op does alike: shapes checked, a backend chosen, calls cut, a gradient.
+
+An op describes itself as an `Op` and its public function calls `run`. There its arrays
+are a tuple of pytrees in the order of the backends' arguments: floating leaves have a
+gradient, the others (lengths, starts of documents) have none. A backend is a module:
+
+    supported(*arrays, **options) -> why it cannot run the call, or None
+    forward(*arrays, **options) -> a tuple of results
+    backward(*arrays, *kept, *cotangents, **options) -> gradients of the floating leaves
+
+`kept` are those results of `forward` that the op names, `cotangents` the gradients of
+its outputs. Gradients may be any tree whose leaves are in the order of the arrays'.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import mesh_cut
+from pallas_kernels.mesh_cut import Cut
+
+Implementation = Literal["triton", "mosaic_tpu", "xla"]
+
+
+class Specs(NamedTuple):
+    """How arrays lie on a mesh that cuts a call: trees of PartitionSpecs.
+
+    Attributes:
+      arrays: of the op's arrays; one spec can stand for a whole tree.
+      results: of what the backends' `forward` returns.
+    """
+
+    arrays: tuple[Any, ...]
+    results: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Op:
+    """What the frame must know of an op.
+
+    Attributes:
+      name: as callers know it.
+      backends: by name, in order of preference; "xla", the last, can do everything.
+      find_cut: (*arrays) -> how the mesh that is set cuts the call, or None.
+      specs: (cut, *arrays) -> how the parts lie on it.
+      outputs: how many of the results are the caller's, from the first.
+      kept: the results that the gradient reads, by number.
+      spares: whether `forward` takes `residuals`, and leaves the results after the
+        outputs out (None) where it is False: where nothing is differentiated.
+      cuts_xla: whether the call is cut for "xla" too. The compiler cuts XLA's own
+        operations by itself, but some loops it can only gather for.
+    """
+
+    name: str
+    backends: Mapping[str, Any]
+    find_cut: Callable[..., Cut | None]
+    specs: Callable[..., Specs]
+    outputs: int
+    kept: tuple[int, ...]
+    spares: bool = False
+    cuts_xla: bool = False
+
+
+def run(
+    op: Op, arrays: tuple[Any, ...], *, implementation: str | None, **options: Any
+) -> tuple[Any, ...]:
+    """Runs the first backend that can, or the one that is named; returns its outputs.
+
+    Args:
+      implementation: a backend, which then runs or raises; None: the first that can.
+      options: static ones, passed on to the backend.
+
+    Raises:
+      ValueError: no backend has this name.
+      NotImplementedError: the named backend cannot run this call here.
+    """
+    names = list(op.backends) if implementation is None else [implementation]
+    reason = None
+    for name in names:
+        if name not in op.backends:
+            raise ValueError(
+                f"{op.name}: wants an implementation of {list(op.backends)}, got "
+                f"{name!r}"
+            )
+        call = _Call(op, name, _cut(op, name, arrays), tuple(options.items()))
+        reason = call.refusal(arrays)
+        if reason is None:
+            return _differentiable(call, arrays)
+    raise NotImplementedError(f"{op.name}: {names[-1]}: {reason}")
+
+
+def check_shapes(op: str, wanted: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:
+    """Raises ValueError for the first array that has another shape than it should.
+
+    Args:
+      wanted: by the argument's name, the array (None: not given) and its shape.
+    """
+    for name, (array, shape) in wanted.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{op}: wants {name} of shape {shape}, got {array.shape}")
+
+
+def _cut(op: Op, backend: str, arrays: tuple[Any, ...]) -> Cut | None:
+    if backend != "xla":
+        return op.find_cut(*arrays)
+    cut = op.find_cut(*arrays) if op.cuts_xla else None
+    return cut if cut is not None and cut.cuts else None
+
+
+class _Call(NamedTuple):
+    """What is static of a call."""
+
+    op: Op
+    name: str
+    cut: Cut | None
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def backend(self) -> Any:
+        return self.op.backends[self.name]
+
+    def refusal(self, arrays: tuple[Any, ...]) -> str | None:
+        """Returns why the backend cannot run the call, each device its part."""
+        supported = partial(self.backend.supported, **dict(self.options))
+        if self.cut is None:
+            return supported(*arrays)
+        # What a kernel leaves uncut no one cuts; the compiler cuts the rest of XLA's.
+        if self.name != "xla" and self.cut.refusal is not None:
+            return self.cut.refusal
+        reasons = []
+
+        def ask(*parts: Any) -> None:
+            reasons.append(supported(*parts))
+
+        specs = self.op.specs(self.cut, *arrays).arrays
+        jax.eval_shape(ask, *mesh_cut.local_shapes(self.cut, specs, arrays))
+        return reasons[0]
+
+    def forward(self, arrays: tuple[Any, ...], *, residuals: bool) -> tuple[Any, ...]:
+        """Returns the backend's results."""
+        spared = {"residuals": residuals} if self.op.spares else {}
+        function = partial(self.backend.forward, **dict(self.options), **spared)
+        if self.cut is None:
+            return function(*arrays)
+        specs = self.op.specs(self.cut, *arrays)
+        results = specs.results
+        if self.op.spares and not residuals:
+            given = self.op.outputs
+            results = (*results[:given], *[None] * len(results[given:]))
+        return mesh_cut.run(self.cut, function, specs.arrays, results, *arrays)
+
+    def backward(
+        self, arrays: tuple[Any, ...], kept: tuple[Any, ...], cotangents: Any
+    ) -> list[jax.Array]:
+        """Returns the gradients of the floating leaves of `arrays`."""
+        function = partial(self.backend.backward, **dict(self.options))
+        if self.cut is None:
+            return jax.tree.leaves(function(*arrays, *kept, *cotangents))
+        op, cut = self.op, self.cut
+        specs = op.specs(cut, *arrays)
+        of_floats = [
+            spec
+            for spec, leaf in zip(
+                _leaf_specs(specs.arrays, arrays), jax.tree.leaves(arrays), strict=True
+            )
+            if _floats(leaf)
+        ]
+
+        def local(*parts: Any) -> list[jax.Array]:
+            gradients = jax.tree.leaves(function(*parts))
+            # Devices that share an array each have a part of its gradient.
+            return [
+                jax.lax.psum(d, shared) if (shared := _shared_by(cut, spec)) else d
+                for d, spec in zip(gradients, of_floats, strict=True)
+            ]
+
+        in_specs = (
+            *specs.arrays,
+            *(specs.results[n] for n in op.kept),
+            *specs.results[: op.outputs],
+        )
+        return mesh_cut.run(
+            *(cut, local, in_specs, of_floats), *arrays, *kept, *cotangents
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(call: _Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    return call.forward(arrays, residuals=False)[: call.op.outputs]
+
+
+def _forward(call: _Call, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
+    results = call.forward(arrays, residuals=True)
+    kept = tuple(results[n] for n in call.op.kept)
+    return results[: call.op.outputs], (arrays, kept)
+
+
+def _backward(call: _Call, saved: Any, cotangents: Any) -> tuple[Any]:
+    arrays, kept = saved
+    gradients = iter(call.backward(arrays, kept, cotangents))
+    leaves, tree = jax.tree.flatten(arrays)
+    # Integers have no gradient: jax wants a zero of a type of its own for them.
+    of_leaves = [
+        next(gradients).astype(leaf.dtype)
+        if _floats(leaf)
+        else np.zeros(leaf.shape, jax.dtypes.float0)
+        for leaf in leaves
+    ]
+    return (jax.tree.unflatten(tree, of_leaves),)
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _floats(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _leaf_specs(specs: Any, arrays: Any) -> list[P]:
+    """Returns one spec for each leaf of the arrays."""
+
+    def spread(spec: Any, tree: Any) -> Any:
+        return jax.tree.map(lambda _: spec, tree)
+
+    # An array that is not given is None, and so is its spec: no leaf in the end.
+    is_spec = lambda one: isinstance(one, P) or one is None  # noqa: E731
+    spread_out = jax.tree.map(spread, specs, arrays, is_leaf=is_spec)
+    return jax.tree.leaves(spread_out, is_leaf=lambda one: isinstance(one, P))
+
+
+def _shared_by(cut: Cut, spec: P) -> tuple[str, ...]:
+    """Returns the axes that cut the call and not the array with this spec."""
+    own = {
+        axis
+        for names in spec
+        for axis in ((names,) if isinstance(names, str) else names or ())
+    }
+    axes = (*cut.rows, cut.columns)
+    return tuple(axis for axis in axes if axis is not None and axis not in own)
