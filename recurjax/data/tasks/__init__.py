@@ -1,0 +1,30 @@
+"""Synthetic tasks: rows made from numbers, one file a paper."""
+
+from recurjax.data.tasks.copying import Copy
+from recurjax.data.tasks.hash_hop import HashHop
+from recurjax.data.tasks.mad import (
+    Compression,
+    FuzzyRecall,
+    InContextRecall,
+    Memorization,
+    SelectiveCopying,
+)
+from recurjax.data.tasks.mqar import Mqar, Setting
+from recurjax.data.tasks.rows import Row, Split, row_of
+from recurjax.data.tasks.state_tracking import StateTracking
+
+__all__ = [
+    "Compression",
+    "Copy",
+    "FuzzyRecall",
+    "HashHop",
+    "InContextRecall",
+    "Memorization",
+    "Mqar",
+    "Row",
+    "SelectiveCopying",
+    "Setting",
+    "Split",
+    "StateTracking",
+    "row_of",
+]

@@ -1,0 +1,93 @@
+"""Copy a string of letters.
+
+Source: Jelassi et al. 2024, "Repeat After Me": "$letters|letters.", several in a row
+while they fit, lengths uniform; only what stands behind the bar is learned. A model
+whose state has a fixed size cannot copy strings that hold more bits than it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from recurjax.data.tasks.rows import Row, Split, asked_at
+from recurjax.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """The task; tokens are `letters` letters, then begin, bar, end and padding.
+
+    Attributes:
+      letters: different letters.
+      length: T of every row.
+      shortest, longest_string: how long a string may be.
+      validation_shortest, validation_longest: likewise in the test, whose rows hold one
+        string each and are padded; None: as in training.
+      train_rows: size of the fixed set that is learned from; None: endless.
+      validation_rows: size of the test.
+    """
+
+    letters: int = 26
+    length: int = 220
+    shortest: int = 20
+    longest_string: int = 50
+    validation_shortest: int | None = None
+    validation_longest: int | None = None
+    train_rows: int | None = None
+    validation_rows: int = 1000
+
+    def __post_init__(self):
+        if self.letters < 1:
+            raise UserError("Copy: letters must be at least 1")
+        for split in ("train", "validation"):
+            low, high = self._lengths(split)
+            if not 1 <= low <= high:
+                raise UserError(
+                    f"Copy: strings of {low} to {high} letters in {split}: want "
+                    "1 <= shortest <= longest"
+                )
+            if 2 * high + 3 > self.length:
+                raise UserError(
+                    f"Copy: a string of {high} letters and its copy need "
+                    f"{2 * high + 3} tokens, rows have {self.length}"
+                )
+
+    @property
+    def vocabulary(self) -> int:
+        """Letters and four marks."""
+        return self.letters + 4
+
+    def count(self, split: Split) -> int | None:
+        return self.train_rows if split == "train" else self.validation_rows
+
+    def longest(self, split: Split) -> int:
+        return self.length
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        begin, bar, end, pad = (self.letters + mark for mark in range(4))
+        low, high = self._lengths(split)
+        tokens: list[int] = []
+        asked: list[bool] = []
+        size = 0
+        while len(tokens) < self.length and not (split == "validation" and tokens):
+            size = int(rng.integers(low, high + 1))
+            string = rng.integers(self.letters, size=size).tolist()
+            tokens += [begin, *string, bar, *string, end]
+            asked += [False] * (size + 2) + [True] * (size + 1)
+        if len(tokens) > self.length:  # the last of a training row is cut, unasked
+            whole = len(tokens) - (2 * size + 3)
+            asked[whole:] = [False] * (2 * size + 3)
+        ids = np.full(self.length, pad, np.int32)
+        known = min(len(tokens), self.length)
+        ids[:known] = tokens[:known]
+        probed = np.zeros(self.length, bool)
+        probed[:known] = asked[:known]
+        slices = {"string": size} if split == "validation" else {}
+        return Row(ids, asked_at(ids, probed), {"length": self.length, **slices})
+
+    def _lengths(self, split: str) -> tuple[int, int]:
+        train = self.shortest, self.longest_string
+        if split == "train":
+            return train
+        low, high = self.validation_shortest, self.validation_longest
+        return low or train[0], high or train[1]

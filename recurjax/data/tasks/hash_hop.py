@@ -1,0 +1,161 @@
+"""HashHop: follow a chain through shuffled pairs of random strings.
+
+Source: Magic's public generator (2024), whose prompt is full of chains of the same
+length, and RecurFormer's appendix A.1, which has one chain among pairs that lead
+nowhere. Score: the longest right beginning of the answer over the chain's length.
+"""
+
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from recurjax.data.tasks.rows import Row, Split
+from recurjax.errors import UserError
+from recurjax.types import IGNORED
+
+ALPHABET = string.ascii_lowercase + string.ascii_uppercase
+BAR, END = ">", "\n"
+
+
+class Problem(NamedTuple):
+    """What is read, and the elements that the answer should name in order."""
+
+    prompt: str
+    answer: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HashHop:
+    """The task, over bytes.
+
+    A row is the pairs, a line each, then the first element and the hops:
+
+        aB = cD
+        eF = gH
+        >aB = cD = ...
+
+    Attributes:
+      size: characters of a string.
+      hops: pairs of a chain.
+      length: T, the bytes of a row, prompt and answer.
+      chains: "one": the chain asked for, and pairs that belong to no chain; "full": as
+        many whole chains as fit, one of which is asked for.
+      thoughts: whether the answer names every element (chain of thought) or the last.
+      train_rows: size of the fixed set that is learned from; None: endless.
+      validation_rows: size of the test.
+    """
+
+    size: int = 8
+    hops: int = 16
+    length: int = 6144
+    chains: Literal["one", "full"] = "one"
+    thoughts: bool = True
+    train_rows: int | None = None
+    validation_rows: int = 1000
+
+    def __post_init__(self):
+        if self.size < 1 or self.hops < 1:
+            raise UserError("HashHop: size and hops must be at least 1")
+        if self.pairs < self.hops:
+            raise UserError(
+                f"HashHop: a chain of {self.hops} pairs of strings of {self.size} and "
+                f"its answer need {self.length_of(self.hops)} bytes, rows have "
+                f"{self.length}"
+            )
+        if self._elements() > len(ALPHABET) ** self.size // 2:
+            raise UserError(
+                f"HashHop: strings of {self.size} letters are too few for "
+                f"{self.pairs} pairs of different strings: make size larger"
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        """Bytes."""
+        return 256
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs a prompt has."""
+        fit = (self.length - self._answer_bytes()) // self._pair_bytes()
+        return fit if self.chains == "one" else fit // self.hops * self.hops
+
+    def length_of(self, pairs: int) -> int:
+        """Counts the bytes of a row with so many pairs."""
+        return pairs * self._pair_bytes() + self._answer_bytes()
+
+    def count(self, split: Split) -> int | None:
+        return self.train_rows if split == "train" else self.validation_rows
+
+    def longest(self, split: Split) -> int:
+        return self.length
+
+    def problem(self, rng: np.random.Generator) -> Problem:
+        """Draws a prompt, up to and with the first element, and its answer."""
+        names = self._names(rng)
+        chains = 1 if self.chains == "one" else self.pairs // self.hops
+        lines, answer = [], ()
+        for number in range(chains):
+            chain = [next(names) for _ in range(self.hops + 1)]
+            lines += [f"{a} = {b}" for a, b in zip(chain[:-1], chain[1:], strict=True)]
+            if number == 0:
+                answer = tuple(chain)
+        lines += [
+            f"{next(names)} = {next(names)}" for _ in range(self.pairs - len(lines))
+        ]
+        shuffled = [lines[n] for n in rng.permutation(len(lines))]
+        said = answer[1:] if self.thoughts else answer[-1:]
+        return Problem("\n".join(shuffled) + f"\n{BAR}{answer[0]}", said)
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        problem = self.problem(rng)
+        answer = "".join(f" = {element}" for element in problem.answer) + END
+        text = (problem.prompt + answer).encode()
+        assert len(text) == self.length_of(self.pairs)
+        ids = np.zeros(self.length, np.int32)
+        ids[: len(text)] = np.frombuffer(text, np.uint8)
+        targets = np.full(self.length, IGNORED, np.int32)
+        first = len(problem.prompt.encode())
+        targets[first - 1 : len(text) - 1] = ids[first : len(text)]
+        return Row(ids, targets, {"length": self.length, "hops": self.hops})
+
+    def _elements(self) -> int:
+        if self.chains == "full":
+            return self.pairs // self.hops * (self.hops + 1)
+        return self.hops + 1 + 2 * (self.pairs - self.hops)
+
+    def _names(self, rng: np.random.Generator) -> Iterator[str]:
+        """Draws different strings, so that no pair continues another by chance."""
+        letters = np.frombuffer(ALPHABET.encode(), "S1")
+        names: dict[str, None] = {}  # in the order drawn
+        wanted = self._elements()
+        while len(names) < wanted:
+            drawn = letters[rng.integers(len(letters), size=(wanted, self.size))]
+            joined = np.ascontiguousarray(drawn).view(f"S{self.size}")[:, 0]
+            names |= dict.fromkeys(joined.astype(str).tolist())
+        return iter(names)
+
+    def _pair_bytes(self) -> int:
+        return 2 * self.size + len(" = ") + len("\n")
+
+    def _answer_bytes(self) -> int:
+        said = self.hops if self.thoughts else 1
+        return len(BAR) + self.size + said * (len(" = ") + self.size) + len(END)
+
+
+def right_share(answer: tuple[str, ...], said: str) -> float:
+    """Returns the longest right beginning of what was said over the answer's length.
+
+    Args:
+      answer: the elements that should be named.
+      said: what was generated after the first element: " = cD = eF ...".
+    """
+    named = [element.strip() for element in said.split(END)[0].split("=")[1:]]
+    right = 0
+    for want, got in zip(answer, named, strict=False):
+        if want != got:
+            break
+        right += 1
+    return right / len(answer)

@@ -1,0 +1,360 @@
+"""MAD's six tasks, with the settings of its benchmark.
+
+Source: Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid Architectures", and
+its public `configs/tasks`. A row of the benchmark has `length` tokens; what a model is
+asked after a token stands at that token's place.
+
+Departs from the public generator: blanks of selective copying are placed by the row's
+own random stream (there, by the process' global one), and no row is in both splits.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int32
+
+from recurjax.data.tasks.rows import Row, Split, asked_at, next_token_targets
+from recurjax.errors import UserError
+from recurjax.types import IGNORED
+
+TEST_ROWS = 1280
+"""MAD's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mad:
+    """What the six share.
+
+    Attributes:
+      vocabulary: V, special and noise tokens included.
+      length: T, the tokens of a row.
+      train_rows: size of the fixed set that is learned from; None: endless.
+      validation_rows: size of the test.
+    """
+
+    vocabulary: int = 16
+    length: int = 128
+    train_rows: int | None = 12_800
+    validation_rows: int = TEST_ROWS
+
+    def __post_init__(self):
+        if self.length < 2:
+            raise UserError(f"{_name(self)}: length must be at least 2")
+        for field in ("train_rows", "validation_rows"):
+            rows = getattr(self, field)
+            if rows is not None and rows < 1:
+                raise UserError(f"{_name(self)}: {field} must be at least 1")
+
+    def count(self, split: Split) -> int | None:
+        return self.train_rows if split == "train" else self.validation_rows
+
+    def longest(self, split: Split) -> int:
+        return self.length
+
+    def _row(self, ids: np.ndarray, targets: np.ndarray) -> Row:
+        assert len(ids) == len(targets) == self.length
+        ids, targets = ids.astype(np.int32), targets.astype(np.int32)
+        return Row(ids, targets, {"length": self.length})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InContextRecall(_Mad):
+    """Pairs k v k' v' ...: after a key that has come before, its value.
+
+    Learned from all tokens; tested on the values of keys that have come before. The
+    last key always has. With noise, a pair may be two tokens of a vocabulary of its
+    own: MAD's noisy recall is (vocabulary 32, noise_vocabulary 16, noise 0.2).
+
+    Attributes:
+      noise_vocabulary: tokens that mean nothing, the last of the vocabulary.
+      noise: the share of pairs that are noise.
+    """
+
+    noise_vocabulary: int = 0
+    noise: float = 0.0
+
+    def __post_init__(self):
+        _Mad.__post_init__(self)
+        _require_even(self, self.length)
+        _require_noise(self, self.noise, self.noise_vocabulary)
+        _require_pairs(self, self.vocabulary - self.noise_vocabulary)
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        words = self.vocabulary - self.noise_vocabulary
+        pairs = self.length // 2
+        # As MAD: one place is kept free of noise, but it may be the last one, which
+        # never is noise; then all others can be, so a first pair is forced.
+        sure = rng.integers(pairs)
+        values: dict[int, int] = {}
+        tokens, asked = [], []
+        for pair in range(pairs - 1):
+            noisy = pair != sure and self.noise > 0 and rng.random() < self.noise
+            if noisy and not (pair == pairs - 2 and not values):
+                tokens += list(words + rng.integers(self.noise_vocabulary, size=2))
+                asked += [False, False]
+                continue
+            key = int(rng.integers(words // 2))
+            known = key in values
+            if not known:
+                values[key] = int(rng.integers(words // 2, words))
+            tokens += [key, values[key]]
+            asked += [False, known]
+        key = list(values)[rng.integers(len(values))]
+        ids = np.array([*tokens, key, values[key]], np.int32)
+        probed = np.array([*asked, False, True])
+        targets = next_token_targets(ids) if split == "train" else asked_at(ids, probed)
+        return self._row(ids, targets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FuzzyRecall(_Mad):
+    """In-context recall with keys and values of one to several different tokens.
+
+    In the test, keys have the full size. Rows that come out shorter are padded on the
+    left with a token of its own, as in MAD.
+
+    Attributes:
+      key_size: tokens of the longest key.
+      value_size: tokens of the longest value.
+    """
+
+    key_size: int = 3
+    value_size: int = 3
+
+    def __post_init__(self):
+        _Mad.__post_init__(self)
+        words = self.vocabulary - 1
+        if min(self.key_size, self.value_size) < 1:
+            raise UserError("FuzzyRecall: key_size and value_size must be at least 1")
+        if words // 2 < self.key_size or words - words // 2 < self.value_size:
+            raise UserError(
+                f"FuzzyRecall: a vocabulary of {self.vocabulary} has too few words for "
+                f"keys of {self.key_size} and values of {self.value_size} tokens"
+            )
+        # A probe at the end, a probe within, and one more pair must fit.
+        if self.length <= 3 * (self.key_size + self.value_size):
+            raise UserError(
+                f"FuzzyRecall: length must exceed 3 (key_size + value_size) = "
+                f"{3 * (self.key_size + self.value_size)}, got {self.length}"
+            )
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        words, largest = self.vocabulary - 1, self.key_size + self.value_size
+
+        def key() -> tuple[int, ...]:
+            size = self.key_size
+            if split == "train":
+                size = int(rng.integers(1, size + 1))
+            return tuple(rng.choice(words // 2, size, replace=False).tolist())
+
+        def value() -> tuple[int, ...]:
+            size = int(rng.integers(1, self.value_size + 1))
+            first = words // 2
+            return tuple((first + rng.choice(words - first, size, False)).tolist())
+
+        probe, answer = key(), value()
+        size = len(probe) + len(answer)
+        # MAD's place; where it lies behind the last pair, MAD leaves the probe out and
+        # asks for a value that was never told: here it comes at the last turn then.
+        last_turn = self.length - size - 2 * largest
+        probe_at = min(int(rng.integers(self.length - 2 * size)), last_turn)
+        values: dict[tuple[int, ...], tuple[int, ...]] = {}
+        tokens: list[int] = []
+        asked: list[bool] = []
+        while len(tokens) < self.length - size - largest:
+            due = probe not in values and len(tokens) >= probe_at
+            k = probe if due else key()
+            known = k in values
+            if not known:
+                values[k] = answer if k == probe else value()
+            tokens += [*k, *values[k]]
+            asked += [False] * len(k) + [known] * len(values[k])
+        tokens += [*probe, *answer]
+        asked += [False] * len(probe) + [True] * len(answer)
+        pad = self.length - len(tokens)
+        ids = np.array([self.vocabulary - 1] * pad + tokens, np.int32)
+        probed = np.array([False] * pad + asked)
+        targets = next_token_targets(ids) if split == "train" else asked_at(ids, probed)
+        return self._row(ids, targets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memorization(_Mad):
+    """Pairs of a key and a place to insert its value, the same map in every row.
+
+    The answer is asked AT the insert token, which stands where the value belongs. The
+    map lives in the weights: nothing in a row tells it.
+
+    Attributes:
+      map_seed: of the one map from keys to values.
+    """
+
+    vocabulary: int = 256
+    length: int = 32
+    train_rows: int | None = 256
+    map_seed: int = 12345
+
+    def __post_init__(self):
+        _Mad.__post_init__(self)
+        _require_even(self, self.length)
+        _require_pairs(self, self.vocabulary - 1)
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        keys, values = key_value_map(self.vocabulary - 1, self.map_seed)
+        chosen = rng.integers(len(keys), size=self.length // 2)
+        ids = np.full(self.length, self.vocabulary - 1, np.int32)
+        targets = np.full(self.length, IGNORED, np.int32)
+        ids[0::2] = keys[chosen]
+        targets[1::2] = values[chosen]
+        return self._row(ids, targets)
+
+
+@lru_cache(maxsize=16)
+def key_value_map(
+    words: int, seed: int
+) -> tuple[Int32[np.ndarray, " N"], Int32[np.ndarray, " N"]]:
+    """Returns MAD's fixed keys and their values: the n-th key has the n-th value.
+
+    Both halves of the words are shuffled as lists, which draws as MAD's generator does,
+    so that the map of a seed is the published one.
+    """
+    rng = np.random.default_rng(seed)
+    keys: list[tuple[int]] = [(word,) for word in range(words // 2)]
+    values: list[tuple[int]] = [(word,) for word in range(words // 2, words)]
+    rng.shuffle(keys)
+    rng.shuffle(values)
+    count = min(len(keys), len(values))
+    first = np.array([key for (key,) in keys[:count]], np.int32)
+    return first, np.array([value for (value,) in values[:count]], np.int32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectiveCopying(_Mad):
+    """Tokens among blanks, then a copy token and blanks: there, the tokens in order.
+
+    Attributes:
+      tokens_to_copy: how many.
+    """
+
+    length: int = 256
+    tokens_to_copy: int = 16
+
+    def __post_init__(self):
+        _Mad.__post_init__(self)
+        if self.tokens_to_copy < 1 or self.vocabulary < 4:
+            raise UserError(
+                "SelectiveCopying: tokens_to_copy must be at least 1 and vocabulary 4"
+            )
+        if self.length <= 2 * self.tokens_to_copy + 1:
+            raise UserError(
+                f"SelectiveCopying: length must exceed 2 tokens_to_copy + 1 = "
+                f"{2 * self.tokens_to_copy + 1}, got {self.length}"
+            )
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        N, blank = self.tokens_to_copy, self.vocabulary - 2
+        tokens = rng.integers(self.vocabulary - 2, size=N)
+        blanks = self.length - 2 * N - 1
+        # Each blank stands before one of the tokens, never after the last.
+        mixed = np.insert(tokens, rng.integers(N, size=blanks), blank)
+        ids = np.concatenate([mixed, [self.vocabulary - 1], [blank] * N])
+        targets = np.full(self.length, IGNORED)
+        targets[-N:] = tokens
+        return self._row(ids, targets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compression(_Mad):
+    """Random tokens and a last one, whose state alone must tell them all.
+
+    The targets are the row itself: the objective `Compress` decodes every place from
+    the last position's state.
+    """
+
+    length: int = 32
+
+    def __post_init__(self):
+        _Mad.__post_init__(self)
+        if self.vocabulary < 3:
+            raise UserError("Compression: vocabulary must be at least 3")
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        ids = rng.integers(self.vocabulary - 1, size=self.length)
+        ids[-1] = self.vocabulary - 1
+        return self._row(ids, ids)
+
+
+def _name(task: object) -> str:
+    return type(task).__name__
+
+
+def _require_even(task: object, length: int) -> None:
+    if length % 2 or length < 4:
+        raise UserError(
+            f"{_name(task)}: length must be even and at least 4, got {length}"
+        )
+
+
+def _require_pairs(task: object, words: int) -> None:
+    if words < 2:
+        raise UserError(f"{_name(task)}: no words are left for keys and values")
+
+
+def _require_noise(task: object, noise: float, vocabulary: int) -> None:
+    if not 0.0 <= noise < 1.0:
+        raise UserError(f"{_name(task)}: noise must lie in [0, 1), got {noise}")
+    if noise > 0 and vocabulary < 1:
+        raise UserError(f"{_name(task)}: noise needs a noise_vocabulary")
+
+
+Name = Literal[
+    "in_context_recall",
+    "fuzzy_recall",
+    "noisy_recall",
+    "memorization",
+    "selective_copying",
+    "compression",
+]
+MadTask = InContextRecall | FuzzyRecall | Memorization | SelectiveCopying | Compression
+
+BASELINES: dict[Name, MadTask] = {
+    "in_context_recall": InContextRecall(),
+    "fuzzy_recall": FuzzyRecall(),
+    "noisy_recall": InContextRecall(vocabulary=32, noise_vocabulary=16, noise=0.2),
+    "memorization": Memorization(),
+    "selective_copying": SelectiveCopying(),
+    "compression": Compression(),
+}
+"""MAD's baseline of each task."""
+
+_FEWER = (6400, 3200, 1600, 800)
+_RECALL = {
+    "vocabulary": (32, 64, 128),
+    "length": (256, 512, 1024),
+    "train_rows": _FEWER,
+}
+CHANGES: dict[Name, dict[str, tuple]] = {
+    "in_context_recall": _RECALL,
+    "fuzzy_recall": _RECALL,
+    # The 16 words of noise come on top.
+    "noisy_recall": {
+        **_RECALL,
+        "vocabulary": (48, 80, 144),
+        "noise": (0.4, 0.6, 0.8),
+    },
+    "memorization": {"vocabulary": (512, 1024, 2048, 4096, 8192)},
+    "selective_copying": {
+        "vocabulary": (32, 64, 128),
+        "length": (512, 1024),
+        "train_rows": _FEWER,
+        "tokens_to_copy": (32, 64, 96),
+    },
+    "compression": {
+        "vocabulary": (32, 64, 128),
+        "length": (64, 128, 256),
+        "train_rows": _FEWER,
+    },
+}
+"""MAD's changes to the baseline, one at a time; a task's score is the mean of all."""

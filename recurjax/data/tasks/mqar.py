@@ -1,0 +1,112 @@
+"""Multi-query associative recall: many pairs, then their keys among random tokens.
+
+Source: Arora et al. 2023, "Zoology", section 4 and the public generator. Each key comes
+once among the pairs and once as a query, at a gap that follows a power law.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from recurjax.data.tasks.rows import Row, Split
+from recurjax.errors import UserError
+from recurjax.types import IGNORED
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A part of a split: `rows` rows of `length` tokens with `pairs` pairs."""
+
+    length: int
+    pairs: int
+    rows: int
+
+    def __post_init__(self):
+        if self.length % 2 or min(self.length, self.pairs, self.rows) < 1:
+            raise UserError(
+                f"Setting: want an even length, pairs and rows >= 1, got {self}"
+            )
+        if 4 * self.pairs > self.length:
+            raise UserError(
+                f"Setting: {self.pairs} pairs and as many queries need "
+                f"{4 * self.pairs} tokens, rows have {self.length}"
+            )
+
+
+FIGURE_2_TRAIN = (
+    Setting(64, 4, 100_000),
+    *(Setting(128, 8, 20_000), Setting(256, 16, 20_000)),
+    *(Setting(256, 32, 20_000), Setting(256, 64, 20_000)),
+)
+FIGURE_2_TEST = (
+    *(Setting(64, 4, 1000), Setting(64, 8, 1000), Setting(64, 16, 1000)),
+    *(Setting(128, 32, 1000), Setting(256, 64, 1000)),
+    *(Setting(512, 128, 1000), Setting(1024, 256, 1000)),
+)
+"""The setting of Zoology's figure 2 that RecurFormer trains and tests on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mqar:
+    """The task.
+
+    Attributes:
+      vocabulary: V: keys from the first half but token 0, values from the second.
+      train, validation: the parts of each split, one after the other.
+      power: a in P(gap g) ~ a g^(a - 1); 1 is uniform, 0.01 favours short gaps.
+    """
+
+    vocabulary: int = 8192
+    train: tuple[Setting, ...] = FIGURE_2_TRAIN
+    validation: tuple[Setting, ...] = FIGURE_2_TEST
+    power: float = 0.01
+
+    def __post_init__(self):
+        if not self.power > 0:
+            raise UserError(f"Mqar: power must be > 0, got {self.power}")
+        for settings in (self.train, self.validation):
+            if not settings:
+                raise UserError("Mqar: each split needs at least one setting")
+            most = max(setting.pairs for setting in settings)
+            if most > self.vocabulary // 2 - 1:
+                raise UserError(
+                    f"Mqar: {most} different keys need a vocabulary of "
+                    f"{2 * most + 2}, got {self.vocabulary}"
+                )
+
+    def count(self, split: Split) -> int:
+        return sum(setting.rows for setting in self._settings(split))
+
+    def longest(self, split: Split) -> int:
+        return max(setting.length for setting in self._settings(split))
+
+    def setting(self, split: Split, number: int) -> Setting:
+        """Returns the part that row `number` of a split belongs to."""
+        for setting in self._settings(split):
+            if number < setting.rows:
+                return setting
+            number -= setting.rows
+        raise IndexError(f"Mqar: {split} has {self.count(split)} rows")
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        setting = self.setting(split, number)
+        length, pairs = setting.length, setting.pairs
+        half = self.vocabulary // 2
+        keys = 1 + rng.choice(half - 1, pairs, replace=False)
+        values = half + rng.choice(self.vocabulary - half, pairs, replace=False)
+        ids = np.zeros(length, np.int32)
+        ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2] = keys, values
+        places = (length - 2 * pairs) // 2
+        odds = np.arange(1, places + 1) ** (self.power - 1.0)
+        gaps = rng.choice(places, pairs, replace=False, p=odds / odds.sum())
+        at = 2 * pairs + 2 * gaps
+        ids[at] = keys
+        targets = np.full(length, IGNORED, np.int32)
+        targets[at] = values
+        # Token 0 is no key: it marks the places that are filled with any token at all.
+        free = ids == 0
+        ids[free] = rng.integers(self.vocabulary, size=int(free.sum()))
+        return Row(ids, targets, {"length": length, "pairs": pairs})
+
+    def _settings(self, split: Split) -> tuple[Setting, ...]:
+        return self.train if split == "train" else self.validation

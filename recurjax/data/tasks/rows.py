@@ -1,0 +1,99 @@
+"""A task's rows: each a function of (task, seed, split, number) and of nothing else.
+
+So any division of the rows over processes and any restart gives the same rows, and no
+file holds them.
+"""
+
+import hashlib
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32
+
+from recurjax.errors import UserError
+from recurjax.types import IGNORED
+
+Split = Literal["train", "validation"]
+"""Rows to learn from, and the rows that a task is tested on."""
+
+HELD_OUT = 16
+"""One row in so many, by a hash of its tokens, may only ever be tested on."""
+
+ATTEMPTS = 10_000
+"""Draws before a split is called empty. One in 16 serves: 10,000 fail by chance with
+probability 1e-280."""
+
+
+class Row(NamedTuple):
+    """One row.
+
+    Attributes:
+      ids: what the model reads.
+      targets: what it should answer at each place; IGNORED where nothing is asked.
+      slices: what accuracies are told apart by, such as {"pairs": 8, "length": 64}.
+    """
+
+    ids: Int32[np.ndarray, " T"]
+    targets: Int32[np.ndarray, " T"]
+    slices: dict[str, int]
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What a family of rows is; the members are frozen dataclasses."""
+
+    @property
+    def vocabulary(self) -> int:
+        """V: every id lies in [0, V)."""
+        ...
+
+    def count(self, split: Split) -> int | None:
+        """Says how many rows a split has; None: as many as are asked for."""
+        ...
+
+    def longest(self, split: Split) -> int:
+        """Says how many places the longest row of a split has."""
+        ...
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        """Draws row `number` of a split; its class may depend on the number."""
+        ...
+
+
+def row_of(task: Task, *, seed: int, split: Split, number: int) -> Row:
+    """Returns row `number` of a split.
+
+    The two splits share no row: a hash of the tokens decides which of them a row may
+    belong to, and one that may not is drawn again.
+
+    Raises:
+      UserError: the task has too few different rows to hold some out.
+    """
+    for attempt in range(ATTEMPTS):
+        key = [seed, ("train", "validation").index(split), number, attempt]
+        row = task.draw(np.random.default_rng(key), split, number)
+        if held_out(row.ids) == (split == "validation"):
+            return row
+    raise UserError(
+        f"{type(task).__name__}: no row for {split} in {ATTEMPTS} draws: the task has "
+        "too few different rows to hold some out; make its rows longer"
+    )
+
+
+def held_out(ids: Int32[np.ndarray, " T"]) -> bool:
+    """Tells whether a row may be tested on only; else it may be learned from only."""
+    digest = hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % HELD_OUT == 0
+
+
+def next_token_targets(tokens: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
+    """Returns the token after each place; IGNORED at the last."""
+    return np.append(tokens[1:], IGNORED).astype(np.int32)
+
+
+def asked_at(
+    tokens: Int32[np.ndarray, " T"], asked: np.ndarray
+) -> Int32[np.ndarray, " T"]:
+    """Returns next tokens as targets where the next token is asked, else IGNORED."""
+    targets = next_token_targets(tokens)
+    return np.where(np.append(asked[1:], False), targets, IGNORED).astype(np.int32)

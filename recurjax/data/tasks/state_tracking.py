@@ -1,0 +1,82 @@
+"""State tracking: read generators of a group, say the product so far at every place.
+
+S3 is solvable, S5 is not: constant-depth parallel models track the first and provably
+not the second (Merrill et al. 2024, "The Illusion of State in State-Space Models";
+Liu et al. 2023). Parity is the group of two.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int32
+
+from recurjax.data.tasks.rows import Row, Split
+from recurjax.errors import UserError
+
+Group = Literal["parity", "S3", "S5"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateTracking:
+    """The task.
+
+    Attributes:
+      group: whose elements are read; token n is the n-th element.
+      length: T of the rows that are learned from.
+      validation_length: T of the rows that are tested on; None: 4 T, so that the test
+        reads on where training has never been. Accuracy is told by position.
+      train_rows: size of the fixed set that is learned from; None: endless.
+      validation_rows: size of the test.
+    """
+
+    group: Group = "S3"
+    length: int = 64
+    validation_length: int | None = None
+    train_rows: int | None = None
+    validation_rows: int = 1000
+
+    def __post_init__(self):
+        for name in ("length", "validation_length", "train_rows", "validation_rows"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise UserError(f"StateTracking: {name} must be at least 1, got {size}")
+
+    @property
+    def vocabulary(self) -> int:
+        """One token an element."""
+        return len(multiplication(self.group))
+
+    def count(self, split: Split) -> int | None:
+        return self.train_rows if split == "train" else self.validation_rows
+
+    def longest(self, split: Split) -> int:
+        if split == "train":
+            return self.length
+        return self.validation_length or 4 * self.length
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        table = multiplication(self.group)
+        ids = rng.integers(len(table), size=self.longest(split), dtype=np.int32)
+        states, state = np.empty_like(ids), 0
+        for t, element in enumerate(ids):
+            state = table[element, state]
+            states[t] = state
+        return Row(ids, states, {"length": len(ids)})
+
+
+@lru_cache(maxsize=3)
+def multiplication(group: Group) -> Int32[np.ndarray, "N N"]:
+    """Returns the table of products: entry [a, b] is the element a b, b done first.
+
+    Element 0 is the identity.
+    """
+    size = {"parity": 2, "S3": 3, "S5": 5}[group]
+    elements = list(permutations(range(size)))
+    numbers = {element: number for number, element in enumerate(elements)}
+    return np.array(
+        [[numbers[tuple(a[i] for i in b)] for b in elements] for a in elements],
+        np.int32,
+    )
