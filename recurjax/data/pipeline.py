@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import grain
 import numpy as np
@@ -45,9 +45,9 @@ def concatenated(
     Every row of the split comes once an epoch; a batch may hold the end of one epoch
     and the beginning of the next. Fewer than T tokens at the split's end are not used.
     """
-    order = _endless_order((split.tokens - 1) // layout.length, seed)
+    order = endless_order((split.tokens - 1) // layout.length, seed)
     batches = _Batches(split, layout, order, count=sys.maxsize)
-    return _prefetched(batches, prefetch, threads)
+    return prefetched(batches, prefetch, threads)
 
 
 def in_order(
@@ -59,7 +59,7 @@ def in_order(
     """
     count = -(-(split.tokens - 1) // (layout.length * layout.batch))
     batches = _Batches(split, layout, lambda k: k, count=count)
-    return _prefetched(batches, prefetch, threads)
+    return prefetched(batches, prefetch, threads)
 
 
 def best_fit(
@@ -67,7 +67,7 @@ def best_fit(
 ) -> grain.IterDataset[Batch]:
     """Endless batches of best-fit packed documents, shuffled anew each epoch."""
     spans = split.document_spans()
-    order = _endless_order(len(spans), seed)
+    order = endless_order(len(spans), seed)
     lengths = spans[:, 1] - spans[:, 0]
     batches = PackedBatches(
         split, layout, lambda: BestFit(lengths, order, buffer=buffer)
@@ -108,6 +108,15 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._plan.set_state(state)
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """Batches by their number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Batch: ...
 
 
 class _Batches:
@@ -159,15 +168,16 @@ def _repeated(counts: list[int]) -> Int32[np.ndarray, " T"]:
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
 
-def _endless_order(count: int, seed: int) -> Callable[[int], int]:
-    """A permutation of range(count) for each epoch, one after the other."""
+def endless_order(count: int, seed: int) -> Callable[[int], int]:
+    """Returns a permutation of range(count) for each epoch, one after the other."""
     order = grain.MapDataset.range(count).seed(seed).shuffle().repeat()
     return lambda k: cast(int, order[k])
 
 
-def _prefetched(
-    batches: _Batches, prefetch: int, threads: int
+def prefetched(
+    batches: BatchSource, prefetch: int, threads: int
 ) -> grain.IterDataset[Batch]:
+    """Makes batches ahead of time; their order is that of the source."""
     options = grain.ReadOptions(
         num_threads=threads if prefetch else 0, prefetch_buffer_size=prefetch
     )

@@ -21,6 +21,7 @@ from recurjax.data.config import (
 from recurjax.data.corpora import read_corpus
 from recurjax.data.json_tokenizer import JsonTokenizer
 from recurjax.data.nanochat_bpe import train_nanochat_bpe
+from recurjax.data.symbols import SYMBOLS_FILE, Symbols
 from recurjax.errors import UserError
 
 
@@ -120,6 +121,8 @@ def load_tokenizer(
         if bos is not None or eos is not None:
             raise UserError(f"{path} holds a byte tokenizer: it has no token names")
         return _load_bytes(path / BYTE_FILE)
+    if (path / SYMBOLS_FILE).is_file():
+        return Symbols.load(path / SYMBOLS_FILE)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"no tokenizer at {path}: name a tokenizer.json or its folder")

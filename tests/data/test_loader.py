@@ -90,7 +90,7 @@ def test_the_seed_alone_decides_the_order(many):
 
 
 def test_documents_come_once_an_epoch_too():
-    order = pipeline._endless_order(50, seed=3)
+    order = pipeline.endless_order(50, seed=3)
     epochs = [[order(50 * epoch + i) for i in range(50)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]

@@ -1,6 +1,7 @@
 """Synthetic tasks: rows made from numbers, one file a paper."""
 
 from recurjax.data.tasks.copying import Copy
+from recurjax.data.tasks.dataset import TaskConfig, TaskData, TaskDataset
 from recurjax.data.tasks.hash_hop import HashHop
 from recurjax.data.tasks.mad import (
     Compression,
@@ -26,5 +27,8 @@ __all__ = [
     "Setting",
     "Split",
     "StateTracking",
+    "TaskConfig",
+    "TaskData",
+    "TaskDataset",
     "row_of",
 ]

@@ -1,0 +1,89 @@
+"""The tokenizer of symbols without text: a token's name is its number."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from recurjax.errors import UserError
+
+SYMBOLS_FILE = "symbols.json"
+
+
+class Symbols:
+    """V symbols, written as numbers with a space between: "3 14 1".
+
+    There is neither BOS nor EOS, and symbols stand for no bytes of text. The methods
+    are those of `recurjax.data.tokenizers.Tokenizer`.
+    """
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary = vocabulary
+        self.bos = self.eos = None
+        self.token_bytes = np.zeros(vocabulary, np.int32)
+        self._definition = json.dumps({"type": "symbols", "vocabulary": vocabulary})
+        self.hash = hashlib.sha256(self._definition.encode()).hexdigest()
+
+    @classmethod
+    def load(cls, file: Path) -> "Symbols":
+        """Reads what `save` wrote.
+
+        Raises:
+          UserError: the file does not describe symbols.
+        """
+        try:
+            vocabulary = json.loads(file.read_text())["vocabulary"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} does not describe symbols") from error
+        if type(vocabulary) is not int or vocabulary < 1:
+            raise UserError(f"{file}: vocabulary must be a number, got {vocabulary!r}")
+        return cls(vocabulary)
+
+    def encode(self, text: str) -> Int32[np.ndarray, " T"]:
+        """Reads numbers.
+
+        Raises:
+          UserError: a word is no number of a symbol.
+        """
+        words = text.split()
+        for word in words:
+            known = word.isascii() and word.isdigit() and len(word) < 10
+            if not known or int(word) >= self.vocabulary:
+                raise UserError(
+                    f"{word!r} is no symbol: this model reads numbers from 0 to "
+                    f"{self.vocabulary - 1} with spaces between them"
+                )
+        return np.array([int(word) for word in words], np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
+        return " ".join(str(int(number)) for number in ids)
+
+    def stream(self) -> "SymbolStream":
+        return SymbolStream()
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / SYMBOLS_FILE).write_text(self._definition + "\n")
+
+
+class SymbolStream:
+    """Decodes as the symbols come."""
+
+    def __init__(self):
+        self._begun = False
+
+    def push(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
+        text = "".join(f" {int(number)}" for number in ids)
+        if not self._begun:
+            text = text.removeprefix(" ")
+        self._begun = self._begun or bool(text)
+        return text
+
+    def finish(self) -> str:
+        return ""

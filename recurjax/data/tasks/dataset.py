@@ -1,0 +1,217 @@
+"""Batches of a task's rows: what a run asks of its data, without a corpus."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, get_args
+
+import numpy as np
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.loader import Batches
+from recurjax.data.pipeline import Batch, Layout, endless_order, prefetched
+from recurjax.data.symbols import Symbols
+from recurjax.data.tasks.copying import Copy
+from recurjax.data.tasks.hash_hop import HashHop
+from recurjax.data.tasks.mad import (
+    Compression,
+    FuzzyRecall,
+    InContextRecall,
+    Memorization,
+    SelectiveCopying,
+)
+from recurjax.data.tasks.mqar import Mqar
+from recurjax.data.tasks.rows import Row, Split, row_of
+from recurjax.data.tasks.state_tracking import StateTracking
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
+from recurjax.types import IGNORED
+
+TaskConfig = (
+    InContextRecall
+    | FuzzyRecall
+    | Memorization
+    | SelectiveCopying
+    | Compression
+    | Mqar
+    | Copy
+    | StateTracking
+    | HashHop
+)
+"""Every task: a closed union, told apart by class in JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskData:
+    """A task in the place of a corpus.
+
+    Attributes:
+      task: which one.
+      seed: of its rows, and of the order in which a fixed set is learned from.
+      prefetch: batches made ahead of time; 0 makes each when it is asked for.
+      threads: that make them.
+    """
+
+    task: TaskConfig
+    seed: int = 0
+    prefetch: int = 8
+    threads: int = 1
+
+    def __post_init__(self):
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"data: seed must lie in [0, 2**32), got {self.seed}")
+        for name, least in (("prefetch", 0), ("threads", 1)):
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"data: {name} must be at least {least}, got {getattr(self, name)}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskDataset:
+    """A task's rows as batches; the counterpart of `recurjax.data.dataset.Dataset`."""
+
+    config: TaskData
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Bytes where the task is text, numbers where it is not."""
+        if isinstance(self.config.task, HashHop):
+            return ByteTokenizer(bos=False)
+        return Symbols(self.config.task.vocabulary)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tokenizer.vocabulary
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that the rows depend on."""
+        task = {"type": type(self.config.task).__name__, **asdict(self.config.task)}
+        known = json.dumps([task, self.config.seed], sort_keys=True)
+        return hashlib.sha256(known.encode()).hexdigest()
+
+    def row(self, split: Split, number: int) -> Row:
+        """Returns one row, as long as the task makes it."""
+        config = self.config
+        return row_of(config.task, seed=config.seed, split=split, number=number)
+
+    def count(self, split: Split) -> int | None:
+        """Says how many rows a split has; None: as many as are asked for."""
+        return self.config.task.count(split)
+
+    def loader(
+        self,
+        split: Split,
+        *,
+        length: int,
+        batch: int,
+        rows: tuple[int, int] | None = None,
+        seed: int | None = None,
+        in_order: bool | None = None,
+    ) -> "TaskLoader":
+        """Makes batches of `batch` rows of `length` places.
+
+        Rows shorter than `length` are filled up on the right with places that ask
+        nothing. Those for training are endless: new rows for ever, or all rows of a
+        fixed set in another order each epoch. Those in order are one pass over the
+        split; its last batch is filled up with rows that ask nothing.
+
+        Args:
+          split: which part.
+          length: T; at least as long as the split's longest row.
+          batch: rows of the global batch, over all processes.
+          rows: (first, after the last) row that this process delivers; None: all.
+          seed: of the order; None: the config's.
+          in_order: None: for "validation" only.
+
+        Raises:
+          UserError: rows of the task are longer.
+        """
+        if split not in get_args(Split):
+            raise ValueError(f"TaskDataset: want train or validation, got {split!r}")
+        longest = self.config.task.longest(split)
+        if longest > length:
+            raise UserError(
+                f"{type(self.config.task).__name__} has rows of {longest} tokens for "
+                f"{split}, batches have {length}: set --training.length {longest}"
+            )
+        return TaskLoader(
+            dataset=self,
+            split=split,
+            layout=Layout(
+                length=length, batch=batch, rows=rows or (0, batch), segments=False
+            ),
+            seed=self.config.seed if seed is None else seed,
+            in_order=split == "validation" if in_order is None else in_order,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskLoader:
+    """Batches of one split; each `iter` begins anew. See `recurjax.data.loader`."""
+
+    dataset: TaskDataset
+    split: Split
+    layout: Layout
+    seed: int
+    in_order: bool
+
+    def __iter__(self) -> Batches:
+        config, count = self.dataset.config, self.dataset.count(self.split)
+        order: Callable[[int], int] = lambda number: number  # noqa: E731
+        if count is not None and not self.in_order:
+            order = endless_order(count, self.seed)
+        made = _Rows(self, order, sys.maxsize if self.batches is None else self.batches)
+        pipeline = prefetched(made, config.prefetch, config.threads)
+        return Batches(iter(pipeline), self._identity)
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in the pass; None: endless."""
+        if not self.in_order:
+            return None
+        count = self.dataset.count(self.split)
+        return None if count is None else -(-count // self.layout.batch)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "data": self.dataset.fingerprint,
+            "split": self.split,
+            "in_order": self.in_order,
+            "seed": self.seed,
+            "length": self.layout.length,
+            "batch": self.layout.batch,
+        }
+
+
+class _Rows:
+    """Batch i holds rows order(i*batch) .. order(i*batch + batch - 1)."""
+
+    def __init__(self, loader: TaskLoader, order: Callable[[int], int], batches: int):
+        self._loader, self._order, self._batches = loader, order, batches
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __getitem__(self, index: int) -> Batch:
+        layout, dataset = self._loader.layout, self._loader.dataset
+        first, stop = layout.rows
+        shape = (stop - first, layout.length)
+        batch = {
+            "ids": np.zeros(shape, np.int32),
+            "targets": np.full(shape, IGNORED, np.int32),
+        }
+        count = dataset.count(self._loader.split)
+        for r in range(stop - first):
+            number = index * layout.batch + first + r
+            if self._loader.in_order and count is not None and number >= count:
+                continue  # the last batch is filled up
+            row = dataset.row(self._loader.split, self._order(number))
+            batch["ids"][r, : len(row.ids)] = row.ids
+            batch["targets"][r, : len(row.targets)] = row.targets
+        return batch

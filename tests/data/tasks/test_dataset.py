@@ -1,0 +1,150 @@
+"""A task in the place of a corpus: batches, exact resume, any division of the rows."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from recurjax.config_json import from_json, to_json
+from recurjax.data.symbols import Symbols
+from recurjax.data.tasks import (
+    HashHop,
+    InContextRecall,
+    Mqar,
+    Setting,
+    StateTracking,
+    TaskData,
+    TaskDataset,
+)
+from recurjax.data.tasks.rows import row_of
+from recurjax.data.tokenizers import load_tokenizer
+from recurjax.errors import UserError
+from recurjax.types import IGNORED
+
+ENDLESS = StateTracking(group="S3", length=12, validation_length=12, validation_rows=5)
+FIXED = InContextRecall(length=12, train_rows=7, validation_rows=5)
+PARTS = Mqar(
+    vocabulary=64,
+    train=(Setting(8, 2, 4), Setting(12, 3, 3)),
+    validation=(Setting(12, 2, 5),),
+)
+TASKS = pytest.mark.parametrize(
+    "task", [ENDLESS, FIXED, PARTS], ids=["endless", "fixed", "parts"]
+)
+
+
+def dataset(task, **settings) -> TaskDataset:
+    return TaskDataset(config=TaskData(task=task, seed=5, **settings))
+
+
+def taken(batches, count: int) -> list[dict[str, np.ndarray]]:
+    return [next(batches) for _ in range(count)]
+
+
+def assert_same(got, want) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+@TASKS
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_resuming_after_any_step_is_exact(task, prefetch):
+    loader = dataset(task, prefetch=prefetch).loader("train", length=12, batch=3)
+    want = taken(iter(loader), 6)
+    for step in range(6):
+        first = iter(loader)
+        taken(first, step)
+        state = json.loads(json.dumps(first.get_state()))
+        again = iter(loader)
+        again.set_state(state)
+        assert_same(taken(again, 6 - step), want[step:])
+
+
+@TASKS
+def test_any_division_of_the_rows_gives_the_whole_batch(task):
+    made = dataset(task)
+    want = taken(iter(made.loader("train", length=12, batch=6)), 3)
+    for edges in ((0, 2, 6), (0, 1, 2, 3, 4, 5, 6)):
+        parts = [
+            taken(iter(made.loader("train", length=12, batch=6, rows=rows)), 3)
+            for rows in itertools.pairwise(edges)
+        ]
+        joined = [
+            {name: np.concatenate([part[name] for part in step]) for name in step[0]}
+            for step in zip(*parts, strict=True)
+        ]
+        assert_same(joined, want)
+
+
+@pytest.mark.parametrize("task", [FIXED, PARTS], ids=["fixed", "parts"])
+def test_a_fixed_set_comes_once_an_epoch_in_another_order(task):
+    made = dataset(task)
+    loader = iter(made.loader("train", length=12, batch=7))
+    epochs = [[row.tobytes() for row in next(loader)["ids"]] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+    assert len(set(epochs[0])) == 7
+
+
+@TASKS
+def test_the_test_is_one_pass_in_order_and_its_last_batch_asks_nothing_more(task):
+    made = dataset(task)
+    loader = made.loader("validation", length=16, batch=2)
+    batches = list(loader)
+    assert loader.batches == len(batches) == 3
+    ids = np.concatenate([batch["ids"] for batch in batches])
+    targets = np.concatenate([batch["targets"] for batch in batches])
+    for number in range(5):
+        row = row_of(task, seed=5, split="validation", number=number)
+        np.testing.assert_array_equal(ids[number, : len(row.ids)], row.ids)
+        np.testing.assert_array_equal(targets[number, :12], row.targets)
+    assert (targets[:, 12:] == IGNORED).all() and (targets[5] == IGNORED).all()
+
+
+def test_rows_longer_than_the_batch_are_refused():
+    with pytest.raises(UserError, match="rows of 12 tokens for train, batches have 8"):
+        dataset(PARTS).loader("train", length=8, batch=2)
+
+
+def test_a_place_in_other_rows_is_refused():
+    state = iter(dataset(ENDLESS).loader("train", length=12, batch=2)).get_state()
+    other = TaskDataset(config=TaskData(task=ENDLESS, seed=6))
+    with pytest.raises(UserError, match="saved place"):
+        iter(other.loader("train", length=12, batch=2)).set_state(state)
+
+
+@TASKS
+def test_a_task_survives_its_json(task):
+    config = TaskData(task=task)
+    text = json.loads(json.dumps(to_json(config)))
+    assert from_json(TaskData, text, path="data") == config
+
+
+def test_symbols_are_numbers(tmp_path):
+    tokenizer = dataset(ENDLESS).tokenizer
+    assert isinstance(tokenizer, Symbols) and tokenizer.vocabulary == 6
+    assert tokenizer.decode(tokenizer.encode("5 0  3")) == "5 0 3"
+    stream = tokenizer.stream()
+    assert stream.push([5]) + stream.push([]) + stream.push([0, 3]) == "5 0 3"
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).hash == tokenizer.hash
+    for word in ("6", "-1", "x", "²", "1e3"):
+        with pytest.raises(UserError, match="no symbol"):
+            tokenizer.encode(f"1 {word}")
+
+
+def test_a_damaged_symbols_file_is_named(tmp_path):
+    for text in ("{}", "[", '{"vocabulary": "8"}', '{"vocabulary": 0}'):
+        (tmp_path / "symbols.json").write_text(text)
+        with pytest.raises(UserError, match=r"symbols\.json"):
+            load_tokenizer(tmp_path)
+
+
+def test_hash_hop_is_text():
+    made = dataset(HashHop(size=3, hops=2, length=64))
+    row = made.row("validation", 0)
+    text = made.tokenizer.decode(row.ids[row.ids > 0])
+    assert " = " in text and text.endswith("\n") and made.vocabulary == 256
