@@ -43,7 +43,8 @@ def compile_step(target: str, path: str, accumulation: int) -> dict[str, int]:
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
-    from pallas_kernels.recurrent_prefill import mosaic_tpu, triton
+    from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
+    from pallas_kernels.recurrent_prefill.triton import backend as triton
     from recurjax.sharding import (
         AXES,
         MeshConfig,

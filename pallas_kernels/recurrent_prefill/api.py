@@ -7,7 +7,6 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill import mosaic_tpu, triton, xla
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
     LayerWeights,
@@ -23,7 +22,10 @@ from pallas_kernels.recurrent_prefill.mesh_layout import (
     run_forward,
     supported,
 )
+from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.spec import LayerSpec, Schedule
+from pallas_kernels.recurrent_prefill.triton import backend as triton
+from pallas_kernels.recurrent_prefill.xla import backend as xla
 
 Implementation = Literal["triton", "mosaic_tpu", "xla"]
 

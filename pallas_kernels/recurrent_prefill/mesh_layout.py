@@ -21,7 +21,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Residuals,
     Rows,
 )
-from pallas_kernels.recurrent_prefill.stages import Stages
+from pallas_kernels.recurrent_prefill.xla.stages import Stages
 
 LAYER_AXIS = "stage"
 """The axis of the mesh that cuts the layers, where it has it."""

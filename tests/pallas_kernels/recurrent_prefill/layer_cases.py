@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.recurrent_prefill import triton
 from pallas_kernels.recurrent_prefill.arrays import LayerWeights, Rows, empty_cache
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from pallas_kernels.recurrent_prefill.spec import LayerSpec
-from pallas_kernels.recurrent_prefill.triton_launch import Tiles
+from pallas_kernels.recurrent_prefill.triton import backend as triton
+from pallas_kernels.recurrent_prefill.triton.launch import Tiles
 from tests.compiling import QUICK_COMPILE
 
 WIDTH, HEADS, HEAD_WIDTH, INNER = 32, 2, 16, 64

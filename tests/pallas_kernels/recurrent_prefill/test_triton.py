@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.recurrent_prefill import triton, xla
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
+from pallas_kernels.recurrent_prefill.triton import backend as triton
+from pallas_kernels.recurrent_prefill.xla import backend as xla
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
     interpreted,

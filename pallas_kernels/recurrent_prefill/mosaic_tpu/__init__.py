@@ -1,0 +1,1 @@
+"""The TPU path: Pallas kernels lowered by Mosaic; door: `backend`."""

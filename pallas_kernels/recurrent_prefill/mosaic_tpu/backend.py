@@ -1,0 +1,140 @@
+"""TPU path: one kernel runs a whole layer's loop with its weights in VMEM."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerWeights,
+    RecurrentCache,
+    Residuals,
+    Rows,
+)
+from pallas_kernels.recurrent_prefill.equations import prepare
+from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import mosaic_kernels
+from pallas_kernels.recurrent_prefill.mosaic_tpu.forward import run_layer
+from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import Launch
+from pallas_kernels.recurrent_prefill.mosaic_tpu.tiles import (
+    LayerSizes,
+    choose_tiles,
+    refusal_of_sizes,
+)
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.tiles.backward_call import Inputs, run_backward
+from pallas_kernels.recurrent_prefill.tiles.layout import Layout
+from pallas_kernels.target import refusal_of_mosaic_tpu, vmem_bytes
+
+
+def supported(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+) -> str | None:
+    """Returns why the kernels cannot run this call, None when they can."""
+    reason = refusal_of_mosaic_tpu()
+    if reason is not None:
+        return reason
+    return expressible(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
+
+
+def expressible(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+) -> str | None:
+    """Returns what of a call the kernels do not do, whatever the device."""
+    if spec.block != 1:
+        return f"runs blocks of one position, got block={spec.block}"
+    if spec.rope_base is not None:
+        return "has no rotary embedding"
+    if spec.key_heads != spec.heads:
+        return f"needs as many key heads as heads, got {spec.key_heads}"
+    if cache.slots:
+        return "starts at position 0 without a cache to fill"
+    if rows.segments is not None:
+        return "has no segments"
+    if spec.dtype == "float64" or x.dtype == jnp.float64:
+        return "computes in float32 at most"
+    if schedule not in (None, "tiled"):
+        return f'runs tiles of one layer: schedule "tiled", got {schedule!r}'
+    return refusal_of_sizes(LayerSizes.of(x, weights, spec), tile, vmem_bytes())
+
+
+ROWS_AXIS = 1
+"""Axis of the batch in this backend's residuals."""
+
+RUNS_ON_STAGES = False
+"""Whether the layers of a call may lie on several devices."""
+
+
+def forward(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    residuals: bool,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+    interpret=False,
+) -> tuple[Array, RecurrentCache, Residuals | None]:
+    """Runs L layers, one kernel after the other, from position 0."""
+    B, T, _ = x.shape
+    vmem = vmem_bytes()
+    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
+    launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
+    layout = Layout(tile=tiles.keys, rows=tiles.rows, keys=tiles.keys)
+    x_rows = x.astype(jnp.float32).swapaxes(0, 1)
+
+    def layer(x, w):
+        out = run_layer(launch, x, jax.tree.map(lambda leaf: leaf[None], w))
+        return out.z, (out.z, out.attended, out.log_normalizer) if residuals else None
+
+    last, kept = jax.lax.scan(
+        layer,
+        layout.whole_tiles(x_rows, time=0, batch=1),
+        prepare(weights, spec.dtype),
+    )
+    z = last[:T, :B].swapaxes(0, 1).astype(x.dtype)
+    if kept is not None:
+        kept_z, attended, log_normalizer = (
+            part[:, :T, :B].swapaxes(1, 2) for part in kept
+        )
+        heads = (*attended.shape[:3], spec.heads, spec.head_width)
+        kept = Residuals(kept_z, attended.reshape(heads), log_normalizer)
+    return z, cache, kept
+
+
+def backward(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    residuals: Residuals,
+    for_z: Array,
+    for_cache: RecurrentCache,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+    interpret=False,
+) -> tuple[Array, LayerWeights, RecurrentCache]:
+    """Returns the cotangents of x, weights and cache."""
+    vmem = vmem_bytes()
+    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
+    launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
+    layout = Layout(tile=tiles.tile, rows=tiles.rows, keys=tiles.tile)
+    inputs = Inputs(x, weights, cache, rows, residuals, for_z, for_cache)
+    kernels = mosaic_kernels(launch)
+    return run_backward(inputs, kernels, layout, spec=spec, together=False)

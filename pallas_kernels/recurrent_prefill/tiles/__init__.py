@@ -1,0 +1,1 @@
+"""What both Pallas backends share: layouts, the backward loop, weights' gradients."""

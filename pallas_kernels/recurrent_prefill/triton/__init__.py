@@ -1,0 +1,1 @@
+"""The GPU path: Pallas kernels lowered by Triton; door: `backend`."""

@@ -1,0 +1,152 @@
+"""Attention of one position on GPU, over its prefix's state and the tile's own pairs.
+
+Those are [L, b + 1, B, K E], position t in slot t + 1: slot 0 takes what position 0
+writes before there is anything to write.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.recurrent_prefill.triton.launch import (
+    POSITION,
+    Launch,
+    launch_kernel,
+    like,
+)
+from pallas_kernels.recurrent_prefill.triton.norms import (
+    read_spec,
+    read_statistics,
+)
+from pallas_kernels.recurrent_prefill.triton.prefix import HIDDEN, slope_of
+
+
+class TileState(NamedTuple):
+    """What the positions of a tile write, each its own slot.
+
+    Attributes:
+      attended: [L, b, B, H E].
+      log_normalizer: [L, b, H, B].
+      keys, values: persistent pairs, [L, b + 1, B, K E].
+    """
+
+    attended: jax.Array
+    log_normalizer: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+
+def attend(launch: Launch, t, q, running, pairs, statistics, columns, norm, state):
+    """Finishes the pair of position t - 1, then attends at position t of the tile.
+
+    Args:
+      pairs: of position t - 1 before k-norm, float32 [L, B, 2 K E].
+      statistics: of `pairs`, whose keys fill programs of `columns` columns.
+      norm: scale and bias of the k-norm, [L, K E].
+      state: written in place at slot t, the pair at t - 1.
+    """
+    spec, block = launch.spec, launch.tiles.attend_rows
+    L, b, B, _ = q.shape
+    K, G, E = spec.key_heads, spec.heads // spec.key_heads, spec.head_width
+    heads = lambda slots, width, first=0: pl.BlockSpec(  # noqa: E731
+        (None, slots, block, width), lambda l, i, h: (l, 0, i, first + h)
+    )
+    scalar = pl.BlockSpec((None, b, G, block), lambda l, i, h: (l, 0, h, i))
+    raw = lambda first: pl.BlockSpec(  # noqa: E731
+        (None, block, E), lambda l, i, h: (l, i, first + h)
+    )
+    vector = pl.BlockSpec((None, E), lambda l, i, h: (l, h))
+    outs = [heads(b, G * E), scalar, heads(b + 1, E), heads(b + 1, E)]
+    written = launch_kernel(
+        launch,
+        _attend_kernel,
+        *(t, q, *running, pairs, pairs, statistics, *norm, *state),
+        grid=(L, B // block, K),
+        in_specs=[
+            POSITION,
+            *(heads(b, G * E), scalar, scalar, heads(b, G * E)),
+            *(raw(0), raw(K), read_spec(statistics, block)),
+            *(vector, vector),
+            *outs,
+        ],
+        out_specs=outs,
+        out_shape=[like(part) for part in state],
+        aliases={10: 0, 11: 1, 12: 2, 13: 3},
+        spec=spec,
+        columns=columns,
+    )
+    return TileState(*written)
+
+
+# A program owns a few rows of one key head and its G query heads. It normalises the
+# pair that the step before projected, writes it, and merges three parts of the softmax:
+# the running one (temporary pair, prefix), the tile's earlier pairs and the new pair.
+# Everything it touches crosses memory once: t pairs, one query and its state.
+def _attend_kernel(
+    t_ref,
+    q_ref,
+    largest_ref,
+    normalizer_ref,
+    weighted_ref,
+    raw_k_ref,
+    raw_v_ref,
+    statistics_ref,
+    scale_ref,
+    shift_ref,
+    _attended,
+    _log_normalizer,
+    k_ref,
+    v_ref,
+    attended_ref,
+    log_normalizer_ref,
+    new_k_ref,
+    new_v_ref,
+    *,
+    spec,
+    columns,
+):
+    t = t_ref[0]
+    b, G, E = q_ref.shape[0], largest_ref.shape[1], spec.head_width
+    rows = raw_k_ref.shape[0]
+    subtracted, factor = read_statistics(
+        statistics_ref,
+        width=spec.key_heads * E,
+        columns=columns,
+        kind=spec.qk_norm,
+        eps=spec.qk_norm_eps,
+    )
+    k = (raw_k_ref[...] - subtracted[:, None]) * factor[:, None]
+    k = k * scale_ref[...][None, :] + shift_ref[...][None, :]
+    new_k, new_v = k.astype(new_k_ref.dtype), raw_v_ref[...].astype(new_v_ref.dtype)
+    new_k_ref[t], new_v_ref[t] = new_k, new_v
+    new_k, new_v = new_k.astype(jnp.float32), new_v.astype(jnp.float32)
+
+    at = jax.lax.broadcasted_iota(jnp.int32, (b, rows), 0)
+    seen = at < t - 1
+    read = jnp.broadcast_to(seen[:, :, None], (b, rows, E))
+    earlier = pl.ds(1, b)
+    keys = pltriton.load(k_ref.at[earlier], mask=read, other=0.0).astype(jnp.float32)
+    values = pltriton.load(v_ref.at[earlier], mask=read, other=0.0).astype(jnp.float32)
+    for g in range(G):
+        heads = pl.ds(g * E, E)
+        slope = slope_of(spec, pl.program_id(2) * G + g)
+        q = q_ref[t, :, heads].astype(jnp.float32) * spec.logit_scale
+        logits = jnp.sum(q[None] * keys, axis=2)
+        logits = logits - slope * (t - at).astype(jnp.float32)
+        logits = jnp.where(seen, logits, HIDDEN)
+        newest = jnp.where(t > 0, jnp.sum(q * new_k, axis=1) - slope, HIDDEN)
+        largest = largest_ref[t, g, :]
+        above = jnp.maximum(jnp.max(logits, axis=0), jnp.maximum(newest, largest))
+        shrink = jnp.exp(largest - above)
+        p = jnp.exp(logits - above[None, :])
+        p_newest = jnp.exp(newest - above)
+        normalizer = normalizer_ref[t, g, :] * shrink + jnp.sum(p, axis=0) + p_newest
+        weighted = weighted_ref[t, :, heads] * shrink[:, None]
+        weighted = weighted + jnp.sum(p[:, :, None] * values, axis=0)
+        weighted = weighted + jnp.where(t > 0, p_newest[:, None] * new_v, 0.0)
+        attended = weighted / normalizer[:, None]
+        attended_ref[t, :, heads] = attended.astype(attended_ref.dtype)
+        log_normalizer_ref[t, g, :] = above + jnp.log(normalizer)

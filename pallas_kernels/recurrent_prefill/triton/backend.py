@@ -1,0 +1,173 @@
+"""GPU path: Pallas kernels lowered by Triton around the loop over positions."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerWeights,
+    RecurrentCache,
+    Residuals,
+    Rows,
+)
+from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.tiles.backward_call import Inputs, run_backward
+from pallas_kernels.recurrent_prefill.tiles.layout import Layout, from_slots
+from pallas_kernels.recurrent_prefill.triton.backward import triton_kernels
+from pallas_kernels.recurrent_prefill.triton.forward import run_layers
+from pallas_kernels.recurrent_prefill.triton.launch import (
+    Launch,
+    Tiles,
+    choose_tiles,
+    refusal_of_tile,
+    refusal_of_width,
+)
+from pallas_kernels.target import refusal_of_triton
+
+
+def supported(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+) -> str | None:
+    """Returns why the kernels cannot run this call, None when they can."""
+    reason = refusal_of_triton()
+    if reason is not None:
+        return reason
+    return expressible(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
+
+
+def expressible(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+) -> str | None:
+    """Returns what of a call the kernels do not do, whatever the device."""
+    if spec.block != 1:
+        return f"runs blocks of one position, got block={spec.block}"
+    if spec.rope_base is not None:
+        return "has no rotary embedding"
+    if rows.segments is not None:
+        return "has no segments"
+    if spec.dtype == "float64" or x.dtype == jnp.float64:
+        return "computes in float32 at most"
+    if schedule == "naive":
+        return 'runs tiles: schedule "tiled" or "wavefront"'
+    if spec.head_width < 16 or spec.head_width & (spec.head_width - 1):
+        return f"head_width must be a power of two from 16, got {spec.head_width}"
+    widths = {
+        "D": x.shape[2],
+        "F": weights.w_up.shape[2],
+        "heads * head_width": spec.heads * spec.head_width,
+        "key_heads * head_width": spec.key_heads * spec.head_width,
+    }
+    reasons = (refusal_of_width(name, width) for name, width in widths.items())
+    return refusal_of_tile(tile) or next(filter(None, reasons), None)
+
+
+ROWS_AXIS = 1
+"""Axis of the batch in this backend's residuals."""
+
+RUNS_ON_STAGES = False
+"""Whether the layers of a call may lie on several devices."""
+
+
+def forward(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    residuals: bool,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+    interpret: bool = False,
+    tiles: Tiles | None = None,
+) -> tuple[Array, RecurrentCache, Residuals | None]:
+    """Runs L layers, one after the other or, as a wavefront, all at once.
+
+    Args:
+      interpret: runs the kernels as plain JAX, on any device.
+      tiles: block sizes; None: the heuristic's.
+    """
+    B, T, _ = x.shape
+    launch, layout = _launch(x, spec, tile, interpret, tiles)
+    w = prepare(weights, spec.dtype)
+    keys, values = layout.cached_slots(cache, T, spec)
+    start = layout.start(cache)
+    x_rows = layout.pad_rows(x.astype(jnp.float32).swapaxes(0, 1), batch=1)
+
+    def layers(x: Array, w: Prepared, keys: Array, values: Array):
+        out = run_layers(launch, x, w, keys, values, start)
+        attended = out.attended[:, :, :B].swapaxes(1, 2)
+        kept = Residuals(
+            z=out.z[:, :, :B].swapaxes(1, 2),
+            attended=attended.reshape(*attended.shape[:3], -1, spec.head_width),
+            log_normalizer=jnp.moveaxis(out.log_normalizer, 3, 1)[:, :B],
+        )
+        pairs = (out.keys, out.values) if cache.slots else None
+        return out.z[-1], (pairs, kept if residuals else None)
+
+    if schedule == "wavefront" or w.w_kv.shape[0] == 1:
+        last, (pairs, kept) = layers(x_rows, w, keys, values)
+    else:
+
+        def layer(x, inputs):
+            last, out = layers(x, *jax.tree.map(lambda leaf: leaf[None], inputs))
+            return last, jax.tree.map(lambda leaf: leaf[0], out)
+
+        last, (pairs, kept) = jax.lax.scan(layer, x_rows, (w, keys, values))
+    if pairs is not None:
+        count = T if rows.lengths is None else rows.lengths
+        seen = (cache.position + count).astype(cache.position.dtype)
+        # What padding wrote is taken back.
+        real = (jnp.arange(cache.slots) < seen[:, None])[:, :, None, None]
+        new_keys, new_values = (
+            jnp.where(real, from_slots(new, old), old)
+            for new, old in zip(pairs, (cache.keys, cache.values), strict=True)
+        )
+        cache = cache._replace(keys=new_keys, values=new_values, position=seen)
+    return last[:, :B].swapaxes(0, 1).astype(x.dtype), cache, kept
+
+
+def backward(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    residuals: Residuals,
+    for_z: Array,
+    for_cache: RecurrentCache,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+    interpret: bool = False,
+    tiles: Tiles | None = None,
+) -> tuple[Array, LayerWeights, RecurrentCache]:
+    """Returns the cotangents of x, weights and cache."""
+    launch, layout = _launch(x, spec, tile, interpret, tiles)
+    inputs = Inputs(x, weights, cache, rows, residuals, for_z, for_cache)
+    kernels = triton_kernels(launch)
+    together = schedule == "wavefront"
+    return run_backward(inputs, kernels, layout, spec=spec, together=together)
+
+
+def _launch(
+    x: Array, spec: LayerSpec, tile: int | None, interpret: bool, tiles: Tiles | None
+) -> tuple[Launch, Layout]:
+    tiles = choose_tiles(batch=x.shape[0], tile=tile) if tiles is None else tiles
+    layout = Layout(tile=tiles.tile, rows=tiles.rows, keys=tiles.keys)
+    return Launch(spec=spec, tiles=tiles, interpret=interpret), layout

@@ -1,0 +1,169 @@
+"""The forward loop on GPU: tiles of positions, five kernels a position.
+
+A step takes one tile of each of L layers, layer l a tile behind layer l - 1 (L = 1 when
+the layers run one after the other). Its queries first meet the prefix; then a loop runs
+through its positions; then its persistent pairs join the prefix.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.equations import Prepared, place_heads
+from pallas_kernels.recurrent_prefill.tiles.inputs import Vectors, queries_and_pairs
+from pallas_kernels.recurrent_prefill.tiles.layout import put_in_slots
+from pallas_kernels.recurrent_prefill.triton.attention import TileState, attend
+from pallas_kernels.recurrent_prefill.triton.launch import Launch
+from pallas_kernels.recurrent_prefill.triton.norms import shape_of_statistics
+from pallas_kernels.recurrent_prefill.triton.prefix import meet_prefix
+from pallas_kernels.recurrent_prefill.triton.products import (
+    add_product,
+    hidden_product,
+    pair_columns,
+    pair_product,
+)
+
+NO_PAD = ((0, 0), (0, 0))
+
+
+class Outcome(NamedTuple):
+    """What L layers computed.
+
+    Attributes:
+      z: [L, T, B, D].
+      attended: [L, T, B, H E].
+      log_normalizer: [L, T, H, B].
+      keys, values: with the new pairs in their slots, [L, B, S, K E].
+    """
+
+    z: Array
+    attended: Array
+    log_normalizer: Array
+    keys: Array
+    values: Array
+
+
+def run_layers(
+    launch: Launch, x: Array, w: Prepared, keys: Array, values: Array, start: Array
+) -> Outcome:
+    """Runs x [T, B, D] through the layers of `w`, all at once.
+
+    Args:
+      keys, values: [L, B, S, K E], filled up to each row's `start`; the new pairs of
+        position t go to slot start + t, and are dropped where there is none.
+      start: how many positions each row has seen, [B].
+    """
+    b, L = launch.tiles.tile, w.w_kv.shape[0]
+    T, B, D = x.shape
+    whole = T // b if L == 1 else -(-T // b)
+    tiles = jnp.pad(x[: whole * b], ((0, (whole * b) - min(T, whole * b)), *NO_PAD))
+    tiles = tiles.reshape(whole, 1, b, B, D)
+    late = jnp.zeros((L - 1, *tiles.shape[1:]), x.dtype)
+
+    def step(carry, inputs):
+        below, keys, values = carry
+        j, tile = inputs
+        tile = jnp.concatenate([tile, below[:-1]]) if L > 1 else tile
+        index = j - jnp.arange(L)
+        active = (index >= 0) & (index < whole)
+        done = jnp.where(active, index * b, 0)
+        out = _run_tile(launch, tile, w, keys, values, start, done, b)
+        pairs = (out.state.keys, out.state.values)
+        kept = put_in_slots((keys, values), pairs, start, done, active, T)
+        return (out.z, *kept), (out.z, out.state.attended, out.state.log_normalizer)
+
+    below = jnp.zeros((L, b, B, D), x.dtype)
+    (_, keys, values), rows = jax.lax.scan(
+        step,
+        (below, keys, values),
+        (jnp.arange(whole + L - 1), jnp.concatenate([tiles, late])),
+    )
+    rows = tuple(_unskew(part, whole) for part in rows)
+    count = T - whole * b
+    if count > 0:
+        rest = jnp.pad(x[whole * b :], ((0, b - count), *NO_PAD))[None]
+        done = jnp.full(1, whole * b)
+        out = _run_tile(launch, rest, w, keys, values, start, done, count)
+        pairs = (out.state.keys, out.state.values)
+        keys, values = put_in_slots((keys, values), pairs, start, done, done >= 0, T)
+        last = (out.z, out.state.attended, out.state.log_normalizer)
+        rows = tuple(
+            jnp.concatenate([part, new], axis=1)
+            for part, new in zip(rows, last, strict=True)
+        )
+    z, attended, log_normalizer = (part[:, :T] for part in rows)
+    return Outcome(z, attended, log_normalizer, keys, values)
+
+
+class Tile(NamedTuple):
+    """What the loop through a tile computes: z [L, b, B, D], and attention's state."""
+
+    z: Array
+    state: TileState
+
+
+def _run_tile(launch, x, w, keys, values, start, done, count) -> Tile:
+    """Runs `count` of a tile's positions; `done` of each layer came before."""
+    spec = launch.spec
+    L, b, B, D = x.shape
+    q, own_k, own_v = queries_and_pairs(x, w, spec)
+    before = (start + done[:, None]).astype(jnp.int32)
+    running = meet_prefix(launch, q, own_k, own_v, keys, values, before)
+    # XLA would make constants anew at every position.
+    vectors = jax.lax.optimization_barrier(Vectors.of(w, spec, D))
+    F, KE = w.w_down.shape[1], own_k.shape[-1]
+    columns = pair_columns(launch, L, B, 2 * KE)
+
+    def position(t, carry):
+        y, z, state, pairs, statistics = carry
+        t = t.astype(jnp.int32).reshape(1)
+        state = attend(
+            *(launch, t, q, running, pairs, statistics, columns),
+            *(vectors.k_norm, state),
+        )
+        y, of_y = add_product(launch, t, state.attended, w.w_out, vectors.b_out, x, y)
+        hidden = hidden_product(
+            launch, t, y, of_y, vectors.mlp_norm, w.w_in, vectors.b_in, F
+        )
+        z, of_z = add_product(launch, t, hidden, w.w_down, vectors.b_down, y, z)
+        pairs, statistics = pair_product(
+            launch, t, z, of_z, vectors.attention_norm, w.w_kv, vectors.b_kv
+        )
+        return y, z, state, pairs, statistics
+
+    statistics = shape_of_statistics(L, 2 * KE // columns, B)
+    state = TileState(
+        attended=jnp.zeros(q.shape, spec.dtype),
+        log_normalizer=jnp.zeros(running.largest.shape, jnp.float32),
+        keys=jnp.zeros((L, b + 1, B, KE), spec.dtype),
+        values=jnp.zeros((L, b + 1, B, KE), spec.dtype),
+    )
+    empty = jnp.zeros_like(x)
+    _, z, state, pairs, _ = jax.lax.fori_loop(
+        0,
+        count,
+        position,
+        (
+            *(empty[:, :1], empty, state),
+            *(jnp.zeros((L, B, 2 * KE)), jnp.zeros(statistics.shape)),
+        ),
+    )
+    last_k = place_heads(pairs[..., :KE], w.k_norm, None, spec)
+    last = (last_k.reshape(L, B, KE), pairs[..., KE:])
+    new = (
+        old.at[:, count].set(part.astype(spec.dtype))[:, 1:]
+        for old, part in zip((state.keys, state.values), last, strict=True)
+    )
+    keys, values = new
+    return Tile(z, state._replace(keys=keys, values=values))
+
+
+def _unskew(rows: Array, whole: int) -> Array:
+    """Turns [steps, L, b, ...] of the skewed loop into [L, whole b, ...]."""
+    L, b = rows.shape[1:3]
+    layers = [
+        rows[l : l + whole, l].reshape(whole * b, *rows.shape[3:]) for l in range(L)
+    ]
+    return jnp.stack(layers)

@@ -1,0 +1,249 @@
+"""The matrix products of a position's step, with norms, activation and residual fused.
+
+Arrays of a tile are [L, b, B, width], and kernels take their slot t; arrays that live
+for one position only have a single slot. A program of a product owns `rows` rows and
+`columns` columns of one layer's result and keeps its float32 accumulator in registers.
+Operands cross memory once for each program that needs them: rows once per column
+program, weights once per row program, both from L2 at the sizes of one layer. What
+leaves a program is its part of the result and two statistics a row.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.recurrent_prefill.tiles.activation import activate
+from pallas_kernels.recurrent_prefill.triton.blocks import (
+    column_spec,
+    dot,
+    row_spec,
+    slot,
+    slot_spec,
+    vector_spec,
+    warps_of,
+    whole_spec,
+)
+from pallas_kernels.recurrent_prefill.triton.launch import (
+    POSITION,
+    Launch,
+    launch_kernel,
+    like,
+)
+from pallas_kernels.recurrent_prefill.triton.norms import (
+    read_spec,
+    read_statistics,
+    shape_of_statistics,
+    write_spec,
+    write_statistics,
+)
+
+
+def add_product(launch: Launch, t, rows, w, b, residual, out):
+    """Writes out[t] = residual[t] + s (rows[t] w + b); and returns its statistics."""
+    L, _, B, N = out.shape
+    block = launch.tiles.rows
+    columns = launch.columns(N, L * (B // block))
+    own = slot_spec(out, block, columns)
+    return launch_kernel(
+        launch,
+        _add_product_kernel,
+        *(t, rows, w, b, residual, out),
+        grid=(L, B // block, N // columns),
+        in_specs=[
+            POSITION,
+            row_spec(rows, block),
+            column_spec(w, columns),
+            vector_spec(columns),
+            slot_spec(residual, block, columns),
+            own,
+        ],
+        out_specs=[own, write_spec(block)],
+        out_shape=[like(out), shape_of_statistics(L, N // columns, B)],
+        aliases={5: 0},
+        warps=warps_of(block, columns),
+        scale=launch.spec.residual_scale,
+        depth=launch.depth(w.shape[1]),
+    )
+
+
+def hidden_product(launch: Launch, t, x, statistics, norm, w_in, b_in, width: int):
+    """Returns act(n(x[t]) W_up + b), or act(gate) * up, as [L, 1, B, F]."""
+    spec, block = launch.spec, launch.tiles.rows
+    L, B, D, F = w_in.shape[0], x.shape[2], x.shape[3], width
+    gated = w_in.shape[2] != F
+    columns = launch.columns(F, L * (B // block))
+    if gated:
+        columns = min(columns, 64)
+    up, gate = 0, F // columns if gated else 0
+    (hidden,) = launch_kernel(
+        launch,
+        _hidden_kernel,
+        *(t, x, statistics, *norm, w_in, w_in, b_in, b_in),
+        grid=(L, B // block, F // columns),
+        in_specs=[
+            POSITION,
+            row_spec(x, block),
+            read_spec(statistics, block),
+            whole_spec(D),
+            whole_spec(D),
+            column_spec(w_in, columns, up),
+            column_spec(w_in, columns, gate),
+            vector_spec(columns, up),
+            vector_spec(columns, gate),
+        ],
+        out_specs=[pl.BlockSpec((None, None, block, columns), _own_columns)],
+        out_shape=[jax.ShapeDtypeStruct((L, 1, B, F), spec.dtype)],
+        warps=warps_of(block, columns),
+        kind=spec.norm,
+        eps=spec.norm_eps,
+        activation=spec.activation,
+        gated=gated,
+        columns_read=launch.columns(D, L * (B // block)),
+        depth=launch.depth(D),
+    )
+    return hidden
+
+
+def pair_product(launch: Launch, t, z, statistics, norm, w_kv, b_kv):
+    """Returns n(z[t]) [W_k | W_v] + b in float32 [L, B, 2 K E], and its statistics."""
+    spec, block = launch.spec, launch.tiles.rows
+    L, B, D, N = w_kv.shape[0], z.shape[2], z.shape[3], w_kv.shape[2]
+    columns = pair_columns(launch, L, B, N)
+    return launch_kernel(
+        launch,
+        _pair_kernel,
+        *(t, z, statistics, *norm, w_kv, b_kv),
+        grid=(L, B // block, N // columns),
+        in_specs=[
+            POSITION,
+            row_spec(z, block),
+            read_spec(statistics, block),
+            whole_spec(D),
+            whole_spec(D),
+            column_spec(w_kv, columns),
+            vector_spec(columns),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, block, columns), lambda l, i, j: (l, i, j)),
+            write_spec(block),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((L, B, N), jnp.float32),
+            shape_of_statistics(L, N // columns, B),
+        ],
+        warps=warps_of(block, columns),
+        kind=spec.norm if spec.normed_persistent else "none",
+        eps=spec.norm_eps,
+        columns_read=launch.columns(D, L * (B // block)),
+        depth=launch.depth(D),
+    )
+
+
+def pair_columns(launch: Launch, layers: int, batch: int, width: int) -> int:
+    """Returns the columns of a program of the pairs' product; keys fill whole ones."""
+    return launch.columns(width // 2, 2 * layers * (batch // launch.tiles.rows))
+
+
+def _add_product_kernel(
+    t_ref,
+    rows_ref,
+    w_ref,
+    b_ref,
+    residual_ref,
+    _,
+    out_ref,
+    statistics_ref,
+    *,
+    scale,
+    depth,
+):
+    t = t_ref[0]
+    at = slot(rows_ref, t)
+    columns = w_ref.shape[1]
+
+    def add(k, total):
+        part = pl.ds(k * depth, depth)
+        return total + dot(rows_ref[at, :, part], w_ref[part, :])
+
+    zero = jnp.zeros((rows_ref.shape[1], columns), jnp.float32)
+    total = jax.lax.fori_loop(0, w_ref.shape[0] // depth, add, zero)
+    total = total + b_ref[...][None, :]
+    out = residual_ref[slot(residual_ref, t)] + scale * total
+    out_ref[slot(out_ref, t)] = out
+    write_statistics(statistics_ref, out)
+
+
+def _hidden_kernel(*refs, kind, eps, activation, gated, columns_read, depth):
+    t_ref, x_ref, statistics_ref, scale_ref, shift_ref = refs[:5]
+    w_up_ref, w_gate_ref, b_up_ref, b_gate_ref, out_ref = refs[5:]
+    weights = (w_up_ref, w_gate_ref) if gated else (w_up_ref,)
+    up, *gate = _normed_dots(
+        x_ref,
+        slot(x_ref, t_ref[0]),
+        read_statistics(
+            statistics_ref,
+            width=x_ref.shape[2],
+            columns=columns_read,
+            kind=kind,
+            eps=eps,
+        ),
+        (scale_ref, shift_ref),
+        weights,
+        depth,
+    )
+    up = up + b_up_ref[...][None, :]
+    if gated:
+        hidden = activate(gate[0] + b_gate_ref[...][None, :], activation) * up
+    else:
+        hidden = activate(up, activation)
+    out_ref[:] = hidden.astype(out_ref.dtype)
+
+
+def _pair_kernel(
+    t_ref,
+    z_ref,
+    statistics_ref,
+    scale_ref,
+    shift_ref,
+    w_ref,
+    b_ref,
+    out_ref,
+    new_statistics_ref,
+    *,
+    kind,
+    eps,
+    columns_read,
+    depth,
+):
+    moments = read_statistics(
+        statistics_ref, width=z_ref.shape[2], columns=columns_read, kind=kind, eps=eps
+    )
+    at = slot(z_ref, t_ref[0])
+    (pairs,) = _normed_dots(z_ref, at, moments, (scale_ref, shift_ref), (w_ref,), depth)
+    pairs = pairs + b_ref[...][None, :]
+    out_ref[:] = pairs
+    write_statistics(new_statistics_ref, pairs)
+
+
+def _normed_dots(x_ref, at, moments, norm_refs, w_refs, depth):
+    """Returns n(x[at]) w for each of `w_refs`; rows are normalised as they are read."""
+    subtracted, factor = moments
+    scale_ref, shift_ref = norm_refs
+
+    def add(k, totals):
+        part = pl.ds(k * depth, depth)
+        n = (x_ref[at, :, part] - subtracted[:, None]) * factor[:, None]
+        n = n * scale_ref[part][None, :] + shift_ref[part][None, :]
+        n = n.astype(w_refs[0].dtype)
+        return tuple(
+            total + dot(n, w_ref[part, :])
+            for total, w_ref in zip(totals, w_refs, strict=True)
+        )
+
+    shape = (x_ref.shape[1], w_refs[0].shape[1])
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for _ in w_refs)
+    return jax.lax.fori_loop(0, x_ref.shape[2] // depth, add, zeros)
+
+
+def _own_columns(l, i, j):
+    return (l, 0, i, j)

@@ -1,0 +1,170 @@
+"""The products and norms of a position's step backward; see triton_products.py.
+
+Cotangents of a tile are [L, b, B, width] and are written in place, slot by slot, so
+that the weights' gradients can be formed for the whole tile at once.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.recurrent_prefill.triton.blocks import (
+    dot,
+    row_spec,
+    slot,
+    slot_spec,
+    warps_of,
+    whole_spec,
+)
+from pallas_kernels.recurrent_prefill.triton.launch import (
+    POSITION,
+    Launch,
+    launch_kernel,
+    like,
+    next_power,
+)
+from pallas_kernels.recurrent_prefill.triton.norms_backward import standardised_back
+
+
+def transposed_product(launch: Launch, t, rows, w, out, slopes=None):
+    """Writes out[t] = rows[t] w^T, with w [L, N, M].
+
+    Args:
+      slopes: [L, b, B, p N]: out[t] is then p copies of the product side by side, times
+        slopes[t].
+    """
+    L, _, B, width = out.shape
+    N, M = w.shape[1:]
+    block = launch.tiles.rows
+    columns = launch.columns(N, L * (B // block))
+    factors = () if slopes is None else (slopes,)
+    own = row_spec(out, block)
+    (out,) = launch_kernel(
+        launch,
+        _transposed_product_kernel,
+        *(t, rows, w, *factors, out),
+        grid=(L, B // block, N // columns),
+        in_specs=[
+            POSITION,
+            row_spec(rows, block),
+            pl.BlockSpec((None, columns, M), lambda l, i, j: (l, j, 0)),
+            *(row_spec(part, block) for part in factors),
+            own,
+        ],
+        out_specs=[own],
+        out_shape=[like(out)],
+        aliases={3 + len(factors): 0},
+        warps=warps_of(block, columns),
+        parts=width // N,
+        depth=launch.depth(M),
+    )
+    return out
+
+
+def pair_product_back(
+    launch: Launch, t, for_k, for_v, sums, unit_k, factor, scale, w, out
+):
+    """Writes out[t] = [k-norm back (for_k[t]) | for_v[t]] [W_k | W_v]^T.
+
+    Args:
+      sums: of scale for_k unit_k and of scale for_k by head, [L, P, 2, B].
+      unit_k: normalised keys before the k-norm's scale, [L, b, B, K E].
+      factor: what the k-norm multiplied by, [L, b, B].
+    """
+    spec, block = launch.spec, launch.tiles.rows
+    L, b, B, D = out.shape
+    KE = unit_k.shape[3]
+    columns = launch.columns(D, L * (B // block))
+    own = slot_spec(out, block, columns)
+    (out,) = launch_kernel(
+        launch,
+        _pair_product_back_kernel,
+        *(t, for_k, for_v, sums, unit_k, factor, scale, w, out),
+        grid=(L, B // block, D // columns),
+        in_specs=[
+            POSITION,
+            *(row_spec(for_k, block), row_spec(for_v, block)),
+            pl.BlockSpec((None, sums.shape[1], 2, block), lambda l, i, j: (l, 0, 0, i)),
+            row_spec(unit_k, block),
+            pl.BlockSpec((None, b, block), lambda l, i, j: (l, 0, i)),
+            whole_spec(KE),
+            pl.BlockSpec((None, columns, 2 * KE), lambda l, i, j: (l, j, 0)),
+            own,
+        ],
+        out_specs=[own],
+        out_shape=[like(out)],
+        aliases={8: 0},
+        warps=8 if block > 32 else 4,
+        stages=2,
+        kind=spec.qk_norm,
+        heads=spec.key_heads,
+        depth=launch.depth(KE),
+    )
+    return out
+
+
+# A program owns rows x columns of one layer's product, its accumulator in registers.
+def _transposed_product_kernel(t_ref, rows_ref, w_ref, *refs, parts, depth):
+    t = t_ref[0]
+    at = slot(rows_ref, t)
+    out_ref = refs[-1]
+    columns, M = w_ref.shape
+
+    def add(k, total):
+        part = pl.ds(k * depth, depth)
+        return total + dot(rows_ref[at, :, part], w_ref[:, part].T)
+
+    zero = jnp.zeros((rows_ref.shape[1], columns), jnp.float32)
+    total = jax.lax.fori_loop(0, M // depth, add, zero)
+    N = out_ref.shape[2] // parts
+    for part in range(parts):
+        mine = pl.ds(part * N + pl.program_id(2) * columns, columns)
+        value = total
+        if len(refs) == 3:
+            value = total * refs[0][t, :, mine].astype(jnp.float32)
+        out_ref[t, :, mine] = value.astype(out_ref.dtype)
+
+
+# As above; the k-norm's backward is applied to the keys' cotangent as it is read.
+def _pair_product_back_kernel(
+    t_ref,
+    for_k_ref,
+    for_v_ref,
+    sums_ref,
+    unit_ref,
+    factor_ref,
+    scale_ref,
+    w_ref,
+    _,
+    out_ref,
+    *,
+    kind,
+    heads,
+    depth,
+):
+    t = t_ref[0]
+    KE = for_k_ref.shape[2]
+    P, _, rows = sums_ref.shape
+    written = jax.lax.broadcasted_iota(jnp.int32, (P, rows), 0) < heads
+    along = jnp.sum(jnp.where(written, sums_ref[:, 0, :], 0.0), axis=0) / KE
+    level = jnp.sum(jnp.where(written, sums_ref[:, 1, :], 0.0), axis=0) / KE
+    factor = factor_ref[t]
+
+    def add(k, total):
+        part = pl.ds(k * depth, depth)
+        g = for_k_ref[t, :, part] * scale_ref[part][None, :]
+        g = standardised_back(
+            g, unit_ref[t, :, part], factor, along, level, kind
+        ).astype(w_ref.dtype)
+        total = total + dot(g, w_ref[:, part].T)
+        values = pl.ds(KE + k * depth, depth)
+        v = for_v_ref[t, :, part].astype(w_ref.dtype)
+        return total + dot(v, w_ref[:, values].T)
+
+    zero = jnp.zeros((rows, w_ref.shape[0]), jnp.float32)
+    out_ref[t] = jax.lax.fori_loop(0, KE // depth, add, zero)
+
+
+def shape_of_sums(layers: int, heads: int, batch: int) -> tuple[int, ...]:
+    """Returns the shape of the two sums a head leaves for the k-norm's backward."""
+    return (layers, next_power(heads), 2, batch)

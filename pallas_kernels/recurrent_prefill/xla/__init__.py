@@ -1,0 +1,1 @@
+"""The XLA path: every switch, every platform, all four schedules; door: `backend`."""

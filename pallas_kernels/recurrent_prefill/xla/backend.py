@@ -1,0 +1,165 @@
+"""The XLA path: every switch, every platform, all four schedules."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerWeights,
+    RecurrentCache,
+    Residuals,
+    Rows,
+)
+from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.xla.backward import run_layers_backward
+from pallas_kernels.recurrent_prefill.xla.cache import write
+from pallas_kernels.recurrent_prefill.xla.cache_backward import (
+    add_cached,
+    of_written,
+    positions_of_call,
+)
+from pallas_kernels.recurrent_prefill.xla.call import Call
+from pallas_kernels.recurrent_prefill.xla.forward import run_layers
+from pallas_kernels.recurrent_prefill.xla.geometry import from_slots, to_slots
+from pallas_kernels.recurrent_prefill.xla.stages import (
+    ONE_STAGE,
+    Stages,
+    from_below,
+    of_last_stage,
+)
+
+
+def supported(x, weights, cache, rows, *, spec, schedule, tile) -> str | None:
+    """Returns None: there is nothing that this backend cannot do."""
+    return None
+
+
+ROWS_AXIS = 2
+"""Axis of the batch in this backend's residuals."""
+
+RUNS_ON_STAGES = True
+"""Whether the layers of a call may lie on several devices."""
+
+
+def forward(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    residuals: bool,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+    stages: Stages = ONE_STAGE,
+) -> tuple[Array, RecurrentCache, Residuals | None]:
+    """Runs L layers, one after the other or all at once; on stages, a stage's."""
+    call = Call.of(x, weights, cache, rows, spec, schedule, tile, stages)
+    w = prepare(weights, spec.dtype)
+    run = lambda x, w, cache: run_layers(  # noqa: E731
+        x, w, cache, call.place, geometry=call.geometry, spec=spec
+    )
+    start = to_slots(x.astype(call.wide), call.phase, call.geometry.positions)
+    if call.together:
+        outcome = run(start, w, cache)
+        last = of_last_stage(outcome.z[-1], call.geometry)
+    else:
+        last, outcome = jax.lax.scan(
+            partial(_one_layer, run), start, (w, _by_layer(cache))
+        )
+    z = from_slots(last, call.phase, x.shape[1], time=0)
+    z = jnp.moveaxis(z, 0, 1).astype(x.dtype)
+    if cache.slots:
+        persistent = positions_of_call(outcome.persistent, call, x.shape[1])
+        temporary = outcome.temporary
+        if temporary is not None:
+            temporary = positions_of_call(temporary, call, x.shape[1])
+        cache = write(cache, persistent, temporary, rows, spec)
+    kept = Residuals(outcome.z, outcome.attended, outcome.log_normalizer)
+    return z, cache, kept if residuals else None
+
+
+def backward(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    residuals: Residuals,
+    for_z: Array,
+    for_cache: RecurrentCache,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+    stages: Stages = ONE_STAGE,
+) -> tuple[Array, LayerWeights, RecurrentCache]:
+    """Returns the gradients of x, weights and cache; `position` stands for none."""
+    call = Call.of(x, weights, cache, rows, spec, schedule, tile, stages)
+    T = x.shape[1]
+    w = prepare(weights, spec.dtype)
+    for_pairs, of_cache = of_written(for_cache, x, cache, rows, call, spec)
+    start = to_slots(x.astype(call.wide), call.phase, call.geometry.positions)
+    x_in = from_below(start[None], residuals.z, call.geometry)
+    above = to_slots(for_z.astype(call.wide), call.phase, call.geometry.positions)
+
+    def run(above, x, residuals, w, cache, for_pairs):
+        for_persistent, for_temporary = for_pairs
+        return run_layers_backward(
+            above,
+            for_persistent,
+            for_temporary,
+            x,
+            residuals,
+            w,
+            cache,
+            call.place,
+            geometry=call.geometry,
+            spec=spec,
+        )
+
+    if call.together:
+        of = run(above, x_in, residuals, w, cache, for_pairs)
+    else:
+        layers = (x_in, residuals, w, _by_layer(cache), for_pairs)
+        for_x, of = jax.lax.scan(
+            partial(_one_layer_back, run),
+            above,
+            layers,
+            reverse=True,
+        )
+        of = of._replace(x=for_x)
+    for_x = from_slots(of.x, call.phase, T, time=0)
+    _, pull = jax.vjp(lambda weights: prepare(weights, call.wide), weights)
+    (for_weights,) = pull(of.weights)
+    if of.cached is not None:
+        of_cache = add_cached(of_cache, of.cached, cache)
+    return jnp.moveaxis(for_x, 0, 1).astype(x.dtype), for_weights, of_cache
+
+
+def _one_layer(run, x: Array, layer: tuple[Prepared, RecurrentCache]):
+    """Runs one layer of a scan: the layers' axis comes back as an axis of one."""
+    w, cache = layer
+    w, pairs = jax.tree.map(lambda leaf: leaf[None], (w, cache._replace(position=None)))
+    outcome = run(x, w, pairs._replace(position=cache.position))
+    outcome = jax.tree.map(lambda leaf: leaf[0], outcome)
+    return outcome.z, outcome
+
+
+def _by_layer(cache: RecurrentCache) -> RecurrentCache:
+    """Repeats the position for every layer, for a scan over layers."""
+    L = cache.keys.shape[0]
+    position = jnp.broadcast_to(cache.position, (L, *cache.position.shape))
+    return cache._replace(position=position)
+
+
+def _one_layer_back(run, above: Array, layer: tuple):
+    """Runs one layer of a reverse scan."""
+    x, residuals, w, cache, for_pairs = layer
+    position = cache.position
+    layer = (x, residuals, w, cache._replace(position=None), for_pairs)
+    x, residuals, w, cache, for_pairs = jax.tree.map(lambda leaf: leaf[None], layer)
+    of = run(above, x, residuals, w, cache._replace(position=position), for_pairs)
+    return of.x, jax.tree.map(lambda leaf: leaf[0], of._replace(x=None))

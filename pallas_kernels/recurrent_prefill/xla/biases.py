@@ -1,0 +1,138 @@
+"""Which pairs a query sees, and their ALiBi: additive biases by slot and position."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import Array, RecurrentCache
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.xla.geometry import Geometry
+
+HIDDEN = -1e30
+"""Added to the logit of a pair that is not seen: its probability is exactly 0."""
+
+
+class Placement(NamedTuple):
+    """What tells slots of one loop apart, by layer and row; None where nothing does.
+
+    Attributes:
+      slopes: ALiBi's, [K, G]: query heads of one key head side by side.
+      origin: position of slot 0 in layer 0, [B or 1].
+      first: slot of the first position, [L or 1, B or 1].
+      segments: document of each slot, [L, B, slots].
+    """
+
+    slopes: Array | None
+    origin: Array
+    first: Array | None
+    segments: Array | None
+
+
+def alibi_slopes(spec: LayerSpec, dtype) -> Array | None:
+    """Returns slope_h = 2^(-m (h + 1) / H) as [K, G], or None without ALiBi."""
+    if spec.alibi_max_bias is None:
+        return None
+    h = jnp.arange(1, spec.heads + 1, dtype=dtype)
+    slopes = 2.0 ** (-spec.alibi_max_bias * h / spec.heads)
+    return slopes.reshape(spec.key_heads, -1)
+
+
+def positions_of(place: Placement, slots: Array, geometry: Geometry) -> Array:
+    """Returns the positions [L, T, B or 1] of slots [T]."""
+    late = geometry.lags() * geometry.tile
+    return (slots - late[:, None])[..., None] + place.origin
+
+
+def bias_of_slots(
+    place: Placement, query_slots: Array, key_slots: Array, seen: Array, dtype
+) -> Array:
+    """Returns biases [L or 1, B or 1, K or 1, G or 1, T, S] for keys in slots.
+
+    Args:
+      seen: [T, S], what the order of the loop leaves to see.
+    """
+    seen = seen[None, None, None, None]
+    if place.first is not None:
+        begun = key_slots >= place.first[..., None]  # [L, B, S]
+        seen = seen & begun[:, :, None, None, None, :]
+    if place.segments is not None:
+        ours, theirs = (
+            jnp.take(place.segments, slots, axis=2)
+            for slots in (query_slots, key_slots)
+        )
+        same = ours[..., :, None] == theirs[..., None, :]
+        seen = seen & same[:, :, None, None]
+    bias = jnp.where(seen, 0.0, HIDDEN).astype(dtype)
+    if place.slopes is not None:
+        distance = query_slots[:, None] - key_slots
+        bias = bias - place.slopes[..., None, None] * distance.astype(dtype)
+    # Computed once for all rows, and out of the exponentials' loop: with integers in it
+    # XLA does not vectorise that one on CPU.
+    return jax.lax.optimization_barrier(bias)
+
+
+def bias_of_cache(
+    place: Placement, positions: Array, cache: RecurrentCache, spec: LayerSpec, dtype
+) -> Array:
+    """Returns biases [L, B, K or 1, G or 1, T, S + M] for the cache's pairs.
+
+    A persistent pair is seen from later blocks, a temporary one from its own block.
+
+    Args:
+      positions: of the queries, [L, T, B].
+    """
+    c = spec.block
+    seen_before = cache.position[:, None]  # [B, 1]
+    slots = jnp.arange(cache.slots)
+    open_block = seen_before // c * c
+    opened = open_block + jnp.arange(cache.temporary_keys.shape[2])  # [B, M]
+    at = jnp.concatenate(
+        [jnp.broadcast_to(slots, (opened.shape[0], slots.size)), opened], 1
+    )
+    filled = at < seen_before
+    persistent = jnp.arange(at.shape[1]) < slots.size
+    query = jnp.moveaxis(positions, 1, 2)[..., None]  # [L, B, T, 1]
+    own = at[:, None] // c == query // c
+    seen = filled[:, None] & (own != persistent)
+    bias = jnp.where(seen, 0.0, HIDDEN).astype(dtype)[:, :, None, None]
+    if place.slopes is not None:
+        distance = (query - at[:, None]).astype(dtype)[:, :, None, None]
+        bias = bias - place.slopes[..., None, None] * distance
+    return bias
+
+
+def step_slots(step: Array, geometry: Geometry) -> Array:
+    """Returns the slots [b] of a step."""
+    return step * geometry.tile + jnp.arange(geometry.tile)
+
+
+def chunk_slots(index: Array, geometry: Geometry) -> Array:
+    """Returns the slots of a chunk of keys."""
+    return index * geometry.chunk + jnp.arange(geometry.chunk)
+
+
+def place_rows(
+    cache: RecurrentCache,
+    segments: Array | None,
+    phase: Array | None,
+    geometry: Geometry,
+    spec: LayerSpec,
+    dtype,
+) -> Placement:
+    """Collects what the biases need; `segments` are by slot of layer 0, [slots, B]."""
+    late = geometry.lags() * geometry.tile
+    start = cache.position if cache.slots else jnp.zeros(1, jnp.int32)
+    first = None
+    if geometry.depth > 1 or phase is not None:
+        shift = jnp.zeros(1, jnp.int32) if phase is None else phase
+        first = late[:, None] + shift
+    if segments is not None:
+        rows = jnp.moveaxis(segments, 0, 1)  # [B, slots]
+        segments = jax.vmap(lambda late: jnp.roll(rows, late, axis=1))(late)
+    return Placement(
+        slopes=alibi_slopes(spec, dtype),
+        origin=start if phase is None else start - phase,
+        first=first,
+        segments=segments,
+    )

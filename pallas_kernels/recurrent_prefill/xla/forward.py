@@ -1,0 +1,227 @@
+"""The forward loop of the XLA path: tiles of positions, all L layers of a step at once.
+
+A step takes one tile of every layer. Its queries first meet the prefix, in chunks, and
+the cache; then the recurrence runs through the tile's units, each over the units before
+it in the tile only; then the tile's persistent pairs join the buffers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import Array, RecurrentCache
+from pallas_kernels.recurrent_prefill.equations import (
+    Prepared,
+    activate,
+    persistent_source,
+    pre_norm,
+    rotation,
+)
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.xla.attention import (
+    Running,
+    finish,
+    logits_of,
+    merge,
+)
+from pallas_kernels.recurrent_prefill.xla.biases import (
+    Placement,
+    bias_of_cache,
+    positions_of,
+    step_slots,
+)
+from pallas_kernels.recurrent_prefill.xla.doubling import (
+    Ahead,
+    look_ahead,
+    met_so_far,
+    nothing_met,
+)
+from pallas_kernels.recurrent_prefill.xla.few_rows import (
+    Transposed,
+    few_rows_linear,
+    transpose,
+)
+from pallas_kernels.recurrent_prefill.xla.geometry import (
+    Geometry,
+    join_tiles,
+    split_units,
+    unskew,
+    unskew_tiles,
+)
+from pallas_kernels.recurrent_prefill.xla.loop_biases import (
+    own_unit_bias,
+    prefix_bias,
+    prefix_chunks,
+    tile_bias,
+)
+from pallas_kernels.recurrent_prefill.xla.pairs import (
+    Pairs,
+    cached_pairs,
+    cut,
+    each,
+    empty_pairs,
+    put,
+)
+from pallas_kernels.recurrent_prefill.xla.projections import pairs_of, queries_and_pairs
+from pallas_kernels.recurrent_prefill.xla.stages import from_below
+
+
+class Outcome(NamedTuple):
+    """What L layers computed, positions first.
+
+    z [L, T, B, D], attended [L, T, B, H E], log_normalizer [L, T, B, H].
+    """
+
+    z: Array
+    attended: Array
+    log_normalizer: Array
+    persistent: Pairs
+    temporary: Pairs | None
+
+
+def run_layers(
+    x: Array,
+    w: Prepared,
+    cache: RecurrentCache,
+    place: Placement,
+    *,
+    geometry: Geometry,
+    spec: LayerSpec,
+) -> Outcome:
+    """Runs x [positions, B, D] through all layers of `w`."""
+    L, b = geometry.layers, geometry.tile
+    B, D = x.shape[1:]
+    late = jnp.zeros(((geometry.depth - 1) * b, B, D), x.dtype)
+    tiles = jnp.concatenate([x, late]).reshape(-1, 1, b, B, D)
+    past, turned = cached_pairs(cache, spec), transpose(w)
+    keep_temporary = spec.block > 1 and cache.slots > 0
+
+    def step(carry, inputs):
+        below, buffers, ahead = carry
+        j, tile = inputs
+        tile = from_below(tile, below, geometry)
+        positions = positions_of(place, step_slots(j, geometry), geometry)
+        turn = rotation(positions, spec, x.dtype)
+        q, own = queries_and_pairs(tile, w, turn, spec)
+        running = _meet_own_unit(q, own, place, j, geometry, spec)
+        if ahead is None:
+            running = _meet_prefix(q, running, buffers, place, j, geometry, spec)
+        else:
+            running = met_so_far(ahead, running, j, geometry)
+        if past is not None:
+            bias = bias_of_cache(place, positions, cache, spec, x.dtype)
+            logits = logits_of(q, past.keys, spec.logit_scale) + bias
+            running = merge(running, logits, past.values, spec.dtype)
+        z, attended, log_normalizer, pairs = _recur(
+            tile, q, running, turn, w, turned, place, j, geometry, spec
+        )
+        buffers = put(buffers, pairs, j * b)
+        if ahead is not None:
+            ahead = look_ahead(ahead, buffers, place, j, geometry, spec)
+        temporary = own if keep_temporary else None
+        return (z, buffers, ahead), (z, attended, log_normalizer, temporary)
+
+    empty = empty_pairs(L, B, geometry.slots, spec, spec.dtype)
+    below = jnp.zeros((L, b, B, D), x.dtype)
+    ahead = _all_queries(x, w, place, geometry, spec) if geometry.doubling else None
+    (_, buffers, _), (z, attended, log_normalizer, temporary) = jax.lax.scan(
+        step, (below, empty, ahead), (jnp.arange(geometry.steps), tiles)
+    )
+    if temporary is not None:
+        temporary = each(
+            temporary, lambda part, axis: unskew_tiles(part, geometry, axis=axis)
+        )
+    rows = (
+        unskew_tiles(part, geometry, axis=1) for part in (z, attended, log_normalizer)
+    )
+    persistent = each(buffers, lambda part, axis: unskew(part, geometry, axis=axis))
+    return Outcome(*rows, persistent=persistent, temporary=temporary)
+
+
+def _meet_own_unit(q, own: Pairs, place, j, geometry: Geometry, spec) -> Running:
+    """Starts with the temporary pairs of each query's own unit, up to itself."""
+    U, u = geometry.units, geometry.unit
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    grid = lambda rows: rows.reshape(*rows.shape[:-2], U, u, rows.shape[-1])  # noqa: E731
+    q, k, v = grid(q), grid(jnp.swapaxes(own.keys, 3, 4)), grid(own.values)
+    logits = jnp.einsum("lbkgwte,lbkwse->lbkgwts", q, k, preferred_element_type=dtype)
+    logits = logits * spec.logit_scale + own_unit_bias(place, j, geometry, dtype)
+    largest = jnp.max(logits, axis=-1)
+    p = jnp.exp(logits - largest[..., None])
+    weighted = jnp.einsum(
+        "lbkgwts,lbkwse->lbkgwte",
+        p.astype(spec.dtype),
+        v,
+        preferred_element_type=dtype,
+    )
+    parts = Running(largest, jnp.sum(p, axis=-1), weighted)
+    flat = lambda part: part.reshape(*part.shape[:4], U * u, *part.shape[6:])  # noqa: E731
+    return Running(*(flat(part) for part in parts))
+
+
+def _meet_prefix(q, running, buffers: Pairs, place, j, geometry, spec) -> Running:
+    """Adds the persistent pairs of all earlier tiles."""
+    if geometry.steps == 1:
+        return running
+
+    def meet(chunk, running):
+        k, v = cut(buffers, chunk * geometry.chunk, geometry.chunk)
+        dtype = running.weighted.dtype
+        bias = prefix_bias(place, j, chunk, geometry, dtype)
+        return merge(running, logits_of(q, k, spec.logit_scale) + bias, v, spec.dtype)
+
+    return jax.lax.fori_loop(0, prefix_chunks(j, geometry), meet, running)
+
+
+def _all_queries(x: Array, w: Prepared, place, geometry: Geometry, spec) -> Ahead:
+    """Projects the queries of all slots of one layer."""
+    behind = geometry.slots - x.shape[0]
+    slots = jnp.pad(x, ((0, behind), (0, 0), (0, 0)))[None]
+    positions = positions_of(place, jnp.arange(geometry.slots), geometry)
+    turn = rotation(positions, spec, x.dtype)
+    q, _ = queries_and_pairs(slots, w, turn, spec)
+    return nothing_met(q, x.dtype)
+
+
+def _recur(
+    x, q, running: Running, turn, w, t: Transposed, place, j, geometry: Geometry, spec
+):
+    """Runs the recurrence through a tile's units."""
+    L, b, B, _ = x.shape
+    U, u = geometry.units, geometry.unit
+    bias = tile_bias(place, j, geometry, x.dtype)
+
+    def unit(pairs, inputs):
+        i, x, q, running, bias, turn = inputs
+        if U > 1:
+            logits = logits_of(q, pairs.keys, spec.logit_scale) + bias
+            running = merge(running, logits, pairs.values, spec.dtype)
+        attended, log_normalizer = finish(running)
+        attended = jnp.moveaxis(attended, 4, 1).reshape(L, u, B, -1)
+        attended = attended.astype(spec.dtype)
+        out = few_rows_linear(attended, w.w_out, t.w_out, w.b_out)
+        y = x + spec.residual_scale * out
+        normed = pre_norm(y, w.mlp_norm, spec)
+        pre = few_rows_linear(normed, w.w_in, t.w_in, w.b_in)
+        gated = w.w_in.shape[-1] != w.w_down.shape[1]
+        hidden = activate(pre, spec, gated=gated)
+        down = few_rows_linear(hidden, w.w_down, t.w_down, w.b_down)
+        z = y + spec.residual_scale * down
+        source = persistent_source(z, w, spec)
+        k, v = jnp.split(few_rows_linear(source, w.w_kv, t.w_kv, w.b_kv), 2, -1)
+        pairs = put(pairs, pairs_of(k, v, w, turn, spec), i * u)
+        log_normalizer = jnp.moveaxis(log_normalizer, 4, 1).reshape(L, u, B, -1)
+        return pairs, (z, attended, log_normalizer)
+
+    empty = empty_pairs(L, B, b, spec, spec.dtype)
+    inputs = (
+        jnp.arange(U),
+        split_units(x, geometry, axis=1),
+        split_units(q, geometry, axis=4),
+        Running(*(split_units(part, geometry, axis=4) for part in running)),
+        split_units(bias, geometry, axis=4),
+        None if turn is None else tuple(split_units(t, geometry, axis=1) for t in turn),
+    )
+    pairs, rows = jax.lax.scan(unit, empty, inputs)
+    return *(join_tiles(part, axis=1) for part in rows), pairs

@@ -1,0 +1,161 @@
+"""The recurrence of one tile, backwards: all that is sequential in the backward pass.
+
+From the last unit to the first: the gradient of a unit's persistent pairs is complete
+once all later units are done; it leads through z and the MLP to the gradient of what
+the unit attended to. Everything else waits until the tile is done.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.equations import (
+    Prepared,
+    activate,
+    persistent_source,
+    place_heads,
+    pre_norm,
+)
+from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.xla.attention_backward import (
+    PairGradients,
+    logit_gradients,
+)
+from pallas_kernels.recurrent_prefill.xla.few_rows import Transposed, few_rows_linear
+from pallas_kernels.recurrent_prefill.xla.geometry import (
+    Geometry,
+    join_tiles,
+    split_units,
+)
+
+
+class TileRows(NamedTuple):
+    """A tile's activations, recomputed in one batch; rows [L, b, B, ...]."""
+
+    y: Array
+    z: Array
+    pre: Array
+    projected: Array
+    attended: Array
+
+
+class RowGradients(NamedTuple):
+    """Gradients of a tile's rows [L, b, B, ...], from which the weights' follow.
+
+    Attributes:
+      keys: of the placed persistent keys, [..., K E].
+      projected: of the persistent pair's projection, [..., 2 K E].
+      source: of what that projection reads.
+      z, pre, normed, y: of z, the MLP's pre-activations, its normed input and y.
+    """
+
+    keys: Array
+    projected: Array
+    source: Array
+    z: Array
+    pre: Array
+    normed: Array
+    y: Array
+
+
+def recur_backward(
+    for_z: Array,
+    of_tile: PairGradients,
+    rows: TileRows,
+    q: Array,
+    values: Array,
+    p: Array,
+    turn: tuple[Array, Array] | None,
+    w: Prepared,
+    t: Transposed,
+    *,
+    geometry: Geometry,
+    spec: LayerSpec,
+) -> tuple[RowGradients, Array, Array]:
+    """Runs through a tile's units in reverse.
+
+    Args:
+      for_z: gradient of z from above, [L, b, B, D].
+      of_tile: gradients of the tile's persistent pairs from all later tiles.
+      rows: the tile's activations.
+      q: its queries, [L, B, K, G, b, E]; values: its persistent ones, [L, B, K, E, b].
+      p: probabilities of its queries on its pairs, 0 except on earlier units.
+
+    Returns:
+      Gradients of the rows, of the attended values and delta [L, B, K, G, b].
+    """
+    L, b, B, _ = for_z.shape
+    K, E = spec.key_heads, spec.head_width
+    U, u = geometry.units, geometry.unit
+    s, wide = spec.residual_scale, for_z.dtype
+    gated = w.w_in.shape[-1] != w.w_down.shape[1]
+
+    def unit(carry, inputs):
+        for_attended, delta = carry
+        i, for_z, of_pairs, row, v, p, turn = inputs
+        if U > 1:
+            for_logits = logit_gradients(p, for_attended, delta, v)
+            keys = spec.logit_scale * _gather(for_logits, q)
+            inside = PairGradients(keys, _gather(p, for_attended))
+            of_pairs = jax.tree.map(jnp.add, of_pairs, inside)
+        for_k, for_v = (jnp.moveaxis(g, 4, 1).reshape(L, u, B, -1) for g in of_pairs)
+        k, _ = jnp.split(row.projected, 2, axis=-1)
+        _, pull = jax.vjp(lambda k: place_heads(k, w.k_norm, turn, spec), k)
+        projected = jnp.concatenate([*pull(_heads(for_k, K, E)), for_v], axis=-1)
+        source = few_rows_linear(projected, t.w_kv, w.w_kv)
+        for_z = for_z + _pull(partial(persistent_source, w=w, spec=spec), row.z, source)
+        for_hidden = few_rows_linear(s * for_z, t.w_down, w.w_down)
+        pre = _pull(partial(activate, spec=spec, gated=gated), row.pre, for_hidden)
+        normed = few_rows_linear(pre, t.w_in, w.w_in)
+        before = partial(pre_norm, parameters=w.mlp_norm, spec=spec)
+        for_y = for_z + _pull(before, row.y, normed)
+        for_o = few_rows_linear(s * for_y, t.w_out, w.w_out)
+        for_o = _heads(for_o, spec.heads, E)
+        new_delta = jnp.sum(for_o * _heads(row.attended, spec.heads, E), axis=-1)
+        for_o = jnp.moveaxis(for_o.reshape(L, u, B, K, -1, E), 1, 4)
+        new_delta = jnp.moveaxis(new_delta.reshape(L, u, B, K, -1), 1, 4)
+        update = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * u, axis=4)
+        carry = update(for_attended, for_o.astype(spec.dtype)), update(delta, new_delta)
+        return carry, RowGradients(for_k, projected, source, for_z, pre, normed, for_y)
+
+    split = partial(split_units, geometry=geometry)
+    inputs = (
+        jnp.arange(U),
+        split(for_z, axis=1),
+        jax.tree.map(partial(split, axis=4), of_tile),
+        jax.tree.map(partial(split, axis=1), rows),
+        split(values, axis=4),
+        split(p, axis=5),
+        jax.tree.map(partial(split, axis=1), turn),
+    )
+    zero = jnp.zeros(q.shape, spec.dtype), jnp.zeros(q.shape[:-1], wide)
+    (for_attended, delta), gradients = jax.lax.scan(unit, zero, inputs, reverse=True)
+    gradients = jax.tree.map(partial(join_tiles, axis=1), gradients)
+    return gradients, for_attended, delta
+
+
+def _gather(weights: Array, rows: Array) -> Array:
+    """Returns sum_t weights [L, B, K, G, T, S] rows [..., T, E] as [L, B, K, E, S].
+
+    The tile's rows lie as the loop carries them: turning them over at every unit would
+    cost more than the sum.
+    """
+    gathered = jnp.einsum(
+        "lbkgts,lbkgte->lbkse",
+        weights.astype(rows.dtype),
+        rows,
+        preferred_element_type=weights.dtype,
+    )
+    return jnp.swapaxes(gathered, 3, 4)
+
+
+def _heads(rows: Array, heads: int, width: int) -> Array:
+    return rows.reshape(*rows.shape[:-1], heads, width)
+
+
+def _pull(function, at: Array, gradient: Array) -> Array:
+    """Returns the gradient of function's argument."""
+    return jax.vjp(function, at)[1](gradient)[0]
