@@ -2,13 +2,13 @@
 
 from pallas_kernels.recurrent_prefill.api import recurrent_prefill
 from pallas_kernels.recurrent_prefill.arrays import (
+    LayerSpec,
     LayerWeights,
     RecurrentCache,
     Residuals,
     Rows,
     empty_cache,
 )
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
 
 __all__ = [
     "LayerSpec",

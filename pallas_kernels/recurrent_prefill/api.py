@@ -1,29 +1,30 @@
 """The op: L Recurrent Transformer layers over T more positions of every row."""
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
+    LayerSpec,
     LayerWeights,
     RecurrentCache,
     Rows,
+    Schedule,
 )
-from pallas_kernels.recurrent_prefill.checks import check_call
 from pallas_kernels.recurrent_prefill.mesh_layout import (
     MeshLayout,
     layout_of_call,
     left_to_the_compiler,
+    refusal_on_mesh,
     run_backward,
     run_forward,
-    supported,
 )
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
-from pallas_kernels.recurrent_prefill.spec import LayerSpec, Schedule
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.xla import backend as xla
 
@@ -110,7 +111,7 @@ class _Call(NamedTuple):
             return left
         if self.layout is None:
             return backend.supported(*arguments, **options)
-        return supported(backend, self.layout, *arguments, options=options)
+        return refusal_on_mesh(backend, self.layout, *arguments, options=options)
 
     def forward(self, *arguments: Any, residuals: bool):
         """Runs the backend, on each device's part where the call is cut."""
@@ -160,3 +161,105 @@ def _zero_of_integers(leaf: Array) -> np.ndarray:
 
 
 _run.defvjp(_forward, _backward)
+
+
+def check_call(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+) -> None:
+    """Raises ValueError or NotImplementedError when a call makes no sense."""
+    if x.ndim != 3 or x.shape[1] < 1:
+        raise ValueError(_wants(f"x of shape [B, T >= 1, D], got {x.shape}"))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(_wants(f"a floating x, got {x.dtype}"))
+    _check_weights(x.shape[2], weights, spec)
+    _check_cache(x, weights, cache, spec)
+    _check_rows(x, cache, rows)
+    if schedule not in (None, *get_args(Schedule)):
+        raise ValueError(
+            _wants(f"a schedule of {list(get_args(Schedule))}, got {schedule!r}")
+        )
+    if tile is not None and tile < 1:
+        raise ValueError(_wants(f"tile of at least 1 position, got {tile}"))
+    if tile is not None and schedule == "naive":
+        raise ValueError(_wants(f'no tile with schedule "naive", got {tile}'))
+    if tile is not None and tile % spec.block:
+        raise ValueError(
+            _wants(f"tile to be a multiple of spec.block={spec.block}, got {tile}")
+        )
+
+
+def _check_weights(width: int, weights: LayerWeights, spec: LayerSpec) -> None:
+    L, F = weights.w_up.shape[0], weights.w_up.shape[-1]
+    H, K, E = spec.heads, spec.key_heads, spec.head_width
+    shapes = {
+        "w_q": (width, H, E),
+        "w_k": (width, K, E),
+        "w_v": (width, K, E),
+        "w_out": (H, E, width),
+        "w_up": (width, F),
+        "w_gate": (width, F),
+        "w_down": (F, width),
+        "q_norm_scale": (H * E,),
+        "q_norm_bias": (H * E,),
+        "k_norm_scale": (K * E,),
+        "k_norm_bias": (K * E,),
+        "b_q": (H, E),
+        "b_k": (K, E),
+        "b_v": (K, E),
+        "b_up": (F,),
+        "b_gate": (F,),
+    }
+    for name, leaf in weights._asdict().items():
+        shape = (L, *shapes.get(name, (width,)))
+        if leaf is not None and leaf.shape != shape:
+            raise ValueError(_wants(f"weights.{name} of shape {shape}: {leaf.shape}"))
+
+
+def _check_cache(
+    x: Array, weights: LayerWeights, cache: RecurrentCache, spec: LayerSpec
+) -> None:
+    (B, T), L = x.shape[:2], weights.w_q.shape[0]
+    S = cache.keys.shape[2]
+    open_slots = spec.block - 1 if S else 0
+    wanted = {
+        "keys": (L, B, S, spec.key_heads, spec.head_width),
+        "temporary_keys": (L, B, open_slots, spec.key_heads, spec.head_width),
+        "position": (B,),
+    }
+    wanted["values"] = wanted["keys"]
+    wanted["temporary_values"] = wanted["temporary_keys"]
+    for name, shape in wanted.items():
+        got = getattr(cache, name).shape
+        if got != shape:
+            raise ValueError(
+                _wants(f"cache.{name} of shape {shape} for this x and spec, got {got}")
+            )
+    if S and T > S:
+        raise ValueError(
+            _wants(f"at most as many positions as the cache has slots, {S}, got {T}")
+        )
+
+
+def _check_rows(x: Array, cache: RecurrentCache, rows: Rows) -> None:
+    B, T = x.shape[:2]
+    if rows.lengths is not None and rows.lengths.shape != (B,):
+        raise ValueError(_wants(f"lengths of shape {(B,)}, got {rows.lengths.shape}"))
+    if rows.segments is not None and rows.segments.shape != (B, T):
+        raise ValueError(
+            _wants(f"segments of shape {(B, T)}, got {rows.segments.shape}")
+        )
+    if rows.segments is not None and cache.slots:
+        raise NotImplementedError(
+            "recurrent_prefill: segments are for the training cache (length 0) only"
+        )
+
+
+def _wants(what: str) -> str:
+    return f"recurrent_prefill: wants {what}"

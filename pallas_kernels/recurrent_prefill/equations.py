@@ -4,14 +4,21 @@ Rows are [L, ..., B, D]: any axes between the layers and the batch. Weights are 
 once a call: heads flattened, products that read the same rows side by side.
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerWeights
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
+
+HIDDEN = -1e30
+"""The logit of a pair that is not seen, or what is added to it.
+
+Finite, so that a query that has met no other pair yet computes no infinity less
+infinity. Its own pair is always seen, and beside it such a pair weighs exactly 0.
+"""
 
 
 class Prepared(NamedTuple):
@@ -143,6 +150,29 @@ def activate(pre: Array, spec: LayerSpec, *, gated: bool) -> Array:
         return act(pre)
     up, gate = jnp.split(pre, 2, axis=-1)
     return act(gate) * up
+
+
+def activate_in_kernel(x: jax.Array, name: str) -> jax.Array:
+    """Applies the nonlinearity in a kernel, to float32: no lowering has an erf."""
+    if name == "gelu":
+        return 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5)))
+    if name == "gelu_tanh":
+        return jax.nn.gelu(x, approximate=True)
+    if name == "relu_squared":
+        positive = jnp.maximum(x, 0.0)
+        return positive * positive
+    return x * jax.nn.sigmoid(x)
+
+
+def _erf(x: jax.Array) -> jax.Array:
+    """Approximates erf within 1.5e-7: Abramowitz and Stegun, 7.1.26."""
+    size = jnp.abs(x)
+    u = 1.0 / (1.0 + 0.3275911 * size)
+    series = 1.061405429
+    for coefficient in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        series = series * u + coefficient
+    value = 1.0 - series * u * jnp.exp(-size * size)
+    return jnp.where(x < 0.0, -value, value)
 
 
 def persistent_source(z: Array, w: Prepared, spec: LayerSpec) -> Array:

@@ -2,12 +2,12 @@
 
 Left to the compiler, the weights' gradients would be summed over the devices once a
 tile, and no kernel would be cut at all. Here the devices meet once a call, and stages
-of a wavefront once a tile (`stages`).
+of a wavefront once a tile (`xla/geometry.py`).
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh
@@ -21,10 +21,19 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Residuals,
     Rows,
 )
-from pallas_kernels.recurrent_prefill.xla.stages import Stages
 
 LAYER_AXIS = "stage"
 """The axis of the mesh that cuts the layers, where it has it."""
+
+
+class Stages(NamedTuple):
+    """Devices that the layers lie on, and their mesh axis."""
+
+    count: int
+    axis: str | None
+
+
+ONE_STAGE = Stages(1, None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +86,7 @@ def left_to_the_compiler(layout: MeshLayout | None) -> str | None:
     return f"the mesh's {' and '.join(left)} cuts neither rows nor layers of the call"
 
 
-def supported(
+def refusal_on_mesh(
     backend: Any, layout: MeshLayout, *arguments: Any, options: dict[str, Any]
 ) -> str | None:
     """Returns why a backend cannot run each device's part, None when it can.

@@ -1,10 +1,13 @@
 """TPU path: one kernel runs a whole layer's loop with its weights in VMEM."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
+    LayerSpec,
     LayerWeights,
     RecurrentCache,
     Residuals,
@@ -13,15 +16,13 @@ from pallas_kernels.recurrent_prefill.arrays import (
 from pallas_kernels.recurrent_prefill.equations import prepare
 from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import mosaic_kernels
 from pallas_kernels.recurrent_prefill.mosaic_tpu.forward import run_layer
-from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import Launch
-from pallas_kernels.recurrent_prefill.mosaic_tpu.tiles import (
+from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
+    Launch,
     LayerSizes,
     choose_tiles,
     refusal_of_sizes,
 )
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
-from pallas_kernels.recurrent_prefill.tiles.backward_call import Inputs, run_backward
-from pallas_kernels.recurrent_prefill.tiles.layout import Layout
+from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
 from pallas_kernels.target import refusal_of_mosaic_tpu, vmem_bytes
 
 
@@ -94,7 +95,6 @@ def forward(
     vmem = vmem_bytes()
     tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
-    layout = Layout(tile=tiles.keys, rows=tiles.rows, keys=tiles.keys)
     x_rows = x.astype(jnp.float32).swapaxes(0, 1)
 
     def layer(x, w):
@@ -103,7 +103,7 @@ def forward(
 
     last, kept = jax.lax.scan(
         layer,
-        layout.whole_tiles(x_rows, time=0, batch=1),
+        replace(tiles, tile=tiles.keys).whole_tiles(x_rows, time=0, batch=1),
         prepare(weights, spec.dtype),
     )
     z = last[:T, :B].swapaxes(0, 1).astype(x.dtype)
@@ -134,7 +134,8 @@ def backward(
     vmem = vmem_bytes()
     tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
-    layout = Layout(tile=tiles.tile, rows=tiles.rows, keys=tiles.tile)
     inputs = Inputs(x, weights, cache, rows, residuals, for_z, for_cache)
     kernels = mosaic_kernels(launch)
-    return run_backward(inputs, kernels, layout, spec=spec, together=False)
+    return run_backward(
+        inputs, kernels, replace(tiles, keys=tiles.tile), spec=spec, together=False
+    )

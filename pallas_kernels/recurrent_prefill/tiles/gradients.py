@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import (
     Prepared,
     activate,
@@ -18,7 +18,6 @@ from pallas_kernels.recurrent_prefill.equations import (
     place_heads,
     pre_norm,
 )
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
 
 
 class Known(NamedTuple):

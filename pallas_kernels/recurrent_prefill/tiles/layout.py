@@ -5,21 +5,27 @@ zeros, which no norm makes infinite, and is cut off again.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.recurrent_prefill.arrays import Array, RecurrentCache
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, RecurrentCache
+from pallas_kernels.recurrent_prefill.equations import (
+    Prepared,
+    linear,
+    place_heads,
+    pre_norm,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """What shapes are rounded up to.
+class Tiles:
+    """Block sizes: what shapes are rounded up to.
 
     Attributes:
       tile: b, positions of one tile.
-      rows: rows of one program.
-      keys: slots of the prefix read at once.
+      rows: rows of the batch in one program; the batch is padded to a multiple of it.
+      keys: slots of the prefix that are read at once, at most.
     """
 
     tile: int
@@ -60,7 +66,7 @@ class Layout:
 
 
 def from_slots(pairs: Array, like: Array) -> Array:
-    """Undoes `Layout.cached_slots` for the cache's array `like`."""
+    """Undoes `Tiles.cached_slots` for the cache's array `like`."""
     B, S = like.shape[1:3]
     return pairs[:, :B, :S].reshape(like.shape).astype(like.dtype)
 
@@ -97,3 +103,51 @@ def _pad_to(array: Array, axis: int, unit: int) -> Array:
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % unit)
     return jnp.pad(array, widths)
+
+
+def queries_and_pairs(x: Array, w: Prepared, spec: LayerSpec):
+    """Projects rows [L, T, B, D] into q, temporary k and v, [L, T, B, heads E]."""
+    H, K, E = spec.heads, spec.key_heads, spec.head_width
+    flat = linear(pre_norm(x, w.attention_norm, spec), w.w_qkv, w.b_qkv)
+    q, k, v = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
+    q = place_heads(q, w.q_norm, None, spec).reshape(q.shape)
+    k = place_heads(k, w.k_norm, None, spec).reshape(k.shape)
+    return tuple(part.astype(spec.dtype) for part in (q, k, v))
+
+
+class Vectors(NamedTuple):
+    """Biases and norm parameters as the kernels read them: float32, none missing."""
+
+    b_out: Array
+    b_in: Array
+    b_down: Array
+    b_kv: Array
+    attention_norm: tuple[Array, Array]
+    mlp_norm: tuple[Array, Array]
+    k_norm: tuple[Array, Array]
+
+    @classmethod
+    def of(cls, w: Prepared, spec: LayerSpec, width: int) -> "Vectors":
+        L = w.w_kv.shape[0]
+
+        def bias(vector: Array | None, size: int) -> Array:
+            return (
+                jnp.zeros((L, size)) if vector is None else vector.astype(jnp.float32)
+            )
+
+        def norm(parameters, size: int) -> tuple[Array, Array]:
+            scale, shift = parameters
+            scale = jnp.ones((L, size)) if scale is None else scale
+            return scale.astype(jnp.float32), bias(shift, size)
+
+        pair = w.w_kv.shape[2]
+        source = w.attention_norm if spec.normed_persistent else (None, None)
+        return cls(
+            b_out=bias(w.b_out, width),
+            b_in=bias(w.b_in, w.w_in.shape[2]),
+            b_down=bias(w.b_down, width),
+            b_kv=bias(w.b_kv, pair),
+            attention_norm=norm(source, width),
+            mlp_norm=norm(w.mlp_norm, width),
+            k_norm=norm(w.k_norm, pair // 2),
+        )

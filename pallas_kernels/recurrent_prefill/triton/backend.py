@@ -5,20 +5,20 @@ import jax.numpy as jnp
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
+    LayerSpec,
     LayerWeights,
     RecurrentCache,
     Residuals,
     Rows,
 )
 from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
-from pallas_kernels.recurrent_prefill.tiles.backward_call import Inputs, run_backward
-from pallas_kernels.recurrent_prefill.tiles.layout import Layout, from_slots
+from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
+from pallas_kernels.recurrent_prefill.tiles.layout import from_slots
 from pallas_kernels.recurrent_prefill.triton.backward import triton_kernels
 from pallas_kernels.recurrent_prefill.triton.forward import run_layers
 from pallas_kernels.recurrent_prefill.triton.launch import (
     Launch,
-    Tiles,
+    ProductTiles,
     choose_tiles,
     refusal_of_tile,
     refusal_of_width,
@@ -94,7 +94,7 @@ def forward(
     schedule: str | None,
     tile: int | None,
     interpret: bool = False,
-    tiles: Tiles | None = None,
+    tiles: ProductTiles | None = None,
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
     """Runs L layers, one after the other or, as a wavefront, all at once.
 
@@ -103,11 +103,12 @@ def forward(
       tiles: block sizes; None: the heuristic's.
     """
     B, T, _ = x.shape
-    launch, layout = _launch(x, spec, tile, interpret, tiles)
+    launch = _launch(x, spec, tile, interpret, tiles)
+    blocks = launch.tiles
     w = prepare(weights, spec.dtype)
-    keys, values = layout.cached_slots(cache, T, spec)
-    start = layout.start(cache)
-    x_rows = layout.pad_rows(x.astype(jnp.float32).swapaxes(0, 1), batch=1)
+    keys, values = blocks.cached_slots(cache, T, spec)
+    start = blocks.start(cache)
+    x_rows = blocks.pad_rows(x.astype(jnp.float32).swapaxes(0, 1), batch=1)
 
     def layers(x: Array, w: Prepared, keys: Array, values: Array):
         out = run_layers(launch, x, w, keys, values, start)
@@ -155,19 +156,22 @@ def backward(
     schedule: str | None,
     tile: int | None,
     interpret: bool = False,
-    tiles: Tiles | None = None,
+    tiles: ProductTiles | None = None,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the cotangents of x, weights and cache."""
-    launch, layout = _launch(x, spec, tile, interpret, tiles)
+    launch = _launch(x, spec, tile, interpret, tiles)
     inputs = Inputs(x, weights, cache, rows, residuals, for_z, for_cache)
     kernels = triton_kernels(launch)
     together = schedule == "wavefront"
-    return run_backward(inputs, kernels, layout, spec=spec, together=together)
+    return run_backward(inputs, kernels, launch.tiles, spec=spec, together=together)
 
 
 def _launch(
-    x: Array, spec: LayerSpec, tile: int | None, interpret: bool, tiles: Tiles | None
-) -> tuple[Launch, Layout]:
+    x: Array,
+    spec: LayerSpec,
+    tile: int | None,
+    interpret: bool,
+    tiles: ProductTiles | None,
+) -> Launch:
     tiles = choose_tiles(batch=x.shape[0], tile=tile) if tiles is None else tiles
-    layout = Layout(tile=tiles.tile, rows=tiles.rows, keys=tiles.keys)
-    return Launch(spec=spec, tiles=tiles, interpret=interpret), layout
+    return Launch(spec=spec, tiles=tiles, interpret=interpret)

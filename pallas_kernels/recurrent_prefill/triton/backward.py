@@ -9,18 +9,18 @@ from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import Prepared
 from pallas_kernels.recurrent_prefill.tiles.backward import Kept, Kernels
 from pallas_kernels.recurrent_prefill.tiles.gradients import Known, Sequential
-from pallas_kernels.recurrent_prefill.tiles.inputs import Vectors
+from pallas_kernels.recurrent_prefill.tiles.layout import Vectors
 from pallas_kernels.recurrent_prefill.triton.attention_backward import (
     meet_later_queries,
     meet_own_tile,
+    query_gradients,
 )
 from pallas_kernels.recurrent_prefill.triton.launch import Launch
-from pallas_kernels.recurrent_prefill.triton.norms_backward import norm_back
+from pallas_kernels.recurrent_prefill.triton.norms import norm_back
 from pallas_kernels.recurrent_prefill.triton.products_backward import (
     pair_product_back,
     transposed_product,
 )
-from pallas_kernels.recurrent_prefill.triton.queries_backward import query_gradients
 
 
 def triton_kernels(launch: Launch) -> Kernels:

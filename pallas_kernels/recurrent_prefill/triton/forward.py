@@ -12,12 +12,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import Prepared, place_heads
-from pallas_kernels.recurrent_prefill.tiles.inputs import Vectors, queries_and_pairs
-from pallas_kernels.recurrent_prefill.tiles.layout import put_in_slots
-from pallas_kernels.recurrent_prefill.triton.attention import TileState, attend
+from pallas_kernels.recurrent_prefill.tiles.layout import (
+    Vectors,
+    put_in_slots,
+    queries_and_pairs,
+)
+from pallas_kernels.recurrent_prefill.triton.attention import (
+    TileState,
+    attend,
+    meet_prefix,
+)
 from pallas_kernels.recurrent_prefill.triton.launch import Launch
 from pallas_kernels.recurrent_prefill.triton.norms import shape_of_statistics
-from pallas_kernels.recurrent_prefill.triton.prefix import meet_prefix
 from pallas_kernels.recurrent_prefill.triton.products import (
     add_product,
     hidden_product,
@@ -28,7 +34,7 @@ from pallas_kernels.recurrent_prefill.triton.products import (
 NO_PAD = ((0, 0), (0, 0))
 
 
-class Outcome(NamedTuple):
+class TritonOutputs(NamedTuple):
     """What L layers computed.
 
     Attributes:
@@ -47,7 +53,7 @@ class Outcome(NamedTuple):
 
 def run_layers(
     launch: Launch, x: Array, w: Prepared, keys: Array, values: Array, start: Array
-) -> Outcome:
+) -> TritonOutputs:
     """Runs x [T, B, D] through the layers of `w`, all at once.
 
     Args:
@@ -94,7 +100,7 @@ def run_layers(
             for part, new in zip(rows, last, strict=True)
         )
     z, attended, log_normalizer = (part[:, :T] for part in rows)
-    return Outcome(z, attended, log_normalizer, keys, values)
+    return TritonOutputs(z, attended, log_normalizer, keys, values)
 
 
 class Tile(NamedTuple):

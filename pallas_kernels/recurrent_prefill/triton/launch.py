@@ -1,39 +1,34 @@
-"""How the Triton kernels are launched: block sizes, one heuristic, one call."""
+"""How the Triton kernels are launched: block sizes, one heuristic, blocks, one call."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.arrays import LayerSpec
+from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 
 PROGRAMS = 128
 """About as many programs as a data-centre GPU has multiprocessors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tiles:
-    """Block sizes, all powers of two.
+class ProductTiles(Tiles):
+    """Block sizes with those of the products, all powers of two; a tile is at least 16.
 
     Attributes:
-      tile: b, positions that run between two readings of the prefix; at least 16.
-      rows: rows of the batch in one program of a matrix product; the batch is padded to
-        a multiple of it.
       depth: how much of the contracted axis a product reads at once, at most.
       columns: columns of one program of a product, at most.
       attend_rows: rows in one program of the attention step.
-      keys: keys of the prefix that are read at once, at most.
     """
 
-    tile: int
-    rows: int
     depth: int
     columns: int
     attend_rows: int
-    keys: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +40,7 @@ class Launch:
     """
 
     spec: LayerSpec
-    tiles: Tiles
+    tiles: ProductTiles
     interpret: bool = False
 
     def columns(self, width: int, programs: int) -> int:
@@ -60,10 +55,10 @@ class Launch:
         return power_dividing(width, self.tiles.depth)
 
 
-def choose_tiles(*, batch: int, tile: int | None) -> Tiles:
+def choose_tiles(*, batch: int, tile: int | None) -> ProductTiles:
     """Returns sizes for `batch` rows; `tile` overrides the positions of a tile."""
     rows = min(max(next_power(batch), 16), 128)
-    return Tiles(
+    return ProductTiles(
         tile=32 if tile is None else tile,
         rows=rows,
         depth=64,
@@ -131,3 +126,49 @@ def like(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 POSITION = pl.BlockSpec((1,), lambda *_: (0,))
 """The position within the tile, an int32 [1]: first input of each step's kernels."""
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Multiplies blocks, float32 operands without tf32; accumulates in float32."""
+    return jnp.dot(
+        a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def slot(ref, t):
+    """Returns where position t lies in [slots, rows, width]: one slot serves all."""
+    return t if ref.shape[0] > 1 else 0
+
+
+def warps_of(rows: int, columns: int) -> int:
+    """Returns how many warps share a program's accumulator."""
+    return 8 if rows * columns > 64 * 128 else 4
+
+
+def row_spec(array: jax.Array, rows: int) -> pl.BlockSpec:
+    """Returns all columns of a program's rows, [slots, rows, width]."""
+    return pl.BlockSpec(
+        (None, array.shape[1], rows, array.shape[3]), lambda l, i, j: (l, 0, i, 0)
+    )
+
+
+def slot_spec(array: jax.Array, rows: int, columns: int) -> pl.BlockSpec:
+    """Returns a program's rows and columns in every slot."""
+    return pl.BlockSpec(
+        (None, array.shape[1], rows, columns), lambda l, i, j: (l, 0, i, j)
+    )
+
+
+def column_spec(w: jax.Array, columns: int, offset: int = 0) -> pl.BlockSpec:
+    """Returns a program's columns of a weight."""
+    return pl.BlockSpec((None, w.shape[1], columns), lambda l, i, j: (l, 0, offset + j))
+
+
+def vector_spec(columns: int, offset: int = 0) -> pl.BlockSpec:
+    """Returns a program's columns of a vector [L, N]."""
+    return pl.BlockSpec((None, columns), lambda l, i, j: (l, offset + j))
+
+
+def whole_spec(width: int) -> pl.BlockSpec:
+    """Returns all of a vector [L, N]."""
+    return pl.BlockSpec((None, width), lambda l, i, j: (l, 0))

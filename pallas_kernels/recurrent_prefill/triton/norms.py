@@ -1,15 +1,25 @@
-"""Row statistics that one kernel leaves behind and the next one's norm reads.
+"""Norms on GPU: programs see parts of a row, so row sums pass between kernels.
 
-A product's program sees some columns of a row only. It writes their mean and the sum of
-squared deviations, [L, P, 2, B] with P >= the number of column programs; the reader
-joins them (Chan, Golub and LeVeque, 1979), so that nothing cancels.
+Forward: a product's program sees some columns of a row only. It writes their mean and
+the sum of squared deviations, [L, P, 2, B] with P >= the number of column programs; the
+reader joins them (Chan, Golub and LeVeque, 1979), so that nothing cancels.
+
+Backward: a kernel of its own reads whole rows twice, for the sums and for the result.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.recurrent_prefill.triton.launch import next_power
+from pallas_kernels.recurrent_prefill.triton.launch import (
+    POSITION,
+    Launch,
+    launch_kernel,
+    like,
+    next_power,
+    power_dividing,
+    slot,
+)
 
 
 def shape_of_statistics(layers: int, columns: int, batch: int) -> jax.ShapeDtypeStruct:
@@ -56,3 +66,92 @@ def read_statistics(ref, *, width: int, columns: int, kind: str, eps: float):
     apart = jnp.where(written, means - subtracted[None, :], 0.0)
     total = total + columns * jnp.sum(apart * apart, axis=0)
     return subtracted, jax.lax.rsqrt(total / width + eps)
+
+
+def norm_back(launch: Launch, t, base, for_n, unit, factor, scale, out, *, kind: str):
+    """Writes out[t] = base[t] + norm back (for_n[t]); returns it and s out[t].
+
+    Args:
+      unit: normalised rows before the norm's scale, [L, b, B, D].
+      factor: what the norm multiplied by, [L, b, B].
+    """
+    L, b, B, D = out.shape
+    block = launch.tiles.attend_rows
+    row = lambda array: pl.BlockSpec(  # noqa: E731
+        (None, array.shape[1], block, D), lambda l, i: (l, 0, i, 0)
+    )
+    return launch_kernel(
+        launch,
+        _norm_back_kernel,
+        *(t, base, for_n, unit, factor, scale, out),
+        grid=(L, B // block),
+        in_specs=[
+            POSITION,
+            *(row(base), row(for_n), row(unit)),
+            pl.BlockSpec((None, b, block), lambda l, i: (l, 0, i)),
+            pl.BlockSpec((None, D), lambda l, i: (l, 0)),
+            row(out),
+        ],
+        out_specs=[
+            row(out),
+            pl.BlockSpec((None, 1, block, D), lambda l, i: (l, 0, i, 0)),
+        ],
+        out_shape=[like(out), jax.ShapeDtypeStruct((L, 1, B, D), launch.spec.dtype)],
+        aliases={6: 0},
+        kind=kind,
+        residual_scale=launch.spec.residual_scale,
+        depth=power_dividing(D, 1024),
+    )
+
+
+# A program owns a few whole rows, read twice: for the sums and for the result.
+def _norm_back_kernel(
+    t_ref,
+    base_ref,
+    for_n_ref,
+    unit_ref,
+    factor_ref,
+    scale_ref,
+    _,
+    out_ref,
+    scaled_ref,
+    *,
+    kind,
+    residual_scale,
+    depth,
+):
+    t = t_ref[0]
+    base, rows, D = slot(base_ref, t), out_ref.shape[1], out_ref.shape[2]
+
+    def add(c, sums):
+        part = pl.ds(c * depth, depth)
+        g = for_n_ref[t, :, part] * scale_ref[part][None, :]
+        along, level = sums
+        return along + jnp.sum(g * unit_ref[t, :, part], axis=1), level + jnp.sum(
+            g, axis=1
+        )
+
+    none = jnp.zeros(rows, jnp.float32)
+    along, level = jax.lax.fori_loop(0, D // depth, add, (none, none))
+    along, level, factor = along / D, level / D, factor_ref[t]
+
+    def write(c, _):
+        part = pl.ds(c * depth, depth)
+        g = for_n_ref[t, :, part] * scale_ref[part][None, :]
+        g = standardised_back(g, unit_ref[t, :, part], factor, along, level, kind)
+        total = base_ref[base, :, part] + g
+        out_ref[t, :, part] = total
+        scaled_ref[0, :, part] = (residual_scale * total).astype(scaled_ref.dtype)
+        return 0
+
+    jax.lax.fori_loop(0, D // depth, write, 0)
+
+
+def standardised_back(g, unit, factor, along, level, kind):
+    """Maps the cotangent of unit rows back through their standardisation."""
+    if kind == "none":
+        return g
+    g = g - unit * along[:, None]
+    if kind == "layer":
+        g = g - level[:, None]
+    return g * factor[:, None]

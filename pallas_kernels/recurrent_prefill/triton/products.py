@@ -12,22 +12,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.recurrent_prefill.tiles.activation import activate
-from pallas_kernels.recurrent_prefill.triton.blocks import (
+from pallas_kernels.recurrent_prefill.equations import activate_in_kernel
+from pallas_kernels.recurrent_prefill.triton.launch import (
+    POSITION,
+    Launch,
     column_spec,
     dot,
+    launch_kernel,
+    like,
     row_spec,
     slot,
     slot_spec,
     vector_spec,
     warps_of,
     whole_spec,
-)
-from pallas_kernels.recurrent_prefill.triton.launch import (
-    POSITION,
-    Launch,
-    launch_kernel,
-    like,
 )
 from pallas_kernels.recurrent_prefill.triton.norms import (
     read_spec,
@@ -193,9 +191,9 @@ def _hidden_kernel(*refs, kind, eps, activation, gated, columns_read, depth):
     )
     up = up + b_up_ref[...][None, :]
     if gated:
-        hidden = activate(gate[0] + b_gate_ref[...][None, :], activation) * up
+        hidden = activate_in_kernel(gate[0] + b_gate_ref[...][None, :], activation) * up
     else:
-        hidden = activate(up, activation)
+        hidden = activate_in_kernel(up, activation)
     out_ref[:] = hidden.astype(out_ref.dtype)
 
 

@@ -8,22 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.recurrent_prefill.triton.blocks import (
+from pallas_kernels.recurrent_prefill.triton.launch import (
+    POSITION,
+    Launch,
     dot,
+    launch_kernel,
+    like,
+    next_power,
     row_spec,
     slot,
     slot_spec,
     warps_of,
     whole_spec,
 )
-from pallas_kernels.recurrent_prefill.triton.launch import (
-    POSITION,
-    Launch,
-    launch_kernel,
-    like,
-    next_power,
-)
-from pallas_kernels.recurrent_prefill.triton.norms_backward import standardised_back
+from pallas_kernels.recurrent_prefill.triton.norms import standardised_back
 
 
 def transposed_product(launch: Launch, t, rows, w, out, slopes=None):

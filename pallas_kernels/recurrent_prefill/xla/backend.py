@@ -7,28 +7,28 @@ import jax.numpy as jnp
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
+    LayerSpec,
     LayerWeights,
     RecurrentCache,
     Residuals,
     Rows,
 )
 from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.xla.backward import run_layers_backward
-from pallas_kernels.recurrent_prefill.xla.cache import write
-from pallas_kernels.recurrent_prefill.xla.cache_backward import (
+from pallas_kernels.recurrent_prefill.xla.cache import (
     add_cached,
     of_written,
     positions_of_call,
+    write,
 )
 from pallas_kernels.recurrent_prefill.xla.call import Call
 from pallas_kernels.recurrent_prefill.xla.forward import run_layers
-from pallas_kernels.recurrent_prefill.xla.geometry import from_slots, to_slots
-from pallas_kernels.recurrent_prefill.xla.stages import (
-    ONE_STAGE,
-    Stages,
+from pallas_kernels.recurrent_prefill.xla.geometry import (
     from_below,
+    from_slots,
     of_last_stage,
+    to_slots,
 )
 
 

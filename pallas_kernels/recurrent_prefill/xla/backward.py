@@ -11,20 +11,36 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.recurrent_prefill.arrays import Array, RecurrentCache, Residuals
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerSpec,
+    RecurrentCache,
+    Residuals,
+)
 from pallas_kernels.recurrent_prefill.equations import (
+    HIDDEN,
     Prepared,
     linear,
     persistent_source,
     pre_norm,
     rotation,
 )
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.xla.attention import (
+    Pairs,
+    cached_pairs,
+    empty_pairs,
+    pairs_of,
+    place_projections,
+    put,
+)
 from pallas_kernels.recurrent_prefill.xla.attention_backward import (
     Attending,
     PairGradients,
     attend_backward,
+    cut_gradients,
     cut_met,
+    leave_own_unit,
+    leave_prefix,
     logit_gradients,
     met,
     probabilities,
@@ -32,35 +48,25 @@ from pallas_kernels.recurrent_prefill.xla.attention_backward import (
     turn_over,
 )
 from pallas_kernels.recurrent_prefill.xla.biases import (
-    HIDDEN,
     Placement,
     bias_of_cache,
     positions_of,
     step_slots,
+    tile_bias,
 )
 from pallas_kernels.recurrent_prefill.xla.few_rows import transpose
-from pallas_kernels.recurrent_prefill.xla.geometry import Geometry, cut_tiles, skew
-from pallas_kernels.recurrent_prefill.xla.loop_biases import tile_bias
-from pallas_kernels.recurrent_prefill.xla.pairs import (
-    Pairs,
-    cached_pairs,
-    empty_pairs,
-    put,
+from pallas_kernels.recurrent_prefill.xla.geometry import (
+    Geometry,
+    cut_tiles,
+    from_above,
+    of_first_stage,
+    skew,
 )
-from pallas_kernels.recurrent_prefill.xla.projections import pairs_of, place_projections
 from pallas_kernels.recurrent_prefill.xla.recurrence_backward import (
     TileRows,
-    recur_backward,
-)
-from pallas_kernels.recurrent_prefill.xla.stages import from_above, of_first_stage
-from pallas_kernels.recurrent_prefill.xla.tile_backward import (
-    cut_gradients,
-    leave_own_unit,
-    leave_prefix,
-)
-from pallas_kernels.recurrent_prefill.xla.weights_backward import (
     of_projections,
     of_recurrence,
+    recur_backward,
     zeros_like_weights,
 )
 

@@ -1,9 +1,21 @@
-"""Writes a call's new pairs into the cache, each row at its own position."""
+"""The cache on the XLA path: writes a call's new pairs, each row at its own position.
 
+The backward pass takes the new cache's gradient to the new pairs and the old cache.
+"""
+
+import jax
 import jax.numpy as jnp
 
-from pallas_kernels.recurrent_prefill.arrays import Array, RecurrentCache, Rows
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerSpec,
+    RecurrentCache,
+    Rows,
+)
+from pallas_kernels.recurrent_prefill.xla.attention import Pairs, to_rows
+from pallas_kernels.recurrent_prefill.xla.attention_backward import PairGradients
+from pallas_kernels.recurrent_prefill.xla.call import Call
+from pallas_kernels.recurrent_prefill.xla.geometry import from_slots
 
 
 def write(
@@ -46,3 +58,61 @@ def _put(old: Array, new: Array, slot: Array, kept: Array) -> Array:
     index = (slice(None), jnp.arange(slot.shape[0])[:, None], slot)
     new = jnp.swapaxes(new, 1, 2).astype(old.dtype)  # [L, B, T, K, E]
     return old.at[index].set(new, mode="drop")
+
+
+def positions_of_call(pairs: Pairs, call: Call, T: int) -> tuple[Array, Array]:
+    """Takes the rows [L, T, B, K, E] of the call's T positions out of pairs."""
+    k, v = (from_slots(part, call.phase, T, time=1) for part in to_rows(pairs))
+    return k, v
+
+
+def of_written(
+    for_cache: RecurrentCache,
+    x: Array,
+    cache: RecurrentCache,
+    rows: Rows,
+    call: Call,
+    spec: LayerSpec,
+) -> tuple[tuple, RecurrentCache]:
+    """Takes the new cache's gradient back to the new pairs and the old cache."""
+    if not cache.slots:
+        return (None, None), jax.tree.map(jnp.zeros_like, cache)
+    B, T = x.shape[:2]
+    L, size = cache.keys.shape[0], call.geometry.positions
+    shape = (L, B, spec.key_heads, spec.head_width, size)
+    zero = PairGradients(jnp.zeros(shape, call.wide), jnp.zeros(shape, call.wide))
+    temporary = zero if spec.block > 1 else None
+
+    def write_floats(old, persistent, temporary):
+        before = RecurrentCache(*old, position=cache.position)
+        new = positions_of_call(_as_pairs(persistent), call, T)
+        if temporary is not None:
+            temporary = positions_of_call(_as_pairs(temporary), call, T)
+        return write(before, new, temporary, rows, spec)[:4]
+
+    _, pull = jax.vjp(write_floats, cache[:4], zero, temporary)
+    of_old, *for_pairs = pull(for_cache[:4])
+    return tuple(for_pairs), RecurrentCache(*of_old, position=cache.position)
+
+
+def _as_pairs(gradients: PairGradients) -> Pairs:
+    """Gives arrays that lie as pair gradients do the layout of pairs."""
+    return Pairs(gradients.keys, jnp.swapaxes(gradients.values, 3, 4))
+
+
+def add_cached(of_cache: RecurrentCache, more: PairGradients, cache: RecurrentCache):
+    """Adds gradients [L, B, K, E, S + M] of the cached pairs that were attended to."""
+    k, v = (jnp.moveaxis(part, 4, 2) for part in more)
+    S = cache.slots
+    parts = {
+        "keys": k[:, :, :S],
+        "values": v[:, :, :S],
+        "temporary_keys": k[:, :, S:],
+        "temporary_values": v[:, :, S:],
+    }
+    return of_cache._replace(
+        **{
+            name: getattr(of_cache, name) + part.astype(getattr(cache, name).dtype)
+            for name, part in parts.items()
+        }
+    )

@@ -5,7 +5,7 @@ from typing import cast
 from flax import nnx
 
 from pallas_kernels.recurrent_prefill import LayerSpec, LayerWeights
-from pallas_kernels.recurrent_prefill.spec import Activation, Dtype
+from pallas_kernels.recurrent_prefill.arrays import Activation, Dtype
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.position import Alibi, Rope, rotary_width

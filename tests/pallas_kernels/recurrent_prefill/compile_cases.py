@@ -5,9 +5,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.recurrent_prefill.arrays import LayerWeights, Rows, empty_cache
+from pallas_kernels.recurrent_prefill.arrays import (
+    LayerSpec,
+    LayerWeights,
+    Rows,
+    empty_cache,
+)
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 
 

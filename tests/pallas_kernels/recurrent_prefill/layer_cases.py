@@ -5,11 +5,15 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.recurrent_prefill.arrays import LayerWeights, Rows, empty_cache
+from pallas_kernels.recurrent_prefill.arrays import (
+    LayerSpec,
+    LayerWeights,
+    Rows,
+    empty_cache,
+)
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
-from pallas_kernels.recurrent_prefill.spec import LayerSpec
 from pallas_kernels.recurrent_prefill.triton import backend as triton
-from pallas_kernels.recurrent_prefill.triton.launch import Tiles
+from pallas_kernels.recurrent_prefill.triton.launch import ProductTiles
 from tests.compiling import QUICK_COMPILE
 
 WIDTH, HEADS, HEAD_WIDTH, INNER = 32, 2, 16, 64
@@ -117,7 +121,9 @@ def interpreted(backend) -> dict:
     than one along each contracted axis and each row of blocks.
     """
     if backend is triton:
-        small = Tiles(tile=16, rows=16, depth=16, columns=32, attend_rows=16, keys=16)
+        small = ProductTiles(
+            tile=16, rows=16, depth=16, columns=32, attend_rows=16, keys=16
+        )
         return {"interpret": True, "tiles": small}
     return {"interpret": True}
 

@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
-from pallas_kernels.recurrent_prefill.mosaic_tpu.tiles import (
+from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     LayerSizes,
     choose_tiles,
     refusal_of_sizes,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.recurrent_prefill import Rows, empty_cache, recurrent_prefill
-from pallas_kernels.recurrent_prefill.checks import check_call
+from pallas_kernels.recurrent_prefill.api import check_call
 from tests.pallas_kernels.recurrent_prefill.layers import BATCH, LENGTH, spec, weights
 
 LAYER = spec(dtype="float32")
