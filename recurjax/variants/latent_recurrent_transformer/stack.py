@@ -275,6 +275,11 @@ class LatentRecurrentTransformerStack(nnx.Module):
     def _pass_on_cache(
         self, x: Array, memory: Array | None, cache: LatentCache, tokens: Tokens
     ) -> Output:
+        if tokens.segments is not None:
+            raise NotImplementedError(
+                "LatentRecurrentTransformerStack: segments are for the training cache "
+                "(length 0) only"
+            )
         seen = Pass(
             x0=rms(x),
             ids=tokens.ids,

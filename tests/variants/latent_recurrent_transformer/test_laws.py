@@ -1,4 +1,4 @@
-"""Laws of the stack protocol and of the latent memory's schedules."""
+"""The laws of every stack for the memory's switches, and those of its schedules."""
 
 from functools import partial
 
@@ -20,10 +20,9 @@ from recurjax.variants.latent_recurrent_transformer.recurrence import (
     put,
     strided_partition,
 )
-from tests.compiling import QUICK_COMPILE
+from tests.laws import B, StackLaws, draw_ids, quick, run
 from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.variants.latent_recurrent_transformer.switches import (
-    LENGTH,
     RECURRENT,
     RESET,
     SWITCHES,
@@ -32,82 +31,28 @@ from tests.variants.latent_recurrent_transformer.switches import (
     small,
 )
 
-B, T = 2, LENGTH
-quick = partial(jax.jit, compiler_options=QUICK_COMPILE)
+T = 6
 SHARED = SWITCHES["shared"]
 slow = partial(pytest.param, marks=pytest.mark.slow)
-ALL = [
-    "baseline",
-    "shared",
-    *(slow(n) for n in SWITCHES if n not in ("baseline", "shared")),
-]
 # A token's own state comes from a forward on what stands before it: in the recurrence
 # on refined tokens, in training on the initial pass. So the two differ there.
 MEMORIES = ["shared", *(slow(name) for name in RECURRENT[1:] if name != "own state")]
 
 
-@quick
-def apply(model, tokens, cache):
-    return model(tokens, cache)
+class TestLaws(StackLaws):
+    models = SWITCHES
+    build = staticmethod(build)
+    slow = frozenset(SWITCHES) - {"baseline", "shared"}
+    first = "shared"
 
-
-def run(model, ids, cache, lengths=None):
-    logits, cache = apply(model, Tokens(ids, None, lengths), cache)
-    return np.asarray(logits), cache
+    def documents(self, config):
+        """The exact recurrence takes none; `reset_token` parts documents there."""
+        return 1 if config.stack.memory is None else None
 
 
 @pytest.fixture(scope="module")
 def ids():
-    draw = np.random.default_rng(1)
-    return draw.integers(VOCABULARY, size=(B, T), dtype=np.int32)
-
-
-@pytest.fixture(scope="module", params=ALL)
-def model(request):
-    return build(SWITCHES[request.param])
-
-
-@pytest.fixture(scope="module")
-def whole(model, ids):
-    return run(model, ids, model.init_cache(B, 0))[0]
-
-
-def test_future_does_not_leak_into_the_past(model, ids, whole):
-    changed = ids.copy()
-    changed[:, 5] = (ids[:, 5] + 1) % VOCABULARY
-    other, _ = run(model, changed, model.init_cache(B, 0))
-    np.testing.assert_array_equal(other[:, :5], whole[:, :5])
-    assert not np.array_equal(other[:, 5:], whole[:, 5:])
-
-
-def test_batch_rows_do_not_mix(model, ids, whole):
-    changed = np.stack([ids[0], (ids[1] + 1) % VOCABULARY])
-    other, _ = run(model, changed, model.init_cache(B, 0))
-    np.testing.assert_array_equal(other[0], whole[0])
-
-
-@pytest.mark.parametrize("pieces", [(1,) * T, (4, 1, 4)])
-def test_any_cut_equals_the_whole(model, ids, whole, pieces):
-    cache, parts, start = model.init_cache(B, T), [], 0
-    for size in pieces:
-        logits, cache = run(model, ids[:, start : start + size], cache)
-        parts.append(logits)
-        start += size
-    assert_values_close(np.concatenate(parts, axis=1), whole)
-
-
-def test_ragged_rows_stand_at_their_own_positions(model, ids, whole):
-    cache, seen = model.init_cache(B, T), np.zeros(B, int)
-    for lengths in ([4, 1], [0, 4], [3, 4]):
-        offset = np.arange(4)
-        real = offset < np.asarray(lengths)[:, None]
-        at = np.where(real, np.minimum(seen[:, None] + offset, T - 1), 0)
-        piece = np.where(real, np.take_along_axis(ids, at, axis=1), np.int32(3))
-        logits, cache = run(model, piece, cache, np.asarray(lengths, np.int32))
-        for row, count in enumerate(lengths):
-            wanted = whole[row, seen[row] : seen[row] + count]
-            assert_values_close(logits[row, :count], wanted)
-        seen += lengths
+    return draw_ids(VOCABULARY, T)
 
 
 @pytest.fixture(scope="module", params=MEMORIES)
@@ -164,10 +109,10 @@ def test_no_order_of_subsets_looks_ahead(ids, order):
     partition = cuts(strided_partition(T, 3))
     partition = tuple(partition[i] for i in order)
     changed = ids.copy()
-    changed[:, 5] = (ids[:, 5] + 1) % VOCABULARY
+    changed[:, 4] = (ids[:, 4] + 1) % VOCABULARY
     before, after = (merged(model, x, partition) for x in (ids, changed))
-    np.testing.assert_array_equal(before[:, :5], after[:, :5])
-    assert not np.array_equal(before[:, 5:], after[:, 5:])
+    np.testing.assert_array_equal(before[:, :4], after[:, :4])
+    assert not np.array_equal(before[:, 4:], after[:, 4:])
 
 
 def test_a_given_partition_is_a_strided_one(ids):
@@ -279,12 +224,12 @@ def swept(model, ids, cache, lengths):
 
 def test_sweeps_end_at_the_exact_recurrence(ids):
     model = build(SHARED)
-    lengths = jnp.asarray([T, 5], jnp.int32)
+    lengths = jnp.asarray([T, 4], jnp.int32)
     exact, want = run(model, ids, model.init_cache(B, T + 1), lengths)
     few, all_of_them = swept(model, ids, model.init_cache(B, T + 1), lengths)
     assert few[2] > 1e-2 and all_of_them[2] < 1e-5
     assert_values_close(all_of_them[0][0], exact[0])
-    assert_values_close(all_of_them[0][1, :5], exact[1, :5])
+    assert_values_close(all_of_them[0][1, :4], exact[1, :4])
     np.testing.assert_array_equal(all_of_them[1].position, want.position)
     assert_values_close(all_of_them[1].states, want.states)
 
