@@ -2,17 +2,17 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from recurjax.layers.position import LearnedPositions
 from recurjax.layers.self_attention import AttentionConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.types import Tokens
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
-from recurjax.variants.recurrent_transformer.recurrence import recurrent_layer
+from recurjax.variants.recurrent_transformer.block import spec_of, weights_of
 from recurjax.variants.transformer import TransformerConfig
 from tests.laws import B, StackLaws, T, draw_ids, quick, run
 from tests.tolerances import assert_values_close
@@ -44,13 +44,18 @@ def test_the_schedule_changes_nothing_but_rounding(ids, schedule):
     assert_values_close(run(model, ids, model.init_cache(B, 0))[0], want)
 
 
-def test_one_block_is_the_transformer_and_so_is_position_0(ids):
-    config = small(block=T, tile=None)
+NAMES_OF_WEIGHTS = ["the_paper", "grouped_rope_layer_norm_biases_wavefront"]
+
+
+@pytest.mark.parametrize("switch", NAMES_OF_WEIGHTS)
+def test_one_block_is_the_transformer_and_so_is_position_0(ids, switch):
+    config = SWITCHES[switch]
     transformer = dataclasses.replace(config, stack=as_transformer(config.stack))
     baseline = build(transformer)
     want, _ = run(baseline, ids, baseline.init_cache(B, 0))
     for block in (T, 1):
-        model = build(small(block=block, tile=None))
+        stack = dataclasses.replace(config.stack, block=block, tile=None)
+        model = build(dataclasses.replace(config, stack=stack))
         # The same weights under the baseline's names.
         nested = to_nested_dict(baseline)
         nested["stack"]["blocks"] = nested["stack"]["blocks"]["0"]
@@ -61,9 +66,7 @@ def test_one_block_is_the_transformer_and_so_is_position_0(ids):
     assert not np.allclose(got[:, 1:], want[:, 1:], atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "switch", ["the_paper", "grouped_rope_layer_norm_biases_wavefront"]
-)
+@pytest.mark.parametrize("switch", NAMES_OF_WEIGHTS)
 def test_the_stack_is_the_papers_equations(switch):
     model = build(SWITCHES[switch])
     x = np.random.default_rng(3).normal(size=(B, 5, 8)).astype(np.float32)
@@ -71,10 +74,8 @@ def test_the_stack_is_the_papers_equations(switch):
 
     @quick
     def by_equations(stack, x):
-        for layer in range(stack.config.layers):
-            block = jax.tree.map(lambda leaf, i=layer: leaf[i], stack.blocks)
-            x = recurrent_layer(block, stack.config, x)
-        return x
+        spec = spec_of(stack.config, "float32")
+        return recurrent_prefill_reference(x, weights_of(stack.blocks), spec=spec)
 
     @quick
     def by_op(stack, x):
@@ -93,11 +94,15 @@ def as_transformer(config: RecurrentTransformerConfig) -> TransformerConfig:
         position=config.position,
         qk_norm=config.qk_norm,
         qk_norm_over="full",
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
     )
+    assert config.norm is not None
     return TransformerConfig(
         layers=config.layers,
         width=config.width,
         attention=attention,
         mlp=config.mlp,
+        norm=config.norm,
         residual_scale=config.residual_scale,
     )
