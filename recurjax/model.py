@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
@@ -32,6 +33,13 @@ class Stack(Protocol):
 
     def init_cache(self, batch: int, length: int, dtype: Any) -> Cache:
         """Makes an empty cache for `length` tokens a row; 0 keeps nothing."""
+        ...
+
+    def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
+        """Says in one sentence why rows of `length` tokens cannot train on a mesh.
+
+        It reads the config alone, so an abstract model can be asked. None: they can.
+        """
         ...
 
     def __call__(

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float, Int
 
 from recurjax.layers.key_value_cache import empty_key_value_cache
 from recurjax.layers.layer_scan import scan_layers
+from recurjax.layers.mesh_axes import refuse_sequence, refuse_stages
 from recurjax.layers.pattern_stack import make_blocks
 from recurjax.types import Array, Tokens
 from recurjax.variants.latent_recurrent_transformer.block import (
@@ -96,6 +98,14 @@ class LatentRecurrentTransformerStack(nnx.Module):
             groups=groups,
             states=jnp.zeros((batch, depth, config.width), dtype),
         )
+
+    def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
+        """Says why it cannot train on a mesh, or None.
+
+        It has no program for stages of layers or for parts of rows.
+        """
+        variant = type(self.config).__name__
+        return refuse_stages(mesh, variant) or refuse_sequence(mesh, variant)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: LatentCache, tokens: Tokens

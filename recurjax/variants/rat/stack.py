@@ -2,12 +2,16 @@
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
+from recurjax.layers.mesh_axes import refuse_stages
 from recurjax.layers.pattern_stack import PatternCache, make_blocks, run_blocks
+from recurjax.layers.sequence_axis import AXIS
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat.block import RatBlock
 from recurjax.variants.rat.config import RatConfig
+from recurjax.variants.rat.sequence_parallel import obstacle
 
 
 class RatStack(nnx.Module):
@@ -39,6 +43,14 @@ class RatStack(nnx.Module):
             for block in self.blocks
         )
         return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)
+
+    def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
+        """Says why rows of `length` tokens cannot train on a mesh, or None."""
+        if reason := refuse_stages(mesh, type(self.config).__name__):
+            return reason
+        shards = mesh.shape[AXIS]
+        reason = None if shards == 1 else obstacle(self.config, length, shards)
+        return None if reason is None else f"mesh.sequence = {shards}: {reason}"
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: PatternCache, tokens: Tokens

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill import (
@@ -11,6 +12,7 @@ from pallas_kernels.recurrent_prefill import (
     empty_cache,
     recurrent_prefill,
 )
+from recurjax.layers.mesh_axes import STAGE_AXIS, refuse_sequence
 from recurjax.layers.position import LearnedPositions, PositionEmbedding
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurrent_transformer.block import (
@@ -58,6 +60,25 @@ class RecurrentTransformerStack(nnx.Module):
             )
         spec = spec_of(self.config, jnp.dtype(dtype).name)
         return empty_cache(self.config.layers, batch, length, spec)
+
+    def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
+        """Says why it cannot train on a mesh, or None.
+
+        Only the wavefront cuts the layers into stages, each device as many of them.
+        """
+        config, stages = self.config, mesh.shape[STAGE_AXIS]
+        if stages > 1 and config.schedule != "wavefront":
+            return (
+                "mesh.stage is for the wavefront over layers: set "
+                "--model.stack.schedule wavefront or leave it at 1, got "
+                f"{stages} stages and schedule {config.schedule}"
+            )
+        if config.layers % stages:
+            return (
+                f"mesh.stage must divide the model's {config.layers} layers, got "
+                f"{stages}"
+            )
+        return refuse_sequence(mesh, type(config).__name__)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: RecurrentCache, tokens: Tokens

@@ -2,9 +2,11 @@
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
 from recurjax.layers.key_value_cache import empty_key_value_cache
+from recurjax.layers.mesh_axes import refuse_sequence, refuse_stages
 from recurjax.layers.pattern_stack import PatternCache, make_blocks, run_blocks
 from recurjax.layers.position import LearnedPositions, PositionEmbedding
 from recurjax.types import Array, Tokens
@@ -64,6 +66,14 @@ class TransformerStack(nnx.Module):
             for window in config.windows
         )
         return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)
+
+    def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
+        """Says why it cannot train on a mesh, or None.
+
+        It has no program for stages of layers or for parts of rows.
+        """
+        variant = type(self.config).__name__
+        return refuse_stages(mesh, variant) or refuse_sequence(mesh, variant)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: PatternCache, tokens: Tokens

@@ -1,0 +1,44 @@
+"""What a stack says of the axes of a mesh that only some variants can use.
+
+Every variant runs over `data`, `fsdp` and `tensor`: rows and parameters are cut, and
+what does not divide is replicated. `stage` and `sequence` cut the computation itself,
+so a stack either has a program for them or must refuse them.
+"""
+
+from jax.sharding import AbstractMesh, Mesh
+
+from recurjax.layers.sequence_axis import AXIS
+
+STAGE_AXIS = "stage"
+
+
+def refuse_stages(mesh: Mesh | AbstractMesh, variant: str) -> str | None:
+    """Says why a stack without a pipeline over layers cannot run on the mesh, or None.
+
+    Args:
+      mesh: with the axis `stage`.
+      variant: what the reader knows the stack by: its config's class.
+    """
+    stages = mesh.shape[STAGE_AXIS]
+    if stages == 1:
+        return None
+    return (
+        f"mesh.stage is for pipelines over layers, which {variant} does not have: "
+        f"leave it at 1, got {stages}"
+    )
+
+
+def refuse_sequence(mesh: Mesh | AbstractMesh, variant: str) -> str | None:
+    """Says why a stack that needs whole rows cannot run on the mesh, or None.
+
+    Args:
+      mesh: with the axis `sequence`.
+      variant: what the reader knows the stack by: its config's class.
+    """
+    shards = mesh.shape[AXIS]
+    if shards == 1:
+        return None
+    return (
+        "mesh.sequence is for stacks of RAT, the RNN and attention by RatConfig, "
+        f"which {variant} is not: leave it at 1, got {shards}"
+    )
