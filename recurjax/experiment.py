@@ -59,6 +59,12 @@ class Experiment:
             )
 
     @property
+    def evaluation_batch(self) -> int:
+        """Rows that an evaluation runs at a time."""
+        training = self.training
+        return self.evaluation.batch or training.batch // training.accumulation
+
+    @property
     def flops_per_token(self) -> float:
         """Counts training FLOPs a token, in all passes of the objective."""
         return self.objective.passes * self.model.flops_per_token(self.training.length)

@@ -6,20 +6,17 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import batch_sums
 from recurjax.experiment import Experiment
 from recurjax.inference.decoding import decode, prefill
 from recurjax.inference.sampling import PLAIN
-from recurjax.model import Decoder
-from recurjax.sharding import batch_sharding, check_batch, replicated, shardings
-from recurjax.training.optimizer import build_optimizer
-from recurjax.training.schedule import learning_rate
-from recurjax.training.step import new_state, train_step
-from recurjax.types import Batch, Tokens
+from recurjax.sharding import check_batch, replicated
+from recurjax.training.program import batch_shapes, build_step, model_shapes
+from recurjax.types import Tokens
 
 ProgramName = Literal["train", "evaluate", "prefill", "decode"]
 ROWS_A_SHARD = 8
@@ -64,7 +61,8 @@ def build_program(
       length: of the prompts, or of the cache that decode reads; None: training's.
 
     Raises:
-      UserError: the mesh does not divide the rows.
+      UserError: the model does not run on the mesh, or that does not divide the rows;
+        for "train" what `build_step` refuses, which training refuses too.
     """
     if name == "train":
         return _training(experiment, mesh)
@@ -80,60 +78,31 @@ def build_program(
 
 
 def _training(experiment: Experiment, mesh: Mesh) -> Program:
-    training = experiment.training
-    accumulation = training.accumulation
-    part = "training.batch / training.accumulation"
-    check_batch(training.batch // accumulation, mesh, name=part)
-    rate = learning_rate(
-        experiment.schedule,
-        peak=experiment.optimizer.learning_rate,
-        steps=training.steps,
-    )
-    optimizer = build_optimizer(
-        experiment.optimizer, rate, clip=training.gradient_clip, steps=training.steps
-    )
-    begin = partial(
-        new_state,
-        model=experiment.model,
-        optimizer=optimizer,
-        spikes=training.spikes,
-    )
-    state = jax.eval_shape(begin, jax.random.key(0))
-    placed = _place(state, shardings(state, mesh))
-    batch = _batch(training.batch, training.length, mesh)
-
-    def step(state, batch):
-        state, metrics = train_step(
-            state,
-            batch,
-            objective=experiment.objective,
-            optimizer=optimizer,
-            spikes=training.spikes,
-            accumulation=accumulation,
-        )
-        now = jnp.asarray(rate(metrics.pop("updates")))
-        return state, metrics | {"learning_rate": now}
-
-    out = (shardings(state, mesh), replicated(mesh))
+    step, training = build_step(experiment, mesh), experiment.training
+    state = step.state
+    parts = {
+        "parameters": state.model,
+        "optimizer": (state.optimizer, state.spikes, state.step),
+        "data": step.batch,
+    }
+    if step.frozen is not None:
+        parts["parameters"] = (state.model, step.frozen)
     return Program(
-        function=jax.jit(step, donate_argnums=0, out_shardings=out),
-        arguments=(placed, batch),
-        parts={
-            "parameters": placed.model,
-            "optimizer": (placed.optimizer, placed.spikes, placed.step),
-            "data": batch,
-        },
+        function=step.function,
+        arguments=(state, step.batch, step.frozen),
+        parts=parts,
         tokens=training.tokens_per_step,
         own_flops=training.tokens_per_step * experiment.flops_per_token,
     )
 
 
 def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
-    training = experiment.training
-    rows = experiment.evaluation.batch or training.batch // training.accumulation
+    length, rows = experiment.training.length, experiment.evaluation_batch
     check_batch(rows, mesh, name="evaluation.batch")
-    model = _model(experiment, mesh)
-    batch = _batch(rows, training.length, mesh)
+    model = model_shapes(experiment.model, mesh)
+    if (refused := model.stack.refuses(mesh, length)) is not None:
+        raise UserError(refused)
+    batch = batch_shapes(rows, length, mesh)
     sizes = jax.ShapeDtypeStruct(
         (experiment.model.vocabulary,), jnp.int32, sharding=replicated(mesh)
     )
@@ -142,14 +111,14 @@ def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
         function=jax.jit(sums, out_shardings=replicated(mesh)),
         arguments=(model, batch, sizes),
         parts={"parameters": model, "data": (batch, sizes)},
-        tokens=rows * training.length,
+        tokens=rows * length,
         own_flops=experiment.objective.passes
-        * _forward_flops(experiment, rows, training.length),
+        * _forward_flops(experiment, rows, length),
     )
 
 
 def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
-    model = _model(experiment, mesh)
+    model = model_shapes(experiment.model, mesh)
     by_row = NamedSharding(mesh, P(("data", "fsdp")))
     lengths = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
     ids: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_row)
@@ -189,20 +158,6 @@ def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Progr
 def _forward_flops(experiment: Experiment, rows: int, length: int) -> float:
     """One pass forward is a third of what it takes in training."""
     return rows * length * experiment.model.flops_per_token(length) / 3
-
-
-def _model(experiment: Experiment, mesh: Mesh) -> Any:
-    model = jax.eval_shape(
-        lambda key: Decoder(experiment.model, rngs=nnx.Rngs(key)), jax.random.key(0)
-    )
-    return _place(model, shardings(model, mesh))
-
-
-def _batch(rows: int, length: int, mesh: Mesh) -> Batch:
-    ids: Any = jax.ShapeDtypeStruct(
-        (rows, length), jnp.int32, sharding=batch_sharding(mesh)
-    )
-    return Batch(ids, ids)
 
 
 def _streams(rows: int, mesh: Mesh) -> tuple[Any, Any]:

@@ -36,6 +36,7 @@ class Interleaved:
     subsets: int = 2
     vocabulary_chunks: int = 1
     passes: ClassVar[int] = 2
+    frozen: ClassVar[None] = None
 
     def __post_init__(self):
         if self.subsets < 1 or self.vocabulary_chunks < 1:
@@ -85,6 +86,7 @@ class Chunked:
     memory: Literal["broadcast", "first"] = "broadcast"
     vocabulary_chunks: int = 1
     passes: ClassVar[int] = 1
+    frozen: ClassVar[None] = None
 
     def __post_init__(self):
         if self.chunk < 1 or self.vocabulary_chunks < 1:

@@ -7,10 +7,26 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from recurjax.cross_entropy import token_losses
-from recurjax.model import Decoder
+from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import require_range
 from recurjax.training.latent_objectives import Chunked, Interleaved
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenModel:
+    """A trained model that an objective reads and no step changes, such as a teacher.
+
+    Its parameters are an argument of the step, lie on the mesh as the trained model's
+    do, and are in no checkpoint.
+
+    Attributes:
+      run: the run directory whose newest good checkpoint has the parameters.
+      model: its config: what a step is built from, so that planning reads no files.
+    """
+
+    run: str
+    model: ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +45,7 @@ class NextToken:
     z_loss: float = 0.0
     vocabulary_chunks: int = 1
     passes: ClassVar[int] = 1
+    frozen: ClassVar[FrozenModel | None] = None
 
     def __post_init__(self):
         require_range(self, "z_loss", least=0)
@@ -62,5 +79,6 @@ Objective = NextToken | Interleaved | Chunked
 """Every objective: a closed union, told apart by class in JSON.
 
 Each is callable as `NextToken` is, names its cross-entropy "loss" among its metrics,
-and has `states` and `vocabulary_chunks`, which evaluations use, and `passes`, how often
-the model reads each token."""
+and has `states` and `vocabulary_chunks`, which evaluations use, `passes`, how often the
+model reads each token, and `frozen`: None, or a `FrozenModel`. With one it is called
+with that model, a `Decoder`, as its third argument."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer, load_tokenizer
@@ -21,8 +20,9 @@ from recurjax.experiment import (
 )
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
-from recurjax.sharding import MeshConfig, make_mesh, shardings
+from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.checkpoint import Checkpoints
+from recurjax.training.program import model_shapes
 from recurjax.training.schedule import Constant
 
 
@@ -173,10 +173,8 @@ def load_run(
     tokenizer = run.load_tokenizer(experiment)
     if mesh is None:
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    abstract = jax.eval_shape(
-        lambda key: Decoder(experiment.model, rngs=nnx.Rngs(key)), jax.random.key(0)
-    )
-    wanted = {"model": to_nested_dict(abstract_on(abstract, mesh))}
+    shapes = model_shapes(experiment.model, mesh)
+    wanted = {"model": to_nested_dict(shapes)}
     checkpoints = Checkpoints(run.checkpoints)
     try:
         restored = checkpoints.restore(wanted, step=step, report=report)
@@ -184,19 +182,8 @@ def load_run(
         checkpoints.close()
     if restored is None:
         raise UserError(f"{run.root} has no checkpoint yet: train it first")
-    model = from_nested_dict(abstract, restored.tree["model"])
+    model = from_nested_dict(shapes, restored.tree["model"])
     return LoadedRun(experiment, model, tokenizer, restored.step)
-
-
-def abstract_on(tree: Any, mesh: Mesh) -> Any:
-    """Returns a tree of ShapeDtypeStructs with the shardings of the rule table."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding
-        ),
-        tree,
-        shardings(tree, mesh),
-    )
 
 
 def _comparable(experiment: Experiment) -> Experiment:

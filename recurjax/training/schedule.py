@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import optax
+from jaxtyping import Float
 
 from recurjax.errors import UserError
 from recurjax.ranges import require_range
+from recurjax.types import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +69,14 @@ class LinearWarmdown:
 Schedule = Constant | Cosine | LinearWarmdown
 
 
-def learning_rate(schedule: Schedule, *, peak: float, steps: int) -> Callable:
+def learning_rate(
+    schedule: Schedule, *, peak: float | Float[Array, ""], steps: int
+) -> Callable:
     """Returns the optax schedule: optimizer step (from 0) -> learning rate.
 
     Args:
       schedule: its shape.
-      peak: the highest learning rate.
+      peak: the highest learning rate; it may be traced.
       steps: optimizer steps in the whole run.
 
     Raises:

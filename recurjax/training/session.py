@@ -1,13 +1,10 @@
 """What a run has open: data, devices, checkpoints, and the state to start from."""
 
 from collections.abc import Callable
-from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from recurjax.config_json import from_json, to_json
 from recurjax.data.dataset import Dataset, SplitName, open_dataset
@@ -15,22 +12,22 @@ from recurjax.data.loader import Loader
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score, score
 from recurjax.experiment import Experiment
+from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
-from recurjax.sharding import check_batch, local_rows, make_mesh, replicated, shardings
+from recurjax.sharding import local_rows, make_mesh
 from recurjax.training.agreement import first_process
 from recurjax.training.checkpoint import Checkpoints
-from recurjax.training.optimizer import build_optimizer
 from recurjax.training.placement import place, placed
-from recurjax.training.run_directory import RunDirectory, abstract_on
-from recurjax.training.schedule import learning_rate
-from recurjax.training.start_from import check_start, load_start
-from recurjax.training.step import TrainState, first_state, new_state, train_step
-from recurjax.types import Batch, Scalar
-from recurjax.variants.rat import RatConfig
-from recurjax.variants.rat.sequence_parallel import obstacle
-from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
-
-Metrics = dict[str, Scalar]
+from recurjax.training.program import Metrics, build_step
+from recurjax.training.run_directory import RunDirectory
+from recurjax.training.start_from import (
+    check_frozen,
+    check_start,
+    load_frozen,
+    load_start,
+)
+from recurjax.training.step import TrainState
+from recurjax.types import Batch
 
 
 class Session:
@@ -46,14 +43,7 @@ class Session:
         training = experiment.training
         self.experiment = experiment
         self.mesh = make_mesh(experiment.mesh)
-        _check_stages(experiment, self.mesh.shape["stage"])
-        _check_sequence(experiment, self.mesh.shape["sequence"])
-        self.evaluation_batch = (
-            experiment.evaluation.batch or training.batch // training.accumulation
-        )
-        part = "training.batch / training.accumulation"
-        check_batch(training.batch // training.accumulation, self.mesh, name=part)
-        check_batch(self.evaluation_batch, self.mesh, name="evaluation.batch")
+        self._step = build_step(experiment, self.mesh)
         self.directory = RunDirectory(root)
         claimed = first_process(self._is_claimed)
         if claimed:
@@ -62,22 +52,12 @@ class Session:
         self.dataset = open_dataset(experiment.data, tokenizer=own)
         _check_vocabulary(experiment, self.dataset)
         _check_samples(experiment, self.dataset)
-        self._rate = learning_rate(
-            experiment.schedule,
-            peak=experiment.optimizer.learning_rate,
-            steps=training.steps,
-        )
-        self._optimizer = build_optimizer(
-            experiment.optimizer,
-            self._rate,
-            clip=training.gradient_clip,
-            steps=training.steps,
-        )
         loader = self._loader("train", training.batch)
         # Made here, so that a split too short is told before a step is trained.
-        self._validation = self._loader("validation", self.evaluation_batch)
+        self._validation = self._loader("validation", experiment.evaluation_batch)
         if not self.directory.has_checkpoint:
             check_start(experiment, self.dataset.tokenizer)
+        check_frozen(experiment, self.dataset.tokenizer)
         if not claimed:
             first_process(
                 lambda: self.directory.claim(experiment, self.dataset.tokenizer)
@@ -86,6 +66,7 @@ class Session:
             self.directory.checkpoints, keep=training.keep_checkpoints
         )
         self._batches = iter(loader)
+        self._frozen: Decoder | None = None
 
     def start(self, report: Callable[[str], None]) -> TrainState:
         """Restores the newest good checkpoint, or initialises the model.
@@ -93,8 +74,9 @@ class Session:
         Args:
           report: gets a sentence for each checkpoint that is damaged.
         """
-        abstract = abstract_on(self._abstract_state, self.mesh)
-        restored = self._checkpoints.restore(to_nested_dict(abstract), report=report)
+        self._frozen = load_frozen(self.experiment, self.mesh, report)
+        wanted = self._step.state
+        restored = self._checkpoints.restore(to_nested_dict(wanted), report=report)
         reached = 0 if restored is None else restored.step
         first_process(lambda: self.directory.rewind(reached))
         if restored is None:
@@ -105,12 +87,12 @@ class Session:
                 f"--training.steps, {self.experiment.training.steps}, to more"
             )
         self._batches.set_state(restored.data_state)
-        return from_nested_dict(self._abstract_state, restored.tree)
+        return from_nested_dict(wanted, restored.tree)
 
     def step(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Reads one batch and trains on it; `state` is used up.
 
-        The metrics are those of `train_step`, and `learning_rate` for `updates`.
+        The metrics are those of `Step`.
         """
         return self.step_on(state, self.next_batch())
 
@@ -121,8 +103,7 @@ class Session:
 
     def step_on(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Trains on a batch; `state` is used up."""
-        with jax.set_mesh(self.mesh):
-            return self._step(state, batch)
+        return self._step(state, batch, self._frozen)
 
     def evaluate(self, state: TrainState, between: Callable[[], None]) -> Score:
         """Scores the validation split, or its first `evaluation.batches`."""
@@ -133,7 +114,7 @@ class Session:
             with jax.set_mesh(self.mesh):
                 return score(
                     state.model,
-                    placed(limited, self.mesh, batch=self.evaluation_batch),
+                    placed(limited, self.mesh, batch=self.experiment.evaluation_batch),
                     token_bytes=self.dataset.tokenizer.token_bytes,
                     objective=self.experiment.objective,
                     between=between,
@@ -181,97 +162,9 @@ class Session:
 
     def _first_state(self, report: Callable[[str], None]) -> TrainState:
         model = load_start(self.experiment, self.mesh, report)
-        if model is None:
-            return self._initialised()
-        begin = partial(
-            first_state,
-            optimizer=self._optimizer,
-            spikes=self.experiment.training.spikes,
-        )
-        return jax.jit(begin, donate_argnums=0, out_shardings=self._state_shardings)(
-            model
-        )
-
-    def _initialised(self) -> TrainState:
-        # This program runs once: optimizing its random bits for a CPU takes ten times
-        # as long as running them unoptimized.
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        initialise = jax.jit(
-            self._new_state,
-            out_shardings=self._state_shardings,
-            compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None,
-        )
-        return initialise(jax.random.key(self.experiment.training.seed))
-
-    def _new_state(self, key: jax.Array) -> TrainState:
-        experiment = self.experiment
-        spikes = experiment.training.spikes
-        return new_state(key, experiment.model, self._optimizer, spikes)
-
-    @cached_property
-    def _abstract_state(self) -> TrainState:
-        return jax.eval_shape(self._new_state, jax.random.key(0))
-
-    @cached_property
-    def _state_shardings(self) -> Any:
-        return shardings(self._abstract_state, self.mesh)
-
-    @cached_property
-    def _step(self) -> Callable[..., tuple[TrainState, Metrics]]:
-        training = self.experiment.training
-
-        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            state, metrics = train_step(
-                state,
-                batch,
-                objective=self.experiment.objective,
-                optimizer=self._optimizer,
-                spikes=training.spikes,
-                accumulation=training.accumulation,
-            )
-            rate = jnp.asarray(self._rate(metrics.pop("updates")))
-            return state, metrics | {"learning_rate": rate}
-
-        return jax.jit(
-            step,
-            donate_argnums=0,
-            out_shardings=(self._state_shardings, replicated(self.mesh)),
-        )
-
-
-def _check_stages(experiment: Experiment, stages: int) -> None:
-    stack = experiment.model.stack
-    if stages == 1:
-        return
-    if not isinstance(stack, RecurrentTransformerConfig):
-        raise UserError(
-            f"mesh.stage is for pipelines over layers, which {type(stack).__name__} "
-            f"does not have: leave it at 1, got {stages}"
-        )
-    if stack.schedule != "wavefront":
-        raise UserError(
-            "mesh.stage is for the wavefront over layers: set "
-            "--model.stack.schedule wavefront or leave it at 1, got "
-            f"{stages} stages and schedule {stack.schedule}"
-        )
-    if stack.layers % stages:
-        raise UserError(
-            f"mesh.stage must divide the model's {stack.layers} layers, got {stages}"
-        )
-
-
-def _check_sequence(experiment: Experiment, count: int) -> None:
-    stack = experiment.model.stack
-    if count == 1:
-        return
-    if not isinstance(stack, RatConfig):
-        raise UserError(
-            f"mesh.sequence is for stacks of RAT, the RNN and attention by RatConfig, "
-            f"which {type(stack).__name__} is not: leave it at 1, got {count}"
-        )
-    reason = obstacle(stack, experiment.training.length, count)
-    if reason is not None:
-        raise UserError(f"mesh.sequence = {count}: {reason}")
+        if model is not None:
+            return self._step.begin(model)
+        return self._step.initialise(jax.random.key(self.experiment.training.seed))
 
 
 def _check_samples(experiment: Experiment, dataset: Dataset) -> None:

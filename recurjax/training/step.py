@@ -14,7 +14,8 @@ from recurjax.model import Decoder, ModelConfig
 from recurjax.training.spikes import SpikeConfig, SpikeState, judge, new_spike_state
 from recurjax.types import IGNORED, Array, Batch, Scalar
 
-LossFunction = Callable[[Decoder, Batch], tuple[Scalar, dict[str, Scalar]]]
+LossFunction = Callable[..., tuple[Scalar, dict[str, Scalar]]]
+"""(model, batch) -> (loss, metrics); with a third argument, what is frozen."""
 
 
 class TrainState(NamedTuple):
@@ -51,6 +52,7 @@ def first_state(
 def train_step(
     state: TrainState,
     batch: Batch,
+    frozen: Any = None,
     *,
     objective: LossFunction,
     optimizer: optax.GradientTransformation,
@@ -62,6 +64,8 @@ def train_step(
     Args:
       state: before the step.
       batch: B rows, B a multiple of `accumulation`.
+      frozen: arrays that the objective reads and no step changes, such as a teacher's
+        parameters; None for an objective of (model, batch) alone.
       objective: loss and metrics of a batch.
       optimizer: from `build_optimizer`.
       spikes: when to skip.
@@ -72,6 +76,8 @@ def train_step(
       The next state, and metrics: the objective's own, `gradient_norm` (before
       clipping), `skipped` (in a row) and `updates` (made before this one).
     """
+    if frozen is not None:
+        objective = _with_frozen(objective, frozen)
     gradient, metrics = _gradient(state.model, batch, objective, accumulation)
     norm = optax.tree.norm(gradient)
     updates, moments = optimizer.update(gradient, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
@@ -88,6 +94,11 @@ def train_step(
         "updates": state.spikes.accepted,
     }
     return TrainState(state.step + 1, model, moments, seen), metrics  # pyright: ignore[reportArgumentType]
+
+
+def _with_frozen(objective: LossFunction, frozen: Any) -> LossFunction:
+    # Closed over, so that the gradient is that of the model alone.
+    return lambda model, batch: objective(model, batch, frozen)
 
 
 def _gradient(

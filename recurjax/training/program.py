@@ -1,0 +1,197 @@
+"""The one way to a training step: what it refuses, its programs, its arguments.
+
+Trainer, plan, benches and scripts all call `build_step`, so that what is planned is
+what is trained, and a mesh that training would refuse a plan refuses in the same words.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from recurjax.errors import UserError
+from recurjax.model import Decoder, ModelConfig
+from recurjax.sharding import batch_sharding, check_batch, replicated, shardings
+from recurjax.training.config import TrainingConfig
+from recurjax.training.objective import Objective
+from recurjax.training.optimizer import OptimizerConfig, build_optimizer
+from recurjax.training.schedule import Schedule, learning_rate
+from recurjax.training.step import TrainState, first_state, new_state, train_step
+from recurjax.types import Array, Batch, Scalar
+
+Metrics = dict[str, Scalar]
+
+
+@runtime_checkable
+class Recipe(Protocol):
+    """What of an `Experiment` makes a step; a bench has no data and gives only this."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def training(self) -> TrainingConfig: ...
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def objective(self) -> Objective: ...
+    @property
+    def evaluation_batch(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A training step on one mesh. Calling it runs the compiled program.
+
+    Attributes:
+      mesh: that it runs on.
+      state, batch: what it takes, as trees of ShapeDtypeStructs with their shardings.
+      frozen: the same of the objective's frozen model; None without one.
+      update: (state, batch, frozen) -> (state, metrics), not compiled: to trace inside
+        another program.
+      function: `update`, jitted; it uses the state up. Trace and compile it with the
+        mesh set.
+      initialise: random key -> the state before the first step.
+      begin: model -> the state before the first step on these parameters, which it
+        uses up.
+    """
+
+    mesh: Mesh
+    state: TrainState
+    batch: Batch
+    frozen: Decoder | None
+    update: Callable[..., tuple[TrainState, Metrics]]
+    function: Any
+    initialise: Callable[[Array], TrainState]
+    begin: Callable[[Decoder], TrainState]
+
+    def __call__(
+        self, state: TrainState, batch: Batch, frozen: Decoder | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """Trains on a batch; `state` is used up.
+
+        Args:
+          state: before the step.
+          batch: on the mesh, or anywhere on the host.
+          frozen: the model that `objective.frozen` names, on the mesh.
+
+        Returns:
+          The next state, and the metrics of `train_step` with `learning_rate` in place
+          of `updates`.
+        """
+        with jax.set_mesh(self.mesh):
+            return self.function(state, batch, frozen)
+
+
+def build_step(
+    experiment: Recipe, mesh: Mesh, *, peak: Float[Array, ""] | None = None
+) -> Step:
+    """Builds the training step of an experiment; nothing is compiled yet.
+
+    Args:
+      experiment: the whole run's configuration.
+      mesh: of the devices, which may be there or only be planned for.
+      peak: learning rate in place of `optimizer.learning_rate`; it may be traced, so
+        that one program (of `update`) serves runs at several rates.
+
+    Raises:
+      UserError: the model cannot train on the mesh, or the mesh does not divide the
+        rows of a step or of an evaluation.
+    """
+    training = experiment.training
+    rate = learning_rate(
+        experiment.schedule,
+        peak=experiment.optimizer.learning_rate if peak is None else peak,
+        steps=training.steps,
+    )
+    optimizer = build_optimizer(
+        experiment.optimizer, rate, clip=training.gradient_clip, steps=training.steps
+    )
+
+    def new(key: Array) -> TrainState:
+        return new_state(key, experiment.model, optimizer, training.spikes)
+
+    state = jax.eval_shape(new, jax.random.key(0))
+    # Asked before anything else is looked at: it says most about what to change.
+    refused = state.model.stack.refuses(mesh, training.length)
+    if refused is not None:
+        raise UserError(refused)
+    part = "training.batch / training.accumulation"
+    check_batch(training.batch // training.accumulation, mesh, name=part)
+    check_batch(experiment.evaluation_batch, mesh, name="evaluation.batch")
+
+    def update(
+        state: TrainState, batch: Batch, frozen: Decoder | None = None
+    ) -> tuple[TrainState, Metrics]:
+        state, metrics = train_step(
+            state,
+            batch,
+            frozen,
+            objective=experiment.objective,
+            optimizer=optimizer,
+            spikes=training.spikes,
+            accumulation=training.accumulation,
+        )
+        now = jnp.asarray(rate(metrics.pop("updates")))
+        return state, metrics | {"learning_rate": now}
+
+    places, teacher = shardings(state, mesh), experiment.objective.frozen
+    begin = partial(first_state, optimizer=optimizer, spikes=training.spikes)
+    return Step(
+        mesh=mesh,
+        state=placed_shapes(state, mesh),
+        batch=batch_shapes(training.batch, training.length, mesh),
+        frozen=None if teacher is None else model_shapes(teacher.model, mesh),
+        update=update,
+        function=jax.jit(
+            update, donate_argnums=0, out_shardings=(places, replicated(mesh))
+        ),
+        initialise=jax.jit(
+            new, out_shardings=places, compiler_options=_run_once_options(mesh)
+        ),
+        begin=jax.jit(begin, donate_argnums=0, out_shardings=places),
+    )
+
+
+def placed_shapes(tree: Any, mesh: Mesh) -> Any:
+    """Returns a tree of ShapeDtypeStructs with the shardings of the rule table."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        tree,
+        shardings(tree, mesh),
+    )
+
+
+def model_shapes(config: ModelConfig, mesh: Mesh) -> Decoder:
+    """Returns a model of ShapeDtypeStructs that lie on the mesh."""
+    model = jax.eval_shape(
+        lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0)
+    )
+    return placed_shapes(model, mesh)
+
+
+def batch_shapes(rows: int, length: int, mesh: Mesh) -> Batch:
+    """Returns a batch without segments, as shapes that lie on the mesh."""
+    ids: Any = jax.ShapeDtypeStruct(
+        (rows, length), jnp.int32, sharding=batch_sharding(mesh)
+    )
+    return Batch(ids, ids)
+
+
+def _run_once_options(mesh: Mesh) -> dict[str, Any] | None:
+    """Returns how to compile the initial state, a program that runs once.
+
+    Optimizing its random bits for a CPU takes ten times as long as running them
+    unoptimized.
+    """
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return {"xla_backend_optimization_level": 0} if on_cpu else None
