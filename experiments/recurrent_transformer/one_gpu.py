@@ -39,8 +39,8 @@ from recurjax.bench.recurrent_transformer import LARGE, layers, programs
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 from recurjax.experiment import Experiment
-from recurjax.training.optimizer import build_optimizer
-from recurjax.training.step import new_state, train_step
+from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.training.program import build_step
 from recurjax.types import Batch
 
 PAPER_MS = (38.85, 42.28, 48.95, 61.39, 81.73, 134.09, 240.83)
@@ -119,29 +119,13 @@ def time_layer(shape: dict[str, int], name: str, *, repeats: int, cudnn: bool) -
 
 def throughput(experiment: Experiment, *, accumulation: int, repeats: int) -> float:
     """Returns tokens/s of whole training steps on random tokens."""
-    training = experiment.training
-    optimizer = build_optimizer(
-        experiment.optimizer, lambda step: 1e-4, clip=training.gradient_clip
-    )
-    state = jax.jit(
-        lambda key: new_state(key, experiment.model, optimizer, training.spikes)
-    )(jax.random.key(0))
+    training = dataclasses.replace(experiment.training, accumulation=accumulation)
+    objective = dataclasses.replace(experiment.objective, vocabulary_chunks=8)
+    run = dataclasses.replace(experiment, training=training, objective=objective)
+    step = build_step(run, make_mesh(MeshConfig(), jax.devices()[:1]))
     shape = (training.batch, training.length)
     ids = jax.random.randint(jax.random.key(1), shape, 0, experiment.model.vocabulary)
-    objective = dataclasses.replace(experiment.objective, vocabulary_chunks=8)
-
-    @partial(jax.jit, donate_argnums=0)
-    def step(state, batch):
-        return train_step(
-            state,
-            batch,
-            objective=objective,
-            optimizer=optimizer,
-            spikes=training.spikes,
-            accumulation=accumulation,
-        )
-
-    held = [state]
+    held = [step.initialise(jax.random.key(0))]
 
     def advance():
         held[0], metrics = step(held[0], Batch(ids, jnp.roll(ids, -1, axis=1)))

@@ -34,9 +34,9 @@ from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
 from recurjax.experiment import Experiment
 from recurjax.model import count_parameters
-from recurjax.training.optimizer import build_optimizer
-from recurjax.training.schedule import learning_rate
-from recurjax.training.step import TrainState, new_state, train_step
+from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.training.program import build_step
+from recurjax.training.step import TrainState
 from recurjax.types import Array, Batch
 
 MODELS = {"transformer": "Transformer", "recurrent": "Recurrent Transformer"}
@@ -126,12 +126,18 @@ def trainer(model: str, experiment: Experiment) -> Callable[[float, int], Run]:
     """
     dataset = open_dataset(experiment.data)
     length, batch = experiment.training.length, experiment.training.batch
-    start = jax.jit(partial(_start, experiment))
-    step = jax.jit(partial(_step, experiment), donate_argnums=0)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+
+    # Built where it is traced: the peak rate is then an argument of the program.
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, batch: Batch, rate: Array) -> TrainState:
+        return build_step(experiment, mesh, peak=rate).update(state, batch)[0]
+
+    start = build_step(experiment, mesh).initialise
 
     def run(rate: float, seed: int) -> Run:
         began = time.monotonic()
-        state = start(jax.random.key(seed), jnp.float32(rate))
+        state = start(jax.random.key(seed))
         rows = iter(dataset.loader("train", length=length, batch=batch, seed=seed))
         for _ in range(experiment.training.steps):
             state = step(state, _batch(next(rows)), jnp.float32(rate))
@@ -208,34 +214,6 @@ def write_results(
     aside = file.with_suffix(".json.partial")
     aside.write_text(json.dumps(kept, indent=2) + "\n")
     aside.replace(file)
-
-
-def _start(experiment: Experiment, key: Array, rate: Array) -> TrainState:
-    optimizer = _optimizer(experiment, rate)
-    return new_state(key, experiment.model, optimizer, experiment.training.spikes)
-
-
-def _step(
-    experiment: Experiment, state: TrainState, batch: Batch, rate: Array
-) -> TrainState:
-    state, _ = train_step(
-        state,
-        batch,
-        objective=experiment.objective,
-        optimizer=_optimizer(experiment, rate),
-        spikes=experiment.training.spikes,
-    )
-    return state
-
-
-def _optimizer(experiment: Experiment, rate: Array) -> Any:
-    training = experiment.training
-    shape = learning_rate(experiment.schedule, peak=1.0, steps=training.steps)
-    return build_optimizer(
-        experiment.optimizer,
-        lambda step: rate * shape(step),
-        clip=training.gradient_clip,
-    )
 
 
 def _batch(rows: dict[str, Any]) -> Batch:

@@ -9,13 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from recurjax.bench.timing import Row, repeat, row
+from recurjax.bench.training_step import (
+    BenchedRun,
+    one_device_step,
+    random_batch,
+    step_row,
+)
 from recurjax.model import Decoder, ModelConfig
 from recurjax.training.muon_adamw import MuonAdamW
 from recurjax.training.objective import Interleaved, NextToken, Objective
-from recurjax.training.optimizer import build_optimizer
-from recurjax.training.spikes import SpikeConfig
-from recurjax.training.step import new_state, train_step
-from recurjax.types import Batch, Tokens
+from recurjax.types import Tokens
 from recurjax.variants.latent_recurrent_transformer.presets import (
     FINAL_NORM,
     layerwise,
@@ -78,30 +81,24 @@ def _training(
 ) -> Row:
     """One whole step with MuonAdamW."""
     config = _model(kind, shape, dtype)
-    tokens = shape["B"] * shape["T"]
-    optimizer_config = MuonAdamW(
-        width=shape["D"], layers=shape["L"], batch_tokens=tokens
+    B, T = shape["B"], shape["T"]
+    run = BenchedRun(
+        model=config,
+        optimizer=MuonAdamW(width=shape["D"], layers=shape["L"], batch_tokens=B * T),
+        objective=objective,
+        batch=B,
+        length=T,
     )
-    optimizer = build_optimizer(optimizer_config, lambda _: 1e-3, clip=None, steps=1000)
-    spikes = SpikeConfig()
-    make = jax.jit(lambda key: new_state(key, config, optimizer, spikes))
-    ids = jax.random.randint(
-        jax.random.key(1), (shape["B"], shape["T"] + 1), 0, shape["V"]
+    step = one_device_step(run)
+    return step_row(
+        f"{_NAME}/{kind}{suffix}/train_step",
+        step,
+        step.initialise(jax.random.key(0)),
+        random_batch(run),
+        shape=shape,
+        dtype=dtype,
+        repeats=repeats,
     )
-    batch = Batch(ids[:, :-1], ids[:, 1:])
-    step = jax.jit(
-        partial(train_step, objective=objective, optimizer=optimizer, spikes=spikes),
-        donate_argnums=0,
-    )
-    held = [make(jax.random.key(0))]
-
-    def advance() -> Any:
-        held[0], metrics = step(held[0], batch)
-        return metrics
-
-    times = repeat(advance, repeats=repeats)
-    name = f"{_NAME}/{kind}{suffix}/train_step"
-    return row(name, shape, dtype, times, tokens=tokens)
 
 
 def _inference(

@@ -2,19 +2,23 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from recurjax.bench.timing import Row, repeat, row
+from recurjax.bench.training_step import (
+    BenchedRun,
+    one_device_step,
+    random_batch,
+    step_row,
+)
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import Decoder, ModelConfig
 from recurjax.training.objective import NextToken
-from recurjax.training.optimizer import AdamW, build_optimizer
-from recurjax.training.spikes import SpikeConfig
-from recurjax.training.step import new_state, train_step
+from recurjax.training.optimizer import AdamW
 from recurjax.types import Batch, Cache, Tokens
 from recurjax.variants.transformer import TransformerConfig
 
@@ -33,13 +37,16 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     """Measures every row of this variant."""
     shape = LARGE if large else SMALL
     config = _model(shape, dtype)
-    optimizer = build_optimizer(
-        AdamW(learning_rate=1e-3), lambda _: 1e-3, clip=1.0, steps=1
+    run = BenchedRun(
+        model=config,
+        optimizer=AdamW(learning_rate=1e-3),
+        batch=shape["B"],
+        length=shape["T"],
+        clip=1.0,
     )
-    spikes = SpikeConfig()
-    make = jax.jit(lambda key: new_state(key, config, optimizer, spikes))
-    state = make(jax.random.key(0))
-    batch = _batch(shape)
+    step = one_device_step(run)
+    state = step.initialise(jax.random.key(0))
+    batch = random_batch(run)
     tokens = shape["B"] * shape["T"]
     measure = partial(_measure, shape=shape, dtype=dtype, repeats=repeats)
 
@@ -55,18 +62,15 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     )
     yield from _decoding(state.model, shape, dtype, repeats)
 
-    step = partial(
-        train_step, objective=NextToken(), optimizer=optimizer, spikes=spikes
+    yield step_row(
+        f"{name}/train_step",
+        step,
+        state,
+        batch,
+        shape=shape,
+        dtype=dtype,
+        repeats=repeats,
     )
-    step = jax.jit(step, donate_argnums=0)
-    held = [state]
-
-    def advance() -> Any:
-        held[0], metrics = step(held[0], batch)
-        return metrics
-
-    times = repeat(advance, repeats=repeats)
-    yield row(f"{name}/train_step", shape, dtype, times, tokens=tokens)
 
 
 def summary(rows: list[Row]) -> str:
@@ -142,9 +146,3 @@ def _model(shape: dict[str, int], dtype: Dtype) -> ModelConfig:
             unroll=shape["L"],
         ),
     )
-
-
-def _batch(shape: dict[str, int]) -> Batch:
-    size = (shape["B"], shape["T"] + 1)
-    ids = jax.random.randint(jax.random.key(1), size, 0, shape["V"])
-    return Batch(ids[:, :-1], ids[:, 1:])
