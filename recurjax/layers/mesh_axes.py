@@ -5,11 +5,25 @@ what does not divide is replicated. `stage` and `sequence` cut the computation i
 so a stack either has a program for them or must refuse them.
 """
 
+from typing import Any
+
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from recurjax.layers.sequence_axis import AXIS
 
 STAGE_AXIS = "stage"
+
+
+class UncutStack(nnx.Module):
+    """A stack without a program for stages of layers or for parts of rows."""
+
+    config: Any
+
+    def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
+        """Says why it cannot train on a mesh, or None; the length does not matter."""
+        variant = type(self.config).__name__
+        return refuse_stages(mesh, variant) or refuse_sequence(mesh, variant)
 
 
 def refuse_stages(mesh: Mesh | AbstractMesh, variant: str) -> str | None:

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float, Int
 
 from recurjax.layers.key_value_cache import empty_key_value_cache
 from recurjax.layers.layer_scan import scan_layers
-from recurjax.layers.mesh_axes import refuse_sequence, refuse_stages
+from recurjax.layers.mesh_axes import UncutStack
 from recurjax.layers.pattern_stack import make_blocks
 from recurjax.types import Array, Tokens
 from recurjax.variants.latent_recurrent_transformer.block import (
@@ -47,7 +46,7 @@ from recurjax.variants.latent_recurrent_transformer.recurrence import (
 )
 
 
-class LatentRecurrentTransformerStack(nnx.Module):
+class LatentRecurrentTransformerStack(UncutStack):
     """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern.
 
     Called as every stack it is the exact recurrence, one token after another (without a
@@ -60,9 +59,8 @@ class LatentRecurrentTransformerStack(nnx.Module):
         def block(place: int, layer: Array, rngs: nnx.Rngs) -> LatentBlock:
             return LatentBlock(config, place=place, layer=layer, rngs=rngs)
 
-        self.blocks = nnx.List(
-            make_blocks(block, layers=config.layers, pattern=config.pattern, rngs=rngs)
-        )
+        layers, P = config.layers, config.pattern
+        self.blocks = nnx.List(make_blocks(block, layers=layers, pattern=P, rngs=rngs))
         memory, projection, lags, sources = config.memory, None, 0, 0
         if memory is not None:
             if memory.gated and memory.projection == "shared":
@@ -98,14 +96,6 @@ class LatentRecurrentTransformerStack(nnx.Module):
             groups=groups,
             states=jnp.zeros((batch, depth, config.width), dtype),
         )
-
-    def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
-        """Says why it cannot train on a mesh, or None.
-
-        It has no program for stages of layers or for parts of rows.
-        """
-        variant = type(self.config).__name__
-        return refuse_stages(mesh, variant) or refuse_sequence(mesh, variant)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: LatentCache, tokens: Tokens

@@ -2,11 +2,10 @@
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
 from recurjax.layers.key_value_cache import empty_key_value_cache
-from recurjax.layers.mesh_axes import refuse_sequence, refuse_stages
+from recurjax.layers.mesh_axes import UncutStack
 from recurjax.layers.pattern_stack import PatternCache, make_blocks, run_blocks
 from recurjax.layers.position import LearnedPositions, PositionEmbedding
 from recurjax.types import Array, Tokens
@@ -14,7 +13,7 @@ from recurjax.variants.transformer.block import TransformerBlock
 from recurjax.variants.transformer.config import TransformerConfig
 
 
-class TransformerStack(nnx.Module):
+class TransformerStack(UncutStack):
     """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -66,14 +65,6 @@ class TransformerStack(nnx.Module):
             for window in config.windows
         )
         return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)
-
-    def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
-        """Says why it cannot train on a mesh, or None.
-
-        It has no program for stages of layers or for parts of rows.
-        """
-        variant = type(self.config).__name__
-        return refuse_stages(mesh, variant) or refuse_sequence(mesh, variant)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: PatternCache, tokens: Tokens
