@@ -1,5 +1,6 @@
 """Collectives of a compiled program: kind, bytes, and the axes of the mesh."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -153,7 +154,7 @@ def _groups_of_mesh(named: re.Match[str], devices: int) -> list[list[int]]:
     ids = ids.reshape(list(sizes.values()))
     chosen = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named["axes"])]
     last = np.moveaxis(ids, chosen, range(-len(chosen), 0))
-    return last.reshape(-1, np.prod([ids.shape[axis] for axis in chosen])).tolist()
+    return last.reshape(-1, math.prod(ids.shape[axis] for axis in chosen)).tolist()
 
 
 def _lists(text: str) -> list[list[int]]:
