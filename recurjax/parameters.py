@@ -1,14 +1,136 @@
-"""A module's parameters as a nested dict with string keys, and back.
+"""What is known of every parameter by its name: one table, and names and back.
 
-Checkpoints, converters and the sharding table know parameters by these names only, for
-example `stack/blocks/0/attention/w_q`; none of them knows flax.
+Checkpoints, converters, optimizers and meshes know parameters by their dotted names
+only, for example `stack.blocks.0.attention.w_q`; none of them knows flax. What they do
+with one stands in `RULES`.
 """
 
-from typing import Any, TypeVar
+import re
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 Module = TypeVar("Module")
+
+Role = Literal["matrix", "table", "vector"]
+"""matrix: multiplied with activations, inputs first; table: rows looked up by token or
+position; vector: added, averaged with or multiplied elementwise, always in float32.
+Matrices and tables are the weights: AdamW decays them, inference holds them in the
+dtype of the activations."""
+
+Group = Literal["matrix", "embedding", "head", "scalar", "residual", "input"]
+"""Of MuonAdamW, each with a rate of its own: "matrix" is Muon's, the rest AdamW's."""
+
+
+class Rule(NamedTuple):
+    r"""What holds for the parameters whose names end as a pattern says.
+
+    Attributes:
+      pattern: a regular expression, at the end of a name; parents belong to it where
+        another part of a model may use the last word for an array of other axes.
+      role: see `Role`.
+      axes: of one layer's array; a matrix has its inputs before "->".
+      spec: on which axis of the mesh each of them lies: see `recurjax.sharding`.
+      group: see `Group`.
+      torch: the last words of its name in a PyTorch module, \1 as the pattern caught
+        it. There a matrix is [out, in], a table [rows, row], a vector flat.
+    """
+
+    pattern: str
+    role: Role
+    axes: str
+    spec: P
+    group: Group
+    torch: str
+
+    @property
+    def inputs(self) -> int:
+        """How many axes of one layer's matrix it reads from; the others it writes."""
+        return len(self.axes.partition("->")[0].split())
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a matrix or a table."""
+        return self.role != "vector"
+
+
+def _matrix(pattern: str, axes: str, spec: P, group: Group = "matrix") -> Rule:
+    return Rule(pattern, "matrix", axes, spec, group, r"\1.weight")
+
+
+def _table(pattern: str, axes: str, spec: P) -> Rule:
+    return Rule(pattern, "table", axes, spec, "embedding", r"\1.weight")
+
+
+def _vector(
+    pattern: str, axes: str, spec: P, torch: str, group: Group = "scalar"
+) -> Rule:
+    return Rule(pattern, "vector", axes, spec, group, torch)
+
+
+RULES: tuple[Rule, ...] = (
+    # Projections to heads. RAT's gates have one as well, or two by way of a low rank.
+    _matrix(r"\bw_(q|k|v|input_v|full)$", "D -> H E", P("fsdp", "tensor", None)),
+    _matrix(r"_gate\.w_(reduce)$", "D -> rank", P("fsdp", None)),
+    _matrix(r"_gate\.w_(expand)$", "rank -> H E", P("fsdp", "tensor", None)),
+    # And back from the heads, the feed-forward width: one psum a block each.
+    _matrix(
+        r"\b(?:attention|mixer|blocks\.\d+)\.w_(out)$",
+        "H E -> D",
+        P("tensor", None, "fsdp"),
+    ),
+    _matrix(r"\bmlp\.w_(up|gate)$", "D -> F", P("fsdp", "tensor")),
+    _matrix(r"\bmlp\.w_(down)$", "F -> D", P("tensor", "fsdp")),
+    # Of the latent memory a local and a recurrent gate, of value embeddings one a head.
+    _matrix(r"\bw_(mix)$", "D -> gate K", P("fsdp", None, "tensor")),
+    _matrix(r"\bw_(value_gate)$", "D -> K", P(None, "tensor")),
+    _matrix(r"\bw_(head)$", "D -> V", P("fsdp", "tensor"), "head"),
+    _table(r"\bw_(embedding)$", "V D", P("tensor", "fsdp")),
+    _table(r"\bw_(value_embedding)$", "V K E", P("fsdp", "tensor", None)),
+    _table(r"\bw_(position)$", "T D", P(None, "fsdp")),
+    _vector(r"\battention\.b_(q|k|v)$", "H E", P("tensor", None), r"\1.bias"),
+    _vector(r"_gate\.b_forget$", "H E", P("tensor", None), "bias"),
+    _vector(r"\bmlp\.b_(up|gate)$", "F", P("tensor"), r"\1.bias"),
+    _vector(r"\b(?:attention|mlp)\.b_(out|down)$", "D", P(None), r"\1.bias"),
+    _vector(r"_norm\.scale$", "D", P(None), "weight"),
+    _vector(r"_norm\.bias$", "D", P(None), "bias"),
+    # Weights of averages, one for each layer, lag or source.
+    _vector(r"\b(history_scale|lag_logits|source_logits)$", "L", P(None), r"\1"),
+    # One number a layer.
+    _vector(r"\b(residual_scale)$", "", P(), r"\1", "residual"),
+    _vector(r"\b(input_scale)$", "", P(), r"\1", "input"),
+    _vector(r"\b((?:attention|mlp|value|memory)_scale)$", "", P(), r"\1"),
+)
+"""Every parameter of every variant meets exactly one rule; their order means nothing.
+Axes are one layer's: those of stacked layers come before them."""
+
+
+@cache
+def find_rule(name: str) -> Rule | None:
+    """Returns the rule of a parameter, also inside an optimizer's state, or None."""
+    return next((rule for rule in RULES if re.search(rule.pattern, name)), None)
+
+
+def rule_of(name: str) -> Rule:
+    """Returns the rule of a parameter.
+
+    Raises:
+      ValueError: the table has none.
+    """
+    rule = find_rule(name)
+    if rule is None:
+        raise ValueError(f"the parameter {name} meets no rule of recurjax.parameters")
+    return rule
+
+
+def torch_word(name: str) -> str:
+    """Returns what takes the place of a parameter's last word in a PyTorch module."""
+    rule = rule_of(name)
+    match = re.search(rule.pattern, name)
+    assert match is not None
+    return match.expand(rule.torch)
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:

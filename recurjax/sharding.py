@@ -1,6 +1,5 @@
-"""Meshes, and the one table that says how every parameter lies on one."""
+"""Meshes, and where everything lies on one: parameters by their table's rules."""
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,34 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from recurjax.errors import UserError
-from recurjax.parameters import parameter_name
-
-RULES: tuple[tuple[str, P], ...] = (
-    (
-        r"\bw_(q|k|v|full|expand|input_v)$",
-        P("fsdp", "tensor", None),
-    ),  # [D, H, E]: heads
-    (r"\bw_reduce$", P("fsdp", None)),  # [D, R], R the rank of a gate
-    (r"\bw_out$", P("tensor", None, "fsdp")),  # [H, E, D]: one psum a block
-    (r"\bw_(up|gate)$", P("fsdp", "tensor")),  # [D, F]
-    (r"\bw_down$", P("tensor", "fsdp")),  # [F, D]: one psum a block
-    (r"\bb_(q|k|v|forget)$", P("tensor", None)),  # [H, E]
-    (r"\bb_(up|gate)$", P("tensor")),  # [F]
-    (r"\bb_(out|down)$", P(None)),  # [D]
-    (r"\bw_embedding$", P("tensor", "fsdp")),  # [V, D]
-    (r"\bw_value_embedding$", P("fsdp", "tensor", None)),  # [V, K, E]
-    (r"\bw_value_gate$", P(None, "tensor")),  # [channels, K]
-    (r"\bw_mix$", P("fsdp", None, "tensor")),  # [D, 2, K]
-    (r"\bw_head$", P("fsdp", "tensor")),  # [D, V]
-    (r"\bw_position$", P(None, "fsdp")),  # [N, D]
-    (r"\b(scale|bias)$", P(None)),  # norms
-    (r"\b(history_scale|lag_logits|source_logits)$", P(None)),  # learned mixes
-    (r"\b(residual|input|attention|mlp|value|memory)_scale$", P()),  # one a layer
-)
-"""First match wins. A spec names every axis of one layer's parameter; leading axes of
-stacked layers come on top, the first of them lies over `stage`. Where an axis of the
-mesh does not divide a dimension (8 key heads over 16 devices), that dimension is
-replicated."""
+from recurjax.parameters import find_rule, parameter_name
 
 AXES = ("data", "fsdp", "stage", "sequence", "tensor")
 """data: batch; fsdp: batch and parameters; stage: layers (the Recurrent Transformer's
@@ -131,21 +103,19 @@ def local_rows(rows: int, mesh: Mesh) -> tuple[int, int]:
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """Returns a NamedSharding for every leaf of a module, gradient or optimizer state.
 
+    A rule's spec names every axis of one layer's parameter; of the axes of stacked
+    layers before them the first lies over `stage`. Where an axis of the mesh does not
+    divide a dimension (8 key heads over 16 devices), that dimension is replicated.
     Leaves that no rule names (counters, past losses) are replicated; that every
     parameter meets a rule is a matter of a test.
     """
 
     def of_leaf(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         rule = find_rule(parameter_name(path))
-        spec = P() if rule is None else _fit(rule, leaf.shape, mesh)
+        spec = P() if rule is None else _fit(rule.spec, leaf.shape, mesh)
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(of_leaf, tree)
-
-
-def find_rule(name: str) -> P | None:
-    """Returns the spec of the first rule that matches a parameter's name, or None."""
-    return next((spec for pattern, spec in RULES if re.search(pattern, name)), None)
 
 
 def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:

@@ -1,12 +1,29 @@
-"""Names of parameters, and nested dicts there and back."""
+"""The table of parameters, their names, and nested dicts there and back."""
+
+import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from recurjax.parameters import from_nested_dict, parameter_name, to_nested_dict
+from recurjax.model import Decoder
+from recurjax.parameters import (
+    RULES,
+    find_rule,
+    from_nested_dict,
+    parameter_name,
+    rule_of,
+    to_nested_dict,
+    torch_word,
+)
+from tests.test_sharding import MODELS
+from tests.variants.latent_recurrent_transformer.switches import SWITCHES as LATENT
+from tests.variants.rat.switches import SWITCHES as RAT
+from tests.variants.recurrent_transformer.switches import SWITCHES as RECURRENT
 from tests.variants.transformer.switches import SWITCHES, build, small
 
 NAMES = {
@@ -68,3 +85,70 @@ def test_every_difference_is_named(model):
     assert "w_head is missing" in str(error.value)
     assert "final_norm.scale has shape (3,), not (8,)" in str(error.value)
     assert "stack.extra is not a parameter of the model" in str(error.value)
+
+
+VARIANTS = {
+    f"{family}, {name}": model
+    for family, switches in {
+        "transformer": SWITCHES,
+        "recurrent": RECURRENT,
+        "rat": RAT,
+        "latent": LATENT,
+        "sharding": MODELS,
+    }.items()
+    for name, model in switches.items()
+}
+
+
+@cache
+def shapes(variant: str) -> dict[str, tuple[int, ...]]:
+    model = VARIANTS[variant]
+    abstract = jax.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    leaves = jax.tree_util.tree_leaves_with_path(abstract)
+    return {parameter_name(path): leaf.shape for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_meets_one_rule_and_has_its_axes(variant):
+    for name, shape in shapes(variant).items():
+        [rule] = [rule for rule in RULES if re.search(rule.pattern, name)]
+        assert rule is rule_of(name)
+        stacked = 1 if name.startswith("stack.blocks.") else 0
+        axes = rule.axes.replace("->", "").split()
+        assert len(axes) == len(rule.spec) == len(shape) - stacked, name
+        assert rule.is_weight == name.rpartition(".")[2].startswith("w_"), name
+
+
+def test_no_rule_is_dead():
+    met = {rule_of(name) for variant in VARIANTS for name in shapes(variant)}
+    assert met == set(RULES)
+
+
+def test_only_matrices_have_inputs_and_outputs():
+    for rule in RULES:
+        assert ("->" in rule.axes) == (rule.role == "matrix"), rule.pattern
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_two_parameters_of_a_module_have_one_name_in_pytorch(variant):
+    names = shapes(variant)
+    words = {(name.rpartition(".")[0], torch_word(name)) for name in names}
+    assert len(words) == len(names)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stack.adapters.attention.w_reduce",
+        "stack.adapters.mlp.w_expand",
+        "stack.blocks.0.mamba.w_out",
+        "stack.blocks.0.mamba.w_in",
+        "stack.blocks.0.mamba.w_up",
+        "stack.blocks.0.mamba.b_out",
+        "optimizer.count",
+    ],
+)
+def test_a_last_word_of_another_part_meets_no_rule(name):
+    assert find_rule(name) is None
+    with pytest.raises(ValueError, match=f"{re.escape(name)} meets no rule"):
+        rule_of(name)

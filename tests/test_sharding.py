@@ -16,11 +16,9 @@ from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name
 from recurjax.sharding import (
     AXES,
-    RULES,
     MeshConfig,
     batch_sharding,
     check_batch,
-    find_rule,
     local_rows,
     make_mesh,
     shardings,
@@ -87,25 +85,6 @@ def parameters(model):
 def specs(tree, mesh):
     leaves = jax.tree_util.tree_leaves_with_path(shardings(tree, mesh))
     return {parameter_name(path): sharding.spec for path, sharding in leaves}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_parameter_meets_a_rule_of_its_own_rank(name):
-    for parameter, leaf in parameters(MODELS[name]).items():
-        rule = find_rule(parameter)
-        assert rule is not None, parameter
-        stacked = 1 if ".blocks." in parameter else 0
-        assert len(rule) + stacked == leaf.ndim, parameter
-
-
-def test_no_rule_is_dead_or_hidden_by_an_earlier_one():
-    met = [
-        find_rule(parameter)
-        for model in MODELS.values()
-        for parameter in parameters(model)
-    ]
-    for pattern, rule in RULES:
-        assert any(rule is one for one in met), pattern
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -49,11 +49,10 @@ def olmo_name(name: str) -> str:
 def recurrent_pieces(config: ModelConfig) -> PieceTable:
     """Returns the table of OLMo's blocks, as RT's authors name them."""
     table = PieceTable(config)
-    table.plain("wte.weight", "w_embedding")
-    if table.has("stack.position.w_position"):
-        table.plain("wpe.weight", "stack.position.w_position")
+    table.same("wte.weight", "w_embedding")
+    table.same("wpe.weight", "stack.position.w_position")
     _norm(table, "ln_f", "final_norm")
-    table.rows("ff_out.weight", ["w_head"])
+    table.same("ff_out.weight", "w_head")
     for layer in range(config.stack.layers):
         theirs, ours = f"blocks.{layer}", "stack.blocks"
         for name, norm in (
@@ -79,8 +78,7 @@ def recurrent_pieces(config: ModelConfig) -> PieceTable:
 
 def _norm(table: PieceTable, theirs: str, ours: str, layer: int | None = None) -> None:
     for kind, part in (("weight", "scale"), ("bias", "bias")):
-        if table.has(f"{ours}.{part}"):
-            table.plain(f"{theirs}.{kind}", f"{ours}.{part}", layer)
+        table.same(f"{theirs}.{kind}", f"{ours}.{part}", layer)
 
 
 def rat_pieces(config: ModelConfig) -> PieceTable:
@@ -93,9 +91,9 @@ def rat_pieces(config: ModelConfig) -> PieceTable:
     assert isinstance(config.stack, RatConfig)
     if any(isinstance(mixer, ReversedRatMixerConfig) for mixer in config.stack.pattern):
         raise UserError("RAT's authors have no checkpoints of the reversed design")
-    table.plain("embedding.wte.weight", "w_embedding")
+    table.same("embedding.wte.weight", "w_embedding")
     _norm(table, "backbone.ln", "final_norm")
-    table.rows("head.lm_head.weight", ["w_head"])
+    table.same("head.lm_head.weight", "w_head")
     pattern = config.stack.pattern
     for number in range(config.stack.layers):
         place, layer = number % len(pattern), number // len(pattern)
@@ -110,7 +108,7 @@ def rat_pieces(config: ModelConfig) -> PieceTable:
             rows += [f"{mixer}.forget_gate.w_full"]
             rows += [f"{mixer}.w_{name}" for name in "qk"]
             bias = f"{mixer}.forget_gate.b_forget"
-            table.plain(f"{theirs}.seq_layer.gate_bias", bias, layer)
+            table.same(f"{theirs}.seq_layer.gate_bias", bias, layer)
         table.rows(f"{theirs}.seq_layer.in_proj.weight", rows, layer)
         table.rows(f"{theirs}.seq_layer.out_proj.weight", [f"{mixer}.w_out"], layer)
         _norm(table, f"{theirs}.hidden_layer.ln", f"{ours}.mlp_norm", layer)
@@ -135,8 +133,8 @@ def latent_pieces(config: ModelConfig) -> PieceTable:
             "the authors' release gates its value embeddings by all channels: set "
             "stack.value_gate_channels to 0"
         )
-    table.plain("transformer.wte.weight", "w_embedding")
-    table.rows("lm_head.weight", ["w_head"])
+    table.same("transformer.wte.weight", "w_embedding")
+    table.same("lm_head.weight", "w_head")
     for number in range(stack.layers):
         layer, place = divmod(number, stack.pattern)
         ours, theirs = f"stack.blocks.{place}", f"transformer.h.{number}"
@@ -154,7 +152,7 @@ def latent_pieces(config: ModelConfig) -> PieceTable:
         }.items():
             table.rows(f"{name}.weight", [f"{ours}.{part}" for part in parts], layer)
         embeds = "interleaved_init_value_embeds" if remembers else "value_embeds"
-        table.table(f"{embeds}.{number}.weight", f"{ours}.w_value_embedding", layer)
+        table.same(f"{embeds}.{number}.weight", f"{ours}.w_value_embedding", layer)
         for name, scale in (
             ("resid_lambdas", "residual_scale"),
             ("x0_lambdas", "input_scale"),

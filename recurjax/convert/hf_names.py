@@ -34,41 +34,31 @@ def ignored_tensors(architecture: Architecture, config: ModelConfig) -> set[str]
 
 
 def _llama(table: PieceTable, config: ModelConfig) -> None:
-    table.plain("model.embed_tokens.weight", "w_embedding")
-    table.plain("model.norm.weight", "final_norm.scale")
-    table.part(
-        "lm_head.weight",
-        "w_head",
-        shape=(config.padded_vocabulary, config.stack.width),
-    )
+    table.same("model.embed_tokens.weight", "w_embedding")
+    table.same("model.norm.weight", "final_norm.scale")
+    table.same("lm_head.weight", "w_head")
     for layer, ours, place in _layers(config):
         theirs = f"model.layers.{layer}"
         for name, norm in (
             ("input_layernorm", "attention_norm"),
             ("post_attention_layernorm", "mlp_norm"),
         ):
-            table.plain(f"{theirs}.{name}.weight", f"{ours}.{norm}.scale", place)
+            table.same(f"{theirs}.{name}.weight", f"{ours}.{norm}.scale", place)
         for name, part in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):
             tensor = f"{theirs}.self_attn.{name}_proj"
-            table.linear(f"{tensor}.weight", f"{ours}.attention.w_{part}", place)
-            if table.has(f"{ours}.attention.b_{part}"):
-                table.plain(f"{tensor}.bias", f"{ours}.attention.b_{part}", place)
+            table.same(f"{tensor}.weight", f"{ours}.attention.w_{part}", place)
+            table.same(f"{tensor}.bias", f"{ours}.attention.b_{part}", place)
         for part in ("gate", "up", "down"):
             tensor = f"{theirs}.mlp.{part}_proj"
-            table.linear(f"{tensor}.weight", f"{ours}.mlp.w_{part}", place)
-            if table.has(f"{ours}.mlp.b_{part}"):
-                table.plain(f"{tensor}.bias", f"{ours}.mlp.b_{part}", place)
+            table.same(f"{tensor}.weight", f"{ours}.mlp.w_{part}", place)
+            table.same(f"{tensor}.bias", f"{ours}.mlp.b_{part}", place)
 
 
 def _gpt_neox(table: PieceTable, config: ModelConfig) -> None:
-    table.plain("gpt_neox.embed_in.weight", "w_embedding")
+    table.same("gpt_neox.embed_in.weight", "w_embedding")
     for theirs, ours in (("weight", "scale"), ("bias", "bias")):
-        table.plain(f"gpt_neox.final_layer_norm.{theirs}", f"final_norm.{ours}")
-    table.part(
-        "embed_out.weight",
-        "w_head",
-        shape=(config.padded_vocabulary, config.stack.width),
-    )
+        table.same(f"gpt_neox.final_layer_norm.{theirs}", f"final_norm.{ours}")
+    table.same("embed_out.weight", "w_head")
     assert isinstance(config.stack, TransformerConfig)
     a, D = config.stack.attention, config.stack.width
     H, E = a.heads, a.head_width
@@ -78,8 +68,8 @@ def _gpt_neox(table: PieceTable, config: ModelConfig) -> None:
             ("input_layernorm", "attention_norm"),
             ("post_attention_layernorm", "mlp_norm"),
         ):
-            table.plain(f"{theirs}.{name}.weight", f"{ours}.{norm}.scale", place)
-            table.plain(f"{theirs}.{name}.bias", f"{ours}.{norm}.bias", place)
+            table.same(f"{theirs}.{name}.weight", f"{ours}.{norm}.scale", place)
+            table.same(f"{theirs}.{name}.bias", f"{ours}.{norm}.bias", place)
         # Rows are interleaved per head: head 0's q, k, v, then head 1's.
         fused = f"{theirs}.attention.query_key_value"
         for i, name in enumerate("qkv"):
@@ -106,9 +96,8 @@ def _gpt_neox(table: PieceTable, config: ModelConfig) -> None:
             (f"{theirs}.mlp.dense_h_to_4h", "mlp.{}_up"),
             (f"{theirs}.mlp.dense_4h_to_h", "mlp.{}_down"),
         ):
-            table.linear(f"{tensor}.weight", f"{ours}.{part.format('w')}", place)
-            if table.has(f"{ours}.{part.format('b')}"):
-                table.plain(f"{tensor}.bias", f"{ours}.{part.format('b')}", place)
+            table.same(f"{tensor}.weight", f"{ours}.{part.format('w')}", place)
+            table.same(f"{tensor}.bias", f"{ours}.{part.format('b')}", place)
 
 
 def _layers(config: ModelConfig) -> list[tuple[int, str, int]]:

@@ -17,7 +17,7 @@ from flax import nnx
 from recurjax.convert.tensors import FLOATS, TensorSource
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
-from recurjax.parameters import parameter_name
+from recurjax.parameters import parameter_name, rule_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,29 +66,28 @@ class PieceTable:
         """Whether the model has this parameter."""
         return parameter in self.shapes
 
-    def plain(self, tensor: str, parameter: str, layer: int | None = None) -> None:
-        """Adds a vector or table: the same numbers in the same order."""
-        result = self._result(parameter, layer)
-        flat = (math.prod(result),)
-        shape = result if parameter.endswith(("w_embedding", "w_position")) else flat
-        self.part(tensor, parameter, layer, shape=shape, axes=tuple(range(len(shape))))
+    def same(self, tensor: str, parameter: str, layer: int | None = None) -> None:
+        """Adds a parameter that is a whole tensor, laid out as its role asks.
 
-    def table(self, tensor: str, parameter: str, layer: int | None = None) -> None:
-        """Adds a table of rows; what a row holds is one axis on disk."""
+        A matrix lies [out, in]; a table keeps its rows, and what a row holds is one
+        axis; a vector is flat. Parameters that the model lacks are left.
+        """
         if not self.has(parameter):
             return
-        rows, *row = self._result(parameter, layer)
-        self.part(tensor, parameter, layer, shape=(rows, math.prod(row)), axes=(0, 1))
-
-    def linear(self, tensor: str, parameter: str, layer: int | None = None) -> None:
-        """Adds a matrix that lies [out, in] on disk."""
-        self.part(tensor, parameter, layer, shape=self.linear_shape(parameter, layer))
+        result, role = self._result(parameter, layer), rule_of(parameter).role
+        if role == "matrix":
+            shape = self.linear_shape(parameter, layer)
+            self.part(tensor, parameter, layer, shape=shape, axes=(1, 0))
+        elif role == "table":
+            shape = (result[0], math.prod(result[1:]))
+            self.part(tensor, parameter, layer, shape=shape, axes=(0, 1))
+        else:
+            shape = (math.prod(result),)
+            self.part(tensor, parameter, layer, shape=shape, axes=(0,))
 
     def linear_shape(self, parameter: str, layer: int | None) -> tuple[int, int]:
         """Returns [out, in] of one layer's matrix; ours is [in ..., out ...]."""
-        result = self._result(parameter, layer)
-        # What a matrix reads is its first axis, but for [H, E, D]: heads are read.
-        inputs = 2 if parameter.endswith("w_out") else 1
+        result, inputs = self._result(parameter, layer), rule_of(parameter).inputs
         return math.prod(result[inputs:]), math.prod(result[:inputs])
 
     def part(
@@ -125,10 +124,10 @@ class PieceTable:
         names = [name for name in parameters if self.has(name)]
         if not names:
             return
-        if names[0].rpartition(".")[2].startswith("b_"):
-            sizes = [(math.prod(self._result(name, layer)),) for name in names]
-        else:
+        if rule_of(names[0]).role == "matrix":
             sizes = [self.linear_shape(name, layer) for name in names]
+        else:
+            sizes = [(math.prod(self._result(name, layer)),) for name in names]
         shape = (sum(size[0] for size in sizes), *sizes[0][1:])
         axes = (1, 0) if len(shape) == 2 else (0,)
         start = 0

@@ -1,21 +1,10 @@
-"""The tensor names of our own PyTorch modules: one rule a parameter, any variant."""
+"""The tensor names of our own PyTorch modules, of any variant."""
 
 import re
 
 from recurjax.convert.pieces import Piece, PieceTable, is_stacked
 from recurjax.model import ModelConfig
-
-_RULES = (
-    (r"\bw_(embedding|position)$", r"\1.weight", "plain"),
-    (r"\bw_(value_embedding)$", r"\1.weight", "table"),
-    (r"\bb_forget$", r"bias", "plain"),
-    (r"\bw_(\w+)$", r"\1.weight", "linear"),
-    (r"\bb_(\w+)$", r"\1.bias", "plain"),
-    (r"\bscale$", "weight", "plain"),
-    (r"\b(\w+_(?:scale|logits))$", r"\1", "plain"),
-    (r"\bbias$", "bias", "plain"),
-)
-"""First match wins; matrices are turned to [out, in], the rest keeps its order."""
+from recurjax.parameters import torch_word
 
 _BLOCK = re.compile(r"^stack\.blocks\.(?:(\d+)\.)?")
 
@@ -41,10 +30,5 @@ def torch_pieces(config: ModelConfig) -> list[Piece]:
 
 def _add(table: PieceTable, named: str, parameter: str, layer: int | None) -> None:
     assert is_stacked(parameter) == (layer is not None)
-    for pattern, replacement, kind in _RULES:
-        if re.search(pattern, named):
-            tensor = re.sub(pattern, replacement, named)
-            adds = {"linear": table.linear, "table": table.table, "plain": table.plain}
-            adds[kind](tensor, parameter, layer)
-            return
-    raise AssertionError(f"no rule names {parameter} in PyTorch")
+    parents, dot, _ = named.rpartition(".")
+    table.same(parents + dot + torch_word(parameter), parameter, layer)

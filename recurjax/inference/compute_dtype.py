@@ -3,7 +3,7 @@
 import jax
 
 from recurjax.model import Decoder
-from recurjax.parameters import parameter_name
+from recurjax.parameters import parameter_name, rule_of
 
 
 def in_compute_dtype(model: Decoder) -> Decoder:
@@ -17,7 +17,7 @@ def in_compute_dtype(model: Decoder) -> Decoder:
     dtype = model.config.dtype
 
     def cast(path, leaf):
-        matrix = parameter_name(path).rpartition(".")[2].startswith("w_")
-        return leaf.astype(dtype) if matrix else leaf
+        weight = rule_of(parameter_name(path)).is_weight
+        return leaf.astype(dtype) if weight else leaf
 
     return jax.tree_util.tree_map_with_path(cast, model)

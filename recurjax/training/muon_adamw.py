@@ -1,6 +1,5 @@
 """MuonAdamW: Muon for matrices, AdamW with rates of their own for the rest."""
 
-import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,24 +9,12 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from recurjax.parameters import parameter_name
+from recurjax.parameters import parameter_name, rule_of
 from recurjax.ranges import require_range
 from recurjax.training.muon import muon
 
 _REFERENCE_WIDTH, _REFERENCE_BATCH, _REFERENCE_LAYERS = 768, 2**19, 12
 _BETAS = (0.8, 0.95)
-
-Group = Literal["matrix", "embedding", "head", "scalar", "residual", "input"]
-
-GROUPS: tuple[tuple[str, Group], ...] = (
-    (r"\bw_(embedding|value_embedding|position)$", "embedding"),
-    (r"\bw_head$", "head"),
-    (r"\bw_", "matrix"),
-    (r"\bresidual_scale$", "residual"),
-    (r"\binput_scale$", "input"),
-    (r"", "scalar"),  # norms, biases, scales, learned averages
-)
-"""Which group a parameter belongs to: the first pattern that its name meets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,34 +106,20 @@ def muon_adamw(
 
 def parameter_groups(parameters: Any) -> Any:
     """Returns each parameter's group, by its name."""
-
-    def of_leaf(path: tuple[Any, ...], _: Any) -> Group:
-        name = parameter_name(path)
-        return next(group for pattern, group in GROUPS if re.search(pattern, name))
-
-    return jax.tree_util.tree_map_with_path(of_leaf, parameters)
-
-
-_INPUTS_OUTPUTS = (
-    (r"\bw_out$", 2, 1),  # [H, E] -> [D]
-    (r"\bw_(q|k|v|full|expand|mix)$", 1, 2),  # [D] -> [H, E]
-    (r"\bw_", 1, 1),
-)
-"""How many axes of one layer's weight are its inputs and its outputs, inputs first."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: rule_of(parameter_name(path)).group, parameters
+    )
 
 
 def matrix_dimensions(weights: Any) -> Any:
     """Returns which axes of each weight are inputs and outputs; layers stack before."""
 
     def of_leaf(path: tuple[Any, ...], weight: Any) -> MuonDimensionNumbers:
-        name = parameter_name(path)
-        inputs, outputs = next(
-            (i, o) for pattern, i, o in _INPUTS_OUTPUTS if re.search(pattern, name)
-        )
-        first = weight.ndim - inputs - outputs
+        rule = rule_of(parameter_name(path))
+        first = weight.ndim - len(rule.spec)
         return MuonDimensionNumbers(
-            reduction_axis=tuple(range(first, first + inputs)),
-            output_axis=tuple(range(first + inputs, weight.ndim)),
+            reduction_axis=tuple(range(first, first + rule.inputs)),
+            output_axis=tuple(range(first + rule.inputs, weight.ndim)),
         )
 
     return jax.tree_util.tree_map_with_path(of_leaf, weights)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from recurjax.parameters import parameter_name
+from recurjax.parameters import parameter_name, rule_of
 from recurjax.ranges import require_range
 from recurjax.training.muon_adamw import MuonAdamW, muon_adamw
 
@@ -86,7 +86,7 @@ def _adam(
 ) -> Iterator[optax.GradientTransformation]:
     yield optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     if isinstance(config, AdamW):
-        mask = is_matrix if config.decay == "matrices" else None
+        mask = is_weight if config.decay == "matrices" else None
         yield optax.add_decayed_weights(config.weight_decay, mask=mask)
     yield optax.scale_by_learning_rate(rate)
 
@@ -96,10 +96,8 @@ def _check_adam(config: AdamW | Adam) -> None:
     require_range(config, "b1", "b2", least=0, below=1)
 
 
-def is_matrix(parameters: Any) -> Any:
-    """Returns a tree of bools: True for weights `w_*`, False for norms and biases."""
-
-    def of_leaf(path: tuple[Any, ...], _: Any) -> bool:
-        return parameter_name(path).rpartition(".")[2].startswith("w_")
-
-    return jax.tree_util.tree_map_with_path(of_leaf, parameters)
+def is_weight(parameters: Any) -> Any:
+    """Returns a tree of bools: True for matrices and tables, False for vectors."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: rule_of(parameter_name(path)).is_weight, parameters
+    )

@@ -8,6 +8,7 @@ import pytest
 from recurjax import sharding
 from recurjax.experiment import Experiment
 from recurjax.layers.mlp import MlpConfig
+from recurjax.parameters import find_rule
 from recurjax.plan.collectives import Collective
 from recurjax.plan.hlo import parse
 from recurjax.plan.programs import build_program
@@ -67,8 +68,12 @@ def test_tensor_parallel_products_gather_no_parameter():
 
 def test_a_table_that_regresses_is_seen(monkeypatch):
     # w_down cut by its columns, as w_up is: their product no longer stays in place.
-    broken = ((r"\bw_down$", P("fsdp", "tensor")), *sharding.RULES)
-    monkeypatch.setattr(sharding, "RULES", broken)
+    def broken(name):
+        rule = find_rule(name)
+        columns = name.endswith("w_down")
+        return rule._replace(spec=P("fsdp", "tensor")) if columns else rule
+
+    monkeypatch.setattr(sharding, "find_rule", broken)
     found = collectives(MeshConfig(tensor=2), wide_transformer())
     assert gathered(found, "tensor") != []
 

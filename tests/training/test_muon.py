@@ -14,7 +14,12 @@ from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.training.latent_objectives import Interleaved
 from recurjax.training.muon import muon
-from recurjax.training.muon_adamw import MuonAdamW, muon_adamw, parameter_groups
+from recurjax.training.muon_adamw import (
+    MuonAdamW,
+    matrix_dimensions,
+    muon_adamw,
+    parameter_groups,
+)
 from recurjax.types import Batch
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from recurjax.variants.latent_recurrent_transformer.recurrence import rms
@@ -144,6 +149,34 @@ def test_every_parameter_has_its_group():
         "w_embedding": "embedding",
         "w_head": "head",
         "final_norm": {"scale": "scalar"},
+    }
+
+
+def test_each_matrix_is_one_from_its_inputs_to_its_outputs():
+    shapes = {
+        "w_input_v": (8, 2, 4),  # [D, K, E]
+        "memory.w_k": (8, 2, 4),
+        "w_mix": (8, 2, 3),  # [D, 2, K]
+        "w_value_gate": (8, 2),
+        "w_out": (4, 4, 8),  # [H, E, D]
+        "mlp.w_up": (8, 16),
+    }
+    weights = {
+        f"stack.blocks.0.{name}": jnp.zeros((5, *shape))
+        for name, shape in shapes.items()
+    }
+    found = {
+        name.removeprefix("stack.blocks.0."): (d.reduction_axis, d.output_axis)
+        for name, d in matrix_dimensions(weights).items()
+    }
+    heads = ((1,), (2, 3))
+    assert found == {
+        "w_input_v": heads,
+        "memory.w_k": heads,
+        "w_mix": heads,
+        "w_value_gate": ((1,), (2,)),
+        "w_out": ((1, 2), (3,)),
+        "mlp.w_up": ((1,), (2,)),
     }
 
 

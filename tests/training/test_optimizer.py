@@ -7,7 +7,7 @@ from flax import nnx
 
 from recurjax.model import Decoder
 from recurjax.parameters import to_nested_dict
-from recurjax.training.optimizer import Adam, AdamW, build_optimizer, is_matrix
+from recurjax.training.optimizer import Adam, AdamW, build_optimizer, is_weight
 from tests.training.tiny_experiment import config
 
 
@@ -17,7 +17,7 @@ def rate(step):
 
 def draw(seed, scale=1.0):
     w, b = np.random.default_rng(seed).standard_normal((2, 4)).astype(np.float32)
-    return {"w_up": w * scale, "b_up": b * scale}
+    return {"mlp.w_up": w * scale, "mlp.b_up": b * scale}
 
 
 def by_optax(optimizer, gradients):
@@ -58,7 +58,7 @@ def test_adamw_is_the_papers_and_spares_biases():
     optimizer = build_optimizer(
         AdamW(learning_rate=1.0, weight_decay=0.3), rate, clip=None, steps=1
     )
-    want = by_hand(GRADIENTS, decay={"w_up": 0.3, "b_up": 0.0})
+    want = by_hand(GRADIENTS, decay={"mlp.w_up": 0.3, "mlp.b_up": 0.0})
     assert_same(by_optax(optimizer, GRADIENTS), want)
 
 
@@ -69,7 +69,7 @@ def test_decay_of_all_spares_nothing():
         clip=None,
         steps=1,
     )
-    want = by_hand(GRADIENTS, decay={"w_up": 0.3, "b_up": 0.3})
+    want = by_hand(GRADIENTS, decay={"mlp.w_up": 0.3, "mlp.b_up": 0.3})
     assert_same(by_optax(optimizer, GRADIENTS), want)
 
 
@@ -77,7 +77,7 @@ def test_adam_does_not_decay_and_takes_its_own_constants():
     optimizer = build_optimizer(
         Adam(learning_rate=1.0, b1=0.8, b2=0.99, eps=1e-3), rate, clip=None, steps=1
     )
-    none = {"w_up": 0.0, "b_up": 0.0}
+    none = {"mlp.w_up": 0.0, "mlp.b_up": 0.0}
     want = by_hand(GRADIENTS, decay=none, b1=0.8, b2=0.99, eps=1e-3)
     assert_same(by_optax(optimizer, GRADIENTS), want)
 
@@ -88,7 +88,7 @@ def test_clipping_scales_the_whole_gradient_to_its_norm(scale):
     optimizer = build_optimizer(
         Adam(learning_rate=1.0, eps=0.1), rate, clip=1.0, steps=1
     )
-    none = {"w_up": 0.0, "b_up": 0.0}
+    none = {"mlp.w_up": 0.0, "mlp.b_up": 0.0}
     want = by_hand(gradients, decay=none, clip=1.0, eps=0.1)
     assert_same(by_optax(optimizer, gradients), want)
 
@@ -97,7 +97,7 @@ def test_a_models_norms_and_biases_do_not_decay_and_its_embedding_does():
     abstract = jax.eval_shape(
         lambda key: Decoder(config().model, rngs=nnx.Rngs(key)), jax.random.key(0)
     )
-    decays = to_nested_dict(is_matrix(abstract))
+    decays = to_nested_dict(is_weight(abstract))
     block = decays["stack"]["blocks"]["0"]
     assert decays["w_embedding"] is True
     assert set(block["attention"]) == {"w_q", "w_k", "w_v", "w_out"}
