@@ -1,28 +1,17 @@
-"""The stack: one pass over some positions, of which every schedule is made."""
+"""The schedules of the recurrence: exact, by subsets for training, by sweeps."""
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Float, Int
 
+from recurjax.layers.cache_rows import CacheRows
 from recurjax.layers.key_value_cache import empty_key_value_cache
-from recurjax.layers.layer_scan import scan_layers
 from recurjax.layers.mesh_axes import UncutStack
-from recurjax.layers.pattern_stack import make_blocks
 from recurjax.types import Array, Tokens
-from recurjax.variants.latent_recurrent_transformer.block import (
-    LatentBlock,
-    MemoryProjection,
-    Pass,
-    Stream,
-)
 from recurjax.variants.latent_recurrent_transformer.caches import (
     LatentBuffer,
     LatentCache,
     Output,
-)
-from recurjax.variants.latent_recurrent_transformer.config import (
-    LatentRecurrentTransformerConfig,
 )
 from recurjax.variants.latent_recurrent_transformer.lags import (
     entering,
@@ -30,46 +19,23 @@ from recurjax.variants.latent_recurrent_transformer.lags import (
     mixed_lags,
     newest,
 )
-from recurjax.variants.latent_recurrent_transformer.places import (
-    Buffer,
-    Place,
-    Whole,
-    slots_of,
-)
+from recurjax.variants.latent_recurrent_transformer.passes import LatentPasses
+from recurjax.variants.latent_recurrent_transformer.places import Buffer, slots_of
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
-    Memory,
     Positions,
     indices,
     put,
-    rms,
     take,
 )
 
 
-class LatentRecurrentTransformerStack(UncutStack):
-    """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern.
+class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
+    """The recurrence and its schedules, over the passes of `LatentPasses`.
 
     Called as every stack it is the exact recurrence, one token after another (without a
-    memory: all at once). `initial` and `refine` are what training is made of.
+    memory: all at once). `initial` and `refine` are what training is made of; `sweep`
+    reads prompts approximately.
     """
-
-    def __init__(self, config: LatentRecurrentTransformerConfig, *, rngs: nnx.Rngs):
-        self.config = config
-
-        def block(place: int, layer: Array, rngs: nnx.Rngs) -> LatentBlock:
-            return LatentBlock(config, place=place, layer=layer, rngs=rngs)
-
-        layers, P = config.layers, config.pattern
-        self.blocks = nnx.List(make_blocks(block, layers=layers, pattern=P, rngs=rngs))
-        memory, projection, lags, sources = config.memory, None, 0, 0
-        if memory is not None:
-            if memory.gated and memory.projection == "shared":
-                projection = MemoryProjection(config, rngs=rngs)
-            lags = len(memory.lags) if memory.combine == "average" else 0
-            sources = len(memory.sources)
-        logits = lambda n: nnx.Param(jnp.zeros(n)) if n > 1 else None  # noqa: E731
-        self.memory = projection
-        self.lag_logits, self.source_logits = logits(lags), logits(sources)
 
     def init_cache(self, batch: int, length: int, dtype) -> LatentCache:
         """Makes the cache for `length` tokens a row; 0 is the training cache.
@@ -104,7 +70,7 @@ class LatentRecurrentTransformerStack(UncutStack):
         B, T, _ = x.shape
         if self.config.memory is None:
             if training:
-                return self._whole(x, tokens, kept=False).x, cache
+                return self.pass_over_all(x, tokens, kept=False).x, cache
             return self._on_cache(x, None, cache, tokens)
         if tokens.segments is not None:
             raise NotImplementedError(
@@ -122,7 +88,7 @@ class LatentRecurrentTransformerStack(UncutStack):
         self, x: Float[Array, "B T D"], tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], LatentBuffer]:
         """Runs all positions at once with a memory of zero: the initialization pass."""
-        out = self._whole(x, tokens, kept=True)
+        out = self.pass_over_all(x, tokens, kept=True)
         return out.x, LatentBuffer(out.places, out.state)
 
     def refine(
@@ -167,15 +133,7 @@ class LatentRecurrentTransformerStack(UncutStack):
             raise ValueError(
                 f"refine: wants a memory of shape {(B, n, D)}, got {memory.shape}"
             )
-        seen = Pass(
-            x0=rms(take(x, positions)),
-            ids=take(tokens.ids, positions),
-            memory=self._projected(memory),
-            position=jnp.asarray(indices(positions, T), jnp.int32)[None],
-            positions=positions,
-            segments=tokens.segments,
-        )
-        out = self._run(seen, buffer.groups)
+        out = self.pass_at_positions(x, tokens, positions, buffer, memory)
         states = put(buffer.states, positions, out.state)
         return out.x, LatentBuffer(out.places, states)
 
@@ -196,6 +154,27 @@ class LatentRecurrentTransformerStack(UncutStack):
         memory = self.config.memory
         assert memory is not None
         return entering(states, ids, memory, self._lag_logits())
+
+    def prefill(
+        self, x: Float[Array, "B T D"], cache: LatentCache, tokens: Tokens, *, by: str
+    ) -> tuple[Float[Array, "B T D"], LatentCache, dict[str, Float[Array, ""]]]:
+        """Reads prompts by "sweeps:N"; reports what the last sweep still changed."""
+        count = int(by.removeprefix("sweeps:"))
+        x, cache, residual = self.sweep(x, cache, tokens, sweeps=count)
+        return x, cache, {"largest change of a state in the last sweep": residual}
+
+    def refuses_prefill(self, by: str) -> str | None:
+        """Says why prompts cannot be read in a way, or None when they can."""
+        kind, _, count = by.partition(":")
+        if kind != "sweeps" or not count.isdecimal() or int(count) < 1:
+            return f'prefill must be "exact" or like "sweeps:4", got {by!r}'
+        memory = self.config.memory
+        if memory is None or 0 in memory.lags:
+            return (
+                f"prefill {by} is for models whose memory is of earlier tokens: leave "
+                'it at "exact"'
+            )
+        return None
 
     def sweep(
         self,
@@ -230,7 +209,7 @@ class LatentRecurrentTransformerStack(UncutStack):
             enters = entering(
                 states, tokens.ids, memory, self._lag_logits(), before=cache.states
             )
-            out = self._pass_on_cache(x, enters, cache, tokens)
+            out = self.pass_on_cache(x, enters, cache, tokens)
             change = jnp.where(real, out.state - states, 0)
             residual = jnp.abs(change).max().astype(residual.dtype)
             states, y = out.state, out.x
@@ -249,61 +228,12 @@ class LatentRecurrentTransformerStack(UncutStack):
         old, _ = forgotten(cache.states, x, tokens, memory)
         own = x
         if 0 in memory.lags:
-            own = self._pass_on_cache(x, None, cache, tokens).state
+            own = self.pass_on_cache(x, None, cache, tokens).state
         parts = [
             own if lag == 0 else old[:, lag - 1 : lag].astype(x.dtype)
             for lag in memory.lags
         ]
         return mixed_lags(parts, self._lag_logits())
-
-    def _whole(self, x: Array, tokens: Tokens, *, kept: bool) -> Output:
-        seen = Pass(
-            x0=rms(x),
-            ids=tokens.ids,
-            memory=None,
-            position=jnp.arange(x.shape[1])[None],
-            segments=tokens.segments,
-        )
-        return self._run(seen, Whole(kept))
-
-    def _on_cache(
-        self, x: Array, memory: Array | None, cache: LatentCache, tokens: Tokens
-    ) -> tuple[Array, LatentCache]:
-        out = self._pass_on_cache(x, memory, cache, tokens)
-        return out.x, self._after(cache, out, tokens, out.state)
-
-    def _pass_on_cache(
-        self, x: Array, memory: Array | None, cache: LatentCache, tokens: Tokens
-    ) -> Output:
-        if tokens.segments is not None:
-            raise NotImplementedError(
-                "LatentRecurrentTransformerStack: segments are for the training cache "
-                "(length 0) only"
-            )
-        seen = Pass(
-            x0=rms(x),
-            ids=tokens.ids,
-            memory=None if memory is None else self._projected(memory),
-            position=cache.position[:, None] + jnp.arange(x.shape[1]),
-            lengths=tokens.lengths,
-        )
-        groups = tuple(g._replace(position=cache.position) for g in cache.groups)
-        return self._run(seen, groups)
-
-    def _after(
-        self, cache: LatentCache, out: Output, tokens: Tokens, states: Array
-    ) -> LatentCache:
-        """Moves the rows on, and keeps each row's last states, newest first."""
-        B, T, _ = out.x.shape
-        count = jnp.full(B, T) if tokens.lengths is None else tokens.lengths
-        groups = tuple(
-            new._replace(position=old.position, layer=old.layer)
-            for new, old in zip(out.places, cache.groups, strict=True)
-        )
-        memory, kept = self.config.memory, cache.states
-        if memory is not None and memory.depth:
-            kept = newest(cache.states, states, tokens, memory)
-        return LatentCache(cache.position + count, groups, kept)
 
     def _token(
         self, x: Array, cache: LatentCache, tokens: Tokens
@@ -326,75 +256,26 @@ class LatentRecurrentTransformerStack(UncutStack):
         cache, y = jax.lax.scan(advance, cache, columns)
         return jnp.swapaxes(y, 0, 1), cache
 
+    def _on_cache(
+        self, x: Array, memory: Array | None, cache: LatentCache, tokens: Tokens
+    ) -> tuple[Array, LatentCache]:
+        out = self.pass_on_cache(x, memory, cache, tokens)
+        return out.x, self._after(cache, out, tokens, out.state)
+
+    def _after(
+        self, cache: LatentCache, out: Output, tokens: Tokens, states: Array
+    ) -> LatentCache:
+        """Moves the rows on, and keeps each row's last states, newest first."""
+        B, T, _ = out.x.shape
+        count = jnp.full(B, T) if tokens.lengths is None else tokens.lengths
+        groups = tuple(
+            new._replace(position=old.position, layer=old.layer)
+            for new, old in zip(out.places, cache.groups, strict=True)
+        )
+        memory, kept = self.config.memory, cache.states
+        if memory is not None and memory.depth:
+            kept = newest(cache.states, states, tokens, memory)
+        return LatentCache(cache.position + count, groups, kept)
+
     def _lag_logits(self) -> Array | None:
         return None if self.lag_logits is None else self.lag_logits[...]
-
-    def _projected(self, state: Array) -> Memory:
-        memory = Memory(state)
-        return memory if self.memory is None else self.memory(memory)
-
-    def _run(self, seen: Pass, places: Whole | tuple) -> Output:
-        """Runs all layers; `places` has one place for each in the pattern."""
-        config = self.config
-        P = config.pattern
-        whole = isinstance(places, Whole)
-        buffers = places if not whole and isinstance(places[0], Buffer) else ()
-        caches = () if whole or buffers else places
-        weights = self._source_weights(seen.x0.dtype)
-        stream = self._stream(seen.x0)
-
-        def repeat(carry, turn):
-            stream, state, caches = carry
-            blocks, buffers, number = turn
-            kept, written = [], []
-            for p, block in enumerate(blocks):
-                layer = number * P + p
-                place: Place
-                if isinstance(places, Whole):
-                    place = places
-                elif buffers:
-                    place = buffers[p]
-                else:
-                    place = caches[p]._replace(layer=number)
-                stream, place = block(stream, seen, place, layer)
-                (written if caches else kept).append(place)
-                if weights is not None:
-                    state = state + weights[layer] * stream.x
-            return (stream, state, tuple(written)), tuple(kept)
-
-        zero = None if weights is None else jnp.zeros_like(seen.x0)
-        repeats = config.layers // P
-        (stream, state, caches), kept = scan_layers(
-            repeat,
-            (stream, zero, caches),
-            (tuple(self.blocks), buffers, jnp.arange(repeats, dtype=jnp.int32)),
-            remat=config.remat,
-            unroll=min(config.unroll, repeats),
-            cached=bool(caches),
-        )
-        state = stream.x if state is None else state
-        if config.memory is not None and config.memory.normed:
-            state = rms(state)
-        return Output(stream.x, state, caches or kept)
-
-    def _stream(self, x0: Array) -> Stream:
-        config = self.config
-        B, n, D = x0.shape
-        values, history = None, None
-        if config.value_residual == "first":
-            shape = (B, n, config.key_heads, config.head_width)
-            values = jnp.zeros(shape, x0.dtype)
-        if config.input_mixing == "dense":
-            history = jnp.zeros((config.layers, B, n, D), x0.dtype)
-        return Stream(x0, values, history)
-
-    def _source_weights(self, dtype) -> Array | None:
-        """Returns each layer's share of the state; None: it is the last layer's."""
-        memory, L = self.config.memory, self.config.layers
-        if memory is None or memory.sources == (L,):
-            return None
-        layers = jnp.asarray(memory.sources) - 1
-        shares = jnp.ones(1, dtype)
-        if self.source_logits is not None:
-            shares = jax.nn.softmax(self.source_logits[...]).astype(dtype)
-        return jnp.zeros(L, dtype).at[layers].set(shares)

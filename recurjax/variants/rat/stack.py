@@ -5,6 +5,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
+from recurjax.layers.cache_rows import CacheRows
 from recurjax.layers.mesh_axes import refuse_stages
 from recurjax.layers.pattern_stack import PatternCache, make_blocks, run_blocks
 from recurjax.layers.sequence_axis import AXIS
@@ -14,7 +15,7 @@ from recurjax.variants.rat.config import RatConfig
 from recurjax.variants.rat.sequence_parallel import obstacle
 
 
-class RatStack(nnx.Module):
+class RatStack(CacheRows, nnx.Module):
     """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern."""
 
     def __init__(self, config: RatConfig, *, rngs: nnx.Rngs):

@@ -12,6 +12,7 @@ from pallas_kernels.recurrent_prefill import (
     empty_cache,
     recurrent_prefill,
 )
+from recurjax.layers.cache_rows import CacheRows
 from recurjax.layers.mesh_axes import STAGE_AXIS, refuse_sequence
 from recurjax.layers.position import LearnedPositions, PositionEmbedding
 from recurjax.types import Array, Tokens
@@ -23,7 +24,7 @@ from recurjax.variants.recurrent_transformer.block import (
 from recurjax.variants.recurrent_transformer.config import RecurrentTransformerConfig
 
 
-class RecurrentTransformerStack(nnx.Module):
+class RecurrentTransformerStack(CacheRows, nnx.Module):
     """L layers; `blocks` stacks their weights on a leading axis."""
 
     def __init__(self, config: RecurrentTransformerConfig, *, rngs: nnx.Rngs):

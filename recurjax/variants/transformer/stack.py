@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
+from recurjax.layers.cache_rows import CacheRows
 from recurjax.layers.key_value_cache import empty_key_value_cache
 from recurjax.layers.mesh_axes import UncutStack
 from recurjax.layers.pattern_stack import PatternCache, make_blocks, run_blocks
@@ -13,7 +14,7 @@ from recurjax.variants.transformer.block import TransformerBlock
 from recurjax.variants.transformer.config import TransformerConfig
 
 
-class TransformerStack(UncutStack):
+class TransformerStack(CacheRows, UncutStack):
     """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
