@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from recurjax.errors import UserError
 from recurjax.layers.embedding import look_up
@@ -46,6 +46,14 @@ class Stack(Protocol):
         self, x: Float[Array, "B T D"], cache: Cache, tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Runs T more positions of every row."""
+        ...
+
+    def reset(self, cache: Cache, rows: Bool[Array, " B"]) -> Cache:
+        """Empties the chosen rows, recurrent states too: see `CacheRows`."""
+        ...
+
+    def insert(self, cache: Cache, row: Int[Array, ""] | int, other: Cache) -> Cache:
+        """Puts the one row of another cache into place `row`."""
         ...
 
 
@@ -192,6 +200,42 @@ class Decoder(nnx.Module):
         x = self.embed(tokens.ids)
         x, cache, residual = self.stack.sweep(x, cache, tokens, sweeps=sweeps)
         return self.final_norm(x), cache, residual
+
+    def prefill(
+        self, tokens: Tokens, cache: Cache, *, by: str = "exact"
+    ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Float[Array, ""]]]:
+        """Reads prompts, exactly or in a way of the variant's own.
+
+        Args:
+          by: "exact": as `hidden`; else what the stack knows, such as "sweeps:4".
+
+        Returns:
+          As `hidden`, and what the way of reading has to report: numbers by the words
+          that say what they are.
+
+        Raises:
+          UserError: the stack does not know this way.
+        """
+        reason = self.refuses_prefill(by)
+        if reason is not None:
+            raise UserError(reason)
+        if by == "exact":
+            return *self.hidden(tokens, cache), {}
+        stack: Any = self.stack
+        x, cache, aux = stack.prefill(self.embed(tokens.ids), cache, tokens, by=by)
+        return self.final_norm(x), cache, aux
+
+    def refuses_prefill(self, by: str) -> str | None:
+        """Says why prompts cannot be read in a way, or None when they can."""
+        if by == "exact":
+            return None
+        refuses = getattr(self.stack, "refuses_prefill", None)
+        if refuses is None:
+            return (
+                f"this model reads prompts exactly and not by {by!r}: leave prefill at "
+                '"exact"'
+            )
+        return refuses(by)
 
     def embed(self, ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T D"]:
         """Returns what the stack reads."""

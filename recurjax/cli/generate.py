@@ -105,8 +105,8 @@ def run(argv: list[str]) -> int:
     else:
         _show(_as_blocks(prompts, made))
     _tell(_speed(made.timing))
-    if options.prefill != "exact":
-        _tell(f"largest change of a state in the last sweep: {made.residual:.2g}")
+    for name, value in made.aux.items():
+        _tell(f"{name}: {value:.2g}")
     return 0
 
 

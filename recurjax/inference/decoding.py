@@ -22,7 +22,7 @@ class DecodeState(NamedTuple):
       seen: which tokens a row contains; None without a repetition penalty.
       finished: rows that drew EOS; they read nothing more and keep `newest`.
       drawn: how many tokens each unfinished row has drawn.
-      residual: largest change of a state in the prefill's last sweep; 0 when exact.
+      aux: what the prefill had to report, see `Decoder.prefill`.
     """
 
     cache: Cache
@@ -30,10 +30,10 @@ class DecodeState(NamedTuple):
     seen: Bool[Array, "B V"] | None
     finished: Bool[Array, " B"]
     drawn: Int[Array, ""]
-    residual: Float[Array, ""]
+    aux: dict[str, Float[Array, ""]]
 
 
-@partial(jax.jit, static_argnames=("sampling", "cache_length", "sweeps"))
+@partial(jax.jit, static_argnames=("sampling", "cache_length", "by"))
 def prefill(
     model: Decoder,
     tokens: Tokens,
@@ -42,7 +42,7 @@ def prefill(
     *,
     sampling: SamplingConfig,
     cache_length: int,
-    sweeps: int | None = None,
+    by: str = "exact",
 ) -> DecodeState:
     """Reads the prompts and draws the first new token of every row.
 
@@ -53,16 +53,12 @@ def prefill(
       keys: each row's random stream; draw n uses the key folded with n.
       eos: the token that finishes a row; -1: none.
       cache_length: how many tokens a row's cache can hold.
-      sweeps: parallel sweeps in place of an exact latent recurrence; None: exact.
+      by: how the prompts are read, see `Decoder.prefill`.
     """
     B, T = tokens.ids.shape
     assert tokens.lengths is not None
-    residual = jnp.zeros((), jnp.float32)
     cache = model.init_cache(B, cache_length, _cache_dtype(model))
-    if sweeps is None:
-        x, cache = model.hidden(tokens, cache)
-    else:
-        x, cache, residual = model.sweep(tokens, cache, sweeps=sweeps)
+    x, cache, aux = model.prefill(tokens, cache, by=by)
     last = jnp.take_along_axis(x, (tokens.lengths - 1)[:, None, None], axis=1)
     seen = None
     if sampling.penalizes:
@@ -77,7 +73,7 @@ def prefill(
         seen=seen,
         finished=jnp.zeros(B, bool),
         drawn=jnp.zeros((), jnp.int32),
-        residual=residual,
+        aux=aux,
     )
     return _draw(state, model.logits(last[:, 0]), keys, eos, sampling)
 
@@ -109,17 +105,33 @@ def decode(
 
     def step(carry):
         n, state, made = carry
-        lengths = (~state.finished).astype(jnp.int32)
-        tokens = Tokens(state.newest[:, None], lengths=lengths)
-        x, cache = model.hidden(tokens, state.cache)
-        state = state._replace(cache=cache)
-        state = _draw(state, model.logits(x[:, 0]), keys, eos, sampling)
+        state = decode_step(model, state, keys, eos, sampling=sampling)
         return n + 1, state, made.at[:, n].set(state.newest)
 
     made = jnp.zeros((state.newest.shape[0], chunk), jnp.int32)
     start = (jnp.zeros((), jnp.int32), state, made)
     _, state, made = jax.lax.while_loop(unfinished, step, start)
     return state, made
+
+
+def decode_step(
+    model: Decoder,
+    state: DecodeState,
+    keys: Key[Array, " B"],
+    eos: Int[Array, ""],
+    *,
+    sampling: SamplingConfig,
+) -> DecodeState:
+    """Reads each unfinished row's newest token and draws the next: one step, unjitted.
+
+    Finished rows read nothing (a length of 0): their caches stay as they are, so that
+    an engine may put other requests into them at any step.
+    """
+    lengths = (~state.finished).astype(jnp.int32)
+    tokens = Tokens(state.newest[:, None], lengths=lengths)
+    x, cache = model.hidden(tokens, state.cache)
+    state = state._replace(cache=cache)
+    return _draw(state, model.logits(x[:, 0]), keys, eos, sampling)
 
 
 def _cache_dtype(model: Decoder) -> str:

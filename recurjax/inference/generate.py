@@ -30,14 +30,14 @@ class Generation:
       tokens: the new tokens, the EOS or the end of a stop string included.
       finish_reasons: what ended each row.
       timing: seconds and tokens a second.
-      residual: see `TokenGeneration`.
+      aux: see `TokenGeneration`.
     """
 
     texts: list[str]
     tokens: list[Int32[np.ndarray, " _"]]
     finish_reasons: list[FinishReason]
     timing: Timing
-    residual: float
+    aux: dict[str, float]
 
 
 def generate(
@@ -117,7 +117,7 @@ def generate(
         tokens=made.tokens,
         finish_reasons=made.finish_reasons,
         timing=made.timing,
-        residual=made.residual,
+        aux=made.aux,
     )
 
 

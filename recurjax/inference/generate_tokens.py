@@ -33,13 +33,13 @@ class TokenGeneration:
     """New tokens of each row, an EOS that ended it included.
 
     Attributes:
-      residual: largest change of a state in the prefill's last sweep; 0 when exact.
+      aux: what the prefill had to report, see `Decoder.prefill`; empty when exact.
     """
 
     tokens: list[Int32[np.ndarray, " _"]]
     finish_reasons: list[FinishReason]
     timing: Timing
-    residual: float
+    aux: dict[str, float]
 
 
 def generate_tokens(
@@ -70,8 +70,9 @@ def generate_tokens(
       chunk: draws a row in one call of the compiled loop: `on_token` is called this
         seldom, and up to so many tokens are computed in vain after it ends a row.
         None: 16 with `on_token`, else 64.
-      prefill_by: "exact", or "sweeps:N": a latent recurrence reads the prompts in N
-        parallel sweeps after a first one, see `Decoder.sweep`.
+      prefill_by: "exact", or a way of the variant's own, see `Decoder.prefill`:
+        "sweeps:N" reads the prompts of a latent recurrence in N parallel sweeps after
+        a first one.
 
     Raises:
       UserError: no prompt; an empty one; a prompt and its continuation are longer than
@@ -84,6 +85,9 @@ def generate_tokens(
             f"max_new_tokens and chunk must be at least 1, got {max_new_tokens} and "
             f"{chunk}"
         )
+    reason = model.refuses_prefill(prefill_by)
+    if reason is not None:
+        raise UserError(reason)
     ids = [np.asarray(prompt, np.int32) for prompt in prompts]
     _check_tokens(ids, model.config.vocabulary)
     cache_length = _fitting_cache(ids, max_new_tokens, cache_length, model.config)
@@ -100,14 +104,14 @@ def generate_tokens(
     static = {
         "sampling": sampling,
         "cache_length": cache_length,
-        "sweeps": _sweeps(prefill_by, model),
+        "by": prefill_by,
     }
     with timing.measure("compile"):
         prefill.lower(model, tokens, *streams, **static).compile()
     with timing.measure("prefill"):
         state = prefill(model, tokens, *streams, **static)
         made = np.asarray(state.newest)[:, None]
-    residual = float(state.residual)
+    aux = {name: float(value) for name, value in state.aux.items()}
     rows.take(made)
 
     static = {"sampling": sampling, "chunk": chunk}
@@ -127,7 +131,7 @@ def generate_tokens(
         tokens=[np.asarray(row, np.int32) for row in rows.tokens],
         finish_reasons=[reason or "length" for reason in rows.reasons],
         timing=timing,
-        residual=residual,
+        aux=aux,
     )
 
 
@@ -160,23 +164,6 @@ class _Rows:
             self.reasons[row] = "eos"
         elif stopped:
             self.reasons[row] = "stop"
-
-
-def _sweeps(prefill_by: str, model: Decoder) -> int | None:
-    if prefill_by == "exact":
-        return None
-    kind, _, count = prefill_by.partition(":")
-    if kind != "sweeps" or not count.isdecimal() or int(count) < 1:
-        raise UserError(
-            f'prefill must be "exact" or like "sweeps:4", got {prefill_by!r}'
-        )
-    memory = getattr(model.config.stack, "memory", None)
-    if memory is None or 0 in memory.lags:
-        raise UserError(
-            f"prefill {prefill_by} is for models whose memory is of earlier tokens: "
-            'leave it at "exact"'
-        )
-    return int(count)
 
 
 def _check_tokens(prompts: list[Int32[np.ndarray, " _"]], vocabulary: int) -> None:
