@@ -14,7 +14,7 @@ OP = dispatch.Op(
     find_cut=mesh_layout.find_cut,
     specs=mesh_layout.specs,
     outputs=1,
-    kept=(0, 1),  # o and its log normalizer.
+    kept=(0, 1),  # o and its log-sum-exp.
     # Left to the compiler, the rows of every device are gathered for a loop over heads.
     cuts_xla=True,
 )
@@ -37,7 +37,7 @@ def chunk_attention(
     Position t stands in chunk c(t) = first + t // C and sees the ends of all chunks
     before its own; its own chunk it sees through itself only. Head h reads query group
     h mod N. Softmax is at least float32. Source: RAT, eq. (4). One gradient covers the
-    whole softmax: parts merged through a log-sum-exp whose gradient a library drops
+    whole softmax: parts merged through a lse-sum-exp whose gradient a library drops
     would train wrongly without an error.
 
     Args:

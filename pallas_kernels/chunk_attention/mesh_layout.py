@@ -28,7 +28,7 @@ def specs(cut: Cut, q, own_logits, own_values, ends, first, documents) -> Specs:
     """Returns how arrays and results lie on the mesh."""
     del own_values
     by_row, heads = P(cut.by_row), P(cut.by_row, None, cut.columns)
-    # Keys, values and the log normalizer have heads before positions.
+    # Keys, values and the log-sum-exp have heads before positions.
     heads_first = P(cut.by_row, cut.columns)
     known = None if ends.documents is None else by_row
     return Specs(

@@ -35,7 +35,7 @@ def position_gradients(
     keys: Array,
     values: Array,
     o: Array,
-    log: Array,
+    lse: Array,
     do: Array,
 ) -> tuple[Array, Array, Array, Array]:
     """Returns (dq, d own_logits [B, H, 1, T], d own_values, delta [B, H, 1, T]).
@@ -50,16 +50,16 @@ def position_gradients(
 
     by_row, of_group = position_spec(call, at, H), position_spec(call, at, N)
     scalars = scalar_spec(call, at)
-    for_q, for_own, for_value, delta = launch(
+    dq, d_own, d_value, delta = launch(
         call,
         _position_kernel,
         first,
         *documents,
         *(by_position(q), own_logits, by_position(own_values), keys, values),
-        *(by_position(o), log, by_position(do)),
+        *(by_position(o), lse, by_position(do)),
         grid=(
-            *(call.batch, N, pl.cdiv(call.length, tiles.rows)),
-            *(H // N, pl.cdiv(keys.shape[2], tiles.ends)),
+            *(call.batch, N, pl.cdiv(call.length, tiles.block_q)),
+            *(H // N, pl.cdiv(keys.shape[2], tiles.block_k)),
         ),
         parallel=3,
         in_specs=[
@@ -74,9 +74,9 @@ def position_gradients(
             shape_by_position(own_values),
             jax.ShapeDtypeStruct(own_logits.shape, jnp.float32),
         ],
-        scratch=[(E, tiles.rows), (1, tiles.rows)],
+        scratch=[(E, tiles.block_q), (1, tiles.block_q)],
     )
-    return from_position(for_q, N), for_own, from_position(for_value, H), delta
+    return from_position(dq, N), d_own, from_position(d_value, H), delta
 
 
 def end_gradients(
@@ -86,26 +86,26 @@ def end_gradients(
     q: Array,
     keys: Array,
     values: Array,
-    log: Array,
+    lse: Array,
     delta: Array,
     do: Array,
 ) -> tuple[Array, Array]:
     """Returns (d keys, d values), both [B, H, S, E]."""
     tiles, H, E = call.tiles, call.heads, call.width
-    blocks = pl.cdiv(call.length, tiles.rows)
+    blocks = pl.cdiv(call.length, tiles.block_q)
 
     def at(b, h, j, i, first):
         seen = jnp.minimum(call.first_block(j, first[b]), blocks - 1)
         return At(b, h, jnp.maximum(i, seen), j)
 
     ends, scalars = end_spec(call, at), scalar_spec(call, at)
-    for_keys, for_values = launch(
+    d_keys, d_values = launch(
         call,
         _end_kernel,
         first,
         *documents,
-        *(by_position(q), keys, values, log, delta, by_position(do)),
-        grid=(call.batch, H, pl.cdiv(keys.shape[2], tiles.ends), blocks),
+        *(by_position(q), keys, values, lse, delta, by_position(do)),
+        grid=(call.batch, H, pl.cdiv(keys.shape[2], tiles.block_k), blocks),
         parallel=3,
         in_specs=[
             *document_specs(call, at),
@@ -117,9 +117,9 @@ def end_gradients(
             jax.ShapeDtypeStruct(keys.shape, keys.dtype),
             jax.ShapeDtypeStruct(values.shape, values.dtype),
         ],
-        scratch=[(tiles.ends, E), (tiles.ends, E)],
+        scratch=[(tiles.block_k, E), (tiles.block_k, E)],
     )
-    return for_keys, for_values
+    return d_keys, d_values
 
 
 # A program owns `rows` positions of a query group, and runs through its heads and, for
@@ -128,7 +128,7 @@ def end_gradients(
 # once; own term, o, do and their gradients once; the seen ends once a block.
 def _position_kernel(first_ref, *refs, call: Call):
     *documents, q_ref, own_ref, value_ref, keys_ref, values_ref = refs[:-9]
-    o_ref, log_ref, do_ref, for_q_ref, for_own_ref, for_value_ref = refs[-9:-3]
+    o_ref, lse_ref, do_ref, dq_ref, d_own_ref, d_value_ref = refs[-9:-3]
     delta_ref, sum_ref, delta_kept_ref = refs[-3:]
     i, g, j = pl.program_id(2), pl.program_id(3), pl.program_id(4)
     first = first_ref[pl.program_id(0)]
@@ -142,10 +142,10 @@ def _position_kernel(first_ref, *refs, call: Call):
         do = do_ref[...].astype(jnp.float32).T  # [E, rows]
         o, value = (ref[...].astype(jnp.float32).T for ref in (o_ref, value_ref))
         delta = jnp.sum(do * o, axis=0, keepdims=True)
-        weight = jnp.exp(call.scale * own_ref[...] - log_ref[...])
+        weight = jnp.exp(call.scale * own_ref[...] - lse_ref[...])
         of_value = jnp.sum(do * value, axis=0, keepdims=True)
-        for_own_ref[:] = call.scale * weight * (of_value - delta)
-        for_value_ref[:] = (weight * do).T.astype(for_value_ref.dtype)
+        d_own_ref[:] = call.scale * weight * (of_value - delta)
+        d_value_ref[:] = (weight * do).T.astype(d_value_ref.dtype)
         delta_ref[:] = delta
         delta_kept_ref[:] = delta
 
@@ -155,22 +155,22 @@ def _position_kernel(first_ref, *refs, call: Call):
         k = real_ends(call, keys_ref[...].astype(q.dtype), j)
         v = real_ends(call, values_ref[...].astype(q.dtype), j)
         logits = hidden_logits(call, k, q, first, i, j, documents)
-        p = jnp.exp(logits - log_ref[...])
-        for_p = dot(v, do_ref[...].astype(q.dtype), (1, 1))
-        for_logits = (p * (for_p - delta_kept_ref[...])).astype(q.dtype)
-        sum_ref[:] += dot(k, for_logits, (0, 0))
+        p = jnp.exp(logits - lse_ref[...])
+        dp = dot(v, do_ref[...].astype(q.dtype), (1, 1))
+        d_logits = (p * (dp - delta_kept_ref[...])).astype(q.dtype)
+        sum_ref[:] += dot(k, d_logits, (0, 0))
 
     @pl.when((g == pl.num_programs(3) - 1) & (j == pl.num_programs(4) - 1))
     def _():
-        for_q_ref[:] = (call.scale * sum_ref[...]).T.astype(for_q_ref.dtype)
+        dq_ref[:] = (call.scale * sum_ref[...]).T.astype(dq_ref.dtype)
 
 
 # A program owns a block of ends of one head and runs through the blocks of positions
 # that see any of them; both gradients stay in VMEM. Crossing HBM: the ends and their
 # gradients once; q, do and two numbers a position once for each block of ends.
 def _end_kernel(first_ref, *refs, call: Call):
-    *documents, q_ref, keys_ref, values_ref, log_ref, delta_ref, do_ref = refs[:-4]
-    for_keys_ref, for_values_ref, sum_k_ref, sum_v_ref = refs[-4:]
+    *documents, q_ref, keys_ref, values_ref, lse_ref, delta_ref, do_ref = refs[:-4]
+    d_keys_ref, d_values_ref, sum_k_ref, sum_v_ref = refs[-4:]
     j, i = pl.program_id(2), pl.program_id(3)
     first = first_ref[pl.program_id(0)]
 
@@ -185,13 +185,13 @@ def _end_kernel(first_ref, *refs, call: Call):
         do = real_rows(call, do_ref[...].astype(q.dtype), i, 0)
         k, v = keys_ref[...].astype(q.dtype), values_ref[...].astype(q.dtype)
         logits = hidden_logits(call, k, q, first, i, j, documents)
-        p = real_rows(call, jnp.exp(logits - log_ref[...]), i, 1)
-        for_p = dot(v, do, (1, 1))
-        for_logits = p * (for_p - real_rows(call, delta_ref[...], i, 1))
-        sum_k_ref[:] += dot(for_logits.astype(q.dtype), q, (1, 0))
+        p = real_rows(call, jnp.exp(logits - lse_ref[...]), i, 1)
+        dp = dot(v, do, (1, 1))
+        d_logits = p * (dp - real_rows(call, delta_ref[...], i, 1))
+        sum_k_ref[:] += dot(d_logits.astype(q.dtype), q, (1, 0))
         sum_v_ref[:] += dot(p.astype(q.dtype), do, (1, 0))
 
     @pl.when(i == pl.num_programs(3) - 1)
     def _():
-        for_keys_ref[:] = (call.scale * sum_k_ref[...]).astype(for_keys_ref.dtype)
-        for_values_ref[:] = sum_v_ref[...].astype(for_values_ref.dtype)
+        d_keys_ref[:] = (call.scale * sum_k_ref[...]).astype(d_keys_ref.dtype)
+        d_values_ref[:] = sum_v_ref[...].astype(d_values_ref.dtype)

@@ -31,7 +31,7 @@ def attend(
     keys: Array,
     values: Array,
 ) -> tuple[Array, Array]:
-    """Returns o [B, T, H, E] and the log normalizer [B, H, 1, T].
+    """Returns o [B, T, H, E] and the log-sum-exp [B, H, 1, T].
 
     Args:
       own_logits: [B, H, 1, T], float32.
@@ -44,15 +44,15 @@ def attend(
         seen = call.blocks_of_ends(i, first[b])
         return At(b, h, i, jnp.minimum(j, jnp.maximum(seen - 1, 0)))
 
-    o, log = launch(
+    o, lse = launch(
         call,
         _forward_kernel,
         first,
         *documents,
         *(by_position(q), own_logits, by_position(own_values), keys, values),
         grid=(
-            *(call.batch, H, pl.cdiv(call.length, tiles.rows)),
-            pl.cdiv(keys.shape[2], tiles.ends),
+            *(call.batch, H, pl.cdiv(call.length, tiles.block_q)),
+            pl.cdiv(keys.shape[2], tiles.block_k),
         ),
         parallel=3,
         in_specs=[
@@ -67,9 +67,9 @@ def attend(
             shape_by_position(own_values),
             jax.ShapeDtypeStruct(own_logits.shape, jnp.float32),
         ],
-        scratch=[(1, tiles.rows), (1, tiles.rows), (E, tiles.rows)],
+        scratch=[(1, tiles.block_q), (1, tiles.block_q), (E, tiles.block_q)],
     )
-    return from_position(o, H), log
+    return from_position(o, H), lse
 
 
 # A program owns `rows` positions of one head and runs through the blocks of ends that
@@ -78,7 +78,7 @@ def attend(
 # each block of positions.
 def _forward_kernel(first_ref, *refs, call: Call):
     *documents, q_ref, own_ref, value_ref, keys_ref, values_ref = refs[:-5]
-    o_ref, log_ref, largest_ref, normalizer_ref, weighted_ref = refs[-5:]
+    o_ref, lse_ref, largest_ref, normalizer_ref, weighted_ref = refs[-5:]
     i, j = pl.program_id(2), pl.program_id(3)
     first = first_ref[pl.program_id(0)]
 
@@ -107,4 +107,4 @@ def _forward_kernel(first_ref, *refs, call: Call):
     def _():
         o = weighted_ref[...] / normalizer_ref[...]
         o_ref[:] = o.T.astype(o_ref.dtype)
-        log_ref[:] = largest_ref[...] + jnp.log(normalizer_ref[...])
+        lse_ref[:] = largest_ref[...] + jnp.log(normalizer_ref[...])

@@ -29,12 +29,12 @@ class Tiles:
     """Block sizes: multiples of 128, or the whole axis.
 
     Attributes:
-      rows: positions.
-      ends: chunk ends.
+      block_q: positions.
+      block_k: chunk ends.
     """
 
-    rows: int
-    ends: int
+    block_q: int
+    block_k: int
 
 
 class At(NamedTuple):
@@ -73,13 +73,13 @@ class Call:
 
     def blocks_of_ends(self, i, first):
         """Returns how many blocks of ends the positions of block i see any of."""
-        last = jnp.minimum((i + 1) * self.tiles.rows, self.length) - 1
-        return pl.cdiv(seen_ends(first, last, **self.sizes), self.tiles.ends)
+        last = jnp.minimum((i + 1) * self.tiles.block_q, self.length) - 1
+        return pl.cdiv(seen_ends(first, last, **self.sizes), self.tiles.block_k)
 
     def first_block(self, j, first):
         """Returns the first block of positions that sees any of block j of ends."""
-        s = j * self.tiles.ends
-        return first_position(first, s, chunk=self.chunk) // self.tiles.rows
+        s = j * self.tiles.block_k
+        return first_position(first, s, chunk=self.chunk) // self.tiles.block_q
 
 
 def choose_tiles(*, length: int, ends: int) -> Tiles:
@@ -87,7 +87,7 @@ def choose_tiles(*, length: int, ends: int) -> Tiles:
 
     Not tuned on a device.
     """
-    return Tiles(rows=min(512, length), ends=min(512, ends))
+    return Tiles(block_q=min(512, length), block_k=min(512, ends))
 
 
 def by_position(x: Array) -> Array:
@@ -111,7 +111,7 @@ def shape_by_position(like: Array, dtype=None) -> jax.ShapeDtypeStruct:
 
 def position_spec(call: Call, at: Callable[..., At], heads: int) -> pl.BlockSpec:
     """Returns the [rows, E] of a program out of `by_position`'s array."""
-    rows, E = call.tiles.rows, call.width
+    rows, E = call.tiles.block_q, call.width
 
     def place(*grid):
         b, h, i, _ = at(*grid)
@@ -129,7 +129,7 @@ def scalar_spec(call: Call, at: Callable[..., At]) -> pl.BlockSpec:
         b, h, i, _ = at(*grid)
         return b, h, 0, i
 
-    return pl.BlockSpec((None, None, 1, call.tiles.rows), place)
+    return pl.BlockSpec((None, None, 1, call.tiles.block_q), place)
 
 
 def end_spec(call: Call, at: Callable[..., At]) -> pl.BlockSpec:
@@ -139,7 +139,7 @@ def end_spec(call: Call, at: Callable[..., At]) -> pl.BlockSpec:
         b, h, _, j = at(*grid)
         return b, h, j, 0
 
-    return pl.BlockSpec((None, None, call.tiles.ends, call.width), place)
+    return pl.BlockSpec((None, None, call.tiles.block_k, call.width), place)
 
 
 def document_specs(call: Call, at: Callable[..., At]) -> list[pl.BlockSpec]:
@@ -156,8 +156,8 @@ def document_specs(call: Call, at: Callable[..., At]) -> list[pl.BlockSpec]:
         return b, j, 0
 
     return [
-        pl.BlockSpec((None, 1, call.tiles.rows), rows),
-        pl.BlockSpec((None, call.tiles.ends, 1), ends),
+        pl.BlockSpec((None, 1, call.tiles.block_q), rows),
+        pl.BlockSpec((None, call.tiles.block_k, 1), ends),
     ]
 
 

@@ -20,10 +20,10 @@ def hidden_logits(call: Call, k: Array, q: Array, first, i, j, documents) -> Arr
       documents: of positions [1, rows] and of ends [ends, 1], or nothing.
     """
     logits = call.scale * dot(k, q, (1, 1))
-    s = j * call.tiles.ends + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-    t = i * call.tiles.rows + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    s = j * call.tiles.block_k + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    t = i * call.tiles.block_q + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     seen = sees(first, t, s, chunk=call.chunk)
-    if call.ends % call.tiles.ends:
+    if call.ends % call.tiles.block_k:
         seen = seen & (s < call.ends)
     if documents:
         rows_ref, ends_ref = documents
@@ -33,15 +33,15 @@ def hidden_logits(call: Call, k: Array, q: Array, first, i, j, documents) -> Arr
 
 def real_ends(call: Call, x: Array, j) -> Array:
     """Returns a block of ends with zeros where the last one overruns the array."""
-    if call.ends % call.tiles.ends == 0:
+    if call.ends % call.tiles.block_k == 0:
         return x
-    s = j * call.tiles.ends + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    s = j * call.tiles.block_k + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.where(s < call.ends, x, jnp.zeros_like(x))
 
 
 def real_rows(call: Call, x: Array, i, axis: int) -> Array:
     """Returns a block of positions with zeros where the last one overruns the array."""
-    if call.length % call.tiles.rows == 0:
+    if call.length % call.tiles.block_q == 0:
         return x
-    t = i * call.tiles.rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    t = i * call.tiles.block_q + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
     return jnp.where(t < call.length, x, jnp.zeros_like(x))

@@ -60,7 +60,7 @@ def forward(
     interpret=False,
     tiles: Tiles | None = None,
 ):
-    """Returns (o [B, T, H, E], log normalizer [B, H, 1, T]).
+    """Returns (o [B, T, H, E], log-sum-exp [B, H, 1, T]).
 
     Args:
       interpret: True, or pltpu.InterpretParams for the TPU's own semantics.
@@ -72,13 +72,13 @@ def forward(
         q, own_logits, own_values, documents
     )
     call = _call(q, own_logits, S, documents, chunk, scale, interpret, tiles)
-    o, log = attend(
+    o, lse = attend(
         call,
         _first(first, call),
         document_arrays(ends, documents),
         *(q, _by_head(own_logits), own_values, ends.keys, ends.values),
     )
-    return o[:, :T], log
+    return o[:, :T], lse
 
 
 def backward(
@@ -89,8 +89,8 @@ def backward(
     first,
     documents,
     o,
-    log_normalizer,
-    for_o,
+    lse,
+    do,
     *,
     chunk,
     scale,
@@ -100,23 +100,23 @@ def backward(
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
     T, S = q.shape[1], ends.keys.shape[2]
     ends = at_least_one(ends)
-    q, own_logits, own_values, documents, o, for_o = _at_least_eight(
-        q, own_logits, own_values, documents, o, for_o
+    q, own_logits, own_values, documents, o, do = _at_least_eight(
+        q, own_logits, own_values, documents, o, do
     )
     call = _call(q, own_logits, S, documents, chunk, scale, interpret, tiles)
     first = _first(first, call)
     known = document_arrays(ends, documents)
-    keys, values, log = ends.keys, ends.values, log_normalizer
-    for_q, for_logits, for_own, delta = position_gradients(
+    keys, values, lse = ends.keys, ends.values, lse
+    dq, d_own_logits, d_own_values, delta = position_gradients(
         *(call, first, known, q, _by_head(own_logits), own_values, keys, values),
-        *(o, log, for_o),
+        *(o, lse, do),
     )
-    for_keys, for_values = end_gradients(
-        call, first, known, q, keys, values, log, delta, for_o
+    d_keys, d_values = end_gradients(
+        call, first, known, q, keys, values, lse, delta, do
     )
-    for_logits = for_logits[:, :, 0].swapaxes(1, 2)
-    of_positions = (x[:, :T] for x in (for_q, for_logits, for_own))
-    return *of_positions, for_keys[:, :, :S], for_values[:, :, :S]
+    d_own_logits = d_own_logits[:, :, 0].swapaxes(1, 2)
+    of_positions = (x[:, :T] for x in (dq, d_own_logits, d_own_values))
+    return *of_positions, d_keys[:, :, :S], d_values[:, :, :S]
 
 
 def _call(

@@ -62,7 +62,7 @@ def forward(
     interpret: bool = False,
     tiles: Tiles | None = None,
 ):
-    """Returns (o [B, T, H, E], log normalizer [B, H, T]).
+    """Returns (o [B, T, H, E], log-sum-exp [B, H, T]).
 
     Args:
       interpret: runs the kernels as plain JAX, on any device.
@@ -82,8 +82,8 @@ def backward(
     first,
     documents,
     o,
-    log_normalizer,
-    for_o,
+    lse,
+    do,
     *,
     chunk,
     scale,
@@ -92,21 +92,19 @@ def backward(
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
     call = _call(q, own_logits, ends, first, documents, chunk, scale, interpret, tiles)
-    for_ends = (ends.keys, ends.values)  # Without elements, their own gradients.
+    d_ends = (ends.keys, ends.values)  # Without elements, their own gradients.
     ends = at_least_one(ends)
     masks = mask_arrays(ends, first, documents)
     keys, values = ends.keys, ends.values
-    parts, for_own_logits, for_own_values, delta = position_gradients(
+    parts, d_own_logits, d_own_values, delta = position_gradients(
         call,
         masks,
-        *(q, own_logits, own_values, keys, values, o, log_normalizer, for_o),
+        *(q, own_logits, own_values, keys, values, o, lse, do),
     )
-    for_q = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
+    dq = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
     if call.ends:
-        for_ends = end_gradients(
-            call, masks, q, keys, values, log_normalizer, delta, for_o
-        )
-    return for_q, for_own_logits, for_own_values, *for_ends
+        d_ends = end_gradients(call, masks, q, keys, values, lse, delta, do)
+    return dq, d_own_logits, d_own_values, *d_ends
 
 
 def _call(

@@ -25,14 +25,14 @@ from pallas_kernels.chunk_attention.visibility import (
 
 
 def position_gradients(
-    call: Call, masks: list[Array], q, own_logits, own_values, keys, values, o, log, do
+    call: Call, masks: list[Array], q, own_logits, own_values, keys, values, o, lse, do
 ):
     """Returns (dq [P, B, T, N, E] in P parts, d own_logits, d own_values, delta).
 
     delta [B, H, T] is sum(do * o), for `end_gradients`.
     """
     B, T, H, E = own_values.shape
-    N, rows, P = call.groups, call.tiles.rows, call.tiles.splits
+    N, rows, P = call.groups, call.tiles.block_q, call.tiles.splits
     S = keys.shape[2]
     blocks = cdiv(T, rows)
     at = lambda n, i, b: (b, blocks - 1 - i)  # noqa: E731
@@ -50,7 +50,7 @@ def position_gradients(
     return launch(
         call,
         _position_kernel,
-        *(*masks, q, own_logits, own_values, keys, values, o, log, do),
+        *(*masks, q, own_logits, own_values, keys, values, o, lse, do),
         grid=(N * P, blocks, B),
         in_specs=[
             *mask_specs(call, rows, at),
@@ -67,10 +67,10 @@ def position_gradients(
     )
 
 
-def end_gradients(call: Call, masks: list[Array], q, keys, values, log, delta, do):
+def end_gradients(call: Call, masks: list[Array], q, keys, values, lse, delta, do):
     """Returns (d keys, d values), both [B, H, S, E]."""
     B, T, H, E = do.shape
-    N, S, count = call.groups, call.ends, call.tiles.gradient_ends
+    N, S, count = call.groups, call.ends, call.tiles.backward_block_k
     at = lambda h, j, b: (b, 0)  # noqa: E731
     of_group = pl.BlockSpec((None, T, None, E), lambda h, j, b: (b, 0, h % N, 0))
     by_row = pl.BlockSpec((None, T, None, E), lambda h, j, b: (b, 0, h, 0))
@@ -79,7 +79,7 @@ def end_gradients(call: Call, masks: list[Array], q, keys, values, log, delta, d
     return launch(
         call,
         _end_kernel,
-        *(*masks, q, keys, values, log, delta, do),
+        *(*masks, q, keys, values, lse, delta, do),
         grid=(H, cdiv(S, count), B),
         in_specs=[
             *mask_specs(call, T, at),
@@ -100,9 +100,9 @@ def end_gradients(call: Call, masks: list[Array], q, keys, values, log, delta, d
 # memory: q and dq once; own term, o, do and their gradients once; ends once a program.
 def _position_kernel(*refs, call: Call):
     ins, outs = refs[call.masks : call.masks + 8], refs[call.masks + 8 :]
-    q_ref, own_ref, value_ref, keys_ref, values_ref, o_ref, log_ref, do_ref = ins
-    for_q_ref, for_own_ref, for_value_ref, delta_ref = outs
-    rows, count = call.tiles.rows, call.tiles.ends
+    q_ref, own_ref, value_ref, keys_ref, values_ref, o_ref, lse_ref, do_ref = ins
+    dq_ref, d_own_ref, d_value_ref, delta_ref = outs
+    rows, count = call.tiles.block_q, call.tiles.block_k
     start = (pl.num_programs(1) - 1 - pl.program_id(1)) * rows
     t = start + jnp.arange(rows)
     real = t < call.length
@@ -116,57 +116,57 @@ def _position_kernel(*refs, call: Call):
     here = call.heads // call.groups // call.tiles.splits
     group, part = pl.program_id(0) % call.groups, pl.program_id(0) // call.groups
 
-    def head(g, for_q):
+    def head(g, dq):
         h = group + call.groups * (part * here + g)
         do = load_rows(do_ref.at[:, h, :], real=real)
         wide = do.astype(jnp.float32)
         delta = jnp.sum(wide * load_rows(o_ref.at[:, h, :], real=real), axis=1)
-        log = load_rows(log_ref.at[h, :], real=real) * LOG2_E
+        lse = load_rows(lse_ref.at[h, :], real=real) * LOG2_E
         own = load_rows(own_ref.at[:, h], real=real).astype(jnp.float32)
-        weight = jnp.exp2(own * (call.scale * LOG2_E) - log)
+        weight = jnp.exp2(own * (call.scale * LOG2_E) - lse)
         of_value = jnp.sum(wide * load_rows(value_ref.at[:, h, :], real=real), axis=1)
         store_rows(delta_ref.at[h, :], delta, real=real)
-        for_own = call.scale * weight * (of_value - delta)
-        store_rows(for_own_ref.at[:, h], for_own, real=real)
-        store_rows(for_value_ref.at[:, h, :], weight[:, None] * wide, real=real)
+        d_own = call.scale * weight * (of_value - delta)
+        store_rows(d_own_ref.at[:, h], d_own, real=real)
+        store_rows(d_value_ref.at[:, h, :], weight[:, None] * wide, real=real)
         do = do.astype(q.dtype)
 
-        def meet(j, for_q, masked: bool):
+        def meet(j, dq, masked: bool):
             s = j * count + jnp.arange(count)
             slots = pl.ds(j * count, count)
             k = load_rows(keys_ref.at[h, slots, :], real=s < call.ends).astype(q.dtype)
             v = load_rows(values_ref.at[h, slots, :], real=s < call.ends)
             logits = dot(q, k, transposed=True) * (call.scale * LOG2_E)
-            p = jnp.exp2(logits - log[:, None])
+            p = jnp.exp2(logits - lse[:, None])
             if masked:
                 seen = sees(first, t[:, None], s[None, :], chunk=call.chunk)
                 if call.has_documents:
                     same = same_document(call, refs, documents, j * count, count)
                     seen = seen & same
                 p = jnp.where(seen & (s < call.ends)[None, :], p, 0.0)
-            for_p = dot(do, v.astype(q.dtype), transposed=True)
-            for_logits = p * (for_p - delta[:, None])
-            return for_q + dot(for_logits.astype(k.dtype), k)
+            dp = dot(do, v.astype(q.dtype), transposed=True)
+            d_logits = p * (dp - delta[:, None])
+            return dq + dot(d_logits.astype(k.dtype), k)
 
         plain = lambda j, d: meet(j, d, masked=False)  # noqa: E731
         checked = lambda j, d: meet(j, d, masked=True)  # noqa: E731
-        for_q = jax.lax.fori_loop(0, unmasked, plain, for_q)
-        return jax.lax.fori_loop(unmasked, blocks, checked, for_q)
+        dq = jax.lax.fori_loop(0, unmasked, plain, dq)
+        return jax.lax.fori_loop(unmasked, blocks, checked, dq)
 
-    for_q = jax.lax.fori_loop(0, here, head, jnp.zeros(q.shape, jnp.float32))
-    store_rows(for_q_ref, call.scale * for_q, real=real)
+    dq = jax.lax.fori_loop(0, here, head, jnp.zeros(q.shape, jnp.float32))
+    store_rows(dq_ref, call.scale * dq, real=real)
 
 
-# A program owns `gradient_ends` ends of one head. Their gradients stay in registers
+# A program owns `backward_block_k` ends of one head. Their gradients stay in registers
 # while the positions that see any of them stream by once; positions from which all of
 # them are seen need no mask. Logits lie transposed, [ends, rows], so that no product
 # has to turn them. Crossing memory: the ends and their gradients once, q, do and two
 # numbers a position once a program.
 def _end_kernel(*refs, call: Call):
     ins, outs = refs[call.masks : call.masks + 6], refs[call.masks + 6 :]
-    q_ref, keys_ref, values_ref, log_ref, delta_ref, do_ref = ins
-    for_keys_ref, for_values_ref = outs
-    rows, count = call.tiles.gradient_rows, call.tiles.gradient_ends
+    q_ref, keys_ref, values_ref, lse_ref, delta_ref, do_ref = ins
+    d_keys_ref, d_values_ref = outs
+    rows, count = call.tiles.backward_block_q, call.tiles.backward_block_k
     start = pl.program_id(1) * count
     s = start + jnp.arange(count)
     there = s < call.ends
@@ -176,16 +176,16 @@ def _end_kernel(*refs, call: Call):
     v = load_rows(values_ref, real=there).astype(dtype)
 
     def meet(i, sums, masked: bool):
-        for_k, for_v = sums
+        dk, dv = sums
         t = i * rows + jnp.arange(rows)
         real = t < call.length
         part = pl.ds(i * rows, rows)
         q = load_rows(q_ref.at[part, :], real=real)
         do = load_rows(do_ref.at[part, :], real=real).astype(dtype)
-        log = load_rows(log_ref.at[part], real=real) * LOG2_E
+        lse = load_rows(lse_ref.at[part], real=real) * LOG2_E
         delta = load_rows(delta_ref.at[part], real=real)
         logits = dot(k, q, transposed=True) * (call.scale * LOG2_E)
-        p = jnp.exp2(logits - log[None, :])
+        p = jnp.exp2(logits - lse[None, :])
         if masked:
             seen = sees(first, t[None, :], s[:, None], chunk=call.chunk)
             if call.has_documents:
@@ -193,9 +193,9 @@ def _end_kernel(*refs, call: Call):
                 same = same_document(call, refs, documents, start, count)
                 seen = seen & same.T
             p = jnp.where(seen, p, 0.0)
-        for_p = dot(v, do, transposed=True)
-        for_logits = (p * (for_p - delta[None, :])).astype(dtype)
-        return for_k + dot(for_logits, q), for_v + dot(p.astype(dtype), do)
+        dp = dot(v, do, transposed=True)
+        d_logits = (p * (dp - delta[None, :])).astype(dtype)
+        return dk + dot(d_logits, q), dv + dot(p.astype(dtype), do)
 
     blocks = cdiv(call.length, rows)
     low = first_position(first, start, chunk=call.chunk) // rows
@@ -206,6 +206,6 @@ def _end_kernel(*refs, call: Call):
     checked = lambda i, d: meet(i, d, masked=True)  # noqa: E731
     sums = jax.lax.fori_loop(low, high, checked, sums)
     # Positions past the last have q = do = delta = 0 and add nothing.
-    for_k, for_v = jax.lax.fori_loop(high, blocks, plain, sums)
-    store_rows(for_keys_ref, call.scale * for_k, real=there)
-    store_rows(for_values_ref, for_v, real=there)
+    dk, dv = jax.lax.fori_loop(high, blocks, plain, sums)
+    store_rows(d_keys_ref, call.scale * dk, real=there)
+    store_rows(d_values_ref, dv, real=there)

@@ -21,9 +21,9 @@ from pallas_kernels.chunk_attention.visibility import cdiv, seen_ends, sees
 
 
 def attend(call: Call, masks: list[Array], q, own_logits, own_values, keys, values):
-    """Returns o [B, T, H, E] and the log normalizer [B, H, T]."""
+    """Returns o [B, T, H, E] and the log-sum-exp [B, H, T]."""
     B, T, H, E = own_values.shape
-    N, S, rows = call.groups, keys.shape[2], call.tiles.rows
+    N, S, rows = call.groups, keys.shape[2], call.tiles.block_q
     blocks = cdiv(T, rows)
     # The last blocks see most ends: they start first.
     at = lambda h, i, b: (b, blocks - 1 - i)  # noqa: E731
@@ -33,7 +33,7 @@ def attend(call: Call, masks: list[Array], q, own_logits, own_values, keys, valu
     )
     scalars = pl.BlockSpec((None, rows, None), lambda h, i, b: (*at(h, i, b), h))
     whole = pl.BlockSpec((None, None, S, E), lambda h, i, b: (b, h, 0, 0))
-    log = pl.BlockSpec((None, None, rows), lambda h, i, b: (b, h, blocks - 1 - i))
+    lse = pl.BlockSpec((None, None, rows), lambda h, i, b: (b, h, blocks - 1 - i))
     return launch(
         call,
         _forward_kernel,
@@ -43,7 +43,7 @@ def attend(call: Call, masks: list[Array], q, own_logits, own_values, keys, valu
             *mask_specs(call, rows, at),
             *(of_group, scalars, by_row, whole, whole),
         ],
-        out_specs=[by_row, log],
+        out_specs=[by_row, lse],
         out_shape=[
             jax.ShapeDtypeStruct(own_values.shape, own_values.dtype),
             jax.ShapeDtypeStruct((B, H, T), jnp.float32),
@@ -58,8 +58,8 @@ def attend(call: Call, masks: list[Array], q, own_logits, own_values, keys, valu
 # them sees stream by once; blocks of ends that all of them see need no mask. Crossing
 # memory: q, own term and o once, the seen ends once a program.
 def _forward_kernel(*refs, call: Call):
-    q_ref, own_ref, value_ref, keys_ref, values_ref, o_ref, log_ref = refs[call.masks :]
-    rows, count = call.tiles.rows, call.tiles.ends
+    q_ref, own_ref, value_ref, keys_ref, values_ref, o_ref, lse_ref = refs[call.masks :]
+    rows, count = call.tiles.block_q, call.tiles.block_k
     start = (pl.num_programs(1) - 1 - pl.program_id(1)) * rows
     t = start + jnp.arange(rows)
     real = t < call.length
@@ -100,4 +100,4 @@ def _forward_kernel(*refs, call: Call):
     )
     largest, normalizer, weighted = running
     store_rows(o_ref, weighted / normalizer[:, None], real=real)
-    store_rows(log_ref, (largest + jnp.log2(normalizer)) / LOG2_E, real=real)
+    store_rows(lse_ref, (largest + jnp.log2(normalizer)) / LOG2_E, real=real)

@@ -24,18 +24,18 @@ class Tiles:
     """Block sizes, powers of two from 16.
 
     Attributes:
-      rows: positions in a program of the forward kernel and of the queries' gradient.
-      ends: chunk ends that these meet at once.
-      gradient_rows: positions that a program of the ends' gradient meets at once.
-      gradient_ends: its chunk ends.
+      block_q: positions in a program of the forward kernel and of q's gradient.
+      block_k: chunk ends that these meet at once.
+      backward_block_q: positions that a program of the ends' gradient meets at once.
+      backward_block_k: its chunk ends.
       splits: programs that share the heads of a query group in the queries' gradient;
         divides their number. More than one costs a sum afterwards.
     """
 
-    rows: int
-    ends: int
-    gradient_rows: int
-    gradient_ends: int
+    block_q: int
+    block_k: int
+    backward_block_q: int
+    backward_block_k: int
     splits: int
 
 
@@ -79,10 +79,10 @@ def choose_tiles(
     while programs * splits < PROGRAMS and splits < per_group:
         splits = next(n for n in range(splits + 1, per_group + 1) if per_group % n == 0)
     return Tiles(
-        rows=rows,
-        ends=min(32 if wide else 64, most),
-        gradient_rows=min(rows, 32 if wide else 64),
-        gradient_ends=min(32 if wide else 64, most),
+        block_q=rows,
+        block_k=min(32 if wide else 64, most),
+        backward_block_q=min(rows, 32 if wide else 64),
+        backward_block_k=min(32 if wide else 64, most),
         splits=splits,
     )
 

@@ -13,7 +13,7 @@ def supported(
 
 
 def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
-    """Returns (o [B, T, H, E], log normalizer [B, T, H])."""
+    """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
     return _way(q, ends).forward(
         *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale
     )
@@ -27,15 +27,15 @@ def backward(
     first,
     documents,
     o,
-    log_normalizer,
-    for_o,
+    lse,
+    do,
     *,
     chunk,
     scale,
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
     return _way(q, ends).backward(
-        *(q, own_logits, own_values, ends, first, documents, o, log_normalizer, for_o),
+        *(q, own_logits, own_values, ends, first, documents, o, lse, do),
         chunk=chunk,
         scale=scale,
     )

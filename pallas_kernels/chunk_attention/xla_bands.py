@@ -14,7 +14,7 @@ from pallas_kernels.chunk_attention.xla_cuts import Bands, choose_bands
 
 
 def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
-    """Returns (o [B, T, H, E], log normalizer [B, T, H])."""
+    """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
     cut = _cut(own_logits, ends, first)
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     own = scale * own_logits.astype(dtype)
@@ -28,7 +28,7 @@ def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
         total = jnp.sum(p, axis=2) + p_own
         o = _product("bhse,bhst->bhet", values, p.astype(values.dtype), dtype)
         o = (o / total[:, :, None]).astype(values.dtype).swapaxes(2, 3)
-        return {"o": o, "weight": p_own / total, "log": top + jnp.log(total)}
+        return {"o": o, "weight": p_own / total, "lse": top + jnp.log(total)}
 
     rows = {"q": _tiled(q, own.shape[2]), "own": own.swapaxes(1, 2)}
     parts = [
@@ -38,7 +38,7 @@ def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
     out = _joined(parts, own.shape[1])
     own_part = out["weight"].swapaxes(1, 2)[..., None] * own_values
     o = out["o"].swapaxes(1, 2) + own_part
-    return o.astype(own_values.dtype), out["log"].swapaxes(1, 2)
+    return o.astype(own_values.dtype), out["lse"].swapaxes(1, 2)
 
 
 def backward(
@@ -49,8 +49,8 @@ def backward(
     first,
     documents,
     o,
-    log_normalizer,
-    for_o,
+    lse,
+    do,
     *,
     chunk,
     scale,
@@ -60,47 +60,47 @@ def backward(
     B, T, N, E = q.shape
     H = own_logits.shape[2]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    wide = for_o.astype(dtype)
+    wide = do.astype(dtype)
     delta = jnp.sum(wide * o, axis=-1)  # [B, T, H]
-    weight = jnp.exp(scale * own_logits.astype(dtype) - log_normalizer)
-    for_own = weight[..., None] * wide
-    for_logits = scale * weight * (jnp.sum(wide * own_values, axis=-1) - delta)
+    weight = jnp.exp(scale * own_logits.astype(dtype) - lse)
+    d_own_values = weight[..., None] * wide
+    d_own_logits = scale * weight * (jnp.sum(wide * own_values, axis=-1) - delta)
 
     def block(keys, values, hidden, rows):
-        q, for_o = rows["q"], rows["for_o"]
-        p = jnp.exp(_logits(q, keys, scale, hidden) - rows["log"][:, :, None])
-        for_p = _product("bhse,bhte->bhst", values, for_o, dtype)
-        for_l = (scale * p * (for_p - rows["delta"][:, :, None])).astype(q.dtype)
+        q, do = rows["q"], rows["do"]
+        p = jnp.exp(_logits(q, keys, scale, hidden) - rows["lse"][:, :, None])
+        dp = _product("bhse,bhte->bhst", values, do, dtype)
+        d_logits = (scale * p * (dp - rows["delta"][:, :, None])).astype(q.dtype)
         return (
-            _product("bhse,bhst->bhet", keys, for_l, dtype).swapaxes(2, 3),
-            _product("bhst,bhte->bhse", for_l, q, dtype),
-            _product("bhst,bhte->bhse", p.astype(q.dtype), for_o, dtype),
+            _product("bhse,bhst->bhet", keys, d_logits, dtype).swapaxes(2, 3),
+            _product("bhst,bhte->bhse", d_logits, q, dtype),
+            _product("bhst,bhte->bhse", p.astype(q.dtype), do, dtype),
         )
 
     rows = {
         "q": _tiled(q, H),
-        "for_o": for_o.astype(q.dtype).swapaxes(1, 2),
-        "log": log_normalizer.swapaxes(1, 2),
+        "do": do.astype(q.dtype).swapaxes(1, 2),
+        "lse": lse.swapaxes(1, 2),
         "delta": delta.swapaxes(1, 2),
     }
-    for_keys = jnp.zeros(ends.keys.shape, dtype)
-    for_values = jnp.zeros(ends.values.shape, dtype)
+    d_keys = jnp.zeros(ends.keys.shape, dtype)
+    d_values = jnp.zeros(ends.values.shape, dtype)
     parts = []
     for band in _bands(cut, ends, first, documents, chunk):
 
         def step(sums, part, band=band):
-            for_q, for_k, for_v = band.run(block, part)
-            return (sums[0] + for_k, sums[1] + for_v), {"q": for_q}
+            dq, dk, dv = band.run(block, part)
+            return (sums[0] + dk, sums[1] + dv), {"q": dq}
 
         S = band.keys.shape[2]
-        sums = (for_keys[:, :, :S], for_values[:, :, :S])
+        sums = (d_keys[:, :, :S], d_values[:, :, :S])
         sums, part = jax.lax.scan(step, sums, band.rows(rows))
-        for_keys = for_keys.at[:, :, :S].set(sums[0])
-        for_values = for_values.at[:, :, :S].set(sums[1])
+        d_keys = d_keys.at[:, :, :S].set(sums[0])
+        d_values = d_values.at[:, :, :S].set(sums[1])
         parts.append(part)
-    for_q = _joined(parts, T)["q"].reshape(B, H // N, N, T, E)
-    for_q = sum(for_q[:, tile] for tile in range(1, H // N)) + for_q[:, 0]
-    return for_q.swapaxes(1, 2), for_logits, for_own, for_keys, for_values
+    dq = _joined(parts, T)["q"].reshape(B, H // N, N, T, E)
+    dq = sum(dq[:, tile] for tile in range(1, H // N)) + dq[:, 0]
+    return dq.swapaxes(1, 2), d_own_logits, d_own_values, d_keys, d_values
 
 
 class _Band:
@@ -108,8 +108,8 @@ class _Band:
 
     def __init__(self, number, cut: Bands, ends: ChunkEnds, first, documents, chunk):
         self.cut, self.first, self.chunk = cut, first, chunk
-        self.start = number * cut.blocks * cut.rows
-        last = self.start + cut.blocks * cut.rows - 1
+        self.start = number * cut.blocks * cut.block_q
+        last = self.start + cut.blocks * cut.block_q - 1
         S = ends.keys.shape[2] if first is not None else last // chunk
         self.keys, self.values = ends.keys[:, :, :S], ends.values[:, :, :S]
         self.documents = documents
@@ -119,8 +119,8 @@ class _Band:
     def rows(self, arrays: dict[str, Array]) -> dict[str, Array]:
         """Cuts [B, H, T, ...] to this band's [blocks, B, H, rows, ...]."""
         cut = self.cut
-        count = cut.blocks * cut.rows
-        starts = self.start + cut.rows * jnp.arange(cut.blocks)
+        count = cut.blocks * cut.block_q
+        starts = self.start + cut.block_q * jnp.arange(cut.blocks)
         parts = {"start": starts}
         arrays = dict(arrays)
         if self.documents is not None:
@@ -130,7 +130,7 @@ class _Band:
             padding = [(0, 0)] * x.ndim
             padding[2] = (0, count - x.shape[2])
             x = jnp.pad(x, padding) if padding[2][1] else x
-            x = x.reshape(*x.shape[:2], cut.blocks, cut.rows, *x.shape[3:])
+            x = x.reshape(*x.shape[:2], cut.blocks, cut.block_q, *x.shape[3:])
             parts[name] = jnp.moveaxis(x, 2, 0)
         return parts
 
@@ -140,7 +140,7 @@ class _Band:
         ends = jnp.arange(1, self.keys.shape[2] + 1)[None, :, None]  # [B, S, T]
         if self.first is not None:
             ends = ends - self.first[:, None, None]
-        hidden = ends * self.chunk > rows["start"] + jnp.arange(self.cut.rows)
+        hidden = ends * self.chunk > rows["start"] + jnp.arange(self.cut.block_q)
         if self.end_documents is not None:
             others = self.end_documents[:, :, None] != rows["documents"]
             hidden = hidden | others

@@ -19,12 +19,12 @@ class Bands:
     """A cut into bands.
 
     Attributes:
-      rows: positions in a block.
+      block_q: positions in a block.
       blocks: blocks in a band.
-      bands: bands; rows * blocks * bands >= T.
+      bands: bands; block_q * blocks * bands >= T.
     """
 
-    rows: int
+    block_q: int
     blocks: int
     bands: int
 
@@ -44,15 +44,15 @@ def choose_bands(
     rows = -(-band_rows // blocks)
     if rows > _ROW_MULTIPLE:
         rows = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    return Bands(rows=rows, blocks=blocks, bands=-(-length // (blocks * rows)))
+    return Bands(block_q=rows, blocks=blocks, bands=-(-length // (blocks * rows)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """A cut into tiles of `rows` positions and `ends` chunk ends."""
+    """A cut into tiles of `block_q` positions and `block_k` chunk ends."""
 
-    rows: int
-    ends: int
+    block_q: int
+    block_k: int
 
 
 def choose_tiles(length: int, ends: int) -> Tiles | None:
@@ -66,4 +66,4 @@ def choose_tiles(length: int, ends: int) -> Tiles | None:
     if ends <= _TILE or 2 * length < _TILE:
         return None
     width = min(_TILE, 1 << (ends // 4).bit_length())
-    return Tiles(rows=min(_TILE * _TILE // width, length), ends=width)
+    return Tiles(block_q=min(_TILE * _TILE // width, length), block_k=width)

@@ -18,7 +18,7 @@ from pallas_kernels.chunk_attention.xla_cuts import Tiles, choose_tiles
 
 
 def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
-    """Returns (o [B, T, H, E], log normalizer [B, T, H])."""
+    """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
     call = _Call(q, own_logits, ends, first, documents, chunk, scale)
 
     def tile(head: "_Head", rows: "_Rows"):
@@ -43,10 +43,10 @@ def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
         "own": scale * own_logits.astype(call.dtype).swapaxes(1, 2),
         "v": own_values.swapaxes(1, 2),
     }
-    o, log = call.over_heads(
+    o, lse = call.over_heads(
         lambda head, rows: jax.lax.map(partial(tile, head), rows), arrays
     )
-    return call.from_tiles(o), call.from_tiles(log)
+    return call.from_tiles(o), call.from_tiles(lse)
 
 
 def backward(
@@ -57,8 +57,8 @@ def backward(
     first,
     documents,
     o,
-    log_normalizer,
-    for_o,
+    lse,
+    do,
     *,
     chunk,
     scale,
@@ -66,29 +66,29 @@ def backward(
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
     call = _Call(q, own_logits, ends, first, documents, chunk, scale)
     dtype = call.dtype
-    wide = for_o.astype(dtype)
+    wide = do.astype(dtype)
     delta = jnp.sum(wide * o, axis=-1)  # [B, T, H]
-    weight = jnp.exp(scale * own_logits.astype(dtype) - log_normalizer)
-    for_own = weight[..., None] * wide
-    for_logits = scale * weight * (jnp.sum(wide * own_values, axis=-1) - delta)
+    weight = jnp.exp(scale * own_logits.astype(dtype) - lse)
+    d_own_values = weight[..., None] * wide
+    d_own_logits = scale * weight * (jnp.sum(wide * own_values, axis=-1) - delta)
 
     def tile(head: "_Head", sums, rows: "_Rows"):
         q, do = rows.arrays["q"], rows.arrays["do"]
-        log, delta = rows.arrays["log"][:, None], rows.arrays["delta"][:, None]
+        lse, delta = rows.arrays["lse"][:, None], rows.arrays["delta"][:, None]
 
         def meet(j, running, masked: bool):
-            for_q, for_keys, for_values = running
+            dq, d_keys, d_values = running
             logits, k, v = head.logits(j, rows, masked)
-            p = jnp.exp(logits - log)
-            for_l = (scale * p * (_dot(do, v, (1, 1)) - delta)).astype(q.dtype)
+            p = jnp.exp(logits - lse)
+            d_logits = (scale * p * (_dot(do, v, (1, 1)) - delta)).astype(q.dtype)
             # Narrow times wide: the other way round takes twice as long on a CPU.
-            for_keys = _add(for_keys, j, _dot(q, for_l, (0, 0)))
-            for_values = _add(for_values, j, _dot(do, p.astype(q.dtype), (0, 0)))
-            return for_q + _dot(for_l, k, (1, 0)), for_keys, for_values
+            d_keys = _add(d_keys, j, _dot(q, d_logits, (0, 0)))
+            d_values = _add(d_values, j, _dot(do, p.astype(q.dtype), (0, 0)))
+            return dq + _dot(d_logits, k, (1, 0)), d_keys, d_values
 
         start = (jnp.zeros(q.shape, dtype), *sums)
-        for_q, *sums = head.over_ends(rows, meet, start)
-        return tuple(sums), for_q
+        dq, *sums = head.over_ends(rows, meet, start)
+        return tuple(sums), dq
 
     def of_head(head: "_Head", rows: "_Rows"):
         none = jnp.zeros(head.keys.shape[::-1], dtype)  # [E, S]
@@ -96,19 +96,19 @@ def backward(
 
     arrays = {
         "q": call.tiled_queries(q),
-        "do": for_o.astype(q.dtype).swapaxes(1, 2),
-        "log": log_normalizer.swapaxes(1, 2),
+        "do": do.astype(q.dtype).swapaxes(1, 2),
+        "lse": lse.swapaxes(1, 2),
         "delta": delta.swapaxes(1, 2),
     }
-    (for_keys, for_values), for_q = call.over_heads(of_head, arrays)
+    (d_keys, d_values), dq = call.over_heads(of_head, arrays)
     B, T, N, E = q.shape
-    for_q = jnp.sum(call.from_tiles(for_q).reshape(B, T, -1, N, E), axis=2)
+    dq = jnp.sum(call.from_tiles(dq).reshape(B, T, -1, N, E), axis=2)
     S = ends.keys.shape[2]
-    for_keys, for_values = (
+    d_keys, d_values = (
         x.reshape(B, -1, *x.shape[1:])[..., :S].swapaxes(2, 3)
-        for x in (for_keys, for_values)
+        for x in (d_keys, d_values)
     )
-    return for_q, for_logits, for_own, for_keys, for_values
+    return dq, d_own_logits, d_own_values, d_keys, d_values
 
 
 class _Rows(NamedTuple):
@@ -136,9 +136,9 @@ class _Head(NamedTuple):
         """Runs `meet(j, running, masked)` over the tiles of ends that `rows` see."""
         call, tiles = self.call, self.call.tiles
         seen = partial(seen_ends, self.first, chunk=call.chunk, ends=call.ends)
-        whole = 0 if self.documents is not None else seen(rows.start) // tiles.ends
-        last = jnp.minimum(rows.start + tiles.rows, call.length) - 1
-        blocks = cdiv(seen(last), tiles.ends)
+        whole = 0 if self.documents is not None else seen(rows.start) // tiles.block_k
+        last = jnp.minimum(rows.start + tiles.block_q, call.length) - 1
+        blocks = cdiv(seen(last), tiles.block_k)
         plain = partial(meet, masked=False)
         running = jax.lax.fori_loop(0, whole, plain, running)
         return jax.lax.fori_loop(whole, blocks, partial(meet, masked=True), running)
@@ -147,17 +147,17 @@ class _Head(NamedTuple):
         """Returns a tile's logits [rows, ends], and the keys and values of its ends."""
         call, tiles = self.call, self.call.tiles
         k, v = (
-            jax.lax.dynamic_slice_in_dim(x, j * tiles.ends, tiles.ends)
+            jax.lax.dynamic_slice_in_dim(x, j * tiles.block_k, tiles.block_k)
             for x in (self.keys, self.values)
         )
         logits = call.scale * _dot(rows.arrays["q"], k, (1, 1))
         if masked:
-            t = rows.start + jnp.arange(tiles.rows)[:, None]
-            s = j * tiles.ends + jnp.arange(tiles.ends)[None]
+            t = rows.start + jnp.arange(tiles.block_q)[:, None]
+            s = j * tiles.block_k + jnp.arange(tiles.block_k)[None]
             seen = sees(self.first, t, s, chunk=call.chunk) & (s < call.ends)
             if self.documents is not None:
                 documents = jax.lax.dynamic_slice_in_dim(
-                    self.documents, j * tiles.ends, tiles.ends
+                    self.documents, j * tiles.block_k, tiles.block_k
                 )
                 seen = seen & (rows.arrays["documents"][:, None] == documents[None])
             logits = jnp.where(seen, logits, -jnp.inf)
@@ -186,9 +186,9 @@ class _Call:
         ends, tiles = self._ends, self.tiles
         rows = {name: self._to_tiles(x) for name, x in arrays.items()}
         count = rows["q"].shape[1]
-        starts = tiles.rows * jnp.arange(count)
+        starts = tiles.block_q * jnp.arange(count)
         keys, values = (
-            self._whole(x, 2, tiles.ends).reshape(-1, *self._padded_ends(x))
+            self._whole(x, 2, tiles.block_k).reshape(-1, *self._padded_ends(x))
             for x in (ends.keys, ends.values)
         )
         first, documents, known = self._first, self._documents, ends.documents
@@ -197,7 +197,7 @@ class _Call:
         if documents is not None and known is not None:
             by_head = jnp.repeat(documents[:, None], self.heads, axis=1)
             rows["documents"] = self._to_tiles(by_head)
-            known = self._whole(known, 1, tiles.ends)
+            known = self._whole(known, 1, tiles.block_k)
 
         def run(inputs):
             number, keys, values, rows = inputs
@@ -217,11 +217,11 @@ class _Call:
         return x[:, :, : self.length].swapaxes(1, 2)
 
     def _to_tiles(self, x: Array) -> Array:
-        x = self._whole(x, 2, self.tiles.rows)
-        return x.reshape(self.batch * self.heads, -1, self.tiles.rows, *x.shape[3:])
+        x = self._whole(x, 2, self.tiles.block_q)
+        return x.reshape(self.batch * self.heads, -1, self.tiles.block_q, *x.shape[3:])
 
     def _padded_ends(self, x: Array) -> tuple[int, int]:
-        return cdiv(x.shape[2], self.tiles.ends) * self.tiles.ends, x.shape[3]
+        return cdiv(x.shape[2], self.tiles.block_k) * self.tiles.block_k, x.shape[3]
 
     @staticmethod
     def _whole(x: Array, axis: int, size: int) -> Array:

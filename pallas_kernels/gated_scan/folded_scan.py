@@ -39,7 +39,7 @@ def scan_forward(gate, values, starts, entering, *, period=None):
 
 
 def scan_backward(
-    gate, values, starts, entering, states, for_states, for_last, *, period=None
+    gate, values, starts, entering, states, d_states, d_last, *, period=None
 ):
     """Returns gradients of (gate, values, entering), all in the computation's dtype.
 
@@ -55,22 +55,22 @@ def scan_backward(
         keep = _unless(_restarts(starts, c, period), _at(gate, c).astype(dtype))
         totals = tuple(
             u + _at(dh, c).astype(dtype)
-            for u, dh in zip(flowing, for_states, strict=True)
+            for u, dh in zip(flowing, d_states, strict=True)
         )
         outputs = tuple(_put(out, h, c) for out, h in zip(outputs, totals, strict=True))
         return tuple(keep * total for total in totals), outputs
 
     empty = tuple(jnp.zeros(gate.shape, dtype) for _ in values)
-    for_entering, totals = _loop(body, C, (tuple(for_last), empty))
+    d_entering, totals = _loop(body, C, (tuple(d_last), empty))
     d_keep = d_new = jnp.zeros(gate.shape, dtype)
-    for_values = []
+    d_values = []
     for total, h, h_in, v in zip(totals, states, entering, values, strict=True):
         before = jnp.concatenate([h_in[:, :, None], h[:, :, :-1].astype(dtype)], axis=2)
         d_keep += total * before
         d_new += spread(total, v.astype(dtype))
-        for_values.append(gather((1 - gate.astype(dtype)) * total, v.shape[-1]))
-    for_gate = _unless(_all_restarts(starts, C, period), d_keep) - d_new
-    return for_gate, tuple(for_values), for_entering
+        d_values.append(gather((1 - gate.astype(dtype)) * total, v.shape[-1]))
+    d_gate = _unless(_all_restarts(starts, C, period), d_keep) - d_new
+    return d_gate, tuple(d_values), d_entering
 
 
 def summarize_forward(gate, values, starts, dtype):
@@ -91,7 +91,7 @@ def summarize_forward(gate, values, starts, dtype):
     return _loop(body, C, (zeros + 1, tuple(zeros for _ in values)))
 
 
-def summarize_backward(gate, starts, for_states, dtype):
+def summarize_backward(gate, starts, d_states, dtype):
     """Returns what a stretch makes of l: l_in = product l_last + added, [B, G, D]."""
     B, G, C, D = gate.shape
 
@@ -102,12 +102,12 @@ def summarize_backward(gate, starts, for_states, dtype):
         keep = _unless(_restarts(starts, c, None), g)
         added = tuple(
             keep * (u + _at(dh, c).astype(dtype))
-            for u, dh in zip(added, for_states, strict=True)
+            for u, dh in zip(added, d_states, strict=True)
         )
         return keep * product, added
 
     zeros = jnp.zeros((B, G, D), dtype)
-    return _loop(body, C, (zeros + 1, tuple(zeros for _ in for_states)))
+    return _loop(body, C, (zeros + 1, tuple(zeros for _ in d_states)))
 
 
 def spread(wide: Array, narrow: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The TPU kernel of the backward pass: blocks, segments and positions in reverse.
+"""The TPU kernel of the backward pass: blocks, stretches and positions in reverse.
 
 The programs are those of the forward pass. One block's gate, values, states and the
 gradients of these make the gradients of gate and values; the gradient of the state
@@ -22,7 +22,7 @@ from pallas_kernels.gated_scan.mosaic_block import (
 from pallas_kernels.gated_scan.mosaic_launch import (
     HALO,
     LANES,
-    SEGMENTS,
+    STRETCHES,
     Call,
     launch_kernel,
 )
@@ -33,11 +33,11 @@ _BEFORE = 8
 """Rows of scratch in front of a block's states; the last of them is the one before."""
 
 
-def run_backward(call: Call, e, values, initial, lengths, states, for_states, finals):
+def run_backward(call: Call, e, values, initial, lengths, states, d_states, finals):
     """Returns gradients of (e's magnitude, values, initial [B, D]).
 
     Args:
-      states, for_states: [B, T, D] each.
+      states, d_states: [B, T, D] each.
       finals: gradients of the last states, float32 [B, D] each.
     """
     N, rows, together = len(values), call.tiles.rows, call.together
@@ -61,7 +61,7 @@ def run_backward(call: Call, e, values, initial, lengths, states, for_states, fi
     out = launch_kernel(
         call,
         _backward_kernel,
-        *(lengths, e, *values, *states, *for_states),
+        *(lengths, e, *values, *states, *d_states),
         *(x[:, None] for x in (*initial, *finals)),
         *halos,
         in_specs=[
@@ -92,13 +92,13 @@ class _Refs:
             return taken
 
         self.lengths, self.e = take(2)
-        self.values, self.states, self.for_states = take(N), take(N), take(N)
+        self.values, self.states, self.d_states = take(N), take(N), take(N)
         self.initial, self.finals = take(N), take(N)
         self.halos = take(N if call.tiles.linked else 0)
-        (self.for_e,) = take(1)
-        self.for_values, self.for_initial = take(N), take(N)
-        self.e_rows, self.value_rows, self.state_rows, self.for_rows = take(4)
-        self.for_e_rows, self.for_value_rows, self.carried = take(3)
+        (self.de,) = take(1)
+        self.d_values, self.d_initial = take(N), take(N)
+        self.e_rows, self.value_rows, self.state_rows, self.d_state_rows = take(4)
+        self.de_rows, self.d_value_rows, self.carried = take(3)
         self.sums = take(N)
 
 
@@ -122,26 +122,26 @@ def _backward_kernel(*refs, call: Call):
         _run(call, at, entering, first)
         for i in range(call.together):
             lanes = lanes_of(first + i, call.D // LANES)
-            at.for_e[:, lanes] = at.for_e_rows[0, i].astype(at.for_e.dtype)
+            at.de[:, lanes] = at.de_rows[0, i].astype(at.de.dtype)
             for n, width in enumerate(call.widths):
-                part = at.for_value_rows[n, i]
+                part = at.d_value_rows[n, i]
                 if width < call.D:
                     at.sums[n][jax.lax.rem(first + i, width // LANES)] += part
                 else:
-                    ref = at.for_values[n]
+                    ref = at.d_values[n]
                     ref[:, lanes] = part.astype(ref.dtype)
         return 0
 
     jax.lax.fori_loop(0, call.D // LANES // call.together, groups, 0)
     for n, width in enumerate(call.widths):
         for k in range(width // LANES) if width < call.D else ():
-            ref = at.for_values[n]
+            ref = at.d_values[n]
             ref[:, k * LANES : (k + 1) * LANES] = at.sums[n][k].astype(ref.dtype)
 
     @pl.when(block == 0)
     def _():
         for n in range(N):
-            at.for_initial[n][:, :] = at.carried[n]
+            at.d_initial[n][:, :] = at.carried[n]
 
 
 def _read(call: Call, at: _Refs, row, block, first) -> None:
@@ -153,7 +153,7 @@ def _read(call: Call, at: _Refs, row, block, first) -> None:
         at.e_rows[0, i] = read_rows(call, at.e, group, block, 1.0)
         for n in range(len(call.widths)):
             at.value_rows[n, i] = read_rows(call, at.values[n], group, block, 0.0)
-            at.for_rows[n, i] = read_rows(call, at.for_states[n], group, block, 0.0)
+            at.d_state_rows[n, i] = read_rows(call, at.d_states[n], group, block, 0.0)
             states = read_rows(call, at.states[n], group, block, 0.0)
             at.state_rows[n, i, _BEFORE:, :] = states
             before = jnp.zeros((1, LANES), jnp.float32)
@@ -167,13 +167,13 @@ def _read(call: Call, at: _Refs, row, block, first) -> None:
         @pl.when(here)
         def _(i=i, lanes=lanes):
             for n, ref in enumerate(at.finals):
-                at.for_rows[n, i, pl.ds(last, 1), :] += ref[:, lanes]
+                at.d_state_rows[n, i, pl.ds(last, 1), :] += ref[:, lanes]
 
 
 def _entering(call: Call, at: _Refs, first):
-    """Returns the gradient that enters every segment from behind."""
-    N, G, S = len(call.widths), call.together, call.tiles.segment
-    zeros = jnp.zeros((SEGMENTS, LANES), jnp.float32)
+    """Returns the gradient that enters every stretch from behind."""
+    N, G, S = len(call.widths), call.together, call.tiles.stretch
+    zeros = jnp.zeros((STRETCHES, LANES), jnp.float32)
     entering = [[zeros] * G for _ in range(N)]
     if not call.tiles.linked:
         return entering
@@ -199,7 +199,7 @@ def _entering(call: Call, at: _Refs, first):
 
 def _run(call: Call, at: _Refs, entering, first) -> None:
     """Writes the gradients of a few groups; chunks leave theirs of the first state."""
-    S = call.tiles.segment
+    S = call.tiles.stretch
 
     def step(turn, flowing):
         s = S - 1 - turn
@@ -211,10 +211,10 @@ def _run(call: Call, at: _Refs, entering, first) -> None:
             for n, groups in enumerate(totals):
                 of_keep += groups[i] * _before(call, at, n, i, s)
                 of_new += groups[i] * at.value_rows.at[n, i][rows, :]
-                at.for_value_rows.at[n, i][rows, :] = (1 - g) * groups[i]
+                at.d_value_rows.at[n, i][rows, :] = (1 - g) * groups[i]
             if resets is not None:
                 of_keep = jnp.where(resets, 0.0, of_keep)
-            at.for_e_rows.at[0, i][rows, :] = of_keep - of_new
+            at.de_rows.at[0, i][rows, :] = of_keep - of_new
         return _passed_on([keep for _, keep, _ in gates], totals)
 
     left = jax.lax.fori_loop(0, S, step, entering)
@@ -237,7 +237,7 @@ def _totals(call: Call, at: _Refs, s, flowing):
     """Returns l, the gradient of every state."""
     rows = position(call, s)
     return [
-        [u + at.for_rows.at[n, i][rows, :] for i, u in enumerate(groups)]
+        [u + at.d_state_rows.at[n, i][rows, :] for i, u in enumerate(groups)]
         for n, groups in enumerate(flowing)
     ]
 
@@ -249,9 +249,9 @@ def _passed_on(keeps: list[Array], totals: list[list[Array]]):
 
 
 def _before(call: Call, at: _Refs, n: int, i: int, s) -> Array:
-    """Returns the states before position s of every segment: zeros before a chunk."""
+    """Returns the states before position s of every stretch: zeros before a chunk."""
     before = at.state_rows.at[n, i][position(call, s, _BEFORE - 1), :]
     if call.tiles.linked:
         return before
-    segment = jax.lax.broadcasted_iota(jnp.int32, before.shape, 0)
-    return jnp.where((s == 0) & (segment > 0), 0.0, before)
+    stretch = jax.lax.broadcasted_iota(jnp.int32, before.shape, 0)
+    return jnp.where((s == 0) & (stretch > 0), 0.0, before)

@@ -1,6 +1,6 @@
-"""What both TPU kernels do with a block: lanes in and out, and the chain of segments.
+"""What both TPU kernels do with a block: lanes in and out, and the chain of stretches.
 
-A block has 8 segments of S positions. Position s of all segments is one register a
+A block has 8 stretches of S positions. Position s of all stretches is one register a
 group of 128 lanes: rows s, s + S, ..., read with a stride.
 """
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gated_scan.mosaic_launch import LANES, SEGMENTS, Call
+from pallas_kernels.gated_scan.mosaic_launch import LANES, STRETCHES, Call
 
 Array = jax.Array
 Indices = slice | pl.Slice
@@ -29,28 +29,28 @@ def read_rows(call: Call, ref, group: Array, block: Array, fill: float) -> Array
 
 
 def position(call: Call, s: Array, offset: int = 0) -> Indices:
-    """Returns the rows of position s in every segment."""
-    return pl.ds(s + offset, SEGMENTS, stride=call.tiles.segment)
+    """Returns the rows of position s in every stretch."""
+    return pl.ds(s + offset, STRETCHES, stride=call.tiles.stretch)
 
 
 def chain(product: Array, added: Array, first: Array, *, reverse: bool = False):
-    """Takes a state [1, 128] through 8 segments: x[i+1] = product[i] x[i] + added[i].
+    """Takes a state [1, 128] through 8 stretches: x[i+1] = product[i] x[i] + added[i].
 
-    Returns what enters every segment [8, 128], and what leaves the last one [1, 128].
+    Returns what enters every stretch [8, 128], and what leaves the last one [1, 128].
     """
-    segment = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
+    stretch = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
     entering = jnp.zeros_like(product)
     state = first
-    order = range(SEGMENTS)
+    order = range(STRETCHES)
     for i in reversed(order) if reverse else order:
-        entering = jnp.where(segment == i, state, entering)
+        entering = jnp.where(stretch == i, state, entering)
         state = product[i : i + 1] * state + added[i : i + 1]
     return entering, state
 
 
 def only_first(state: Array) -> Array:
-    """Returns [8, 128]: the state [1, 128] for segment 0, zeros for the others."""
-    shape = (SEGMENTS, LANES)
+    """Returns [8, 128]: the state [1, 128] for stretch 0, zeros for the others."""
+    shape = (STRETCHES, LANES)
     return jnp.where(jax.lax.broadcasted_iota(jnp.int32, shape, 0) == 0, state, 0.0)
 
 

@@ -2,9 +2,9 @@
 
 A program owns a block of positions of a row and all channels; blocks of a row run in
 order and the state stays in VMEM between them. Everything crosses HBM once. For a few
-groups of 128 lanes at a time: cast the block to float32; run its 8 segments side by
+groups of 128 lanes at a time: cast the block to float32; run its 8 stretches side by
 side once for what each makes of a state; chain them; run them again from their true
-states. Chunks that are segments need the last step only.
+states. Chunks that are stretches need the last step only.
 """
 
 import jax
@@ -22,7 +22,7 @@ from pallas_kernels.gated_scan.mosaic_block import (
 )
 from pallas_kernels.gated_scan.mosaic_launch import (
     LANES,
-    SEGMENTS,
+    STRETCHES,
     Call,
     launch_kernel,
 )
@@ -105,7 +105,7 @@ def _forward_kernel(length_ref, e_ref, *refs, call: Call):
 
 
 def _entering(call: Call, block, first, e_rows, value_rows, carried):
-    """Returns the states before every segment, [8, 128] a group and stream."""
+    """Returns the states before every stretch, [8, 128] a group and stream."""
     N, G = len(call.widths), call.together
     lanes = [lanes_of(first + i, call.D // LANES) for i in range(G)]
     if not call.tiles.linked:
@@ -120,9 +120,9 @@ def _entering(call: Call, block, first, e_rows, value_rows, carried):
         states, keeps = _advance(call, s, states, e_rows, value_rows)
         return [p * k for p, k in zip(products, keeps, strict=True)], states
 
-    zeros = jnp.zeros((SEGMENTS, LANES), jnp.float32)
+    zeros = jnp.zeros((STRETCHES, LANES), jnp.float32)
     start = ([zeros + 1] * G, [[zeros] * G for _ in range(N)])
-    products, added = jax.lax.fori_loop(0, call.tiles.segment, step, start)
+    products, added = jax.lax.fori_loop(0, call.tiles.stretch, step, start)
     entering = [[zeros] * G for _ in range(N)]
     for n in range(N):
         for i, at in enumerate(lanes):
@@ -140,7 +140,7 @@ def _run(call: Call, entering, e_rows, value_rows, state_rows) -> None:
                 state_rows.at[n, i][position(call, s), :] = h
         return states
 
-    jax.lax.fori_loop(0, call.tiles.segment, step, entering)
+    jax.lax.fori_loop(0, call.tiles.stretch, step, entering)
 
 
 def _advance(call: Call, s, states, e_rows, value_rows):

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.target import LEAST_VMEM
 
 LANES = 128
-SEGMENTS = 8
+STRETCHES = 8
 """Stretches of a block that run side by side: the sublanes of a register."""
 HALO = 16
 """Rows read before a block for the state before its first position: a tile in bf16."""
@@ -23,18 +23,18 @@ class Tiles:
     """How a call is cut.
 
     Attributes:
-      segment: positions of a segment, even; a block has 8 segments.
-      linked: whether the state flows from one segment into the next one; chunks are
+      stretch: positions of a stretch, even; a block has 8 stretches.
+      linked: whether the state flows from one stretch into the next one; chunks are
         not linked.
     """
 
-    segment: int
+    stretch: int
     linked: bool
 
     @property
     def rows(self) -> int:
         """Returns the positions of a block."""
-        return SEGMENTS * self.segment
+        return STRETCHES * self.stretch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,14 +94,14 @@ def choose_tiles(*, T: int, D: int, streams: int, chunk: int | None) -> Tiles:
     """Returns the cut for D channels of some streams.
 
     A block's float32 inputs and outputs, two buffers each, stay within half of VMEM.
-    Chunks are segments when a block of 8 of them fits and pays; else, as in a whole
-    sequence, segments are linked and the gate's sign resets.
+    Chunks are stretches when a block of 8 of them fits and pays; else, as in a whole
+    sequence, stretches are linked and the gate's sign resets.
     """
-    fitting = _BLOCK_BYTES // (row_bytes(D, streams) * SEGMENTS) // 2 * 2
+    fitting = _BLOCK_BYTES // (row_bytes(D, streams) * STRETCHES) // 2 * 2
     most = max(2, min(32, fitting))
     if chunk is not None and chunk < T and 8 <= chunk <= most and chunk % 2 == 0:
-        return Tiles(segment=chunk, linked=False)
-    return Tiles(segment=min(most, max(2, -(-T // SEGMENTS) // 2 * 2)), linked=True)
+        return Tiles(stretch=chunk, linked=False)
+    return Tiles(stretch=min(most, max(2, -(-T // STRETCHES) // 2 * 2)), linked=True)
 
 
 def row_bytes(D: int, streams: int) -> int:

@@ -59,8 +59,8 @@ def backward(
     starts,
     lengths,
     states,
-    for_states,
-    for_finals,
+    d_states,
+    d_finals,
     *,
     chunk,
     interpret=False,
@@ -69,28 +69,28 @@ def backward(
     """Returns gradients of (gate, values, initial)."""
     D = gate.shape[2]
     call, e = _cut(gate, values, starts, chunk, interpret, tiles)
-    for_gate, for_values, for_initial = run_backward(
+    d_gate, d_values, d_initial = run_backward(
         call,
         e,
         tuple(_whole_lanes(v, D) for v in values),
         tuple(_padded(h.astype(jnp.float32)) for h in initial),
         _lengths(gate, lengths),
         tuple(_padded(h) for h in states),
-        tuple(_padded(d) for d in for_states),
-        tuple(_padded(d.astype(jnp.float32)) for d in for_finals),
+        tuple(_padded(d) for d in d_states),
+        tuple(_padded(d.astype(jnp.float32)) for d in d_finals),
     )
-    for_values = tuple(
+    d_values = tuple(
         d if d.shape == v.shape else _narrow(d[..., :D], v.shape[2])
-        for d, v in zip(for_values, values, strict=True)
+        for d, v in zip(d_values, values, strict=True)
     )
-    for_initial = tuple(d[..., :D] for d in for_initial)
+    d_initial = tuple(d[..., :D] for d in d_initial)
     if lengths is not None:  # A row without a position ends where it began.
         none = (lengths == 0)[:, None]
-        for_initial = tuple(
+        d_initial = tuple(
             d + jnp.where(none, more, 0)
-            for d, more in zip(for_initial, for_finals, strict=True)
+            for d, more in zip(d_initial, d_finals, strict=True)
         )
-    return for_gate[..., :D], for_values, for_initial
+    return d_gate[..., :D], d_values, d_initial
 
 
 def _cut(gate, values, starts, chunk, interpret, tiles: Tiles | None):

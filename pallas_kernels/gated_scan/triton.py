@@ -68,8 +68,8 @@ def backward(
     starts,
     lengths,
     states,
-    for_states,
-    for_finals,
+    d_states,
+    d_finals,
     *,
     chunk,
     interpret=False,
@@ -77,20 +77,18 @@ def backward(
 ):
     """Returns gradients of (gate, values, initial)."""
     call, e = _cut(gate, values, starts, lengths, chunk, interpret, tiles)
-    for_gate, for_values, for_initial = run_backward(
+    d_gate, d_values, d_initial = run_backward(
         call,
         _flat(e),
         tuple(_flat(v) for v in values),
         tuple(h.astype(jnp.float32) for h in initial),
         None if lengths is None else lengths.astype(jnp.int32),
         tuple(_flat(h) for h in states),
-        tuple(_flat(d) for d in for_states),
-        tuple(d.astype(jnp.float32) for d in for_finals),
+        tuple(_flat(d) for d in d_states),
+        tuple(d.astype(jnp.float32) for d in d_finals),
     )
-    for_values = tuple(
-        d.reshape(v.shape) for d, v in zip(for_values, values, strict=True)
-    )
-    return for_gate.reshape(gate.shape), for_values, for_initial
+    d_values = tuple(d.reshape(v.shape) for d, v in zip(d_values, values, strict=True))
+    return d_gate.reshape(gate.shape), d_values, d_initial
 
 
 def _cut(gate, values, starts, lengths, chunk, interpret, tiles: Tiles | None):

@@ -20,21 +20,21 @@ from pallas_kernels.gated_scan.triton_program import Program, Tiled, at_tile
 Array = jax.Array
 
 
-def run_backward(call: Call, e, values, initial, lengths, states, for_states, finals):
+def run_backward(call: Call, e, values, initial, lengths, states, d_states, finals):
     """Returns gradients of (e's magnitude [B T, D], values [B T, W], initial [B, D]).
 
     Args:
-      states, for_states: [B T, D] each.
+      states, d_states: [B T, D] each.
       finals: gradients of the last states, float32 [B, D] each.
     """
     ragged = () if lengths is None else (lengths,)
-    arrays = (e, *values, *initial, *states, *for_states, *finals, *ragged)
+    arrays = (e, *values, *initial, *states, *d_states, *finals, *ragged)
     if call.tiles.linked and call.blocks > 1:
         summary = jax.ShapeDtypeStruct((call.B * call.blocks, call.D), jnp.float32)
         summaries = launch_kernel(
             call,
             _summarize_backward_kernel,
-            *(e, *for_states, *finals, *ragged),
+            *(e, *d_states, *finals, *ragged),
             out_shape=[summary] * (1 + call.streams),
         )
         arrays = (*arrays, *summaries)
@@ -53,18 +53,18 @@ def run_backward(call: Call, e, values, initial, lengths, states, for_states, fi
 def _summarize_backward_kernel(*refs, call: Call):
     """Writes what a stretch makes of a gradient: u_before = product u_after + added."""
     N = call.streams
-    e_ref, for_refs, final_refs = refs[0], refs[1 : 1 + N], refs[1 + N : 1 + 2 * N]
+    e_ref, d_state_refs, final_refs = refs[0], refs[1 : 1 + N], refs[1 + N : 1 + 2 * N]
     out_refs = refs[-1 - N :]
     program = Program.here(call)
-    last, for_finals = _ends(program, final_refs, refs[1 + 2 * N : -1 - N])
+    last, d_finals = _ends(program, final_refs, refs[1 + 2 * N : -1 - N])
 
     def turn(n, carry):
         product, flowing = carry
         for t, inside in _positions(program, n):
             e = program.read(e_ref, t, other=1.0, keep=inside)
-            for_h = [program.read(ref, t, other=0.0, keep=inside) for ref in for_refs]
+            dh = [program.read(ref, t, other=0.0, keep=inside) for ref in d_state_refs]
             keeps = [read_signed(part, signed=call.signed)[1] for part in e]
-            totals = _totals(for_h, for_finals, flowing, _is_last(t, inside, last))
+            totals = _totals(dh, d_finals, flowing, _is_last(t, inside, last))
             flowing = _passed_on(keeps, totals)
             product = tuple(p * k for p, k in zip(product, keeps, strict=True))
         return product, flowing
@@ -78,18 +78,18 @@ def _summarize_backward_kernel(*refs, call: Call):
 
 def _backward_kernel(*refs, call: Call):
     N = call.streams
-    e_ref, (value_refs, initial_refs, state_refs, for_refs, final_refs) = (
+    e_ref, (value_refs, initial_refs, state_refs, d_state_refs, final_refs) = (
         refs[0],
         [refs[1 + k * N : 1 + (k + 1) * N] for k in range(5)],
     )
-    for_e_ref, for_value_refs, for_initial_refs = (
+    de_ref, d_value_refs, d_initial_refs = (
         refs[-1 - 2 * N],
         refs[-2 * N : -N],
         refs[-N:],
     )
     rest = refs[1 + 5 * N : -1 - 2 * N]
     program = Program.here(call)
-    last, for_finals = _ends(program, final_refs, rest[: call.lengths])
+    last, d_finals = _ends(program, final_refs, rest[: call.lengths])
     initial = [program.read_row(ref) for ref in initial_refs]
 
     def turn(n, flowing):
@@ -101,24 +101,24 @@ def _backward_kernel(*refs, call: Call):
                     program.read(ref, t, other=0.0, keep=inside) for ref in value_refs
                 ],
                 before=_before(program, state_refs, initial, t, inside),
-                for_states=[
-                    program.read(ref, t, other=0.0, keep=inside) for ref in for_refs
+                d_states=[
+                    program.read(ref, t, other=0.0, keep=inside) for ref in d_state_refs
                 ],
             )
             read.append((t, inside, inputs))
         for t, inside, at in read:
             gates = [read_signed(part, signed=call.signed) for part in at.e]
             ends = _is_last(t, inside, last)
-            totals = _totals(at.for_states, for_finals, flowing, ends)
+            totals = _totals(at.d_states, d_finals, flowing, ends)
             flowing = _passed_on([keep for _, keep, _ in gates], totals)
-            program.write(for_e_ref, t, _for_gate(gates, totals, at), inside)
-            for ref, v, parts in zip(for_value_refs, at.values, totals, strict=True):
+            program.write(de_ref, t, _for_gate(gates, totals, at), inside)
+            for ref, v, parts in zip(d_value_refs, at.values, totals, strict=True):
                 program.write(ref, t, _for_values(gates, parts, len(v)), inside)
         return flowing
 
-    entering = _entering(program, for_finals, rest[call.lengths :], last)
+    entering = _entering(program, d_finals, rest[call.lengths :], last)
     flowing = jax.lax.fori_loop(0, program.turns, turn, entering)
-    for ref, parts, ends in zip(for_initial_refs, flowing, for_finals, strict=True):
+    for ref, parts, ends in zip(d_initial_refs, flowing, d_finals, strict=True):
         if last is not None:  # A row without a position ends where it began.
             empty = [jnp.where(last < 0, d, 0.0) for d in ends]
             parts = [p + d for p, d in zip(parts, empty, strict=True)]
@@ -131,7 +131,7 @@ class _Inputs(NamedTuple):
     e: Tiled
     values: list[Tiled]
     before: list[Tiled]
-    for_states: list[Tiled]
+    d_states: list[Tiled]
 
 
 def _ends(program: Program, final_refs, length_refs):
@@ -140,17 +140,17 @@ def _ends(program: Program, final_refs, length_refs):
     return last, tuple(tuple(program.read_row(ref)) for ref in final_refs)
 
 
-def _entering(program: Program, for_finals: States, summary_refs, last) -> States:
+def _entering(program: Program, d_finals: States, summary_refs, last) -> States:
     """Returns the gradient that enters the stretch from behind."""
     call = program.call
     if last is not None:  # It enters at the row's own last position instead.
-        states = tuple(tuple(0 * d for d in parts) for parts in for_finals)
+        states = tuple(tuple(0 * d for d in parts) for parts in d_finals)
     elif call.tiles.linked:
-        states = for_finals
+        states = d_finals
     else:
         here = program.block == call.blocks - 1
         states = tuple(
-            tuple(jnp.where(here, d, 0.0) for d in parts) for parts in for_finals
+            tuple(jnp.where(here, d, 0.0) for d in parts) for parts in d_finals
         )
     if not summary_refs:
         return states
@@ -185,17 +185,17 @@ def _before(program: Program, refs, initial: list[Tiled], t: Array, inside):
     ]
 
 
-def _totals(for_states: list[Tiled], for_finals: States, flowing: States, ends):
+def _totals(d_states: list[Tiled], d_finals: States, flowing: States, ends):
     """Returns l, the gradient of every state."""
     totals = [
         [u + d for u, d in zip(parts, more, strict=True)]
-        for parts, more in zip(flowing, for_states, strict=True)
+        for parts, more in zip(flowing, d_states, strict=True)
     ]
     if ends is None:
         return totals
     return [
         [u + jnp.where(ends, d, 0.0) for u, d in zip(parts, more, strict=True)]
-        for parts, more in zip(totals, for_finals, strict=True)
+        for parts, more in zip(totals, d_finals, strict=True)
     ]
 
 

@@ -65,8 +65,8 @@ def backward(
     starts,
     lengths,
     states,
-    for_states,
-    for_finals,
+    d_states,
+    d_finals,
     *,
     chunk,
 ):
@@ -77,24 +77,24 @@ def backward(
     passed = tuple(jnp.zeros_like(h) for h in initial)
     if lengths is not None:
         none = (lengths == 0)[:, None]
-        passed = tuple(jnp.where(none, d, 0) for d in for_finals)
+        passed = tuple(jnp.where(none, d, 0) for d in d_finals)
         at = (jnp.arange(len(lengths)), jnp.maximum(lengths - 1, 0))
-        for_states = tuple(
+        d_states = tuple(
             dh.astype(dtype).at[at].add(jnp.where(none, 0, d))
-            for dh, d in zip(for_states, for_finals, strict=True)
+            for dh, d in zip(d_states, d_finals, strict=True)
         )
-        for_finals = tuple(jnp.zeros_like(d) for d in for_finals)
-    arrays = (gate, values, initial, starts, states, for_states, for_finals)
+        d_finals = tuple(jnp.zeros_like(d) for d in d_finals)
+    arrays = (gate, values, initial, starts, states, d_states, d_finals)
     in_chunks = chunk is not None and chunk < T
-    for_gate, for_values, for_initial = jax.lax.platform_dependent(
+    d_gate, d_values, d_initial = jax.lax.platform_dependent(
         *arrays,
         cpu=partial(chunked_backward, size=T, period=chunk),
         default=partial(chunked_backward, size=chunk)
         if in_chunks
         else partial(blocked_backward, size=min(_BLOCK, T)),
     )
-    for_initial = tuple(d + p for d, p in zip(for_initial, passed, strict=True))
-    return for_gate, for_values, for_initial
+    d_initial = tuple(d + p for d, p in zip(d_initial, passed, strict=True))
+    return d_gate, d_values, d_initial
 
 
 def blocked_forward(gate, values, initial, starts, *, size):
@@ -110,28 +110,28 @@ def blocked_forward(gate, values, initial, starts, *, size):
 
 
 def blocked_backward(
-    gate, values, initial, starts, states, for_states, for_finals, *, size
+    gate, values, initial, starts, states, d_states, d_finals, *, size
 ):
     """Runs its gradient, block before block."""
     T, dtype = gate.shape[1], initial[0].dtype
     gate, values, starts = _fold_inputs(gate, values, starts, size)
     states = tuple(_fold(h, size, "edge") for h in states)
-    for_states = tuple(_fold(dh, size, 0) for dh in for_states)
-    product, added = summarize_backward(gate, starts, for_states, dtype)
+    d_states = tuple(_fold(dh, size, 0) for dh in d_states)
+    product, added = summarize_backward(gate, starts, d_states, dtype)
     backwards = product[:, ::-1]
-    for_last = tuple(
+    d_last = tuple(
         _combine(backwards, u[:, ::-1], d)[:, ::-1]
-        for u, d in zip(added, for_finals, strict=True)
+        for u, d in zip(added, d_finals, strict=True)
     )
     entering = tuple(
         jnp.concatenate([h_in[:, None], h[:, :-1, -1].astype(dtype)], axis=1)
         for h_in, h in zip(initial, states, strict=True)
     )
-    for_gate, for_values, for_entering = scan_backward(
-        gate, values, starts, entering, states, for_states, for_last
+    d_gate, d_values, d_entering = scan_backward(
+        gate, values, starts, entering, states, d_states, d_last
     )
-    for_initial = tuple(d[:, 0] for d in for_entering)
-    return _unfold((for_gate,), T)[0], _unfold(for_values, T), for_initial
+    d_initial = tuple(d[:, 0] for d in d_entering)
+    return _unfold((d_gate,), T)[0], _unfold(d_values, T), d_initial
 
 
 def chunked_forward(gate, values, initial, starts, *, size, period=None):
@@ -149,8 +149,8 @@ def chunked_backward(
     initial,
     starts,
     states,
-    for_states,
-    for_finals,
+    d_states,
+    d_finals,
     *,
     size,
     period=None,
@@ -159,18 +159,18 @@ def chunked_backward(
     T = gate.shape[1]
     gate, values, starts = _fold_inputs(gate, values, starts, size)
     G = gate.shape[1]
-    for_gate, for_values, for_entering = scan_backward(
+    d_gate, d_values, d_entering = scan_backward(
         gate,
         values,
         starts,
         tuple(_at_chunk(h, G, 0) for h in initial),
         tuple(_fold(h, size, "edge") for h in states),
-        tuple(_fold(dh, size, 0) for dh in for_states),
-        tuple(_at_chunk(d, G, G - 1) for d in for_finals),
+        tuple(_fold(dh, size, 0) for dh in d_states),
+        tuple(_at_chunk(d, G, G - 1) for d in d_finals),
         period=period,
     )
-    for_initial = tuple(d[:, 0] for d in for_entering)
-    return _unfold((for_gate,), T)[0], _unfold(for_values, T), for_initial
+    d_initial = tuple(d[:, 0] for d in d_entering)
+    return _unfold((d_gate,), T)[0], _unfold(d_values, T), d_initial
 
 
 def _combine(product, added, first):

@@ -100,9 +100,9 @@ def backend_passes(backend, case: Case, arrays, **options):
         call = (q, own_logits, own_values, ends, first, documents)
         reason = backend.expressible(*call, **case.options)
         assert reason is None, reason
-        o, log = backend.forward(*call, **case.options, **options)
-        for_o = jnp.asarray(case.weights()).astype(o.dtype)
-        gradients = backend.backward(*(*call, o, log, for_o), **case.options, **options)
+        o, lse = backend.forward(*call, **case.options, **options)
+        do = jnp.asarray(case.weights()).astype(o.dtype)
+        gradients = backend.backward(*(*call, o, lse, do), **case.options, **options)
         return o, tuple(gradients)
 
     return run(arrays)

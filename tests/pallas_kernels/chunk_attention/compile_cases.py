@@ -37,11 +37,11 @@ def call(backend, *, batch, length, train=False, decode=False, dtype="bfloat16")
         if backend is not xla:
             reason = backend.expressible(*inputs, **options)
             assert reason is None, reason
-        o, log = backend.forward(*inputs, **options)
+        o, lse = backend.forward(*inputs, **options)
         if not train:
             return o.reshape(B, T, -1)
-        for_o = rest.reshape(o.shape)
-        gradients = backend.backward(*inputs, o, log, for_o, **options)
+        do = rest.reshape(o.shape)
+        gradients = backend.backward(*inputs, o, lse, do, **options)
         return [
             x.reshape(like.shape)
             for x, like in zip((o, *gradients), shapes, strict=True)

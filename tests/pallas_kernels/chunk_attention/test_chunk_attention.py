@@ -1,4 +1,4 @@
-"""Chunk attention: the XLA backend against the definition; the log-sum-exp trap."""
+"""Chunk attention: the XLA backend against the definition; the lse-sum-exp trap."""
 
 from functools import partial
 
@@ -93,7 +93,7 @@ def test_a_position_of_the_first_chunk_is_its_own_value():
     "tile", [pytest.param(4, marks=pytest.mark.slow), 512], ids=["tiles", "bands"]
 )
 def test_gradients_are_finite_differences(tile, monkeypatch):
-    """The trap: a merge through a library's log-sum-exp has a wrong gradient."""
+    """The trap: a merge through a library's lse-sum-exp has a wrong gradient."""
     monkeypatch.setattr(xla_cuts, "_TILE", tile)
     with jax.enable_x64(True):
         case = SMALL._replace(length=7, chunk=1, dtype="float64")
@@ -146,7 +146,7 @@ def test_the_future_does_not_leak_into_the_past(cut, request):
 )
 def test_bands_have_whole_products_and_short_calls_one(shape, cut):
     chosen = xla_cuts.choose_bands(*shape, causal=True)
-    assert (chosen.rows, chosen.blocks, chosen.bands) == cut
+    assert (chosen.block_q, chosen.blocks, chosen.bands) == cut
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_bands_have_whole_products_and_short_calls_one(shape, cut):
 )
 def test_heads_of_many_logits_are_cut_into_tiles(length, ends, tiles):
     chosen = xla_cuts.choose_tiles(length, ends)
-    assert (chosen and (chosen.rows, chosen.ends)) == tiles
+    assert (chosen and (chosen.block_q, chosen.block_k)) == tiles
 
 
 @pytest.mark.parametrize("chunk", [16, 64], ids=["tiles", "bands"])

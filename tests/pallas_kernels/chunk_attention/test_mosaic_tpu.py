@@ -18,7 +18,7 @@ from tests.pallas_kernels.chunk_attention.cases import (
     refusal,
 )
 
-TILES = Tiles(rows=16, ends=4)
+TILES = Tiles(block_q=16, block_k=4)
 KERNELS = partial(backend_passes, mosaic_tpu, interpret=True, tiles=TILES)
 
 CASES = KERNEL_CASES | {"heads of whole registers": Case(19, width=128)}

@@ -19,7 +19,7 @@ from tests.pallas_kernels.chunk_attention.cases import (
     refusal,
 )
 
-TILES = Tiles(rows=16, ends=4, gradient_rows=8, gradient_ends=4, splits=1)
+TILES = Tiles(block_q=16, block_k=4, backward_block_q=8, backward_block_k=4, splits=1)
 """Several blocks along each axis; a block of positions spans several chunks."""
 KERNELS = partial(backend_passes, triton, interpret=True, tiles=TILES)
 
@@ -38,7 +38,7 @@ def test_heads_of_a_group_shared_out_give_the_same_gradient():
 
 @pytest.mark.slow
 def test_gradients_are_finite_differences():
-    """The trap: a merge through a library's log-sum-exp has a wrong gradient."""
+    """The trap: a merge through a library's lse-sum-exp has a wrong gradient."""
     case = Case(7, batch=1, heads=2, groups=1)
     arrays = case.inputs()[0]
     gradients = KERNELS(case, arrays)[1]

@@ -28,9 +28,9 @@ def scan(backend, way, *, B, T, D=2048, narrow=None, chunk=None, dtype="bfloat16
             assert reason is None, reason
         return backend.forward(*arrays, chunk=chunk)
 
-    def backward(gate, values, initial, states, for_states, for_finals):
+    def backward(gate, values, initial, states, d_states, d_finals):
         arrays = (gate, values, initial, None, None)
-        return backend.backward(*arrays, states, for_states, for_finals, chunk=chunk)
+        return backend.backward(*arrays, states, d_states, d_finals, chunk=chunk)
 
     if way == "forward":
         return forward, (gate, values, initial)

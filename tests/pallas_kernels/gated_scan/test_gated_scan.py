@@ -81,8 +81,8 @@ def test_the_cuts_for_accelerators_give_the_same(name, starts):
     (gate, values, initial), options = inputs(13, starts=starts)
     starts = options["starts"]
     draw = np.random.default_rng(1)
-    for_states = tuple(draw.normal(size=(B, 13, D)).astype("f") for _ in values)
-    for_finals = tuple(draw.normal(size=(B, D)).astype("f") for _ in values)
+    d_states = tuple(draw.normal(size=(B, 13, D)).astype("f") for _ in values)
+    d_finals = tuple(draw.normal(size=(B, D)).astype("f") for _ in values)
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def fast(gate, values, initial):
@@ -90,7 +90,7 @@ def test_the_cuts_for_accelerators_give_the_same(name, starts):
         backward = getattr(xla, f"{name}_backward")
         out = forward(gate, values, initial, starts, size=CHUNK)
         gradients = backward(
-            *(gate, values, initial, starts, out[0], for_states, for_finals),
+            *(gate, values, initial, starts, out[0], d_states, d_finals),
             size=CHUNK,
         )
         return out, gradients
@@ -105,7 +105,7 @@ def test_the_cuts_for_accelerators_give_the_same(name, starts):
             )
 
         out, pull = jax.vjp(run, gate, values, initial)
-        return out, pull((for_states, for_finals))
+        return out, pull((d_states, d_finals))
 
     got, want = fast(gate, values, initial), slow(gate, values, initial)
     assert_values_close(got[0], want[0])

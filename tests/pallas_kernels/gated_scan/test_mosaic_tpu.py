@@ -13,8 +13,8 @@ from tests.pallas_kernels.gated_scan.scan_cases import (
     check_finite_difference,
 )
 
-CHUNKS = Tiles(segment=4, linked=False)
-BLOCKS = Tiles(segment=2, linked=True)
+CHUNKS = Tiles(stretch=4, linked=False)
+BLOCKS = Tiles(stretch=2, linked=True)
 SLOW = pytest.mark.slow
 
 
@@ -41,7 +41,7 @@ def test_chunks_are_those_of_the_definition(case):
         pytest.param(Case(positions=33, dtype="bfloat16", widths=(128,)), marks=SLOW),
     ],
 )
-def test_linked_segments_are_those_of_the_definition(case):
+def test_linked_stretches_are_those_of_the_definition(case):
     check(mosaic_tpu, case, tiles=BLOCKS, interpret=True)
 
 
@@ -58,12 +58,12 @@ def test_the_tpu_s_own_semantics_find_no_race():
     check(mosaic_tpu, case, tiles=BLOCKS, interpret=interpret)
 
 
-def test_chunks_are_segments_where_a_block_of_them_fits():
+def test_chunks_are_stretches_where_a_block_of_them_fits():
     size = {"T": 4096, "streams": 2}
-    assert choose_tiles(**size, D=2048, chunk=16) == Tiles(segment=16, linked=False)
+    assert choose_tiles(**size, D=2048, chunk=16) == Tiles(stretch=16, linked=False)
     assert choose_tiles(**size, D=2048, chunk=64).linked
     assert choose_tiles(**size, D=2048, chunk=15).linked  # rows of whole registers
-    assert choose_tiles(**size, D=16384, chunk=None).segment == 2
+    assert choose_tiles(**size, D=16384, chunk=None).stretch == 2
 
 
 def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
