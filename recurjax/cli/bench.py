@@ -19,6 +19,7 @@ BENCHES = {
     "recurrent_transformer": "recurjax.bench.recurrent_transformer",
     "rat": "recurjax.bench.rat",
     "latent_recurrent_transformer": "recurjax.bench.latent_recurrent_transformer",
+    "recurformer": "recurjax.bench.recurformer",
     "trainer": "recurjax.bench.trainer",
 }
 """What can be timed, and the module whose `rows` times it."""

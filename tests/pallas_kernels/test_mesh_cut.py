@@ -16,6 +16,9 @@ from pallas_kernels.chunk_attention import triton as chunk_attention_triton
 from pallas_kernels.gated_scan import api as gated_scan_api
 from pallas_kernels.gated_scan import gated_scan
 from pallas_kernels.gated_scan import triton as gated_scan_triton
+from pallas_kernels.selective_scan import api as selective_scan_api
+from pallas_kernels.selective_scan import selective_scan
+from pallas_kernels.selective_scan import xla as selective_scan_xla
 from tests.compiling import QUICK_COMPILE
 from tests.tolerances import assert_gradients_close
 
@@ -29,13 +32,13 @@ def mesh():
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Lets both ops run their Triton kernels here; collects the shapes they see."""
+    """Lets the ops run a kernel by name here; collects the shapes that it sees."""
     seen = []
 
-    def stand_in(backend):
+    def stand_in(backend, **interpreter):
         def note(way, *arrays, **options):
             seen.append((way, arrays[0].shape, arrays[2][0].shape))
-            return getattr(backend, way)(*arrays, **options, interpret=True)
+            return getattr(backend, way)(*arrays, **options, **interpreter)
 
         return SimpleNamespace(
             supported=lambda *_, **__: None,
@@ -43,11 +46,13 @@ def parts(monkeypatch):
             backward=partial(note, "backward"),
         )
 
-    for api, backend in (
-        (gated_scan_api, gated_scan_triton),
-        (chunk_attention_api, chunk_attention_triton),
+    for api, backend, interpreter in (
+        (gated_scan_api, gated_scan_triton, {"interpret": True}),
+        (chunk_attention_api, chunk_attention_triton, {"interpret": True}),
+        (selective_scan_api, selective_scan_xla, {}),
     ):
-        monkeypatch.setitem(api.OP.backends, "triton", stand_in(backend))
+        stood_in = stand_in(backend, **interpreter)
+        monkeypatch.setitem(api.OP.backends, "triton", stood_in)
     return seen
 
 
@@ -81,6 +86,21 @@ def attention_loss(q, own, values, keys, ends, implementation):
     return (o**2).sum()
 
 
+def selective_loss(u, dt, a, b, c, skip, start, implementation):
+    y, final = selective_scan(
+        *(u, jax.nn.softplus(dt), -jnp.exp(a), b, c),
+        skip=skip,
+        initial=start,
+        starts=jnp.arange(u.shape[1]) == jnp.arange(u.shape[0])[:, None],
+        implementation=implementation,
+    )
+    return (y**2).sum() + (final**2).sum()
+
+
+SELECTIVE = (
+    *(draw(4, 6, 8), draw(4, 6, 8), draw(8, 3), draw(4, 6, 3), draw(4, 6, 3)),
+    *(draw(8), draw(4, 8, 3)),
+)
 SCAN = (draw(4, 6, 64), draw(4, 6, 64), draw(4, 6, 32), draw(4, 64))
 ATTENTION = (
     *(draw(4, 4, 2, 16), draw(4, 4, 4), draw(4, 4, 4, 16)),
@@ -93,6 +113,8 @@ ATTENTION = (
     [
         # 4 rows over 4 devices; 64 channels, or 4 heads that read 2 groups, over 2.
         (scan_loss, SCAN, ((1, 6, 32), (1, 32))),
+        # Rows share a and skip, channels b and c: their gradients are summed.
+        (selective_loss, SELECTIVE, ((1, 6, 4), (3,))),
         (attention_loss, ATTENTION, ((1, 4, 2, 16), (4, 2, 16))),
     ],
 )
@@ -110,8 +132,11 @@ def test_values_and_gradients_on_a_mesh_are_those_of_one_device(
     want = run("xla")(*arrays)
     assert parts == []
     by_row = NamedSharding(mesh, P(("data", "fsdp")))
+    whole = NamedSharding(mesh, P())
+    rows = len(arrays[0])
+    placed = [jax.device_put(x, by_row if len(x) == rows else whole) for x in arrays]
     with jax.set_mesh(mesh):
-        got = run("triton")(*jax.device_put(arrays, by_row))
+        got = run("triton")(*placed)
     assert_gradients_close(got, want)
     assert parts == [("forward", *part), ("backward", *part)]
 

@@ -1,0 +1,126 @@
+"""The op: a diagonal state space; its step and its weights vary with the position."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.selective_scan import mesh_layout, xla
+
+Array = jax.Array
+
+OP = dispatch.Op(
+    name="selective_scan",
+    backends={"xla": xla},
+    find_cut=mesh_layout.find_cut,
+    specs=mesh_layout.specs,
+    outputs=2,
+    kept=(2,),  # The states that enter chunks.
+    spares=True,
+)
+CHUNK = 16
+"""Positions between two kept states: fewer cost memory, more are computed again."""
+_NO_STEP = -1e30
+"""Of dt at padding: softplus of it is exactly 0, which leaves the state as it is."""
+
+
+class Scanned(NamedTuple):
+    """What the recurrence gives.
+
+    Attributes:
+      y: in u's dtype.
+      final: h after the row's last position, in at least float32.
+    """
+
+    y: Float[Array, "B T I"]
+    final: Float[Array, "B I N"]
+
+
+def selective_scan(
+    u: Float[Array, "B T I"],
+    dt: Float[Array, "B T I"],
+    a: Float[Array, "I N"],
+    b: Float[Array, "B T N"],
+    c: Float[Array, "B T N"],
+    *,
+    skip: Float[Array, " I"] | None = None,
+    z: Float[Array, "B T I"] | None = None,
+    dt_bias: Float[Array, " I"] | None = None,
+    initial: Float[Array, "B I N"] | None = None,
+    starts: Bool[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    chunk: int = CHUNK,
+    implementation: Implementation | None = None,
+) -> Scanned:
+    """Computes y[t] = C[t] . h[t] + D u[t], h[t] = exp(s[t] A) h[t-1] + s[t] B[t] u[t].
+
+    For every channel of I and each of its N states, with the step
+    s[t] = softplus(dt[t] + dt_bias); then y *= silu(z). The state is at least float32.
+    Source: Gu and Dao 2023 (Mamba), algorithm 2, with its own simpler B (Euler's).
+    Differentiable in every floating argument; the gradient keeps the states of every
+    `chunk`-th position only and computes the others again.
+
+    Args:
+      u: what enters.
+      dt: the step before bias and softplus, or the step itself without `dt_bias`.
+      a: A, below zero where the state should decay.
+      b, c: input and output weights, shared by all channels.
+      skip: D; None: nothing passes by the state.
+      z: the gate; None: y as it is.
+      dt_bias: None also leaves out the softplus.
+      initial: h[-1]; None: zeros.
+      starts: positions before which the state is set to zero (a document begins).
+      lengths: how many positions of a row are real; the others, on the right, leave
+        the state as it is, and their y has no meaning. None: all.
+      chunk: in positions; changes memory and time, not the result.
+      implementation: a backend, which then runs or raises; None: the first that can.
+
+    Raises:
+      ValueError: shapes disagree, or chunk < 1.
+      NotImplementedError: the named backend cannot.
+    """
+    _check(u, dt, a, b, c, skip, z, dt_bias, initial, starts, lengths, chunk)
+    B, T, I = u.shape
+    if initial is None:
+        dtype = jnp.promote_types(u.dtype, jnp.float32)
+        initial = jnp.zeros((B, I, a.shape[1]), dtype)
+    if lengths is not None:
+        # A step of 0 is no step, in every backend: none of them knows of lengths.
+        real = jnp.arange(T) < lengths[:, None]
+        dt = jnp.where(real[..., None], dt, 0 if dt_bias is None else _NO_STEP)
+        starts = None if starts is None else starts & real
+    arrays = (u, dt, a, b, c, skip, z, dt_bias, initial, starts)
+    return Scanned(
+        *dispatch.run(OP, arrays, implementation=implementation, chunk=chunk)
+    )
+
+
+def _check(u, dt, a, b, c, skip, z, dt_bias, initial, starts, lengths, chunk) -> None:
+    if u.ndim != 3 or u.shape[1] < 1 or a.ndim != 2:
+        raise ValueError(
+            f"selective_scan: wants u of shape [B, T, I] with at least one position "
+            f"and a of shape [I, N], got {u.shape} and {a.shape}"
+        )
+    (B, T, I), N = u.shape, a.shape[1]
+    dispatch.check_shapes(
+        "selective_scan",
+        {
+            "dt": (dt, (B, T, I)),
+            "a": (a, (I, N)),
+            "b": (b, (B, T, N)),
+            "c": (c, (B, T, N)),
+            "skip": (skip, (I,)),
+            "z": (z, (B, T, I)),
+            "dt_bias": (dt_bias, (I,)),
+            "initial": (initial, (B, I, N)),
+            "starts": (starts, (B, T)),
+            "lengths": (lengths, (B,)),
+        },
+    )
+    if chunk < 1:
+        raise ValueError(f"selective_scan: wants chunk of at least 1, got {chunk}")
+    if not jnp.issubdtype(u.dtype, jnp.floating):
+        raise ValueError(f"selective_scan: wants a floating u, got {u.dtype}")

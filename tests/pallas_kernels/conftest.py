@@ -1,0 +1,17 @@
+"""Gives each law of `laws.OpLaws` the cases of the op that inherits it."""
+
+import pytest
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "oracle_case" in metafunc.fixturenames:
+        metafunc.parametrize("oracle_case", metafunc.cls.oracle_cases)
+    if "law_of" in metafunc.fixturenames:
+        metafunc.parametrize(
+            "law_of", [_marked(name) for name in metafunc.cls.backends]
+        )
+
+
+def _marked(backend: str):
+    """Leaves the kernels' runs to `-m slow`: compiling each in Pallas takes seconds."""
+    return pytest.param(backend, marks=() if backend == "xla" else pytest.mark.slow)

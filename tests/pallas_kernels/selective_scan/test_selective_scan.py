@@ -1,0 +1,205 @@
+"""The selective scan: its backends against the definition, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.selective_scan import api, selective_scan, xla
+from pallas_kernels.selective_scan.reference import selective_scan_reference
+from tests.compiling import QUICK_COMPILE, sizes
+from tests.pallas_kernels.laws import Call, OpLaws, OracleCase
+from tests.tolerances import assert_gradients_close, assert_values_close
+
+B, I, N, CHUNK = 2, 6, 4, 8
+PLAIN = {"skip": None, "z": None, "dt_bias": None, "initial": None}
+
+
+class TestLaws(OpLaws):
+    op = api.OP
+    function = staticmethod(selective_scan)
+    reference = staticmethod(selective_scan_reference)
+    backends = {"xla": (xla, {})}
+    by_position = ("u", "dt", "b", "c", "z")
+    oracle_cases = [
+        *(OracleCase("xla", length) for length in (1, 37, 64, 65)),
+        OracleCase("xla", 37, {"starts": True, "lengths": True}),
+        OracleCase("xla", 13, {"plain": True}),
+        OracleCase("xla", 37, dtype="bfloat16"),
+    ]
+
+    def call(
+        self, length, *, dtype="float32", starts=False, lengths=False, plain=False
+    ):
+        draw = np.random.default_rng(length)
+
+        def normal(*shape, dtype=dtype):
+            return jnp.asarray(draw.normal(size=shape), dtype)
+
+        wide = jnp.promote_types(dtype, "float32")
+        arrays = {
+            "u": normal(B, length, I),
+            "dt": normal(B, length, I),
+            "a": -jnp.exp(normal(I, N, dtype=wide)),
+            "b": normal(B, length, N),
+            "c": 0.3 * normal(B, length, N),
+            "skip": normal(I, dtype=wide),
+            "z": normal(B, length, I),
+            "dt_bias": normal(I, dtype=wide),
+            "initial": normal(B, I, N, dtype=wide),
+        }
+        if plain:
+            arrays = {k: v for k, v in arrays.items() if k not in PLAIN}
+            arrays["dt"] = jnp.abs(arrays["dt"])
+        rest = {"starts": jnp.asarray(draw.random((B, length)) < 0.2)}
+        rest |= {"lengths": jnp.asarray([length // 2, length])}
+        given = {"starts": starts, "lengths": lengths}
+        return Call(arrays, {k: v for k, v in rest.items() if given[k]})
+
+    def meant(self, call, outputs):
+        if "lengths" not in call.rest:
+            return outputs
+        y, final = outputs
+        real = jnp.arange(y.shape[1]) < call.rest["lengths"][:, None]
+        return jnp.where(real[..., None], y, 0), final
+
+    def in_two(self, call, at, backend):
+        def part(positions, **changes):
+            arrays = {
+                name: array[:, positions] if name in self.by_position else array
+                for name, array in call.arrays.items()
+            }
+            call_of_part = call._replace(arrays=arrays | changes)
+            (out,) = self.outputs(backend, call_of_part)
+            return out
+
+        y, state = part(slice(at))
+        rest, final = part(slice(at, None), initial=state)
+        return api.Scanned(jnp.concatenate([y, rest], axis=1), final)
+
+
+LAWS = TestLaws()
+
+
+def test_the_chunk_changes_nothing():
+    call = LAWS.call(37, starts=True)
+    want = LAWS.both_passes(call, "xla")
+    for chunk in (1, 5, 37, 64):
+        rest = call.rest | {"chunk": chunk}
+        got = LAWS.both_passes(call._replace(rest=rest), "xla")
+        assert_values_close(got[0], want[0])
+        assert_gradients_close(got[1], want[1])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_padding_leaves_the_state_to_the_bit(bias):
+    call = LAWS.call(7, starts=True)
+    arrays = call.arrays if bias else call.arrays | {"dt_bias": None}
+    rest = call.rest | {"starts": call.rest["starts"].at[:, -1].set(True)}
+    y, final = selective_scan(**arrays, **rest, lengths=jnp.asarray([0, 5]))
+    np.testing.assert_array_equal(final[0], arrays["initial"][0])
+    first = {k: x[:, :5] if k in LAWS.by_position else x for k, x in arrays.items()}
+    rest = {k: x[:, :5] for k, x in rest.items()}
+    want = selective_scan(**first, **rest)
+    np.testing.assert_array_equal(final[1], want.final[1])
+    np.testing.assert_array_equal(y[1, :5], want.y[1])
+
+
+def test_segments_are_rows_of_their_own():
+    call = LAWS.call(13)
+    start = jnp.arange(13) == 6
+    whole = selective_scan(**call.arrays, starts=jnp.broadcast_to(start, (B, 13)))
+    arrays = {
+        k: x[:, 6:] if k in LAWS.by_position else x for k, x in call.arrays.items()
+    }
+    alone = selective_scan(**(arrays | {"initial": None}))
+    assert_values_close((whole.y[:, 6:], whole.final), tuple(alone))
+
+
+def test_gradients_are_finite_differences():
+    with jax.enable_x64(True):
+        call = LAWS.call(5, dtype="float64", starts=True)
+
+        @jax.jit
+        def total(arrays):
+            out = selective_scan(**arrays, **call.rest, chunk=2)
+            return jnp.sum(jnp.sin(out.y)) + jnp.sum(jnp.cos(out.final))
+
+        jax.test_util.check_grads(
+            # Differences of exp(s A) at A down to -5 are themselves good to 3e-6.
+            *(total, (call.arrays,)),
+            order=1,
+            modes=["rev"],
+            rtol=1e-5,
+        )
+
+
+def test_float64_is_exact_over_a_long_row():
+    with jax.enable_x64(True):
+        call = LAWS.call(2048, dtype="float64")
+        want = jax.jit(lambda arrays: selective_scan_reference(**arrays))(call.arrays)
+        got = jax.jit(lambda arrays: selective_scan(**arrays))(call.arrays)
+        want = api.Scanned(*want)
+        assert_values_close(got, want, "float64")
+        narrow = jax.tree.map(lambda x: x.astype("float32"), call.arrays)
+        got = jax.jit(lambda arrays: selective_scan(**arrays))(narrow)
+        assert_values_close(got, want)
+
+
+def test_the_gradient_keeps_a_state_every_chunk_and_no_more():
+    """No array of T x N x I elements, nor one between that and the kept states."""
+    T, wide, states = 1024, 8, 16
+    arrays = {
+        **dict.fromkeys(("u", "dt", "z"), jnp.zeros((1, T, wide))),
+        **dict.fromkeys(("b", "c"), jnp.zeros((1, T, states))),
+        "a": jnp.zeros((wide, states)),
+    }
+
+    def total(arrays):
+        return jnp.sum(selective_scan(**arrays, chunk=CHUNK).y)
+
+    program = jax.make_jaxpr(jax.grad(total))(arrays)
+    assert max(sizes(program.jaxpr)) == T // CHUNK * wide * states
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "wants chunk of at least 1, got 0"),
+        ({"u": jnp.zeros((B, 0, I))}, "at least one position"),
+        ({"dt": jnp.zeros((B, 7, I + 1))}, r"wants dt of shape \(2, 7, 6\), got"),
+        ({"a": jnp.zeros((I + 1, N))}, "wants a of shape"),
+        ({"b": jnp.zeros((B, 7, N + 1))}, "wants b of shape"),
+        ({"c": jnp.zeros((B, 6, N))}, "wants c of shape"),
+        ({"skip": jnp.zeros(N)}, "wants skip of shape"),
+        ({"z": jnp.zeros((B, 7, N))}, "wants z of shape"),
+        ({"dt_bias": jnp.zeros(N)}, "wants dt_bias of shape"),
+        ({"initial": jnp.zeros((B, N, I))}, "wants initial of shape"),
+        ({"starts": jnp.zeros((B, 6), bool)}, "wants starts of shape"),
+        ({"lengths": jnp.zeros(3, int)}, "wants lengths of shape"),
+        ({"u": jnp.zeros((B, 7, I), int)}, "wants a floating u, got int32"),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_refused(change, message):
+    unchecked = getattr(selective_scan, "__wrapped__", selective_scan)
+    with pytest.raises(ValueError, match=message):
+        unchecked(**(LAWS.call(7).arrays | change))
+
+
+def test_the_op_runs_in_one_compiled_step_of_generation():
+    call = LAWS.call(13)
+    (whole,) = LAWS.outputs("xla", call)
+    state, ys = call.arrays["initial"], []
+
+    def one(arrays, state):
+        return selective_scan(**(arrays | {"initial": state}))
+
+    step = jax.jit(one, compiler_options=QUICK_COMPILE)
+    for t in range(13):
+        arrays = {
+            k: x[:, t : t + 1] if k in LAWS.by_position else x
+            for k, x in call.arrays.items()
+        }
+        y, state = step(arrays, state)
+        ys.append(y)
+    assert_values_close(api.Scanned(jnp.concatenate(ys, axis=1), state), whole)
