@@ -150,10 +150,10 @@ def _forward(call, x, weights, cache, rows):
 
 def _backward(call, kept, cotangents):
     _, _, cache, rows, _ = kept
-    for_x, for_weights, for_cache = call.backward(*kept, *cotangents)
+    dx, dweights, dcache = call.backward(*kept, *cotangents)
     # Integers have no gradient; jax wants a zero of a type of its own for them.
-    for_cache = for_cache._replace(position=_zero_of_integers(cache.position))
-    return for_x, for_weights, for_cache, jax.tree.map(_zero_of_integers, rows)
+    dcache = dcache._replace(position=_zero_of_integers(cache.position))
+    return dx, dweights, dcache, jax.tree.map(_zero_of_integers, rows)
 
 
 def _zero_of_integers(leaf: Array) -> np.ndarray:

@@ -174,9 +174,9 @@ class Residuals(NamedTuple):
     Attributes:
       z: the layers' outputs, at least float32.
       attended: softmax-weighted values, before w_out, in spec.dtype.
-      log_normalizer: log of the sum of exp(logits), at least float32.
+      lse: log of the sum of exp(logits), at least float32.
     """
 
     z: Float[Array, "L B T D"]
     attended: Float[Array, "L B T H E"]
-    log_normalizer: Float[Array, "L B T H"]
+    lse: Float[Array, "L B T H"]

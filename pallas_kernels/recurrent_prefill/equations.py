@@ -112,7 +112,7 @@ def pre_norm(x: Array, parameters, spec: LayerSpec) -> Array:
     return norm(x, parameters, spec.norm, spec.norm_eps)
 
 
-def place_heads(flat: Array, parameters, turn: tuple[Array, Array] | None, spec):
+def norm_and_rotate(flat: Array, parameters, rotary: tuple[Array, Array] | None, spec):
     """Turns [..., heads E] into qk-normalised, rotated heads [..., heads, E].
 
     Args:
@@ -120,9 +120,9 @@ def place_heads(flat: Array, parameters, turn: tuple[Array, Array] | None, spec)
     """
     y = norm(flat, parameters, spec.qk_norm, spec.qk_norm_eps)
     y = y.reshape(*flat.shape[:-1], -1, spec.head_width)
-    if turn is None:
+    if rotary is None:
         return y
-    cos, sin = turn
+    cos, sin = rotary
     half = spec.rope_width // 2
     a, b, rest = jnp.split(y, [half, 2 * half], axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

@@ -142,10 +142,10 @@ def run_backward(
     x_spec, weights_spec, cache_spec, rows_spec = _specs(layout)
 
     def backward(*arguments):
-        for_x, for_weights, for_cache = backend.backward(*arguments, **options)
+        dx, dweights, dcache = backend.backward(*arguments, **options)
         if layout.rows:
-            for_weights = jax.lax.psum(for_weights, layout.rows)
-        return for_x, for_weights, for_cache
+            dweights = jax.lax.psum(dweights, layout.rows)
+        return dx, dweights, dcache
 
     specs = (x_spec, weights_spec, cache_spec, rows_spec)
     kept = _kept(backend, layout)

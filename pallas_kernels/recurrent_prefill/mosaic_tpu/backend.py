@@ -99,7 +99,7 @@ def forward(
 
     def layer(x, w):
         out = run_layer(launch, x, jax.tree.map(lambda leaf: leaf[None], w))
-        return out.z, (out.z, out.attended, out.log_normalizer) if residuals else None
+        return out.z, (out.z, out.attended, out.lse) if residuals else None
 
     last, kept = jax.lax.scan(
         layer,
@@ -108,11 +108,9 @@ def forward(
     )
     z = last[:T, :B].swapaxes(0, 1).astype(x.dtype)
     if kept is not None:
-        kept_z, attended, log_normalizer = (
-            part[:, :T, :B].swapaxes(1, 2) for part in kept
-        )
+        kept_z, attended, lse = (part[:, :T, :B].swapaxes(1, 2) for part in kept)
         heads = (*attended.shape[:3], spec.heads, spec.head_width)
-        kept = Residuals(kept_z, attended.reshape(heads), log_normalizer)
+        kept = Residuals(kept_z, attended.reshape(heads), lse)
     return z, cache, kept
 
 
@@ -122,8 +120,8 @@ def backward(
     cache: RecurrentCache,
     rows: Rows,
     residuals: Residuals,
-    for_z: Array,
-    for_cache: RecurrentCache,
+    dz: Array,
+    dcache: RecurrentCache,
     *,
     spec: LayerSpec,
     schedule: str | None,
@@ -134,7 +132,7 @@ def backward(
     vmem = vmem_bytes()
     tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
-    inputs = Inputs(x, weights, cache, rows, residuals, for_z, for_cache)
+    inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
     kernels = mosaic_kernels(launch)
     return run_backward(
         inputs, kernels, replace(tiles, keys=tiles.tile), spec=spec, together=False

@@ -33,13 +33,13 @@ class MosaicOutputs(NamedTuple):
     Attributes:
       z: [T, B, D].
       attended: [T, B, H E].
-      log_normalizer: [T, B, H].
+      lse: [T, B, H].
       keys, values: the persistent pairs, [T, B, H E].
     """
 
     z: Array
     attended: Array
-    log_normalizer: Array
+    lse: Array
     keys: Array
     values: Array
 
@@ -48,18 +48,18 @@ def run_layer(launch: Launch, x: Array, w: Prepared) -> MosaicOutputs:
     """Runs x [T, B, D] through the one layer of `w`, from position 0."""
     spec, tiles = launch.spec, launch.tiles
     T, B, D = x.shape
-    b, R, HE, H = tiles.tile, tiles.rows, spec.heads * spec.head_width, spec.heads
+    b, block_b, HE, H = tiles.tile, tiles.rows, spec.heads * spec.head_width, spec.heads
     q, own_k, own_v = (part[0] for part in queries_and_pairs(x[None], w, spec))
     vectors = Vectors.of(w, spec, D)
-    at_tile = lambda width: pl.BlockSpec((b, R, width), lambda i, j: (j, i, 0))  # noqa: E731
-    by_row = pl.BlockSpec((R, b, HE), lambda i, j: (i, j, 0))
+    at_tile = lambda width: pl.BlockSpec((b, block_b, width), lambda i, j: (j, i, 0))  # noqa: E731
+    by_row = pl.BlockSpec((block_b, b, HE), lambda i, j: (i, j, 0))
     weights = [w.w_out, w.w_in, w.w_down, w.w_kv]
     biases = [vectors.b_out, vectors.b_in, vectors.b_down, vectors.b_kv]
     norms = [*vectors.attention_norm, *vectors.mlp_norm, *vectors.k_norm]
     rows = lambda width, dtype: jax.ShapeDtypeStruct((T, B, width), dtype)  # noqa: E731
-    whole = lambda dtype: pltpu.VMEM((R, T, HE), dtype)  # noqa: E731
-    own = lambda width: pltpu.VMEM((b, R, width), jnp.float32)  # noqa: E731
-    by_rows = lambda width: pltpu.VMEM((R, b, width), jnp.float32)  # noqa: E731
+    whole = lambda dtype: pltpu.VMEM((block_b, T, HE), dtype)  # noqa: E731
+    own = lambda width: pltpu.VMEM((b, block_b, width), jnp.float32)  # noqa: E731
+    by_rows = lambda width: pltpu.VMEM((block_b, b, width), jnp.float32)  # noqa: E731
     out = launch_kernel(
         launch,
         _layer_kernel,
@@ -68,7 +68,7 @@ def run_layer(launch: Launch, x: Array, w: Prepared) -> MosaicOutputs:
         *(part[0] for part in weights),
         *biases,
         *norms,
-        grid=(B // R, T // b),
+        grid=(B // block_b, T // b),
         in_specs=[
             *(by_row, by_row, by_row),
             *(at_tile(HE), at_tile(D)),
@@ -94,7 +94,7 @@ def run_layer(launch: Launch, x: Array, w: Prepared) -> MosaicOutputs:
     return MosaicOutputs(*out)
 
 
-# A program owns R rows and runs their whole sequence, b positions a grid step.
+# A program owns block_b rows and runs their whole sequence, b positions a grid step.
 # On chip throughout: the layer's weights (read once), the rows' persistent pairs, the
 # tile's own pairs in float32 and the softmax state of its queries. What crosses HBM:
 # x, q and temporary pairs in, z, attended, normalizers and pairs out, each once.
@@ -120,7 +120,7 @@ def _layer_kernel(
     k_shift_ref,
     z_ref,
     attended_ref,
-    log_normalizer_ref,
+    lse_ref,
     new_k_ref,
     new_v_ref,
     keys_ref,
@@ -137,7 +137,7 @@ def _layer_kernel(
     spec,
     chunk,
 ):
-    b, R, HE = tile_k_ref.shape
+    b, block_b, HE = tile_k_ref.shape
     H, F = spec.heads, w_down_ref.shape[0]
     before = pl.program_id(1) * b
     indicator = head_indicator(spec)
@@ -145,12 +145,12 @@ def _layer_kernel(
     dtype = w_out_ref.dtype
 
     def by_head(products):
-        """Sums [..., R, H E] over each head, [..., R, H]."""
+        """Sums [..., block_b, H E] over each head, [..., block_b, H]."""
         flat = products.reshape(-1, HE)
         return dot(flat, indicator).reshape(*products.shape[:-1], H)
 
     def over_heads(p):
-        """Repeats [..., R, H] over each head's width."""
+        """Repeats [..., block_b, H] over each head's width."""
         return dot(p.reshape(-1, H), indicator.T).reshape(*p.shape[:-1], HE)
 
     wide = lambda ref: ref[...].astype(jnp.float32)  # noqa: E731
@@ -162,7 +162,7 @@ def _layer_kernel(
     weighted_rows_ref[:] = wide(own_v_ref)
 
     def row(r, _):
-        meet_prefix(
+        attend_prefix(
             r,
             before,
             q_rows_ref,
@@ -173,7 +173,7 @@ def _layer_kernel(
             chunk,
         )
 
-    jax.lax.fori_loop(0, R, row, None)
+    jax.lax.fori_loop(0, block_b, row, None)
     by_time = (largest_ref, normalizer_ref, weighted_ref)
     for ref, rows_ref in zip(by_time, by_rows, strict=True):
         ref[:] = jnp.swapaxes(rows_ref[...], 0, 1)
@@ -181,10 +181,10 @@ def _layer_kernel(
     def position(t, _):
         q = q_ref[t].astype(jnp.float32) * spec.logit_scale
 
-        def meet(c, running):
+        def attend_chunk(c, running):
             largest, normalizer, weighted = running
             part = pl.ds(c * NEAR, NEAR)
-            at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, (NEAR, R, H), 0)
+            at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, (NEAR, block_b, H), 0)
             logits = by_head(q[None] * tile_k_ref[part])
             logits = logits - slopes[None] * (t - at).astype(jnp.float32)
             logits = jnp.where(at < t, logits, HIDDEN)
@@ -197,11 +197,11 @@ def _layer_kernel(
 
         start = (largest_ref[t], normalizer_ref[t], weighted_ref[t])
         above, normalizer, weighted = jax.lax.fori_loop(
-            0, (t + NEAR - 1) // NEAR, meet, start
+            0, (t + NEAR - 1) // NEAR, attend_chunk, start
         )
         attended = (weighted * over_heads(1.0 / normalizer)).astype(dtype)
         attended_ref[t] = attended
-        log_normalizer_ref[t] = above + jnp.log(normalizer)
+        lse_ref[t] = above + jnp.log(normalizer)
 
         y = dot(attended, w_out_ref[...]) + b_out_ref[...]
         y = x_ref[t] + spec.residual_scale * y
@@ -235,7 +235,7 @@ def _layer_kernel(
     values_ref[:, slots, :] = jnp.swapaxes(tile_v_ref[...], 0, 1).astype(dtype)
 
 
-def meet_prefix(r, before, q_rows_ref, keys_ref, values_ref, state, spec, chunk):
+def attend_prefix(r, before, q_rows_ref, keys_ref, values_ref, state, spec, chunk):
     """Merges row r's prefix into the state of its b queries, a few heads at a time.
 
     Heads narrower than a register's 128 lanes go together: a query, the other heads'
@@ -253,7 +253,9 @@ def meet_prefix(r, before, q_rows_ref, keys_ref, values_ref, state, spec, chunk)
             jnp.where(owner == h, q, jnp.zeros_like(q)) for h in range(group.heads)
         ]
 
-        def meet(c, running, lanes=lanes, owner=owner, queries=queries, group=group):
+        def attend_chunk(
+            c, running, lanes=lanes, owner=owner, queries=queries, group=group
+        ):
             slots = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
             k, v = keys_ref[r, slots, lanes], values_ref[r, slots, lanes]
             at = c * chunk + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 1)
@@ -297,7 +299,9 @@ def meet_prefix(r, before, q_rows_ref, keys_ref, values_ref, state, spec, chunk)
         )
         chunks = (before + chunk - 1) // chunk
         weighted = own
-        for h, (high, total, o) in enumerate(jax.lax.fori_loop(0, chunks, meet, start)):
+        for h, (high, total, o) in enumerate(
+            jax.lax.fori_loop(0, chunks, attend_chunk, start)
+        ):
             mine = lane == group.first + h
             largest = jnp.where(mine, high, largest)
             normalizer = jnp.where(mine, total, normalizer)

@@ -60,8 +60,13 @@ def choose_tiles(sizes: LayerSizes, tile: int | None, vmem: int) -> Tiles:
 
 def vmem_bytes(sizes: LayerSizes, tiles: Tiles) -> int:
     """Estimates what the larger of the two kernels holds in VMEM."""
-    D, HE, F, P = sizes.width, sizes.heads_width, sizes.inner_width, sizes.pre_width
-    weights = sizes.bytes * (3 * HE * D + D * P + F * D)
+    D, HE, F, pre_width = (
+        sizes.width,
+        sizes.heads_width,
+        sizes.inner_width,
+        sizes.pre_width,
+    )
+    weights = sizes.bytes * (3 * HE * D + D * pre_width + F * D)
     tile_rows = tiles.tile * tiles.rows
     prefix = 2 * tiles.rows * -(-sizes.positions // tiles.keys) * tiles.keys
     # Blocks come twice, for the one computed on and the one on its way; a float32 row
@@ -72,7 +77,7 @@ def vmem_bytes(sizes: LayerSizes, tiles: Tiles) -> int:
         + tile_rows * 4 * 7 * HE
     )
     backward = (
-        tile_rows * 2 * (4 * (7 * D + 5 * HE) + sizes.bytes * (5 * HE + 2 * P))
+        tile_rows * 2 * (4 * (7 * D + 5 * HE) + sizes.bytes * (5 * HE + 2 * pre_width))
         + tile_rows * 4 * 6 * HE
     )
     return weights + max(forward, backward)
@@ -189,7 +194,7 @@ def slopes_row(spec: LayerSpec) -> jax.Array:
 
 
 def norm_rows(x: jax.Array, scale_ref, shift_ref, kind: str, eps: float) -> jax.Array:
-    """Normalises float32 rows [R, N]; scale and shift are [1, N]."""
+    """Normalises float32 rows [block_b, N]; scale and shift are [1, N]."""
     if kind == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
     if kind != "none":

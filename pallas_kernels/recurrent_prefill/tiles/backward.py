@@ -24,7 +24,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
 from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
 from pallas_kernels.recurrent_prefill.tiles.gradients import (
     persistent,
-    query_gradients_of,
+    projections_backward,
     recompute,
     sequential_gradients,
 )
@@ -41,23 +41,23 @@ class LaterQueries(NamedTuple):
 
     Attributes:
       q: [L, B, T, H E].
-      for_attended: do, [L, B, T, H E].
-      log_normalizer: [L, B, H, T].
+      do: gradients of what they attended to, [L, B, T, H E].
+      lse: [L, B, H, T].
       delta: [L, B, H, T].
     """
 
     q: jax.Array
-    for_attended: jax.Array
-    log_normalizer: jax.Array
+    do: jax.Array
+    lse: jax.Array
     delta: jax.Array
 
 
 class QueryGradients(NamedTuple):
     """Cotangents of a tile's queries and, by query head, of its temporary pairs."""
 
-    q: jax.Array
-    own_k: jax.Array
-    own_v: jax.Array
+    dq: jax.Array
+    dk_own: jax.Array
+    dv_own: jax.Array
     delta: jax.Array
 
 
@@ -65,21 +65,21 @@ class Kernels(NamedTuple):
     """The parts of the loop that a backend brings.
 
     Attributes:
-      meet_later_queries: (keys, values [L, b, B, K E], later, first, at) -> dk, dv in
-        float32: of b keys from the queries at index `first` and later, int32 [L, B], a
-        multiple of the tile; `at` is the index of key 0 among the queries' positions,
+      later_queries_backward: (keys, values [L, b, B, K E], later, first, at) -> dk, dv
+        in float32: of b keys from the queries at index `first` and later, int32 [L, B],
+        a multiple of the tile; `at` is the index of key 0 among the queries' positions,
         and keys at `first` or beyond count for nothing.
-      positions: (tile, w, known, q, dk, dv) -> what the loop through a tile's positions
-        found, and the cotangent of what they attended to, [L, b, B, H E].
-      query_gradients: (queries, own_k, own_v, keys, values, before) -> cotangents of a
-        tile's queries (q, cotangent of attended, attended [L, b, B, H E] and
-        log_normalizer [L, b, H, B]); keys [L, B, S, K E] hold the tile's own too, from
-        slot `before` on, int32 [L, B].
+      positions_backward: (tile, w, known, q, dk, dv) -> what the loop through a tile's
+        positions found, and the gradient of what they attended to, [L, b, B, H E].
+      queries_backward: (queries, own_k, own_v, keys, values, before) -> gradients of a
+        tile's queries and temporary pairs, and delta. `queries` are q, do, attended
+        [L, b, B, H E] and lse [L, b, H, B]; keys [L, B, S, K E] hold the tile's own
+        too, from slot `before` on, int32 [L, B].
     """
 
-    meet_later_queries: Callable
-    positions: Callable
-    query_gradients: Callable
+    later_queries_backward: Callable
+    positions_backward: Callable
+    queries_backward: Callable
 
 
 class Kept(NamedTuple):
@@ -89,18 +89,18 @@ class Kept(NamedTuple):
       x: input of each layer, [L, T, B, D].
       z: output of each layer, [L, T, B, D].
       attended: [L, T, B, H E].
-      log_normalizer: [L, T, H, B].
-      for_z: of the last layer's output, [T, B, D].
-      for_keys, for_values: of the persistent pairs, [L, T, B, K E], or None.
+      lse: [L, T, H, B].
+      dz: of the last layer's output, [T, B, D].
+      dkeys, dvalues: of the persistent pairs, [L, T, B, K E], or None.
     """
 
     x: Array
     z: Array
     attended: Array
-    log_normalizer: Array
-    for_z: Array
-    for_keys: Array | None
-    for_values: Array | None
+    lse: Array
+    dz: Array
+    dkeys: Array | None
+    dvalues: Array | None
 
 
 class Gradients(NamedTuple):
@@ -119,8 +119,8 @@ class Inputs(NamedTuple):
     cache: RecurrentCache
     rows: Rows
     residuals: Residuals
-    for_z: Array
-    for_cache: RecurrentCache
+    dz: Array
+    dcache: RecurrentCache
 
 
 def run_backward(
@@ -140,18 +140,20 @@ def run_backward(
     by_position = lambda part: tiles.whole_tiles(  # noqa: E731
         part.swapaxes(-3, -2), time=-3 % part.ndim, batch=-2 % part.ndim
     )
-    x_rows, for_z = (by_position(p.astype(jnp.float32)) for p in (x, inputs.for_z))
-    of_pairs = _of_pairs(inputs.for_cache, cache, rows, T) if cache.slots else None
+    x_rows, dz = (by_position(p.astype(jnp.float32)) for p in (x, inputs.dz))
+    dwritten = (
+        _written_cotangents(inputs.dcache, cache, rows, T) if cache.slots else None
+    )
 
-    def layers(for_z, x, w, residuals, keys, values, of_pairs):
+    def layers(dz, x, w, residuals, keys, values, dwritten):
         """Runs layers whose inputs are x [L, T, B, D] back."""
         count = x.shape[0]
         attended = residuals.attended
         z, attended = map(
             by_position, (residuals.z, attended.reshape(*attended.shape[:3], -1))
         )
-        log_normalizer = tiles.whole_tiles(
-            jnp.transpose(residuals.log_normalizer, (0, 2, 3, 1)), time=1, batch=3
+        lse = tiles.whole_tiles(
+            jnp.transpose(residuals.lse, (0, 2, 3, 1)), time=1, batch=3
         )
         _, _, new_keys, new_values = persistent(z, w, spec)
         keys, values = put_in_slots(
@@ -162,43 +164,45 @@ def run_backward(
             jnp.ones(count, bool),
             T,
         )
-        for_pairs = (None, None) if of_pairs is None else map(by_position, of_pairs)
-        kept = Kept(x, z, attended, log_normalizer, for_z, *for_pairs)
+        dpairs = (None, None) if dwritten is None else map(by_position, dwritten)
+        kept = Kept(x, z, attended, lse, dz, *dpairs)
         out = run_layers_back(
             *(kernels, kept, w, keys, values, start), spec=spec, tile=tiles.tile
         )
-        of_cache = None
+        dslots = None
         if cache.slots:
-            meet = kernels.meet_later_queries
-            of_cache = _of_slots(meet, keys, values, out.queries, start, tiles.tile)
-        return out.x, (out.weights, of_cache)
+            later_queries_backward = kernels.later_queries_backward
+            dslots = _cached_slots_backward(
+                later_queries_backward, keys, values, out.queries, start, tiles.tile
+            )
+        return out.x, (out.weights, dslots)
 
     if together or L == 1:
         below = by_position(inputs.residuals.z[:-1])
         stacked = jnp.concatenate([x_rows[None], below])
-        for_x, (of_weights, of_cache) = layers(
-            for_z, stacked, w, inputs.residuals, keys, values, of_pairs
+        dx, (dprepared, dslots) = layers(
+            dz, stacked, w, inputs.residuals, keys, values, dwritten
         )
     else:
 
-        def layer(for_z, inputs_of_layer):
+        def layer(dz, inputs_of_layer):
             l, rest = inputs_of_layer
             below = by_position(inputs.residuals.z[jnp.maximum(l - 1, 0)])
             x = jnp.where(l == 0, x_rows, below)[None]
-            for_x, out = layers(for_z, x, *jax.tree.map(lambda leaf: leaf[None], rest))
-            return for_x, jax.tree.map(lambda leaf: leaf[0], out)
+            dx, out = layers(dz, x, *jax.tree.map(lambda leaf: leaf[None], rest))
+            return dx, jax.tree.map(lambda leaf: leaf[0], out)
 
-        for_x, (of_weights, of_cache) = jax.lax.scan(
+        dx, (dprepared, dslots) = jax.lax.scan(
             layer,
-            for_z,
-            (jnp.arange(L), (w, inputs.residuals, keys, values, of_pairs)),
+            dz,
+            (jnp.arange(L), (w, inputs.residuals, keys, values, dwritten)),
             reverse=True,
         )
-    for_x = for_x[:T, :B].swapaxes(0, 1).astype(x.dtype)
+    dx = dx[:T, :B].swapaxes(0, 1).astype(x.dtype)
     _, back = jax.vjp(lambda weights: prepare(weights, jnp.float32), inputs.weights)
-    (for_weights,) = back(of_weights)
-    for_cache = _of_cache(cache, inputs.for_cache, of_cache, rows, T)
-    return for_x, for_weights, for_cache
+    (dweights,) = back(dprepared)
+    dcache = _old_cache_cotangents(cache, inputs.dcache, dslots, rows, T)
+    return dx, dweights, dcache
 
 
 def run_layers_back(
@@ -222,12 +226,12 @@ def run_layers_back(
     L, T, B, D = kept.x.shape
     n, HE = T // b, kept.attended.shape[-1]
     tiles = lambda rows: rows.reshape(L, n, b, *rows.shape[2:])  # noqa: E731
-    of_tiles = jax.tree.map(tiles, kept._replace(for_z=None))
-    for_z = kept.for_z.reshape(n, b, B, D)
+    by_tile = jax.tree.map(tiles, kept._replace(dz=None))
+    dz = kept.dz.reshape(n, b, B, D)
     later = LaterQueries(
         q=jnp.zeros((L, B, T, HE), spec.dtype),
-        for_attended=jnp.zeros((L, B, T, HE), spec.dtype),
-        log_normalizer=jnp.zeros((L, B, spec.heads, T), jnp.float32),
+        do=jnp.zeros((L, B, T, HE), spec.dtype),
+        lse=jnp.zeros((L, B, spec.heads, T), jnp.float32),
         delta=jnp.zeros((L, B, spec.heads, T), jnp.float32),
     )
     total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), w)
@@ -236,23 +240,23 @@ def run_layers_back(
         above, later, total = carry
         index = j - jnp.arange(L)
         active = (index >= 0) & (index < n)
-        place = jnp.clip(index, 0, n - 1)
-        rows = jax.tree.map(lambda part: part[jnp.arange(L), place], of_tiles)
-        incoming = jnp.concatenate([above[1:], for_z[place[-1]][None]])
+        tile_index = jnp.clip(index, 0, n - 1)
+        rows = jax.tree.map(lambda part: part[jnp.arange(L), tile_index], by_tile)
+        incoming = jnp.concatenate([above[1:], dz[tile_index[-1]][None]])
         incoming = jnp.where(active[:, None, None, None], incoming, 0.0)
-        for_x, gradients, queries = _run_tile_back(
-            *(kernels, rows._replace(for_z=incoming), w, keys, values),
-            *(start + (place * b)[:, None], later, place * b, active, spec),
+        dx, gradients, queries = _run_tile_back(
+            *(kernels, rows._replace(dz=incoming), w, keys, values),
+            *(start + (tile_index * b)[:, None], later, tile_index * b, active, spec),
         )
         total = jax.tree.map(jnp.add, total, gradients)
-        later = _append(later, queries, jnp.where(active, place, n))
-        return (for_x, later, total), for_x[0]
+        later = _append(later, queries, jnp.where(active, tile_index, n))
+        return (dx, later, total), dx[0]
 
     above = jnp.zeros((L, b, B, D), jnp.float32)
-    (_, later, total), for_x = jax.lax.scan(
+    (_, later, total), dx = jax.lax.scan(
         step, (above, later, total), jnp.arange(n + L - 1), reverse=True
     )
-    return Gradients(for_x[:n].reshape(T, B, D), total, later)
+    return Gradients(dx[:n].reshape(T, B, D), total, later)
 
 
 def _run_tile_back(
@@ -265,31 +269,29 @@ def _run_tile_back(
     rows = lambda per_layer: jnp.broadcast_to(  # noqa: E731
         per_layer[:, None], (L, B)
     ).astype(jnp.int32)
-    for_k, for_v = kernels.meet_later_queries(
+    dk, dv = kernels.later_queries_backward(
         known.keys, known.values, later, rows(first + b), rows(first)
     )
-    if tile.for_keys is not None and tile.for_values is not None:
-        for_k, for_v = for_k + tile.for_keys, for_v + tile.for_values
-    for_k, for_v = (
-        jnp.where(active[:, None, None, None], part, 0.0) for part in (for_k, for_v)
-    )
-    found, for_attended = kernels.positions(tile, w, known, q, for_k, for_v)
-    queries = (q, for_attended, tile.attended, tile.log_normalizer)
-    of_queries = kernels.query_gradients(
+    if tile.dkeys is not None and tile.dvalues is not None:
+        dk, dv = dk + tile.dkeys, dv + tile.dvalues
+    dk, dv = (jnp.where(active[:, None, None, None], part, 0.0) for part in (dk, dv))
+    found, do = kernels.positions_backward(tile, w, known, q, dk, dv)
+    queries = (q, do, tile.attended, tile.lse)
+    dqueries = kernels.queries_backward(
         queries, own_k, own_v, keys, values, before.astype(jnp.int32)
     )
     groups = (L, b, B, spec.key_heads, -1, spec.head_width)
-    for_own_k, for_own_v = (
+    dk_own, dv_own = (
         part.reshape(groups).sum(axis=4).reshape(own_k.shape)
-        for part in (of_queries.own_k, of_queries.own_v)
+        for part in (dqueries.dk_own, dqueries.dv_own)
     )
-    for_x, of_projection = query_gradients_of(
-        tile.x, of_queries.q, for_own_k, for_own_v, w, spec
+    dx, dprojections = projections_backward(
+        tile.x, dqueries.dq, dk_own, dv_own, w, spec
     )
     gradients = sequential_gradients(known, tile.attended, found, w, spec)
-    gradients = jax.tree.map(jnp.add, gradients, of_projection)
-    done = LaterQueries(q, for_attended, tile.log_normalizer, of_queries.delta)
-    return found.y + for_x, gradients, done
+    gradients = jax.tree.map(jnp.add, gradients, dprojections)
+    done = LaterQueries(q, do, tile.lse, dqueries.delta)
+    return found.dy + dx, gradients, done
 
 
 def _append(later: LaterQueries, tile: LaterQueries, index: Array) -> LaterQueries:
@@ -311,14 +313,14 @@ def _append(later: LaterQueries, tile: LaterQueries, index: Array) -> LaterQueri
 
     return LaterQueries(
         rows(later.q, tile.q),
-        rows(later.for_attended, tile.for_attended),
-        scalars(later.log_normalizer, tile.log_normalizer),
+        rows(later.do, tile.do),
+        scalars(later.lse, tile.lse),
         scalars(later.delta, tile.delta),
     )
 
 
-def _of_pairs(
-    for_cache: RecurrentCache, cache: RecurrentCache, rows: Rows, T: int
+def _written_cotangents(
+    dcache: RecurrentCache, cache: RecurrentCache, rows: Rows, T: int
 ) -> tuple[Array, Array]:
     """Returns the cache's cotangents of the new pairs, float32 [L, B, T, K E]."""
     at, real = _written(cache, rows, T)
@@ -329,7 +331,7 @@ def _of_pairs(
         part = part[:, jnp.arange(at.shape[0])[:, None], at]
         return jnp.where(real[..., None], part, 0.0)
 
-    return take(for_cache.keys), take(for_cache.values)
+    return take(dcache.keys), take(dcache.values)
 
 
 def _written(cache: RecurrentCache, rows: Rows, T: int) -> tuple[Array, Array]:
@@ -339,8 +341,13 @@ def _written(cache: RecurrentCache, rows: Rows, T: int) -> tuple[Array, Array]:
     return at, (jnp.arange(T) < count) & (at < cache.slots)
 
 
-def _of_slots(
-    meet: Callable, keys: Array, values: Array, queries: LaterQueries, start, b: int
+def _cached_slots_backward(
+    later_queries_backward: Callable,
+    keys: Array,
+    values: Array,
+    queries: LaterQueries,
+    start,
+    b: int,
 ) -> tuple[Array, Array]:
     """Returns what all queries say to the slots filled before the call."""
     L, B, S, _ = keys.shape
@@ -350,17 +357,17 @@ def _of_slots(
         cut = lambda part: jax.lax.dynamic_slice_in_dim(part, s, b, axis=2)  # noqa: E731
         k, v = (cut(part).swapaxes(1, 2) for part in (keys, values))
         at = jnp.broadcast_to(s - start, (L, B)).astype(jnp.int32)
-        return meet(k, v, queries, first, at)
+        return later_queries_backward(k, v, queries, first, at)
 
     join = lambda part: part.transpose(1, 3, 0, 2, 4).reshape(L, B, S, -1)  # noqa: E731
-    for_k, for_v = jax.lax.map(tile, jnp.arange(0, S, b))
-    return join(for_k), join(for_v)
+    dk, dv = jax.lax.map(tile, jnp.arange(0, S, b))
+    return join(dk), join(dv)
 
 
-def _of_cache(
+def _old_cache_cotangents(
     cache: RecurrentCache,
-    for_cache: RecurrentCache,
-    of_slots: tuple[Array, Array] | None,
+    dcache: RecurrentCache,
+    dslots: tuple[Array, Array] | None,
     rows: Rows,
     T: int,
 ) -> RecurrentCache:
@@ -368,7 +375,7 @@ def _of_cache(
     zeros = jax.tree.map(jnp.zeros_like, cache)
     no_position = np.zeros(cache.position.shape, jax.dtypes.float0)
     zeros = zeros._replace(position=no_position)
-    if of_slots is None:
+    if dslots is None:
         return zeros
     at, real = _written(cache, rows, T)
     at = jnp.where(real, at, cache.slots)
@@ -379,6 +386,6 @@ def _of_cache(
         return through.astype(old.dtype) + from_slots(added, old)
 
     return zeros._replace(
-        keys=pass_through(for_cache.keys, of_slots[0], cache.keys),
-        values=pass_through(for_cache.values, of_slots[1], cache.values),
+        keys=pass_through(dcache.keys, dslots[0], cache.keys),
+        values=pass_through(dcache.values, dslots[1], cache.values),
     )

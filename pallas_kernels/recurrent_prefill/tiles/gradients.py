@@ -15,7 +15,7 @@ from pallas_kernels.recurrent_prefill.equations import (
     activate,
     linear,
     norm,
-    place_heads,
+    norm_and_rotate,
     pre_norm,
 )
 
@@ -49,23 +49,23 @@ class Known(NamedTuple):
     values: Array
 
 
-class Sequential(NamedTuple):
+class PositionGradients(NamedTuple):
     """Cotangents that the loop over positions found, float32 unless said otherwise.
 
     Attributes:
-      y, z: of the two residual sums, [L, ..., D].
-      normed_y, normed_z: of what the norms of y and z returned, [L, ..., D].
-      pre: of the MLP's first product, in spec.dtype, [L, ..., p F].
-      keys, values: of the persistent pairs, [L, ..., K E].
+      dy, dz: of the two residual sums, [L, ..., D].
+      dnormed_y, dnormed_z: of what the norms of y and z returned, [L, ..., D].
+      dpre: of the MLP's first product, in spec.dtype, [L, ..., p F].
+      dk, dv: of the persistent pairs, [L, ..., K E].
     """
 
-    y: Array
-    z: Array
-    normed_y: Array
-    normed_z: Array
-    pre: Array
-    keys: Array
-    values: Array
+    dy: Array
+    dz: Array
+    dnormed_y: Array
+    dnormed_z: Array
+    dpre: Array
+    dk: Array
+    dv: Array
 
 
 def recompute(
@@ -104,7 +104,7 @@ def persistent(z: Array, w: Prepared, spec: LayerSpec):
     """Returns what pairs are projected from, keys before k-norm, keys and values."""
     source = pre_norm(z, w.attention_norm, spec) if spec.normed_persistent else z
     raw_k, values = jnp.split(linear(source, w.w_kv, w.b_kv), 2, axis=-1)
-    keys = place_heads(raw_k, w.k_norm, None, spec).reshape(raw_k.shape)
+    keys = norm_and_rotate(raw_k, w.k_norm, None, spec).reshape(raw_k.shape)
     return source, raw_k, keys.astype(spec.dtype), values.astype(spec.dtype)
 
 
@@ -119,53 +119,57 @@ def standardise(x: Array, kind: str, eps: float) -> tuple[Array, Array]:
 
 
 def sequential_gradients(
-    known: Known, attended: Array, found: Sequential, w: Prepared, spec: LayerSpec
+    known: Known,
+    attended: Array,
+    found: PositionGradients,
+    w: Prepared,
+    spec: LayerSpec,
 ) -> Prepared:
     """Returns gradients of the weights that the loop over positions uses; q's are 0."""
     s = spec.residual_scale
     attention_norm = jax.tree.map(jnp.zeros_like, w.attention_norm)
     if spec.normed_persistent:
-        attention_norm = of_norm(w.attention_norm, known.unit_z, found.normed_z)
+        attention_norm = norm_gradients(w.attention_norm, known.unit_z, found.dnormed_z)
     _, back = jax.vjp(
         lambda raw, k_norm: norm(raw, k_norm, spec.qk_norm, spec.qk_norm_eps),
         *(known.raw_k, w.k_norm),
     )
-    raw_k, k_norm = back(found.keys)
-    pair = jnp.concatenate([raw_k, found.values], axis=-1)
+    raw_k, k_norm = back(found.dk)
+    pair = jnp.concatenate([raw_k, found.dv], axis=-1)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), w)
     return zeros._replace(
         w_kv=contract(known.source, pair, spec),
-        b_kv=of_bias(w.b_kv, pair),
-        w_out=contract(attended, s * found.y, spec),
-        b_out=of_bias(w.b_out, s * found.y),
-        w_in=contract(known.normed, found.pre, spec),
-        b_in=of_bias(w.b_in, found.pre.astype(jnp.float32)),
-        w_down=contract(known.hidden, s * found.z, spec),
-        b_down=of_bias(w.b_down, s * found.z),
+        b_kv=bias_gradient(w.b_kv, pair),
+        w_out=contract(attended, s * found.dy, spec),
+        b_out=bias_gradient(w.b_out, s * found.dy),
+        w_in=contract(known.normed, found.dpre, spec),
+        b_in=bias_gradient(w.b_in, found.dpre.astype(jnp.float32)),
+        w_down=contract(known.hidden, s * found.dz, spec),
+        b_down=bias_gradient(w.b_down, s * found.dz),
         attention_norm=attention_norm,
-        mlp_norm=of_norm(w.mlp_norm, known.unit_y, found.normed_y),
+        mlp_norm=norm_gradients(w.mlp_norm, known.unit_y, found.dnormed_y),
         k_norm=k_norm,
     )
 
 
-def query_gradients_of(
-    x: Array, for_q: Array, for_k: Array, for_v: Array, w: Prepared, spec: LayerSpec
+def projections_backward(
+    x: Array, dq: Array, dk: Array, dv: Array, w: Prepared, spec: LayerSpec
 ) -> tuple[Array, Prepared]:
     """Maps cotangents of q and temporary pairs to those of x and of the weights."""
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     normed, norm_back = jax.vjp(lambda x, p: pre_norm(x, p, spec), x, w.attention_norm)
     flat = linear(normed, w.w_qkv, w.b_qkv)
     q, k, _ = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
-    place = lambda part, p: norm(part, p, spec.qk_norm, spec.qk_norm_eps)  # noqa: E731
-    for_q, q_norm = jax.vjp(place, q, w.q_norm)[1](for_q)
-    for_k, k_norm = jax.vjp(place, k, w.k_norm)[1](for_k)
-    for_flat = jnp.concatenate([for_q, for_k, for_v], axis=-1)
-    for_normed = linear(for_flat, w.w_qkv.swapaxes(1, 2))
-    for_x, attention_norm = norm_back(for_normed)
+    apply_norm = lambda part, p: norm(part, p, spec.qk_norm, spec.qk_norm_eps)  # noqa: E731
+    dq, q_norm = jax.vjp(apply_norm, q, w.q_norm)[1](dq)
+    dk, k_norm = jax.vjp(apply_norm, k, w.k_norm)[1](dk)
+    dflat = jnp.concatenate([dq, dk, dv], axis=-1)
+    dnormed = linear(dflat, w.w_qkv.swapaxes(1, 2))
+    dx, attention_norm = norm_back(dnormed)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), w)
-    return for_x, zeros._replace(
-        w_qkv=contract(normed, for_flat, spec),
-        b_qkv=of_bias(w.b_qkv, for_flat),
+    return dx, zeros._replace(
+        w_qkv=contract(normed, dflat, spec),
+        b_qkv=bias_gradient(w.b_qkv, dflat),
         attention_norm=attention_norm,
         q_norm=q_norm,
         k_norm=k_norm,
@@ -181,14 +185,14 @@ def contract(rows: Array, cotangents: Array, spec: LayerSpec) -> Array:
     return jnp.einsum("lrn,lrm->lnm", *flat, preferred_element_type=jnp.float32)
 
 
-def of_bias(bias: Array | None, cotangents: Array) -> Array | None:
+def bias_gradient(bias: Array | None, cotangents: Array) -> Array | None:
     """Returns the gradient of a bias [L, M], None where there is none."""
     if bias is None:
         return None
     return cotangents.reshape(cotangents.shape[0], -1, cotangents.shape[-1]).sum(axis=1)
 
 
-def of_norm(parameters, unit: Array, cotangents: Array):
+def norm_gradients(parameters, unit: Array, cotangents: Array):
     """Returns the gradients of a norm's scale and bias, None where there are none."""
     scale, bias = parameters
-    return of_bias(scale, cotangents * unit), of_bias(bias, cotangents)
+    return bias_gradient(scale, cotangents * unit), bias_gradient(bias, cotangents)

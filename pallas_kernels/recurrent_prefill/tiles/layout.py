@@ -13,7 +13,7 @@ from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, RecurrentC
 from pallas_kernels.recurrent_prefill.equations import (
     Prepared,
     linear,
-    place_heads,
+    norm_and_rotate,
     pre_norm,
 )
 
@@ -110,8 +110,8 @@ def queries_and_pairs(x: Array, w: Prepared, spec: LayerSpec):
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     flat = linear(pre_norm(x, w.attention_norm, spec), w.w_qkv, w.b_qkv)
     q, k, v = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
-    q = place_heads(q, w.q_norm, None, spec).reshape(q.shape)
-    k = place_heads(k, w.k_norm, None, spec).reshape(k.shape)
+    q = norm_and_rotate(q, w.q_norm, None, spec).reshape(q.shape)
+    k = norm_and_rotate(k, w.k_norm, None, spec).reshape(k.shape)
     return tuple(part.astype(spec.dtype) for part in (q, k, v))
 
 

@@ -42,7 +42,7 @@ class Running(NamedTuple):
     weighted: jax.Array
 
 
-def meet_prefix(launch: Launch, q, own_k, own_v, keys, values, before) -> Running:
+def attend_prefix(launch: Launch, q, own_k, own_v, keys, values, before) -> Running:
     """Starts a tile's softmax: each query's temporary pair, then the whole prefix.
 
     Args:
@@ -54,7 +54,7 @@ def meet_prefix(launch: Launch, q, own_k, own_v, keys, values, before) -> Runnin
     """
     spec = launch.spec
     L, b, B, _ = q.shape
-    H, G, E, S = (
+    H, Q, E, S = (
         spec.heads,
         spec.heads // spec.key_heads,
         spec.head_width,
@@ -63,7 +63,7 @@ def meet_prefix(launch: Launch, q, own_k, own_v, keys, values, before) -> Runnin
     tile = lambda group: pl.BlockSpec(  # noqa: E731
         (None, b, None, E), lambda l, r, h: (l, 0, r, h // group)
     )
-    prefix = pl.BlockSpec((None, None, S, E), lambda l, r, h: (l, r, 0, h // G))
+    prefix = pl.BlockSpec((None, None, S, E), lambda l, r, h: (l, r, 0, h // Q))
     scalar = pl.BlockSpec((None, b, None, None), lambda l, r, h: (l, 0, h, r))
     rows = jax.ShapeDtypeStruct((L, b, H, B), jnp.float32)
     out = launch_kernel(
@@ -73,7 +73,7 @@ def meet_prefix(launch: Launch, q, own_k, own_v, keys, values, before) -> Runnin
         grid=(L, B, H),
         in_specs=[
             pl.BlockSpec((None, 1), lambda l, r, h: (l, r)),
-            *(tile(1), tile(G), tile(G)),
+            *(tile(1), tile(Q), tile(Q)),
             *(prefix, prefix),
         ],
         out_specs=[scalar, scalar, tile(1)],
@@ -118,7 +118,7 @@ def _prefix_kernel(
     largest = jnp.sum(scaled * own_k_ref[...].astype(jnp.float32), axis=1)
     start = (largest, jnp.ones(b, jnp.float32), own_v_ref[...].astype(jnp.float32))
 
-    def meet(c, running):
+    def attend_chunk(c, running):
         largest, normalizer, weighted = running
         part = pl.ds(c * chunk, chunk)
         at = c * chunk + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 1)
@@ -134,7 +134,7 @@ def _prefix_kernel(
         return above, normalizer * shrink + jnp.sum(p, axis=1), weighted
 
     chunks = (before + chunk - 1) // chunk
-    running = jax.lax.fori_loop(0, chunks, meet, start)
+    running = jax.lax.fori_loop(0, chunks, attend_chunk, start)
     largest_ref[:], normalizer_ref[:], weighted_ref[:] = running
 
 
@@ -143,12 +143,12 @@ class TileState(NamedTuple):
 
     Attributes:
       attended: [L, b, B, H E].
-      log_normalizer: [L, b, H, B].
+      lse: [L, b, H, B].
       keys, values: persistent pairs, [L, b + 1, B, K E].
     """
 
     attended: jax.Array
-    log_normalizer: jax.Array
+    lse: jax.Array
     keys: jax.Array
     values: jax.Array
 
@@ -164,16 +164,16 @@ def attend(launch: Launch, t, q, running, pairs, statistics, columns, norm, stat
     """
     spec, block = launch.spec, launch.tiles.attend_rows
     L, b, B, _ = q.shape
-    K, G, E = spec.key_heads, spec.heads // spec.key_heads, spec.head_width
+    K, Q, E = spec.key_heads, spec.heads // spec.key_heads, spec.head_width
     heads = lambda slots, width, first=0: pl.BlockSpec(  # noqa: E731
         (None, slots, block, width), lambda l, i, h: (l, 0, i, first + h)
     )
-    scalar = pl.BlockSpec((None, b, G, block), lambda l, i, h: (l, 0, h, i))
+    scalar = pl.BlockSpec((None, b, Q, block), lambda l, i, h: (l, 0, h, i))
     raw = lambda first: pl.BlockSpec(  # noqa: E731
         (None, block, E), lambda l, i, h: (l, i, first + h)
     )
     vector = pl.BlockSpec((None, E), lambda l, i, h: (l, h))
-    outs = [heads(b, G * E), scalar, heads(b + 1, E), heads(b + 1, E)]
+    outs = [heads(b, Q * E), scalar, heads(b + 1, E), heads(b + 1, E)]
     written = launch_kernel(
         launch,
         _attend_kernel,
@@ -181,7 +181,7 @@ def attend(launch: Launch, t, q, running, pairs, statistics, columns, norm, stat
         grid=(L, B // block, K),
         in_specs=[
             POSITION,
-            *(heads(b, G * E), scalar, scalar, heads(b, G * E)),
+            *(heads(b, Q * E), scalar, scalar, heads(b, Q * E)),
             *(raw(0), raw(K), read_spec(statistics, block)),
             *(vector, vector),
             *outs,
@@ -195,7 +195,7 @@ def attend(launch: Launch, t, q, running, pairs, statistics, columns, norm, stat
     return TileState(*written)
 
 
-# A program owns a few rows of one key head and its G query heads. It normalises the
+# A program owns a few rows of one key head and its Q query heads. It normalises the
 # pair that the step before projected, writes it, and merges three parts of the softmax:
 # the running one (temporary pair, prefix), the tile's earlier pairs and the new pair.
 # Everything it touches crosses memory once: t pairs, one query and its state.
@@ -211,11 +211,11 @@ def _attend_kernel(
     scale_ref,
     shift_ref,
     _attended,
-    _log_normalizer,
+    _lse,
     k_ref,
     v_ref,
     attended_ref,
-    log_normalizer_ref,
+    lse_ref,
     new_k_ref,
     new_v_ref,
     *,
@@ -223,7 +223,7 @@ def _attend_kernel(
     columns,
 ):
     t = t_ref[0]
-    b, G, E = q_ref.shape[0], largest_ref.shape[1], spec.head_width
+    b, Q, E = q_ref.shape[0], largest_ref.shape[1], spec.head_width
     rows = raw_k_ref.shape[0]
     subtracted, factor = read_statistics(
         statistics_ref,
@@ -244,9 +244,9 @@ def _attend_kernel(
     earlier = pl.ds(1, b)
     keys = pltriton.load(k_ref.at[earlier], mask=read, other=0.0).astype(jnp.float32)
     values = pltriton.load(v_ref.at[earlier], mask=read, other=0.0).astype(jnp.float32)
-    for g in range(G):
+    for g in range(Q):
         heads = pl.ds(g * E, E)
-        slope = slope_of(spec, pl.program_id(2) * G + g)
+        slope = slope_of(spec, pl.program_id(2) * Q + g)
         q = q_ref[t, :, heads].astype(jnp.float32) * spec.logit_scale
         logits = jnp.sum(q[None] * keys, axis=2)
         logits = logits - slope * (t - at).astype(jnp.float32)
@@ -263,4 +263,4 @@ def _attend_kernel(
         weighted = weighted + jnp.where(t > 0, p_newest[:, None] * new_v, 0.0)
         attended = weighted / normalizer[:, None]
         attended_ref[t, :, heads] = attended.astype(attended_ref.dtype)
-        log_normalizer_ref[t, g, :] = above + jnp.log(normalizer)
+        lse_ref[t, g, :] = above + jnp.log(normalizer)

@@ -116,7 +116,7 @@ def forward(
         kept = Residuals(
             z=out.z[:, :, :B].swapaxes(1, 2),
             attended=attended.reshape(*attended.shape[:3], -1, spec.head_width),
-            log_normalizer=jnp.moveaxis(out.log_normalizer, 3, 1)[:, :B],
+            lse=jnp.moveaxis(out.lse, 3, 1)[:, :B],
         )
         pairs = (out.keys, out.values) if cache.slots else None
         return out.z[-1], (pairs, kept if residuals else None)
@@ -149,8 +149,8 @@ def backward(
     cache: RecurrentCache,
     rows: Rows,
     residuals: Residuals,
-    for_z: Array,
-    for_cache: RecurrentCache,
+    dz: Array,
+    dcache: RecurrentCache,
     *,
     spec: LayerSpec,
     schedule: str | None,
@@ -160,7 +160,7 @@ def backward(
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the cotangents of x, weights and cache."""
     launch = _launch(x, spec, tile, interpret, tiles)
-    inputs = Inputs(x, weights, cache, rows, residuals, for_z, for_cache)
+    inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
     kernels = triton_kernels(launch)
     together = schedule == "wavefront"
     return run_backward(inputs, kernels, launch.tiles, spec=spec, together=together)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import Prepared
 from pallas_kernels.recurrent_prefill.tiles.backward import Kept, Kernels
-from pallas_kernels.recurrent_prefill.tiles.gradients import Known, Sequential
+from pallas_kernels.recurrent_prefill.tiles.gradients import Known, PositionGradients
 from pallas_kernels.recurrent_prefill.tiles.layout import Vectors
 from pallas_kernels.recurrent_prefill.triton.attention_backward import (
-    meet_later_queries,
-    meet_own_tile,
-    query_gradients,
+    later_queries_backward,
+    own_tile_backward,
+    queries_backward,
 )
 from pallas_kernels.recurrent_prefill.triton.launch import Launch
 from pallas_kernels.recurrent_prefill.triton.norms import norm_back
@@ -26,52 +26,52 @@ from pallas_kernels.recurrent_prefill.triton.products_backward import (
 def triton_kernels(launch: Launch) -> Kernels:
     """Returns the GPU kernels of the backward loop."""
     return Kernels(
-        meet_later_queries=partial(meet_later_queries, launch),
-        positions=partial(_positions_back, launch),
-        query_gradients=partial(query_gradients, launch),
+        later_queries_backward=partial(later_queries_backward, launch),
+        positions_backward=partial(_positions_back, launch),
+        queries_backward=partial(queries_backward, launch),
     )
 
 
 def _positions_back(
-    launch: Launch, tile: Kept, w: Prepared, known: Known, q: Array, for_k, for_v
-) -> tuple[Sequential, Array]:
+    launch: Launch, tile: Kept, w: Prepared, known: Known, q: Array, dk, dv
+) -> tuple[PositionGradients, Array]:
     """Runs through a tile's positions in reverse; returns their cotangents."""
     spec = launch.spec
     L, b, B, D = tile.x.shape
     vectors = jax.lax.optimization_barrier(Vectors.of(w, spec, D))
-    of_z, of_mlp = vectors.attention_norm[0], vectors.mlp_norm[0]
+    attention_scale, mlp_scale = vectors.attention_norm[0], vectors.mlp_norm[0]
     kind_z = spec.norm if spec.normed_persistent else "none"
 
     def position(i, carry):
-        found, for_attended = carry
+        found, do = carry
         t = (b - 1 - i).astype(jnp.int32).reshape(1)
-        queries = (q, for_attended, tile.attended, tile.log_normalizer)
-        for_k, for_v, sums = meet_own_tile(
-            *(launch, t, found.keys, found.values, (known.keys, known.values)),
+        queries = (q, do, tile.attended, tile.lse)
+        dk, dv, sums = own_tile_backward(
+            *(launch, t, found.dk, found.dv, (known.keys, known.values)),
             *(queries, known.unit_k, vectors.k_norm[0]),
         )
-        normed_z = pair_product_back(
-            *(launch, t, for_k, for_v, sums, known.unit_k, known.factor_k),
-            *(vectors.k_norm[0], w.w_kv, found.normed_z),
+        dnormed_z = pair_product_back(
+            *(launch, t, dk, dv, sums, known.unit_k, known.factor_k),
+            *(vectors.k_norm[0], w.w_kv, found.dnormed_z),
         )
-        z, scaled = norm_back(
-            *(launch, t, tile.for_z, normed_z, known.unit_z, known.factor_z),
-            *(of_z, found.z),
+        dz, scaled = norm_back(
+            *(launch, t, tile.dz, dnormed_z, known.unit_z, known.factor_z),
+            *(attention_scale, found.dz),
             kind=kind_z,
         )
-        pre = transposed_product(launch, t, scaled, w.w_down, found.pre, known.slopes)
-        normed_y = transposed_product(launch, t, pre, w.w_in, found.normed_y)
-        y, scaled = norm_back(
-            *(launch, t, z, normed_y, known.unit_y, known.factor_y),
-            *(of_mlp, found.y),
+        dpre = transposed_product(launch, t, scaled, w.w_down, found.dpre, known.slopes)
+        dnormed_y = transposed_product(launch, t, dpre, w.w_in, found.dnormed_y)
+        dy, scaled = norm_back(
+            *(launch, t, dz, dnormed_y, known.unit_y, known.factor_y),
+            *(mlp_scale, found.dy),
             kind=spec.norm,
         )
-        for_attended = transposed_product(launch, t, scaled, w.w_out, for_attended)
-        return Sequential(y, z, normed_y, normed_z, pre, for_k, for_v), for_attended
+        do = transposed_product(launch, t, scaled, w.w_out, do)
+        return PositionGradients(dy, dz, dnormed_y, dnormed_z, dpre, dk, dv), do
 
     row = jnp.zeros((L, b, B, D), jnp.float32)
     pre = jnp.zeros(known.slopes.shape, spec.dtype)
     return jax.lax.fori_loop(
         *(0, b, position),
-        (Sequential(row, row, row, row, pre, for_k, for_v), jnp.zeros_like(q)),
+        (PositionGradients(row, row, row, row, pre, dk, dv), jnp.zeros_like(q)),
     )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.recurrent_prefill.arrays import Array
-from pallas_kernels.recurrent_prefill.equations import Prepared, place_heads
+from pallas_kernels.recurrent_prefill.equations import Prepared, norm_and_rotate
 from pallas_kernels.recurrent_prefill.tiles.layout import (
     Vectors,
     put_in_slots,
@@ -20,7 +20,7 @@ from pallas_kernels.recurrent_prefill.tiles.layout import (
 from pallas_kernels.recurrent_prefill.triton.attention import (
     TileState,
     attend,
-    meet_prefix,
+    attend_prefix,
 )
 from pallas_kernels.recurrent_prefill.triton.launch import Launch
 from pallas_kernels.recurrent_prefill.triton.norms import shape_of_statistics
@@ -40,13 +40,13 @@ class TritonOutputs(NamedTuple):
     Attributes:
       z: [L, T, B, D].
       attended: [L, T, B, H E].
-      log_normalizer: [L, T, H, B].
+      lse: [L, T, H, B].
       keys, values: with the new pairs in their slots, [L, B, S, K E].
     """
 
     z: Array
     attended: Array
-    log_normalizer: Array
+    lse: Array
     keys: Array
     values: Array
 
@@ -78,7 +78,7 @@ def run_layers(
         out = _run_tile(launch, tile, w, keys, values, start, done, b)
         pairs = (out.state.keys, out.state.values)
         kept = put_in_slots((keys, values), pairs, start, done, active, T)
-        return (out.z, *kept), (out.z, out.state.attended, out.state.log_normalizer)
+        return (out.z, *kept), (out.z, out.state.attended, out.state.lse)
 
     below = jnp.zeros((L, b, B, D), x.dtype)
     (_, keys, values), rows = jax.lax.scan(
@@ -94,13 +94,13 @@ def run_layers(
         out = _run_tile(launch, rest, w, keys, values, start, done, count)
         pairs = (out.state.keys, out.state.values)
         keys, values = put_in_slots((keys, values), pairs, start, done, done >= 0, T)
-        last = (out.z, out.state.attended, out.state.log_normalizer)
+        last = (out.z, out.state.attended, out.state.lse)
         rows = tuple(
             jnp.concatenate([part, new], axis=1)
             for part, new in zip(rows, last, strict=True)
         )
-    z, attended, log_normalizer = (part[:, :T] for part in rows)
-    return TritonOutputs(z, attended, log_normalizer, keys, values)
+    z, attended, lse = (part[:, :T] for part in rows)
+    return TritonOutputs(z, attended, lse, keys, values)
 
 
 class Tile(NamedTuple):
@@ -116,7 +116,7 @@ def _run_tile(launch, x, w, keys, values, start, done, count) -> Tile:
     L, b, B, D = x.shape
     q, own_k, own_v = queries_and_pairs(x, w, spec)
     before = (start + done[:, None]).astype(jnp.int32)
-    running = meet_prefix(launch, q, own_k, own_v, keys, values, before)
+    running = attend_prefix(launch, q, own_k, own_v, keys, values, before)
     # XLA would make constants anew at every position.
     vectors = jax.lax.optimization_barrier(Vectors.of(w, spec, D))
     F, KE = w.w_down.shape[1], own_k.shape[-1]
@@ -129,20 +129,22 @@ def _run_tile(launch, x, w, keys, values, start, done, count) -> Tile:
             *(launch, t, q, running, pairs, statistics, columns),
             *(vectors.k_norm, state),
         )
-        y, of_y = add_product(launch, t, state.attended, w.w_out, vectors.b_out, x, y)
-        hidden = hidden_product(
-            launch, t, y, of_y, vectors.mlp_norm, w.w_in, vectors.b_in, F
+        y, y_statistics = add_product(
+            launch, t, state.attended, w.w_out, vectors.b_out, x, y
         )
-        z, of_z = add_product(launch, t, hidden, w.w_down, vectors.b_down, y, z)
+        hidden = hidden_product(
+            launch, t, y, y_statistics, vectors.mlp_norm, w.w_in, vectors.b_in, F
+        )
+        z, z_statistics = add_product(launch, t, hidden, w.w_down, vectors.b_down, y, z)
         pairs, statistics = pair_product(
-            launch, t, z, of_z, vectors.attention_norm, w.w_kv, vectors.b_kv
+            launch, t, z, z_statistics, vectors.attention_norm, w.w_kv, vectors.b_kv
         )
         return y, z, state, pairs, statistics
 
     statistics = shape_of_statistics(L, 2 * KE // columns, B)
     state = TileState(
         attended=jnp.zeros(q.shape, spec.dtype),
-        log_normalizer=jnp.zeros(running.largest.shape, jnp.float32),
+        lse=jnp.zeros(running.largest.shape, jnp.float32),
         keys=jnp.zeros((L, b + 1, B, KE), spec.dtype),
         values=jnp.zeros((L, b + 1, B, KE), spec.dtype),
     )
@@ -156,7 +158,7 @@ def _run_tile(launch, x, w, keys, values, start, done, count) -> Tile:
             *(jnp.zeros((L, B, 2 * KE)), jnp.zeros(statistics.shape)),
         ),
     )
-    last_k = place_heads(pairs[..., :KE], w.k_norm, None, spec)
+    last_k = norm_and_rotate(pairs[..., :KE], w.k_norm, None, spec)
     last = (last_k.reshape(L, B, KE), pairs[..., KE:])
     new = (
         old.at[:, count].set(part.astype(spec.dtype))[:, 1:]

@@ -1,8 +1,9 @@
 """Norms on GPU: programs see parts of a row, so row sums pass between kernels.
 
 Forward: a product's program sees some columns of a row only. It writes their mean and
-the sum of squared deviations, [L, P, 2, B] with P >= the number of column programs; the
-reader joins them (Chan, Golub and LeVeque, 1979), so that nothing cancels.
+the sum of squared deviations, [L, programs, 2, B], the column programs rounded up to a
+power of two; the reader joins them (Chan, Golub and LeVeque, 1979), so that nothing
+cancels.
 
 Backward: a kernel of its own reads whole rows twice, for the sums and for the result.
 """
@@ -35,8 +36,10 @@ def write_spec(rows: int) -> pl.BlockSpec:
 
 def read_spec(statistics: jax.Array, rows: int, row_axis: int = 1) -> pl.BlockSpec:
     """Returns all statistics of the rows of a program."""
-    P = statistics.shape[1]
-    return pl.BlockSpec((None, P, 2, rows), lambda *at: (at[0], 0, 0, at[row_axis]))
+    programs = statistics.shape[1]
+    return pl.BlockSpec(
+        (None, programs, 2, rows), lambda *at: (at[0], 0, 0, at[row_axis])
+    )
 
 
 def write_statistics(ref, values: jax.Array) -> None:
@@ -54,10 +57,12 @@ def read_statistics(ref, *, width: int, columns: int, kind: str, eps: float):
       width: of the whole row.
       columns: width of one program's part.
     """
-    P, _, rows = ref.shape
+    programs, _, rows = ref.shape
     if kind == "none":
         return jnp.zeros(rows, jnp.float32), jnp.ones(rows, jnp.float32)
-    written = jax.lax.broadcasted_iota(jnp.int32, (P, rows), 0) < width // columns
+    written = (
+        jax.lax.broadcasted_iota(jnp.int32, (programs, rows), 0) < width // columns
+    )
     means = jnp.where(written, ref[:, 0, :], 0.0)
     total = jnp.sum(jnp.where(written, ref[:, 1, :], 0.0), axis=0)
     subtracted = jnp.zeros(rows, jnp.float32)
@@ -68,8 +73,8 @@ def read_statistics(ref, *, width: int, columns: int, kind: str, eps: float):
     return subtracted, jax.lax.rsqrt(total / width + eps)
 
 
-def norm_back(launch: Launch, t, base, for_n, unit, factor, scale, out, *, kind: str):
-    """Writes out[t] = base[t] + norm back (for_n[t]); returns it and s out[t].
+def norm_back(launch: Launch, t, base, dn, unit, factor, scale, out, *, kind: str):
+    """Writes out[t] = base[t] + norm back (dn[t]); returns it and s out[t].
 
     Args:
       unit: normalised rows before the norm's scale, [L, b, B, D].
@@ -83,11 +88,11 @@ def norm_back(launch: Launch, t, base, for_n, unit, factor, scale, out, *, kind:
     return launch_kernel(
         launch,
         _norm_back_kernel,
-        *(t, base, for_n, unit, factor, scale, out),
+        *(t, base, dn, unit, factor, scale, out),
         grid=(L, B // block),
         in_specs=[
             POSITION,
-            *(row(base), row(for_n), row(unit)),
+            *(row(base), row(dn), row(unit)),
             pl.BlockSpec((None, b, block), lambda l, i: (l, 0, i)),
             pl.BlockSpec((None, D), lambda l, i: (l, 0)),
             row(out),
@@ -108,7 +113,7 @@ def norm_back(launch: Launch, t, base, for_n, unit, factor, scale, out, *, kind:
 def _norm_back_kernel(
     t_ref,
     base_ref,
-    for_n_ref,
+    dn_ref,
     unit_ref,
     factor_ref,
     scale_ref,
@@ -125,7 +130,7 @@ def _norm_back_kernel(
 
     def add(c, sums):
         part = pl.ds(c * depth, depth)
-        g = for_n_ref[t, :, part] * scale_ref[part][None, :]
+        g = dn_ref[t, :, part] * scale_ref[part][None, :]
         along, level = sums
         return along + jnp.sum(g * unit_ref[t, :, part], axis=1), level + jnp.sum(
             g, axis=1
@@ -137,7 +142,7 @@ def _norm_back_kernel(
 
     def write(c, _):
         part = pl.ds(c * depth, depth)
-        g = for_n_ref[t, :, part] * scale_ref[part][None, :]
+        g = dn_ref[t, :, part] * scale_ref[part][None, :]
         g = standardised_back(g, unit_ref[t, :, part], factor, along, level, kind)
         total = base_ref[base, :, part] + g
         out_ref[t, :, part] = total

@@ -59,13 +59,11 @@ def transposed_product(launch: Launch, t, rows, w, out, slopes=None):
     return out
 
 
-def pair_product_back(
-    launch: Launch, t, for_k, for_v, sums, unit_k, factor, scale, w, out
-):
-    """Writes out[t] = [k-norm back (for_k[t]) | for_v[t]] [W_k | W_v]^T.
+def pair_product_back(launch: Launch, t, dk, dv, sums, unit_k, factor, scale, w, out):
+    """Writes out[t] = [k-norm back (dk[t]) | dv[t]] [W_k | W_v]^T.
 
     Args:
-      sums: of scale for_k unit_k and of scale for_k by head, [L, P, 2, B].
+      sums: of scale dk unit_k and of scale dk by head, [L, programs, 2, B].
       unit_k: normalised keys before the k-norm's scale, [L, b, B, K E].
       factor: what the k-norm multiplied by, [L, b, B].
     """
@@ -77,11 +75,11 @@ def pair_product_back(
     (out,) = launch_kernel(
         launch,
         _pair_product_back_kernel,
-        *(t, for_k, for_v, sums, unit_k, factor, scale, w, out),
+        *(t, dk, dv, sums, unit_k, factor, scale, w, out),
         grid=(L, B // block, D // columns),
         in_specs=[
             POSITION,
-            *(row_spec(for_k, block), row_spec(for_v, block)),
+            *(row_spec(dk, block), row_spec(dv, block)),
             pl.BlockSpec((None, sums.shape[1], 2, block), lambda l, i, j: (l, 0, 0, i)),
             row_spec(unit_k, block),
             pl.BlockSpec((None, b, block), lambda l, i, j: (l, 0, i)),
@@ -126,8 +124,8 @@ def _transposed_product_kernel(t_ref, rows_ref, w_ref, *refs, parts, depth):
 # As above; the k-norm's backward is applied to the keys' cotangent as it is read.
 def _pair_product_back_kernel(
     t_ref,
-    for_k_ref,
-    for_v_ref,
+    dk_ref,
+    dv_ref,
     sums_ref,
     unit_ref,
     factor_ref,
@@ -141,22 +139,22 @@ def _pair_product_back_kernel(
     depth,
 ):
     t = t_ref[0]
-    KE = for_k_ref.shape[2]
-    P, _, rows = sums_ref.shape
-    written = jax.lax.broadcasted_iota(jnp.int32, (P, rows), 0) < heads
+    KE = dk_ref.shape[2]
+    programs, _, rows = sums_ref.shape
+    written = jax.lax.broadcasted_iota(jnp.int32, (programs, rows), 0) < heads
     along = jnp.sum(jnp.where(written, sums_ref[:, 0, :], 0.0), axis=0) / KE
     level = jnp.sum(jnp.where(written, sums_ref[:, 1, :], 0.0), axis=0) / KE
     factor = factor_ref[t]
 
     def add(k, total):
         part = pl.ds(k * depth, depth)
-        g = for_k_ref[t, :, part] * scale_ref[part][None, :]
+        g = dk_ref[t, :, part] * scale_ref[part][None, :]
         g = standardised_back(
             g, unit_ref[t, :, part], factor, along, level, kind
         ).astype(w_ref.dtype)
         total = total + dot(g, w_ref[:, part].T)
         values = pl.ds(KE + k * depth, depth)
-        v = for_v_ref[t, :, part].astype(w_ref.dtype)
+        v = dv_ref[t, :, part].astype(w_ref.dtype)
         return total + dot(v, w_ref[:, values].T)
 
     zero = jnp.zeros((rows, w_ref.shape[0]), jnp.float32)

@@ -14,7 +14,7 @@ from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, RecurrentC
 from pallas_kernels.recurrent_prefill.equations import (
     Prepared,
     linear,
-    place_heads,
+    norm_and_rotate,
     pre_norm,
 )
 
@@ -77,31 +77,31 @@ def cached_pairs(cache: RecurrentCache, spec: LayerSpec) -> Pairs | None:
     return Pairs(jnp.moveaxis(keys, 2, 4), jnp.moveaxis(values, 2, 3))
 
 
-def queries_and_pairs(x: Array, w: Prepared, turn, spec: LayerSpec):
-    """Projects rows [L, T, B, D] into queries [L, B, K, G, T, E] and own pairs."""
+def queries_and_pairs(x: Array, w: Prepared, rotary, spec: LayerSpec):
+    """Projects rows [L, T, B, D] into queries [L, B, K, Q, T, E] and own pairs."""
     flat = linear(pre_norm(x, w.attention_norm, spec), w.w_qkv, w.b_qkv)
-    placed = place_projections(flat, w.q_norm, w.k_norm, turn, spec)
+    placed = heads_of_projections(flat, w.q_norm, w.k_norm, rotary, spec)
     return jax.tree.map(lambda part: part.astype(spec.dtype), placed)
 
 
-def place_projections(flat: Array, q_norm, k_norm, turn, spec: LayerSpec):
+def heads_of_projections(flat: Array, q_norm, k_norm, rotary, spec: LayerSpec):
     """Turns rows of w_qkv's output into queries and pairs, still wide."""
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     q, k, v = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
-    q = place_heads(q, q_norm, turn, spec)
+    q = norm_and_rotate(q, q_norm, rotary, spec)
     q = jnp.moveaxis(q.reshape(*q.shape[:3], K, H // K, E), 1, 4)
-    k = place_heads(k, k_norm, turn, spec)
+    k = norm_and_rotate(k, k_norm, rotary, spec)
     return q, from_rows(k, v.reshape(k.shape))
 
 
-def pairs_of(k: Array, v: Array, w: Prepared, turn, spec: LayerSpec) -> Pairs:
+def pairs_of(k: Array, v: Array, w: Prepared, rotary, spec: LayerSpec) -> Pairs:
     """Turns projections [L, T, B, K E] into pairs."""
-    k = place_heads(k, w.k_norm, turn, spec).astype(spec.dtype)
+    k = norm_and_rotate(k, w.k_norm, rotary, spec).astype(spec.dtype)
     return from_rows(k, v.reshape(k.shape).astype(spec.dtype))
 
 
 class Running(NamedTuple):
-    """State of queries [L, B, K, G, T] that have met a part of their keys.
+    """State of queries [L, B, K, Q, T] that have met a part of their keys.
 
     Attributes:
       largest: m, the largest logit so far.
@@ -115,7 +115,7 @@ class Running(NamedTuple):
 
 
 def merge(running: Running, logits: Array, v: Array, dtype) -> Running:
-    """Adds keys: logits [L, B, K, G, T, S], v [L, B, K, S, E]."""
+    """Adds keys: logits [L, B, K, Q, T, S], v [L, B, K, S, E]."""
     largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1))
     shrink = jnp.exp(running.largest - largest)
     p = jnp.exp(logits - largest[..., None])
@@ -133,14 +133,14 @@ def finish(running: Running) -> tuple[Array, Array]:
 
 
 def logits_of(q: Array, k: Array, scale: float) -> Array:
-    """Returns scale q k^T, [L, B, K, G, T, S]; k lies as [L, B, K, E, S]."""
+    """Returns scale q k^T, [L, B, K, Q, T, S]; k lies as [L, B, K, E, S]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    logits = jnp.einsum("lbkgte,lbkes->lbkgts", q, k, preferred_element_type=wide)
+    logits = jnp.einsum("lbkqte,lbkes->lbkqts", q, k, preferred_element_type=wide)
     return logits * scale
 
 
 def weigh(p: Array, v: Array, dtype) -> Array:
     """Returns p v with operands in `dtype`, accumulated in p's."""
     return jnp.einsum(
-        "lbkgts,lbkse->lbkgte", p.astype(dtype), v, preferred_element_type=p.dtype
+        "lbkqts,lbkse->lbkqte", p.astype(dtype), v, preferred_element_type=p.dtype
     )

@@ -1,6 +1,6 @@
 """Gradients of attention in pieces: probabilities are rebuilt, never kept.
 
-With p = exp(logits - log_normalizer), delta = sum_e do o:
+With p = exp(logits - lse), delta = sum_e do o:
 dv = p^T do;  ds = p (do v^T - delta);  dq = scale ds k;  dk = scale ds^T q.
 """
 
@@ -24,19 +24,19 @@ class Attending(NamedTuple):
     """Queries as the backward pass meets them; q and do in spec.dtype.
 
     Attributes:
-      q: [L, B, K, G, T, E].
-      log_normalizer: [L, B, K, G, T].
-      for_attended: do, [L, B, K, G, T, E].
-      delta: [L, B, K, G, T].
+      q: [L, B, K, Q, T, E].
+      lse: [L, B, K, Q, T].
+      do: gradient of the attended values, [L, B, K, Q, T, E].
+      delta: [L, B, K, Q, T].
     """
 
     q: Array
-    log_normalizer: Array
-    for_attended: Array
+    lse: Array
+    do: Array
     delta: Array
 
 
-class Met(NamedTuple):
+class PairColumns(NamedTuple):
     """Pairs as the backward pass meets them, laid out so that nothing is turned over.
 
     Keys and values are [L, B, K, E, S], the keys also rows [L, B, K, S, E].
@@ -50,86 +50,92 @@ class Met(NamedTuple):
 class PairGradients(NamedTuple):
     """Gradients of keys and values, both [L, B, K, E, S], in a wide dtype."""
 
-    keys: Array
-    values: Array
+    dk: Array
+    dv: Array
 
 
-def met(pairs: Pairs) -> Met:
+def columns_of(pairs: Pairs) -> PairColumns:
     """Lays pairs out for the backward pass."""
     keys, values = pairs
-    return Met(keys, jnp.swapaxes(values, 3, 4), jnp.swapaxes(keys, 3, 4))
+    return PairColumns(keys, jnp.swapaxes(values, 3, 4), jnp.swapaxes(keys, 3, 4))
 
 
-def cut_met(pairs: Met, start, size: int) -> Met:
+def cut_columns(pairs: PairColumns, start, size: int) -> PairColumns:
     """Takes `size` slots from `start` on."""
     read = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
     keys, values, key_rows = pairs
-    return Met(read(keys, axis=4), read(values, axis=4), read(key_rows, axis=3))
+    return PairColumns(read(keys, axis=4), read(values, axis=4), read(key_rows, axis=3))
 
 
-def probabilities(of: Attending, pairs: Met, bias: Array, scale: float) -> Array:
-    """Returns p [L, B, K, G, T, S], in a wide dtype."""
-    logits = logits_of(of.q, pairs.keys, scale) + bias
-    return jnp.exp(logits - of.log_normalizer[..., None])
-
-
-def logit_gradients(
-    p: Array, for_attended: Array, delta: Array, values: Array
+def probabilities(
+    of: Attending, pairs: PairColumns, bias: Array, scale: float
 ) -> Array:
+    """Returns p [L, B, K, Q, T, S], in a wide dtype."""
+    logits = logits_of(of.q, pairs.keys, scale) + bias
+    return jnp.exp(logits - of.lse[..., None])
+
+
+def logit_gradients(p: Array, do: Array, delta: Array, values: Array) -> Array:
     """Returns ds = p (do v^T - delta); values [L, B, K, E, S]."""
-    for_p = logits_of(for_attended, values, 1.0)
-    return p * (for_p - delta[..., None])
+    dp = logits_of(do, values, 1.0)
+    return p * (dp - delta[..., None])
 
 
-def query_gradient(for_logits: Array, key_rows: Array, scale: float) -> Array:
-    """Returns dq = scale ds k, [L, B, K, G, T, E]."""
-    return scale * weigh(for_logits, key_rows, key_rows.dtype)
+def query_gradient(ds: Array, key_rows: Array, scale: float) -> Array:
+    """Returns dq = scale ds k, [L, B, K, Q, T, E]."""
+    return scale * weigh(ds, key_rows, key_rows.dtype)
 
 
 def pair_gradients(
-    p: Array, for_logits: Array, q: Array, for_attended: Array, scale: float
+    p: Array, ds: Array, q: Array, do: Array, scale: float
 ) -> PairGradients:
-    """Returns dk = scale ds^T q and dv = p^T do; q and do lie [L, B, K, E, G, T]."""
+    """Returns dk = scale ds^T q and dv = p^T do; q and do lie [L, B, K, E, Q, T]."""
 
     def gather(rows: Array, weights: Array) -> Array:
         return jnp.einsum(
-            "lbkegt,lbkgts->lbkes",
+            "lbkeqt,lbkqts->lbkes",
             rows,
             weights.astype(rows.dtype),
             preferred_element_type=weights.dtype,
         )
 
-    return PairGradients(scale * gather(q, for_logits), gather(for_attended, p))
+    return PairGradients(scale * gather(q, ds), gather(do, p))
 
 
 def attend_backward(
-    of: Attending, turned: tuple[Array, Array], pairs: Met, bias: Array, scale: float
+    of: Attending,
+    transposed: tuple[Array, Array],
+    pairs: PairColumns,
+    bias: Array,
+    scale: float,
 ) -> tuple[Array, PairGradients]:
     """Returns the gradients of queries and of the pairs they meet.
 
     Args:
-      turned: q and do as [L, B, K, E, G, T].
+      transposed: q and do as [L, B, K, E, Q, T].
     """
     p = probabilities(of, pairs, bias, scale)
-    for_logits = logit_gradients(p, of.for_attended, of.delta, pairs.values)
-    for_q = query_gradient(for_logits, pairs.key_rows, scale)
-    return for_q, pair_gradients(p, for_logits, *turned, scale)
+    ds = logit_gradients(p, of.do, of.delta, pairs.values)
+    dq = query_gradient(ds, pairs.key_rows, scale)
+    return dq, pair_gradients(p, ds, *transposed, scale)
 
 
-def turn_over(of: Attending) -> tuple[Array, Array]:
-    """Returns q and do as [L, B, K, E, G, T]."""
-    return jnp.moveaxis(of.q, 5, 3), jnp.moveaxis(of.for_attended, 5, 3)
+def transpose_queries(of: Attending) -> tuple[Array, Array]:
+    """Returns q and do as [L, B, K, E, Q, T]."""
+    return jnp.moveaxis(of.q, 5, 3), jnp.moveaxis(of.do, 5, 3)
 
 
-def cut_gradients(of_pairs: PairGradients, start, size: int) -> PairGradients:
+def cut_gradients(dpairs: PairGradients, start, size: int) -> PairGradients:
     """Takes `size` slots from `start` on."""
     read = partial(
         jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=4
     )
-    return jax.tree.map(read, of_pairs)
+    return jax.tree.map(read, dpairs)
 
 
-def leave_own_unit(of: Attending, own: Pairs, place, j, geometry: Geometry, spec):
+def own_unit_backward(
+    of: Attending, own: Pairs, visibility, j, geometry: Geometry, spec
+):
     """Returns gradients of the queries and of the temporary pairs."""
     U, u, wide = geometry.units, geometry.unit, of.delta.dtype
 
@@ -140,14 +146,14 @@ def leave_own_unit(of: Attending, own: Pairs, place, j, geometry: Geometry, spec
         return part.reshape(part.shape[0], -1, *part.shape[3:])
 
     folded = Attending(*(by_unit(part, 4) for part in of))
-    pairs = met(Pairs(by_unit(own.keys, 4), by_unit(own.values, 3)))
-    bias = own_unit_bias(place, j, geometry, wide)
+    pairs = columns_of(Pairs(by_unit(own.keys, 4), by_unit(own.values, 3)))
+    bias = own_unit_bias(visibility, j, geometry, wide)
     B = of.q.shape[1]
     bias = jnp.broadcast_to(bias, (bias.shape[0], B, *bias.shape[2:]))
     bias = jnp.moveaxis(bias, 4, 2)
     bias = bias.reshape(bias.shape[0], -1, *bias.shape[3:])
-    for_q, of_own = attend_backward(
-        folded, turn_over(folded), pairs, bias, spec.logit_scale
+    dq, dunit = attend_backward(
+        folded, transpose_queries(folded), pairs, bias, spec.logit_scale
     )
 
     def back(part: Array, axis: int) -> Array:
@@ -155,25 +161,25 @@ def leave_own_unit(of: Attending, own: Pairs, place, j, geometry: Geometry, spec
         part = jnp.moveaxis(part, 2, axis)
         return part.reshape(*part.shape[:axis], U * u, *part.shape[axis + 2 :])
 
-    return back(for_q, 4), PairGradients(*(back(part, 4) for part in of_own))
+    return back(dq, 4), PairGradients(*(back(part, 4) for part in dunit))
 
 
-def leave_prefix(for_q, of_pairs, of, buffers, place, j, geometry: Geometry, spec):
+def prefix_backward(dq, dpairs, of, buffers, visibility, j, geometry: Geometry, spec):
     """Adds gradients of the queries and of all pairs of earlier tiles."""
     if geometry.steps == 1:
-        return for_q, of_pairs
-    size, turned = geometry.chunk, turn_over(of)
+        return dq, dpairs
+    size, transposed = geometry.chunk, transpose_queries(of)
 
-    def leave(chunk, carry):
-        for_q, of_pairs = carry
-        pairs = cut_met(buffers, chunk * size, size)
-        bias = prefix_bias(place, j, chunk, geometry, for_q.dtype)
-        more, new = attend_backward(of, turned, pairs, bias, spec.logit_scale)
-        old = cut_gradients(of_pairs, chunk * size, size)
+    def attend_chunk(chunk, carry):
+        dq, dpairs = carry
+        pairs = cut_columns(buffers, chunk * size, size)
+        bias = prefix_bias(visibility, j, chunk, geometry, dq.dtype)
+        more, new = attend_backward(of, transposed, pairs, bias, spec.logit_scale)
+        old = cut_gradients(dpairs, chunk * size, size)
         new = jax.tree.map(jnp.add, old, new)
         write = partial(
             jax.lax.dynamic_update_slice_in_dim, start_index=chunk * size, axis=4
         )
-        return for_q + more, jax.tree.map(write, of_pairs, new)
+        return dq + more, jax.tree.map(write, dpairs, new)
 
-    return jax.lax.fori_loop(0, prefix_chunks(j, geometry), leave, (for_q, of_pairs))
+    return jax.lax.fori_loop(0, prefix_chunks(j, geometry), attend_chunk, (dq, dpairs))

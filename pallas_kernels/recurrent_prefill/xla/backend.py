@@ -18,9 +18,9 @@ from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.xla.backward import run_layers_backward
 from pallas_kernels.recurrent_prefill.xla.cache import (
     add_cached,
-    of_written,
     positions_of_call,
     write,
+    written_backward,
 )
 from pallas_kernels.recurrent_prefill.xla.call import Call
 from pallas_kernels.recurrent_prefill.xla.forward import run_layers
@@ -60,7 +60,7 @@ def forward(
     call = Call.of(x, weights, cache, rows, spec, schedule, tile, stages)
     w = prepare(weights, spec.dtype)
     run = lambda x, w, cache: run_layers(  # noqa: E731
-        x, w, cache, call.place, geometry=call.geometry, spec=spec
+        x, w, cache, call.visibility, geometry=call.geometry, spec=spec
     )
     start = to_slots(x.astype(call.wide), call.phase, call.geometry.positions)
     if call.together:
@@ -78,7 +78,7 @@ def forward(
         if temporary is not None:
             temporary = positions_of_call(temporary, call, x.shape[1])
         cache = write(cache, persistent, temporary, rows, spec)
-    kept = Residuals(outcome.z, outcome.attended, outcome.log_normalizer)
+    kept = Residuals(outcome.z, outcome.attended, outcome.lse)
     return z, cache, kept if residuals else None
 
 
@@ -88,8 +88,8 @@ def backward(
     cache: RecurrentCache,
     rows: Rows,
     residuals: Residuals,
-    for_z: Array,
-    for_cache: RecurrentCache,
+    dz: Array,
+    dcache: RecurrentCache,
     *,
     spec: LayerSpec,
     schedule: str | None,
@@ -100,43 +100,43 @@ def backward(
     call = Call.of(x, weights, cache, rows, spec, schedule, tile, stages)
     T = x.shape[1]
     w = prepare(weights, spec.dtype)
-    for_pairs, of_cache = of_written(for_cache, x, cache, rows, call, spec)
+    dpairs, dold = written_backward(dcache, x, cache, rows, call, spec)
     start = to_slots(x.astype(call.wide), call.phase, call.geometry.positions)
     x_in = from_below(start[None], residuals.z, call.geometry)
-    above = to_slots(for_z.astype(call.wide), call.phase, call.geometry.positions)
+    above = to_slots(dz.astype(call.wide), call.phase, call.geometry.positions)
 
-    def run(above, x, residuals, w, cache, for_pairs):
-        for_persistent, for_temporary = for_pairs
+    def run(above, x, residuals, w, cache, dpairs):
+        dpersistent, dtemporary = dpairs
         return run_layers_backward(
             above,
-            for_persistent,
-            for_temporary,
+            dpersistent,
+            dtemporary,
             x,
             residuals,
             w,
             cache,
-            call.place,
+            call.visibility,
             geometry=call.geometry,
             spec=spec,
         )
 
     if call.together:
-        of = run(above, x_in, residuals, w, cache, for_pairs)
+        of = run(above, x_in, residuals, w, cache, dpairs)
     else:
-        layers = (x_in, residuals, w, _by_layer(cache), for_pairs)
-        for_x, of = jax.lax.scan(
+        layers = (x_in, residuals, w, _by_layer(cache), dpairs)
+        dx, of = jax.lax.scan(
             partial(_one_layer_back, run),
             above,
             layers,
             reverse=True,
         )
-        of = of._replace(x=for_x)
-    for_x = from_slots(of.x, call.phase, T, time=0)
+        of = of._replace(x=dx)
+    dx = from_slots(of.x, call.phase, T, time=0)
     _, pull = jax.vjp(lambda weights: prepare(weights, call.wide), weights)
-    (for_weights,) = pull(of.weights)
+    (dweights,) = pull(of.weights)
     if of.cached is not None:
-        of_cache = add_cached(of_cache, of.cached, cache)
-    return jnp.moveaxis(for_x, 0, 1).astype(x.dtype), for_weights, of_cache
+        dold = add_cached(dold, of.cached, cache)
+    return jnp.moveaxis(dx, 0, 1).astype(x.dtype), dweights, dold
 
 
 def _one_layer(run, x: Array, layer: tuple[Prepared, RecurrentCache]):
@@ -157,9 +157,9 @@ def _by_layer(cache: RecurrentCache) -> RecurrentCache:
 
 def _one_layer_back(run, above: Array, layer: tuple):
     """Runs one layer of a reverse scan."""
-    x, residuals, w, cache, for_pairs = layer
+    x, residuals, w, cache, dpairs = layer
     position = cache.position
-    layer = (x, residuals, w, cache._replace(position=None), for_pairs)
-    x, residuals, w, cache, for_pairs = jax.tree.map(lambda leaf: leaf[None], layer)
-    of = run(above, x, residuals, w, cache._replace(position=position), for_pairs)
+    layer = (x, residuals, w, cache._replace(position=None), dpairs)
+    x, residuals, w, cache, dpairs = jax.tree.map(lambda leaf: leaf[None], layer)
+    of = run(above, x, residuals, w, cache._replace(position=position), dpairs)
     return of.x, jax.tree.map(lambda leaf: leaf[0], of._replace(x=None))

@@ -29,26 +29,26 @@ from pallas_kernels.recurrent_prefill.xla.attention import (
     Pairs,
     cached_pairs,
     empty_pairs,
+    heads_of_projections,
     pairs_of,
-    place_projections,
     put,
 )
 from pallas_kernels.recurrent_prefill.xla.attention_backward import (
     Attending,
     PairGradients,
     attend_backward,
+    columns_of,
+    cut_columns,
     cut_gradients,
-    cut_met,
-    leave_own_unit,
-    leave_prefix,
     logit_gradients,
-    met,
+    own_unit_backward,
+    prefix_backward,
     probabilities,
     query_gradient,
-    turn_over,
+    transpose_queries,
 )
 from pallas_kernels.recurrent_prefill.xla.biases import (
-    Placement,
+    Visibility,
     bias_of_cache,
     positions_of,
     step_slots,
@@ -64,8 +64,8 @@ from pallas_kernels.recurrent_prefill.xla.geometry import (
 )
 from pallas_kernels.recurrent_prefill.xla.recurrence_backward import (
     TileRows,
-    of_projections,
-    of_recurrence,
+    add_projections,
+    add_recurrence,
     recur_backward,
     zeros_like_weights,
 )
@@ -80,14 +80,14 @@ class CallGradients(NamedTuple):
 
 
 def run_layers_backward(
-    for_z: Array,
-    for_persistent: PairGradients | None,
-    for_temporary: PairGradients | None,
+    dz: Array,
+    dpersistent: PairGradients | None,
+    dtemporary: PairGradients | None,
     x: Array,
     residuals: Residuals,
     w: Prepared,
     cache: RecurrentCache,
-    place: Placement,
+    visibility: Visibility,
     *,
     geometry: Geometry,
     spec: LayerSpec,
@@ -95,103 +95,101 @@ def run_layers_backward(
     """Takes the gradient of the last layer's z back through all layers of `w`.
 
     Args:
-      for_z: [positions, B, D]; with stages, the last one's z and the first one's x.
-      for_persistent, for_temporary: of the new pairs, [L, B, K, E, positions], from
+      dz: [positions, B, D]; with stages, the last one's z and the first one's x.
+      dpersistent, dtemporary: of the new pairs, [L, B, K, E, positions], from
         what became of the cache; None without one.
       x: inputs of all layers, [L, positions, B, D].
     """
     L, b, wide = geometry.layers, geometry.tile, x.dtype
     tiles = partial(_tiles, geometry=geometry)
-    late = jnp.zeros(((geometry.depth - 1) * b, *for_z.shape[1:]), wide)
-    buffers, of_pairs = _persistent(
-        residuals.z, for_persistent, w, place, geometry, spec
+    late = jnp.zeros(((geometry.depth - 1) * b, *dz.shape[1:]), wide)
+    buffers, dpairs = _persistent(
+        residuals.z, dpersistent, w, visibility, geometry, spec
     )
     past = cached_pairs(cache, spec)
-    past = None if past is None else met(past)
-    turned = transpose(w)
+    past = None if past is None else columns_of(past)
+    transposed = transpose(w)
 
     def step(carry, inputs):
-        above, of_pairs, of_past, total = carry
-        j, for_z, for_own, tile = inputs
-        for_z = from_above(for_z, above, geometry)
-        positions = positions_of(place, step_slots(j, geometry), geometry)
-        turn = rotation(positions, spec, wide)
+        above, dpairs, dpast, total = carry
+        j, dz, dwritten, tile = inputs
+        dz = from_above(dz, above, geometry)
+        positions = positions_of(visibility, step_slots(j, geometry), geometry)
+        rotary = rotation(positions, spec, wide)
         normed, pull_norm = jax.vjp(
             lambda x, p: pre_norm(x, p, spec), tile.x, w.attention_norm
         )
         (q, own), pull_heads = jax.vjp(
-            lambda flat, q, k: place_projections(flat, q, k, turn, spec),
+            lambda flat, q, k: heads_of_projections(flat, q, k, rotary, spec),
             linear(normed, w.w_qkv, w.b_qkv),
             w.q_norm,
             w.k_norm,
         )
         q, own = jax.tree.map(lambda part: part.astype(spec.dtype), (q, own))
-        pairs = cut_met(buffers, j * b, b)
-        of = Attending(q, tile.log_normalizer, q, tile.log_normalizer)
-        bias = tile_bias(place, j, geometry, wide)
+        pairs = cut_columns(buffers, j * b, b)
+        of = Attending(q, tile.lse, q, tile.lse)
+        bias = tile_bias(visibility, j, geometry, wide)
         p = probabilities(of, pairs, bias, spec.logit_scale)
         rows = _recompute(tile, w, spec)
-        g, for_attended, delta = recur_backward(
-            for_z,
-            cut_gradients(of_pairs, j * b, b),
+        g, do, delta = recur_backward(
+            dz,
+            cut_gradients(dpairs, j * b, b),
             rows,
             q,
             pairs.values,
             p,
-            turn,
+            rotary,
             w,
-            turned,
+            transposed,
             geometry=geometry,
             spec=spec,
         )
-        of = of._replace(for_attended=for_attended, delta=delta)
-        for_logits = logit_gradients(p, for_attended, delta, pairs.values)
-        for_q = query_gradient(for_logits, pairs.key_rows, spec.logit_scale)
-        more, of_own = leave_own_unit(of, own, place, j, geometry, spec)
-        for_q = for_q + more
-        if for_own is not None:
-            of_own = jax.tree.map(jnp.add, of_own, for_own)
-        for_q, of_pairs = leave_prefix(
-            for_q, of_pairs, of, buffers, place, j, geometry, spec
+        of = of._replace(do=do, delta=delta)
+        ds = logit_gradients(p, do, delta, pairs.values)
+        dq = query_gradient(ds, pairs.key_rows, spec.logit_scale)
+        more, dunit = own_unit_backward(of, own, visibility, j, geometry, spec)
+        dq = dq + more
+        if dwritten is not None:
+            dunit = jax.tree.map(jnp.add, dunit, dwritten)
+        dq, dpairs = prefix_backward(
+            dq, dpairs, of, buffers, visibility, j, geometry, spec
         )
         if past is not None:
-            bias = bias_of_cache(place, positions, cache, spec, wide)
-            more, new = attend_backward(of, turn_over(of), past, bias, spec.logit_scale)
-            for_q, of_past = for_q + more, jax.tree.map(jnp.add, of_past, new)
-        of_own = Pairs(of_own.keys, jnp.swapaxes(of_own.values, 3, 4))
-        for_flat, for_q_norm, for_k_norm = pull_heads((for_q, of_own))
-        through, for_norm = pull_norm(linear(for_flat, turned.w_qkv))
-        total = of_recurrence(total, g, rows, turn, w, spec)
-        norms = {"attention_norm": for_norm, "q_norm": for_q_norm, "k_norm": for_k_norm}
-        total = of_projections(total, normed, for_flat, norms, spec)
-        for_x = g.y + through
-        return (for_x, of_pairs, of_past, total), for_x[0]
+            bias = bias_of_cache(visibility, positions, cache, spec, wide)
+            more, new = attend_backward(
+                of, transpose_queries(of), past, bias, spec.logit_scale
+            )
+            dq, dpast = dq + more, jax.tree.map(jnp.add, dpast, new)
+        dunit = Pairs(dunit.dk, jnp.swapaxes(dunit.dv, 3, 4))
+        dflat, dq_norm, dk_norm = pull_heads((dq, dunit))
+        through, dnorm = pull_norm(linear(dflat, transposed.w_qkv))
+        total = add_recurrence(total, g, rows, rotary, w, spec)
+        norms = {"attention_norm": dnorm, "q_norm": dq_norm, "k_norm": dk_norm}
+        total = add_projections(total, normed, dflat, norms, spec)
+        dx = g.dy + through
+        return (dx, dpairs, dpast, total), dx[0]
 
-    log_normalizer = skew(residuals.log_normalizer, geometry, axis=1, fill=-HIDDEN)
-    log_normalizer = log_normalizer.reshape(
-        *log_normalizer.shape[:3], spec.key_heads, -1
-    )
+    lse = skew(residuals.lse, geometry, axis=1, fill=-HIDDEN)
+    lse = lse.reshape(*lse.shape[:3], spec.key_heads, -1)
     inputs = (
         jnp.arange(geometry.steps),
-        jnp.concatenate([late, for_z]).reshape(-1, 1, b, *for_z.shape[1:]),
-        jax.tree.map(partial(tiles, axis=4), for_temporary),
+        jnp.concatenate([late, dz]).reshape(-1, 1, b, *dz.shape[1:]),
+        jax.tree.map(partial(tiles, axis=4), dtemporary),
         _Tile(
             x=tiles(x, axis=1),
             z=tiles(residuals.z, axis=1),
             attended=tiles(residuals.attended, axis=1),
-            log_normalizer=cut_tiles(
-                jnp.moveaxis(log_normalizer, 1, 4), geometry, axis=4
-            ),
+            lse=cut_tiles(jnp.moveaxis(lse, 1, 4), geometry, axis=4),
         ),
     )
     above = jnp.zeros((L, b, *x.shape[2:]), wide)
-    of_past = None
+    dpast = None
     if past is not None:
-        of_past = PairGradients(*(jnp.zeros(past.keys.shape, wide) for _ in range(2)))
-    first = (above, of_pairs, of_past, zeros_like_weights(w, wide))
-    (_, _, of_past, total), for_x = jax.lax.scan(step, first, inputs, reverse=True)
-    for_x = for_x[: geometry.tiles].reshape(-1, *for_x.shape[2:])
-    return CallGradients(of_first_stage(for_x, geometry), total, of_past)
+        dpast = PairGradients(*(jnp.zeros(past.keys.shape, wide) for _ in range(2)))
+    first = (above, dpairs, dpast, zeros_like_weights(w, wide))
+    (_, _, dpast, total), dx = jax.lax.scan(step, first, inputs, reverse=True)
+    dx = dx[: geometry.tiles].reshape(-1, *dx.shape[2:])
+    return CallGradients(of_first_stage(dx, geometry), total, dpast)
 
 
 class _Tile(NamedTuple):
@@ -200,7 +198,7 @@ class _Tile(NamedTuple):
     x: Array
     z: Array
     attended: Array
-    log_normalizer: Array  # [L, B, K, G, b]
+    lse: Array  # [L, B, K, Q, b]
 
 
 def _tiles(rows: Array, *, geometry: Geometry, axis: int) -> Array:
@@ -208,21 +206,23 @@ def _tiles(rows: Array, *, geometry: Geometry, axis: int) -> Array:
     return cut_tiles(skew(rows, geometry, axis=axis), geometry, axis=axis)
 
 
-def _persistent(z, for_persistent, w, place, geometry: Geometry, spec):
+def _persistent(z, dpersistent, w, visibility, geometry: Geometry, spec):
     """Computes all persistent pairs again, and starts their gradients."""
     L, B = z.shape[0], z.shape[2]
     late = skew(z, geometry, axis=1)
     used = late.shape[1]
-    turn = rotation(positions_of(place, jnp.arange(used), geometry), spec, z.dtype)
+    rotary = rotation(
+        positions_of(visibility, jnp.arange(used), geometry), spec, z.dtype
+    )
     flat = linear(persistent_source(late, w, spec), w.w_kv, w.b_kv)
     k, v = jnp.split(flat, 2, axis=-1)
-    pairs = pairs_of(k, v, w, turn, spec)
+    pairs = pairs_of(k, v, w, rotary, spec)
     buffers = put(empty_pairs(L, B, geometry.slots, spec, spec.dtype), pairs, 0)
-    buffers = met(buffers)
+    buffers = columns_of(buffers)
     zero = jnp.zeros(buffers.keys.shape, z.dtype)
-    if for_persistent is None:
+    if dpersistent is None:
         return buffers, PairGradients(zero, zero)
-    gradients = (skew(part, geometry, axis=4) for part in for_persistent)
+    gradients = (skew(part, geometry, axis=4) for part in dpersistent)
     return buffers, PairGradients(*(zero.at[..., :used].add(g) for g in gradients))
 
 

@@ -10,11 +10,11 @@ from pallas_kernels.recurrent_prefill.equations import HIDDEN
 from pallas_kernels.recurrent_prefill.xla.geometry import Geometry
 
 
-class Placement(NamedTuple):
+class Visibility(NamedTuple):
     """What tells slots of one loop apart, by layer and row; None where nothing does.
 
     Attributes:
-      slopes: ALiBi's, [K, G]: query heads of one key head side by side.
+      slopes: ALiBi's, [K, Q]: query heads of one key head side by side.
       origin: position of slot 0 in layer 0, [B or 1].
       first: slot of the first position, [L or 1, B or 1].
       segments: document of each slot, [L, B, slots].
@@ -27,7 +27,7 @@ class Placement(NamedTuple):
 
 
 def alibi_slopes(spec: LayerSpec, dtype) -> Array | None:
-    """Returns slope_h = 2^(-m (h + 1) / H) as [K, G], or None without ALiBi."""
+    """Returns slope_h = 2^(-m (h + 1) / H) as [K, Q], or None without ALiBi."""
     if spec.alibi_max_bias is None:
         return None
     h = jnp.arange(1, spec.heads + 1, dtype=dtype)
@@ -35,44 +35,48 @@ def alibi_slopes(spec: LayerSpec, dtype) -> Array | None:
     return slopes.reshape(spec.key_heads, -1)
 
 
-def positions_of(place: Placement, slots: Array, geometry: Geometry) -> Array:
+def positions_of(visibility: Visibility, slots: Array, geometry: Geometry) -> Array:
     """Returns the positions [L, T, B or 1] of slots [T]."""
     late = geometry.lags() * geometry.tile
-    return (slots - late[:, None])[..., None] + place.origin
+    return (slots - late[:, None])[..., None] + visibility.origin
 
 
 def bias_of_slots(
-    place: Placement, query_slots: Array, key_slots: Array, seen: Array, dtype
+    visibility: Visibility, query_slots: Array, key_slots: Array, seen: Array, dtype
 ) -> Array:
-    """Returns biases [L or 1, B or 1, K or 1, G or 1, T, S] for keys in slots.
+    """Returns biases [L or 1, B or 1, K or 1, Q or 1, T, S] for keys in slots.
 
     Args:
       seen: [T, S], what the order of the loop leaves to see.
     """
     seen = seen[None, None, None, None]
-    if place.first is not None:
-        begun = key_slots >= place.first[..., None]  # [L, B, S]
+    if visibility.first is not None:
+        begun = key_slots >= visibility.first[..., None]  # [L, B, S]
         seen = seen & begun[:, :, None, None, None, :]
-    if place.segments is not None:
+    if visibility.segments is not None:
         ours, theirs = (
-            jnp.take(place.segments, slots, axis=2)
+            jnp.take(visibility.segments, slots, axis=2)
             for slots in (query_slots, key_slots)
         )
         same = ours[..., :, None] == theirs[..., None, :]
         seen = seen & same[:, :, None, None]
     bias = jnp.where(seen, 0.0, HIDDEN).astype(dtype)
-    if place.slopes is not None:
+    if visibility.slopes is not None:
         distance = query_slots[:, None] - key_slots
-        bias = bias - place.slopes[..., None, None] * distance.astype(dtype)
+        bias = bias - visibility.slopes[..., None, None] * distance.astype(dtype)
     # Computed once for all rows, and out of the exponentials' loop: with integers in it
     # XLA does not vectorise that one on CPU.
     return jax.lax.optimization_barrier(bias)
 
 
 def bias_of_cache(
-    place: Placement, positions: Array, cache: RecurrentCache, spec: LayerSpec, dtype
+    visibility: Visibility,
+    positions: Array,
+    cache: RecurrentCache,
+    spec: LayerSpec,
+    dtype,
 ) -> Array:
-    """Returns biases [L, B, K or 1, G or 1, T, S + M] for the cache's pairs.
+    """Returns biases [L, B, K or 1, Q or 1, T, S + M] for the cache's pairs.
 
     A persistent pair is seen from later blocks, a temporary one from its own block.
 
@@ -93,9 +97,9 @@ def bias_of_cache(
     own = at[:, None] // c == query // c
     seen = filled[:, None] & (own != persistent)
     bias = jnp.where(seen, 0.0, HIDDEN).astype(dtype)[:, :, None, None]
-    if place.slopes is not None:
+    if visibility.slopes is not None:
         distance = (query - at[:, None]).astype(dtype)[:, :, None, None]
-        bias = bias - place.slopes[..., None, None] * distance
+        bias = bias - visibility.slopes[..., None, None] * distance
     return bias
 
 
@@ -109,14 +113,14 @@ def chunk_slots(index: Array, geometry: Geometry) -> Array:
     return index * geometry.chunk + jnp.arange(geometry.chunk)
 
 
-def place_rows(
+def visibility_of(
     cache: RecurrentCache,
     segments: Array | None,
     phase: Array | None,
     geometry: Geometry,
     spec: LayerSpec,
     dtype,
-) -> Placement:
+) -> Visibility:
     """Collects what the biases need; `segments` are by slot of layer 0, [slots, B]."""
     late = geometry.lags() * geometry.tile
     start = cache.position if cache.slots else jnp.zeros(1, jnp.int32)
@@ -127,7 +131,7 @@ def place_rows(
     if segments is not None:
         rows = jnp.moveaxis(segments, 0, 1)  # [B, slots]
         segments = jax.vmap(lambda late: jnp.roll(rows, late, axis=1))(late)
-    return Placement(
+    return Visibility(
         slopes=alibi_slopes(spec, dtype),
         origin=start if phase is None else start - phase,
         first=first,
@@ -135,28 +139,28 @@ def place_rows(
     )
 
 
-def own_unit_bias(place: Placement, j, geometry: Geometry, dtype) -> Array:
-    """Returns biases [L or 1, B or 1, K or 1, G or 1, units, u, u] within the units."""
+def own_unit_bias(visibility: Visibility, j, geometry: Geometry, dtype) -> Array:
+    """Returns biases [L or 1, B or 1, K or 1, Q or 1, units, u, u] within the units."""
 
     def of_unit(slots):
-        return bias_of_slots(place, slots, slots, slots[:, None] >= slots, dtype)
+        return bias_of_slots(visibility, slots, slots, slots[:, None] >= slots, dtype)
 
     slots = step_slots(j, geometry).reshape(geometry.units, geometry.unit)
     return jax.vmap(of_unit, out_axes=4)(slots)
 
 
-def tile_bias(place: Placement, j, geometry: Geometry, dtype) -> Array:
+def tile_bias(visibility: Visibility, j, geometry: Geometry, dtype) -> Array:
     """Returns biases [..., b, b] between a tile's queries and its earlier units."""
     slots = step_slots(j, geometry)
     unit = jnp.arange(geometry.tile) // geometry.unit
-    return bias_of_slots(place, slots, slots, unit[:, None] > unit, dtype)
+    return bias_of_slots(visibility, slots, slots, unit[:, None] > unit, dtype)
 
 
-def prefix_bias(place: Placement, j, chunk, geometry: Geometry, dtype) -> Array:
+def prefix_bias(visibility: Visibility, j, chunk, geometry: Geometry, dtype) -> Array:
     """Returns biases [..., b, chunk] for keys of earlier tiles."""
     keys = chunk_slots(chunk, geometry)
     before = jnp.broadcast_to(keys < j * geometry.tile, (geometry.tile, keys.size))
-    return bias_of_slots(place, step_slots(j, geometry), keys, before, dtype)
+    return bias_of_slots(visibility, step_slots(j, geometry), keys, before, dtype)
 
 
 def prefix_chunks(j, geometry: Geometry):

@@ -66,8 +66,8 @@ def positions_of_call(pairs: Pairs, call: Call, T: int) -> tuple[Array, Array]:
     return k, v
 
 
-def of_written(
-    for_cache: RecurrentCache,
+def written_backward(
+    dcache: RecurrentCache,
     x: Array,
     cache: RecurrentCache,
     rows: Rows,
@@ -91,16 +91,16 @@ def of_written(
         return write(before, new, temporary, rows, spec)[:4]
 
     _, pull = jax.vjp(write_floats, cache[:4], zero, temporary)
-    of_old, *for_pairs = pull(for_cache[:4])
-    return tuple(for_pairs), RecurrentCache(*of_old, position=cache.position)
+    dold, *dpairs = pull(dcache[:4])
+    return tuple(dpairs), RecurrentCache(*dold, position=cache.position)
 
 
 def _as_pairs(gradients: PairGradients) -> Pairs:
     """Gives arrays that lie as pair gradients do the layout of pairs."""
-    return Pairs(gradients.keys, jnp.swapaxes(gradients.values, 3, 4))
+    return Pairs(gradients.dk, jnp.swapaxes(gradients.dv, 3, 4))
 
 
-def add_cached(of_cache: RecurrentCache, more: PairGradients, cache: RecurrentCache):
+def add_cached(dold: RecurrentCache, more: PairGradients, cache: RecurrentCache):
     """Adds gradients [L, B, K, E, S + M] of the cached pairs that were attended to."""
     k, v = (jnp.moveaxis(part, 4, 2) for part in more)
     S = cache.slots
@@ -110,9 +110,9 @@ def add_cached(of_cache: RecurrentCache, more: PairGradients, cache: RecurrentCa
         "temporary_keys": k[:, :, S:],
         "temporary_values": v[:, :, S:],
     }
-    return of_cache._replace(
+    return dold._replace(
         **{
-            name: getattr(of_cache, name) + part.astype(getattr(cache, name).dtype)
+            name: getattr(dold, name) + part.astype(getattr(cache, name).dtype)
             for name, part in parts.items()
         }
     )

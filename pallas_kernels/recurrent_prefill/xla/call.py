@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.mesh_layout import Stages
-from pallas_kernels.recurrent_prefill.xla.biases import Placement, place_rows
+from pallas_kernels.recurrent_prefill.xla.biases import Visibility, visibility_of
 from pallas_kernels.recurrent_prefill.xla.geometry import (
     Geometry,
     plan,
@@ -18,7 +18,7 @@ class Call(NamedTuple):
     """What forward and backward work out of a call's arguments."""
 
     geometry: Geometry
-    place: Placement
+    visibility: Visibility
     phase: Array | None
     wide: jnp.dtype
     together: bool
@@ -51,8 +51,8 @@ class Call(NamedTuple):
         segments = rows.segments
         if segments is not None:
             segments = to_slots(segments, phase, geometry.slots)
-        place = place_rows(cache, segments, phase, geometry, spec, wide)
-        return cls(geometry, place, phase, wide, together)
+        visibility = visibility_of(cache, segments, phase, geometry, spec, wide)
+        return cls(geometry, visibility, phase, wide, together)
 
 
 def tile_and_chunk(

@@ -25,7 +25,7 @@ def transpose(w: Prepared) -> Transposed:
 
 
 def few_rows_linear(
-    x: Array, weight: Array, turned: Array, bias: Array | None = None
+    x: Array, weight: Array, transposed: Array, bias: Array | None = None
 ) -> Array:
     """Multiplies rows [L, ..., N] by [L, N, M], as `linear` does.
 
@@ -38,18 +38,18 @@ def few_rows_linear(
     if weight.shape[0] > 1:
         return linear(x, weight, bias)
     y = jax.lax.platform_dependent(
-        x, weight, turned, cpu=_from_the_left, default=_from_the_right
+        x, weight, transposed, cpu=_from_the_left, default=_from_the_right
     )
     return y if bias is None else y + over_rows(bias, y)
 
 
-def _from_the_right(x: Array, weight: Array, turned: Array) -> Array:
+def _from_the_right(x: Array, weight: Array, transposed: Array) -> Array:
     return linear(x, weight)
 
 
-def _from_the_left(x: Array, weight: Array, turned: Array) -> Array:
+def _from_the_left(x: Array, weight: Array, transposed: Array) -> Array:
     wide = jnp.promote_types(weight.dtype, jnp.float32)
     # The barriers keep XLA from turning the product round again.
     columns = jax.lax.optimization_barrier(jnp.moveaxis(x.astype(weight.dtype), -1, 0))
-    y = jnp.einsum("pn,n...->p...", turned[0], columns, preferred_element_type=wide)
+    y = jnp.einsum("pn,n...->p...", transposed[0], columns, preferred_element_type=wide)
     return jnp.moveaxis(jax.lax.optimization_barrier(y), 0, -1)

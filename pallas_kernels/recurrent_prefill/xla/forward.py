@@ -35,7 +35,7 @@ from pallas_kernels.recurrent_prefill.xla.attention import (
     queries_and_pairs,
 )
 from pallas_kernels.recurrent_prefill.xla.biases import (
-    Placement,
+    Visibility,
     bias_of_cache,
     bias_of_slots,
     own_unit_bias,
@@ -70,12 +70,12 @@ class Ahead(NamedTuple):
 class Outcome(NamedTuple):
     """What L layers computed, positions first.
 
-    z [L, T, B, D], attended [L, T, B, H E], log_normalizer [L, T, B, H].
+    z [L, T, B, D], attended [L, T, B, H E], lse [L, T, B, H].
     """
 
     z: Array
     attended: Array
-    log_normalizer: Array
+    lse: Array
     persistent: Pairs
     temporary: Pairs | None
 
@@ -84,7 +84,7 @@ def run_layers(
     x: Array,
     w: Prepared,
     cache: RecurrentCache,
-    place: Placement,
+    visibility: Visibility,
     *,
     geometry: Geometry,
     spec: LayerSpec,
@@ -94,63 +94,63 @@ def run_layers(
     B, D = x.shape[1:]
     late = jnp.zeros(((geometry.depth - 1) * b, B, D), x.dtype)
     tiles = jnp.concatenate([x, late]).reshape(-1, 1, b, B, D)
-    past, turned = cached_pairs(cache, spec), transpose(w)
+    past, transposed = cached_pairs(cache, spec), transpose(w)
     keep_temporary = spec.block > 1 and cache.slots > 0
 
     def step(carry, inputs):
         below, buffers, ahead = carry
         j, tile = inputs
         tile = from_below(tile, below, geometry)
-        positions = positions_of(place, step_slots(j, geometry), geometry)
-        turn = rotation(positions, spec, x.dtype)
-        q, own = queries_and_pairs(tile, w, turn, spec)
-        running = _meet_own_unit(q, own, place, j, geometry, spec)
+        positions = positions_of(visibility, step_slots(j, geometry), geometry)
+        rotary = rotation(positions, spec, x.dtype)
+        q, own = queries_and_pairs(tile, w, rotary, spec)
+        running = _attend_own_unit(q, own, visibility, j, geometry, spec)
         if ahead is None:
-            running = _meet_prefix(q, running, buffers, place, j, geometry, spec)
+            running = _attend_prefix(q, running, buffers, visibility, j, geometry, spec)
         else:
-            running = met_so_far(ahead, running, j, geometry)
+            running = joined_so_far(ahead, running, j, geometry)
         if past is not None:
-            bias = bias_of_cache(place, positions, cache, spec, x.dtype)
+            bias = bias_of_cache(visibility, positions, cache, spec, x.dtype)
             logits = logits_of(q, past.keys, spec.logit_scale) + bias
             running = merge(running, logits, past.values, spec.dtype)
-        z, attended, log_normalizer, pairs = _recur(
-            tile, q, running, turn, w, turned, place, j, geometry, spec
+        z, attended, lse, pairs = _recur(
+            tile, q, running, rotary, w, transposed, visibility, j, geometry, spec
         )
         buffers = put(buffers, pairs, j * b)
         if ahead is not None:
-            ahead = look_ahead(ahead, buffers, place, j, geometry, spec)
+            ahead = look_ahead(ahead, buffers, visibility, j, geometry, spec)
         temporary = own if keep_temporary else None
-        return (z, buffers, ahead), (z, attended, log_normalizer, temporary)
+        return (z, buffers, ahead), (z, attended, lse, temporary)
 
     empty = empty_pairs(L, B, geometry.slots, spec, spec.dtype)
     below = jnp.zeros((L, b, B, D), x.dtype)
-    ahead = _all_queries(x, w, place, geometry, spec) if geometry.doubling else None
-    (_, buffers, _), (z, attended, log_normalizer, temporary) = jax.lax.scan(
+    ahead = (
+        _all_queries(x, w, visibility, geometry, spec) if geometry.doubling else None
+    )
+    (_, buffers, _), (z, attended, lse, temporary) = jax.lax.scan(
         step, (below, empty, ahead), (jnp.arange(geometry.steps), tiles)
     )
     if temporary is not None:
         temporary = each(
             temporary, lambda part, axis: unskew_tiles(part, geometry, axis=axis)
         )
-    rows = (
-        unskew_tiles(part, geometry, axis=1) for part in (z, attended, log_normalizer)
-    )
+    rows = (unskew_tiles(part, geometry, axis=1) for part in (z, attended, lse))
     persistent = each(buffers, lambda part, axis: unskew(part, geometry, axis=axis))
     return Outcome(*rows, persistent=persistent, temporary=temporary)
 
 
-def _meet_own_unit(q, own: Pairs, place, j, geometry: Geometry, spec) -> Running:
+def _attend_own_unit(q, own: Pairs, visibility, j, geometry: Geometry, spec) -> Running:
     """Starts with the temporary pairs of each query's own unit, up to itself."""
     U, u = geometry.units, geometry.unit
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     grid = lambda rows: rows.reshape(*rows.shape[:-2], U, u, rows.shape[-1])  # noqa: E731
     q, k, v = grid(q), grid(jnp.swapaxes(own.keys, 3, 4)), grid(own.values)
-    logits = jnp.einsum("lbkgwte,lbkwse->lbkgwts", q, k, preferred_element_type=dtype)
-    logits = logits * spec.logit_scale + own_unit_bias(place, j, geometry, dtype)
+    logits = jnp.einsum("lbkqwte,lbkwse->lbkqwts", q, k, preferred_element_type=dtype)
+    logits = logits * spec.logit_scale + own_unit_bias(visibility, j, geometry, dtype)
     largest = jnp.max(logits, axis=-1)
     p = jnp.exp(logits - largest[..., None])
     weighted = jnp.einsum(
-        "lbkgwts,lbkwse->lbkgwte",
+        "lbkqwts,lbkwse->lbkqwte",
         p.astype(spec.dtype),
         v,
         preferred_element_type=dtype,
@@ -160,44 +160,55 @@ def _meet_own_unit(q, own: Pairs, place, j, geometry: Geometry, spec) -> Running
     return Running(*(flat(part) for part in parts))
 
 
-def _meet_prefix(q, running, buffers: Pairs, place, j, geometry, spec) -> Running:
+def _attend_prefix(
+    q, running, buffers: Pairs, visibility, j, geometry, spec
+) -> Running:
     """Adds the persistent pairs of all earlier tiles."""
     if geometry.steps == 1:
         return running
 
-    def meet(chunk, running):
+    def attend_chunk(chunk, running):
         k, v = cut(buffers, chunk * geometry.chunk, geometry.chunk)
         dtype = running.weighted.dtype
-        bias = prefix_bias(place, j, chunk, geometry, dtype)
+        bias = prefix_bias(visibility, j, chunk, geometry, dtype)
         return merge(running, logits_of(q, k, spec.logit_scale) + bias, v, spec.dtype)
 
-    return jax.lax.fori_loop(0, prefix_chunks(j, geometry), meet, running)
+    return jax.lax.fori_loop(0, prefix_chunks(j, geometry), attend_chunk, running)
 
 
-def _all_queries(x: Array, w: Prepared, place, geometry: Geometry, spec) -> Ahead:
+def _all_queries(x: Array, w: Prepared, visibility, geometry: Geometry, spec) -> Ahead:
     """Projects the queries of all slots of one layer."""
     behind = geometry.slots - x.shape[0]
     slots = jnp.pad(x, ((0, behind), (0, 0), (0, 0)))[None]
-    positions = positions_of(place, jnp.arange(geometry.slots), geometry)
-    turn = rotation(positions, spec, x.dtype)
-    q, _ = queries_and_pairs(slots, w, turn, spec)
-    return nothing_met(q, x.dtype)
+    positions = positions_of(visibility, jnp.arange(geometry.slots), geometry)
+    rotary = rotation(positions, spec, x.dtype)
+    q, _ = queries_and_pairs(slots, w, rotary, spec)
+    return no_keys_yet(q, x.dtype)
 
 
 def _recur(
-    x, q, running: Running, turn, w, t: Transposed, place, j, geometry: Geometry, spec
+    x,
+    q,
+    running: Running,
+    rotary,
+    w,
+    t: Transposed,
+    visibility,
+    j,
+    geometry: Geometry,
+    spec,
 ):
     """Runs the recurrence through a tile's units."""
     L, b, B, _ = x.shape
     U, u = geometry.units, geometry.unit
-    bias = tile_bias(place, j, geometry, x.dtype)
+    bias = tile_bias(visibility, j, geometry, x.dtype)
 
     def unit(pairs, inputs):
-        i, x, q, running, bias, turn = inputs
+        i, x, q, running, bias, rotary = inputs
         if U > 1:
             logits = logits_of(q, pairs.keys, spec.logit_scale) + bias
             running = merge(running, logits, pairs.values, spec.dtype)
-        attended, log_normalizer = finish(running)
+        attended, lse = finish(running)
         attended = jnp.moveaxis(attended, 4, 1).reshape(L, u, B, -1)
         attended = attended.astype(spec.dtype)
         out = few_rows_linear(attended, w.w_out, t.w_out, w.b_out)
@@ -210,9 +221,9 @@ def _recur(
         z = y + spec.residual_scale * down
         source = persistent_source(z, w, spec)
         k, v = jnp.split(few_rows_linear(source, w.w_kv, t.w_kv, w.b_kv), 2, -1)
-        pairs = put(pairs, pairs_of(k, v, w, turn, spec), i * u)
-        log_normalizer = jnp.moveaxis(log_normalizer, 4, 1).reshape(L, u, B, -1)
-        return pairs, (z, attended, log_normalizer)
+        pairs = put(pairs, pairs_of(k, v, w, rotary, spec), i * u)
+        lse = jnp.moveaxis(lse, 4, 1).reshape(L, u, B, -1)
+        return pairs, (z, attended, lse)
 
     empty = empty_pairs(L, B, b, spec, spec.dtype)
     inputs = (
@@ -221,19 +232,21 @@ def _recur(
         split_units(q, geometry, axis=4),
         Running(*(split_units(part, geometry, axis=4) for part in running)),
         split_units(bias, geometry, axis=4),
-        None if turn is None else tuple(split_units(t, geometry, axis=1) for t in turn),
+        None
+        if rotary is None
+        else tuple(split_units(t, geometry, axis=1) for t in rotary),
     )
     pairs, rows = jax.lax.scan(unit, empty, inputs)
     return *(join_tiles(part, axis=1) for part in rows), pairs
 
 
-def nothing_met(q: Array, dtype) -> Ahead:
-    """Starts queries [L, B, K, G, slots, E]."""
+def no_keys_yet(q: Array, dtype) -> Ahead:
+    """Starts queries [L, B, K, Q, slots, E]."""
     zero = jnp.zeros(q.shape, dtype)
     return Ahead(q, Running(zero[..., 0] + HIDDEN, zero[..., 0], zero))
 
 
-def met_so_far(ahead: Ahead, own: Running, j, geometry: Geometry) -> Running:
+def joined_so_far(ahead: Ahead, own: Running, j, geometry: Geometry) -> Running:
     """Joins what tile j's queries met before with their own units' pairs."""
     read = partial(_read, start=j * geometry.tile, size=geometry.tile)
     before = jax.tree.map(read, ahead.running)
@@ -249,7 +262,7 @@ def met_so_far(ahead: Ahead, own: Running, j, geometry: Geometry) -> Running:
 def look_ahead(
     ahead: Ahead,
     buffers: Pairs,
-    place: Placement,
+    visibility: Visibility,
     j,
     geometry: Geometry,
     spec: LayerSpec,
@@ -258,14 +271,18 @@ def look_ahead(
     levels = (geometry.slots // geometry.tile).bit_length() - 1
     done = j + 1
     level = jnp.minimum(jax.lax.population_count(~done & (done - 1)), levels)
-    meet = [partial(_meet, 2**i, place, geometry, spec) for i in range(levels)]
+    attend_chunk = [
+        partial(_attend_ahead, 2**i, visibility, geometry, spec) for i in range(levels)
+    ]
     running = jax.lax.switch(
-        level, [*meet, lambda ahead, *_: ahead.running], ahead, buffers, done
+        level, [*attend_chunk, lambda ahead, *_: ahead.running], ahead, buffers, done
     )
     return Ahead(ahead.q, running)
 
 
-def _meet(count, place, geometry, spec, ahead: Ahead, buffers: Pairs, done) -> Running:
+def _attend_ahead(
+    count, visibility, geometry, spec, ahead: Ahead, buffers: Pairs, done
+) -> Running:
     """Lets `count` tiles of queries meet the `count` tiles before tile `done`.
 
     In pieces of at most a chunk's length on either side, so that memory stays linear.
@@ -277,18 +294,22 @@ def _meet(count, place, geometry, spec, ahead: Ahead, buffers: Pairs, done) -> R
     every = jnp.ones((size, size), bool)
 
     def piece(index, running: Running) -> Running:
-        of_queries = here + index // pieces * size
-        of_keys = here - (1 + index % pieces) * size
-        read = partial(_read, start=of_queries, size=size)
-        k, v = cut(buffers, of_keys, size)
+        first_query = here + index // pieces * size
+        first_key = here - (1 + index % pieces) * size
+        read = partial(_read, start=first_query, size=size)
+        k, v = cut(buffers, first_key, size)
         part = jax.tree.map(read, running)
         offset = jnp.arange(size)
         bias = bias_of_slots(
-            place, of_queries + offset, of_keys + offset, every, part.weighted.dtype
+            visibility,
+            first_query + offset,
+            first_key + offset,
+            every,
+            part.weighted.dtype,
         )
         logits = logits_of(read(ahead.q), k, spec.logit_scale) + bias
         update = partial(
-            jax.lax.dynamic_update_slice_in_dim, start_index=of_queries, axis=4
+            jax.lax.dynamic_update_slice_in_dim, start_index=first_query, axis=4
         )
         return jax.tree.map(update, running, merge(part, logits, v, spec.dtype))
 

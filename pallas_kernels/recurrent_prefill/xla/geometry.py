@@ -205,18 +205,18 @@ def from_below(first: Array, z: Array, geometry: Geometry) -> Array:
     return jnp.concatenate([first, z[:-1]]) if z.shape[0] > 1 else first
 
 
-def from_above(last: Array, for_x: Array, geometry: Geometry) -> Array:
+def from_above(last: Array, dx: Array, geometry: Geometry) -> Array:
     """Returns the gradient of every layer's z [L, ...]: `last` for the last layer's.
 
     Args:
-      for_x: gradients of this stage's layers' inputs.
+      dx: gradients of this stage's layers' inputs.
     """
     if geometry.axis is not None:
         down = [(s + 1, s) for s in range(geometry.stages - 1)]
-        above = jax.lax.ppermute(for_x[:1], geometry.axis, down)
+        above = jax.lax.ppermute(dx[:1], geometry.axis, down)
         top = geometry.stages - 1
         last = jnp.where(jax.lax.axis_index(geometry.axis) == top, last, above)
-    return jnp.concatenate([for_x[1:], last]) if for_x.shape[0] > 1 else last
+    return jnp.concatenate([dx[1:], last]) if dx.shape[0] > 1 else last
 
 
 def of_first_stage(rows: Array, geometry: Geometry) -> Array:

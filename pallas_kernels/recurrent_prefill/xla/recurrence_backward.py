@@ -15,8 +15,8 @@ from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import (
     Prepared,
     activate,
+    norm_and_rotate,
     persistent_source,
-    place_heads,
     pre_norm,
 )
 from pallas_kernels.recurrent_prefill.xla.attention_backward import (
@@ -45,29 +45,29 @@ class RowGradients(NamedTuple):
     """Gradients of a tile's rows [L, b, B, ...], from which the weights' follow.
 
     Attributes:
-      keys: of the placed persistent keys, [..., K E].
-      projected: of the persistent pair's projection, [..., 2 K E].
-      source: of what that projection reads.
-      z, pre, normed, y: of z, the MLP's pre-activations, its normed input and y.
+      dk: of the persistent keys, [..., K E].
+      dprojected: of the persistent pair's projection, [..., 2 K E].
+      dsource: of what that projection reads.
+      dz, dpre, dnormed, dy: of z, the MLP's pre-activations, its normed input and y.
     """
 
-    keys: Array
-    projected: Array
-    source: Array
-    z: Array
-    pre: Array
-    normed: Array
-    y: Array
+    dk: Array
+    dprojected: Array
+    dsource: Array
+    dz: Array
+    dpre: Array
+    dnormed: Array
+    dy: Array
 
 
 def recur_backward(
-    for_z: Array,
-    of_tile: PairGradients,
+    dz: Array,
+    dlater: PairGradients,
     rows: TileRows,
     q: Array,
     values: Array,
     p: Array,
-    turn: tuple[Array, Array] | None,
+    rotary: tuple[Array, Array] | None,
     w: Prepared,
     t: Transposed,
     *,
@@ -77,73 +77,72 @@ def recur_backward(
     """Runs through a tile's units in reverse.
 
     Args:
-      for_z: gradient of z from above, [L, b, B, D].
-      of_tile: gradients of the tile's persistent pairs from all later tiles.
+      dz: gradient of z from above, [L, b, B, D].
+      dlater: gradients of the tile's persistent pairs from all later tiles.
       rows: the tile's activations.
-      q: its queries, [L, B, K, G, b, E]; values: its persistent ones, [L, B, K, E, b].
+      q: its queries, [L, B, K, Q, b, E]; values: its persistent ones, [L, B, K, E, b].
       p: probabilities of its queries on its pairs, 0 except on earlier units.
 
     Returns:
-      Gradients of the rows, of the attended values and delta [L, B, K, G, b].
+      Gradients of the rows, of the attended values and delta [L, B, K, Q, b].
     """
-    L, b, B, _ = for_z.shape
+    L, b, B, _ = dz.shape
     K, E = spec.key_heads, spec.head_width
     U, u = geometry.units, geometry.unit
-    s, wide = spec.residual_scale, for_z.dtype
+    s, wide = spec.residual_scale, dz.dtype
     gated = w.w_in.shape[-1] != w.w_down.shape[1]
 
     def unit(carry, inputs):
-        for_attended, delta = carry
-        i, for_z, of_pairs, row, v, p, turn = inputs
+        do, delta = carry
+        i, dz, dpairs, row, v, p, rotary = inputs
         if U > 1:
-            for_logits = logit_gradients(p, for_attended, delta, v)
-            keys = spec.logit_scale * _gather(for_logits, q)
-            inside = PairGradients(keys, _gather(p, for_attended))
-            of_pairs = jax.tree.map(jnp.add, of_pairs, inside)
-        for_k, for_v = (jnp.moveaxis(g, 4, 1).reshape(L, u, B, -1) for g in of_pairs)
+            ds = logit_gradients(p, do, delta, v)
+            inside = PairGradients(spec.logit_scale * _gather(ds, q), _gather(p, do))
+            dpairs = jax.tree.map(jnp.add, dpairs, inside)
+        dk, dv = (jnp.moveaxis(g, 4, 1).reshape(L, u, B, -1) for g in dpairs)
         k, _ = jnp.split(row.projected, 2, axis=-1)
-        _, pull = jax.vjp(lambda k: place_heads(k, w.k_norm, turn, spec), k)
-        projected = jnp.concatenate([*pull(_heads(for_k, K, E)), for_v], axis=-1)
-        source = few_rows_linear(projected, t.w_kv, w.w_kv)
-        for_z = for_z + _pull(partial(persistent_source, w=w, spec=spec), row.z, source)
-        for_hidden = few_rows_linear(s * for_z, t.w_down, w.w_down)
-        pre = _pull(partial(activate, spec=spec, gated=gated), row.pre, for_hidden)
-        normed = few_rows_linear(pre, t.w_in, w.w_in)
+        _, pull = jax.vjp(lambda k: norm_and_rotate(k, w.k_norm, rotary, spec), k)
+        dprojected = jnp.concatenate([*pull(_heads(dk, K, E)), dv], axis=-1)
+        dsource = few_rows_linear(dprojected, t.w_kv, w.w_kv)
+        dz = dz + _pull(partial(persistent_source, w=w, spec=spec), row.z, dsource)
+        dhidden = few_rows_linear(s * dz, t.w_down, w.w_down)
+        dpre = _pull(partial(activate, spec=spec, gated=gated), row.pre, dhidden)
+        dnormed = few_rows_linear(dpre, t.w_in, w.w_in)
         before = partial(pre_norm, parameters=w.mlp_norm, spec=spec)
-        for_y = for_z + _pull(before, row.y, normed)
-        for_o = few_rows_linear(s * for_y, t.w_out, w.w_out)
-        for_o = _heads(for_o, spec.heads, E)
-        new_delta = jnp.sum(for_o * _heads(row.attended, spec.heads, E), axis=-1)
-        for_o = jnp.moveaxis(for_o.reshape(L, u, B, K, -1, E), 1, 4)
+        dy = dz + _pull(before, row.y, dnormed)
+        new_do = few_rows_linear(s * dy, t.w_out, w.w_out)
+        new_do = _heads(new_do, spec.heads, E)
+        new_delta = jnp.sum(new_do * _heads(row.attended, spec.heads, E), axis=-1)
+        new_do = jnp.moveaxis(new_do.reshape(L, u, B, K, -1, E), 1, 4)
         new_delta = jnp.moveaxis(new_delta.reshape(L, u, B, K, -1), 1, 4)
         update = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * u, axis=4)
-        carry = update(for_attended, for_o.astype(spec.dtype)), update(delta, new_delta)
-        return carry, RowGradients(for_k, projected, source, for_z, pre, normed, for_y)
+        carry = update(do, new_do.astype(spec.dtype)), update(delta, new_delta)
+        return carry, RowGradients(dk, dprojected, dsource, dz, dpre, dnormed, dy)
 
     split = partial(split_units, geometry=geometry)
     inputs = (
         jnp.arange(U),
-        split(for_z, axis=1),
-        jax.tree.map(partial(split, axis=4), of_tile),
+        split(dz, axis=1),
+        jax.tree.map(partial(split, axis=4), dlater),
         jax.tree.map(partial(split, axis=1), rows),
         split(values, axis=4),
         split(p, axis=5),
-        jax.tree.map(partial(split, axis=1), turn),
+        jax.tree.map(partial(split, axis=1), rotary),
     )
     zero = jnp.zeros(q.shape, spec.dtype), jnp.zeros(q.shape[:-1], wide)
-    (for_attended, delta), gradients = jax.lax.scan(unit, zero, inputs, reverse=True)
+    (do, delta), gradients = jax.lax.scan(unit, zero, inputs, reverse=True)
     gradients = jax.tree.map(partial(join_tiles, axis=1), gradients)
-    return gradients, for_attended, delta
+    return gradients, do, delta
 
 
 def _gather(weights: Array, rows: Array) -> Array:
-    """Returns sum_t weights [L, B, K, G, T, S] rows [..., T, E] as [L, B, K, E, S].
+    """Returns sum_t weights [L, B, K, Q, T, S] rows [..., T, E] as [L, B, K, E, S].
 
     The tile's rows lie as the loop carries them: turning them over at every unit would
     cost more than the sum.
     """
     gathered = jnp.einsum(
-        "lbkgts,lbkgte->lbkse",
+        "lbkqts,lbkqte->lbkse",
         weights.astype(rows.dtype),
         rows,
         preferred_element_type=weights.dtype,
@@ -165,8 +164,13 @@ def zeros_like_weights(w: Prepared, dtype) -> Prepared:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), w)
 
 
-def of_recurrence(
-    total: Prepared, g: RowGradients, rows: TileRows, turn, w: Prepared, spec: LayerSpec
+def add_recurrence(
+    total: Prepared,
+    g: RowGradients,
+    rows: TileRows,
+    rotary,
+    w: Prepared,
+    spec: LayerSpec,
 ) -> Prepared:
     """Adds what a tile's recurrence owes to w_kv, w_out and the MLP."""
     s = spec.residual_scale
@@ -177,41 +181,41 @@ def of_recurrence(
         w.attention_norm,
     )
     k, _ = jnp.split(rows.projected, 2, axis=-1)
-    keys, pull_k_norm = jax.vjp(lambda p: place_heads(k, p, turn, spec), w.k_norm)
+    keys, pull_k_norm = jax.vjp(lambda p: norm_and_rotate(k, p, rotary, spec), w.k_norm)
     return _add(
         total,
-        w_kv=_product(source, g.projected, spec),
-        w_out=_product(rows.attended, s * g.y, spec),
-        w_in=_product(normed, g.pre, spec),
-        w_down=_product(hidden, s * g.z, spec),
-        b_kv=_sum(g.projected, w.b_kv),
-        b_out=_sum(s * g.y, w.b_out),
-        b_in=_sum(g.pre, w.b_in),
-        b_down=_sum(s * g.z, w.b_down),
-        attention_norm=pull_norm(g.source)[0],
-        mlp_norm=pull_mlp_norm(g.normed)[0],
-        k_norm=pull_k_norm(g.keys.reshape(keys.shape))[0],
+        w_kv=_product(source, g.dprojected, spec),
+        w_out=_product(rows.attended, s * g.dy, spec),
+        w_in=_product(normed, g.dpre, spec),
+        w_down=_product(hidden, s * g.dz, spec),
+        b_kv=_sum(g.dprojected, w.b_kv),
+        b_out=_sum(s * g.dy, w.b_out),
+        b_in=_sum(g.dpre, w.b_in),
+        b_down=_sum(s * g.dz, w.b_down),
+        attention_norm=pull_norm(g.dsource)[0],
+        mlp_norm=pull_mlp_norm(g.dnormed)[0],
+        k_norm=pull_k_norm(g.dk.reshape(keys.shape))[0],
     )
 
 
-def of_projections(
+def add_projections(
     total: Prepared,
     normed: Array,
-    for_flat: Array,
-    for_norms: dict[str, tuple[Array | None, Array | None]],
+    dflat: Array,
+    dnorms: dict[str, tuple[Array | None, Array | None]],
     spec: LayerSpec,
 ) -> Prepared:
     """Adds what a tile's queries and temporary pairs owe.
 
     Args:
-      normed: rows that w_qkv reads; for_flat: gradient of what it writes.
-      for_norms: gradients of attention_norm, q_norm and k_norm.
+      normed: rows that w_qkv reads; dflat: gradient of what it writes.
+      dnorms: gradients of attention_norm, q_norm and k_norm.
     """
     return _add(
         total,
-        w_qkv=_product(normed, for_flat, spec),
-        b_qkv=_sum(for_flat, total.b_qkv),
-        **for_norms,
+        w_qkv=_product(normed, dflat, spec),
+        b_qkv=_sum(dflat, total.b_qkv),
+        **dnorms,
     )
 
 

@@ -59,8 +59,8 @@ class Case(NamedTuple):
         """Returns x, weights and a cotangent of z."""
         keys = jax.random.split(jax.random.key(0), 3)
         shape = (self.batch, self.positions, WIDTH)
-        x, for_z = (jax.random.normal(key, shape) for key in keys[:2])
-        return x, self.weights(keys[2]), for_z
+        x, dz = (jax.random.normal(key, shape) for key in keys[:2])
+        return x, self.weights(keys[2]), dz
 
     def weights(self, key: jax.Array) -> LayerWeights:
         """Returns weights of the size of a usual init, norms and biases disturbed."""
@@ -104,14 +104,14 @@ def reference_values(case: Case) -> jax.Array:
 @cache
 def reference(case: Case):
     """Returns z, and the cotangents of x and weights, in float32."""
-    x, weights, for_z = case.inputs()
+    x, weights, dz = case.inputs()
 
-    def run(x, weights, for_z):
+    def run(x, weights, dz):
         compute = partial(recurrent_prefill_reference, spec=case.spec)
         z, back = jax.vjp(compute, x, weights)
-        return z, back(for_z)
+        return z, back(dz)
 
-    return quick_jit(run)(x, weights, for_z)
+    return quick_jit(run)(x, weights, dz)
 
 
 def interpreted(backend) -> dict:
@@ -143,20 +143,20 @@ def values(backend, case: Case, **changes) -> jax.Array:
 
 def values_and_gradients(backend, case: Case):
     """Returns what `reference` does, from a backend in interpret mode."""
-    x, weights, for_z = case.inputs()
+    x, weights, dz = case.inputs()
     cache = empty_cache(case.layers, case.batch, 0, case.spec)
     options = {**case.options, **interpreted(backend)}
 
-    def run(x, weights, for_z):
+    def run(x, weights, dz):
         z, written, kept = backend.forward(
             x, weights, cache, Rows(), residuals=True, **options
         )
-        for_x, for_weights, _ = backend.backward(
-            x, weights, cache, Rows(), kept, for_z, written, **options
+        dx, dweights, _ = backend.backward(
+            x, weights, cache, Rows(), kept, dz, written, **options
         )
-        return z, (for_x, for_weights)
+        return z, (dx, dweights)
 
-    return quick_jit(run)(x, weights, for_z)
+    return quick_jit(run)(x, weights, dz)
 
 
 def refusal(backend, case: Case, **changes) -> str | None:

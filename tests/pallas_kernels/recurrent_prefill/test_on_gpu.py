@@ -42,16 +42,16 @@ def gpu():
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_kernels_agree_with_the_reference_on_gpu(name):
     case = CASES[name]
-    x, weights, for_z = case.inputs()
+    x, weights, dz = case.inputs()
 
     @jax.jit
-    def run(x, weights, for_z):
+    def run(x, weights, dz):
         cache = empty_cache(case.layers, case.batch, 0, case.spec)
         call = partial(recurrent_prefill, implementation="triton", **case.options)
         z, back = jax.vjp(lambda x, w: call(x, w, cache)[0], x, weights)
-        return z, back(for_z)
+        return z, back(dz)
 
-    z, gradients = run(x, weights, for_z)
+    z, gradients = run(x, weights, dz)
     with jax.default_matmul_precision("highest"):
         want_z, want = reference(case)
     assert_values_close(z, want_z, case.dtype)

@@ -95,7 +95,7 @@ def test_a_cut_sequence_with_the_cache_equals_the_whole():
 @pytest.mark.slow
 def test_gradients_reach_a_filled_cache_as_on_the_xla_path():
     case = PLAIN._replace(positions=6)
-    x, weights, for_z = case.inputs()
+    x, weights, dz = case.inputs()
     keys = jax.random.split(jax.random.key(1), 4)
     cache = empty_cache(1, case.batch, 12, case.spec)
     fill = [jax.random.normal(key, cache.keys.shape) for key in keys]
@@ -108,11 +108,11 @@ def test_gradients_reach_a_filled_cache_as_on_the_xla_path():
         z, _, kept = backend.forward(
             x, weights, cache, Rows(), residuals=True, **case.options, **interpret
         )
-        for_x, for_weights, for_cache = backend.backward(
-            *(x, weights, cache, Rows(), kept, for_z, cotangents),
+        dx, dweights, dcache = backend.backward(
+            *(x, weights, cache, Rows(), kept, dz, cotangents),
             **{**case.options, **interpret},
         )
-        return for_x, for_weights, for_cache.keys, for_cache.values
+        return dx, dweights, dcache.keys, dcache.values
 
     got = quick_jit(lambda: run(triton, **interpreted(triton)))()
     assert_gradients_close(got, quick_jit(lambda: run(xla))())
