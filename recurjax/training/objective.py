@@ -9,8 +9,11 @@ from jaxtyping import Float
 from recurjax.cross_entropy import token_losses
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import require_range
-from recurjax.training.latent_objectives import Chunked, Interleaved
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
+from recurjax.variants.latent_recurrent_transformer.objectives import (
+    Chunked,
+    Interleaved,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

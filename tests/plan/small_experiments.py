@@ -9,13 +9,13 @@ from recurjax.layers.norm import NormConfig
 from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
 from recurjax.training.config import TrainingConfig
-from recurjax.training.latent_objectives import Interleaved
 from recurjax.training.objective import NextToken
 from recurjax.training.optimizer import AdamW
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     MemoryConfig,
 )
+from recurjax.variants.latent_recurrent_transformer.objectives import Interleaved
 from recurjax.variants.rat import RatConfig, RatMixerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.transformer import TransformerConfig

@@ -14,11 +14,11 @@ from recurjax.plan.hlo import parse
 from recurjax.plan.programs import build_program
 from recurjax.plan.traffic import read_traffic
 from recurjax.sharding import AXES, MeshConfig, P, make_mesh
-from recurjax.training.latent_objectives import Interleaved
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     MemoryConfig,
 )
+from recurjax.variants.latent_recurrent_transformer.objectives import Interleaved
 from recurjax.variants.rat import RatConfig, RatMixerConfig
 from tests.compiling import QUICK_COMPILE
 from tests.training import tiny_experiment

@@ -8,8 +8,11 @@ import pytest
 from recurjax.plan.flops import count_flops
 from recurjax.plan.programs import build_program
 from recurjax.sharding import MeshConfig, make_mesh
-from recurjax.training.latent_objectives import Chunked, Interleaved
 from recurjax.training.objective import NextToken, Objective
+from recurjax.variants.latent_recurrent_transformer.objectives import (
+    Chunked,
+    Interleaved,
+)
 from tests.plan.small_experiments import experiment
 
 

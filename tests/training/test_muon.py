@@ -12,7 +12,6 @@ from optax.contrib import MuonDimensionNumbers
 
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh, shardings
-from recurjax.training.latent_objectives import Interleaved
 from recurjax.training.muon import muon
 from recurjax.training.muon_adamw import (
     MuonAdamW,
@@ -22,6 +21,7 @@ from recurjax.training.muon_adamw import (
 )
 from recurjax.types import Batch
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
+from recurjax.variants.latent_recurrent_transformer.objectives import Interleaved
 from recurjax.variants.latent_recurrent_transformer.recurrence import rms
 from tests.compiling import QUICK_COMPILE
 from tests.golden.cases import golden_cases, load

@@ -12,10 +12,13 @@ from flax import nnx
 from recurjax.cross_entropy import token_losses
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
-from recurjax.training import latent_objectives
-from recurjax.training.latent_objectives import Chunked, Interleaved
 from recurjax.training.objective import NextToken
 from recurjax.types import IGNORED, Batch, Tokens
+from recurjax.variants.latent_recurrent_transformer import objectives
+from recurjax.variants.latent_recurrent_transformer.objectives import (
+    Chunked,
+    Interleaved,
+)
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
     put,
     strided_partition,
@@ -48,7 +51,7 @@ def passes_once(monkeypatch):
 
     Each pass is a second of compilation; XLA does not see that two are the same.
     """
-    make, made = latent_objectives.interleaved_passes, []
+    make, made = objectives.interleaved_passes, []
 
     def once(model, batch, partition):
         for key, passes in made:
@@ -57,7 +60,7 @@ def passes_once(monkeypatch):
         made.append(((model, batch, partition), make(model, batch, partition)))
         return made[-1][1]
 
-    monkeypatch.setattr(latent_objectives, "interleaved_passes", once)
+    monkeypatch.setattr(objectives, "interleaved_passes", once)
 
 
 def read(case, kind):
@@ -127,7 +130,7 @@ def test_interleaved_training_is_the_authors(path):
     @partial(jax.value_and_grad, has_aux=True)
     def run(model):
         loss, metrics = objective(model, batch)
-        passes = latent_objectives.interleaved_passes(model, batch, partition)
+        passes = objectives.interleaved_passes(model, batch, partition)
         merged = objective.states(model, batch)
         return loss, (metrics, merged, [x for _, x in passes])
 
@@ -166,7 +169,7 @@ def test_every_memory_is_the_reference_s(path):
     @partial(jax.value_and_grad, has_aux=True)
     def run(model):
         loss, _ = Interleaved(subsets=S)(model, batch)
-        passes = latent_objectives.interleaved_passes(model, batch, partition)
+        passes = objectives.interleaved_passes(model, batch, partition)
         return loss, [x for _, x in passes]
 
     partition = strided_partition(T, S)
