@@ -1,7 +1,7 @@
 """The decoder: embedding, stack, final norm, head; it knows a variant by protocol."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from recurjax.variants.recurrent_transformer import (
 from recurjax.variants.transformer import TransformerConfig, TransformerStack
 
 
+@runtime_checkable
 class Stack(Protocol):
     """What the decoder asks of a variant: training, prefill and decode in one call."""
 
@@ -150,7 +151,7 @@ class Decoder(nnx.Module):
         V, D = config.padded_vocabulary, config.stack.width
         init = config.stack.init
         self.w_embedding = nnx.Param(draw_embedding(rngs.params(), (V, D), config=init))
-        self.stack: Stack = _STACKS[type(config.stack)](config.stack, rngs=rngs)
+        self.stack: Stack = make_stack(config.stack, rngs=rngs)
         self.final_norm = Norm(config.final_norm, D)
         head = (
             None if config.tied_head else draw_head(rngs.params(), (D, V), config=init)
@@ -181,25 +182,27 @@ class Decoder(nnx.Module):
         x, cache = self.stack(self.embed(tokens.ids), cache, tokens)
         return self.final_norm(x), cache
 
-    def sweep(
-        self, tokens: Tokens, cache: Cache, *, sweeps: int
-    ) -> tuple[Float[Array, "B T D"], Cache, Float[Array, ""]]:
-        """Runs a latent recurrence approximately: see the stack's `sweep`.
+    @property
+    def has_latent_memory(self) -> bool:
+        """Whether tokens are handed states of earlier ones beside what they attend."""
+        return getattr(self.config.stack, "memory", None) is not None
 
-        Returns:
-          As `hidden`, and the largest change of a state in the last sweep.
+    def without_memory(
+        self, ids: Int[Array | np.ndarray, "B T"]
+    ) -> Float[Array, "B T V"]:
+        """Returns logits of all positions at once, the latent memory left out.
 
         Raises:
-          NotImplementedError: the model has no latent recurrence.
+          NotImplementedError: the model has no latent memory.
         """
-        if not isinstance(self.stack, LatentRecurrentTransformerStack):
+        if not self.has_latent_memory:
             raise NotImplementedError(
-                "Decoder.sweep: only a model with a latent memory is prefilled by "
-                f"sweeps, not {type(self.config.stack).__name__}"
+                "Decoder.without_memory: only a model with a latent memory can leave "
+                f"it out, not {type(self.config.stack).__name__}"
             )
-        x = self.embed(tokens.ids)
-        x, cache, residual = self.stack.sweep(x, cache, tokens, sweeps=sweeps)
-        return self.final_norm(x), cache, residual
+        stack: Any = self.stack
+        x, _ = stack.initial(self.embed(ids), Tokens(jnp.asarray(ids)))
+        return self.logits(self.final_norm(x))
 
     def prefill(
         self, tokens: Tokens, cache: Cache, *, by: str = "exact"
@@ -259,6 +262,11 @@ class Decoder(nnx.Module):
         """Applies the soft cap, if the config has one."""
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def make_stack(config: StackConfig, *, rngs: nnx.Rngs) -> Stack:
+    """Makes the stack of a variant: the one place where a config becomes its class."""
+    return _STACKS[type(config)](config, rngs=rngs)
 
 
 class ParameterCount(NamedTuple):

@@ -9,14 +9,17 @@ import pytest
 from tests.source_tree import ROOT, imported_by, modules, tree_of
 
 # What stands in a row may be imported by every row below it, and by nothing above or
-# beside it. The longest name that fits a module decides. A new part needs a place here.
+# beside it. The longest name that fits a module decides; "objectives" are those in a
+# variant's folder, `variants/<paper>/objectives.py`, which call a whole model.
+# A new part needs a place here, and CONTRIBUTING.md tells the order in words.
 ORDER = (
     ("types", "errors", "parameters", "devices", "host"),
     ("layers", "data", "sharding", "distributed", "config_json", "ranges"),
     ("variants",),
     ("model",),
     ("cross_entropy", "training.spikes", "training.muon"),
-    ("training.latent_objectives", "training.muon_adamw"),
+    ("objectives",),
+    ("training.muon_adamw",),
     (
         "training.config",
         "training.objective",
@@ -24,9 +27,10 @@ ORDER = (
         "training.schedule",
     ),
     ("experiment",),
-    ("inference", "evaluation"),
+    ("inference", "evaluation", "surgery"),
     ("training",),
-    ("bench", "convert", "plan"),
+    ("convert",),
+    ("bench", "plan"),
     ("cli",),
 )
 # Where the order alone would allow more than the design does.
@@ -36,6 +40,8 @@ ONLY = {
     "variants": {"layers", "errors", "types"},
     "model": {"variants", "layers", "errors", "types"},
 }
+# What asks a model by protocol imports no variant; converters and benches are of one.
+BY_PROTOCOL = {"experiment", "inference", "evaluation", "training", "plan", "cli"}
 KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "jax_triton", "numpy", "triton"}
 HEAVY = {"grain", "matplotlib", "tensorflow", "tensorflow_datasets", "torch"}
 
@@ -44,6 +50,8 @@ RANKS = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
 def part_of(module: str) -> str:
     name = module.removeprefix("recurjax.")
+    if name.startswith("variants.") and name.endswith(".objectives"):
+        return "objectives"
     fitting = [part for part in RANKS if name == part or name.startswith(part + ".")]
     assert fitting, f"{module} has no place in tests/test_imports.py's ORDER"
     return max(fitting, key=len)
@@ -67,7 +75,12 @@ def violation(importer: str, imported: str) -> str | None:
     above, below = part_of(importer), part_of(imported)
     if above == below:
         return None
-    if RANKS[above] <= RANKS[below] or below not in ONLY.get(above, RANKS):
+    knows_variants = above.split(".")[0] not in BY_PROTOCOL
+    if (
+        RANKS[above] <= RANKS[below]
+        or below not in ONLY.get(above, RANKS)
+        or (below == "variants" and not knows_variants)
+    ):
         return f"{importer} ({above}) must not import {imported} ({below})"
     return None
 
@@ -86,11 +99,69 @@ def test_imports_inside_recurjax_run_one_way():
         ("recurjax.data.config", "recurjax.model"),
         ("recurjax.variants.transformer.block", "recurjax.sharding"),
         ("recurjax.experiment", "recurjax.training.loop"),
+        ("recurjax.training.session", "recurjax.variants.rat"),
+        ("recurjax.training.loop", "recurjax.convert.authors"),
+        ("recurjax.evaluation.core_model", "recurjax.variants.rat.stack"),
+        ("recurjax.inference.decoding", "recurjax.training.loop"),
+        ("recurjax.surgery.recursive", "recurjax.inference.decoding"),
+        ("recurjax.model", "recurjax.surgery.recursive"),
+        ("recurjax.variants.rat", "recurjax.variants.rat.objectives"),
+        ("recurjax.plan.programs", "recurjax.bench.rat"),
         ("recurjax.layers.norm", "recurjax"),
     ],
 )
 def test_a_step_the_wrong_way_is_seen(importer, imported):
     assert violation(importer, imported) is not None
+
+
+def variants_named(tree: ast.Module) -> list[str]:
+    """Returns where a module tells by its class which variant it has."""
+    theirs = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("recurjax.variants")
+        for alias in node.names
+    }
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass")):
+                asked: ast.AST = node.args[1]
+            case ast.MatchClass() | ast.Compare():
+                asked = node
+            case _:
+                continue
+        names = {n.id for n in ast.walk(asked) if isinstance(n, ast.Name)}
+        names |= {n.attr for n in ast.walk(asked) if isinstance(n, ast.Attribute)}
+        found += [f"line {node.lineno}: {name}" for name in sorted(names & theirs)]
+    return found
+
+
+def test_nothing_above_the_model_tells_variants_by_their_class():
+    """Converters are spared: each of their tables is of one variant, and says so."""
+    read = 0
+    for module, path in modules().items():
+        if not module.startswith("recurjax.") or part_of(module) == "convert":
+            continue
+        if RANKS[part_of(module)] > RANKS["model"] and part_of(module) != "objectives":
+            read += 1
+            assert variants_named(tree_of(path)) == [], module
+    assert read > 30
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "isinstance(stack, RatStack)",
+        "isinstance(stack, (int, RatStack))",
+        "type(stack) is RatStack",
+        "match stack:\n    case RatStack(): pass",
+    ],
+)
+def test_a_variant_told_by_its_class_is_seen(line):
+    source = f"from recurjax.variants.rat import RatStack\n{line}"
+    assert len(variants_named(ast.parse(source))) == 1
 
 
 def test_no_import_runs_in_a_circle():

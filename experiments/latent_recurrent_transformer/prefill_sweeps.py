@@ -30,6 +30,9 @@ from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.placement import placed
 from recurjax.training.run_directory import load_run
 from recurjax.types import Array, Batch, Tokens
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerStack,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +127,10 @@ def _swept(
     model: Decoder, batch: Batch, sweeps: int
 ) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
     cache = model.init_cache(*batch.ids.shape)
-    x, _, residual = model.sweep(Tokens(batch.ids), cache, sweeps=sweeps)
-    return x, residual
+    stack, x = model.stack, model.embed(batch.ids)
+    assert isinstance(stack, LatentRecurrentTransformerStack)
+    x, _, residual = stack.sweep(x, cache, Tokens(batch.ids), sweeps=sweeps)
+    return model.final_norm(x), residual
 
 
 @jax.jit

@@ -118,8 +118,8 @@ def _inference(
     @jax.jit
     def sweep(model: Decoder, ids: jax.Array) -> Any:
         cache = model.init_cache(B, T + 64)
-        x, cache, residual = model.sweep(Tokens(ids), cache, sweeps=SWEEPS)
-        return model.logits(x[:, -1]), cache, residual
+        x, cache, aux = model.prefill(Tokens(ids), cache, by=f"sweeps:{SWEEPS}")
+        return model.logits(x[:, -1]), cache, aux
 
     @partial(jax.jit, donate_argnums=2)
     def decode(model: Decoder, ids: jax.Array, cache: Any) -> Any:

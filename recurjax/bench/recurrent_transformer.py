@@ -13,12 +13,10 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Alibi
 from recurjax.layers.self_attention import AttentionConfig
+from recurjax.model import make_stack
 from recurjax.types import Tokens
-from recurjax.variants.recurrent_transformer import (
-    RecurrentTransformerConfig,
-    RecurrentTransformerStack,
-)
-from recurjax.variants.transformer import TransformerConfig, TransformerStack
+from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from recurjax.variants.transformer import TransformerConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Layer = RecurrentTransformerConfig | TransformerConfig
@@ -122,9 +120,7 @@ class Programs(NamedTuple):
 def programs(config: Layer, shape: dict[str, int], dtype: Dtype) -> Programs:
     """Makes the forward pass, and its gradient in weights and x."""
     B, T, D = shape["B"], shape["T"], shape["D"]
-    recurrent = isinstance(config, RecurrentTransformerConfig)
-    kind: Any = RecurrentTransformerStack if recurrent else TransformerStack
-    stack = jax.jit(lambda: kind(config, rngs=nnx.Rngs(0)))()
+    stack: Any = jax.jit(lambda: make_stack(config, rngs=nnx.Rngs(0)))()
     x = jax.random.normal(jax.random.key(1), (B, T, D), dtype)
     tokens = Tokens(jnp.zeros((B, T), jnp.int32))
 

@@ -13,9 +13,6 @@ from recurjax.evaluation.core import CoreScore, Logits, TaskScore, score_core
 from recurjax.evaluation.core_prompts import Task
 from recurjax.model import Decoder
 from recurjax.types import Array, Tokens
-from recurjax.variants.latent_recurrent_transformer import (
-    LatentRecurrentTransformerStack,
-)
 
 AS_CALLED = "core"
 """The model as it is called: of a latent memory, the exact recurrence."""
@@ -77,8 +74,7 @@ def readings(model: Decoder) -> dict[str, Logits]:
     ways: dict[str, Logits] = {
         AS_CALLED: lambda ids: _as_called(model, jnp.asarray(ids))
     }
-    stack = model.stack
-    if isinstance(stack, LatentRecurrentTransformerStack) and stack.config.memory:
+    if model.has_latent_memory:
         ways[ZERO_MEMORY] = lambda ids: _zero_memory(model, jnp.asarray(ids))
     return ways
 
@@ -112,7 +108,4 @@ def _as_called(model: Decoder, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
 
 @jax.jit
 def _zero_memory(model: Decoder, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    stack = model.stack
-    assert isinstance(stack, LatentRecurrentTransformerStack)
-    y, _ = stack.initial(model.embed(ids), Tokens(ids))
-    return model.logits(model.final_norm(y))
+    return model.without_memory(ids)

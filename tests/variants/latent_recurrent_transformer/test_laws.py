@@ -9,13 +9,13 @@ import pytest
 
 from recurjax.cross_entropy import token_losses
 from recurjax.parameters import from_nested_dict, parameter_name, to_nested_dict
-from recurjax.training.latent_objectives import (
+from recurjax.types import Batch, Tokens
+from recurjax.variants.latent_recurrent_transformer import MemoryConfig
+from recurjax.variants.latent_recurrent_transformer.objectives import (
     Chunked,
     Interleaved,
     interleaved_passes,
 )
-from recurjax.types import Batch, Tokens
-from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
     put,
     strided_partition,
@@ -217,7 +217,8 @@ def swept(model, ids, cache, lengths):
     tokens = Tokens(ids, None, lengths)
     results = []
     for n in (1, T):
-        x, after, residual = model.sweep(tokens, cache, sweeps=n)
+        x, after, aux = model.prefill(tokens, cache, by=f"sweeps:{n}")
+        (residual,) = aux.values()
         results.append((model.logits(x), after, residual))
     return results
 
