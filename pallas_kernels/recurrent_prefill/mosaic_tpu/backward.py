@@ -4,6 +4,7 @@ Attention across tiles is plain products, left to XLA.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,96 +41,111 @@ def mosaic_kernels(launch: Launch) -> Kernels:
     )
 
 
+class TileInputs(NamedTuple):
+    """What the kernel reads of a tile and a layer; `rows` of the batch at a time."""
+
+    dk: Array  # [b, rows, H E], float32: what later tiles found of the tile's keys
+    dv: Array  # [b, rows, H E]
+    k: Array  # [b, rows, H E], the tile's persistent pairs
+    v: Array  # [b, rows, H E]
+    q: Array  # [b, rows, H E]
+    attended: Array  # [b, rows, H E]
+    lse: Array  # [b, rows, H]
+    unit_y: Array  # [b, rows, D], y standardised, before the norm's scale
+    unit_z: Array  # [b, rows, D]
+    unit_k: Array  # [b, rows, H E]
+    factor_y: Array  # [b, rows, 1], what standardising multiplied by
+    factor_z: Array  # [b, rows, 1]
+    factor_k: Array  # [b, rows, 1]
+    slopes: Array  # [b, rows, F or 2 F], d hidden / d pre
+    dz: Array  # [b, rows, D], from the layer above
+    w_out: Array  # [H E, D]
+    w_in: Array  # [D, F or 2 F]
+    w_down: Array  # [F, D]
+    w_kv: Array  # [D, 2 H E]
+    mlp_scale: Array  # [1, D]
+    attention_scale: Array  # [1, D]
+    k_scale: Array  # [1, H E]
+
+
+class TileOutputs(NamedTuple):
+    """What the kernel writes: see `PositionGradients`, and do."""
+
+    dy: Any  # [b, rows, D], float32
+    dz: Any  # [b, rows, D]
+    dnormed_y: Any  # [b, rows, D]
+    dnormed_z: Any  # [b, rows, D]
+    dpre: Any  # [b, rows, F or 2 F], in spec.dtype
+    dk: Any  # [b, rows, H E], float32
+    dv: Any  # [b, rows, H E]
+    do: Any  # [b, rows, H E], in spec.dtype
+
+
+class TileScratch(NamedTuple):
+    """VMEM for what later positions have found; cleared for each program."""
+
+    do: Any  # [b, rows, H E], float32
+    delta: Any  # [b, rows, H]
+
+
 def _positions_back(
     launch: Launch, tile: Kept, w: Prepared, known: Known, q: Array, dk, dv
 ) -> tuple[PositionGradients, Array]:
     """See `Kernels`; for one layer."""
-    spec, block_b = launch.spec, launch.tiles.rows
+    spec, rows = launch.spec, launch.tiles.rows
     _, b, B, D = tile.x.shape
     vectors = Vectors.of(w, spec, D)
     lse = tile.lse.swapaxes(2, 3)  # [L, b, B, H]
     factors = (known.factor_y, known.factor_z, known.factor_k)
-    rows = [
+    of_rows = [
         *(dk, dv, known.keys, known.values, q, tile.attended, lse),
         *(known.unit_y, known.unit_z, known.unit_k),
         *(factor[..., None] for factor in factors),
         *(known.slopes, tile.dz),
     ]
-    weights = [w.w_out, w.w_in, w.w_down, w.w_kv]
-    scales = [vectors.mlp_norm[0], vectors.attention_norm[0], vectors.k_norm[0]]
-    KE, pre_width = dk.shape[-1], known.slopes.shape[-1]
-    wide, narrow = jnp.float32, spec.dtype
-    outs = [
-        *((D, wide), (D, wide), (D, wide), (D, wide)),
-        *((pre_width, narrow), (KE, wide), (KE, wide), (q.shape[-1], narrow)),
-    ]
-    block = lambda width: pl.BlockSpec((b, block_b, width), lambda i, _: (0, i, 0))  # noqa: E731
+    inputs = TileInputs(
+        *(part[0] for part in of_rows),
+        *(part[0] for part in (w.w_out, w.w_in, w.w_down, w.w_kv)),
+        *(vectors.mlp_norm[0], vectors.attention_norm[0], vectors.k_norm[0]),
+    )
+    HE, pre_width = q.shape[-1], known.slopes.shape[-1]
+    wide = lambda width: jax.ShapeDtypeStruct((b, B, width), jnp.float32)  # noqa: E731
+    narrow = lambda width: jax.ShapeDtypeStruct((b, B, width), spec.dtype)  # noqa: E731
+    block = lambda width: pl.BlockSpec((b, rows, width), lambda i, _: (0, i, 0))  # noqa: E731
+    outputs = TileOutputs(
+        *(wide(D), wide(D), wide(D), wide(D)),
+        *(narrow(pre_width), wide(HE), wide(HE), narrow(HE)),
+    )
     out = launch_kernel(
         launch,
         _positions_back_kernel,
-        *(part[0] for part in rows),
-        *(part[0] for part in weights),
-        *scales,
-        grid=(B // block_b, 1),
+        inputs,
+        grid=(B // rows, 1),
         in_specs=[
-            *(block(part.shape[-1]) for part in rows),
-            *(resident(part[0]) for part in weights),
-            *(resident(part) for part in scales),
+            *(block(part.shape[-1]) for part in inputs[: len(of_rows)]),
+            *(resident(part) for part in inputs[len(of_rows) :]),
         ],
-        out_specs=[block(width) for width, _ in outs],
-        out_shape=[jax.ShapeDtypeStruct((b, B, width), dtype) for width, dtype in outs],
-        scratch_shapes=[
-            pltpu.VMEM((b, block_b, q.shape[-1]), jnp.float32),
-            pltpu.VMEM((b, block_b, spec.heads), jnp.float32),
-        ],
+        out_specs=[block(part.shape[-1]) for part in outputs],
+        out_shape=outputs,
+        scratch_shapes=TileScratch(
+            do=pltpu.VMEM((b, rows, HE), jnp.float32),
+            delta=pltpu.VMEM((b, rows, spec.heads), jnp.float32),
+        ),
         spec=spec,
     )
     *found, do = (part[None] for part in out)
     return PositionGradients(*found), do
 
 
-# A program owns block_b rows of one tile. The layer's weights stay in VMEM from program
+# A program owns `rows` rows of one tile. The layer's weights stay in VMEM from program
 # to program; the tile's queries, pairs and inner values cross HBM once, and so do the
-# cotangents that it writes.
+# gradients that it writes.
 def _positions_back_kernel(
-    dk_ref,
-    dv_ref,
-    k_ref,
-    v_ref,
-    q_ref,
-    attended_ref,
-    lse_ref,
-    unit_y_ref,
-    unit_z_ref,
-    unit_k_ref,
-    factor_y_ref,
-    factor_z_ref,
-    factor_k_ref,
-    slopes_ref,
-    dz_ref,
-    w_out_ref,
-    w_in_ref,
-    w_down_ref,
-    w_kv_ref,
-    mlp_scale_ref,
-    attention_scale_ref,
-    k_scale_ref,
-    y_ref,
-    z_ref,
-    normed_y_ref,
-    normed_z_ref,
-    pre_ref,
-    keys_ref,
-    values_ref,
-    out_ref,
-    do_ref,
-    delta_ref,
-    *,
-    spec,
+    inputs: TileInputs, outputs: TileOutputs, scratch: TileScratch, *, spec
 ):
-    b, block_b, HE = do_ref.shape
-    H, s, dtype = spec.heads, spec.residual_scale, w_out_ref.dtype
-    copies = w_in_ref.shape[1] // w_down_ref.shape[0]
+    b, rows, HE = scratch.do.shape
+    H, s, dtype = spec.heads, spec.residual_scale, inputs.w_out.dtype
+    copies = inputs.w_in.shape[1] // inputs.w_down.shape[0]
     indicator, slopes = head_indicator(spec), slopes_row(spec)
     kind_z = spec.norm if spec.normed_persistent else "none"
     wide = lambda part: part.astype(jnp.float32)  # noqa: E731
@@ -144,54 +160,68 @@ def _positions_back_kernel(
         """Repeats [..., H] over each head's width."""
         return dot(p.reshape(-1, H), indicator.T).reshape(*p.shape[:-1], HE)
 
-    do_ref[:] = jnp.zeros_like(do_ref)
-    delta_ref[:] = jnp.zeros_like(delta_ref)
+    # A step reads NEAR queries at once, also some that no position has written yet.
+    scratch.do[:] = jnp.zeros_like(scratch.do)
+    scratch.delta[:] = jnp.zeros_like(scratch.delta)
 
     def position(i, _):
         t = b - 1 - i
-        k, v = wide(k_ref[t])[None], wide(v_ref[t])[None]
+
+        # 1. dk and dv of position t: what later tiles found, and the tile's own later
+        # queries, whose do and delta the steps before have written.
+        k, v = wide(inputs.k[t])[None], wide(inputs.v[t])[None]
 
         def attend_chunk(c, totals):
-            keys, values = totals
+            dk, dv = totals
             part = pl.ds(c * NEAR, NEAR)
-            at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, (NEAR, block_b, H), 0)
-            q, do = wide(q_ref[part]), do_ref[part]
+            at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, (NEAR, rows, H), 0)
+            q, do = wide(inputs.q[part]), scratch.do[part]
             logits = spec.logit_scale * by_head(q * k)
             logits = logits - slopes[None] * (at - t).astype(jnp.float32)
-            p = jnp.exp(logits - lse_ref[part])
+            p = jnp.exp(logits - inputs.lse[part])
             p = jnp.where(at > t, p, 0.0)
-            ds = spec.logit_scale * p * (by_head(do * v) - delta_ref[part])
-            keys = keys + jnp.sum(over_heads(ds) * q, axis=0)
-            return keys, values + jnp.sum(over_heads(p) * do, axis=0)
+            ds = spec.logit_scale * p * (by_head(do * v) - scratch.delta[part])
+            dk = dk + jnp.sum(over_heads(ds) * q, axis=0)
+            return dk, dv + jnp.sum(over_heads(p) * do, axis=0)
 
-        keys, values = jax.lax.fori_loop(
-            (t + 1) // NEAR, b // NEAR, attend_chunk, (dk_ref[t], dv_ref[t])
+        dk, dv = jax.lax.fori_loop(
+            (t + 1) // NEAR, b // NEAR, attend_chunk, (inputs.dk[t], inputs.dv[t])
         )
-        keys_ref[t], values_ref[t] = keys, values
-        raw_k = _standardised_back(
-            *(keys * k_scale_ref[...], unit_k_ref[t], factor_k_ref[t]), spec.qk_norm
+        outputs.dk[t], outputs.dv[t] = dk, dv
+
+        # 2. Through the k-norm and [W_k W_v] to what the pair was projected from, and
+        # through its norm to z.
+        draw_k = _standardised_back(
+            dk * inputs.k_scale[...], inputs.unit_k[t], inputs.factor_k[t], spec.qk_norm
         )
-        normed_z = back(raw_k.astype(dtype), w_kv_ref[:, :HE])
-        normed_z = normed_z + back(values.astype(dtype), w_kv_ref[:, HE:])
-        normed_z_ref[t] = normed_z
-        z = dz_ref[t] + _standardised_back(
-            *(normed_z * attention_scale_ref[...], unit_z_ref[t], factor_z_ref[t]),
-            kind_z,
+        dnormed_z = back(draw_k.astype(dtype), inputs.w_kv[:, :HE])
+        dnormed_z = dnormed_z + back(dv.astype(dtype), inputs.w_kv[:, HE:])
+        outputs.dnormed_z[t] = dnormed_z
+        dunit_z = dnormed_z * inputs.attention_scale[...]
+        dz = inputs.dz[t] + _standardised_back(
+            dunit_z, inputs.unit_z[t], inputs.factor_z[t], kind_z
         )
-        z_ref[t] = z
-        hidden = back((s * z).astype(dtype), w_down_ref[...])
-        hidden = jnp.concatenate([hidden] * copies, axis=1)
-        pre = (hidden * wide(slopes_ref[t])).astype(dtype)
-        pre_ref[t] = pre
-        normed_y = back(pre, w_in_ref[...])
-        normed_y_ref[t] = normed_y
-        y = z + _standardised_back(
-            *(normed_y * mlp_scale_ref[...], unit_y_ref[t], factor_y_ref[t]), spec.norm
+        outputs.dz[t] = dz
+
+        # 3. Through the MLP and its norm to y. With a gate, up and gate read the same
+        # gradient of the hidden rows; their slopes differ.
+        dhidden = back((s * dz).astype(dtype), inputs.w_down[...])
+        dhidden = jnp.concatenate([dhidden] * copies, axis=1)
+        dpre = (dhidden * wide(inputs.slopes[t])).astype(dtype)
+        outputs.dpre[t] = dpre
+        dnormed_y = back(dpre, inputs.w_in[...])
+        outputs.dnormed_y[t] = dnormed_y
+        dunit_y = dnormed_y * inputs.mlp_scale[...]
+        dy = dz + _standardised_back(
+            dunit_y, inputs.unit_y[t], inputs.factor_y[t], spec.norm
         )
-        y_ref[t] = y
-        out = back((s * y).astype(dtype), w_out_ref[...]).astype(dtype)
-        out_ref[t], do_ref[t] = out, wide(out)
-        delta_ref[t] = by_head(wide(out) * wide(attended_ref[t]))
+        outputs.dy[t] = dy
+
+        # 4. Through W_out to what position t attended to: do and delta, which all
+        # earlier positions of the tile will read.
+        do = back((s * dy).astype(dtype), inputs.w_out[...]).astype(dtype)
+        outputs.do[t], scratch.do[t] = do, wide(do)
+        scratch.delta[t] = by_head(wide(do) * wide(inputs.attended[t]))
 
     jax.lax.fori_loop(0, b, position, None)
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +104,7 @@ def refusal_of_sizes(sizes: LayerSizes, tile: int | None, vmem: int) -> str | No
 
 
 LANES = 128
+"""Width of a vector register."""
 NEAR = 4
 """Positions of the own tile that a step reads at once; divides every tile."""
 
@@ -135,17 +135,33 @@ class HeadGroup(NamedTuple):
 def launch_kernel(
     launch: Launch,
     kernel: Callable,
-    *arguments: jax.Array,
+    arguments: tuple,
+    *,
     grid: tuple[int, ...],
     in_specs: Sequence[pl.BlockSpec],
     out_specs: Sequence[pl.BlockSpec],
-    out_shape: Sequence[jax.ShapeDtypeStruct],
-    scratch_shapes: Sequence,
+    out_shape: tuple,
+    scratch_shapes: tuple,
     **static,
-) -> Sequence[jax.Array]:
-    """Runs a kernel body over row tiles and, in order, the tiles of the sequence."""
-    return pl.pallas_call(
-        partial(kernel, **static),
+) -> Any:
+    """Runs a kernel body over row tiles and, in order, the tiles of the sequence.
+
+    Args:
+      kernel: gets three NamedTuples of refs, of the types of `arguments`, `out_shape`
+        and `scratch_shapes`, and `static`.
+
+    Returns:
+      The outputs, in the type of `out_shape`.
+    """
+    groups = (arguments, out_shape, scratch_shapes)
+
+    def body(*refs):
+        rest = list(refs)
+        named = [type(group)(*(rest.pop(0) for _ in group)) for group in groups]
+        kernel(*named, **static)
+
+    out = pl.pallas_call(
+        body,
         grid=grid,
         in_specs=list(in_specs),
         out_specs=list(out_specs),
@@ -158,6 +174,7 @@ def launch_kernel(
         ),
         name=kernel.__name__.strip("_"),
     )(*arguments)
+    return type(out_shape)(*out)
 
 
 def resident(array: jax.Array) -> pl.BlockSpec:
