@@ -11,11 +11,14 @@ import tokenizers
 from safetensors.numpy import load_file, save_file
 from tokenizers import models, pre_tokenizers
 
-from tests.golden.cases import GOLDEN
+from tests.golden.cases import OWN, golden_cases
 
-DIRECTORIES = sorted(path.parent for path in GOLDEN.glob("hf/*/config.json"))
-CASES = [pytest.param(path, id=f"hf/{path.name}") for path in DIRECTORIES]
-LLAMA = next((path for path in DIRECTORIES if path.name == "llama"), Path())
+CASES = [
+    pytest.param(file.values[0].parent, id=file.id)
+    for file in golden_cases("hf/*/config.json")
+]
+LLAMA = OWN / "hf" / "llama"
+"""Which tests change that need some directory, not a golden case."""
 
 
 def arrays(directory: Path) -> dict[str, np.ndarray]:

@@ -1,7 +1,6 @@
 """The authors' own names: with every wrapper's prefix, and refusals."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -20,7 +19,7 @@ from recurjax.variants.rat import presets
 from recurjax.variants.recurrent_transformer import shipped_config
 from tests.cli.commands import assert_refused, recurjax
 from tests.golden import latent_layout
-from tests.golden.cases import golden_cases, load
+from tests.golden.cases import golden_cases, load, own_case
 from tests.training.tiny_experiment import config as tiny
 from tests.variants.rat import authors as rat_authors
 from tests.variants.recurrent_transformer.golden_cases import (
@@ -31,6 +30,7 @@ from tests.variants.recurrent_transformer.golden_cases import (
 
 RECURRENT = golden_cases("recurrent_transformer/rt_lm_*.npz")
 RAT = golden_cases("rat/lm_*.npz")
+OFFICIAL = own_case("latent_recurrent_transformer/lrt_official_*.npz")
 LATENT = golden_cases(
     "latent_recurrent_transformer/*_baseline_*.npz",
     "latent_recurrent_transformer/lrt_official_*.npz",
@@ -104,7 +104,7 @@ def test_a_recurrent_transformer_under_any_prefix(path, prefix, tmp_path):
 
 
 def test_copies_of_one_parameter_that_differ_are_refused(tmp_path):
-    config, _, tensors = recurrent_case(RECURRENT[0].values[0])
+    config, _, tensors = recurrent_case(own_case("recurrent_transformer/rt_lm_*.npz"))
     copy = "blocks.0.post_attention_block.ff_proj.weight"
     tensors[copy] = tensors["blocks.0.ff_proj.weight"] + 1
     save_file(tensors, tmp_path / "model.safetensors")
@@ -115,7 +115,7 @@ def test_copies_of_one_parameter_that_differ_are_refused(tmp_path):
 @pytest.mark.parametrize("path", RAT)
 def test_rats_state_dict(path, tmp_path):
     case = load(path)
-    config = rat_authors.model_config(json.loads(str(case["meta"])))
+    config = rat_authors.model_config(rat_authors.meta_of(case))
     weights = rat_authors.read(case, "param")
     save_file(weights, tmp_path / "rat.safetensors")
     model = from_authors(tmp_path / "rat.safetensors", config)
@@ -123,8 +123,8 @@ def test_rats_state_dict(path, tmp_path):
 
 
 def rat_case():
-    case = load(RAT[0].values[0])
-    config = rat_authors.model_config(json.loads(str(case["meta"])))
+    case = load(own_case("rat/lm_*.npz"))
+    config = rat_authors.model_config(rat_authors.meta_of(case))
     return config, rat_authors.read(case, "param")
 
 
@@ -183,7 +183,9 @@ def test_nanochats_names_with_and_without_a_memory(path, tmp_path):
 @pytest.mark.parametrize("key", ["model", "state_dict", "task", None])
 def test_a_file_of_torch_save_holds_the_same(key, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    config, want, tensors = latent_case(LATENT[0].values[0])
+    config, want, tensors = latent_case(
+        own_case("latent_recurrent_transformer/lrt_official_*.npz")
+    )
     state = {name: torch.from_numpy(array) for name, array in tensors.items()}
     torch.save(state if key is None else {key: state, "step": 3}, tmp_path / "m.pt")
     assert_parameters(from_authors(tmp_path / "m.pt", config), want)
@@ -191,7 +193,9 @@ def test_a_file_of_torch_save_holds_the_same(key, tmp_path):
 
 def test_files_of_torch_that_hold_code_are_not_unpickled(tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    config, _, _ = latent_case(LATENT[0].values[0])
+    config, _, _ = latent_case(
+        own_case("latent_recurrent_transformer/lrt_official_*.npz")
+    )
     torch.save({"model": {}, "run": Touching(tmp_path / "ran")}, tmp_path / "m.pt")
     with pytest.raises(UserError, match="holds no plain state dict, and nothing else"):
         from_authors(tmp_path / "m.pt", config)
@@ -253,7 +257,7 @@ def test_every_switch_of_the_recurrent_transformer_has_names(tmp_path):
 def test_unknown_variants_and_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="names of TransformerConfig are not known"):
         from_authors(tmp_path, tiny().model)
-    config, _, _ = recurrent_case(RECURRENT[0].values[0])
+    config, _, _ = recurrent_case(own_case("recurrent_transformer/rt_lm_*.npz"))
     with pytest.raises(UserError, match="there is no checkpoint at"):
         from_authors(tmp_path / "none", config)
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)

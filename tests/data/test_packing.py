@@ -1,7 +1,5 @@
 import json
-import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,10 +7,9 @@ import pytest
 from recurjax.data.packing import BestFit, segment_numbers
 from recurjax.data.pipeline import Layout, PackedBatches
 from recurjax.data.streams import MemoryStream, Split
+from tests.golden.cases import golden_cases
 
-GOLDEN = Path(os.environ.get("RECURJAX_GOLDEN", Path(__file__).parents[1] / "golden"))
-
-CASES = sorted((GOLDEN / "latent_recurrent_transformer").glob("dataloader_docs*.json"))
+CASES = golden_cases("latent_recurrent_transformer/dataloader_docs*.json")
 
 
 def packed_by_hand(lengths, order, *, capacity, rows, buffer, refill):
@@ -38,9 +35,7 @@ def packed_by_hand(lengths, order, *, capacity, rows, buffer, refill):
     return packed
 
 
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda path: f"{path.parent.name}-{path.stem}"
-)
+@pytest.mark.parametrize("case", CASES)
 def test_best_fit_reproduces_the_loader_of_nanochat(case):
     written = json.loads(case.read_text())
     refill, buffer = (

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,21 +12,32 @@ from recurjax.errors import UserError
 from recurjax.evaluation.core import score_core, score_item, shuffled
 from recurjax.evaluation.core_files import read_bundle, read_tasks
 from recurjax.evaluation.core_prompts import Task, fewshot_numbers, prompts, texts
-from tests.golden.cases import GOLDEN
+from tests.golden.cases import golden_cases, own_case
 
-FOLDER = GOLDEN / "latent_recurrent_transformer"
-CASES = json.loads((FOLDER / "core_eval_cases.json").read_text())
-NAMES = [name for name, case in CASES.items() if isinstance(case, dict)]
+FILES = golden_cases("latent_recurrent_transformer/core_eval_cases*.json")
+OWN = own_case("latent_recurrent_transformer/core_eval_cases*.json")
 BOS = 256
+
+
+def named_cases(path):
+    cases = json.loads(path.read_text())
+    return {name: case for name, case in cases.items() if isinstance(case, dict)}
+
+
+NAMES = [
+    pytest.param(*file.values, name, id=f"{file.id}-{name}")
+    for file in FILES
+    for name in named_cases(*file.values)
+]
 
 
 def encode(rows):
     return [[BOS, *row.encode()] for row in rows]
 
 
-@pytest.fixture(scope="module")
-def stubs():
-    with np.load(FOLDER / "core_eval_stub_weights.npz") as file:
+@cache
+def stubs(path):
+    with np.load(path.with_name(f"{weights_of(path.stem)}.npz")) as file:
         now, last = file["W"], file["U"]
 
     def stub(ids):
@@ -42,8 +54,12 @@ def stubs():
     return {"Stub": stub, "StubLM": letters}
 
 
-def task_of(name):
-    case = CASES[name]
+def weights_of(cases: str) -> str:
+    return cases.replace("core_eval_cases", "core_eval_stub_weights")
+
+
+def task_of(name, path=OWN):
+    case = named_cases(path)[name]
     meta = case["meta"]
     return Task(
         label=name,
@@ -55,10 +71,10 @@ def task_of(name):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_prompts_and_scores_are_nanochats(name, stubs):
-    case = CASES[name]
-    task = shuffled(task_of(name), None)
+@pytest.mark.parametrize(("path", "name"), NAMES)
+def test_prompts_and_scores_are_nanochats(path, name):
+    case = named_cases(path)[name]
+    task = shuffled(task_of(name, path), None)
     assert list(task.items) == case["data_after_shuffle"]
     for number, item in enumerate(case["items"]):
         assert fewshot_numbers(task, number) == item["fewshot"]
@@ -69,7 +85,7 @@ def test_prompts_and_scores_are_nanochats(name, stubs):
         got = score_item(
             task,
             number,
-            stubs[case["model"]],
+            stubs(path)[case["model"]],
             encode,
             pad=BOS,
             longest=case["max_seq_len"],
@@ -79,13 +95,13 @@ def test_prompts_and_scores_are_nanochats(name, stubs):
             np.testing.assert_allclose(got.losses, item["mean_losses"], rtol=2e-5)
 
 
-def test_accuracies_are_centered_and_averaged(stubs):
+@pytest.mark.parametrize("path", FILES)
+def test_accuracies_are_centered_and_averaged(path):
     scores = {}
-    for name in NAMES:
-        case = CASES[name]
+    for name, case in named_cases(path).items():
         result = score_core(
-            [task_of(name)],
-            stubs[case["model"]],
+            [task_of(name, path)],
+            stubs(path)[case["model"]],
             encode,
             pad=BOS,
             longest=case["max_seq_len"],
@@ -94,7 +110,7 @@ def test_accuracies_are_centered_and_averaged(stubs):
         assert scores[name].accuracy == pytest.approx(case["accuracy"])
         assert scores[name].centered == pytest.approx(case["centered"], abs=1e-6)
     mean = np.mean([s.centered for s in scores.values()])
-    assert mean == pytest.approx(CASES["core_metric"], abs=1e-6)
+    assert mean == pytest.approx(json.loads(path.read_text())["core_metric"], abs=1e-6)
 
 
 def test_a_continuation_that_changes_earlier_tokens_is_refused():

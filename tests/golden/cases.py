@@ -7,19 +7,67 @@ from typing import Any
 import numpy as np
 import pytest
 
-GOLDEN = Path(os.environ.get("RECURJAX_GOLDEN", Path(__file__).parent))
+OWN = Path(__file__).parent
+"""The repository's cases: for tests that need some model of the authors', any one."""
+GOLDEN = Path(os.environ.get("RECURJAX_GOLDEN", OWN))
+
+LATENT = "latent_recurrent_transformer"
+FORMATS = (
+    "recurrent_transformer/rt_block_*.npz",
+    "recurrent_transformer/rt_lm_*.npz",
+    "recurrent_transformer/transformer_block_*.npz",
+    "rat/rat_*.npz",
+    "rat/rnn*.npz",
+    "rat/attention*.npz",
+    "rat/swa*.npz",
+    "rat/lm_*.npz",
+    f"{LATENT}/*_baseline_*.npz",
+    f"{LATENT}/lrt_official_*.npz",
+    f"{LATENT}/lrtref_*.npz",
+    f"{LATENT}/optim_*.npz",
+    f"{LATENT}/bpb_case*.npz",
+    f"{LATENT}/core_eval_cases*.json",
+    f"{LATENT}/dataloader_docs*.json",
+    f"{LATENT}/tokenizer_case*.json",
+    "hf/*/config.json",
+)
+"""What the tests read: `test_every_file_is_read.py` holds that they read all of it."""
+BESIDE = {
+    f"{LATENT}/core_eval_stub_weights*.npz": f"{LATENT}/core_eval_cases*.json",
+    f"{LATENT}/dataloader_bestfit*.npz": f"{LATENT}/dataloader_docs*.json",
+    "hf/*/*": "hf/*/config.json",
+}
+"""Files that are read with a file of a format."""
 
 
-def golden_cases(*patterns: str) -> list[Any]:
+def golden_cases(*formats: str) -> list[Any]:
     """Returns a test parameter for each file; its id is `folder/name`."""
-    paths = sorted({path for pattern in patterns for path in GOLDEN.glob(pattern)})
-    return [pytest.param(path, id=f"{path.parent.name}/{path.stem}") for path in paths]
+    assert set(formats) <= set(FORMATS), f"not in FORMATS: {formats}"
+    paths = sorted({path for one in formats for path in GOLDEN.glob(one)})
+    return [pytest.param(path, id=case_id(path)) for path in paths]
+
+
+def case_id(path: Path) -> str:
+    """Names a case by its folder, and a Hugging Face model by its own."""
+    model = path.name == "config.json"
+    return "/".join(path.parts[-3:-1] if model else (path.parent.name, path.stem))
+
+
+def own_case(one: str) -> Path:
+    """Returns the repository's first file of a format, whatever folder is tested."""
+    return sorted(OWN.glob(one))[0]
 
 
 def load(path: Path) -> dict[str, np.ndarray]:
     """Reads a whole case."""
     with np.load(path) as file:
         return {name: file[name] for name in file.files}
+
+
+def assert_known(switches: dict[str, Any], known: set[str] | frozenset[str]) -> None:
+    """Fails for a switch that is on and that the reader of the case does not have."""
+    on = {name for name, value in switches.items() if value not in (None, False)}
+    assert on <= known, f"unknown switches: {sorted(on - known)}"
 
 
 def largest_of_each(case: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -11,13 +11,27 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     MemoryConfig,
 )
+from tests.golden.cases import assert_known
 from tests.golden.torch_layout import into_heads, out_of_heads
 
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
 
 
+KNOWN = {
+    *("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd"),
+    *("window_pattern", "rope_base", "use_value_embeds", "ve_every_layer"),
+    *("use_x0_residual", "use_resid_lambdas", "ve_gate_channels", "ve_gate_scale"),
+    *("use_interleaved", "interleaved_num_passes"),
+    *("proj", "residual_inject", "kv_inject", "memory_norm"),
+    *("src_layer", "memory_source"),
+}
+
+
 def settings(case) -> dict:
-    return json.loads(str(case["config"]))
+    """Reads the switches and refuses those that the model does not have."""
+    settings = json.loads(str(case["config"]))
+    assert_known(settings, KNOWN)
+    return settings
 
 
 def backbone(c: dict, rows: int) -> ModelConfig:

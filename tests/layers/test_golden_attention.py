@@ -1,6 +1,5 @@
 """RAT's attention and sliding-window baselines: one pre-norm layer and its residual."""
 
-import json
 from functools import partial
 
 import jax
@@ -19,6 +18,7 @@ from recurjax.types import Tokens
 from tests.golden.cases import golden_cases, largest_of_each, load
 from tests.golden.torch_layout import rat_attention
 from tests.tolerances import assert_gradients_close, assert_values_close
+from tests.variants.rat import authors
 
 CASES = golden_cases("rat/attention*.npz", "rat/swa*.npz")
 AUTHORS_ABSOLUTE = 1e-5
@@ -27,7 +27,7 @@ AUTHORS_ABSOLUTE = 1e-5
 @pytest.mark.parametrize("path", CASES)
 def test_values_and_gradients_are_the_authors(path):
     case = load(path)
-    meta = json.loads(str(case["meta"]))
+    meta = authors.meta_of(case)
 
     @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
@@ -52,7 +52,7 @@ def test_values_and_gradients_are_the_authors(path):
 @pytest.mark.parametrize("path", CASES)
 def test_prefill_then_steps_give_the_authors_values_and_cache(path):
     case = load(path)
-    meta = json.loads(str(case["meta"]))
+    meta = authors.meta_of(case)
     layer = layer_of(case, meta)
     x = jnp.asarray(case["x"])
     prefills = sorted(

@@ -1,5 +1,7 @@
 """The authors' weights as ours, and our layers and models for their cases."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,21 @@ from recurjax.parameters import from_nested_dict
 from recurjax.variants.rat import MixerConfig, presets
 from recurjax.variants.rat.rat_mixer import RatMixer
 from recurjax.variants.rat.rnn_mixer import RnnMixer
+from tests.golden.cases import assert_known
 from tests.golden.torch_layout import into_heads, out_of_heads, rat_attention
 
 MIXERS = {"rat": RatMixer, "rnn": RnnMixer}
+KNOWN = {
+    *("kind", "B", "T", "d_model", "num_head", "d_head", "chunk_size", "window"),
+    *("ngroups", "vocab", "num_layers", "n_prefill", "tie_embedding"),
+}
+
+
+def meta_of(case) -> dict:
+    """Reads the switches and refuses those that no mixer has."""
+    meta = json.loads(str(case["meta"]))
+    assert_known(meta, KNOWN)
+    return meta
 
 
 def read(case, kind: str) -> dict[str, np.ndarray]:

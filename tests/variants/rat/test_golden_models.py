@@ -1,6 +1,5 @@
 """The authors' language models: logits, loss, gradients, generation, initialisation."""
 
-import json
 from functools import partial
 
 import jax
@@ -103,5 +102,5 @@ def test_initial_weights_follow_the_authors_distributions(path):
 
 def read_case(path):
     case = load(path)
-    meta = json.loads(str(case["meta"]))
+    meta = authors.meta_of(case)
     return case, meta, authors.build_model(case, meta)

@@ -12,6 +12,7 @@ from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Alibi, LearnedPositions
 from recurjax.parameters import from_nested_dict
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from tests.golden.cases import assert_known
 from tests.golden.torch_layout import transformer_block
 
 ACTIVATIONS = {"gelu": "gelu", "swiglu": "swiglu"}
@@ -23,11 +24,11 @@ KNOWN = {
 }
 
 
-def meta_of(case: dict) -> dict:
-    """Reads the switches and refuses those that this layer does not have."""
+def meta_of(case: dict, block: str = "recurrent_autograd") -> dict:
+    """Reads the switches and refuses those that this kind of block does not have."""
     meta = json.loads(str(case["meta_json"]))
-    assert set(meta) <= KNOWN, f"unknown switches: {set(meta) - KNOWN}"
-    assert meta["block"] == "recurrent_autograd"
+    assert_known(meta, KNOWN)
+    assert meta["block"] == block
     assert not meta["norm_after"] and meta["clip_qkv"] is None
     return meta
 

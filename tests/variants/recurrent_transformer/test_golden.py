@@ -1,5 +1,6 @@
 """The authors' layers and language models: values and gradients, by every schedule."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -13,6 +14,7 @@ from recurjax.types import Tokens
 from recurjax.variants.recurrent_transformer import RecurrentTransformerStack
 from tests.compiling import QUICK_COMPILE
 from tests.golden.cases import golden_cases, largest_of_each, load
+from tests.golden.one_position import write_one_position
 from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.variants.recurrent_transformer.golden_cases import (
     config_of,
@@ -23,30 +25,33 @@ from tests.variants.recurrent_transformer.golden_cases import (
 
 BLOCKS = golden_cases("recurrent_transformer/rt_block_*.npz")
 MODELS = golden_cases("recurrent_transformer/rt_lm_*.npz")
-TILES = {"naive": None, "tiled": 8, "prefix": 8, "wavefront": 8}
-FAST = ("tiled", "wavefront", "prefix", "wavefront")
-"""The schedule that each file runs fast by, in its own float64; the others are slow."""
+TILES = {"tiled": 8, "wavefront": 8, "prefix": 8, "naive": None}
+quick = partial(jax.jit, compiler_options=QUICK_COMPILE)
+slow, sweep = pytest.mark.slow, pytest.mark.sweep
 
 
-def runs(files, dtypes):
-    """Returns (path, schedule, dtype) of every file by every schedule."""
-    made = []
-    for file, fast in zip(files, FAST, strict=False):
-        for schedule in TILES:
-            for dtype in dtypes:
-                marks = () if (schedule, dtype) == (fast, "own") else pytest.mark.slow
-                made.append(
-                    pytest.param(
-                        *(*file.values, schedule, dtype),
-                        marks=marks,
-                        id=f"{file.id}-{schedule}-{dtype}",
-                    )
+def runs(files, others=slow, dtypes=("own",)):
+    """Returns (path, schedule, dtype) of every file by every schedule.
+
+    A file runs fast in its own dtype by one schedule, the next file by the next.
+    """
+    schedules, made = list(TILES), []
+    for number, file in enumerate(files):
+        fast = schedules[number % len(schedules)]
+        for schedule, dtype in itertools.product(schedules, dtypes):
+            marks = () if schedule == fast else others
+            made.append(
+                pytest.param(
+                    *(*file.values, schedule, dtype),
+                    marks=sweep if dtype != "own" else marks,
+                    id=f"{file.id}-{schedule}-{dtype}",
                 )
+            )
     return made
 
 
 @pytest.mark.parametrize(
-    ("path", "schedule", "dtype"), runs(BLOCKS, ("own", "float32"))
+    ("path", "schedule", "dtype"), runs(BLOCKS, dtypes=("own", "float32"))
 )
 def test_values_and_gradients_are_the_authors(path, schedule, dtype):
     case = load(path)
@@ -55,7 +60,7 @@ def test_values_and_gradients_are_the_authors(path, schedule, dtype):
     with jax.enable_x64(dtype == "float64"):
         stack = stack_of(case, meta, schedule, dtype)
 
-        @partial(jax.jit, compiler_options=QUICK_COMPILE)
+        @quick
         @partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
         def run(stack, x, g):
             cache = stack.init_cache(x.shape[0], 0, x.dtype)
@@ -74,7 +79,7 @@ def test_values_and_gradients_are_the_authors(path, schedule, dtype):
         assert_gradients_close(got, want, dtype, whole=whole)
 
 
-@pytest.mark.parametrize(("path", "schedule", "dtype"), runs(BLOCKS, ("own",)))
+@pytest.mark.parametrize(("path", "schedule", "dtype"), runs(BLOCKS, others=sweep))
 def test_prefill_and_steps_give_the_authors_values(path, schedule, dtype):
     case = load(path)
     meta = meta_of(case)
@@ -84,23 +89,26 @@ def test_prefill_and_steps_give_the_authors_values(path, schedule, dtype):
         x = jnp.asarray(case["x"])
         cut = meta["N"] // 2
 
-        @partial(jax.jit, compiler_options=QUICK_COMPILE)
+        @quick
         def run(stack, x):
             cache = stack.init_cache(x.shape[0], x.shape[1], x.dtype)
-            first, cache = stack(x[:, :cut], cache, tokens_of(x[:, :cut]))
+            parts = []
+            if cut:  # one position has nothing before it
+                first, cache = stack(x[:, :cut], cache, tokens_of(x[:, :cut]))
+                parts.append(first)
 
             def step(cache, x_t):
                 z_t, cache = stack(x_t[:, None], cache, tokens_of(x_t[:, None]))
                 return cache, z_t[:, 0]
 
             _, steps = jax.lax.scan(step, cache, x[:, cut:].swapaxes(0, 1))
-            return jnp.concatenate([first, steps.swapaxes(0, 1)], axis=1)
+            return jnp.concatenate([*parts, steps.swapaxes(0, 1)], axis=1)
 
         assert_values_close(run(stack, x), case["z"], meta["dtype"])
 
 
 @pytest.mark.parametrize(
-    ("path", "schedule", "dtype"), runs(MODELS, ("own", "float32"))
+    ("path", "schedule", "dtype"), runs(MODELS, dtypes=("own", "float32"))
 )
 def test_a_language_model_is_the_authors(path, schedule, dtype):
     case = load(path)
@@ -120,7 +128,7 @@ def test_a_language_model_is_the_authors(path, schedule, dtype):
         )
         model = filled(partial(Decoder, config), model_parameters(case, meta), dtype)
 
-        @partial(jax.jit, compiler_options=QUICK_COMPILE)
+        @quick
         @partial(jax.value_and_grad, has_aux=True)
         def run(model, ids):
             logits, _ = model(Tokens(ids), model.init_cache(ids.shape[0], 0))
@@ -139,6 +147,15 @@ def test_a_language_model_is_the_authors(path, schedule, dtype):
             )
             got = to_nested_dict(gradients)
             assert_gradients_close(got, want, dtype, whole=whole)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["tiled", *(pytest.param(name, marks=slow) for name in list(TILES)[1:])]
+)
+def test_a_case_of_one_position_is_met(schedule, tmp_path):
+    path = write_one_position(tmp_path / "rt_block_one.npz", "recurrent_autograd")
+    test_values_and_gradients_are_the_authors(path, schedule, "own")
+    test_prefill_and_steps_give_the_authors_values(path, schedule, "own")
 
 
 def stack_of(case, meta, schedule: str, dtype: str) -> RecurrentTransformerStack:

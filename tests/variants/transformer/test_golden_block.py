@@ -1,6 +1,5 @@
 """The Recurrent Transformer authors' baseline blocks: values, gradients, caches."""
 
-import json
 from functools import partial
 
 import jax
@@ -16,23 +15,29 @@ from recurjax.layers.self_attention import AttentionConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.types import Tokens
 from recurjax.variants.transformer import TransformerConfig, TransformerStack
+from tests.compiling import QUICK_COMPILE
 from tests.golden.cases import golden_cases, largest_of_each, load
+from tests.golden.one_position import write_one_position
 from tests.golden.torch_layout import transformer_block
 from tests.tolerances import assert_gradients_close, assert_values_close
+from tests.variants.recurrent_transformer.golden_cases import (
+    ACTIVATIONS,
+    NORMS,
+    meta_of,
+)
 
+quick = partial(jax.jit, compiler_options=QUICK_COMPILE)
 CASES = golden_cases("recurrent_transformer/transformer_block_*.npz")
-ACTIVATIONS = {"gelu": "gelu", "swiglu": "swiglu"}
-NORMS = {"default": "layer", "rms": "rms"}
 
 
 @pytest.mark.parametrize("path", CASES)
 def test_values_and_gradients_are_the_authors(path):
     case = load(path)
-    meta = json.loads(str(case["meta_json"]))
+    meta = meta_of(case, block="sequential")
     with jax.enable_x64(meta["dtype"] == "float64"):
         stack = stack_of(case, meta)
 
-        @jax.jit
+        @quick
         @partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
         def run(stack, x):
             z, _ = stack(x, stack.init_cache(x.shape[0], 0, x.dtype), tokens_of(x))
@@ -52,23 +57,26 @@ def test_values_and_gradients_are_the_authors(path):
 @pytest.mark.parametrize("path", CASES)
 def test_a_carried_cache_gives_the_authors_values(path):
     case = load(path)
-    meta = json.loads(str(case["meta_json"]))
+    meta = meta_of(case, block="sequential")
     with jax.enable_x64(meta["dtype"] == "float64"):
         stack = stack_of(case, meta)
         x = jnp.asarray(case["x"])
         cut = meta["N"] // 2
 
-        @jax.jit
+        @quick
         def run(stack, x):
             cache = stack.init_cache(x.shape[0], x.shape[1], x.dtype)
-            first, cache = stack(x[:, :cut], cache, tokens_of(x[:, :cut]))
+            parts = []
+            if cut:  # one position has nothing before it
+                first, cache = stack(x[:, :cut], cache, tokens_of(x[:, :cut]))
+                parts.append(first)
 
             def step(cache, x_t):
                 z_t, cache = stack(x_t[:, None], cache, tokens_of(x_t[:, None]))
                 return cache, z_t[:, 0]
 
             _, steps = jax.lax.scan(step, cache, x[:, cut:].swapaxes(0, 1))
-            return jnp.concatenate([first, steps.swapaxes(0, 1)], axis=1)
+            return jnp.concatenate([*parts, steps.swapaxes(0, 1)], axis=1)
 
         assert_values_close(run(stack, x), case["z"], meta["dtype"])
 
@@ -76,7 +84,7 @@ def test_a_carried_cache_gives_the_authors_values(path):
 @pytest.mark.parametrize("path", CASES)
 def test_the_alibi_bias_is_the_authors(path):
     case = load(path)
-    meta = json.loads(str(case["meta_json"]))
+    meta = meta_of(case, block="sequential")
     if not meta["alibi"]:
         assert "bias" not in case
         return
@@ -89,6 +97,12 @@ def test_the_alibi_bias_is_the_authors(path):
     assert_values_close(
         np.where(seen, ours, 0), np.where(seen, case["bias"], 0), "float32"
     )
+
+
+def test_a_case_of_one_position_is_met(tmp_path):
+    path = write_one_position(tmp_path / "transformer_block_one.npz", "sequential")
+    test_values_and_gradients_are_the_authors(path)
+    test_a_carried_cache_gives_the_authors_values(path)
 
 
 def stack_of(case, meta) -> TransformerStack:
@@ -113,9 +127,6 @@ def nested(case, meta, kind: str) -> dict:
 
 
 def config_of(case, meta) -> TransformerConfig:
-    assert meta["block"] == "sequential"
-    assert not meta["norm_after"] and meta["clip_qkv"] is None
-
     def has(name: str) -> bool:
         return f"param.layer0.{name}" in case
 
