@@ -2,6 +2,7 @@
 #   make quickstart   train a small model on Shakespeare and sample from it
 #   make test         lint, types and the suite (under 15 minutes on two cores)
 #   make test-slow    the tests marked slow (under 25 minutes more)
+#   make test-all     both, and what only sweeps: for who touched what a sweep covers
 #   make compilers    fetch the TPU and CUDA compilers (1.2 GB on disk), which show here
 #                     that the kernels compile for devices that are not here
 PYTHON ?= python3
@@ -13,17 +14,22 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Two test processes share the machine: one XLA thread each is fastest on two cores.
 TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=2
 WORKERS ?= 2
+# Neighbours share compiled programs: each process takes half of the list, in order.
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
-.PHONY: quickstart test lint test-slow compilers format clean
+.PHONY: quickstart test lint test-slow test-all compilers format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python experiments/quickstart.py
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations=10
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.installed-test
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m slow --durations=10
+	$(PYTEST) -m "slow and not sweep"
+
+test-all: lint
+	$(PYTEST)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -35,9 +41,26 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 # Apart from the environment: their plugins would disturb every start on a CPU.
+# What is there in the constraints' versions stays: it takes minutes to fetch.
+COMPILERS := libtpu jax-cuda12-plugin jax-cuda12-pjrt
+
+define HAS_COMPILERS
+import sys
+from importlib.metadata import distributions
+from packaging.requirements import Requirement
+
+have = {one.name: one.version for one in distributions(path=[".compilers"])}
+lines = [line for line in open("constraints.txt") if "==" in line and line[0] != "#"]
+pins = [pin for pin in map(Requirement, lines) if pin.name in sys.argv[1:]]
+pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
+sys.exit(not all(have.get(pin.name, "0") in pin.specifier for pin in pins))
+endef
+export HAS_COMPILERS
+
 compilers: $(VENV)/.installed
-	rm -rf .compilers
-	$(PIP) --target .compilers --no-deps libtpu jax-cuda12-plugin jax-cuda12-pjrt
+	@$(BIN)/python -c "$$HAS_COMPILERS" $(COMPILERS) || { \
+	  echo "fetching compilers into .compilers"; rm -rf .compilers; \
+	  $(PIP) --target .compilers --no-deps $(COMPILERS); }
 
 clean:
 	rm -rf $(VENV)
