@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from recurjax.config_json import from_json, json_differences, to_json
 from recurjax.data.config import DataConfig
 from recurjax.errors import UserError
+from recurjax.files import write_whole
 from recurjax.layers.position import LearnedPositions
 from recurjax.model import ModelConfig
 from recurjax.sharding import MeshConfig
@@ -135,10 +136,8 @@ def _run(path: Path, action: Callable[[], T]) -> T:
 
 
 def write_experiment(experiment: Experiment, file: Path) -> None:
-    """Writes config.json, aside first and then renamed."""
-    aside = file.with_suffix(".json.partial")
-    aside.write_text(json.dumps(to_json(experiment), indent=2) + "\n")
-    aside.replace(file)
+    """Writes config.json, whole or not at all."""
+    write_whole(file, json.dumps(to_json(experiment), indent=2) + "\n")
 
 
 def read_experiment(file: Path) -> Experiment:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recurjax.bench.timing import Row
+from recurjax.files import write_whole
 
 
 def report(rows: Sequence[Row]) -> dict[str, Any]:
@@ -37,10 +38,8 @@ def device_name() -> str:
 
 
 def write(rows: Sequence[Row], file: Path) -> None:
-    """Writes the report, aside first and then renamed."""
-    aside = file.with_name(file.name + ".partial")
-    aside.write_text(json.dumps(report(rows), indent=2) + "\n")
-    aside.replace(file)
+    """Writes the report, whole or not at all."""
+    write_whole(file, json.dumps(report(rows), indent=2) + "\n")
 
 
 def show(rows: Sequence[Row], console: Console) -> None:

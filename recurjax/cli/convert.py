@@ -13,13 +13,13 @@ from recurjax.cli.options import parse
 from recurjax.convert.authors import from_authors
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
-from recurjax.convert.output_directory import refuse_existing
 from recurjax.convert.parity import TOLERANCE, NotMeasured, Parity
 from recurjax.convert.torch_export import compare_with_export, compare_with_hf, to_torch
 from recurjax.convert.torch_import import from_torch
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import load_experiment
+from recurjax.files import refuse_existing
 from recurjax.training.run_directory import load_run
 
 

@@ -20,11 +20,12 @@ from recurjax.data.config import (
     TokenizerConfig,
     TokenizerFile,
 )
-from recurjax.data.prepare import prepare, refuse_existing
+from recurjax.data.prepare import prepare
 from recurjax.data.prepared import TOKENIZER, Manifest
 from recurjax.data.progress import shown_progress
 from recurjax.data.tokenizers import build_tokenizer
 from recurjax.errors import UserError
+from recurjax.files import refuse_existing
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord", "tfds"]
 

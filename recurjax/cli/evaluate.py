@@ -20,6 +20,7 @@ from recurjax.evaluation.core import TaskScore
 from recurjax.evaluation.core_files import read_tasks
 from recurjax.evaluation.core_prompts import Task
 from recurjax.evaluation.perplexity import score
+from recurjax.files import write_whole
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.objective import NextToken, Objective
 from recurjax.training.placement import placed
@@ -94,9 +95,7 @@ def run(argv: list[str]) -> int:
     text = json.dumps(report, indent=2)
     print(text)
     if options.json is not None:
-        aside = options.json.with_name(options.json.name + ".partial")
-        aside.write_text(text + "\n")
-        aside.replace(options.json)
+        write_whole(options.json, text + "\n")
     return 0
 
 

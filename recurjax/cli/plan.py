@@ -11,6 +11,7 @@ from rich.console import Console
 from recurjax.cli.options import override, parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, load_experiment
+from recurjax.files import write_whole
 from recurjax.plan.changes import find_changes
 from recurjax.plan.compilation import check_compilers
 from recurjax.plan.planning import Plan, make_plan
@@ -205,6 +206,4 @@ def _console() -> Console:
 
 
 def _write(file: Path, report: object) -> None:
-    aside = file.with_name(file.name + ".partial")
-    aside.write_text(json.dumps(report, indent=2) + "\n")
-    aside.replace(file)
+    write_whole(file, json.dumps(report, indent=2) + "\n")

@@ -1,7 +1,5 @@
-"""An output directory that appears whole or not at all."""
+"""An output directory that appears whole or not at all, and what stops it, said."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,12 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from recurjax.errors import UserError
-
-
-def refuse_existing(out: Path) -> None:
-    """Raises UserError if something other than an empty folder is at `out`."""
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already: choose another place or remove it")
+from recurjax.files import new_folder
 
 
 @contextmanager
@@ -25,15 +18,9 @@ def whole_directory(out: Path) -> Iterator[Path]:
       UserError: something other than an empty folder is at `out`, or the disk does not
         take it.
     """
-    refuse_existing(out)
-    out = out.absolute()
-    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        os.rename(aside, out)
+        with new_folder(out) as aside:
+            yield aside
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{out} could not be written: {reason}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(f"{out.absolute()} could not be written: {reason}") from error

@@ -3,8 +3,6 @@
 import errno
 import hashlib
 import io
-import os
-import shutil
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +29,7 @@ from recurjax.data.prepared import (
 from recurjax.data.streams import token_dtype, validation_start
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
+from recurjax.files import new_folder
 
 BLOCK = 1024
 """Tokens in a record."""
@@ -112,12 +111,6 @@ def prepare(
     return manifest
 
 
-def refuse_existing(out: Path) -> None:
-    """Raises UserError if something is at `out`, other than an empty folder."""
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already: choose another place or remove it")
-
-
 class _Written(NamedTuple):
     starts: np.ndarray
     document_bytes: np.ndarray
@@ -164,12 +157,9 @@ def _write_tokens(
 @contextmanager
 def _new_directory(out: Path) -> Iterator[Path]:
     """Yields a folder beside `out` that becomes `out` when all went well."""
-    refuse_existing(out)
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        os.rename(partial, out)
+        with new_folder(out) as partial:
+            yield partial
     except (OSError, RuntimeError) as error:  # ArrayRecord raises RuntimeError
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         if full or "No space left" in str(error):
@@ -178,8 +168,6 @@ def _new_directory(out: Path) -> Iterator[Path]:
                 "choose another disk"
             ) from error
         raise UserError(f"cannot write {out}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 class _ShardWriter:

@@ -1,5 +1,6 @@
 """The loss at each position of a row: how a model reads what is longer than it knew."""
 
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from recurjax.cross_entropy import token_losses
+from recurjax.files import write_whole
 from recurjax.model import Decoder
 from recurjax.types import IGNORED, Array, Batch, Tokens
 
@@ -80,7 +82,7 @@ def plot_by_position(
 
     Args:
       curves: by the name that the legend shows.
-      png: written aside first and then renamed.
+      png: written whole or not at all.
       trained: tokens a row in training.
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
@@ -96,9 +98,9 @@ def plot_by_position(
     axes.set_ylabel("loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    aside = png.with_suffix(".partial.png")
-    figure.savefig(aside, dpi=120)
-    aside.replace(png)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
+    write_whole(png, drawn.getvalue())
 
 
 @partial(jax.jit, static_argnames="chunks")

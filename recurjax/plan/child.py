@@ -23,6 +23,7 @@ import jax
 from recurjax.config_json import from_json
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.files import write_whole
 from recurjax.plan.flops import count_flops
 from recurjax.plan.hlo import parse
 from recurjax.plan.memory import device_bytes, read_memory
@@ -161,9 +162,7 @@ def _compiled(
     }
     if stored is not None:
         stored.parent.mkdir(parents=True, exist_ok=True)
-        aside = stored.with_suffix(f".{time.time_ns()}")
-        aside.write_text(json.dumps(found))
-        aside.replace(stored)
+        write_whole(stored, json.dumps(found))
     return answer | found
 
 

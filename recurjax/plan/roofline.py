@@ -1,11 +1,13 @@
 """A roofline: FLOP/s that programs can reach, by the FLOPs they do for a byte."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from recurjax.errors import UserError
+from recurjax.files import write_whole
 from recurjax.plan.planning import Plan
 
 
@@ -57,7 +59,9 @@ def plot_roofline(named: Sequence[tuple[str, Plan]], file: Path) -> None:
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
-    figure.savefig(file, dpi=130, format="png")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130, format="png")
+    write_whole(file, drawn.getvalue())
     plt.close(figure)
 
 

@@ -1,7 +1,10 @@
 """The picture of a run: loss.png."""
 
+import io
 import json
 from pathlib import Path
+
+from recurjax.files import write_whole
 
 
 def plot_losses(metrics: Path, png: Path) -> None:
@@ -9,7 +12,7 @@ def plot_losses(metrics: Path, png: Path) -> None:
 
     Args:
       metrics: a run's metrics.jsonl.
-      png: written aside first and then renamed.
+      png: written whole or not at all.
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 
@@ -27,6 +30,6 @@ def plot_losses(metrics: Path, png: Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    aside = png.with_suffix(".partial.png")
-    figure.savefig(aside, dpi=120)
-    aside.replace(png)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
+    write_whole(png, drawn.getvalue())

@@ -18,6 +18,7 @@ from recurjax.experiment import (
     read_experiment,
     write_experiment,
 )
+from recurjax.files import write_whole
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
@@ -107,12 +108,12 @@ class RunDirectory:
         """Drops metrics and samples of steps after `step`: they will be made again."""
         if self.metrics.is_file():
             rows = (row for row in _rows(self.metrics) if row["step"] <= step)
-            _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+            write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
         if self.samples.is_file():
             text = self.samples.read_text(encoding="utf-8")
             heads = re.finditer(r"^=== step (\d+) ===$", text, re.MULTILINE)
             cut = next((h.start() for h in heads if int(h[1]) > step), len(text))
-            _replace(self.samples, text[:cut])
+            write_whole(self.samples, text[:cut])
 
     def was_evaluated(self, step: int) -> bool:
         """Whether metrics.jsonl has a validation row of this step."""
@@ -131,12 +132,6 @@ def _rows(metrics: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except ValueError:  # the last line that a killed run wrote
             return
-
-
-def _replace(file: Path, text: str) -> None:
-    aside = file.with_name(file.name + ".partial")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(file)
 
 
 class LoadedRun(NamedTuple):

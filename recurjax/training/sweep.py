@@ -12,6 +12,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from recurjax.experiment import Experiment
+from recurjax.files import write_whole
 from recurjax.model import count_parameters
 from recurjax.training.loop import train
 from recurjax.training.run_directory import RunDirectory
@@ -60,8 +61,8 @@ def sweep(
         if result.outcome != "finished":
             return None
         reached.append(read_reached(experiment, root / experiment.name))
-        _write(root / "results.json", _json(reached))
-        _write(root / "results.md", markdown(reached))
+        write_whole(root / "results.json", _json(reached))
+        write_whole(root / "results.md", markdown(reached))
     return reached
 
 
@@ -113,9 +114,3 @@ def markdown(reached: Sequence[Reached]) -> str:
 
 def _json(reached: Sequence[Reached]) -> str:
     return json.dumps([run._asdict() for run in reached], indent=2) + "\n"
-
-
-def _write(file: Path, text: str) -> None:
-    aside = file.with_name(file.name + ".partial")
-    aside.write_text(text)
-    aside.replace(file)

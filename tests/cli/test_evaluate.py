@@ -36,7 +36,7 @@ def test_a_file_gets_loss_perplexity_and_bits_per_byte(finished, text, tmp_path)
     assert got["perplexity"] == pytest.approx(math.exp(got["loss"]))
     # Every token is one byte.
     assert got["bits_per_byte"] == pytest.approx(got["loss"] / math.log(2))
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob(".*.partial"))
 
 
 def test_the_batch_changes_nothing_and_the_length_what_a_row_sees(finished, text):
@@ -58,7 +58,7 @@ def test_the_loss_by_position_reads_further_than_training_did(finished, text, tm
     nats = sum(part["loss"] * part["tokens"] for part in stretches)
     assert nats / got["tokens"] == pytest.approx(got["loss"], rel=1e-5)
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
-    assert not list(tmp_path.glob("*.partial*"))
+    assert not list(tmp_path.glob(".*.partial"))
 
 
 def test_without_a_file_it_is_the_validation_split_of_the_run(finished):

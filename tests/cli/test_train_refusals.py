@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import shutil
 
 import pytest
@@ -152,9 +153,11 @@ def test_a_place_that_cannot_hold_a_run_is_told(tmp_path):
     assert_refused(recurjax("train", TINY, "--runs", tmp_path / "file"), "file/tiny")
 
 
-def test_a_full_disk_is_told(claimed):
-    # Whatever is written to this device fails as on a full disk.
-    claimed.config.with_name("config.json.partial").symlink_to("/dev/full")
+def test_a_full_disk_is_told(claimed, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
     claimed.config.unlink()
     assert_refused(resume(claimed), "No space left on device")
 

@@ -60,7 +60,7 @@ def test_rewinding_drops_what_will_be_made_again(run):
     assert [row["step"] for row in rows(run)] == [1, 2]
     text = run.samples.read_text(encoding="utf-8")
     assert text.startswith("=== step 2 ===\nO, my") and "=== step 3 ===" not in text
-    assert not list(run.root.glob("*.partial"))
+    assert not list(run.root.glob(".*.partial"))
     run.rewind(0)
     assert rows(run) == [] and run.samples.read_text() == ""
 
@@ -109,7 +109,7 @@ def test_a_plot_is_drawn_also_of_rows_without_a_loss(run):
     )
     plot_losses(run.metrics, run.loss_plot)
     assert run.loss_plot.read_bytes().startswith(b"\x89PNG")
-    assert not list(run.root.glob("*.partial.png"))
+    assert not list(run.root.glob(".*.partial"))
 
 
 def test_what_cannot_be_loaded_is_told(run, tmp_path):

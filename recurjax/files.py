@@ -1,0 +1,123 @@
+"""Files and folders that appear whole or not at all.
+
+Everything that the library writes for good goes through here: content is first written
+under another name in the same folder, forced to the disk and only then renamed, which
+file systems do at once. After a kill, a full disk or a power cut there is the old file
+or the new one, never a half of either.
+"""
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from recurjax.errors import UserError
+
+
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Writes a file, or leaves what was there before.
+
+    A new file's permissions are the process' usual ones, an old one's stay. Through a
+    symbolic link the file that it names is replaced, and the link stays.
+
+    Args:
+      file: in a folder that exists.
+      content: text is written as UTF-8.
+
+    Raises:
+      UserError: at that place is something other than a regular file: a rename would
+        put a file in the place of a device or a pipe (`--json /dev/stdout`).
+      OSError: the disk does not take it; nothing is left behind.
+    """
+    target = Path(os.path.realpath(file))
+    mode = _mode_of(target)
+    data = content.encode() if isinstance(content, str) else content
+    aside = _aside(target)
+    # Opened so that it must be new: a file or link that somebody else put there under
+    # this name, which nobody can guess, would be an error and is never written through.
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            if mode is not None:
+                os.fchmod(opened.fileno(), mode)
+            opened.write(data)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(aside, target)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+    _sync_folder(target.parent)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Gives a folder aside, which takes the place `out` when the block ends well.
+
+    Whatever ends the block otherwise, what was written is removed.
+
+    Raises:
+      UserError: something other than an empty folder is at `out`.
+      OSError: the disk does not take it.
+    """
+    refuse_existing(out)
+    out = out.absolute()
+    aside = _aside(out)
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        for folder, _, names in os.walk(aside):
+            for name in names:
+                _sync(Path(folder) / name)
+            _sync_folder(Path(folder))
+        os.rename(aside, out)
+        _sync_folder(out.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises UserError if something other than an empty folder is at `out`."""
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists already: choose another place or remove it")
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+
+
+def _mode_of(target: Path) -> int | None:
+    """Returns the permissions of the file that is to be replaced, None without one."""
+    try:
+        found = os.stat(target).st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found):
+        raise UserError(
+            f"{target} is no regular file and is not replaced: name a file to write"
+        )
+    return stat.S_IMODE(found)
+
+
+def _sync(file: Path) -> None:
+    if file.is_symlink():
+        return
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Forces a rename to the disk, on file systems where folders can be forced."""
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM):
+            raise
