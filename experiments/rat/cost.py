@@ -7,12 +7,14 @@ it runs anywhere in seconds. With --png the picture is written too.
     python experiments/rat/cost.py --png cost.png
 """
 
+import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
+from recurjax.files import write_whole
 from recurjax.variants.rat import MixerConfig, presets
 from recurjax.variants.rat.cost import MixerCost, mixer_cost
 
@@ -91,9 +93,9 @@ def draw(found: dict[str, list[MixerCost]], png: Path) -> None:
     for axes in (one, two):
         axes.grid(alpha=0.3)
     one.legend(fontsize=8)
-    aside = png.with_suffix(".partial.png")
-    figure.savefig(aside, dpi=120)
-    aside.replace(png)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
+    write_whole(png, drawn.getvalue())
 
 
 def main(argv: list[str] | None = None) -> int:

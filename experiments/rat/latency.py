@@ -28,6 +28,7 @@ from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
+from recurjax.files import write_whole
 from recurjax.layers.initialization import InitConfig
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import MixerConfig, presets
@@ -98,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
         where = f"{cell.table} {cell.layer} T {cell.length} batch {cell.batch}"
         print(f"{where}: {told}", flush=True)
         found = {"device": device_name(), "rows": [asdict(cell) for cell in cells]}
-        _write(options.out / "latency.json", json.dumps(found, indent=2) + "\n")
-        _write(options.out / "latency.md", markdown(cells))
+        write_whole(options.out / "latency.json", json.dumps(found, indent=2) + "\n")
+        write_whole(options.out / "latency.md", markdown(cells))
     print(markdown(cells), end="")
     return 0
 
@@ -218,12 +219,6 @@ def _decode_ms(layer, batch: int, length: int, width: int, repeats: int):
 
     seconds = unless_out_of_memory(timed)
     return None if seconds is None else 1e3 * seconds
-
-
-def _write(file: Path, text: str) -> None:
-    aside = file.with_name(file.name + ".partial")
-    aside.write_text(text)
-    aside.replace(file)
 
 
 if __name__ == "__main__":

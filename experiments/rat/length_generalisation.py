@@ -29,6 +29,7 @@ from recurjax.evaluation.by_position import (
     plot_by_position,
 )
 from recurjax.experiment import Experiment
+from recurjax.files import write_whole
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.loop import train
 from recurjax.training.placement import placed
@@ -115,9 +116,7 @@ def _mean(stretches: list[Stretch], start: int, stop: int) -> float:
 
 def _write(file: Path, curves: dict[str, list[Stretch]]) -> None:
     told = {name: [part._asdict() for part in parts] for name, parts in curves.items()}
-    aside = file.with_name(file.name + ".partial")
-    aside.write_text(json.dumps(told, indent=2) + "\n")
-    aside.replace(file)
+    write_whole(file, json.dumps(told, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from recurjax.bench.memory import largest_batch, unless_out_of_memory
 from recurjax.bench.report import device_name
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
+from recurjax.files import write_whole
 from recurjax.inference.decoding import DecodeState, decode
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.model import Decoder, ModelConfig
@@ -111,9 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(row)
         if options.json is not None:
             told = {"device": device_name(), "rows": [asdict(row) for row in rows]}
-            aside = options.json.with_name(options.json.name + ".partial")
-            aside.write_text(json.dumps(told, indent=2) + "\n")
-            aside.replace(options.json)
+            write_whole(options.json, json.dumps(told, indent=2) + "\n")
     return 0
 
 

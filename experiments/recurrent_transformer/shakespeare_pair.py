@@ -33,6 +33,7 @@ from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
 from recurjax.experiment import Experiment
+from recurjax.files import write_whole
 from recurjax.model import count_parameters
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.program import build_step
@@ -209,11 +210,9 @@ def read_results(file: Path, experiments: dict[str, Experiment]) -> list[Run]:
 def write_results(
     file: Path, experiments: dict[str, Experiment], runs: list[Run]
 ) -> None:
-    """Writes all runs so far, aside first and then renamed."""
+    """Writes all runs so far, whole or not at all."""
     kept = {"experiments": _settings(experiments), "runs": [asdict(r) for r in runs]}
-    aside = file.with_suffix(".json.partial")
-    aside.write_text(json.dumps(kept, indent=2) + "\n")
-    aside.replace(file)
+    write_whole(file, json.dumps(kept, indent=2) + "\n")
 
 
 def _batch(rows: dict[str, Any]) -> Batch:
