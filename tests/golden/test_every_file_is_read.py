@@ -12,19 +12,17 @@ import numpy as np
 import pytest
 
 from tests.golden import latent_layout
-from tests.golden.cases import BESIDE, FORMATS, GOLDEN, OWN, load, own_case
+from tests.golden.cases import BESIDE, FOLDERS, FORMATS, GOLDEN, OWN, load, own_case
 from tests.source_tree import ROOT
 from tests.variants.rat import authors
 from tests.variants.recurrent_transformer.golden_cases import meta_of
 from tests.variants.recurrent_transformer.test_golden import TILES
 
-FOLDERS = sorted({one.split("/")[0] for one in FORMATS})
-
 
 def test_every_file_is_of_one_format():
     files = [
         path.relative_to(GOLDEN).as_posix()
-        for folder in FOLDERS
+        for folder in sorted(FOLDERS)
         for path in (GOLDEN / folder).rglob("*")
         if path.is_file()
     ]

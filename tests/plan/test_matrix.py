@@ -7,6 +7,7 @@ import pytest
 
 from recurjax.plan.compilation import COMPILERS
 from tests.plan.matrix import CASES, Case, compile_cases, differences, figures, golden
+from tests.plan.small_experiments import VARIANTS
 
 needs_compilers = pytest.mark.skipif(
     not (COMPILERS / "jax_plugins").is_dir(),
@@ -14,7 +15,18 @@ needs_compilers = pytest.mark.skipif(
 )
 
 FAST = [Case("rat", "decode", "h100")]
-"""What runs on every check; the rest is for `make test-slow`."""
+"""What `make test` compiles."""
+SLOW = [
+    Case("recurrent_transformer", "train", "h100"),
+    Case("rat", "train", "h100"),
+    Case("transformer", "train", "v5e:2x2"),
+    Case("latent_recurrent_transformer", "train", "v6e:2x2"),
+]
+"""What `make test-slow` compiles: each variant, GPU's compiler and TPU's.
+
+The rest sweeps devices, dtypes and decoding; every op has its own tests of both
+compilers beside its kernels. Who changes a kernel or a plan runs `-m sweep` here.
+"""
 TOPOLOGIES = dict.fromkeys(case.topology for case in CASES)
 
 
@@ -33,9 +45,16 @@ def test_a_variant_compiles_with_its_kernels_into_its_memory():
 
 @needs_compilers
 @pytest.mark.slow
+def test_each_variant_compiles_with_its_kernels_into_its_memory():
+    assert {case.variant for case in SLOW} == set(VARIANTS)
+    assert_as_before(SLOW)
+
+
+@needs_compilers
+@pytest.mark.sweep
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_every_variant_compiles_with_its_kernels_into_its_memory(topology):
-    rest = [case for case in CASES if case not in FAST]
+def test_every_program_compiles_with_its_kernels_into_its_memory(topology):
+    rest = [case for case in CASES if case not in (*FAST, *SLOW)]
     assert_as_before([case for case in rest if case.topology == topology])
 
 

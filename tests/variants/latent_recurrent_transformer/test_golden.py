@@ -43,6 +43,7 @@ REFERENCE = golden_cases(f"{FOLDER}/lrtref_*.npz")
 ABSOLUTE = 5e-5
 quick = partial(jax.jit, compiler_options=QUICK_COMPILE)
 slow = partial(pytest.param, marks=pytest.mark.slow)
+sweep = partial(pytest.param, marks=pytest.mark.sweep)
 
 
 @pytest.fixture(autouse=True)
@@ -227,7 +228,7 @@ def test_the_buffer_and_what_flows_through_it_are_the_reference_s(path):
 
 
 @pytest.mark.parametrize("path", REFERENCE)
-@pytest.mark.parametrize("subsets", [1, 4, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("subsets", [1, 4, sweep(32)])
 def test_other_partitions_are_the_reference_s(path, subsets):
     case = load(path)
     if f"extra/loss_S{subsets}" not in case:
@@ -247,9 +248,15 @@ def test_other_partitions_are_the_reference_s(path, subsets):
 
 
 @pytest.mark.parametrize("path", REFERENCE)
-@pytest.mark.parametrize("memory", ["broadcast", "first"])
-@pytest.mark.parametrize("chunk", [slow(1), 8, slow(16), slow(32)])
-def test_chunked_training_is_the_reference_s(path, memory, chunk):
+@pytest.mark.parametrize(
+    ("chunk", "memory"),
+    [
+        *((8, "broadcast"), (8, "first"), slow(1, "broadcast")),
+        *(sweep(n, m) for n in (16, 32) for m in ("broadcast", "first")),
+        sweep(1, "first"),
+    ],
+)
+def test_chunked_training_is_the_reference_s(path, chunk, memory):
     case = load(path)
     name = f"extra/chunk{chunk}_{memory}"
     if name not in case:
