@@ -58,6 +58,12 @@ class Experiment:
                 "learned positions: shorten it or raise "
                 f"{_learned_positions(self.model, 'model')}.length"
             )
+        windows = self.model.training_length
+        if windows not in (None, self.training.length):
+            raise ValueError(
+                f"training.length {self.training.length} is not model.stack.length "
+                f"{windows}, from which the model's windows come: set both alike"
+            )
 
     @property
     def evaluation_batch(self) -> int:

@@ -127,6 +127,11 @@ class ModelConfig:
         """The most tokens that a sequence can have; None: no limit."""
         return self.stack.max_length
 
+    @property
+    def training_length(self) -> int | None:
+        """The length of training that the model's windows come from; None: any."""
+        return getattr(self.stack, "length", None)
+
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs a token: the stack's count and 6 D V for the head."""
         head = 6.0 * self.stack.width * self.padded_vocabulary

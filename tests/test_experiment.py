@@ -16,6 +16,7 @@ from recurjax.layers.position import LearnedPositions
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from tests.training import tiny_experiment
 from tests.training.tiny_experiment import changed, config
+from tests.variants.latent_recurrent_transformer.switches import small
 
 IMPORTS = "from tests.training.tiny_experiment import changed, config as tiny\n"
 # Beside the constructor: in tests that one checks types, for users it does not.
@@ -136,3 +137,14 @@ def test_rows_longer_than_the_learned_positions_are_refused(stack, field):
     told = f"training.length 16 exceeds .* 8 learned .* or raise {field}$"
     with pytest.raises(ValueError, match=told):
         changed(config(), model={"stack": stack})
+
+
+def test_another_length_than_the_windows_is_refused():
+    """The windows of the latent backbone come from its own copy of the length."""
+    latent = small(None)
+    run = changed(config(), training={"length": latent.stack.length})
+    run = dataclasses.replace(run, model=latent)
+    assert run.training.length == 9
+    told = "training.length 18 is not model.stack.length 9, .* set both alike"
+    with pytest.raises(ValueError, match=told):
+        changed(run, training={"length": 18})

@@ -77,7 +77,7 @@ def experiment(name: str, *, steps: int = STEPS) -> Experiment:
             logit_soft_cap=15.0,
         ),
         data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes(bos=False)),
-        optimizer=MuonAdamW(width=WIDTH, layers=LAYERS, batch_tokens=BATCH * LENGTH),
+        optimizer=MuonAdamW(),
         schedule=LinearWarmdown(warmdown=0.5, end=0.0),
         objective=objective,
         training=TrainingConfig(

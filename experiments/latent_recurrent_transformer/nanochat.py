@@ -76,12 +76,7 @@ def experiment(
             tokenizer=TokenizerFile(path="data/fineweb_edu/tokenizer"),
             packing="best_fit",
         ),
-        optimizer=MuonAdamW(
-            width=stack.width,
-            layers=stack.layers,
-            batch_tokens=BATCH_TOKENS,
-            dtype="bfloat16",
-        ),
+        optimizer=MuonAdamW(dtype="bfloat16"),
         schedule=LinearWarmdown(warmdown=0.5, end=0.0),
         objective=default if objective is None else objective,
         training=TrainingConfig(

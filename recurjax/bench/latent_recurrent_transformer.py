@@ -84,7 +84,7 @@ def _training(
     B, T = shape["B"], shape["T"]
     run = BenchedRun(
         model=config,
-        optimizer=MuonAdamW(width=shape["D"], layers=shape["L"], batch_tokens=B * T),
+        optimizer=MuonAdamW(),
         objective=objective,
         batch=B,
         length=T,

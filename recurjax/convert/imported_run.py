@@ -29,8 +29,10 @@ def new_experiment(out: Path, config: ModelConfig, *, length: int) -> Experiment
     Args:
       out: the run directory to be.
       config: the model.
-      length: the longest sequence that the model was trained on.
+      length: the longest sequence that the model was trained on, where its config does
+        not say.
     """
+    row = config.training_length or min(length, LONGEST_ROW)
     return Experiment(
         name=out.absolute().name,
         model=config,
@@ -38,7 +40,7 @@ def new_experiment(out: Path, config: ModelConfig, *, length: int) -> Experiment
             corpus=EmbeddedText(),
             tokenizer=TokenizerFile(path=str(out / "tokenizer")),
         ),
-        training=TrainingConfig(steps=1, batch=8, length=min(length, LONGEST_ROW)),
+        training=TrainingConfig(steps=1, batch=8, length=row),
         optimizer=AdamW(learning_rate=1e-5),
     )
 

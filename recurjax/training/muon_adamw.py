@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,11 @@ _BETAS = (0.8, 0.95)
 class MuonAdamW:
     """Muon and AdamW side by side, with nanochat's groups and scaling rules.
 
-    Every rate follows the schedule and is multiplied by sqrt(batch_tokens / 2^19); the
-    embeddings' and the head's also by (width / 768)^-1/2. Only Muon's matrices decay:
-    by weight_decay (12 / layers)^2, linearly to 0 over the run. AdamW has betas (.8,
-    .95), those of the input scales (.96, .95), and eps 1e-10.
+    Every rate follows the schedule and is multiplied by sqrt(tokens a batch / 2^19);
+    the embeddings' and the head's also by (D / 768)^-1/2. Only Muon's matrices decay:
+    by weight_decay (12 / L)^2, linearly to 0 over the run. AdamW has betas (.8, .95),
+    those of the input scales (.96, .95), and eps 1e-10. Batch, D and L are the run's
+    own (`RunSize`): nothing here repeats them.
 
     Attributes:
       learning_rate: peak rate of the matrices (all weights but those named below).
@@ -32,9 +33,6 @@ class MuonAdamW:
       head_rate: of an untied head.
       scalar_rate: of norms, biases and scales; of residual scales a hundredth.
       weight_decay: before its scaling by depth.
-      width: D of the model.
-      layers: L of the model.
-      batch_tokens: tokens in a batch.
       momentum, momentum_steps: Muon's rises in a line from the first to the second in
         so many steps.
       dtype: of Muon's Newton-Schulz products.
@@ -45,9 +43,6 @@ class MuonAdamW:
     head_rate: float = 0.004
     scalar_rate: float = 0.5
     weight_decay: float = 0.2
-    width: int = _REFERENCE_WIDTH
-    layers: int = _REFERENCE_LAYERS
-    batch_tokens: int = _REFERENCE_BATCH
     momentum: tuple[float, float] = (0.85, 0.95)
     momentum_steps: int = 300
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -56,17 +51,29 @@ class MuonAdamW:
         rates = ("learning_rate", "embedding_rate", "head_rate", "scalar_rate")
         require_range(self, *rates, above=0)
         require_range(self, "weight_decay", least=0)
-        require_range(
-            self, "width", "layers", "batch_tokens", "momentum_steps", least=1
-        )
+        require_range(self, "momentum_steps", least=1)
         if not all(0 <= value < 1 for value in self.momentum):
             raise ValueError(
                 f"MuonAdamW: momentum must lie in [0, 1), got {self.momentum}"
             )
 
 
+class RunSize(NamedTuple):
+    """What MuonAdamW scales its rates and decay by.
+
+    Attributes:
+      width: D of the model.
+      layers: L of the model.
+      tokens: in a batch, over all devices and accumulation parts.
+    """
+
+    width: int = _REFERENCE_WIDTH
+    layers: int = _REFERENCE_LAYERS
+    tokens: int = _REFERENCE_BATCH
+
+
 def muon_adamw(
-    config: MuonAdamW, rate: Callable, *, steps: int
+    config: MuonAdamW, rate: Callable, *, steps: int, size: RunSize
 ) -> optax.GradientTransformation:
     """Returns the whole update of every parameter, each by its group.
 
@@ -74,9 +81,10 @@ def muon_adamw(
       config: rates and scaling.
       rate: step (from 0) -> scheduled `learning_rate`; the others are in proportion.
       steps: of the whole run, over which the weight decay goes to 0.
+      size: of the run; `RunSize()` leaves every rate as it is.
     """
-    batch = (config.batch_tokens / _REFERENCE_BATCH) ** 0.5
-    wide = batch * (config.width / _REFERENCE_WIDTH) ** -0.5
+    batch = (size.tokens / _REFERENCE_BATCH) ** 0.5
+    wide = batch * (size.width / _REFERENCE_WIDTH) ** -0.5
 
     def scheduled(peak: float) -> Callable:
         return lambda step: rate(step) * (peak / config.learning_rate)
@@ -85,7 +93,7 @@ def muon_adamw(
         moments = optax.scale_by_adam(b1=b1, b2=_BETAS[1], eps=1e-10)
         return optax.chain(moments, optax.scale_by_learning_rate(scheduled(peak)))
 
-    depth = (_REFERENCE_LAYERS / config.layers) ** 2
+    depth = (_REFERENCE_LAYERS / size.layers) ** 2
     matrices = muon(
         scheduled(config.learning_rate * batch),
         momentum=optax.linear_schedule(*config.momentum, config.momentum_steps),

@@ -9,7 +9,7 @@ import optax
 
 from recurjax.parameters import parameter_name, rule_of
 from recurjax.ranges import require_range
-from recurjax.training.muon_adamw import MuonAdamW, muon_adamw
+from recurjax.training.muon_adamw import MuonAdamW, RunSize, muon_adamw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +64,7 @@ def build_optimizer(
     *,
     clip: float | None,
     steps: int | None = None,
+    size: RunSize | None = None,
 ) -> optax.GradientTransformation:
     """Returns the gradient transformation of a whole training step.
 
@@ -72,12 +73,13 @@ def build_optimizer(
       rate: optimizer step -> learning rate.
       clip: largest global norm of the gradient, or None.
       steps: of the whole run; MuonAdamW, which schedules more than its rate, needs it.
+      size: of model and batch; MuonAdamW, which scales its rates by them, needs it.
     """
     clipping = [] if clip is None else [optax.clip_by_global_norm(clip)]
     if isinstance(config, MuonAdamW):
-        if steps is None:
-            raise ValueError("build_optimizer: MuonAdamW needs the run's steps")
-        return optax.chain(*clipping, muon_adamw(config, rate, steps=steps))
+        if steps is None or size is None:
+            raise ValueError("build_optimizer: MuonAdamW needs steps and size")
+        return optax.chain(*clipping, muon_adamw(config, rate, steps=steps, size=size))
     return optax.chain(*clipping, *_adam(config, rate))
 
 

@@ -19,6 +19,7 @@ from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.sharding import batch_sharding, check_batch, replicated, shardings
 from recurjax.training.config import TrainingConfig
+from recurjax.training.muon_adamw import RunSize
 from recurjax.training.objective import Objective
 from recurjax.training.optimizer import OptimizerConfig, build_optimizer
 from recurjax.training.schedule import Schedule, learning_rate
@@ -111,8 +112,13 @@ def build_step(
         peak=experiment.optimizer.learning_rate if peak is None else peak,
         steps=training.steps,
     )
+    stack = experiment.model.stack
     optimizer = build_optimizer(
-        experiment.optimizer, rate, clip=training.gradient_clip, steps=training.steps
+        experiment.optimizer,
+        rate,
+        clip=training.gradient_clip,
+        steps=training.steps,
+        size=RunSize(stack.width, stack.layers, training.tokens_per_step),
     )
 
     def new(key: Array) -> TrainState:

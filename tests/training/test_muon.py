@@ -1,6 +1,7 @@
 """MuonAdamW against three steps of the authors' optimizer, and its sharding."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,13 +13,16 @@ from optax.contrib import MuonDimensionNumbers
 
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh, shardings
+from recurjax.training import program
 from recurjax.training.muon import muon
 from recurjax.training.muon_adamw import (
     MuonAdamW,
+    RunSize,
     matrix_dimensions,
     muon_adamw,
     parameter_groups,
 )
+from recurjax.training.optimizer import build_optimizer
 from recurjax.types import Batch
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from recurjax.variants.latent_recurrent_transformer.objectives import Interleaved
@@ -26,6 +30,7 @@ from recurjax.variants.latent_recurrent_transformer.recurrence import rms
 from tests.compiling import QUICK_COMPILE
 from tests.golden.cases import golden_cases, load
 from tests.tolerances import assert_gradients_close
+from tests.training.tiny_experiment import changed, config
 from tests.variants.latent_recurrent_transformer.switches import SWITCHES, build, small
 
 MATRICES = ("wide", "tall", "square", "gate")
@@ -95,7 +100,7 @@ def test_the_other_groups_are_the_authors(path, name):
     peak = hyper[0][index]["lr"]
     leaf = {"emb": "w_embedding", "scal": "input_scale"}[name]
     config = MuonAdamW(learning_rate=peak, embedding_rate=peak, scalar_rate=peak)
-    optimizer = muon_adamw(config, rate, steps=3)
+    optimizer = muon_adamw(config, rate, steps=3, size=RunSize())
     weights = {leaf: jnp.asarray(case[f"p0/{name}"])}
     state = optimizer.init(weights)
     for step in (1, 2, 3):
@@ -187,7 +192,7 @@ def test_the_memorys_gates_stay_open():
     model = build(small(MemoryConfig(sources=(1,)), width=width, **one_layer))
     ids = np.random.default_rng(1).integers(0, 11, (4, 9))
     batch = Batch(jnp.asarray(ids), jnp.asarray(np.roll(ids, -1, axis=1)))
-    optimizer = muon_adamw(MuonAdamW(), lambda _: 0.02, steps=100)
+    optimizer = muon_adamw(MuonAdamW(), lambda _: 0.02, steps=100, size=RunSize())
 
     def loss(weights):
         whole = to_nested_dict(model)
@@ -211,10 +216,45 @@ def test_the_memorys_gates_stay_open():
     assert saturated < 0.01
 
 
+def test_rates_follow_width_and_batch():
+    optimizer = muon_adamw(
+        MuonAdamW(),
+        lambda _: 0.02,
+        steps=10,
+        size=RunSize(width=768 // 16, layers=3, tokens=2**17),
+    )
+    wide, batch = 4, 1 / 2
+    rates = {
+        "w_embedding": 0.3 * wide * batch,
+        "w_head": 0.004 * wide * batch,
+        "stack.blocks.0.residual_scale": 0.005 * batch,
+    }
+    weights = {name: jnp.ones((2, 2)) for name in rates}
+    changes, _ = optimizer.update(weights, optimizer.init(weights), weights)
+    for name, rate in rates.items():  # Adam's first step is its rate.
+        np.testing.assert_allclose(changes[name], -rate, rtol=1e-5)
+
+
+def test_the_runs_own_batch_and_model_scale_its_rates(monkeypatch):
+    """`--training.batch 32` alone once left every rate at the file's own batch."""
+    sizes = []
+
+    def build_and_record(*args, size, **kwargs):
+        sizes.append(size)
+        return build_optimizer(*args, size=size, **kwargs)
+
+    monkeypatch.setattr(program, "build_optimizer", build_and_record)
+    run = replace(config(), optimizer=MuonAdamW())
+    mesh = make_mesh(MeshConfig())
+    for batch in (8, 32):
+        program.build_step(changed(run, training={"batch": batch}), mesh)
+    assert sizes == [RunSize(16, 2, 8 * 16), RunSize(16, 2, 32 * 16)]
+
+
 def whole_update(model, *, mesh=None):
     """One step on every parameter of a model, with gradients of their own size."""
-    config = MuonAdamW(width=8, layers=2, batch_tokens=64)
-    optimizer = muon_adamw(config, lambda _: 0.02, steps=10)
+    size = RunSize(width=8, layers=2, tokens=64)
+    optimizer = muon_adamw(MuonAdamW(), lambda _: 0.02, steps=10, size=size)
 
     def update(model):
         gradients = jax.tree.map(lambda w: jnp.sin(7 * w), model)
