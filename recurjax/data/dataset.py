@@ -78,9 +78,10 @@ class Dataset:
     ) -> Loader:
         """Makes batches of `batch` rows of `length` tokens.
 
-        Those for training are endless and shuffled, packed as the config says. Those in
-        order are one pass, always concatenated, with the last batch filled up with
-        places whose target is IGNORED.
+        Those for training are endless and shuffled, those in order are one pass, with
+        the last batch filled up with places whose target is IGNORED. Both are packed as
+        the config says: concatenated rows in order have every token of the split,
+        best-fit ones begin with a document and leave out what is cropped.
 
         Args:
           split: which part.
@@ -107,8 +108,8 @@ class Dataset:
         _check_long_enough(part, length, self.config)
         if in_order is None:
             in_order = split == "validation"
-        if not in_order and self.config.packing == "best_fit":
-            _check_packable(part, self.tokenizer)
+        if self.config.packing == "best_fit":
+            _check_packable(part, self.tokenizer, least=1 if in_order else 2)
         layout = Layout(
             length=length,
             batch=batch,
@@ -208,15 +209,16 @@ def _check_long_enough(part: Split, length: int, config: DataConfig) -> None:
         )
 
 
-def _check_packable(part: Split, tokenizer: Tokenizer) -> None:
+def _check_packable(part: Split, tokenizer: Tokenizer, *, least: int) -> None:
     if tokenizer.bos is None:
         raise UserError(
             "best_fit packing needs a tokenizer with BOS: name one, or use concat"
         )
-    if len(part.document_spans()) < 2:
+    count = len(part.document_starts())
+    if count < least:
         raise UserError(
-            "best_fit packing crops a document to a row, and the corpus has only one: "
-            "use concat"
+            f"best_fit packing crops a document to a row, and {count} of them begin in "
+            f"the {part.name} split: use concat, or another validation_fraction"
         )
 
 

@@ -7,7 +7,15 @@ from typing import Any
 import grain
 
 from recurjax.data.config import DataConfig
-from recurjax.data.pipeline import Batch, Layout, best_fit, concatenated, in_order
+from recurjax.data.pipeline import (
+    Batch,
+    Layout,
+    best_fit,
+    best_fit_in_order,
+    concatenated,
+    count_best_fit_in_order,
+    in_order,
+)
 from recurjax.data.streams import Split
 from recurjax.errors import UserError
 
@@ -40,33 +48,24 @@ class Loader:
         """Batches in the pass; None: endless."""
         if not self.in_order:
             return None
+        if self.config.packing == "best_fit":
+            return count_best_fit_in_order(
+                self.part, self.layout, buffer=self.config.packing_buffer
+            )
         return -(-(self.part.tokens - 1) // (self.layout.length * self.layout.batch))
 
     @cached_property
     def _pipeline(self) -> grain.IterDataset[Batch]:
-        config = self.config
+        config, ahead = self.config, {"prefetch": self.config.prefetch}
+        if config.packing == "best_fit":
+            ahead["buffer"] = config.packing_buffer
+            if self.in_order:
+                return best_fit_in_order(self.part, self.layout, **ahead)
+            return best_fit(self.part, self.layout, seed=self.seed, **ahead)
+        ahead["threads"] = config.threads
         if self.in_order:
-            return in_order(
-                self.part,
-                self.layout,
-                prefetch=config.prefetch,
-                threads=config.threads,
-            )
-        if config.packing == "concat":
-            return concatenated(
-                self.part,
-                self.layout,
-                seed=self.seed,
-                prefetch=config.prefetch,
-                threads=config.threads,
-            )
-        return best_fit(
-            self.part,
-            self.layout,
-            seed=self.seed,
-            buffer=config.packing_buffer,
-            prefetch=config.prefetch,
-        )
+            return in_order(self.part, self.layout, **ahead)
+        return concatenated(self.part, self.layout, seed=self.seed, **ahead)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

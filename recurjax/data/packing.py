@@ -15,7 +15,8 @@ class BestFit:
 
     When none of the buffer fits, the shortest is cropped to fill the row and its rest
     is dropped. Ties go to the document that has waited longest. So each row begins a
-    document, and no row is padded. Source: nanochat's loader "BOS-aligned best-fit".
+    document, and no row is padded but the one at which the documents end. Source:
+    nanochat's loader "BOS-aligned best-fit".
 
     Only lengths are looked at: which tokens a row holds can be planned on every
     process, and read on the one that needs them.
@@ -28,26 +29,34 @@ class BestFit:
         *,
         buffer: int,
         refill: int = REFILL,
+        documents: int | None = None,
     ):
         """Begins at the first document of the order.
 
         Args:
           lengths: of each document, in tokens, BOS included; at least 1.
           order: the document that comes k-th, for any k >= 0.
-          buffer: documents to choose from, at least.
+          buffer: documents to choose from, at least, as long as some are to come.
           refill: how many join at a time when there are fewer.
+          documents: how many come; None: without end.
         """
         self._lengths_of, self._order = lengths, order
-        self._least, self._refill = buffer, refill
+        self._least, self._refill, self._count = buffer, refill, documents
         self._next = 0
         self._documents = np.zeros(0, np.int64)  # those waiting, longest-waiting first
         self._lengths = np.zeros(0, np.int64)
 
     def row(self, capacity: int) -> list[tuple[int, int]]:
-        """Returns the next row: (document, how many of its first tokens) in order."""
+        """Returns the next row: (document, how many of its first tokens) in order.
+
+        It holds fewer tokens than `capacity` only where the documents have come to
+        their end, and none after that.
+        """
         row, left = [], capacity
         while left > 0:
             self._fill()
+            if not len(self._documents):
+                break
             fitting = np.where(self._lengths <= left, self._lengths, 0)
             best = int(fitting.argmax())
             if fitting[best] == 0:
@@ -72,8 +81,12 @@ class BestFit:
     def _fill(self) -> None:
         while len(self._documents) < self._least:
             ks = range(self._next, self._next + self._refill)
+            if self._count is not None:
+                ks = ks[: max(0, self._count - self._next)]
+            if not ks:
+                return
             new = np.array([self._order(k) for k in ks], np.int64)
-            self._next += self._refill
+            self._next += len(ks)
             self._documents = np.concatenate([self._documents, new])
             self._lengths = self._lengths_of[self._documents]
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import grain
 import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from recurjax.data.packing import BestFit, segment_numbers
 from recurjax.data.streams import Span, Split
@@ -66,13 +66,38 @@ def best_fit(
     split: Split, layout: Layout, *, seed: int, buffer: int, prefetch: int
 ) -> grain.IterDataset[Batch]:
     """Endless batches of best-fit packed documents, shuffled anew each epoch."""
-    spans = split.document_spans()
-    order = endless_order(len(spans), seed)
-    lengths = spans[:, 1] - spans[:, 0]
+    lengths = split.document_lengths()
+    order = endless_order(len(lengths), seed)
     batches = PackedBatches(
         split, layout, lambda: BestFit(lengths, order, buffer=buffer)
     )
     return ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch)
+
+
+def best_fit_in_order(
+    split: Split, layout: Layout, *, buffer: int, prefetch: int
+) -> grain.IterDataset[Batch]:
+    """One pass over the split's documents, packed as in training but not shuffled.
+
+    What best fit crops is left out here too. The last row and the last batch are
+    filled up with places whose target is IGNORED.
+    """
+    batches = PackedBatches(
+        split, layout, lambda: _in_order_plan(split.document_lengths(), buffer)
+    )
+    return ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch)
+
+
+def count_best_fit_in_order(split: Split, layout: Layout, *, buffer: int) -> int:
+    """Counts the batches of `best_fit_in_order`; plans all of its rows."""
+    plan, rows = _in_order_plan(split.document_lengths(), buffer), 0
+    while plan.row(layout.length + 1):
+        rows += 1
+    return -(-rows // layout.batch)
+
+
+def _in_order_plan(lengths: Int64[np.ndarray, " N"], buffer: int) -> BestFit:
+    return BestFit(lengths, lambda k: k, buffer=buffer, documents=len(lengths))
 
 
 class PackedBatches(grain.IterDataset[Batch]):
@@ -89,17 +114,20 @@ class PackedBatches(grain.IterDataset[Batch]):
 class _PackedIterator(grain.DatasetIterator[Batch]):
     def __init__(self, split: Split, layout: Layout, plan: BestFit):
         super().__init__()
-        self._stream, self._spans = split.stream, split.document_spans()
+        self._stream, self._starts = split.stream, split.document_starts()
         self._layout, self._plan = layout, plan
 
     def __next__(self) -> Batch:
         capacity = self._layout.length + 1
         plans = [self._plan.row(capacity) for _ in range(self._layout.batch)]
+        if not plans[0]:
+            raise StopIteration
         wanted = plans[slice(*self._layout.rows)]
-        starts = self._spans[:, 0]
-        spans = [(int(starts[d]), int(starts[d]) + n) for row in wanted for d, n in row]
+        pieces = [(int(self._starts[d]), n) for row in wanted for d, n in row]
+        spans = [(start, start + n) for start, n in pieces]
         parts = iter(self._stream.read(spans))
-        rows = [np.concatenate([next(parts) for _ in row]) for row in wanted]
+        none = np.zeros(0, np.int32)  # of a row after the documents' end
+        rows = [np.concatenate([none, *(next(parts) for _ in r)]) for r in wanted]
         segments = [_repeated([n for _, n in row])[:-1] for row in wanted]
         return _batch(rows, segments, self._layout)
 

@@ -65,12 +65,17 @@ class Split:
     def tokens(self) -> int:
         return self.stop - self.start
 
-    def document_spans(self) -> Int64[np.ndarray, "N 2"]:
-        """Lists the documents, cut where the split begins and ends."""
+    def document_starts(self) -> Int64[np.ndarray, " N"]:
+        """Lists where the documents that begin in the split begin.
+
+        The rest of one that begins before it is none of them.
+        """
         starts = self.stream.starts
-        inner = starts[(starts > self.start) & (starts < self.stop)]
-        edges = np.concatenate([[self.start], inner, [self.stop]])
-        return np.stack([edges[:-1], edges[1:]], axis=1)[np.diff(edges) > 0]
+        return starts[(starts >= self.start) & (starts < self.stop)]
+
+    def document_lengths(self) -> Int64[np.ndarray, " N"]:
+        """Counts their tokens; the last document is cut where the split ends."""
+        return np.diff(self.document_starts(), append=self.stop)
 
 
 def token_dtype(vocabulary: int) -> type[np.uint16] | type[np.uint32]:

@@ -9,12 +9,18 @@ import pytest
 from recurjax.data import pipeline
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText, JsonLines
 from recurjax.data.dataset import Dataset, open_dataset
+from recurjax.data.packing import BestFit
 from recurjax.errors import UserError
 from recurjax.types import IGNORED
 
 BOS = 256
 T, B = 16, 6
-KINDS = [("train", "concat"), ("train", "best_fit"), ("validation", "concat")]
+KINDS = [
+    (split, packing)
+    for split in ("train", "validation")
+    for packing in ("concat", "best_fit")
+]
+TRAINING, PACKED = KINDS[:2], KINDS[1::2]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +164,7 @@ def test_a_pass_over_validation_can_be_repeated(many):
 
 
 def test_training_has_no_ignored_targets_and_no_end(many):
-    for kind in KINDS[:2]:
+    for kind in TRAINING:
         loader = loader_of(many, kind)
         assert loader.batches is None
         for batch in taken(iter(loader), 60):
@@ -183,9 +189,35 @@ def test_segments_come_only_when_asked_for(many):
         assert set(batch) == {"ids", "targets"}
 
 
-def test_best_fit_rows_begin_a_document(many):
-    for batch in taken(iter(loader_of(many, KINDS[1])), 40):
-        assert (batch["ids"][:, 0] == BOS).all()
+@pytest.mark.parametrize("kind", PACKED)
+def test_best_fit_rows_begin_a_document(many, kind):
+    for batch in taken(iter(loader_of(many, kind)), 40):
+        known = batch["targets"][:, 0] != IGNORED
+        assert known.any() and (batch["ids"][known, 0] == BOS).all()
+
+
+def test_validation_is_packed_as_training_is(many):
+    """The documents of the split in order, by the packer that makes training's rows."""
+    loader = loader_of(many, ("validation", "best_fit"), batch=2)
+    batches = list(loader)
+    assert len(batches) == loader.batches > 5
+    split, stream = many.split("validation"), many.tokens("validation")
+    begins = np.flatnonzero(stream == BOS)
+    assert begins[0] > 0  # the split begins inside a document, which is left out
+    lengths = np.diff(begins, append=len(stream))
+    plan = BestFit(lengths, lambda k: k, buffer=20, documents=len(lengths))
+    for batch in batches:
+        for r in range(2):
+            pieces = [stream[begins[d] : begins[d] + n] for d, n in plan.row(T + 1)]
+            want = np.concatenate([*pieces, np.full(T + 1, -2)])[: T + 1]
+            count = max(0, int((want != -2).sum()) - 1)
+            np.testing.assert_array_equal(batch["ids"][r, :count], want[:count])
+            np.testing.assert_array_equal(batch["targets"][r, :count], want[1:][:count])
+            assert (batch["targets"][r, count:] == IGNORED).all()
+    assert plan.row(T + 1) == []
+    # Only the last batch may hold places that are not predicted.
+    assert all((batch["targets"] != IGNORED).all() for batch in batches[:-1])
+    assert split.tokens == len(stream)
 
 
 def test_the_state_is_small(many):

@@ -85,6 +85,16 @@ def test_rows_are_full_and_no_document_comes_twice():
         assert all(take == lengths[document] for document, take in row[:-1])
 
 
+def test_documents_that_end_are_packed_to_the_last():
+    lengths = np.random.default_rng(3).integers(1, 12, 50)
+    plan = BestFit(lengths, lambda k: k, buffer=20, refill=8, documents=50)
+    rows = list(iter(lambda: plan.row(10), []))
+    assert all(sum(take for _, take in row) == 10 for row in rows[:-1])
+    assert sorted(d for row in rows for d, _ in row) == list(range(50))
+    endless = BestFit(lengths, lambda k: k, buffer=20, refill=8)
+    assert rows[:15] == [endless.row(10) for _ in range(15)]
+
+
 def test_a_plan_continues_exactly_from_its_state():
     lengths = np.random.default_rng(2).integers(1, 40, 300)
     plan = BestFit(lengths, lambda k: k, buffer=20)
