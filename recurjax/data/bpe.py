@@ -1,6 +1,8 @@
 """Trains a byte-level BPE on a corpus."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -13,8 +15,52 @@ from recurjax.errors import UserError
 BOS = "<|bos|>"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPart:
+    """The leading part of a corpus that a tokenizer may learn from.
+
+    Attributes:
+      share: of the corpus, or of `used_bytes`, that is not validation; 0 to 1.
+      used_bytes: only so many bytes of text, or more, will be used of the corpus; None:
+        all of it, and the share is of its size on disk.
+    """
+
+    share: float = 1.0
+    used_bytes: int | None = None
+
+    def texts(
+        self, reading: Reading, *, limit: int, crop: int | None = None
+    ) -> Iterator[str]:
+        """Yields the documents of the part, at most about `limit` bytes of text.
+
+        Args:
+          reading: the corpus.
+          limit: in bytes of what is yielded.
+          crop: characters of a document that are yielded, its first; None: all.
+        """
+        end, before, seen, yielded = self.share * reading.total, 0, 0, 0
+        reach = math.inf if self.used_bytes is None else self.share * self.used_bytes
+        for text, done in reading.documents:
+            if before >= end or seen >= reach or yielded >= limit:
+                return
+            if done > end:  # this document straddles the end: keep its first part
+                text = text[: int(len(text) * (end - before) / (done - before))]
+            size = len(text.encode("utf-8"))
+            if seen + size > reach:
+                text = text[: int(len(text) * (reach - seen) / size)]
+            if not text:
+                return
+            shown = text if crop is None else text[:crop]
+            yielded += len(shown.encode("utf-8"))
+            yield shown
+            before, seen = done, seen + size
+
+
+EVERYTHING = TrainingPart()
+
+
 def train_bpe(
-    reading: Reading, config: Bpe, *, validation_fraction: float = 0.0
+    reading: Reading, config: Bpe, *, part: TrainingPart = EVERYTHING
 ) -> JsonTokenizer:
     """Learns merges within GPT-2's pre-tokens; token 0 is BOS, which ends text too.
 
@@ -23,7 +69,7 @@ def train_bpe(
     Args:
       reading: the corpus, of which documents are read until enough are seen.
       config: the size of the vocabulary and of the text that merges are counted on.
-      validation_fraction: the share at the end of the corpus that is not looked at.
+      part: of the corpus that is looked at.
 
     Raises:
       UserError: the text does not yield that many tokens.
@@ -37,7 +83,7 @@ def train_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = leading_part(reading, 1.0 - validation_fraction, config.train_bytes)
+    texts = part.texts(reading, limit=config.train_bytes)
     learner.train_from_iterator(texts, trainer)
     if learner.get_vocab_size() < config.vocabulary:
         raise UserError(
@@ -45,20 +91,3 @@ def train_bpe(
             f"{config.vocabulary} were asked for: choose a smaller vocabulary"
         )
     return JsonTokenizer(learner.to_str(), bos=BOS, eos=BOS)
-
-
-def leading_part(reading: Reading, share: float, limit: int) -> Iterator[str]:
-    """Yields the first share of the corpus, at most about `limit` bytes of text.
-
-    Args:
-      share: of the corpus' size on disk, 0 to 1.
-    """
-    end, before, seen = share * reading.total, 0, 0
-    for text, done in reading.documents:
-        if done > end:  # this document straddles the end: keep its first part
-            text = text[: int(len(text) * (end - before) / (done - before))]
-        if not text or seen >= limit:
-            return
-        seen += len(text.encode("utf-8"))
-        yield text
-        before = done

@@ -3,7 +3,7 @@
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from recurjax.data.bpe import leading_part
+from recurjax.data.bpe import EVERYTHING, TrainingPart
 from recurjax.data.config import NanochatBpe
 from recurjax.data.corpora import Reading
 from recurjax.data.json_tokenizer import JsonTokenizer, byte_characters
@@ -28,8 +28,12 @@ SPECIAL_TOKENS = (
 )
 
 
+DOCUMENT_CHARACTERS = 10_000
+"""Of a document, its first so many are counted, so that none outweighs the others."""
+
+
 def train_nanochat_bpe(
-    reading: Reading, config: NanochatBpe, *, validation_fraction: float = 0.0
+    reading: Reading, config: NanochatBpe, *, part: TrainingPart = EVERYTHING
 ) -> JsonTokenizer:
     """Learns merges: token b is byte b, then the merges, then the special tokens.
 
@@ -39,7 +43,7 @@ def train_nanochat_bpe(
     Args:
       reading: the corpus, of which documents are read until enough are seen.
       config: the size of the vocabulary and of the text that merges are counted on.
-      validation_fraction: the share at the end of the corpus that is not looked at.
+      part: of the corpus that is looked at.
 
     Raises:
       UserError: the text does not yield that many tokens.
@@ -53,7 +57,7 @@ def train_nanochat_bpe(
         special_tokens=list(byte_characters()),
         show_progress=False,
     )
-    texts = leading_part(reading, 1.0 - validation_fraction, config.train_bytes)
+    texts = part.texts(reading, limit=config.train_bytes, crop=DOCUMENT_CHARACTERS)
     learner.train_from_iterator(texts, trainer)
     found = learner.get_vocab_size() + len(SPECIAL_TOKENS)
     if found < config.vocabulary:

@@ -8,7 +8,7 @@ from typing import Protocol, assert_never, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int32
 
-from recurjax.data.bpe import train_bpe
+from recurjax.data.bpe import TrainingPart, train_bpe
 from recurjax.data.byte_tokenizer import BYTE_FILE, ByteTokenizer
 from recurjax.data.config import (
     Bpe,
@@ -45,7 +45,8 @@ class Tokenizer(Protocol):
     Attributes:
       vocabulary: V; every id lies in [0, V).
       bos: the token put before each document, or None.
-      eos: the token at which generated text ends, or None.
+      eos: the token at which generated text ends, or None. Without a BOS it is put
+        after each document.
       token_bytes: how many bytes of text each token stands for; special tokens 0. For
         byte-level tokenizers they sum to the length of the text in UTF-8.
       hash: SHA-256 of the definition, in hexadecimal.
@@ -79,26 +80,34 @@ class Tokenizer(Protocol):
 
 
 def build_tokenizer(
-    config: TokenizerConfig, corpus: Corpus, *, validation_fraction: float
+    config: TokenizerConfig,
+    corpus: Corpus,
+    *,
+    validation_fraction: float,
+    used_bytes: int | None = None,
 ) -> Tokenizer:
     """Makes the tokenizer that a config asks for, trained on the corpus if it is a BPE.
+
+    Args:
+      config: what to make.
+      corpus: is read by a BPE only.
+      validation_fraction: the share at the end that a BPE does not look at.
+      used_bytes: only the corpus' first so many bytes of text will be tokenized, or
+        more, and the share is of those; None: all.
 
     Raises:
       UserError: it cannot be loaded, or the corpus does not serve to train it.
     """
+    part = TrainingPart(share=1.0 - validation_fraction, used_bytes=used_bytes)
     match config:
         case Bytes():
             return ByteTokenizer(bos=config.bos)
         case TokenizerFile():
             return load_tokenizer(config.path, bos=config.bos, eos=config.eos)
         case Bpe():
-            reading = read_corpus(corpus)
-            return train_bpe(reading, config, validation_fraction=validation_fraction)
+            return train_bpe(read_corpus(corpus), config, part=part)
         case NanochatBpe():
-            reading = read_corpus(corpus)
-            return train_nanochat_bpe(
-                reading, config, validation_fraction=validation_fraction
-            )
+            return train_nanochat_bpe(read_corpus(corpus), config, part=part)
         case _:
             assert_never(config)
 

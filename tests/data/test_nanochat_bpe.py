@@ -96,9 +96,10 @@ def test_merges_of_equal_count_go_by_byte():
 
 
 def test_merges_are_the_most_frequent_pairs_of_what_is_left():
-    text = embedded_text()[:20_000]
-    tokenizer = train_nanochat_bpe(reading_of([text]), NanochatBpe(vocabulary=289))
-    split = tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    texts = [embedded_text()[start : start + 10_000] for start in (0, 10_000)]
+    tokenizer = train_nanochat_bpe(reading_of(texts), NanochatBpe(vocabulary=289))
+    splitter = tokenizer._tokenizer.pre_tokenizer
+    split = [word for text in texts for word in splitter.pre_tokenize_str(text)]
     number = {character: value for value, character in enumerate(byte_characters())}
     words = Counter(tuple(number[c] for c in word) for word, _ in split)
     pieces = [bytes([value]) for value in range(256)]
@@ -124,6 +125,13 @@ def _joined(word, pair, token):
         else:
             out.append(part)
     return tuple(out)
+
+
+def test_merges_are_counted_on_the_first_ten_thousand_characters_of_a_document():
+    config = NanochatBpe(vocabulary=269)
+    texts = ["ab " * 3_333 + "|" + "yz " * 50_000, "cd " * 2_000]
+    tokenizer = train_nanochat_bpe(reading_of(texts), config)
+    assert tokenizer._pieces[256:260] == [b"ab", b" ab", b"cd", b" cd"]
 
 
 def test_it_is_built_from_a_config_and_saved(tmp_path):

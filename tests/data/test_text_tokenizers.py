@@ -6,13 +6,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from recurjax.data import json_tokenizer
-from recurjax.data.bpe import train_bpe
+from recurjax.data.bpe import TrainingPart, train_bpe
 from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.config import Bpe, Bytes, TextFiles, TokenizerFile
 from recurjax.data.corpora import Document, Reading, embedded_text, read_corpus
 from recurjax.data.json_tokenizer import JsonTokenizer
 from recurjax.data.tokenizers import Tokenizer, build_tokenizer, load_tokenizer
 from recurjax.errors import UserError
+from tests.data.tokenizer_files import plain_definition
 
 SAMPLES = [
     "",
@@ -150,7 +151,9 @@ def test_a_bpe_does_not_look_at_the_validation_part():
     alone = train_bpe(reading_of(seen), config)
     for texts in ((seen + kept,), (seen[:500], seen[500:], kept[:9], kept[9:])):
         fraction = len(kept) / len(seen + kept)
-        got = train_bpe(reading_of(*texts), config, validation_fraction=fraction)
+        got = train_bpe(
+            reading_of(*texts), config, part=TrainingPart(share=1.0 - fraction)
+        )
         if len(texts) == 1:
             assert got.hash == alone.hash
         assert "zyxw" not in str(json.loads(got._definition)["model"]["merges"])
@@ -163,6 +166,26 @@ def test_a_bpe_counts_merges_on_no_more_text_than_asked():
     config = Bpe(vocabulary=259, train_bytes=100)
     got = train_bpe(reading_of(*texts), config)
     assert got.hash == train_bpe(reading_of(texts[0]), config).hash
+
+
+def test_a_bpe_stays_within_the_text_that_will_be_used():
+    """A corpus of which 400 bytes are used, 40 of them for validation."""
+    texts = ["abab cd " * 25, "abab cd " * 20 + "zyxw" * 10, "zyxw" * 100]
+    for cut in (texts, ["".join(texts)]):
+        part = TrainingPart(share=0.9, used_bytes=400)
+        seen = "".join(part.texts(reading_of(*cut), limit=10_000))
+        assert seen == "".join(texts)[:360]
+
+
+def test_nothing_is_learnt_after_the_document_in_which_validation_begins():
+    part = TrainingPart(share=0.55)
+    one, many = reading_of("abcdefghij"), reading_of(*["ab", "cde", "fgh", "ij"])
+    assert "".join(part.texts(one, limit=99)) == "abcde"
+    assert "".join(part.texts(many, limit=99)) == "abcde"
+    # Of a packed file many documents end at one place.
+    documents = [Document("abcd", 4), Document("ef", 10), Document("ghij", 10)]
+    packed = Reading(total=10, documents=iter(documents))
+    assert "".join(part.texts(packed, limit=99)) == "abcd"
 
 
 def test_long_texts_are_cut_where_it_changes_no_token(bpe, monkeypatch):
@@ -202,20 +225,6 @@ def test_sentencepiece_tokens_stand_for_their_bytes(sentencepiece):
     assert sentencepiece.token_bytes[[sentencepiece.bos, sentencepiece.eos]].sum() == 0
 
 
-def plain_definition(*specials: str) -> str:
-    learner = tokenizers.Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    learner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=256 + len(specials),
-        special_tokens=list(specials),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    learner.train_from_iterator(["ab"], trainer)
-    return learner.to_str()
-
-
 def test_special_tokens_are_found_by_config_then_file_then_name(tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_text(plain_definition("<s>", "</s>", "<|im_start|>"))
@@ -227,6 +236,11 @@ def test_special_tokens_are_found_by_config_then_file_then_name(tmp_path):
     assert (by_file.bos, by_file.eos) == (2, None)
     by_config = load_tokenizer(tmp_path, bos="</s>", eos="<s>")
     assert (by_config.bos, by_config.eos) == (1, 0)
+    without = load_tokenizer(tmp_path, bos="none", eos="</s>")
+    assert (without.bos, without.eos) == (None, 1)
+    without.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert (again.bos, again.eos, again.hash) == (None, 1, without.hash)
     assert len({by_name.hash, by_file.hash, by_config.hash}) == 3
 
 
