@@ -20,10 +20,12 @@ from recurjax.data.config import (
     TokenizerConfig,
     TokenizerFile,
 )
+from recurjax.data.encoding import closing
+from recurjax.data.json_tokenizer import NONE
 from recurjax.data.prepare import prepare
 from recurjax.data.prepared import TOKENIZER, Manifest
 from recurjax.data.progress import shown_progress
-from recurjax.data.tokenizers import build_tokenizer
+from recurjax.data.tokenizers import Tokenizer, build_tokenizer
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
 
@@ -51,23 +53,36 @@ class PrepareOptions:
       tokenizer: bytes, bytes-without-bos, bpe:SIZE or nanochat-bpe:SIZE (trained on
         the corpus, nanochat's with its split and special tokens), or the path of a
         tokenizer.json or of a folder that holds a tokenizer.
+      bos: the token of a tokenizer.json that begins each document, or none; default:
+        the tokenizer's own.
+      eos: the token of a tokenizer.json that ends each document, or none; default: the
+        tokenizer's own where no token begins documents, else none.
       format: of the corpus; auto goes by the file names, and takes others as text.
       field: the field or column with the text (jsonl, parquet, tfds).
       split: the split to read (tfds).
       separator: cuts a text file into documents (text); default: a file is one.
       validation_fraction: the last share of the bytes, kept for validation.
       shard_tokens: tokens in one file.
+      max_tokens: stops after the document that reaches so many; default: the whole
+        corpus. The validation split is a share of what was taken.
     """
 
     out: Path
     corpus: tuple[str, ...]
     tokenizer: str = "bytes"
+    bos: str | None = None
+    eos: str | None = None
     format: Format = "auto"
     field: str = "text"
     split: str = "train"
     separator: str | None = None
     validation_fraction: float = 0.1
     shard_tokens: int = 1 << 26
+    max_tokens: int | None = None
+
+    def __post_init__(self):
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UserError(f"--max-tokens must be at least 1, got {self.max_tokens}")
 
 
 def run(args: list[str]) -> int:
@@ -93,12 +108,17 @@ def run_prepare(args: list[str]) -> int:
     options = parse(PrepareOptions, args, prog="recurjax data prepare")
     refuse_existing(options.out)
     corpus = _corpus(options)
-    choice = _tokenizer(options.tokenizer)
+    choice = _tokenizer(options)
     if isinstance(choice, Bpe | NanochatBpe):
         print(f"training a BPE of {choice.vocabulary} tokens ...", file=sys.stderr)
     tokenizer = build_tokenizer(
-        choice, corpus, validation_fraction=options.validation_fraction
+        choice,
+        corpus,
+        validation_fraction=options.validation_fraction,
+        # Of a byte-level tokenizer no token stands for less than a byte.
+        used_bytes=options.max_tokens,
     )
+    ends = None if options.eos is None else options.eos != NONE
     with shown_progress() as progress:
         manifest = prepare(
             corpus,
@@ -106,9 +126,11 @@ def run_prepare(args: list[str]) -> int:
             options.out,
             validation_fraction=options.validation_fraction,
             shard_tokens=options.shard_tokens,
+            ends=ends,
+            max_tokens=options.max_tokens,
             progress=progress,
         )
-    print(_summary(options.out, manifest))
+    print(_summary(options.out, manifest, _separated(tokenizer, ends)))
     return 0
 
 
@@ -155,7 +177,21 @@ def _guessed_format(patterns: tuple[str, ...]) -> str:
     return kinds.pop() if kinds else "text"
 
 
-def _tokenizer(text: str) -> TokenizerConfig:
+def _tokenizer(options: PrepareOptions) -> TokenizerConfig:
+    text, named = options.tokenizer, (options.bos, options.eos) != (None, None)
+    choice = _described_tokenizer(text)
+    if not named:
+        return choice
+    if not isinstance(choice, TokenizerFile):
+        raise UserError(
+            f"--bos and --eos name tokens of a tokenizer.json, and {text} has its own"
+        )
+    # `--eos none` says what ends documents; generated text still has its end.
+    eos = None if options.eos == NONE else options.eos
+    return TokenizerFile(path=text, bos=options.bos, eos=eos)
+
+
+def _described_tokenizer(text: str) -> TokenizerConfig:
     if text in ("bytes", "bytes-without-bos"):
         return Bytes(bos=text == "bytes")
     kind, colon, size = text.partition(":")
@@ -175,12 +211,21 @@ def _unescaped(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def _summary(out: Path, manifest: Manifest) -> str:
+def _separated(tokenizer: Tokenizer, ends: bool | None) -> str:
+    after = closing(tokenizer, ends)
+    first = "" if tokenizer.bos is None else f"begins with token {tokenizer.bos}"
+    last = f"ends with token {after[0]}" if after else ""
+    told = " and ".join(part for part in (first, last) if part)
+    return f"each document {told}" if told else "nothing separates the documents"
+
+
+def _summary(out: Path, manifest: Manifest, separated: str) -> str:
     return (
         f"{out}: {manifest.documents:,} documents, {manifest.text_bytes:,} bytes, "
         f"{manifest.tokens:,} tokens of {manifest.vocabulary:,} in "
         f"{len(manifest.shards)} shards; {manifest.train_tokens:,} to train, "
         f"{manifest.validation_tokens:,} to validate\n"
+        f"{separated}\n"
         "in an experiment:\n"
         f'    DataConfig(corpus=Prepared(directory="{out}"),\n'
         f'               tokenizer=TokenizerFile(path="{out / TOKENIZER}"),\n'

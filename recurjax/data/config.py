@@ -117,7 +117,8 @@ class NanochatBpe:
     Attributes:
       vocabulary: tokens in all: 256 bytes, the merges, nine special tokens, of which
         the first is BOS.
-      train_bytes: merges are counted on at most about this much text.
+      train_bytes: merges are counted on at most about this much text, of each document
+        its first 10,000 characters.
     """
 
     vocabulary: int
@@ -135,9 +136,11 @@ class TokenizerFile:
     Attributes:
       path: a tokenizer.json, or a folder that holds a tokenizer (such as `tokenizer`
         in a prepared directory, or a Hugging Face model's folder).
-      bos: the token before each document; None: what tokenizer_config.json beside
-        the file says, else the first well-known name in the vocabulary, else none.
-      eos: the token that ends generated text, found the same way.
+      bos: the token before each document, "none" for none; None: what
+        tokenizer_config.json beside the file says, else the first well-known name in
+        the vocabulary, else none.
+      eos: the token that ends generated text, and each document where there is no
+        BOS; found the same way.
     """
 
     path: str

@@ -8,13 +8,14 @@ from jaxtyping import Int32
 
 from recurjax.data.corpora import Document, Reading
 from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
 
 _AT_ONCE = 1 << 22
 """Characters encoded by one call, so that a tokenizer can use several threads."""
 
 
 class EncodedDocument(NamedTuple):
-    """The tokens of one document, BOS first where the tokenizer has one.
+    """The tokens of one document, with what separates it from its neighbours.
 
     Attributes:
       ids: the tokens.
@@ -31,18 +32,42 @@ class EncodedDocument(NamedTuple):
 
 
 def encoded_documents(
-    reading: Reading, tokenizer: Tokenizer
+    reading: Reading, tokenizer: Tokenizer, *, ends: bool | None = None
 ) -> Iterator[EncodedDocument]:
-    """Encodes documents in order, several at a time."""
+    """Encodes documents in order, several at a time.
+
+    Args:
+      reading: where they come from.
+      tokenizer: its BOS, if it has one, comes before each document.
+      ends: whether its EOS comes after each document; None: where it has no BOS, so
+        that documents do not run together.
+
+    Raises:
+      UserError: EOS is asked for, and the tokenizer has none.
+    """
+    after = closing(tokenizer, ends)
+    before = [] if tokenizer.bos is None else [tokenizer.bos]
+    around = np.array(before, np.int32), np.array(after, np.int32)
     group: list[Document] = []
     size = 0
     for document in reading.documents:
         group.append(document)
         size += len(document.text)
         if size >= _AT_ONCE:
-            yield from _encoded(group, tokenizer)
+            yield from _encoded(group, tokenizer, *around)
             group, size = [], 0
-    yield from _encoded(group, tokenizer)
+    yield from _encoded(group, tokenizer, *around)
+
+
+def closing(tokenizer: Tokenizer, ends: bool | None) -> list[int]:
+    """Lists what comes after each document, EOS or nothing: see `encoded_documents`."""
+    if ends is None:
+        ends = tokenizer.bos is None and tokenizer.eos is not None
+    if not ends:
+        return []
+    if tokenizer.eos is None:
+        raise UserError("the tokenizer has no EOS to put after each document")
+    return [tokenizer.eos]
 
 
 def validation_tokens(
@@ -50,18 +75,21 @@ def validation_tokens(
 ) -> int:
     """Returns how many tokens at the end of `ids` make at most `wanted_bytes` bytes.
 
-    BOS before the first of them counts as theirs.
+    BOS before the first of them counts as theirs; EOS alone is none of them.
     """
+    if wanted_bytes == 0:
+        return 0
     after = np.cumsum(tokenizer.token_bytes[ids[::-1]], dtype=np.int64)
     return int(np.searchsorted(after, wanted_bytes, side="right"))
 
 
-def _encoded(group: list[Document], tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
+def _encoded(
+    group: list[Document], tokenizer: Tokenizer, before: np.ndarray, after: np.ndarray
+) -> Iterator[EncodedDocument]:
     encoded = tokenizer.encode_many([document.text for document in group])
-    first = [] if tokenizer.bos is None else [tokenizer.bos]
     for document, ids in zip(group, encoded, strict=True):
         yield EncodedDocument(
-            ids=np.concatenate([np.array(first, np.int32), ids]),
+            ids=np.concatenate([before, ids, after]),
             text_bytes=len(document.text.encode("utf-8")),
             token_bytes=int(tokenizer.token_bytes[ids].sum()),
             done=document.done,

@@ -25,6 +25,8 @@ _BOS_NAMES = (
     "<|endoftext|>",
 )
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<eos>", "</s>", "[EOS]")
+NONE = "none"
+"""In the place of a special token's name: there is no such token."""
 _PIECE = 1 << 16
 """Longer texts are cut about here, in characters, where that changes no token."""
 _SAFE_CUT = re.compile(r"(?<=[\w.,;:!?'\")\]])\n(?=\w)")
@@ -61,8 +63,9 @@ class JsonTokenizer:
 
         Args:
           definition: the text.
-          bos: name of the BOS token; None: what `stated` has under bos_token, even if
-            that is None, else the first well-known name in the vocabulary, else none.
+          bos: name of the BOS token, `NONE` for none; None: what `stated` has under
+            bos_token, even if that is None, else the first well-known name in the
+            vocabulary, else none.
           eos: likewise, of the EOS token; without a well-known name BOS serves.
           stated: the names that tokenizer_config.json gives.
 
@@ -79,9 +82,11 @@ class JsonTokenizer:
         self._definition = definition
         self._json: dict[str, Any] = json.loads(definition)
         self._ids_of = self._tokenizer.get_vocab(with_added_tokens=True)
-        stated = stated or {}
-        bos = bos or stated.get("bos_token", self._first_of(_BOS_NAMES))
-        eos = eos or stated.get("eos_token", self._first_of(_EOS_NAMES) or bos)
+        given = {"bos_token": bos, "eos_token": eos}
+        stated = {**(stated or {}), **{k: v for k, v in given.items() if v is not None}}
+        stated = {role: None if v == NONE else v for role, v in stated.items()}
+        bos = stated.get("bos_token", self._first_of(_BOS_NAMES))
+        eos = stated.get("eos_token", self._first_of(_EOS_NAMES) or bos)
         self._names = {"bos_token": bos, "eos_token": eos}
         self.bos, self.eos = self._id(bos, "BOS"), self._id(eos, "EOS")
         self.vocabulary = max(self._ids_of.values()) + 1
@@ -100,6 +105,13 @@ class JsonTokenizer:
             return cls(definition, bos=bos, eos=eos, stated=stated)
         except ValueError as error:  # of ours, or not UTF-8
             raise UserError(f"{file}: {error}") from error
+
+    def separated_by_eos(self) -> "JsonTokenizer":
+        """Returns the same tokenizer with EOS, if there is one, in the place of BOS."""
+        eos = self._names["eos_token"]
+        return (
+            self if eos is None else JsonTokenizer(self._definition, bos=eos, eos=eos)
+        )
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         return self.encode_many([text])[0]

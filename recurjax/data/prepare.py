@@ -14,8 +14,8 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from recurjax.data.config import Corpus
-from recurjax.data.corpora import Reading, read_corpus
-from recurjax.data.encoding import encoded_documents
+from recurjax.data.corpora import read_corpus
+from recurjax.data.encoding import EncodedDocument, closing, encoded_documents
 from recurjax.data.prepared import (
     FORMAT,
     INDEX,
@@ -51,6 +51,8 @@ def prepare(
     *,
     validation_fraction: float = 0.1,
     shard_tokens: int = 1 << 26,
+    ends: bool | None = None,
+    max_tokens: int | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
     """Writes a prepared directory: see `recurjax.data.prepared` for what is in it.
@@ -63,6 +65,8 @@ def prepare(
       out: the new directory; an empty one may be there.
       validation_fraction: the last share of the corpus' bytes, kept for validation.
       shard_tokens: tokens in a file, rounded up to whole records.
+      ends: whether EOS comes after each document: see `encoded_documents`.
+      max_tokens: no document is begun after so many tokens; None: all are taken.
       progress: is called after each document.
 
     Raises:
@@ -74,11 +78,23 @@ def prepare(
         )
     if shard_tokens < 1:
         raise UserError(f"shard_tokens must be positive, got {shard_tokens}")
+    if max_tokens is not None and max_tokens < 1:
+        raise UserError(f"max_tokens must be positive, got {max_tokens}")
+    closing(tokenizer, ends)
     out = Path(out).expanduser()
     reading = read_corpus(corpus)
     with _new_directory(out) as folder:
         tokenizer.save(folder / TOKENIZER)
-        written = _write_tokens(folder, reading, tokenizer, shard_tokens, progress)
+        written = _write_tokens(
+            folder,
+            encoded_documents(reading, tokenizer, ends=ends),
+            vocabulary=tokenizer.vocabulary,
+            shard_tokens=shard_tokens,
+            max_tokens=max_tokens,
+            progress=lambda done, documents, tokens: progress(
+                _progress(done, reading.total, documents, tokens, max_tokens)
+            ),
+        )
         index = io.BytesIO()
         np.save(index, written.starts)
         (folder / INDEX).write_bytes(index.getvalue())
@@ -121,18 +137,20 @@ class _Written(NamedTuple):
 
 def _write_tokens(
     folder: Path,
-    reading: Reading,
-    tokenizer: Tokenizer,
+    encoded: Iterator[EncodedDocument],
+    *,
+    vocabulary: int,
     shard_tokens: int,
-    progress: Callable[[Progress], None],
+    max_tokens: int | None,
+    progress: Callable[[int, int, int], None],
 ) -> _Written:
     writer = _ShardWriter(folder, -(-shard_tokens // BLOCK))
-    dtype = np.dtype(token_dtype(tokenizer.vocabulary)).newbyteorder("<")
+    dtype = np.dtype(token_dtype(vocabulary)).newbyteorder("<")
     size = BLOCK * dtype.itemsize
     starts, document_bytes = array("q"), array("q")
     tokens = text_bytes = 0
     pending = b""
-    for document in encoded_documents(reading, tokenizer):
+    for document in encoded:
         starts.append(tokens)
         document_bytes.append(document.token_bytes)
         tokens += len(document.ids)
@@ -142,7 +160,9 @@ def _write_tokens(
         for begin in range(0, whole, size):
             writer.write(pending[begin : begin + size])
         pending = pending[whole:]
-        progress(Progress(document.done, reading.total, len(starts), tokens))
+        progress(document.done, len(starts), tokens)
+        if max_tokens is not None and tokens >= max_tokens:
+            break
     if pending:
         writer.write(pending)
     return _Written(
@@ -152,6 +172,15 @@ def _write_tokens(
         text_bytes=text_bytes,
         shards=writer.finish(),
     )
+
+
+def _progress(
+    done: int, total: int, documents: int, tokens: int, max_tokens: int | None
+) -> Progress:
+    """Measures the way in tokens where they come to an end before the corpus does."""
+    if max_tokens is not None and tokens * total > done * max_tokens:
+        done, total = min(tokens, max_tokens), max_tokens
+    return Progress(done, total, documents, tokens)
 
 
 @contextmanager

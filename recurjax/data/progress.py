@@ -23,7 +23,8 @@ def shown_progress(
         with _bar(console) as show:
             yield show
     else:
-        yield _lines(console)
+        with _lines(console) as show:
+            yield show
 
 
 @contextmanager
@@ -48,19 +49,29 @@ def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def _lines(console: Console) -> Callable[[Progress], None]:
+@contextmanager
+def _lines(console: Console) -> Iterator[Callable[[Progress], None]]:
     begin = last = time.monotonic()
+    newest = shown = None
 
     def show(now: Progress) -> None:
-        nonlocal last
-        clock = time.monotonic()
-        if now.done < now.total and clock - last < _SECONDS_PER_LINE:
-            return
-        last = clock
-        share = f"{now.done / now.total:4.0%}" if now.total else ""
-        console.print(f"tokenizing {share} {_counts(now, clock - begin)}")
+        nonlocal last, newest
+        newest, clock = now, time.monotonic()
+        # Not at the corpus' end either: many documents are encoded after it was read.
+        if clock - last >= _SECONDS_PER_LINE:
+            last = clock
+            write(now)
 
-    return show
+    def write(now: Progress) -> None:
+        nonlocal shown
+        shown = now
+        share = f"{now.done / now.total:4.0%}" if now.total else ""
+        counts = _counts(now, time.monotonic() - begin)
+        console.print(f"tokenizing {share} {counts}")
+
+    yield show
+    if newest is not None and newest is not shown:
+        write(newest)
 
 
 def _counts(now: Progress, seconds: float) -> str:

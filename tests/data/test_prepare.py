@@ -21,7 +21,7 @@ from recurjax.data.config import (
 )
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
-from recurjax.data.prepare import prepare
+from recurjax.data.prepare import Progress, prepare
 from recurjax.data.prepared import PreparedStream, read_manifest, verify_checksums
 from recurjax.data.progress import shown_progress
 from recurjax.errors import UserError
@@ -288,6 +288,44 @@ def test_progress_reaches_the_end_and_is_plain_off_a_terminal(corpus, tmp_path):
     assert seen[-1].documents == manifest.documents
     [line] = written.getvalue().splitlines()
     assert line.startswith("tokenizing 100%") and "\x1b" not in line
+
+
+def test_off_a_terminal_documents_after_the_last_byte_was_read_write_no_lines():
+    """A reader is at its end long before the last of its documents is encoded."""
+    written = io.StringIO()
+    with shown_progress(Console(file=written, width=200)) as show:
+        for documents in range(1, 1001):
+            show(Progress(done=7, total=7, documents=documents, tokens=documents))
+    [line] = written.getvalue().splitlines()
+    assert "1,000 documents" in line
+
+
+def test_it_stops_after_the_document_that_reaches_max_tokens(corpus, tmp_path):
+    seen = []
+    whole = prepare(corpus, ByteTokenizer(), tmp_path / "whole")
+    stream = PreparedStream(tmp_path / "whole", whole)
+    ends = [*stream.starts[1:].tolist(), stream.tokens]
+    for most in (ends[9] - 1, ends[9]):
+        out = tmp_path / str(most)
+        made = prepare(
+            corpus, ByteTokenizer(), out, max_tokens=most, progress=seen.append
+        )
+        assert (made.documents, made.tokens) == (10, ends[9])
+        # A tenth of what was taken, and not of the corpus, is validation.
+        assert made.validation_tokens == pytest.approx(made.text_bytes / 10, abs=2)
+        assert seen[-1].done == seen[-1].total == most
+        [got] = PreparedStream(out, made).read([(0, made.tokens)])
+        np.testing.assert_array_equal(got, stream.read([(0, ends[9])])[0])
+    more = prepare(
+        corpus,
+        ByteTokenizer(),
+        tmp_path / "more",
+        max_tokens=10**6,
+        progress=seen.append,
+    )
+    assert more.tokens == whole.tokens and seen[-1].done == seen[-1].total
+    with pytest.raises(UserError, match="max_tokens must be positive, got 0"):
+        prepare(corpus, ByteTokenizer(), tmp_path / "none", max_tokens=0)
 
 
 def test_progress_on_a_terminal_is_a_bar(corpus, tmp_path):
