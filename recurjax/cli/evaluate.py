@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,6 +39,8 @@ class Evaluate:
       split: of the data, without `text`.
       length: tokens a row; each row starts without context. None: as in training.
       batch: rows at a time.
+      batches: scores the first so many batches; None: the whole split.
+      tokens: or the first batches that hold so many tokens.
       positions: also the loss by position, one figure for this many positions; with
         --length beyond that of training it shows how the model generalises.
       plot: draws the loss by position into this PNG file.
@@ -53,6 +56,8 @@ class Evaluate:
     split: Literal["validation", "train"] = "validation"
     length: int | None = None
     batch: int = 32
+    batches: int | None = None
+    tokens: int | None = None
     positions: int | None = None
     plot: Path | None = None
     core: Path | None = None
@@ -66,13 +71,20 @@ class Evaluate:
                 "--batch and --length must be at least 1, got "
                 f"{self.batch} and {self.length}"
             )
+        if self.batches is not None and self.tokens is not None:
+            raise UserError("--batches and --tokens both set an end: give one of them")
+        for name in ("batches", "tokens"):
+            if (given := getattr(self, name)) is not None and given < 1:
+                raise UserError(f"--{name} must be at least 1, got {given}")
         if self.positions is not None and self.positions < 1:
             raise UserError(f"--positions must be at least 1, got {self.positions}")
         if self.plot is not None and self.positions is None:
             raise UserError("--plot draws the loss by position: add --positions")
-        if self.core is not None and (self.text or self.positions or self.length):
+        of_text = ("text", "length", "positions", "batches", "tokens")
+        if self.core is not None and any(getattr(self, name) for name in of_text):
             raise UserError(
-                "--core scores tasks: leave out --text, --length and --positions"
+                "--core scores tasks: leave out --text, --length, --positions, "
+                "--batches and --tokens"
             )
         if self.core_limit is not None and (self.core is None or self.core_limit < 1):
             raise UserError("--core-limit must be at least 1 and goes with --core")
@@ -131,9 +143,13 @@ def _of_text(options: Evaluate, loaded: LoadedRun) -> dict[str, Any]:
     split = "validation" if options.text is not None else options.split
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
+    limit = options.batches
+    if options.tokens is not None:
+        limit = -(-options.tokens // (options.batch * length))
+
     def batches() -> Iterator[Batch]:
         rows = dataset.loader(split, length=length, batch=options.batch, in_order=True)
-        return placed(iter(rows), mesh, batch=options.batch)
+        return placed(islice(rows, limit), mesh, batch=options.batch)
 
     def scored(objective: Objective) -> dict[str, Any]:
         sizes = loaded.tokenizer.token_bytes

@@ -68,6 +68,18 @@ def test_without_a_file_it_is_the_validation_split_of_the_run(finished):
     assert got["bytes"] == pytest.approx(whole / 10, abs=2)
 
 
+def test_a_large_split_is_read_as_far_as_asked(finished):
+    """Rows of 16 tokens, four at a time."""
+    for words, tokens in (
+        (("--batches", 3), 192),
+        (("--tokens", 192), 192),
+        (("--tokens", 193), 256),
+    ):
+        got = evaluate(finished, "--batch", 4, *words, "--positions", 16)
+        assert got["tokens"] == tokens
+        assert [part["tokens"] for part in got["positions"]] == [tokens]
+
+
 def test_the_train_split_can_be_asked_for(finished):
     got = evaluate(finished, "--split", "train", "--batch", 2048, "--length", 128)
     assert got["text"] == "train split"
@@ -103,6 +115,8 @@ def test_mistakes_are_told_in_a_sentence(finished, tmp_path):
         ((finished, "--length", "long"), r"--length: .*'long'"),
         ((finished, "--positions", 0), "--positions must be at least 1, got 0"),
         ((finished, "--plot", tmp_path / "a.png"), "add --positions"),
+        ((finished, "--batches", 0), "--batches must be at least 1, got 0"),
+        ((finished, "--batches", 1, "--tokens", 9), "both set an end"),
         ((finished, "--txt", "a"), r"no option --txt: did you mean --text\?"),
         ((), "run|RUN"),
     ]:
