@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.source_tree import modules, tree_of
+from tests.source_tree import ROOT, modules, tree_of
 
 FORBIDDEN_NAMES = ("utils", "util", "common", "helpers", "helper", "_lib", "misc")
 MOST_LINES = 400
@@ -155,3 +155,9 @@ def test_every_file_that_does_something_says_what():
     for name, path in modules().items():
         tree = tree_of(path)
         assert not tree.body or ast.get_docstring(tree), name
+
+
+def test_every_folder_of_tests_is_a_package():
+    """Two files of one name in folders that are none stop the whole collection."""
+    folders = {file.parent for file in (ROOT / "tests").rglob("*.py")}
+    assert [one for one in sorted(folders) if not (one / "__init__.py").is_file()] == []
