@@ -8,12 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_cases import abstract, assert_same, mesh, save_three_steps, state
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from recurjax.errors import UserError
 from recurjax.training.checkpoint import Checkpoints
+from tests.training.checkpoint_cases import (
+    abstract,
+    assert_same,
+    mesh,
+    save_three_steps,
+    state,
+)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_cases import abstract, assert_same, one_device, save_three_steps, state
 
 from recurjax.errors import UserError
 from recurjax.training.checkpoint import Checkpoints
+from tests.training.checkpoint_cases import (
+    abstract,
+    assert_same,
+    one_device,
+    save_three_steps,
+    state,
+)
 
 
 @pytest.fixture(scope="module")

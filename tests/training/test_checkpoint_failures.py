@@ -10,18 +10,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_cases import abstract, assert_same, mesh, save_three_steps, state
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from recurjax.errors import UserError
 from recurjax.training.checkpoint import Checkpoints, Restored
+from tests.source_tree import ROOT
+from tests.training.checkpoint_cases import (
+    abstract,
+    assert_same,
+    mesh,
+    save_three_steps,
+    state,
+)
+
+PYTHON = [sys.executable, "-W", "error", "-m", __name__]
+"""This file as a process of its own."""
 
 
 def child(*arguments, under=(), check=True):
-    command = [*under, sys.executable, "-W", "error", __file__, *map(str, arguments)]
+    command = [*under, *PYTHON, *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=check
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=check
     )
 
 
@@ -137,9 +147,11 @@ def test_two_processes_save_what_one_restores(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-W", "error", __file__, "one_of_two", str(tmp_path)]
+    command = [*PYTHON, "one_of_two", str(tmp_path)]
     pair = [
-        subprocess.Popen([*command, str(port), str(rank)], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(port), str(rank)], cwd=ROOT, stdout=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     heard = [process.communicate(timeout=120)[0].decode() for process in pair]

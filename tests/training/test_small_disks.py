@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from checkpoint_cases import state
 
 from recurjax.errors import UserError
 from recurjax.training.checkpoint import Checkpoints
+from tests.source_tree import ROOT
+from tests.training.checkpoint_cases import state
 
 
 def test_wherever_a_full_disk_is_noticed_the_sentence_is_the_same(tmp_path):
@@ -19,7 +20,8 @@ def test_wherever_a_full_disk_is_noticed_the_sentence_is_the_same(tmp_path):
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot mount a small file system of its own: {error}")
     done = subprocess.run(
-        [*apart, sys.executable, "-W", "error", __file__, str(tmp_path)],
+        [*apart, sys.executable, "-W", "error", "-m", __name__, str(tmp_path)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,
