@@ -1,0 +1,157 @@
+"""How often a model's likeliest token is the answer, where one is asked."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from recurjax.model import Decoder
+from recurjax.training.objective import NextToken, Objective
+from recurjax.types import IGNORED, Array, Batch
+
+LOGITS_AT_ONCE = 2**25
+"""How many logits are held at a time; the longest rows of MQAR would make 2^29."""
+
+AS_CALLED = NextToken()
+"""The model as it is called, its logits in one piece."""
+
+
+class AnswerCounts(NamedTuple):
+    """Right and asked answers of a batch, counted three ways.
+
+    Attributes:
+      right, asked: of each row.
+      position_right, position_asked: of each place, over the rows.
+      class_right, class_asked: of each token that was the answer, over the rows.
+    """
+
+    right: Int[Array, " B"]
+    asked: Int[Array, " B"]
+    position_right: Int[Array, " T"]
+    position_asked: Int[Array, " T"]
+    class_right: Int[Array, " V"]
+    class_asked: Int[Array, " V"]
+
+
+@partial(jax.jit, static_argnames="objective")
+def count_answers(
+    model: Decoder, batch: Batch, *, objective: Objective = AS_CALLED
+) -> AnswerCounts:
+    """Counts a batch's right answers: places whose likeliest token is the target."""
+    x = objective.states(model, batch)
+    asked = batch.targets != IGNORED
+    right = asked & (likeliest(model, x) == batch.targets)
+    answers = jnp.where(asked, batch.targets, 0)
+
+    def by_class(found: Array) -> Array:
+        zeros = jnp.zeros(model.config.vocabulary, jnp.int32)
+        return zeros.at[answers].add(found.astype(jnp.int32))
+
+    return AnswerCounts(
+        right=right.sum(1),
+        asked=asked.sum(1),
+        position_right=right.sum(0),
+        position_asked=asked.sum(0),
+        class_right=by_class(right),
+        class_asked=by_class(asked),
+    )
+
+
+def likeliest(model: Decoder, x: Float[Array, "B T D"]) -> Int[Array, "B T"]:
+    """Returns the token of the largest logit at each place, a few places at a time."""
+    B, T, D = x.shape
+    width = max(1, min(T, LOGITS_AT_ONCE // (B * model.config.vocabulary)))
+    pieces = -(-T // width)
+    padded = jnp.pad(x, ((0, 0), (0, pieces * width - T), (0, 0)))
+    cut = jnp.moveaxis(padded.reshape(B, pieces, width, D), 1, 0)
+    found = jax.lax.map(lambda piece: model.logits(piece).argmax(-1), cut)
+    return jnp.moveaxis(found, 0, 1).reshape(B, pieces * width)[:, :T]
+
+
+class Accuracy(NamedTuple):
+    """Shares of right answers.
+
+    Attributes:
+      token: of all that is asked.
+      mean_of_classes: over the tokens that were an answer, the mean of each one's
+        share. MAD's published figure (the default average of torchmetrics).
+      sequence: rows whose every answer is right; the Recurrent Transformer's figure.
+      slices: `token` of the rows of each slice, by names such as "pairs=8".
+      positions: `token` by place; NaN where nothing is asked.
+      rows: that asked something.
+    """
+
+    token: float
+    mean_of_classes: float
+    sequence: float
+    slices: dict[str, float]
+    positions: list[float]
+    rows: int
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the figures under the names that metrics files have."""
+        named = {
+            "accuracy": self.token,
+            "class_accuracy": self.mean_of_classes,
+            "sequence_accuracy": self.sequence,
+        }
+        return named | {f"accuracy/{name}": x for name, x in self.slices.items()}
+
+
+def accuracy(
+    counts: Iterable[AnswerCounts], slices: Iterable[Sequence[dict[str, int]]]
+) -> Accuracy:
+    """Adds batches up.
+
+    Args:
+      counts: of each batch.
+      slices: of each batch's rows, such as {"pairs": 8}; rows beyond those given are
+        padding, which asks nothing.
+
+    Raises:
+      ValueError: nothing was asked at all.
+    """
+    classes = positions = np.zeros((2, 0), np.int64)
+    rows: list[tuple[int, int]] = []
+    by_slice: dict[str, list[tuple[int, int]]] = {}
+    for batch, of_rows in zip(counts, slices, strict=False):
+        classes = _added(classes, batch.class_right, batch.class_asked)
+        positions = _added(positions, batch.position_right, batch.position_asked)
+        found = zip(np.asarray(batch.right), np.asarray(batch.asked), strict=True)
+        for (right, asked), names in zip(found, of_rows, strict=False):
+            if not asked:
+                continue
+            rows.append((int(right), int(asked)))
+            for name, value in names.items():
+                by_slice.setdefault(f"{name}={value}", []).append(rows[-1])
+    if not rows:
+        raise ValueError("accuracy: no row asks anything")
+    asked = classes[1] > 0
+    places = np.full(positions.shape[1], np.nan)
+    np.divide(positions[0], positions[1], out=places, where=positions[1] > 0)
+    several = {
+        name: _share(found)
+        for name, found in sorted(by_slice.items())
+        if len(found) < len(rows)  # a slice of all rows says nothing new
+    }
+    return Accuracy(
+        token=_share(rows),
+        mean_of_classes=float((classes[0][asked] / classes[1][asked]).mean()),
+        sequence=sum(right == asked for right, asked in rows) / len(rows),
+        slices=several,
+        positions=places.tolist(),
+        rows=len(rows),
+    )
+
+
+def _share(found: list[tuple[int, int]]) -> float:
+    return sum(right for right, _ in found) / sum(asked for _, asked in found)
+
+
+def _added(sums: np.ndarray, right: Array, asked: Array) -> np.ndarray:
+    more = np.stack([np.asarray(right), np.asarray(asked)]).astype(np.int64)
+    return more if sums.shape[1] == 0 else sums + more

@@ -1,0 +1,103 @@
+"""Right answers, counted as a loop over the places counts them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recurjax.evaluation import accuracy as room
+from recurjax.evaluation.accuracy import accuracy, count_answers
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.self_attention import AttentionConfig
+from recurjax.model import Decoder, ModelConfig
+from recurjax.types import IGNORED, Batch, Tokens
+from recurjax.variants.transformer import TransformerConfig
+
+V, B, T = 11, 6, 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    stack = TransformerConfig(
+        layers=1,
+        width=16,
+        attention=AttentionConfig(heads=2, key_heads=2, head_width=8),
+        mlp=MlpConfig(kind="gelu", width=16),
+    )
+    config = ModelConfig(vocabulary=V, pad_vocabulary_to=4, stack=stack)
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def batch(model):
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(V, size=(B, T)), jnp.int32)
+    best = likeliest_by_hand(model, ids)
+    # About half of the answers right, one row all right, one asked nothing.
+    targets = np.where(rng.random((B, T)) < 0.5, best, rng.integers(V, size=(B, T)))
+    targets[rng.random((B, T)) < 0.3] = IGNORED
+    targets[:, 0] = IGNORED
+    targets[4, 1:] = best[4, 1:]
+    targets[5] = IGNORED
+    return Batch(ids, jnp.asarray(targets, jnp.int32))
+
+
+def likeliest_by_hand(model, ids) -> np.ndarray:
+    logits, _ = jax.jit(lambda m: m(Tokens(ids), m.init_cache(B, 0)))(model)
+    return np.asarray(logits).argmax(-1)
+
+
+SLICES = [[{"pairs": 2 + row % 2} for row in range(B)]]
+
+
+def test_shares_are_those_of_a_loop(model, batch):
+    got = accuracy([count_answers(model, batch)], SLICES)
+    best, targets = likeliest_by_hand(model, batch.ids), np.asarray(batch.targets)
+    right = [
+        (row, t, int(targets[row, t]), targets[row, t] == best[row, t])
+        for row in range(B)
+        for t in range(T)
+        if targets[row, t] != IGNORED
+    ]
+
+    def share(found) -> float:
+        found = list(found)
+        return sum(found) / len(found)
+
+    assert got.token == share(r for *_, r in right)
+    classes = {c for _, _, c, _ in right}
+    want = np.mean([share(r for *_, k, r in right if k == c) for c in classes])
+    np.testing.assert_allclose(got.mean_of_classes, want, rtol=1e-12)
+    whole = [all(r for n, *_, r in right if n == row) for row in range(B - 1)]
+    assert got.sequence == share(whole) and any(whole) and not all(whole)
+    assert got.rows == B - 1  # the last asks nothing
+    for value in (2, 3):
+        mine = share(r for row, *_, r in right if 2 + row % 2 == value)
+        assert got.slices[f"pairs={value}"] == mine
+    assert np.isnan(got.positions[0])
+    np.testing.assert_allclose(
+        got.positions[3], share(r for _, t, _, r in right if t == 3)
+    )
+
+
+def test_batches_add_up(model, batch):
+    parts = [Batch(batch.ids[r], batch.targets[r]) for r in (slice(0, 2), slice(2, 6))]
+    counts = [count_answers(model, part) for part in parts]
+    whole = accuracy([count_answers(model, batch)], SLICES)
+    added = accuracy(counts, [SLICES[0][:2], SLICES[0][2:]])
+    assert added.metrics() == whole.metrics() and added.rows == whole.rows
+    np.testing.assert_array_equal(added.positions, whole.positions)
+
+
+def test_few_logits_at_a_time_find_the_same_tokens(model, batch, monkeypatch):
+    x = jax.jit(lambda m: m.hidden(Tokens(batch.ids), m.init_cache(B, 0))[0])(model)
+    whole = room.likeliest(model, x)
+    monkeypatch.setattr(room, "LOGITS_AT_ONCE", 3 * B * V)
+    np.testing.assert_array_equal(room.likeliest(model, x), whole)
+
+
+def test_nothing_asked_is_an_error(model, batch):
+    empty = Batch(batch.ids, jnp.full_like(batch.targets, IGNORED))
+    with pytest.raises(ValueError, match="no row asks anything"):
+        accuracy([count_answers(model, empty)], SLICES)
