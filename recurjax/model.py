@@ -57,6 +57,10 @@ class Stack(Protocol):
         """Puts the one row of another cache into place `row`."""
         ...
 
+    def take(self, cache: Cache, rows: Int[Array, " N"]) -> Cache:
+        """Makes a cache of these rows of another one; a row may come several times."""
+        ...
+
 
 StackConfig = (
     TransformerConfig
@@ -192,22 +196,20 @@ class Decoder(nnx.Module):
         """Whether tokens are handed states of earlier ones beside what they attend."""
         return getattr(self.config.stack, "memory", None) is not None
 
-    def without_memory(
-        self, ids: Int[Array | np.ndarray, "B T"]
-    ) -> Float[Array, "B T V"]:
-        """Returns logits of all positions at once, the latent memory left out.
+    def hidden_without_memory(self, tokens: Tokens) -> Float[Array, "B T D"]:
+        """Returns the states of all positions at once, the latent memory left out.
 
         Raises:
           NotImplementedError: the model has no latent memory.
         """
         if not self.has_latent_memory:
             raise NotImplementedError(
-                "Decoder.without_memory: only a model with a latent memory can leave "
-                f"it out, not {type(self.config.stack).__name__}"
+                "Decoder.hidden_without_memory: only a model with a latent memory can "
+                f"leave it out, not {type(self.config.stack).__name__}"
             )
         stack: Any = self.stack
-        x, _ = stack.initial(self.embed(ids), Tokens(jnp.asarray(ids)))
-        return self.logits(self.final_norm(x))
+        x, _ = stack.initial(self.embed(tokens.ids), tokens)
+        return self.final_norm(x)
 
     def prefill(
         self, tokens: Tokens, cache: Cache, *, by: str = "exact"

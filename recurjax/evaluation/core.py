@@ -3,21 +3,16 @@
 import dataclasses
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
-from recurjax.evaluation.core_prompts import Prompt, Task, cropped, prompts
+from recurjax.evaluation.core_prompts import Task, cropped, prompts
+from recurjax.evaluation.scoring import Pair, Score
 
 SHUFFLE_SEED = 1337
 """Of a task's items, before a limit cuts them."""
-
-Logits = Callable[[Int[np.ndarray, "B T"]], Float[jax.Array, "B T V"]]
-"""Rows padded on the right -> next-token logits at every position."""
 
 
 class TaskScore(NamedTuple):
@@ -45,10 +40,9 @@ class CoreScore(NamedTuple):
 
 def score_core(
     tasks: Iterable[Task],
-    logits: Logits,
+    score: Score,
     encode: Callable[[list[str]], Sequence[Sequence[int]]],
     *,
-    pad: int,
     limit: int | None = None,
     longest: int | None = None,
     report: Callable[[TaskScore], None] = lambda _: None,
@@ -56,9 +50,8 @@ def score_core(
     """Scores every task.
 
     Args:
-      logits: the model.
+      score: the model; a task's pairs are scored in one call.
       encode: texts -> token rows, with BOS in front.
-      pad: the token on the right of shorter rows.
       limit: items a task, the first of a fixed shuffle; None: all.
       longest: prompts lose their first tokens beyond so many; None: never.
       report: called with each task's score as it comes.
@@ -75,14 +68,11 @@ def score_core(
             )
     scores = []
     for task in tasks:
-        right = [
-            score_item(task, number, logits, encode, pad=pad, longest=longest).correct
-            for number in range(len(task.items))
-        ]
-        accuracy = float(np.mean(right))
+        items = score_items(task, score, encode, longest=longest)
+        accuracy = float(np.mean([item.correct for item in items]))
         chance = 0.01 * task.baseline
         centered = (accuracy - chance) / (1.0 - chance)
-        scores.append(TaskScore(task.label, accuracy, centered, len(right)))
+        scores.append(TaskScore(task.label, accuracy, centered, len(items)))
         report(scores[-1])
     if not scores:
         raise ValueError("score_core: there are no tasks")
@@ -96,46 +86,31 @@ def shuffled(task: Task, limit: int | None) -> Task:
     return dataclasses.replace(task, items=tuple(items[:limit]))
 
 
-def score_item(
+def score_items(
     task: Task,
-    number: int,
-    logits: Logits,
+    score: Score,
     encode: Callable[[list[str]], Sequence[Sequence[int]]],
     *,
-    pad: int,
     longest: int | None = None,
-) -> ItemScore:
-    """Scores one item: the option of least mean loss, or an all-greedy continuation."""
-    rows = [cropped(prompt, longest) for prompt in prompts(task, number, encode)]
-    width = _bucket(max(len(row.ids) for row in rows), longest)
-    ids = np.full((len(rows), width), pad, np.int32)
-    for line, row in zip(ids, rows, strict=True):
-        line[: len(row.ids)] = row.ids
-    nats, greedy = _next_tokens(logits(ids), jnp.asarray(ids))
-    if task.kind == "language_modeling":
-        [row] = rows
-        hit = np.asarray(greedy)[0, row.start - 1 : row.end - 1]
-        return ItemScore(bool(np.all(hit)), ())
-    means = tuple(_mean(np.asarray(nats)[i], row) for i, row in enumerate(rows))
-    return ItemScore(int(np.argmin(means)) == task.items[number]["gold"], means)
-
-
-@jax.jit
-def _next_tokens(
-    logits: Float[jax.Array, "B T V"], ids: Int[jax.Array, "B T"]
-) -> tuple[Float[jax.Array, "B T-1"], Any]:
-    """Returns each next token's loss, and whether it is the likeliest one."""
-    logits = logits[:, :-1].astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
-    nats = jax.nn.logsumexp(logits, axis=-1) - chosen
-    return nats, jnp.argmax(logits, axis=-1) == ids[:, 1:]
-
-
-def _mean(nats: np.ndarray, row: Prompt) -> float:
-    return float(np.mean(nats[row.start - 1 : row.end - 1]))
-
-
-def _bucket(width: int, longest: int | None) -> int:
-    """Rounds up, so that few widths are compiled."""
-    rounded = max(16, 1 << (width - 1).bit_length())
-    return width if longest is not None and rounded > longest else rounded
+) -> list[ItemScore]:
+    """Scores a task's items: the option of least mean loss, or all-greedy tokens."""
+    rows = [
+        [cropped(prompt, longest) for prompt in prompts(task, number, encode)]
+        for number in range(len(task.items))
+    ]
+    pairs = [
+        Pair(tuple(row.ids[: row.start]), tuple(row.ids[row.start : row.end]))
+        for item in rows
+        for row in item
+    ]
+    scored = iter(score(pairs))
+    items = []
+    for number, item in enumerate(rows):
+        found = [next(scored) for _ in item]
+        if task.kind == "language_modeling":
+            items.append(ItemScore(found[0].greedy, ()))
+            continue
+        means = tuple(float(np.mean(one.nats)) for one in found)
+        right = int(np.argmin(means)) == task.items[number]["gold"]
+        items.append(ItemScore(right, means))
+    return items

@@ -3,16 +3,14 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.core import CoreScore, Logits, TaskScore, score_core
+from recurjax.evaluation.core import CoreScore, TaskScore, score_core
 from recurjax.evaluation.core_prompts import Task
+from recurjax.evaluation.scoring import Reading, Scorer
 from recurjax.model import Decoder
-from recurjax.types import Array, Tokens
 
 AS_CALLED = "core"
 """The model as it is called: of a latent memory, the exact recurrence."""
@@ -27,6 +25,8 @@ def core_of(
     tasks: Iterable[Task],
     *,
     limit: int | None = None,
+    mesh: Mesh | None = None,
+    rows: int = 16,
     report: Callable[[str, TaskScore], None] = lambda reading, score: None,
 ) -> dict[str, CoreScore]:
     """Scores a model in each way that it can read.
@@ -36,6 +36,8 @@ def core_of(
       tokenizer: its BOS stands before each prompt, or else its EOS.
       tasks: see `read_tasks`.
       limit: items a task; None: all.
+      mesh: that the model lies on; None: one device.
+      rows: read at a time.
       report: called with the reading and each of its tasks' scores.
 
     Returns:
@@ -55,28 +57,20 @@ def core_of(
         return [[first, *ids.tolist()] for ids in tokenizer.encode_many(texts)]
 
     tasks = tuple(tasks)
+    readings: dict[str, Reading] = {AS_CALLED: "as_called"}
+    if model.has_latent_memory:
+        readings[ZERO_MEMORY] = "zero_memory"
     return {
         name: score_core(
             tasks,
-            logits,
+            Scorer(model=model, mesh=mesh, rows=rows, reading=reading),
             encode,
-            pad=first,
             limit=limit,
             longest=model.config.max_length,
             report=lambda score, name=name: report(name, score),
         )
-        for name, logits in readings(model).items()
+        for name, reading in readings.items()
     }
-
-
-def readings(model: Decoder) -> dict[str, Logits]:
-    """Returns the ways in which a model can read rows of tokens."""
-    ways: dict[str, Logits] = {
-        AS_CALLED: lambda ids: _as_called(model, jnp.asarray(ids))
-    }
-    if model.has_latent_memory:
-        ways[ZERO_MEMORY] = lambda ids: _zero_memory(model, jnp.asarray(ids))
-    return ways
 
 
 def as_json(scores: Mapping[str, CoreScore]) -> dict[str, Any]:
@@ -99,13 +93,3 @@ def markdown(scores: Mapping[str, CoreScore]) -> str:
         lines.append(f"| {row[0].label} | {row[0].items} |{told}")
     told = "".join(f" | {score.core:.4f} |" for score in scores.values())
     return "\n".join([*lines, f"| CORE | |{told}"]) + "\n"
-
-
-@jax.jit
-def _as_called(model: Decoder, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    return model(Tokens(ids), model.init_cache(ids.shape[0], 0))[0]
-
-
-@jax.jit
-def _zero_memory(model: Decoder, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    return model.without_memory(ids)

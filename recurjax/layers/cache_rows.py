@@ -57,6 +57,17 @@ class CacheRows:
 
         return jax.tree.map(put, cache, other, self._row_axes(cache))
 
+    def take(self, cache: Cache, rows: Int[Array, " N"]) -> Cache:
+        """Makes a cache of the chosen rows, in this order; one may come several times.
+
+        So a prompt is read once for several continuations of it.
+        """
+
+        def pick(leaf: Array, axis: int) -> Array:
+            return leaf if axis < 0 else jnp.take(leaf, rows, axis=axis)
+
+        return jax.tree.map(pick, cache, self._row_axes(cache))
+
     def _row_axes(self, cache: Cache) -> Any:
         """Returns the axis of each array that counts rows; -1 where none does."""
         init: Any = self

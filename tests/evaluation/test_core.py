@@ -4,14 +4,16 @@ import json
 from dataclasses import replace
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.evaluation.core import score_core, score_item, shuffled
+from recurjax.evaluation.core import score_core, score_items, shuffled
 from recurjax.evaluation.core_files import read_bundle, read_tasks
 from recurjax.evaluation.core_prompts import Task, fewshot_numbers, prompts, texts
+from recurjax.evaluation.scoring import PairScore
 from tests.golden.cases import golden_cases, own_case
 
 FILES = golden_cases("latent_recurrent_transformer/core_eval_cases*.json")
@@ -51,7 +53,24 @@ def stubs(path):
         following[ids == ord(" ")] = ord("1")
         return 0.1 * stub(ids) + 5.0 * np.eye(257, dtype=np.float32)[following]
 
-    return {"Stub": stub, "StubLM": letters}
+    return {"Stub": scores_by(stub), "StubLM": scores_by(letters)}
+
+
+def scores_by(logits):
+    """Scores pairs with a function of whole rows, one pair after another."""
+
+    def score(pairs):
+        scored = []
+        for context, continuation in pairs:
+            ids = np.array([[*context, *continuation]], np.int32)
+            log_p = np.asarray(jax.nn.log_softmax(logits(ids)[0].astype(jnp.float32)))
+            at = len(context) - 1 + np.arange(len(continuation))
+            nats = -log_p[at, list(continuation)]
+            greedy = bool((log_p[at].argmax(-1) == continuation).all())
+            scored.append(PairScore(-float(nats.sum()), greedy, nats))
+        return scored
+
+    return score
 
 
 def weights_of(cases: str) -> str:
@@ -76,20 +95,15 @@ def test_prompts_and_scores_are_nanochats(path, name):
     case = named_cases(path)[name]
     task = shuffled(task_of(name, path), None)
     assert list(task.items) == case["data_after_shuffle"]
-    for number, item in enumerate(case["items"]):
+    scores = score_items(
+        task, stubs(path)[case["model"]], encode, longest=case["max_seq_len"]
+    )
+    for number, (item, got) in enumerate(zip(case["items"], scores, strict=True)):
         assert fewshot_numbers(task, number) == item["fewshot"]
         assert texts(task, number) == item["prompts"]
         rows = prompts(task, number, encode)
         assert [row.start for row in rows] == item["start"]
         assert [row.end for row in rows] == item["end"]
-        got = score_item(
-            task,
-            number,
-            stubs(path)[case["model"]],
-            encode,
-            pad=BOS,
-            longest=case["max_seq_len"],
-        )
         assert got.correct == item["correct"]
         if "mean_losses" in item:
             np.testing.assert_allclose(got.losses, item["mean_losses"], rtol=2e-5)
@@ -103,7 +117,6 @@ def test_accuracies_are_centered_and_averaged(path):
             [task_of(name, path)],
             stubs(path)[case["model"]],
             encode,
-            pad=BOS,
             longest=case["max_seq_len"],
         )
         [scores[name]] = result.tasks
@@ -201,4 +214,4 @@ def test_a_prepared_file_is_a_task(tmp_path):
 def test_too_few_items_for_the_examples_are_told():
     task = task_of("mc_task")
     with pytest.raises(UserError, match="shows 2 examples .* has only 2 items"):
-        score_core([task], lambda ids: ids, encode, pad=BOS, limit=2)
+        score_core([task], lambda pairs: [], encode, limit=2)

@@ -85,6 +85,17 @@ def test_a_cache_of_another_length_is_refused(case):
         model.stack.insert(cache, 0, two)
 
 
+def test_rows_taken_go_on_as_the_rows_they_were(case):
+    """In another order, and one of them twice."""
+    model, _, more, cache = case
+    rows = np.array([2, 0, 2])
+    following = np.repeat(more[:1], ROWS, axis=0)
+    want, _ = apply(model, following, cache)
+    taken = jax.jit(model.stack.take)(cache, jnp.asarray(rows))
+    got, _ = apply(model, following, taken)
+    assert_values_close(got, np.asarray(want)[rows])
+
+
 def compare_rows(model, got, wanted: dict):
     """Compares rows of caches to the bit; the axis of rows is the one that grows."""
     one, two = (jax.eval_shape(lambda b=b: model.init_cache(b, 4)) for b in (1, 2))

@@ -1,0 +1,373 @@
+"""One engine for every score: how likely a model finds continuations of contexts.
+
+Multiple choice, cloze tests and perplexities all ask the same: the log-probability of
+some tokens after others. Pairs are sorted by length and read in batches of one shape a
+bucket, so that few programs are compiled, and only the states that score a token reach
+the head. A context that several continuations share is read once: its cache is repeated
+for each of them, which is the same function, since any cut of a sequence equals the
+whole.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Float32, Int, Int32
+
+from recurjax.errors import UserError
+from recurjax.model import Decoder
+from recurjax.sharding import replicated
+from recurjax.types import Array, Cache, Tokens
+
+Reading = Literal["as_called", "zero_memory"]
+"""How the model reads: as it is called, or, of a latent memory, the parallel pass
+without it, which has no cache."""
+
+SMALLEST_WIDTH = 16
+LOGITS_AT_ONCE = 2**25
+"""How many logits one device program holds at a time."""
+
+
+class Pair(NamedTuple):
+    """What is read and what is scored; both are token ids, and neither is empty."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+class PairScore(NamedTuple):
+    """How likely a continuation is.
+
+    Attributes:
+      log_p: sum over its tokens of log p(token | all before), nats.
+      greedy: whether each of its tokens is the likeliest one.
+      nats: -log p of each token.
+    """
+
+    log_p: float
+    greedy: bool
+    nats: Float32[np.ndarray, " N"]
+
+
+Score = Callable[[Sequence[Pair]], list[PairScore]]
+"""Scores pairs, in their order. What an evaluation asks of a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """Scores pairs with a model; callable as `Score`.
+
+    Attributes:
+      model: any variant, laid out on `mesh`.
+      mesh: rows lie over its data and fsdp axes; None: one device.
+      rows: read at a time, rounded up to what the mesh divides.
+      reading: see `Reading`.
+      share: read a context once for all its continuations. Off, each pair is a row.
+      report: called with the number of pairs done since the last call.
+    """
+
+    model: Decoder
+    mesh: Mesh | None = None
+    rows: int = 16
+    reading: Reading = "as_called"
+    share: bool = True
+    report: Callable[[int], None] = lambda done: None
+
+    def __post_init__(self):
+        if self.rows < 1:
+            raise UserError(f"the batch must have at least 1 row, got {self.rows}")
+
+    def __call__(self, pairs: Sequence[Pair]) -> list[PairScore]:
+        """Scores pairs.
+
+        Raises:
+          UserError: a pair has an empty half, or is longer than the model can read.
+        """
+        for pair in pairs:
+            self._check(pair)
+        together: dict[tuple[int, ...], list[int]] = {}
+        for number, pair in enumerate(pairs):
+            together.setdefault(pair.context, []).append(number)
+        shares = self.share and self.reading == "as_called"
+        shared = [group for group in together.values() if shares and len(group) > 1]
+        taken = {number for group in shared for number in group}
+        single = [number for number in range(len(pairs)) if number not in taken]
+        scores: dict[int, PairScore] = {}
+        here = nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        with here:
+            for found in (self._singly(pairs, single), self._shared(pairs, shared)):
+                for done in found:
+                    scores |= done
+                    self.report(len(done))
+        return [scores[number] for number in range(len(pairs))]
+
+    def _check(self, pair: Pair) -> None:
+        if not pair.context or not pair.continuation:
+            raise UserError(
+                "a context and its continuation need a token each: put the tokenizer's "
+                "BOS before an empty context"
+            )
+        # The last token is scored and not read.
+        length = len(pair.context) + len(pair.continuation) - 1
+        longest = self.model.config.max_length
+        if longest is not None and length > longest:
+            raise UserError(
+                f"a context of {len(pair.context)} tokens and a continuation of "
+                f"{len(pair.continuation)} exceed the model's {longest} positions"
+            )
+
+    def _singly(
+        self, pairs: Sequence[Pair], numbers: list[int]
+    ) -> Iterator[dict[int, PairScore]]:
+        """Reads each pair as one row; the longest first, which need most memory."""
+
+        def size(number: int) -> int:
+            return len(pairs[number].context) + len(pairs[number].continuation) - 1
+
+        for batch in _batches(sorted(numbers, key=size, reverse=True), self._rows):
+            rows = [
+                [*pairs[number].context, *pairs[number].continuation[:-1]]
+                for number in batch
+            ]
+            width = self._bucket(max(map(len, rows)))
+            wanted = [pairs[number].continuation for number in batch]
+            first = [len(pairs[number].context) - 1 for number in batch]
+            nats, greedy = _score_rows(
+                self.model,
+                self._on_mesh(_padded(rows, self._rows, width)),
+                self._on_mesh(_lengths(rows, self._rows)),
+                self._on_mesh(_column(first, self._rows)),
+                self._on_mesh(
+                    _padded(wanted, self._rows, _bucket(max(map(len, wanted)), width))
+                ),
+                reading=self.reading,
+                mesh=self.mesh,
+            )
+            yield _collect(batch, wanted, nats, greedy)
+
+    def _shared(
+        self, pairs: Sequence[Pair], groups: list[list[int]]
+    ) -> Iterator[dict[int, PairScore]]:
+        """Reads contexts once, then their continuations from repeated caches."""
+
+        def size(group: list[int]) -> int:
+            return len(pairs[group[0]].context)
+
+        for batch in _batches(sorted(groups, key=size, reverse=True), self._rows):
+            contexts = [list(pairs[group[0]].context) for group in batch]
+            needed = max(
+                len(pairs[number].context) + len(pairs[number].continuation) - 1
+                for group in batch
+                for number in group
+            )
+            width = self._bucket(max(map(len, contexts)))
+            room = max(width, self._bucket(needed))
+            state = _read_contexts(
+                self.model,
+                self._on_mesh(_padded(contexts, self._rows, width)),
+                self._on_mesh(_lengths(contexts, self._rows)),
+                length=room,
+                mesh=self.mesh,
+            )
+            flat = [
+                (row, number) for row, group in enumerate(batch) for number in group
+            ]
+            for part in _batches(flat, self._rows):
+                wanted = [pairs[number].continuation for _, number in part]
+                columns = _bucket(max(map(len, wanted)), room)
+                nats, greedy = _score_continuations(
+                    self.model,
+                    state,
+                    self._on_mesh(_column([row for row, _ in part], self._rows)),
+                    self._on_mesh(_padded(wanted, self._rows, columns)),
+                    self._on_mesh(_lengths(wanted, self._rows)),
+                    mesh=self.mesh,
+                )
+                yield _collect([number for _, number in part], wanted, nats, greedy)
+
+    @property
+    def _rows(self) -> int:
+        if self.mesh is None:
+            return self.rows
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return -(-self.rows // shards) * shards
+
+    def _bucket(self, width: int) -> int:
+        return _bucket(width, self.model.config.max_length)
+
+    def _on_mesh(self, rows: np.ndarray) -> Array:
+        """Puts rows on the devices; every process holds all of them."""
+        if self.mesh is None:
+            return jnp.asarray(rows)
+        where = NamedSharding(self.mesh, P(("data", "fsdp")))
+        return jax.make_array_from_callback(rows.shape, where, lambda at: rows[at])
+
+
+def rolling(tokens: Sequence[int], *, first: int, longest: int) -> list[Pair]:
+    """Cuts a text into pairs that score each token once.
+
+    Windows follow one another; the last one reaches back, so that its context is as
+    long as the model allows.
+
+    Args:
+      tokens: of the text, without BOS.
+      first: the token before the first one (BOS, or EOS where there is none).
+      longest: positions that the model reads at once, at least 1.
+    """
+    if longest < 1:
+        raise ValueError(f"rolling: longest must be at least 1, got {longest}")
+    text = [first, *tokens]
+    pairs, done = [], 1
+    while done < len(text):
+        stop = min(done + longest, len(text))
+        begin = max(0, stop - 1 - longest) if stop == len(text) else done - 1
+        pairs.append(Pair(tuple(text[begin:done]), tuple(text[done:stop])))
+        done = stop
+    return pairs
+
+
+class _Read(NamedTuple):
+    """Contexts that were read: their caches, and the state after each one's last."""
+
+    cache: Cache
+    last: Float[Array, "B D"]
+
+
+@partial(jax.jit, static_argnames=("reading", "mesh"))
+def _score_rows(
+    model: Decoder,
+    ids: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    first: Int[Array, " B"],
+    targets: Int[Array, "B N"],
+    *,
+    reading: Reading,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
+    """Scores target n of a row at position first + n; rows start without context."""
+    tokens = Tokens(ids, lengths=lengths)
+    if reading == "as_called":
+        x, _ = model.hidden(tokens, model.init_cache(ids.shape[0], 0))
+    else:
+        x = model.hidden_without_memory(tokens)
+    at = jnp.minimum(first[:, None] + jnp.arange(targets.shape[1]), ids.shape[1] - 1)
+    states = jnp.take_along_axis(x, at[:, :, None], axis=1)
+    return _everywhere(_against(model, states, targets), mesh)
+
+
+@partial(jax.jit, static_argnames=("length", "mesh"))
+def _read_contexts(
+    model: Decoder,
+    ids: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    length: int,
+    mesh: Mesh | None,
+) -> _Read:
+    cache = model.init_cache(ids.shape[0], length)
+    x, cache = model.hidden(Tokens(ids, lengths=lengths), cache)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    # Continuations pick any row of these, so that each device holds them all.
+    return _everywhere(_Read(cache, last), mesh)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _score_continuations(
+    model: Decoder,
+    read: _Read,
+    rows: Int[Array, " B"],
+    targets: Int[Array, "B N"],
+    lengths: Int[Array, " B"],
+    *,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
+    """Scores continuations of the contexts `rows`; their states score the first."""
+    states = read.last[rows][:, None]
+    if targets.shape[1] > 1:
+        cache = model.stack.take(read.cache, rows)
+        # The last token of a continuation is scored, not read.
+        tokens = Tokens(targets[:, :-1], lengths=lengths - 1)
+        x, _ = model.hidden(tokens, cache)
+        states = jnp.concatenate([states, x], axis=1)
+    return _everywhere(_against(model, states, targets), mesh)
+
+
+def _against(
+    model: Decoder, states: Float[Array, "B N D"], targets: Int[Array, "B N"]
+) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
+    """Returns -log p of each target and whether it is the likeliest token."""
+    B, N, D = states.shape
+    width = max(1, min(N, LOGITS_AT_ONCE // (B * model.config.vocabulary)))
+    pieces = -(-N // width)
+    more = pieces * width - N
+
+    def cut(x: Any) -> Array:
+        padding = ((0, 0), (0, more), *([(0, 0)] * (x.ndim - 2)))
+        shape = (B, pieces, width, *x.shape[2:])
+        return jnp.moveaxis(jnp.pad(x, padding).reshape(shape), 1, 0)
+
+    def score(piece: tuple[Array, Array]) -> tuple[Array, Array]:
+        logits = model.logits(piece[0])
+        chosen = jnp.take_along_axis(logits, piece[1][..., None], axis=-1)[..., 0]
+        nats = jax.nn.logsumexp(logits, axis=-1) - chosen
+        return nats, logits.argmax(-1) == piece[1]
+
+    found = jax.lax.map(score, (cut(states), cut(targets)))
+    nats, greedy = (jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :N] for x in found)
+    return nats, greedy
+
+
+def _everywhere(tree: Any, mesh: Mesh | None) -> Any:
+    """Gives every process the whole result, to read it on the host."""
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, replicated(mesh))
+
+
+def _collect(
+    numbers: list[int], wanted: list, nats: Array, greedy: Array
+) -> dict[int, PairScore]:
+    nats_, greedy_ = np.asarray(nats, np.float32), np.asarray(greedy)
+    scores = {}
+    for row, (number, tokens) in enumerate(zip(numbers, wanted, strict=True)):
+        own = nats_[row, : len(tokens)].copy()
+        right = bool(greedy_[row, : len(tokens)].all())
+        scores[number] = PairScore(-float(own.sum(dtype=np.float64)), right, own)
+    return scores
+
+
+def _batches(items: list, size: int) -> Iterator[list]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _bucket(width: int, most: int | None) -> int:
+    """Rounds up to a power of two or one and a half of one, so that few compile."""
+    power = max(SMALLEST_WIDTH, 1 << (width - 1).bit_length())
+    rounded = (
+        3 * power // 4 if power > SMALLEST_WIDTH and width <= 3 * power // 4 else power
+    )
+    return width if most is not None and rounded > most else rounded
+
+
+def _padded(rows: Sequence[Sequence[int]], count: int, width: int) -> Int32[Any, "B T"]:
+    ids = np.zeros((count, width), np.int32)
+    for line, row in zip(ids, rows, strict=False):
+        line[: len(row)] = row
+    return ids
+
+
+def _lengths(rows: Sequence[Sequence[int]], count: int) -> Int32[Any, " B"]:
+    """Lengths of the rows; rows that fill the batch up count one token each."""
+    return np.array([len(row) for row in rows] + [1] * (count - len(rows)), np.int32)
+
+
+def _column(values: list[int], count: int) -> Int32[Any, " B"]:
+    return np.array(values + [0] * (count - len(values)), np.int32)
