@@ -21,6 +21,7 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerStack,
 )
 from recurjax.variants.rat import RatConfig, RatStack
+from recurjax.variants.recurformer import RecurFormerConfig, RecurFormerStack
 from recurjax.variants.recurrent_transformer import (
     RecurrentTransformerConfig,
     RecurrentTransformerStack,
@@ -67,6 +68,7 @@ StackConfig = (
     | RecurrentTransformerConfig
     | RatConfig
     | LatentRecurrentTransformerConfig
+    | RecurFormerConfig
 )
 """Every variant's configuration: a closed union, told apart by class in JSON."""
 
@@ -75,6 +77,7 @@ _STACKS: dict[type, type] = {
     RecurrentTransformerConfig: RecurrentTransformerStack,
     RatConfig: RatStack,
     LatentRecurrentTransformerConfig: LatentRecurrentTransformerStack,
+    RecurFormerConfig: RecurFormerStack,
 }
 
 

@@ -86,6 +86,12 @@ RULES: tuple[Rule, ...] = (
     # Of the latent memory a local and a recurrent gate, of value embeddings one a head.
     _matrix(r"\bw_(mix)$", "D -> gate K", P("fsdp", None, "tensor")),
     _matrix(r"\bw_(value_gate)$", "D -> K", P(None, "tensor")),
+    # Mamba, from a width M to channels I and back, by way of steps of rank R.
+    _matrix(r"\bmamba\.w_(u|z)$", "M -> I", P("fsdp", "tensor")),
+    _matrix(r"\bmamba\.w_(x)$", "I -> W", P("tensor", "fsdp")),
+    _matrix(r"\bmamba\.w_(dt)$", "R -> I", P("fsdp", "tensor")),
+    _matrix(r"\bmamba\.w_(back)$", "I -> M", P("tensor", "fsdp")),
+    _matrix(r"\bmamba\.w_(conv)$", "tap -> I", P(None, "tensor"), "scalar"),
     _matrix(r"\bw_(head)$", "D -> V", P("fsdp", "tensor"), "head"),
     _table(r"\bw_(embedding)$", "V D", P("tensor", "fsdp")),
     _table(r"\bw_(value_embedding)$", "V K E", P("fsdp", "tensor", None)),
@@ -94,6 +100,9 @@ RULES: tuple[Rule, ...] = (
     _vector(r"_gate\.b_forget$", "H E", P("tensor", None), "bias"),
     _vector(r"\bmlp\.b_(up|gate)$", "F", P("tensor"), r"\1.bias"),
     _vector(r"\b(?:attention|mlp)\.b_(out|down)$", "D", P(None), r"\1.bias"),
+    _vector(r"\bmamba\.b_(conv|dt)$", "I", P("tensor"), r"\1.bias"),
+    _vector(r"\bmamba\.(a_log)$", "I N", P("tensor", None), r"\1"),
+    _vector(r"\bmamba\.(skip)$", "I", P("tensor"), r"\1"),
     _vector(r"_norm\.scale$", "D", P(None), "weight"),
     _vector(r"_norm\.bias$", "D", P(None), "bias"),
     # Weights of averages, one for each layer, lag or source.

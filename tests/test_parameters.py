@@ -23,6 +23,7 @@ from recurjax.parameters import (
 from tests.test_sharding import MODELS
 from tests.variants.latent_recurrent_transformer.switches import SWITCHES as LATENT
 from tests.variants.rat.switches import SWITCHES as RAT
+from tests.variants.recurformer.switches import SWITCHES as RECURFORMER
 from tests.variants.recurrent_transformer.switches import SWITCHES as RECURRENT
 from tests.variants.transformer.switches import SWITCHES, build, small
 
@@ -94,6 +95,7 @@ VARIANTS = {
         "recurrent": RECURRENT,
         "rat": RAT,
         "latent": LATENT,
+        "recurformer": RECURFORMER,
         "sharding": MODELS,
     }.items()
     for name, model in switches.items()

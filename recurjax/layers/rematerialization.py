@@ -8,18 +8,20 @@ import jax
 Remat = Literal["nothing", "dots", "block"]
 
 
-def rematerialize(body: Callable, remat: Remat) -> Callable:
-    """Wraps a scan's body so that its backward pass computes part of it again.
+def rematerialize(body: Callable, remat: Remat, *, scanned: bool = True) -> Callable:
+    """Wraps a layer so that its backward pass computes part of it again.
 
     Args:
       body: the function of (carry, x) given to `lax.scan`.
       remat: "nothing" keeps all residuals; "dots" keeps the outputs of matrix products
         without batch dimensions (those with weights) and computes the rest again;
         "block" keeps the body's input only.
+      scanned: whether a scan runs the body. Nothing can be merged across a scan's
+        turns; outside one, the compiler would find forward and recomputed values to be
+        the same and keep them, so a barrier stands between.
     """
     if remat == "nothing":
         return body
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     policy = dots if remat == "dots" else None
-    # Inside a scan nothing can be merged across iterations, so CSE needs no barrier.
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return jax.checkpoint(body, policy=policy, prevent_cse=not scanned)

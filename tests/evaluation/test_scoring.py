@@ -13,6 +13,7 @@ from recurjax.types import Tokens
 from tests.tolerances import TOLERANCES
 from tests.variants.latent_recurrent_transformer import switches as latent
 from tests.variants.rat import switches as rat
+from tests.variants.recurformer import switches as recurformer
 from tests.variants.recurrent_transformer import switches as recurrent
 from tests.variants.transformer import switches as transformer
 
@@ -21,6 +22,7 @@ ROOMS = {
     "recurrent_transformer": recurrent,
     "rat": rat,
     "latent_recurrent_transformer": latent,
+    "recurformer": recurformer,
 }
 T = 24
 

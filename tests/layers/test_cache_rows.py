@@ -12,6 +12,7 @@ from tests.compiling import QUICK_COMPILE
 from tests.tolerances import assert_values_close
 from tests.variants.latent_recurrent_transformer import switches as latent
 from tests.variants.rat import switches as rat
+from tests.variants.recurformer import switches as recurformer
 from tests.variants.recurrent_transformer import switches as recurrent
 from tests.variants.transformer import switches as transformer
 
@@ -22,6 +23,7 @@ MODELS = {
     "rnn": rat.SWITCHES["rnn"],
     "reversed": rat.SWITCHES["reversed"],
     "latent, lags": latent.SWITCHES["keys, averaged lags, reset"],
+    "recurformer": recurformer.SWITCHES["ragged_groups"],
 }
 ROWS, PROMPT, LENGTH = 3, 5, 12
 AT = 1  # the row that is emptied and filled

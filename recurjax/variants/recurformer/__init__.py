@@ -1,0 +1,6 @@
+"""RecurFormer: recency-bound heads of a pretrained Transformer become Mamba."""
+
+from recurjax.variants.recurformer.config import MambaConfig, RecurFormerConfig
+from recurjax.variants.recurformer.stack import RecurFormerStack
+
+__all__ = ["MambaConfig", "RecurFormerConfig", "RecurFormerStack"]

@@ -1,0 +1,228 @@
+"""One RecurFormer layer: some heads attend, Mamba stands in for the others."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Bool, Float
+
+from recurjax.layers.attention import attend
+from recurjax.layers.cached_attention import attend_to_cache
+from recurjax.layers.heads import merge, project
+from recurjax.layers.initialization import draw_output_weight, draw_weight
+from recurjax.layers.key_value_cache import KeyValueCache
+from recurjax.layers.mlp import Mlp
+from recurjax.layers.norm import Norm
+from recurjax.layers.position import Rope, rotate
+from recurjax.layers.self_attention import SelfAttention
+from recurjax.types import Array, Tokens
+from recurjax.variants.recurformer.config import LayerHeads, RecurFormerConfig
+from recurjax.variants.recurformer.mamba import Mamba, MambaCache
+
+
+class LayerCache(NamedTuple):
+    """What one layer keeps.
+
+    Attributes:
+      keys_values: of the key heads that a remaining head reads, and of no other.
+      mamba: of the mixer; without replaced heads it has no channels.
+    """
+
+    keys_values: KeyValueCache
+    mamba: MambaCache
+
+
+class PartialAttention(nnx.Module):
+    """Attention of some heads, Mamba in the place of the others, the old output weight.
+
+    v = W_v x for all key heads; the remaining heads attend with q and k of their own;
+    the replaced heads' v, side by side, go through Mamba, whose output is cut the same
+    way; all heads in their old order then meet W_out. Source: RecurFormer, section 3.2.
+    """
+
+    def __init__(self, config: RecurFormerConfig, *, layer: int, rngs: nnx.Rngs):
+        base = config.transformer
+        a, D, init = base.attention, base.width, base.init
+        self.config, self.heads = a, config.heads(layer)
+        heads, E = self.heads, a.head_width
+        left, kept = len(heads.remaining), len(heads.key_heads)
+        draw = partial(draw_weight, fan_in=D, config=init)
+        zeros = partial(jnp.zeros, dtype=jnp.float32)
+        attends = left > 0
+        self.w_q = nnx.Param(draw(rngs.params(), (D, left, E))) if attends else None
+        self.w_k = nnx.Param(draw(rngs.params(), (D, kept, E))) if attends else None
+        self.w_v = nnx.Param(draw(rngs.params(), (D, a.key_heads, E)))
+        self.w_out = nnx.Param(
+            draw_output_weight(
+                rngs.params(),
+                (a.heads, E, D),
+                fan_in=a.heads * E,
+                layer=layer,
+                layers=base.layers,
+                config=init,
+            )
+        )
+        has_bias = a.qkv_bias
+        self.b_q = nnx.Param(zeros((left, E))) if has_bias and attends else None
+        self.b_k = nnx.Param(zeros((kept, E))) if has_bias and attends else None
+        self.b_v = nnx.Param(zeros((a.key_heads, E))) if has_bias else None
+        self.b_out = nnx.Param(zeros(D)) if a.out_bias else None
+        normed = a.qk_norm is not None and attends
+        self.q_norm = Norm(a.qk_norm, E) if normed else None
+        self.k_norm = Norm(a.qk_norm, E) if normed else None
+        self.mamba = Mamba(config.mamba, heads.mamba_width, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        training = cache.keys_values.slots == 0
+        if tokens.segments is not None and not training:
+            raise NotImplementedError(
+                "PartialAttention: segments are for the training cache (length 0) only"
+            )
+        v = project(x, self.w_v, self.b_v)
+        kept, keys_values = self._attend(x, v, cache.keys_values, tokens)
+        taken, mamba = self._recur(v, cache.mamba, tokens, training)
+        y = merge(in_place(kept, taken, self.heads), self.w_out, self.b_out)
+        return y, LayerCache(keys_values, mamba)
+
+    def _attend(
+        self, x: Array, v: Array, cache: KeyValueCache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T R E"], KeyValueCache]:
+        """Returns what the remaining heads found; without any, nothing is read."""
+        heads, config = self.heads, self.config
+        if self.w_q is None or self.w_k is None:
+            return v[:, :, :0], cache
+        training = cache.slots == 0
+        start = jnp.zeros((1, 1), jnp.int32) if training else cache.position[:, None]
+        positions = start + jnp.arange(x.shape[1])
+        q, k = project(x, self.w_q, self.b_q), project(x, self.w_k, self.b_k)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(config.position, Rope):
+            q = rotate(q, positions, config.position)
+            k = rotate(k, positions, config.position)
+        v = v[:, :, np.asarray(heads.key_heads)]
+        scale = config.head_width**-0.5 if config.scale is None else config.scale
+        q, places = in_even_groups(q, heads)
+        if training:
+            mask = None
+            if tokens.segments is not None:
+                segments = tokens.segments
+                mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+            o = attend(
+                q,
+                k,
+                v,
+                scale=scale,
+                causal=True,
+                mask=mask,
+                soft_cap=config.soft_cap,
+                implementation=config.implementation,
+            )
+        else:
+            o, cache = attend_to_cache(
+                q,
+                k,
+                v,
+                cache,
+                scale=scale,
+                window=None,
+                lengths=tokens.lengths,
+                soft_cap=config.soft_cap,
+            )
+        return o[:, :, places], cache
+
+    def _recur(
+        self, v: Array, cache: MambaCache, tokens: Tokens, training: bool
+    ) -> tuple[Float[Array, "B T R E"], MambaCache]:
+        """Returns what Mamba makes of the replaced heads' values, by head."""
+        B, T, _, E = v.shape
+        starts = None if tokens.segments is None else document_starts(tokens.segments)
+        before = self.mamba.init_cache(B) if training else cache
+        y, after = self.mamba(
+            v[:, :, np.asarray(self.heads.group_of)].reshape(B, T, -1),
+            before,
+            starts=starts,
+            lengths=tokens.lengths,
+        )
+        return y.reshape(B, T, -1, E), cache if training else after
+
+
+class RecurFormerBlock(nnx.Module):
+    """A Transformer layer, pre-norm, whose attention may have given up heads."""
+
+    def __init__(self, config: RecurFormerConfig, *, layer: int, rngs: nnx.Rngs):
+        base = config.transformer
+        D, init = base.width, base.init
+        depth = {"layer": layer, "layers": base.layers}
+        self.parallel = base.parallel_residual
+        one = base.residual_scale == "one"
+        self.residual_scale = 1.0 if one else base.layers**-0.5
+        self.attention_norm = Norm(base.norm, D)
+        if config.replaced[layer]:
+            self.attention = PartialAttention(config, layer=layer, rngs=rngs)
+        else:
+            window = base.windows[layer % len(base.windows)]
+            self.attention = WholeAttention(
+                base.attention, D, init, window=window, rngs=rngs, **depth
+            )
+        self.mlp_norm = Norm(base.norm, D)
+        self.mlp = Mlp(base.mlp, D, init, rngs=rngs, **depth)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        mixed, cache = self.attention(self.attention_norm(x), cache, tokens)
+        y = x + self.residual_scale * mixed
+        source = x if self.parallel else y
+        return y + self.residual_scale * self.mlp(self.mlp_norm(source)), cache
+
+
+class WholeAttention(SelfAttention):
+    """The base's attention, where no head is replaced."""
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        y, keys_values = super().__call__(x, cache.keys_values, tokens)
+        return y, LayerCache(keys_values, cache.mamba)
+
+
+def in_place(
+    kept: Float[Array, "B T R E"], taken: Float[Array, "B T n E"], heads: LayerHeads
+) -> Float[Array, "B T H E"]:
+    """Puts all heads back in their old order."""
+    order = np.argsort([*heads.remaining, *heads.replaced])
+    return jnp.concatenate([kept, taken.astype(kept.dtype)], axis=2)[:, :, order]
+
+
+def in_even_groups(
+    q: Float[Array, "B T R E"], heads: LayerHeads
+) -> tuple[Float[Array, "B T N E"], np.ndarray]:
+    """Lays query heads out so that each key head has as many, as attention wants them.
+
+    Groups that lost more heads are filled up with queries of zero, whose results nobody
+    reads. So keys and values are read where they lie: repeating them for every query
+    head instead would copy the whole cache at each decoded token.
+
+    Returns:
+      The queries, and the place of each remaining head among them.
+    """
+    counts = np.bincount(heads.key_head_of, minlength=len(heads.key_heads))
+    size = int(counts.max())
+    number = np.array(heads.key_head_of)
+    within = np.arange(len(number)) - np.searchsorted(number, number)
+    places = number * size + within
+    if (counts == size).all():
+        return q, places
+    wide = jnp.zeros((*q.shape[:2], size * len(counts), q.shape[3]), q.dtype)
+    return wide.at[:, :, places].set(q), places
+
+
+def document_starts(segments: Array) -> Bool[Array, "B T"]:
+    """Tells where a row's next document begins."""
+    changes = segments[:, 1:] != segments[:, :-1]
+    return jnp.pad(changes, ((0, 0), (1, 0)))

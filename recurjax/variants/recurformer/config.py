@@ -1,0 +1,175 @@
+"""What a RecurFormer is: a Transformer, the heads it gave up, and their Mamba."""
+
+from dataclasses import dataclass
+
+from recurjax.layers.initialization import InitConfig
+from recurjax.layers.position import Alibi
+from recurjax.variants.transformer.config import TransformerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MambaConfig:
+    """The mixer that stands in for a layer's replaced heads.
+
+    Its width is that of the heads it replaces, d_m = n E. Source: Gu and Dao 2023, with
+    RecurFormer's sizes (appendix B).
+
+    Attributes:
+      conv: taps of the causal convolution.
+      state: N, states a channel.
+      dt_rank: R, rank of the step's projection. The paper's 256 exceeds the channels of
+        a single head of 64.
+      expand: channels are I = expand d_m.
+    """
+
+    conv: int = 4
+    state: int = 16
+    dt_rank: int = 256
+    expand: int = 2
+
+    def __post_init__(self):
+        for name in ("conv", "state", "dt_rank", "expand"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"MambaConfig: {name} must be at least 1, got {getattr(self, name)}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurFormerConfig:
+    """A Transformer some of whose query heads are replaced by one Mamba a layer.
+
+    Attributes:
+      transformer: the base, whole: its norms, positions, MLPs and all its heads.
+      replaced: for each layer, the query heads that Mamba stands in for, ascending.
+        None anywhere: the base, to the bit.
+      mamba: the same sizes in every layer.
+    """
+
+    transformer: TransformerConfig
+    replaced: tuple[tuple[int, ...], ...]
+    mamba: MambaConfig
+
+    def __post_init__(self):
+        base, H = self.transformer, self.transformer.attention.heads
+        if len(self.replaced) != base.layers:
+            raise ValueError(
+                f"RecurFormerConfig: replaced wants an entry for each of {base.layers} "
+                f"layers, got {len(self.replaced)}"
+            )
+        for layer, heads in enumerate(self.replaced):
+            if list(heads) != sorted(set(heads)) or not set(heads) <= set(range(H)):
+                raise ValueError(
+                    f"RecurFormerConfig: layer {layer} wants heads from 0 to {H - 1}, "
+                    f"ascending and each once, got {heads}"
+                )
+            if heads and base.windows[layer % len(base.windows)] is not None:
+                raise ValueError(
+                    f"RecurFormerConfig: layer {layer} has a window: its heads read no "
+                    "more than a window already, and are not replaced"
+                )
+        attention = base.attention
+        if any(self.replaced) and isinstance(attention.position, Alibi):
+            raise ValueError(
+                "RecurFormerConfig: heads with ALiBi are not replaced: their slopes "
+                "count on all heads"
+            )
+        if attention.qk_norm is not None and attention.qk_norm_over == "full":
+            raise ValueError(
+                "RecurFormerConfig: qk_norm over all heads at once would change with "
+                "the heads that are left: replace heads of a model with norms by head"
+            )
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return self.transformer.layers
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.transformer.width
+
+    @property
+    def init(self) -> InitConfig:
+        """The base's."""
+        return self.transformer.init
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens that a sequence can have; None: no limit."""
+        return self.transformer.max_length
+
+    def heads(self, layer: int) -> "LayerHeads":
+        """Says which heads of a layer attend, and which keys they need."""
+        return split_heads(self.transformer, self.replaced[layer])
+
+    def flops_per_token(self, length: int) -> float:
+        """Counts training FLOPs a token at sequence length T, embedding and head aside.
+
+        As the base's, 6 a weight of every product; attention for the heads that are
+        left; and for the scan 27 a state (9 a step: the decay, its exponential, the
+        input, the sum over states, once forward and twice backward).
+        """
+        base, D = self.transformer, self.width
+        a = base.attention
+        mlp = D * base.mlp.width * (3 if base.mlp.gated else 2)
+        total = 6.0 * base.layers * mlp
+        for layer in range(base.layers):
+            heads = self.heads(layer)
+            left, kept = len(heads.remaining), len(heads.key_heads)
+            projections = D * a.head_width * (left + kept + a.key_heads + a.heads)
+            window = base.windows[layer % len(base.windows)]
+            seen = length if window is None else min(window + 1, length)
+            total += 6.0 * projections + 12.0 * left * a.head_width * seen
+            if heads.replaced:
+                total += 6.0 * mamba_weights(self.mamba, heads.mamba_width)
+                channels = self.mamba.expand * heads.mamba_width
+                total += 27.0 * channels * self.mamba.state
+        return total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerHeads:
+    """How one layer's heads are divided.
+
+    Attributes:
+      replaced: query heads whose place Mamba takes, ascending.
+      remaining: query heads that attend, ascending.
+      key_heads: key heads that a remaining head reads, ascending: only they have keys
+        and a cache.
+      key_head_of: for each remaining head, its entry of `key_heads`.
+      group_of: for each replaced head, the key head whose values it would have read.
+      mamba_width: d_m, the replaced heads side by side.
+    """
+
+    replaced: tuple[int, ...]
+    remaining: tuple[int, ...]
+    key_heads: tuple[int, ...]
+    key_head_of: tuple[int, ...]
+    group_of: tuple[int, ...]
+    mamba_width: int
+
+
+def split_heads(base: TransformerConfig, replaced: tuple[int, ...]) -> LayerHeads:
+    """Divides a layer's heads: query head h reads key head h // (H / K)."""
+    a = base.attention
+    group = a.heads // a.key_heads
+    remaining = tuple(head for head in range(a.heads) if head not in set(replaced))
+    key_heads = tuple(sorted({head // group for head in remaining}))
+    return LayerHeads(
+        replaced=replaced,
+        remaining=remaining,
+        key_heads=key_heads,
+        key_head_of=tuple(key_heads.index(head // group) for head in remaining),
+        group_of=tuple(head // group for head in replaced),
+        mamba_width=len(replaced) * a.head_width,
+    )
+
+
+def mamba_weights(mamba: MambaConfig, width: int) -> int:
+    """Counts the weights of a mixer of width d_m, less its vectors a channel."""
+    channels = mamba.expand * width
+    in_and_out = 3 * width * channels
+    steps = channels * (mamba.dt_rank + 2 * mamba.state) + mamba.dt_rank * channels
+    return in_and_out + steps + mamba.conv * channels

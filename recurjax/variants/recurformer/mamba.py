@@ -1,0 +1,208 @@
+"""The Mamba mixer as a function of arrays, and the module that owns its weights."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Bool, Float, Int
+
+from pallas_kernels.selective_scan import selective_scan
+from recurjax.layers.linear import linear
+from recurjax.types import Array
+from recurjax.variants.recurformer.config import MambaConfig
+
+DT_LEAST, DT_MOST = 0.001, 0.1
+"""Steps at the start lie between these, evenly in their logarithm (Mamba's authors)."""
+
+
+class MambaCache(NamedTuple):
+    """What a mixer keeps of the past, in float32; of width 0 in training.
+
+    Attributes:
+      conv: the last inputs of the convolution, the oldest first; zeros before the row.
+      state: h after the last token.
+    """
+
+    conv: Float[Array, "B I taps"]
+    state: Float[Array, "B I N"]
+
+
+class MambaWeights(NamedTuple):
+    """A mixer's weights, of width M = d_m, channels I, states N, rank R.
+
+    Attributes:
+      w_u, w_z: in, to the recurrence and to its gate.
+      w_conv, b_conv: taps, the oldest first, and bias of each channel.
+      w_x: from a channel's input to step (R columns), B (N) and C (N).
+      w_dt, b_dt: from R to each channel's step.
+      a_log: A = -exp(a_log).
+      skip: D.
+      w_back: out.
+    """
+
+    w_u: Float[Array, "M I"]
+    w_z: Float[Array, "M I"]
+    w_conv: Float[Array, "taps I"]
+    b_conv: Float[Array, " I"]
+    w_x: Float[Array, "I W"]
+    w_dt: Float[Array, "R I"]
+    b_dt: Float[Array, " I"]
+    a_log: Float[Array, "I N"]
+    skip: Float[Array, " I"]
+    w_back: Float[Array, "I M"]
+
+
+def mix(
+    x: Float[Array, "B T M"],
+    weights: MambaWeights,
+    cache: MambaCache,
+    *,
+    starts: Bool[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B T M"], MambaCache]:
+    """Runs T more positions of a mixer.
+
+    u, z = x W_u, x W_z;  u = silu(conv(u));  dt, B, C = u W_x;
+    y = scan(u, softplus(dt W_dt + b), A, B, C) + D u;  out = (y silu(z)) W_back.
+    There is neither norm nor residual inside. Source: Gu and Dao 2023, figure 3.
+
+    Args:
+      cache: of the tokens before x.
+      starts: positions before which everything past is forgotten (a document begins).
+      lengths: how many of the T positions are real; the others leave the cache as it
+        is, and their outputs have no meaning. None: all.
+
+    Returns:
+      What the mixer writes, and the cache after x.
+    """
+    N, R = weights.a_log.shape[1], weights.w_dt.shape[0]
+    u, z = linear(x, weights.w_u), linear(x, weights.w_z)
+    u, conv = causal_convolution(
+        u, weights.w_conv, weights.b_conv, cache.conv, starts=starts, lengths=lengths
+    )
+    u = jax.nn.silu(u)
+    dt, b, c = jnp.split(linear(u, weights.w_x), [R, R + N], axis=-1)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    y, state = selective_scan(
+        u,
+        linear(dt, weights.w_dt),
+        -jnp.exp(weights.a_log.astype(dtype)),
+        b,
+        c,
+        skip=weights.skip.astype(dtype),
+        z=z,
+        dt_bias=weights.b_dt.astype(dtype),
+        initial=cache.state,
+        starts=starts,
+        lengths=lengths,
+    )
+    return linear(y, weights.w_back), MambaCache(conv, state)
+
+
+def causal_convolution(
+    u: Float[Array, "B T I"],
+    taps: Float[Array, "n I"],
+    bias: Float[Array, " I"],
+    before: Float[Array, "B I n"],
+    *,
+    starts: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
+) -> tuple[Float[Array, "B T I"], Float[Array, "B I n"]]:
+    """Computes y[t] = bias + sum_j taps[j] u[t - (n - 1) + j] by channel.
+
+    Inputs of an earlier document count as zeros.
+
+    Args:
+      before: the n inputs before u, the oldest first.
+
+    Returns:
+      y, and the n inputs before the next position, as `before`.
+    """
+    B, T, I = u.shape
+    n = taps.shape[0]
+    dtype = jnp.promote_types(u.dtype, jnp.float32)
+    past = before.swapaxes(1, 2).astype(dtype)  # [B, n, I]
+    row = jnp.concatenate([past, u.astype(dtype)], axis=1)  # position t is entry n + t
+    # Which document an entry is of; what came before the call is of the first one.
+    document = None
+    if starts is not None:
+        document = jnp.cumsum(jnp.pad(starts, ((0, 0), (n, 0))), axis=1)
+    y = jnp.broadcast_to(bias.astype(dtype), (B, T, I))
+    for tap in range(n):
+        shifted = row[:, tap + 1 : tap + 1 + T]
+        if document is not None:
+            same = document[:, tap + 1 : tap + 1 + T] == document[:, n:]
+            shifted = jnp.where(same[..., None], shifted, 0)
+        y = y + taps[tap].astype(dtype) * shifted
+    # The n entries up to each row's last real position.
+    end = jnp.full(B, T) if lengths is None else lengths
+    at = end[:, None] + jnp.arange(n)
+    kept = jnp.take_along_axis(row, at[..., None], axis=1)
+    if document is not None:
+        last = jnp.take_along_axis(document, (end + n - 1)[:, None], axis=1)
+        own = jnp.take_along_axis(document, at, axis=1) == last
+        kept = jnp.where(own[..., None], kept, 0)
+    return y.astype(u.dtype), kept.swapaxes(1, 2).astype(before.dtype)
+
+
+class Mamba(nnx.Module):
+    """Owns a mixer's weights. They start as the Mamba authors' do.
+
+    A = -(1 .. N) in every channel, D = 1, the step's bias gives steps drawn evenly in
+    their logarithm, its weight is uniform in +-R^-1/2, the rest uniform in
+    +-(fan in)^-1/2. RecurFormer's paper says nothing of it.
+    """
+
+    def __init__(self, config: MambaConfig, width: int, *, rngs: nnx.Rngs):
+        self.config, self.width = config, width
+        N, R, I = config.state, config.dt_rank, config.expand * width
+
+        def uniform(shape: tuple[int, ...], fan_in: int) -> nnx.Param:
+            bound = fan_in**-0.5
+            drawn = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+            return nnx.Param(drawn)
+
+        self.w_u = uniform((width, I), width)
+        self.w_z = uniform((width, I), width)
+        self.w_conv = uniform((config.conv, I), config.conv)
+        self.b_conv = uniform((I,), config.conv)
+        self.w_x = uniform((I, R + 2 * N), I)
+        self.w_dt = uniform((R, I), R)
+        steps = jnp.exp(
+            jax.random.uniform(
+                rngs.params(), (I,), jnp.float32, math.log(DT_LEAST), math.log(DT_MOST)
+            )
+        )
+        self.b_dt = nnx.Param(steps + jnp.log(-jnp.expm1(-steps)))  # softplus^-1
+        self.a_log = nnx.Param(
+            jnp.tile(jnp.log(jnp.arange(1, N + 1, dtype=jnp.float32)), (I, 1))
+        )
+        self.skip = nnx.Param(jnp.ones(I, jnp.float32))
+        self.w_back = uniform((I, width), I)
+
+    def weights(self) -> MambaWeights:
+        """Returns the arrays."""
+        return MambaWeights(
+            *(getattr(self, name)[...] for name in MambaWeights._fields)
+        )
+
+    def init_cache(self, batch: int) -> MambaCache:
+        """Makes the cache before the first token: zeros, always float32 or wider."""
+        I = self.config.expand * self.width
+        dtype = jnp.promote_types(self.w_u[...].dtype, jnp.float32)
+        return MambaCache(
+            conv=jnp.zeros((batch, I, self.config.conv), dtype),
+            state=jnp.zeros((batch, I, self.config.state), dtype),
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        cache: MambaCache,
+        *,
+        starts: Bool[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T M"], MambaCache]:
+        return mix(x, self.weights(), cache, starts=starts, lengths=lengths)

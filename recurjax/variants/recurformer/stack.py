@@ -1,0 +1,109 @@
+"""The RecurFormer stack: layers of different shapes, one after another."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from recurjax.layers.cache_rows import CacheRows
+from recurjax.layers.key_value_cache import empty_key_value_cache
+from recurjax.layers.mesh_axes import UncutStack
+from recurjax.layers.position import LearnedPositions, PositionEmbedding
+from recurjax.layers.rematerialization import rematerialize
+from recurjax.layers.row_sharding import keep_rows_apart
+from recurjax.types import Array, Tokens
+from recurjax.variants.recurformer.block import LayerCache, RecurFormerBlock
+from recurjax.variants.recurformer.config import RecurFormerConfig
+from recurjax.variants.recurformer.mamba import MambaCache
+
+
+class RecurFormerCache(NamedTuple):
+    """Where the rows stand, and what each layer keeps."""
+
+    position: Int[Array, " B"]
+    layers: tuple[LayerCache, ...]
+
+
+class RecurFormerStack(CacheRows, UncutStack):
+    """L layers, unrolled: each has heads, keys and channels of its own number."""
+
+    def __init__(self, config: RecurFormerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.layers = nnx.List(
+            [
+                RecurFormerBlock(config, layer=layer, rngs=rngs)
+                for layer in range(config.layers)
+            ]
+        )
+        position = config.transformer.attention.position
+        self.position = (
+            PositionEmbedding(position, config.width, config.init, rngs=rngs)
+            if isinstance(position, LearnedPositions)
+            else None
+        )
+
+    def init_cache(self, batch: int, length: int, dtype) -> RecurFormerCache:
+        """Makes the cache for `length` tokens a row.
+
+        Args:
+          length: 0 for the training cache, which keeps nothing.
+          dtype: of keys and values; Mamba's states are float32.
+
+        Raises:
+          ValueError: learned positions end before `length`.
+        """
+        config = self.config
+        if self.position is not None and length > self.position.config.length:
+            raise ValueError(
+                f"RecurFormerStack: a cache of {length} tokens needs as many learned "
+                f"positions, the table has {self.position.config.length}"
+            )
+        layers = tuple(
+            layer_cache(config, layer, batch, length, dtype)
+            for layer in range(config.layers)
+        )
+        return RecurFormerCache(jnp.zeros(batch, jnp.int32), layers)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: RecurFormerCache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T D"], RecurFormerCache]:
+        T = x.shape[1]
+        training = cache.layers[0].keys_values.slots == 0
+        if self.position is not None:
+            start = jnp.zeros(1, jnp.int32) if training else cache.position
+            x = self.position(x, start[:, None] + jnp.arange(T))
+        run = rematerialize(
+            lambda block, x, kept: block(x, kept, tokens),
+            self.config.transformer.remat,
+            scanned=False,
+        )
+        written = []
+        for block, kept in zip(self.layers, cache.layers, strict=True):
+            at = kept.keys_values._replace(position=cache.position)
+            x, new = run(block, keep_rows_apart(x), kept._replace(keys_values=at))
+            back = new.keys_values._replace(position=kept.keys_values.position)
+            written.append(new._replace(keys_values=back))
+        if training:
+            return x, cache
+        count = T if tokens.lengths is None else tokens.lengths
+        return x, RecurFormerCache(cache.position + count, tuple(written))
+
+
+def layer_cache(
+    config: RecurFormerConfig, layer: int, batch: int, length: int, dtype
+) -> LayerCache:
+    """Makes one layer's empty cache; a window's is a ring buffer."""
+    base, heads = config.transformer, config.heads(layer)
+    window = base.windows[layer % len(base.windows)]
+    slots = length if window is None else min(length, window + 1)
+    keys_values = empty_key_value_cache(
+        1, batch, slots, len(heads.key_heads), base.attention.head_width, dtype
+    )
+    channels = config.mamba.expand * heads.mamba_width if length else 0
+    wide = jnp.promote_types(dtype, jnp.float32)
+    mamba = MambaCache(
+        conv=jnp.zeros((batch, channels, config.mamba.conv), wide),
+        state=jnp.zeros((batch, channels, config.mamba.state), wide),
+    )
+    return LayerCache(keys_values, mamba)

@@ -1,0 +1,147 @@
+"""The laws of every stack for RecurFormer's switches, and its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from recurjax.layers.position import Alibi, LearnedPositions
+from recurjax.model import Decoder
+from recurjax.parameters import from_nested_dict, to_nested_dict
+from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
+from tests.laws import B, StackLaws, T, draw_ids, pull_back, run
+from tests.tolerances import assert_gradients_close, assert_values_close
+from tests.variants.recurformer.switches import (
+    MAMBA,
+    SWITCHES,
+    VOCABULARY,
+    build,
+    small,
+)
+from tests.variants.transformer import switches as transformer
+
+
+class TestLaws(StackLaws):
+    models = SWITCHES
+    build = staticmethod(build)
+    slow = frozenset({"head_norms_caps_and_a_window_layer", "learned_positions"})
+    first = "ragged_groups"
+
+    def documents(self, config):
+        position = config.stack.transformer.attention.position
+        return 0 if isinstance(position, LearnedPositions) else 1
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return draw_ids(VOCABULARY)
+
+
+def unstacked(base: Decoder, config) -> Decoder:
+    """The base's weights in layers of their own: nothing is replaced."""
+    nested = to_nested_dict(base)
+    [blocks] = nested["stack"].pop("blocks").values()
+    layers = {
+        str(layer): jax.tree.map(lambda leaf, layer=layer: leaf[layer], blocks)
+        for layer in range(config.stack.layers)
+    }
+    nested["stack"]["layers"] = layers
+    like = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return from_nested_dict(like, nested)
+
+
+def test_with_nothing_replaced_it_is_the_base_to_the_bit(ids):
+    base = transformer.small(key_heads=2, layers=3)
+    config = small(((), (), ()), key_heads=2)
+    assert config.stack.transformer == base.stack
+    assert config.flops_per_token(T) == base.flops_per_token(T)
+    model = transformer.build(base)
+    plain = unstacked(model, config)
+    for length in (0, T):
+        want, _ = run(model, ids, model.init_cache(B, length))
+        got, _ = run(plain, ids, plain.init_cache(B, length))
+        np.testing.assert_array_equal(got, want)
+
+
+def test_heads_may_change_places_with_their_weights(ids):
+    """Each key head's group moves as one; the replaced heads' Mamba stays whole."""
+    config = small(((0, 3),), key_heads=2)
+    model = build(config)
+    moved_config = small(((1, 2),), key_heads=2)
+    nested = to_nested_dict(model)
+    attention = nested["stack"]["layers"]["0"]["attention"]
+    # Heads 0 1 | 2 3 become 1 0 | 3 2: remaining 1, 2 become 0, 3 in the same order.
+    attention["w_out"] = attention["w_out"][jnp.array([1, 0, 3, 2])]
+    like = jax.eval_shape(lambda: Decoder(moved_config, rngs=nnx.Rngs(0)))
+    moved = from_nested_dict(like, nested)
+    want, _ = run(model, ids, model.init_cache(B, 0))
+    got, _ = run(moved, ids, moved.init_cache(B, 0))
+    assert_values_close(got, want)
+
+
+def test_gradients_reach_the_values_through_mamba(ids):
+    """Where every head is replaced, nothing else reads them."""
+    model = build(small(((0, 1, 2, 3),)))
+    weights = np.random.default_rng(0).normal(size=(B, T, 8)).astype(np.float32)
+    for_stack, _ = pull_back(model, ids, weights)
+    gradients = to_nested_dict(for_stack)["layers"]["0"]["attention"]
+    assert "w_q" not in gradients and "w_k" not in gradients
+    assert all(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("cut", [(1,) * T, (2, 1, T - 3), (3, T - 3)])
+def test_a_cut_within_the_convolutions_reach_changes_nothing(ids, cut):
+    model = build(SWITCHES["ragged_groups"])
+    whole, _ = run(model, ids, model.init_cache(B, 0))
+    cache, start, parts = model.init_cache(B, T), 0, []
+    for piece in cut:
+        logits, cache = run(model, ids[:, start : start + piece], cache)
+        parts.append(logits)
+        start += piece
+    assert_values_close(np.concatenate(parts, axis=1), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["dots", "block"])
+def test_rematerialization_changes_nothing(ids, remat):
+    config = SWITCHES["ragged_groups"]
+    base = dataclasses.replace(config.stack.transformer, remat=remat)
+    again = dataclasses.replace(
+        config, stack=dataclasses.replace(config.stack, transformer=base)
+    )
+    model = build(config)
+    leaves, other = jax.tree.leaves(model), build(again)
+    other = jax.tree.unflatten(jax.tree.structure(other), leaves)
+    weights = np.ones((B, T, 8), np.float32)
+    want, got = (pull_back(m, ids, weights) for m in (model, other))
+    assert_gradients_close(jax.tree.leaves(got), jax.tree.leaves(want))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: small(((0,),), heads=2, key_heads=2, attention={"position": Alibi()}),
+         "ALiBi"),
+        (lambda: small(((0,),), windows=(3,)), "layer 0 has a window"),
+        (lambda: small(((4,),)), "heads from 0 to 3"),
+        (lambda: small(((1, 1),)), "each once"),
+        (lambda: small(((1, 0),)), "ascending"),
+        (lambda: RecurFormerConfig(
+            transformer=transformer.small(layers=2).stack, replaced=((),), mamba=MAMBA),
+         "each of 2 layers, got 1"),
+        (lambda: MambaConfig(conv=0), "conv must be at least 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_replaced_is_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_norms_over_all_heads_are_refused():
+    from recurjax.layers.norm import NormConfig
+
+    with pytest.raises(ValueError, match="over all heads at once"):
+        small(((0,),), attention={"qk_norm": NormConfig(), "qk_norm_over": "full"})
