@@ -197,8 +197,8 @@ def _generate(
         newest=last,
         seen=None,
         finished=jnp.zeros(batch, bool),
-        residual=jnp.zeros((), jnp.float32),
         drawn=jnp.ones((), jnp.int32),
+        aux={},
     )
     del cache
     jax.block_until_ready(state)

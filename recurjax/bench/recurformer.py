@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.selective_scan import api, selective_scan
 from pallas_kernels.selective_scan.reference import selective_scan_reference
 from recurjax.bench.timing import Row, repeat, row
@@ -56,7 +57,7 @@ def _scans(length: int) -> dict[str, Callable[..., Any]]:
         found["reference"] = selective_scan_reference
     shapes = jax.eval_shape(partial(_arrays, SMALL | {"T": 2}, "float32"))
     for name in api.OP.backends:
-        scan = partial(selective_scan, implementation=name)
+        scan = partial(selective_scan, implementation=cast(Implementation, name))
         try:
             jax.eval_shape(lambda arrays, scan=scan: scan(**arrays), shapes)
         except NotImplementedError:  # a kernel for a device that is not here

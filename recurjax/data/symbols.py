@@ -22,7 +22,8 @@ class Symbols:
 
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
-        self.bos = self.eos = None
+        self.bos: int | None = None
+        self.eos: int | None = None
         self.token_bytes = np.zeros(vocabulary, np.int32)
         self._definition = json.dumps({"type": "symbols", "vocabulary": vocabulary})
         self.hash = hashlib.sha256(self._definition.encode()).hexdigest()

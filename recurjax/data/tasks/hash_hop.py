@@ -96,7 +96,8 @@ class HashHop:
         """Draws a prompt, up to and with the first element, and its answer."""
         names = self._names(rng)
         chains = 1 if self.chains == "one" else self.pairs // self.hops
-        lines, answer = [], ()
+        lines: list[str] = []
+        answer: tuple[str, ...] = ()
         for number in range(chains):
             chain = [next(names) for _ in range(self.hops + 1)]
             lines += [f"{a} = {b}" for a, b in zip(chain[:-1], chain[1:], strict=True)]

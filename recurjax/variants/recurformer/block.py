@@ -69,9 +69,9 @@ class PartialAttention(nnx.Module):
         self.b_k = nnx.Param(zeros((kept, E))) if has_bias and attends else None
         self.b_v = nnx.Param(zeros((a.key_heads, E))) if has_bias else None
         self.b_out = nnx.Param(zeros(D)) if a.out_bias else None
-        normed = a.qk_norm is not None and attends
-        self.q_norm = Norm(a.qk_norm, E) if normed else None
-        self.k_norm = Norm(a.qk_norm, E) if normed else None
+        norm = a.qk_norm if attends else None
+        self.q_norm = None if norm is None else Norm(norm, E)
+        self.k_norm = None if norm is None else Norm(norm, E)
         self.mamba = Mamba(config.mamba, heads.mamba_width, rngs=rngs)
 
     def __call__(
