@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if not (on_gpu or options.tiny):
         sys.exit(f"needs a GPU, found {jax.default_backend()}: try --tiny")
     report: dict[str, Any] = {"device": device_name(), "tiny": options.tiny}
-    cases = (("float32", "tiled"), ("float32", "wavefront"), ("bfloat16", None))
+    cases = (("float32", "prefix"), ("float32", "wavefront"), ("bfloat16", None))
     backend = "triton" if on_gpu else None
     report["errors"] = {
         f"{dtype}/{schedule}": check(dtype, schedule, implementation=backend)

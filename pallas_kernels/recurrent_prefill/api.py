@@ -64,10 +64,11 @@ def recurrent_prefill(
       cache: of the positions before; of length 0: training, from position 0.
       spec: every switch of the layer.
       rows: lengths and segments; None: full rows of one document.
-      schedule: "naive": position by position over the whole prefix; "tiled": the
-        paper's tiles, doubling; "prefix": each tile first meets all earlier ones;
-        "wavefront": the same for all L layers at once, each one tile behind the one
-        below. All give the same result up to rounding. None: chosen by measurement.
+      schedule: "naive": position by position over the whole prefix; "prefix": each
+        tile first meets all earlier ones; "wavefront": the same for all L layers at
+        once, each one tile behind the one below. A name means one order of work on
+        every backend; all give the same result up to rounding. None: chosen by
+        measurement.
       tile: positions handled between two tile updates, a multiple of spec.block. None:
         chosen by measurement.
       implementation: a backend, which then runs or raises; None: the first that can.

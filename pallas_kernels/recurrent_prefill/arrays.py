@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 NormKind = Literal["rms", "layer", "none"]
 Activation = Literal["gelu", "gelu_tanh", "relu_squared", "silu"]
 Dtype = Literal["float32", "bfloat16", "float64"]
-Schedule = Literal["naive", "tiled", "prefix", "wavefront"]
+Schedule = Literal["naive", "prefix", "wavefront"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ SMALL = ({"B": 8, "T": 256, "D": 128, "H": 4}, {"B": 8, "T": 1024, "D": 256, "H"
 LARGE = tuple({"B": 32 << i, "T": 512, "D": 1024, "H": 16} for i in range(7))
 """The paper's table: one layer on one accelerator, batch 32 to 2048."""
 
-SCHEDULES = ("naive", "tiled", "prefix", "wavefront")
+SCHEDULES = ("naive", "prefix", "wavefront")
 BLOCKS = (4, 16, 64)
 
 PYTORCH = {256: (147.0, 484.0), 1024: (842.0, 3028.0)}
@@ -66,7 +66,7 @@ def summary(rows: list[Row]) -> str:
         }
         told = [
             f"{s}/{what} {theirs / times[f'{_PREFIX}/{s}/{what}']:.1f}"
-            for s in ("prefix", "tiled")
+            for s in ("prefix", "wavefront")
             for what, theirs in zip(_PASSES, PYTORCH[shape["T"]], strict=True)
             if f"{_PREFIX}/{s}/{what}" in times
         ]

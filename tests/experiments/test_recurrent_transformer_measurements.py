@@ -34,6 +34,6 @@ def test_the_gpu_s_script_runs_at_its_smallest_here(script, tmp_path):
     out = tmp_path / "report.json"
     script("one_gpu").main(["--out", str(out), "--tiny", "--repeats", "1"])
     report = json.loads(out.read_text())
-    assert 0 < report["errors"]["float32/tiled"] < 1e-4
+    assert 0 < report["errors"]["float32/prefix"] < 1e-4
     assert all(row["recurrent_ms"] > 0 for row in report["layer_forward"])
     assert report["training_ratio"] > 0

@@ -84,7 +84,7 @@ def test_stages_train_as_one_device_does(quick_compilation, tmp_path, monkeypatc
             {"stage": 2, "layers": 3},
             "mesh.stage must divide the model's 3 layers, got 2",
         ),
-        ({"stage": 2, "schedule": "tiled"}, "got 2 stages and schedule tiled"),
+        ({"stage": 2, "schedule": "prefix"}, "got 2 stages and schedule prefix"),
         ({"stage": 2, "schedule": None}, "set --model.stack.schedule wavefront"),
     ],
 )

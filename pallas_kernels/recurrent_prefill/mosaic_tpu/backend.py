@@ -66,8 +66,8 @@ def expressible(
         return "has no segments"
     if spec.dtype == "float64" or x.dtype == jnp.float64:
         return "computes in float32 at most"
-    if schedule not in (None, "tiled"):
-        return f'runs tiles of one layer: schedule "tiled", got {schedule!r}'
+    if schedule not in (None, "prefix"):
+        return f'runs tiles of one layer: schedule "prefix", got {schedule!r}'
     return refusal_of_sizes(LayerSizes.of(x, weights, spec), tile, vmem_bytes())
 
 

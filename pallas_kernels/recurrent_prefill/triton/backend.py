@@ -63,7 +63,7 @@ def expressible(
     if spec.dtype == "float64" or x.dtype == jnp.float64:
         return "computes in float32 at most"
     if schedule == "naive":
-        return 'runs tiles: schedule "tiled" or "wavefront"'
+        return 'runs tiles: schedule "prefix" or "wavefront"'
     if spec.head_width < 16 or spec.head_width & (spec.head_width - 1):
         return f"head_width must be a power of two from 16, got {spec.head_width}"
     widths = {

@@ -1,1 +1,1 @@
-"""The XLA path: every switch, every platform, all four schedules; door: `backend`."""
+"""The XLA path: every switch, every platform, all three schedules; door: `backend`."""

@@ -1,4 +1,4 @@
-"""The XLA path: every switch, every platform, all four schedules."""
+"""The XLA path: every switch, every platform, all three schedules."""
 
 from functools import partial
 

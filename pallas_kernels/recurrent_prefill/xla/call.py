@@ -42,7 +42,6 @@ class Call(NamedTuple):
             tile=tile,
             chunk=chunk,
             phased=phased,
-            doubling=schedule == "tiled",
             stages=stages.count,
             axis=stages.axis,
         )

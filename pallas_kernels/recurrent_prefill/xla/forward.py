@@ -5,7 +5,6 @@ the cache; then the recurrence runs through the tile's units, each over the unit
 it in the tile only; then the tile's persistent pairs join the buffers.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
-    HIDDEN,
     Prepared,
     activate,
     persistent_source,
@@ -37,7 +35,6 @@ from pallas_kernels.recurrent_prefill.xla.attention import (
 from pallas_kernels.recurrent_prefill.xla.biases import (
     Visibility,
     bias_of_cache,
-    bias_of_slots,
     own_unit_bias,
     positions_of,
     prefix_bias,
@@ -58,13 +55,6 @@ from pallas_kernels.recurrent_prefill.xla.geometry import (
     unskew,
     unskew_tiles,
 )
-
-
-class Ahead(NamedTuple):
-    """All queries of a layer, and what they have met so far, by slot."""
-
-    q: Array
-    running: Running
 
 
 class Outcome(NamedTuple):
@@ -98,17 +88,14 @@ def run_layers(
     keep_temporary = spec.block > 1 and cache.slots > 0
 
     def step(carry, inputs):
-        below, buffers, ahead = carry
+        below, buffers = carry
         j, tile = inputs
         tile = from_below(tile, below, geometry)
         positions = positions_of(visibility, step_slots(j, geometry), geometry)
         rotary = rotation(positions, spec, x.dtype)
         q, own = queries_and_pairs(tile, w, rotary, spec)
         running = _attend_own_unit(q, own, visibility, j, geometry, spec)
-        if ahead is None:
-            running = _attend_prefix(q, running, buffers, visibility, j, geometry, spec)
-        else:
-            running = joined_so_far(ahead, running, j, geometry)
+        running = _attend_prefix(q, running, buffers, visibility, j, geometry, spec)
         if past is not None:
             bias = bias_of_cache(visibility, positions, cache, spec, x.dtype)
             logits = logits_of(q, past.keys, spec.logit_scale) + bias
@@ -117,18 +104,13 @@ def run_layers(
             tile, q, running, rotary, w, transposed, visibility, j, geometry, spec
         )
         buffers = put(buffers, pairs, j * b)
-        if ahead is not None:
-            ahead = look_ahead(ahead, buffers, visibility, j, geometry, spec)
         temporary = own if keep_temporary else None
-        return (z, buffers, ahead), (z, attended, lse, temporary)
+        return (z, buffers), (z, attended, lse, temporary)
 
     empty = empty_pairs(L, B, geometry.slots, spec, spec.dtype)
     below = jnp.zeros((L, b, B, D), x.dtype)
-    ahead = (
-        _all_queries(x, w, visibility, geometry, spec) if geometry.doubling else None
-    )
-    (_, buffers, _), (z, attended, lse, temporary) = jax.lax.scan(
-        step, (below, empty, ahead), (jnp.arange(geometry.steps), tiles)
+    (_, buffers), (z, attended, lse, temporary) = jax.lax.scan(
+        step, (below, empty), (jnp.arange(geometry.steps), tiles)
     )
     if temporary is not None:
         temporary = each(
@@ -174,16 +156,6 @@ def _attend_prefix(
         return merge(running, logits_of(q, k, spec.logit_scale) + bias, v, spec.dtype)
 
     return jax.lax.fori_loop(0, prefix_chunks(j, geometry), attend_chunk, running)
-
-
-def _all_queries(x: Array, w: Prepared, visibility, geometry: Geometry, spec) -> Ahead:
-    """Projects the queries of all slots of one layer."""
-    behind = geometry.slots - x.shape[0]
-    slots = jnp.pad(x, ((0, behind), (0, 0), (0, 0)))[None]
-    positions = positions_of(visibility, jnp.arange(geometry.slots), geometry)
-    rotary = rotation(positions, spec, x.dtype)
-    q, _ = queries_and_pairs(slots, w, rotary, spec)
-    return no_keys_yet(q, x.dtype)
 
 
 def _recur(
@@ -238,83 +210,3 @@ def _recur(
     )
     pairs, rows = jax.lax.scan(unit, empty, inputs)
     return *(join_tiles(part, axis=1) for part in rows), pairs
-
-
-def no_keys_yet(q: Array, dtype) -> Ahead:
-    """Starts queries [L, B, K, Q, slots, E]."""
-    zero = jnp.zeros(q.shape, dtype)
-    return Ahead(q, Running(zero[..., 0] + HIDDEN, zero[..., 0], zero))
-
-
-def joined_so_far(ahead: Ahead, own: Running, j, geometry: Geometry) -> Running:
-    """Joins what tile j's queries met before with their own units' pairs."""
-    read = partial(_read, start=j * geometry.tile, size=geometry.tile)
-    before = jax.tree.map(read, ahead.running)
-    largest = jnp.maximum(before.largest, own.largest)
-    shares = [jnp.exp(part.largest - largest) for part in (before, own)]
-    return Running(
-        largest,
-        before.normalizer * shares[0] + own.normalizer * shares[1],
-        before.weighted * shares[0][..., None] + own.weighted * shares[1][..., None],
-    )
-
-
-def look_ahead(
-    ahead: Ahead,
-    buffers: Pairs,
-    visibility: Visibility,
-    j,
-    geometry: Geometry,
-    spec: LayerSpec,
-) -> Ahead:
-    """Lets the queries ahead meet the tiles that tile j completes."""
-    levels = (geometry.slots // geometry.tile).bit_length() - 1
-    done = j + 1
-    level = jnp.minimum(jax.lax.population_count(~done & (done - 1)), levels)
-    attend_chunk = [
-        partial(_attend_ahead, 2**i, visibility, geometry, spec) for i in range(levels)
-    ]
-    running = jax.lax.switch(
-        level, [*attend_chunk, lambda ahead, *_: ahead.running], ahead, buffers, done
-    )
-    return Ahead(ahead.q, running)
-
-
-def _attend_ahead(
-    count, visibility, geometry, spec, ahead: Ahead, buffers: Pairs, done
-) -> Running:
-    """Lets `count` tiles of queries meet the `count` tiles before tile `done`.
-
-    In pieces of at most a chunk's length on either side, so that memory stays linear.
-    """
-    pieces = 1
-    while count // pieces * geometry.tile > max(geometry.chunk, geometry.tile):
-        pieces *= 2
-    size, here = count // pieces * geometry.tile, done * geometry.tile
-    every = jnp.ones((size, size), bool)
-
-    def piece(index, running: Running) -> Running:
-        first_query = here + index // pieces * size
-        first_key = here - (1 + index % pieces) * size
-        read = partial(_read, start=first_query, size=size)
-        k, v = cut(buffers, first_key, size)
-        part = jax.tree.map(read, running)
-        offset = jnp.arange(size)
-        bias = bias_of_slots(
-            visibility,
-            first_query + offset,
-            first_key + offset,
-            every,
-            part.weighted.dtype,
-        )
-        logits = logits_of(read(ahead.q), k, spec.logit_scale) + bias
-        update = partial(
-            jax.lax.dynamic_update_slice_in_dim, start_index=first_query, axis=4
-        )
-        return jax.tree.map(update, running, merge(part, logits, v, spec.dtype))
-
-    return jax.lax.fori_loop(0, pieces * pieces, piece, ahead.running)
-
-
-def _read(part: Array, *, start, size: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(part, start, size, axis=4)

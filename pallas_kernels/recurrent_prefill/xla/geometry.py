@@ -31,7 +31,6 @@ class Geometry:
       tile: b, a multiple of `unit`.
       tiles: tiles of one layer.
       chunk: keys of the prefix read at once.
-      doubling: whether buffers must hold a power of two of tiles.
       stages: devices that each run `layers` layers.
       axis: the mesh axis that those lie on; None with one stage.
     """
@@ -41,7 +40,6 @@ class Geometry:
     tile: int
     tiles: int
     chunk: int
-    doubling: bool = False
     stages: int = 1
     axis: str | None = None
 
@@ -70,8 +68,6 @@ class Geometry:
     @property
     def slots(self) -> int:
         """Slots of a buffer: those of all steps, rounded up as their readers need."""
-        if self.doubling:
-            return (1 << (self.steps - 1).bit_length()) * self.tile
         return -(-self.steps * self.tile // self.chunk) * self.chunk
 
     @property
@@ -88,7 +84,6 @@ def plan(
     tile: int,
     chunk: int,
     phased: bool,
-    doubling: bool,
     stages: int = 1,
     axis: str | None = None,
 ) -> Geometry:
@@ -103,7 +98,6 @@ def plan(
         tile=tile,
         tiles=tiles,
         chunk=min(-(-chunk // tile) * tile, whole),
-        doubling=doubling,
         stages=stages,
         axis=axis,
     )

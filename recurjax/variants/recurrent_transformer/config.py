@@ -36,8 +36,8 @@ class RecurrentTransformerConfig:
         positions and persistent across blocks. 1 is the paper's layer; as many as
         positions a Transformer's.
       schedule: order of the computation, the same function up to rounding: "naive",
-        "tiled", "prefix", "wavefront" (see `recurrent_prefill`), or None for the one
-        that measured fastest.
+        "prefix", "wavefront" (see `recurrent_prefill`), or None for the one that
+        measured fastest.
       tile: positions between two readings of the prefix, a multiple of `block`; None:
         the size that measured fastest.
     """
@@ -57,7 +57,7 @@ class RecurrentTransformerConfig:
     normed_persistent: bool = True
     init: InitConfig = field(default_factory=InitConfig)
     block: int = 1
-    schedule: Literal["naive", "tiled", "prefix", "wavefront"] | None = None
+    schedule: Literal["naive", "prefix", "wavefront"] | None = None
     tile: int | None = None
 
     def __post_init__(self):

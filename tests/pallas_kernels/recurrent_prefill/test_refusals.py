@@ -8,6 +8,9 @@ import pytest
 
 from pallas_kernels.recurrent_prefill import Rows, empty_cache, recurrent_prefill
 from pallas_kernels.recurrent_prefill.api import check_call
+from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
+from pallas_kernels.recurrent_prefill.triton import backend as triton
+from tests.pallas_kernels.recurrent_prefill.layer_cases import Case, refusal
 from tests.pallas_kernels.recurrent_prefill.layers import BATCH, LENGTH, spec, weights
 
 LAYER = spec(dtype="float32")
@@ -56,8 +59,16 @@ def test_a_wrong_call_is_told_what_is_wanted(options, message):
 def test_an_unknown_schedule_is_told_the_known_ones():
     w, cache = weights(LAYER, layers=2, dtype="float32"), empty_cache(2, 2, 0, LAYER)
     x, rows = jnp.zeros((BATCH, 3, 8)), Rows()
-    with pytest.raises(ValueError, match="'naive', 'tiled'.* got 'diagonal'"):
+    with pytest.raises(ValueError, match="'naive', 'prefix'.* got 'diagonal'"):
         check_call(x, w, cache, rows, spec=LAYER, schedule="diagonal", tile=None)
+
+
+@pytest.mark.parametrize("backend", [triton, mosaic_tpu])
+def test_the_default_order_has_one_name_on_every_backend(backend):
+    """Asked for by name or not, "prefix" meets the same refusals, none of its own."""
+    case = Case(positions=19)
+    assert refusal(backend, case, schedule="prefix") == refusal(backend, case)
+    assert "schedule" in str(refusal(backend, case, schedule="naive"))
 
 
 def test_a_weight_of_another_shape_is_named():

@@ -26,19 +26,18 @@ LAYERS = 2
 PLAIN, GROUPED, FREE, ABLATED, BLOCKED = SPECS
 # (spec, schedule, tile in blocks, packed documents)
 CASES = [
-    (GROUPED, "tiled", 4, False),
+    (GROUPED, "prefix", 4, False),
     slow(BLOCKED, "wavefront", 2, True),
     slow(PLAIN, "wavefront", 4, True),
     slow(FREE, "wavefront", 2, False),
-    slow(ABLATED, "tiled", 16, False),
+    slow(ABLATED, "prefix", 16, False),
     slow(PLAIN, "naive", None, False),
-    slow(PLAIN, "tiled", 1, True),
+    slow(PLAIN, "prefix", 1, True),
     slow(GROUPED, "wavefront", 3, True),
     slow(GROUPED, "naive", None, True),
     slow(BLOCKED, "naive", None, False),
-    slow(BLOCKED, "tiled", 1, True),
-    slow(FREE, "tiled", 5, True),
-    slow(PLAIN, "prefix", 3, True),
+    slow(BLOCKED, "prefix", 1, True),
+    slow(FREE, "prefix", 5, True),
     slow(ABLATED, "wavefront", 13, True),
 ]
 
@@ -80,7 +79,7 @@ def test_values_and_gradients_are_the_definition(name, schedule, tiles, packed):
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [(BLOCKED, "prefix"), slow(GROUPED, "wavefront"), slow(PLAIN, "tiled")],
+    [(BLOCKED, "prefix"), slow(GROUPED, "wavefront"), slow(PLAIN, "prefix")],
 )
 def test_gradients_flow_through_a_ragged_cache(name, schedule):
     """Three calls, rows at their own positions, give the gradients of one."""
@@ -140,7 +139,7 @@ def test_any_length_fits_any_tile(length):
         x, w = jnp.asarray(rows(1, length)), weights(layer, layers=LAYERS)
         want = recurrent_prefill_reference(x, w, spec=layer)
         cache = empty_cache(LAYERS, BATCH, 0, layer)
-        for schedule in ("tiled", "wavefront"):
+        for schedule in ("prefix", "wavefront"):
             got, _ = quick(
                 partial(recurrent_prefill, spec=layer, schedule=schedule, tile=4)
             )(x, w, cache)
@@ -172,7 +171,7 @@ def test_the_backward_pass_keeps_memory_linear_in_length():
         def loss(x, w):
             cache = empty_cache(1, BATCH, 0, layer)
             return jnp.sum(
-                recurrent_prefill(x, w, cache, spec=layer, schedule="tiled", tile=8)[0]
+                recurrent_prefill(x, w, cache, spec=layer, schedule="prefix", tile=8)[0]
             )
 
         compiled = quick(jax.grad(loss, argnums=(0, 1))).lower(x, w).compile()

@@ -43,10 +43,10 @@ SWITCHES = {
         tile=6,
         residual_scale="one",
     ),
-    "ablation_norm_free_doubling_tiles": small(
+    "ablation_norm_free_prefix": small(
         position=None,
         norm=NormConfig(one_plus=True),
         normed_persistent=False,
-        schedule="tiled",
+        schedule="prefix",
     ),
 }

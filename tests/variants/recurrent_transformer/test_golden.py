@@ -25,7 +25,7 @@ from tests.variants.recurrent_transformer.golden_cases import (
 
 BLOCKS = golden_cases("recurrent_transformer/rt_block_*.npz")
 MODELS = golden_cases("recurrent_transformer/rt_lm_*.npz")
-TILES = {"tiled": 8, "wavefront": 8, "prefix": 8, "naive": None}
+TILES = {"prefix": 8, "wavefront": 8, "naive": None}
 quick = partial(jax.jit, compiler_options=QUICK_COMPILE)
 slow, sweep = pytest.mark.slow, pytest.mark.sweep
 
