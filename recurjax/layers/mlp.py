@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.linear import linear
+from recurjax.layers.linear import LowRank, linear
 from recurjax.types import Array
 
 MlpKind = Literal["gelu", "gelu_tanh", "relu_squared", "swiglu", "geglu", "geglu_tanh"]
@@ -52,6 +52,14 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+class MlpAdditions(NamedTuple):
+    """What one depth of a stack adds to the linear maps of a shared layer."""
+
+    up: LowRank | None = None
+    gate: LowRank | None = None
+    down: LowRank | None = None
+
+
 class Mlp(nnx.Module):
     """y = act(x W_up) W_down, or (act(x W_gate) * (x W_up)) W_down when gated."""
 
@@ -86,11 +94,15 @@ class Mlp(nnx.Module):
         self.b_gate = nnx.Param(zeros(config.width)) if gate_bias else None
         self.b_down = nnx.Param(zeros(width)) if config.bias else None
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], additions: MlpAdditions | None = None
+    ) -> Float[Array, "B T D"]:
+        added = MlpAdditions() if additions is None else additions
         activation = _ACTIVATIONS[self.config.kind]
-        up = linear(x, self.w_up, self.b_up)
+        up = linear(x, self.w_up, self.b_up, added.up)
         if self.w_gate is None:
             hidden = activation(up)
         else:
-            hidden = activation(linear(x, self.w_gate, self.b_gate)) * up
-        return linear(hidden, self.w_down, self.b_down)
+            gate = linear(x, self.w_gate, self.b_gate, added.gate)
+            hidden = activation(gate) * up
+        return linear(hidden, self.w_down, self.b_down, added.down)

@@ -81,7 +81,7 @@ def run_blocks(
     """
     repeats = _repeats(blocks)
     x, groups, _ = scan_pattern(
-        lambda block, x, group: (*block(x, group, tokens), None),
+        lambda _, block, x, group: (*block(x, group, tokens), None),
         x,
         cache.groups,
         tuple(blocks),
@@ -95,7 +95,7 @@ def run_blocks(
 
 
 def scan_pattern(
-    apply: Callable[[Any, Array, Any], tuple[Array, Any, Any]],
+    apply: Callable[[int, Any, Array, Any], tuple[Array, Any, Any]],
     x: Float[Array, "B T D"],
     groups: tuple[Cache, ...],
     places: tuple[Any, ...],
@@ -114,29 +114,31 @@ def scan_pattern(
     additions in `places` and the loop's entries.
 
     Args:
-      apply: `apply(place, x, group) -> (x, group, out)` for one layer.
+      apply: `apply(number, place, x, group) -> (x, group, out)` for one layer; `number`
+        counts the places from 0.
       groups: one cache a place, carried from layer to layer.
       places: what each place's layers are made of, the repeats on the leading axis.
       entries: which entry of its group's cache each repeat uses: one for all rows, or
         one for each row.
       position: of every row, which the caches are told.
       cached: a prefill or a decode step, not training.
-      reverse: the last repeat first.
+      reverse: the last layer first.
 
     Returns:
       x, the written groups, and for each place the stacked `out` of its layers.
     """
+    order = range(len(groups))
+    order = order[::-1] if reverse else order
 
     def repeat(carry, turn):
         x, groups = carry
         x = keep_rows_apart(x)
         parts, entry = turn
-        written, made = [], []
-        for part, group in zip(parts, groups, strict=True):
-            group = group._replace(position=position, layer=entry)
-            x, group, out = apply(part, x, group)
-            written.append(group)
-            made.append(out)
+        written, made = list(groups), [None] * len(groups)
+        for number in order:
+            group = groups[number]._replace(position=position, layer=entry)
+            x, group, out = apply(number, parts[number], x, group)
+            written[number], made[number] = group, out
         return (x, tuple(written)), tuple(made)
 
     # The scan hands back what it was given last; only arrays of the caches are news.

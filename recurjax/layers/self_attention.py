@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
 from recurjax.layers.attention import AttentionImplementation, attend
-from recurjax.layers.cached_attention import attend_to_cache
+from recurjax.layers.cached_attention import attend_to_cache, attend_to_written
 from recurjax.layers.heads import merge, project
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.key_value_cache import KeyValueCache
+from recurjax.layers.linear import LowRank
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.position import (
     Alibi,
@@ -71,6 +72,22 @@ class AttentionConfig:
             rotary_width(self.head_width, self.position)
 
 
+class AttentionAdditions(NamedTuple):
+    """What one depth of a stack adds to the linear maps of a shared layer."""
+
+    q: LowRank | None = None
+    k: LowRank | None = None
+    v: LowRank | None = None
+    out: LowRank | None = None
+
+
+class KeysValues(NamedTuple):
+    """New keys, after norm and rotation, and values of T tokens."""
+
+    keys: Float[Array, "B T K E"]
+    values: Float[Array, "B T K E"]
+
+
 class SelfAttention(nnx.Module):
     """Causal self-attention: o = attend(q, k, v) W_out over the cache and the input."""
 
@@ -112,35 +129,90 @@ class SelfAttention(nnx.Module):
         self.k_norm = None if norm is None else Norm(norm, K * E if full else E)
 
     def __call__(
-        self, x: Float[Array, "B T D"], cache: KeyValueCache, tokens: Tokens
+        self,
+        x: Float[Array, "B T D"],
+        cache: KeyValueCache,
+        tokens: Tokens,
+        additions: AttentionAdditions | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValueCache]:
-        T = x.shape[1]
-        training = cache.slots == 0
-        # All rows stand at 0 in training, so one row of positions serves them all.
-        start = jnp.zeros((1, 1), jnp.int32) if training else cache.position[:, None]
-        positions = start + jnp.arange(T)  # [1 or B, T]
-        q, k, v = self._project(x, positions)
-        if training:
-            o = self._attend_to_input(q, k, v, positions, tokens)
-        else:
-            o, cache = self._attend_to_cache(q, k, v, cache, tokens)
-        return merge(o, self.w_out, self.b_out), cache
+        y, cache, _ = self.keep(x, cache, tokens, additions)
+        return y, cache
 
-    def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        q = project(x, self.w_q, self.b_q)
-        k = project(x, self.w_k, self.b_k)
-        v = project(x, self.w_v, self.b_v)
-        if self.q_norm is not None and self.k_norm is not None:
-            if self.config.qk_norm_over == "full":
-                B, T = x.shape[:2]
-                q = self.q_norm(q.reshape(B, T, -1)).reshape(q.shape)
-                k = self.k_norm(k.reshape(B, T, -1)).reshape(k.shape)
-            else:
-                q, k = self.q_norm(q), self.k_norm(k)
-        if isinstance(self.config.position, Rope):
-            q = rotate(q, positions, self.config.position)
-            k = rotate(k, positions, self.config.position)
-        return q, k, v
+    def keep(
+        self,
+        x: Float[Array, "B T D"],
+        cache: KeyValueCache,
+        tokens: Tokens,
+        additions: AttentionAdditions | None = None,
+    ) -> tuple[Float[Array, "B T D"], KeyValueCache, KeysValues]:
+        """Attends as the call does, and hands the new keys and values on, for `read`.
+
+        Args:
+          additions: of low rank to the linear maps, or None.
+        """
+        added = AttentionAdditions() if additions is None else additions
+        positions = self._positions(x, cache)
+        q = self._queries(x, positions, added)
+        new = self._keys_and_values(x, positions, added)
+        if cache.slots == 0:
+            o = self._attend_to_input(q, *new, positions, tokens)
+        else:
+            o, cache = self._attend_to_cache(q, *new, cache, tokens)
+        return merge(o, self.w_out, self.b_out, added.out), cache, new
+
+    def read(
+        self,
+        x: Float[Array, "B T D"],
+        kept: KeysValues,
+        before: KeyValueCache,
+        written: KeyValueCache,
+        tokens: Tokens,
+        additions: AttentionAdditions | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Attends with queries of its own to what `keep` made of the same tokens.
+
+        Args:
+          kept: the keys and values of these tokens.
+          before, written: the cache that `keep` was given, and the one it returned,
+            both at its layer.
+          additions: as in `keep`; those of keys and values are not used.
+        """
+        added = AttentionAdditions() if additions is None else additions
+        positions = self._positions(x, before)
+        q = self._queries(x, positions, added)
+        if before.slots == 0:
+            o = self._attend_to_input(q, *kept, positions, tokens)
+        else:
+            o = attend_to_written(q, *kept, before, written, **self._options(q, tokens))
+        return merge(o, self.w_out, self.b_out, added.out)
+
+    def _positions(self, x: Array, cache: KeyValueCache) -> Array:
+        # All rows stand at 0 in training, so one row of positions serves them all.
+        one_row = jnp.zeros((1, 1), jnp.int32)
+        start = one_row if cache.slots == 0 else cache.position[:, None]
+        return start + jnp.arange(x.shape[1])  # [1 or B, T]
+
+    def _queries(self, x: Array, positions: Array, added: AttentionAdditions) -> Array:
+        q = project(x, self.w_q, self.b_q, added.q)
+        return self._turned(self._normed(q, self.q_norm), positions)
+
+    def _keys_and_values(
+        self, x: Array, positions: Array, added: AttentionAdditions
+    ) -> KeysValues:
+        k = project(x, self.w_k, self.b_k, added.k)
+        v = project(x, self.w_v, self.b_v, added.v)
+        return KeysValues(self._turned(self._normed(k, self.k_norm), positions), v)
+
+    def _normed(self, heads: Array, norm: Norm | None) -> Array:
+        if norm is None:
+            return heads
+        if self.config.qk_norm_over == "full":
+            return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
+        return norm(heads)
+
+    def _turned(self, heads: Array, positions: Array) -> Array:
+        rope = self.config.position
+        return rotate(heads, positions, rope) if isinstance(rope, Rope) else heads
 
     def _attend_to_input(self, q, k, v, positions, tokens: Tokens) -> Array:
         mask = None
@@ -167,17 +239,17 @@ class SelfAttention(nnx.Module):
             raise NotImplementedError(
                 "SelfAttention: segments are for the training cache (length 0) only"
             )
-        return attend_to_cache(
-            q,
-            k,
-            v,
-            cache,
-            scale=self._scale(),
-            window=self.window,
-            lengths=tokens.lengths,
-            soft_cap=self.config.soft_cap,
-            bias=partial(self._bias, dtype=q.dtype),
-        )
+        return attend_to_cache(q, k, v, cache, **self._options(q, tokens))
+
+    def _options(self, q: Array, tokens: Tokens) -> dict[str, Any]:
+        """Returns what attention to a cache is told beside its arrays."""
+        return {
+            "scale": self._scale(),
+            "window": self.window,
+            "lengths": tokens.lengths,
+            "soft_cap": self.config.soft_cap,
+            "bias": partial(self._bias, dtype=q.dtype),
+        }
 
     def _scale(self) -> float:
         config = self.config

@@ -1,14 +1,27 @@
 """One Transformer layer."""
 
+from typing import NamedTuple
+
 from flax import nnx
 from jaxtyping import Float
 
 from recurjax.layers.key_value_cache import KeyValueCache
-from recurjax.layers.mlp import Mlp
+from recurjax.layers.mlp import Mlp, MlpAdditions
 from recurjax.layers.norm import Norm
-from recurjax.layers.self_attention import SelfAttention
+from recurjax.layers.self_attention import (
+    AttentionAdditions,
+    KeysValues,
+    SelfAttention,
+)
 from recurjax.types import Array, Tokens
 from recurjax.variants.transformer.config import TransformerConfig
+
+
+class BlockAdditions(NamedTuple):
+    """What one depth of a stack adds to the linear maps of a shared block."""
+
+    attention: AttentionAdditions | None = None
+    mlp: MlpAdditions | None = None
 
 
 class TransformerBlock(nnx.Module):
@@ -39,9 +52,46 @@ class TransformerBlock(nnx.Module):
         self.mlp = Mlp(config.mlp, D, init, rngs=rngs, **depth)
 
     def __call__(
-        self, x: Float[Array, "B T D"], cache: KeyValueCache, tokens: Tokens
+        self,
+        x: Float[Array, "B T D"],
+        cache: KeyValueCache,
+        tokens: Tokens,
+        additions: BlockAdditions | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValueCache]:
-        mixed, cache = self.attention(self.attention_norm(x), cache, tokens)
+        x, cache, _ = self.keep(x, cache, tokens, additions)
+        return x, cache
+
+    def keep(
+        self,
+        x: Float[Array, "B T D"],
+        cache: KeyValueCache,
+        tokens: Tokens,
+        additions: BlockAdditions | None = None,
+    ) -> tuple[Float[Array, "B T D"], KeyValueCache, KeysValues]:
+        """Runs the layer, and hands its keys and values on: see `SelfAttention`."""
+        added = BlockAdditions() if additions is None else additions
+        mixed, cache, new = self.attention.keep(
+            self.attention_norm(x), cache, tokens, added.attention
+        )
+        return self._write(x, mixed, added), cache, new
+
+    def read(
+        self,
+        x: Float[Array, "B T D"],
+        kept: KeysValues,
+        before: KeyValueCache,
+        written: KeyValueCache,
+        tokens: Tokens,
+        additions: BlockAdditions | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Runs the layer on keys and values that an earlier run of it has made."""
+        added = BlockAdditions() if additions is None else additions
+        mixed = self.attention.read(
+            self.attention_norm(x), kept, before, written, tokens, added.attention
+        )
+        return self._write(x, mixed, added)
+
+    def _write(self, x: Array, mixed: Array, added: BlockAdditions) -> Array:
         y = x + self.residual_scale * mixed
         source = x if self.parallel else y
-        return y + self.residual_scale * self.mlp(self.mlp_norm(source)), cache
+        return y + self.residual_scale * self.mlp(self.mlp_norm(source), added.mlp)

@@ -29,12 +29,7 @@ class TransformerStack(CacheRows, UncutStack):
                 block, layers=config.layers, pattern=len(config.windows), rngs=rngs
             )
         )
-        position = config.attention.position
-        self.position = (
-            PositionEmbedding(position, config.width, config.init, rngs=rngs)
-            if isinstance(position, LearnedPositions)
-            else None
-        )
+        self.position = learned_positions(config, rngs=rngs)
 
     def init_cache(self, batch: int, length: int, dtype) -> PatternCache:
         """Makes the cache for `length` tokens a row; a window's is a ring buffer.
@@ -46,38 +41,68 @@ class TransformerStack(CacheRows, UncutStack):
         Raises:
           ValueError: learned positions end before `length`.
         """
-        config = self.config
-        if self.position is not None and length > self.position.config.length:
-            raise ValueError(
-                f"TransformerStack: a cache of {length} tokens needs as many learned "
-                f"positions, the table has {self.position.config.length}"
-            )
-        a = config.attention
-        repeats = config.layers // len(config.windows)
-        groups = tuple(
-            empty_key_value_cache(
-                repeats,
-                batch,
-                length if window is None else min(length, window + 1),
-                a.key_heads,
-                a.head_width,
-                dtype,
-            )
-            for window in config.windows
-        )
-        return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)
+        repeats = self.config.layers // len(self.config.windows)
+        return empty_cache(self.config, repeats, batch, length, dtype)
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: PatternCache, tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], PatternCache]:
-        if self.position is not None:
-            start = jnp.zeros(1, jnp.int32) if cache.training else cache.position
-            x = self.position(x, start[:, None] + jnp.arange(x.shape[1]))
         return run_blocks(
             self.blocks,
-            x,
+            with_positions(x, self.position, cache),
             cache,
             tokens,
             remat=self.config.remat,
             unroll=self.config.unroll,
         )
+
+
+def empty_cache(
+    config: TransformerConfig, repeats: int, batch: int, length: int, dtype
+) -> PatternCache:
+    """Makes a cache with `repeats` entries for each place in the window pattern.
+
+    Raises:
+      ValueError: learned positions end before `length`.
+    """
+    longest = config.max_length
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"TransformerStack: a cache of {length} tokens needs as many learned "
+            f"positions, the table has {longest}"
+        )
+    a = config.attention
+    groups = tuple(
+        empty_key_value_cache(
+            repeats,
+            batch,
+            length if window is None else min(length, window + 1),
+            a.key_heads,
+            a.head_width,
+            dtype,
+        )
+        for window in config.windows
+    )
+    return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)
+
+
+def learned_positions(
+    config: TransformerConfig, *, rngs: nnx.Rngs
+) -> PositionEmbedding | None:
+    """Makes the table of learned positions, if the config has one."""
+    position = config.attention.position
+    if not isinstance(position, LearnedPositions):
+        return None
+    return PositionEmbedding(position, config.width, config.init, rngs=rngs)
+
+
+def with_positions(
+    x: Float[Array, "B T D"],
+    table: PositionEmbedding | None,
+    cache: PatternCache,
+) -> Float[Array, "B T D"]:
+    """Adds the table's embedding of each token's own position to x."""
+    if table is None:
+        return x
+    start = jnp.zeros(1, jnp.int32) if cache.training else cache.position
+    return table(x, start[:, None] + jnp.arange(x.shape[1]))
