@@ -26,6 +26,10 @@ from recurjax.variants.recurrent_transformer import (
     RecurrentTransformerConfig,
     RecurrentTransformerStack,
 )
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+    RelaxedRecursiveTransformerStack,
+)
 from recurjax.variants.transformer import TransformerConfig, TransformerStack
 
 
@@ -68,6 +72,7 @@ StackConfig = (
     | RecurrentTransformerConfig
     | RatConfig
     | LatentRecurrentTransformerConfig
+    | RelaxedRecursiveTransformerConfig
     | RecurFormerConfig
 )
 """Every variant's configuration: a closed union, told apart by class in JSON."""
@@ -77,6 +82,7 @@ _STACKS: dict[type, type] = {
     RecurrentTransformerConfig: RecurrentTransformerStack,
     RatConfig: RatStack,
     LatentRecurrentTransformerConfig: LatentRecurrentTransformerStack,
+    RelaxedRecursiveTransformerConfig: RelaxedRecursiveTransformerStack,
     RecurFormerConfig: RecurFormerStack,
 }
 

@@ -83,6 +83,25 @@ RULES: tuple[Rule, ...] = (
     ),
     _matrix(r"\bmlp\.w_(up|gate)$", "D -> F", P("fsdp", "tensor")),
     _matrix(r"\bmlp\.w_(down)$", "F -> D", P("tensor", "fsdp")),
+    # What each depth adds to a shared linear map, by way of a low rank; flat outputs.
+    _matrix(
+        r"\badapters\.\d+\.(?:q|k|v|up|gate)\.w_(reduce)$",
+        "D -> rank",
+        P("fsdp", None),
+    ),
+    _matrix(
+        r"\badapters\.\d+\.(?:q|k|v|up|gate)\.w_(expand)$",
+        "rank -> M",
+        P("fsdp", "tensor"),
+    ),
+    _matrix(
+        r"\badapters\.\d+\.(?:out|down)\.w_(reduce)$",
+        "N -> rank",
+        P("tensor", "fsdp"),
+    ),
+    _matrix(
+        r"\badapters\.\d+\.(?:out|down)\.w_(expand)$", "rank -> D", P(None, "fsdp")
+    ),
     # Of the latent memory a local and a recurrent gate, of value embeddings one a head.
     _matrix(r"\bw_(mix)$", "D -> gate K", P("fsdp", None, "tensor")),
     _matrix(r"\bw_(value_gate)$", "D -> K", P(None, "tensor")),

@@ -115,10 +115,20 @@ def test_every_parameter_meets_one_rule_and_has_its_axes(variant):
     for name, shape in shapes(variant).items():
         [rule] = [rule for rule in RULES if re.search(rule.pattern, name)]
         assert rule is rule_of(name)
-        stacked = 1 if name.startswith("stack.blocks.") else 0
+        stacked = leading_axes(name, VARIANTS[variant].stack)
         axes = rule.axes.replace("->", "").split()
         assert len(axes) == len(rule.spec) == len(shape) - stacked, name
         assert rule.is_weight == name.rpartition(".")[2].startswith("w_"), name
+
+
+def leading_axes(name: str, stack) -> int:
+    """Counts the axes of stacked layers, and of the loops that run them."""
+    if name.startswith("stack.adapters."):
+        return 2
+    if not name.startswith("stack.blocks."):
+        return 0
+    untied = not getattr(stack, "tie_norms", True)
+    return 2 if untied and not rule_of(name).is_weight else 1
 
 
 def test_no_rule_is_dead():

@@ -31,6 +31,9 @@ from tests.training.tiny_experiment import config
 from tests.variants.latent_recurrent_transformer.switches import SWITCHES as LATENT
 from tests.variants.rat.switches import SWITCHES as RAT
 from tests.variants.recurrent_transformer.switches import SWITCHES as RECURRENT
+from tests.variants.relaxed_recursive_transformer.switches import (
+    SWITCHES as RECURSIVE,
+)
 
 PLAIN = config().model
 NORM = NormConfig(kind="layer", bias=True)
@@ -68,6 +71,7 @@ MODELS = {
     "recurrent transformer": RECURRENT["grouped_rope_layer_norm_biases_wavefront"],
     "rat, low rank": RAT["low_rank_by_token_beside_windows"],
 } | {f"latent, {name}": LATENT[name] for name in ("every scale", "layerwise")}
+MODELS |= {"recursive": RECURSIVE["cycle, untied, rank 3, rings"]}
 MODELS |= {"latent, averages": LATENT["averaged sources, replacing"]}
 
 

@@ -14,6 +14,7 @@ from tests.variants.latent_recurrent_transformer import switches as latent
 from tests.variants.rat import switches as rat
 from tests.variants.recurformer import switches as recurformer
 from tests.variants.recurrent_transformer import switches as recurrent
+from tests.variants.relaxed_recursive_transformer import switches as recursive
 from tests.variants.transformer import switches as transformer
 
 MODELS = {
@@ -22,6 +23,7 @@ MODELS = {
     "rat and windows": rat.SWITCHES["low_rank_by_token_beside_windows"],
     "rnn": rat.SWITCHES["rnn"],
     "reversed": rat.SWITCHES["reversed"],
+    "recursive, rings": recursive.SWITCHES["cycle, untied, rank 3, rings"],
     "latent, lags": latent.SWITCHES["keys, averaged lags, reset"],
     "recurformer": recurformer.SWITCHES["ragged_groups"],
 }

@@ -1,0 +1,1 @@
+"""Models made from models: what pretrained weights become in another variant."""

@@ -1,0 +1,111 @@
+"""What a Relaxed Recursive Transformer can be, and what it costs."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from recurjax.layers.initialization import InitConfig
+from recurjax.variants.transformer import TransformerConfig
+
+Sharing = Literal["cycle", "sequence", "cycle_rev"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelaxedRecursiveTransformerConfig:
+    """An L-layer Transformer under a constraint: its layers share K = L / loops blocks.
+
+    Depth counts the layers as they are run, from 0 to L - 1.
+
+    Attributes:
+      transformer: the L-layer Transformer; residual scale, depth of the init and FLOPs
+        are those of its L layers.
+      loops: how often the block of K layers is run; 1 is the Transformer itself.
+      sharing: which layer of the block is run at depth l: "cycle" l mod K; "sequence"
+        l // loops; "cycle_rev" as "cycle", but the last loop backwards.
+      rank: R of the additions (x A) B to every linear map, one pair a depth; capped at
+        the smaller side of each. 0: none, every loop is the same.
+      tie_norms: one loop's norms and biases serve all; off, each depth has its own, as
+        it must where a pretrained model is to be recovered.
+      loop_cache: "own": every depth keeps keys and values; "first": those of loop 1
+        serve the deeper loops too, which then need no keys and values of a token that
+        left early. Another function: a model is trained for one of them.
+    """
+
+    transformer: TransformerConfig
+    loops: int
+    sharing: Sharing = "cycle"
+    rank: int = 0
+    tie_norms: bool = True
+    loop_cache: Literal["own", "first"] = "own"
+
+    def __post_init__(self):
+        name, L, B = type(self).__name__, self.transformer.layers, self.loops
+        if B < 1 or L % B:
+            raise ValueError(
+                f"{name}: loops must be at least 1 and divide the {L} layers, got {B}"
+            )
+        if self.rank < 0:
+            raise ValueError(f"{name}: rank must not be negative, got {self.rank}")
+        windows = self.transformer.windows
+        if len(set(windows)) > 1 and B > 1 and self.sharing != "cycle":
+            raise ValueError(
+                f"{name}: sharing {self.sharing!r} would give one layer several "
+                f"windows, {windows}: use sharing 'cycle' or one window for all layers"
+            )
+        if self.block_layers % len(windows):
+            raise ValueError(
+                f"{name}: the {len(windows)} windows must divide the block's "
+                f"{self.block_layers} layers, so that every loop meets the same ones"
+            )
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.transformer.width
+
+    @property
+    def init(self) -> InitConfig:
+        """How weights start."""
+        return self.transformer.init
+
+    @property
+    def block_layers(self) -> int:
+        """K, the layers of the shared block."""
+        return self.transformer.layers // self.loops
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens that a sequence can have; None: no limit."""
+        return self.transformer.max_length
+
+    def flops_per_token(self, length: int) -> float:
+        """Counts training FLOPs a token: the L-layer Transformer's, and the additions'.
+
+        Sharing saves parameters and no work. 6 a weight, L (N + M) R of them for each
+        map from N to M. Deeper loops that read loop 1's keys and values project none.
+        """
+        layers = self.transformer.layers
+        total = self.transformer.flops_per_token(length)
+        maps = linear_maps(self.transformer)
+        for name, (inputs, outputs) in maps.items():
+            run = layers
+            if self.loop_cache == "first" and name in ("k", "v"):
+                run = self.block_layers
+                total -= 6.0 * (layers - run) * inputs * outputs
+            rank = min(self.rank, inputs, outputs)
+            total += 6.0 * run * rank * (inputs + outputs)
+        return total
+
+
+def linear_maps(config: TransformerConfig) -> dict[str, tuple[int, int]]:
+    """Returns the sizes (N, M) of a layer's linear maps, by name."""
+    a, D, F = config.attention, config.width, config.mlp.width
+    queries, keys = a.heads * a.head_width, a.key_heads * a.head_width
+    maps = {
+        "q": (D, queries),
+        "k": (D, keys),
+        "v": (D, keys),
+        "out": (queries, D),
+        "up": (D, F),
+        "down": (F, D),
+    }
+    return maps | {"gate": (D, F)} if config.mlp.gated else maps

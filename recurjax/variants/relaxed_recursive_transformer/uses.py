@@ -1,0 +1,96 @@
+"""What all uses of a shared layer have in common, and what each has of its own.
+
+The block is one module, as every stack's. Its matrices serve all loops; its norms and
+biases too, or they are untied: then those leaves have the loops as a leading axis and a
+loop puts the block together from the shared matrices and its own vectors.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from recurjax.types import Array
+from recurjax.variants.relaxed_recursive_transformer.adapters import BlockAdapters
+from recurjax.variants.relaxed_recursive_transformer.config import (
+    RelaxedRecursiveTransformerConfig,
+)
+from recurjax.variants.transformer.block import TransformerBlock
+
+
+class Uses(NamedTuple):
+    """What the uses of one place's layers own.
+
+    Attributes:
+      vectors: norms and biases, where they are untied: those of the block's leaves that
+        are no matrices, in the block's order.
+      adapters: None at rank 0.
+    """
+
+    vectors: tuple[Array, ...]
+    adapters: BlockAdapters | None
+
+
+def shared_leaves(
+    blocks: Sequence[TransformerBlock], config: RelaxedRecursiveTransformerConfig
+) -> tuple[tuple[Array, ...], ...]:
+    """Returns of each place the leaves that all uses share, [K / P, ...]."""
+    return tuple(
+        tuple(leaf for leaf, own in _leaves(block, config) if not own)
+        for block in blocks
+    )
+
+
+def own_leaves(
+    blocks: Sequence[TransformerBlock],
+    adapters: Sequence[BlockAdapters] | None,
+    config: RelaxedRecursiveTransformerConfig,
+) -> tuple[Uses, ...]:
+    """Returns of each place what its uses own, [loops, K / P, ...]."""
+    return tuple(
+        Uses(
+            vectors=tuple(leaf for leaf, own in _leaves(block, config) if own),
+            adapters=None if adapters is None else adapters[place],
+        )
+        for place, block in enumerate(blocks)
+    )
+
+
+def joined(
+    block: TransformerBlock,
+    config: RelaxedRecursiveTransformerConfig,
+    shared: tuple[Array, ...],
+    vectors: tuple[Array, ...],
+) -> TransformerBlock:
+    """Puts a block together again, from parts of what the two functions returned.
+
+    Args:
+      block: gives the structure.
+    """
+    ours, theirs = iter(shared), iter(vectors)
+    leaves = [next(theirs if own else ours) for _, own in _leaves(block, config)]
+    return jax.tree.unflatten(jax.tree.structure(block), leaves)
+
+
+def with_vectors_by_loop(block: TransformerBlock, loops: int) -> TransformerBlock:
+    """Repeats norms and biases, which start alike: [K / P, D] to [loops, K / P, D]."""
+
+    def repeated(path: tuple[Any, ...], leaf: Array) -> Array:
+        return leaf if _is_matrix(path) else jnp.stack([leaf] * loops)
+
+    return jax.tree_util.tree_map_with_path(repeated, block)
+
+
+def _leaves(
+    block: TransformerBlock, config: RelaxedRecursiveTransformerConfig
+) -> list[tuple[Array, bool]]:
+    """Returns a block's leaves, and whether each use has its own."""
+    leaves = jax.tree_util.tree_leaves_with_path(block)
+    untied = not config.tie_norms
+    return [(leaf, untied and not _is_matrix(path)) for path, leaf in leaves]
+
+
+def _is_matrix(path: tuple[Any, ...]) -> bool:
+    return re.search(r"\bw_\w+", jax.tree_util.keystr(path)) is not None

@@ -1,0 +1,121 @@
+"""Pretrained models made recursive: the golden logits, and there and back again."""
+
+import re
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from recurjax.convert.hugging_face import from_hf
+from recurjax.errors import UserError
+from recurjax.surgery.relaxed_recursive import (
+    parameters,
+    to_recursive,
+    to_transformer,
+)
+from recurjax.types import Tokens
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
+from tests.compiling import QUICK_COMPILE
+from tests.convert.hf_directories import CASES as BASES
+from tests.convert.hf_directories import arrays
+from tests.golden.cases import GOLDEN, golden_cases, load
+from tests.tolerances import assert_values_close
+
+ABSOLUTE = 2e-5
+WHOLE = 10**6
+"""A rank that every matrix caps at its own."""
+
+CASES = [
+    case
+    for case in golden_cases("relaxed_recursive_transformers/*.npz")
+    if not case.values[0].name.startswith("exits_")
+]
+KEY = re.compile(
+    r"B(?P<loops>\d+)_(?P<sharing>cycle_rev|cycle|sequence)"
+    r"_(?P<init>stepwise|average|lower)"
+    r"(?:_svd(?P<rank>\d+|full_normstied))?(?P<exit>_exit1_logits)?"
+)
+
+
+@partial(jax.jit, compiler_options=QUICK_COMPILE)
+def logits_of(model, ids):
+    return model(Tokens(ids), model.init_cache(len(ids), 0))[0]
+
+
+@partial(jax.jit, compiler_options=QUICK_COMPILE)
+def logits_after_one_loop(model, ids):
+    tokens, cache = Tokens(ids), model.init_cache(len(ids), 0)
+    after, _ = model.stack.states(model.embed(ids), cache, tokens)
+    return model.logits(model.final_norm(after[0]))
+
+
+def recursive(model, **changes):
+    return RelaxedRecursiveTransformerConfig(transformer=model.config.stack, **changes)
+
+
+@pytest.mark.parametrize("path", CASES)
+def test_converted_models_have_the_golden_logits(path):
+    case, directory = load(path), GOLDEN / "hf" / path.stem
+    model = from_hf(directory).model
+    ids = np.asarray(arrays(directory)["input_ids"], np.int32)
+    assert case
+    for key, wanted in case.items():
+        switches = KEY.fullmatch(key)
+        assert switches is not None, f"{path.name}: {key} is not understood"
+        loops, sharing, init, rank, cut = switches.group(
+            "loops", "sharing", "init", "rank", "exit"
+        )
+        full = rank == "full_normstied"
+        stack = recursive(
+            model,
+            loops=int(loops),
+            sharing=sharing,
+            rank=WHOLE if full else int(rank or 0),
+        )
+        fused = path.stem == "gpt_neox" and not full
+        made = to_recursive(model, stack, init=init, fused_qkv=fused)
+        compute = logits_after_one_loop if cut else logits_of
+        np.testing.assert_allclose(
+            compute(made, ids), wanted, rtol=0, atol=ABSOLUTE, err_msg=key
+        )
+
+
+@pytest.mark.parametrize("directory", BASES)
+def test_full_rank_with_own_norms_is_the_pretrained_model(directory):
+    io = arrays(directory)
+    model = from_hf(directory).model
+    ids = np.asarray(io["input_ids"], np.int32)
+    stack = recursive(model, loops=2, rank=WHOLE, tie_norms=False)
+    made = to_recursive(model, stack, init="average")
+    np.testing.assert_allclose(
+        logits_of(made, ids), io["logits"], rtol=0, atol=ABSOLUTE
+    )
+    back = to_transformer(made)
+    assert back.config == model.config
+    assert_values_close(parameters(back), parameters(model))
+
+
+@pytest.mark.parametrize("adapters", ["svd", "zero"])
+def test_where_a_layer_is_the_blocks_own_its_additions_start_as_nothing(adapters):
+    model = from_hf(BASES[0].values[0]).model
+    stack = recursive(model, loops=2, rank=3)
+    made = parameters(to_recursive(model, stack, init="lower", adapters=adapters))
+    expands = {n: leaf for n, leaf in made.items() if n.endswith("w_expand")}
+    assert expands
+    for name, leaf in expands.items():
+        assert not leaf[0].any(), name
+        assert leaf[1].any() == (adapters == "svd"), name
+        assert made[name.replace("expand", "reduce")].any(axis=(-2, -1)).all()
+
+
+def test_only_the_models_own_transformer_is_made_recursive():
+    model = from_hf(BASES[0].values[0]).model
+    stack = recursive(model, loops=2)
+    made = to_recursive(model, stack, init="stepwise")
+    with pytest.raises(UserError, match="only a Transformer"):
+        to_recursive(made, stack, init="stepwise")
+    with pytest.raises(UserError, match="not recursive"):
+        to_transformer(model)
