@@ -22,18 +22,18 @@ import numpy as np
 
 from recurjax.convert.torch_export import to_torch
 from recurjax.data.dataset import open_dataset
-from recurjax.experiment import load_experiment
 from recurjax.model import count_parameters
+from recurjax.run_table import load_experiment
 from recurjax.training.loop import train
 from recurjax.training.run_directory import LoadedRun, load_run
 
 FOLDER = Path(__file__).parent
 MODELS = {
-    "transformer": "recurrent_transformer/shakespeare_transformer.py",
-    "recurrent_transformer": "recurrent_transformer/shakespeare_recurrent.py",
-    "rat": "rat/rat_shakespeare.py",
+    "transformer": "recurrent_transformer/runs.py:shakespeare_transformer",
+    "recurrent_transformer": "recurrent_transformer/runs.py:shakespeare_recurrent",
+    "rat": "rat/runs.py:shakespeare_rat16",
     "latent_recurrent_transformer": (
-        "latent_recurrent_transformer/latent_shakespeare.py"
+        "latent_recurrent_transformer/runs.py:shakespeare_shared"
     ),
 }
 PACKAGES = ("torch==2.13.0", "numpy", "safetensors")

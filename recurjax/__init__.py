@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from recurjax.data.dataset import open_dataset
     from recurjax.errors import UserError
     from recurjax.evaluation.perplexity import score
-    from recurjax.experiment import Experiment, load_experiment
+    from recurjax.experiment import Experiment
     from recurjax.inference.generate import generate
     from recurjax.inference.sampling import SamplingConfig
     from recurjax.model import Decoder, ModelConfig, count_parameters
+    from recurjax.run_table import load_experiment
     from recurjax.training.loop import train
     from recurjax.training.run_directory import load_run
     from recurjax.types import Tokens
@@ -32,7 +33,7 @@ _HOME = {
     "UserError": "recurjax.errors",
     "count_parameters": "recurjax.model",
     "generate": "recurjax.inference.generate",
-    "load_experiment": "recurjax.experiment",
+    "load_experiment": "recurjax.run_table",
     "load_run": "recurjax.training.run_directory",
     "open_dataset": "recurjax.data.dataset",
     "score": "recurjax.evaluation.perplexity",

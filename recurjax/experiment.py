@@ -1,13 +1,9 @@
 """One experiment: everything that a run is made from."""
 
-import importlib.util
 import json
-import sys
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from recurjax.config_json import from_json, json_differences, to_json
 from recurjax.data.config import DataConfig
@@ -20,8 +16,6 @@ from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import NextToken, Objective
 from recurjax.training.optimizer import OptimizerConfig
 from recurjax.training.schedule import Constant, Schedule
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,57 +82,6 @@ def _learned_positions(config: Any, path: str) -> str | None:
         for part in fields(config)
     )
     return next((name for name in inner if name is not None), None)
-
-
-def load_experiment(path: Path) -> Experiment:
-    """Runs an experiment file and returns what its `config()` does.
-
-    Raises:
-      UserError: no such file, it fails, it has no `config`, or that returns something
-        else or an Experiment with a value of a wrong type.
-    """
-    if not path.is_file():
-        raise UserError(
-            f"no experiment file at {path}: name a .py file with a config()"
-        )
-    name = f"_experiment_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path} is not a Python file: name a .py file with a config()")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses of the file look their module up
-    loader = spec.loader
-    # Files beside it can be imported, as when Python runs it.
-    sys.path.insert(0, str(path.parent.absolute()))
-    _run(path, lambda: loader.exec_module(module))
-    if not callable(getattr(module, "config", None)):
-        raise UserError(f"{path} has no function config() that returns an Experiment")
-    experiment = _run(path, module.config)
-    if not isinstance(experiment, Experiment):
-        raise UserError(
-            f"config() in {path} must return an Experiment, not "
-            f"{type(experiment).__name__}"
-        )
-    # As it will be read back from config.json: wrong types show here, by their names.
-    return _run(path, lambda: from_json(Experiment, to_json(experiment), path="config"))
-
-
-def _run(path: Path, action: Callable[[], T]) -> T:
-    """Runs code of an experiment file; what goes wrong becomes one sentence."""
-    try:
-        return action()
-    except SyntaxError as error:
-        where = f"{error.filename}, line {error.lineno}"
-        raise UserError(f"{where} does not parse: {error.msg}") from error
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f.lineno for f in frames if Path(f.filename) == path.absolute()]
-        where = f"{path}, line {own[-1]}" if own else f"{path}"
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        first_line = str(error).partition("\n")[0]
-        raise UserError(f"{where}: {kind}{first_line}") from error
 
 
 def write_experiment(experiment: Experiment, file: Path) -> None:

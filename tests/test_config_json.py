@@ -1,32 +1,19 @@
 import dataclasses
 import json
-from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from recurjax.config_json import from_json, to_json
 from recurjax.errors import UserError
-from recurjax.experiment import Experiment, load_experiment
+from recurjax.experiment import Experiment
 from recurjax.layers.position import Alibi, LearnedPositions
 from recurjax.training.schedule import Constant, LinearWarmdown
 from tests.training.tiny_experiment import config
 
-EXPERIMENTS = [
-    file
-    for file in sorted((Path(__file__).parents[1] / "experiments").rglob("*.py"))
-    if "\ndef config()" in file.read_text()
-]
-
 
 def through_text(value):
     return json.loads(json.dumps(to_json(value)))
-
-
-@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
-def test_every_experiment_comes_back_from_json(file):
-    experiment = load_experiment(file)
-    assert from_json(Experiment, through_text(experiment)) == experiment
 
 
 @pytest.mark.parametrize("position", [None, Alibi(), LearnedPositions(length=99)])

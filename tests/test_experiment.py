@@ -1,89 +1,24 @@
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 
 from recurjax.errors import UserError
 from recurjax.experiment import (
     differences,
-    load_experiment,
     read_experiment,
     write_experiment,
 )
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import LearnedPositions
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
-from tests.training import tiny_experiment
 from tests.training.tiny_experiment import changed, config
 from tests.variants.latent_recurrent_transformer.switches import small
-
-IMPORTS = "from tests.training.tiny_experiment import changed, config as tiny\n"
-# Beside the constructor: in tests that one checks types, for users it does not.
-SET = """
-def config():
-    made = tiny()
-    object.__setattr__(made.{})
-    return made
-"""
 
 
 def test_a_written_experiment_is_read_back(tmp_path):
     write_experiment(config(), tmp_path / "config.json")
     assert read_experiment(tmp_path / "config.json") == config()
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_an_experiment_file_is_run():
-    assert load_experiment(Path(tiny_experiment.__file__)) == config()
-
-
-FILES = [
-    ("x = 3\n", r"e.py has no function config\(\) that returns an Experiment$"),
-    ("def config():\n    return 3\n", r"config\(\) in .*e.py must return .* not int$"),
-    ("def config(:\n", r"e.py, line 1 does not parse: "),
-    ("import no_such_module\n", "e.py, line 1: ModuleNotFoundError: No module named"),
-    (
-        IMPORTS + "def config():\n    return changed(tiny(), training={'stepz': 3})\n",
-        r"e.py, line 3: TypeError: .* unexpected keyword argument 'stepz'$",
-    ),
-    (
-        IMPORTS + "def config():\n    return changed(tiny(), training={'steps': 0})\n",
-        r"e.py, line 3: training.steps must be at least 1, got 0$",
-    ),
-    (
-        IMPORTS + SET.format("optimizer, 'b1', '0.9'"),
-        r"e.py: config.optimizer.b1 must be of type float, got '0.9'$",
-    ),
-    (
-        IMPORTS + SET.format("evaluation, 'sample_prompts', ['a']"),
-        r"e.py: TypeError: to_json: .* tuples.* got list \['a'\]$",
-    ),
-]
-
-
-@pytest.mark.parametrize("text, message", FILES, ids=range(len(FILES)))
-def test_a_file_that_is_no_experiment_is_told_in_one_line(tmp_path, text, message):
-    (tmp_path / "e.py").write_text(text)
-    with pytest.raises(UserError, match=message) as caught:
-        load_experiment(tmp_path / "e.py")
-    assert "\n" not in str(caught.value)
-
-
-def test_an_experiment_file_imports_its_neighbours(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", list(sys.path))
-    text = IMPORTS + "def config():\n    return tiny()\n"
-    (tmp_path / "neighbour_of_one.py").write_text(text)
-    (tmp_path / "one.py").write_text("from neighbour_of_one import config\n")
-    assert load_experiment(tmp_path / "one.py") == config()
-
-
-def test_files_that_are_missing_or_not_python_are_named(tmp_path):
-    with pytest.raises(UserError, match="no experiment file at .*nothing.py"):
-        load_experiment(tmp_path / "nothing.py")
-    (tmp_path / "e.yaml").write_text("a: 3")
-    with pytest.raises(UserError, match="e.yaml is not a Python file"):
-        load_experiment(tmp_path / "e.yaml")
 
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path):

@@ -28,6 +28,7 @@ ORDER = (
         "training.schedule",
     ),
     ("experiment",),
+    ("run_table",),
     ("inference", "evaluation", "surgery"),
     ("training",),
     ("convert",),

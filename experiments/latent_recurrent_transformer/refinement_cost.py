@@ -9,15 +9,15 @@ them should cost about one pass. More than one: the shared projection of the mem
 
 import dataclasses
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from latent_shakespeare import experiment as small
-from nanochat import model as paper
 
 from recurjax.model import Decoder, ModelConfig
 from recurjax.plan.flops import count_flops
+from recurjax.run_table import load_experiment
 from recurjax.types import Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerStack,
@@ -27,6 +27,7 @@ from recurjax.variants.latent_recurrent_transformer.recurrence import (
     strided_partition,
 )
 
+TABLE = Path(__file__).with_name("runs.py")
 SUBSETS = (1, 2, 4, 8)
 LENGTH = 512
 """Of the paper's model here: longer passes are computed in blocks that skip what is
@@ -35,9 +36,14 @@ hidden, where a buffer's keys are masked."""
 
 def models() -> dict[str, ModelConfig]:
     """Returns the two models, both LRT-shared."""
-    stack = nanochat(20, memory=shared(20), length=LENGTH)
-    large = dataclasses.replace(paper(stack), dtype="float32")
-    return {"20 layers, T 512": large, "4 layers, T 128": small("shared").model}
+    paper, small = (
+        load_experiment(f"{TABLE}:{name}").model
+        for name in ("shared_20", "shakespeare_shared")
+    )
+    # Windows follow the length, so the stack is made anew.
+    stack = nanochat(20, memory=shared(20), length=LENGTH, remat="block")
+    paper = dataclasses.replace(paper, stack=stack, dtype="float32")
+    return {"20 layers, T 512": paper, "4 layers, T 128": small}
 
 
 def passes(config: ModelConfig, subsets: int) -> tuple[int, list[int]]:

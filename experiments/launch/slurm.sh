@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on GPU nodes under SLURM and comes back by itself after preemption.
 #
-#   sbatch --nodes=2 experiments/launch/slurm.sh experiments/rat/fineweb_4k_rat16.py --mesh.fsdp 8
+#   sbatch --nodes=2 experiments/launch/slurm.sh experiments/rat/runs.py:fineweb_4k_rat16 --mesh.fsdp 8
 #
 # One task a GPU: jax finds rank, count and coordinator in SLURM's environment. Two
 # minutes before the time limit, and at a preemption, SIGTERM reaches every task of the

@@ -2,7 +2,7 @@
 # Trains on a Cloud TPU slice without Kubernetes: asks for it, installs, starts, follows.
 #
 #   PROJECT=my-project ZONE=us-west4-a NAME=rat TYPE=v5litepod-256 BUCKET=gs://my-runs \
-#     experiments/launch/tpu_vm.sh experiments/rat/fineweb_4k_rat16.py --mesh.fsdp 256
+#     experiments/launch/tpu_vm.sh experiments/rat/runs.py:fineweb_4k_rat16 --mesh.fsdp 256
 #
 # DRY_RUN=1 prints the commands and runs none. A spot slice that is preempted is gone:
 # the loop deletes what is left of the request, asks again and starts the same command,

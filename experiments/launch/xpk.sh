@@ -3,7 +3,7 @@
 #
 #   CLUSTER=my-cluster PROJECT=my-project ZONE=us-west4-a NAME=rat TYPE=v5litepod-256 \
 #   IMAGE=us-docker.pkg.dev/my-project/recurjax/recurjax:1 RUNS=/runs \
-#     experiments/launch/xpk.sh experiments/rat/fineweb_4k_rat16.py --mesh.fsdp 256
+#     experiments/launch/xpk.sh experiments/rat/runs.py:fineweb_4k_rat16 --mesh.fsdp 256
 #
 # DRY_RUN=1 prints the command and runs it not. IMAGE has this repository in /recurjax
 # with recurjax[tpu] installed; RUNS is a storage of the cluster that every pod mounts

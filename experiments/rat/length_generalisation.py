@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from rat_shakespeare import LENGTH, MODELS, SIZE, STEPS, SWA, experiment, stack
+from rat_shakespeare import small
 from rich.console import Console
 
 from recurjax.cli.options import parse
@@ -34,16 +34,6 @@ from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.loop import train
 from recurjax.training.placement import placed
 from recurjax.training.run_directory import load_run
-from recurjax.variants.rat import presets
-
-ATTENTION_SWA = (presets.attention(**SIZE), SWA)
-STACKS = {
-    "rnn": stack(*MODELS["rnn"]),
-    "attention_swa": stack(*ATTENTION_SWA),
-    "attention_swa_nope": presets.without_positions(stack(*ATTENTION_SWA)),
-    "rat16_swa": stack(*MODELS["rat16_swa"]),
-    "rat16_swa_nope": presets.without_positions(stack(*MODELS["rat16_swa"])),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,17 +42,27 @@ class Options:
 
     Attributes:
       runs: one run directory each.
-      steps: of each run.
+      models: rows of runs.py, without shakespeare_.
+      steps: of each run; None: the table's.
       times: how many times the training length is read.
       positions: that share one figure.
     """
 
     runs: Path = Path("runs/rat_shakespeare")
-    steps: int = STEPS
+    models: tuple[str, ...] = (
+        "rnn",
+        "attention_swa",
+        "attention_swa_nope",
+        "rat16_swa",
+        "rat16_swa_nope",
+    )
+    steps: int | None = None
     times: int = 4
     positions: int = 64
 
     def __post_init__(self):
+        if not self.models:
+            raise UserError("--models must name at least one")
         if self.times < 1 or self.positions < 1:
             raise UserError("--times and --positions must be at least 1")
 
@@ -73,27 +73,28 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(Options, argv, prog="length_generalisation.py")
     console = Console()
     curves: dict[str, list[Stretch]] = {}
-    for name, config in STACKS.items():
+    runs = {name: small(name, steps=options.steps) for name in options.models}
+    for name, run in runs.items():
         console.rule(name)
-        run = experiment(name, config, steps=options.steps)
         result = train(run, options.runs / name, console=console)
         if result.outcome != "finished":
             console.print("stopped: the same command goes on from here")
             return 130
         curves[name] = _read_on(run, options)
         _write(options.runs / "length.json", curves)
-    plot_by_position(curves, options.runs / "length.png", trained=LENGTH)
-    print(markdown(curves), end="")
+    trained = next(iter(runs.values())).training.length
+    plot_by_position(curves, options.runs / "length.png", trained=trained)
+    print(markdown(curves, trained), end="")
     return 0
 
 
-def markdown(curves: dict[str, list[Stretch]]) -> str:
+def markdown(curves: dict[str, list[Stretch]], trained: int) -> str:
     """Returns a table of the loss by position, one column a training length."""
-    ends = range(LENGTH, curves["rnn"][-1].stop + 1, LENGTH)
-    heads = [f"{end - LENGTH} to {end - 1}" for end in ends]
+    ends = range(trained, next(iter(curves.values()))[-1].stop + 1, trained)
+    heads = [f"{end - trained} to {end - 1}" for end in ends]
     lines = [f"| run | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name, stretches in curves.items():
-        means = [_mean(stretches, end - LENGTH, end) for end in ends]
+        means = [_mean(stretches, end - trained, end) for end in ends]
         lines.append(f"| {name} | {' | '.join(f'{mean:.3f}' for mean in means)} |")
     return "\n".join(lines) + "\n"
 
@@ -101,7 +102,7 @@ def markdown(curves: dict[str, list[Stretch]]) -> str:
 def _read_on(run: Experiment, options: Options) -> list[Stretch]:
     loaded = load_run(options.runs / run.name)
     dataset = open_dataset(run.data, tokenizer=loaded.tokenizer)
-    length, batch = options.times * LENGTH, 4
+    length, batch = options.times * run.training.length, 4
     loader = dataset.loader("validation", length=length, batch=batch, in_order=True)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     rows = placed(iter(loader), mesh, batch=batch)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("runs.py")
 COMPILERS = ROOT / ".compilers"
 H100_CONFIG = ROOT / "recurjax" / "plan" / "h100_target_config.txtpb"
 
@@ -39,12 +40,12 @@ def compile_step(target: str, path: str, accumulation: int) -> dict[str, int]:
     """Compiles the training step and returns its bytes; run in a process of its own."""
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     import jax
-    from c4_300m_recurrent_12 import config
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
     from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
     from pallas_kernels.recurrent_prefill.triton import backend as triton
+    from recurjax.run_table import load_experiment
     from recurjax.sharding import (
         AXES,
         MeshConfig,
@@ -73,7 +74,7 @@ def compile_step(target: str, path: str, accumulation: int) -> dict[str, int]:
     around = AbstractMesh(
         mesh.axis_sizes, AXES, axis_types=mesh.axis_types, abstract_device=device
     )
-    experiment = config()
+    experiment = load_experiment(f"{TABLE}:c4_300m_recurrent_12")
     training = experiment.training
     optimizer = build_optimizer(
         experiment.optimizer, lambda step: 1e-3, clip=training.gradient_clip

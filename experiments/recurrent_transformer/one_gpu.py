@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import c4_300m_recurrent_12
-import c4_300m_transformer_12
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +37,7 @@ from recurjax.bench.recurrent_transformer import LARGE, layers, programs
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 from recurjax.experiment import Experiment
+from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.program import build_step
 from recurjax.types import Batch
@@ -185,9 +184,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         row |= {} if options.tiny else {"paper_ms": theirs}
         report["layer_forward"].append(row)
         print(json.dumps(row), file=sys.stderr)
+    table = Path(__file__).with_name("runs.py")
     pair = {
-        "recurrent": c4_300m_recurrent_12.config(),
-        "transformer": c4_300m_transformer_12.config(),
+        model: load_experiment(f"{table}:c4_300m_{model}_12")
+        for model in ("recurrent", "transformer")
     }
     accumulation = 1 if options.tiny else options.accumulation
     rates = {

@@ -23,8 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import shakespeare_recurrent
-import shakespeare_transformer
 import tyro
 
 from recurjax import host
@@ -35,6 +33,7 @@ from recurjax.evaluation.perplexity import score
 from recurjax.experiment import Experiment
 from recurjax.files import write_whole
 from recurjax.model import count_parameters
+from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.program import build_step
 from recurjax.training.step import TrainState
@@ -102,9 +101,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def pair(options: Options) -> dict[str, Experiment]:
     """Returns both experiments, as short as the options say."""
+    table = Path(__file__).with_name("runs.py")
     experiments = {
-        "transformer": shakespeare_transformer.config(),
-        "recurrent": shakespeare_recurrent.config(),
+        model: load_experiment(f"{table}:shakespeare_{model}") for model in MODELS
     }
     for model, experiment in experiments.items():
         steps = options.steps or experiment.training.steps

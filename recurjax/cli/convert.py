@@ -18,8 +18,8 @@ from recurjax.convert.torch_export import compare_with_export, compare_with_hf, 
 from recurjax.convert.torch_import import from_torch
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
-from recurjax.experiment import load_experiment
 from recurjax.files import refuse_existing
+from recurjax.run_table import load_experiment
 from recurjax.training.run_directory import load_run
 
 

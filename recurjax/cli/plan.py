@@ -10,7 +10,7 @@ from rich.console import Console
 
 from recurjax.cli.options import override, parse
 from recurjax.errors import UserError
-from recurjax.experiment import Experiment, load_experiment
+from recurjax.experiment import Experiment
 from recurjax.files import write_whole
 from recurjax.plan.changes import find_changes
 from recurjax.plan.compilation import check_compilers
@@ -21,12 +21,14 @@ from recurjax.plan.roofline import plot_roofline
 from recurjax.plan.sweep import candidates, pareto
 from recurjax.plan.sweep_report import show_sweep, watch_sweep
 from recurjax.plan.topology import Topology, parse_topology
+from recurjax.run_table import load_experiment
 from recurjax.sharding import AXES, MeshConfig
 
 CACHE = Path("runs") / ".plans"
 _USAGE = """usage: recurjax plan EXPERIMENT --topology NAME [options] [--field value]
 
-EXPERIMENT is a .py file with a function config(). NAME is like v5e:16x16, v5p:4x4x4,
+EXPERIMENT is a .py file with a function config(), or FILE.py:NAME for a row of a file
+with a table RUNS (FILE.py alone lists the rows). NAME is like v5e:16x16, v5p:4x4x4,
 v6e:2x2, h100, h100:8 or cpu. All other options: recurjax plan EXPERIMENT --help. Fields
 of the experiment can be replaced as for recurjax train: --training.batch 256."""
 
@@ -100,7 +102,7 @@ def run(argv: list[str]) -> int:
     topology = parse_topology(options.topology)
     check_compilers(topology)
     experiment = override(
-        load_experiment(Path(argv[0])), fields, prog=f"recurjax plan {argv[0]}"
+        load_experiment(argv[0]), fields, prog=f"recurjax plan {argv[0]}"
     )
     if options.mesh is not None:
         experiment = replace(experiment, mesh=parse_mesh(options.mesh))

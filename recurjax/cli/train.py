@@ -6,11 +6,12 @@ from pathlib import Path
 from recurjax.cli.options import override
 from recurjax.distributed import start_processes
 from recurjax.errors import UserError
-from recurjax.experiment import load_experiment
+from recurjax.run_table import load_experiment
 
 _USAGE = """usage: recurjax train EXPERIMENT [--runs DIR] [--field value ...]
 
-EXPERIMENT is a .py file with a function config(). Every field of its config can be
+EXPERIMENT is a .py file with a function config(), or FILE.py:NAME for a row of a file
+with a table RUNS (FILE.py alone lists the rows). Every field of its config can be
 replaced: --training.steps 500 --optimizer.learning-rate 1e-3 (all of them:
 recurjax train EXPERIMENT --help). The run is written to DIR/<name>, runs/<name> unless
 told otherwise; the same command resumes a run that was stopped."""
@@ -25,9 +26,7 @@ def run(argv: list[str]) -> int:
     if file.startswith("-"):
         raise UserError(f"name the experiment file first, then {file}")
     runs, options = _take_runs(argv[1:])
-    experiment = override(
-        load_experiment(Path(file)), options, prog=f"recurjax train {file}"
-    )
+    experiment = override(load_experiment(file), options, prog=f"recurjax train {file}")
     if experiment.training.deterministic:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()

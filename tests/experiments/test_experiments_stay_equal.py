@@ -12,45 +12,32 @@ The file names the fields of that time for this.
 
 import dataclasses
 import hashlib
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from recurjax.config_json import to_json
-from recurjax.experiment import Experiment, load_experiment
+from recurjax.config_json import from_json, to_json
+from recurjax.experiment import Experiment
+from recurjax.run_table import load_experiment, load_runs
 
 ROOT = Path(__file__).parents[2] / "experiments"
 RECORD = Path(__file__).with_name("experiments.json")
 
 
 def every_experiment() -> Iterator[tuple[str, Experiment]]:
-    """Yields (folder/name, experiment): of files with a config(), of small sets."""
+    """Yields (folder/name, experiment): of each row, and of files with one run."""
     for file in sorted(ROOT.rglob("*.py")):
-        if "\ndef config()" in file.read_text():
+        text = file.read_text()
+        if "\ndef config()" in text:
             yield _named(file.parent, load_experiment(file))
-    rat, lrt = ROOT / "rat", ROOT / "latent_recurrent_transformer"
-    small, further = _script(rat, "rat_shakespeare", "length_generalisation")
-    for name, pattern in small.MODELS.items():
-        yield _named(rat, small.experiment(name, small.stack(*pattern)))
-    for name, stack in further.STACKS.items():
-        yield _named(rat, small.experiment(name, stack))
-    (small,) = _script(lrt, "latent_shakespeare")
-    for name in small.RUNS:
-        yield _named(lrt, small.experiment(name))
+        elif "\nRUNS" in text:
+            for name in load_runs(file):
+                yield _named(file.parent, load_experiment(f"{file}:{name}"))
 
 
 def _named(folder: Path, experiment: Experiment) -> tuple[str, Experiment]:
     return (folder.relative_to(ROOT) / experiment.name).as_posix(), experiment
-
-
-def _script(folder: Path, *names: str) -> list[Any]:
-    sys.path.insert(0, str(folder))
-    return [importlib.import_module(name) for name in names]
 
 
 def fingerprint(experiment: Experiment, known: dict[str, list[str]]) -> str:
@@ -93,23 +80,15 @@ def fields_met(value: Any) -> dict[str, list[str]]:
     return met
 
 
-@pytest.fixture
-def own_imports(monkeypatch):
-    """Forgets the scripts that were imported by their bare names."""
-    monkeypatch.setattr("sys.path", list(sys.path))
-    known = set(sys.modules)
-    yield
-    for name in set(sys.modules) - known:
-        if str(ROOT) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
-def test_every_experiment_is_the_recorded_one(own_imports):
+def test_every_experiment_is_the_recorded_one():
     record = json.loads(RECORD.read_text())
-    found = {
-        name: fingerprint(experiment, record["fields"])
-        for name, experiment in every_experiment()
-    }
+    found = {}
+    for name, experiment in every_experiment():
+        assert from_json(Experiment, json.loads(json.dumps(to_json(experiment)))) == (
+            experiment
+        )
+        assert name not in found, f"two runs would share the directory of {name}"
+        found[name] = fingerprint(experiment, record["fields"])
     changed = {n for n in found if record["sha256"].get(n) != found[n]}
     gone = set(record["sha256"]) - set(found)
     assert not changed and not gone, (

@@ -1,14 +1,18 @@
-import sys
 from pathlib import Path
 
 import pytest
 
-from recurjax.experiment import load_experiment
 from recurjax.model import count_parameters
+from recurjax.run_table import load_experiment, load_runs
 from recurjax.training.objective import Interleaved, NextToken
 from recurjax.variants.latent_recurrent_transformer.presets import FINAL_NORM
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "latent_recurrent_transformer"
+TABLE = (
+    Path(__file__).parents[2]
+    / "experiments"
+    / "latent_recurrent_transformer"
+    / "runs.py"
+)
 SIZES = {
     "base_20": 1316.0,
     "shared_20": 1319.8,
@@ -18,19 +22,16 @@ SIZES = {
     "layerwise_24": 2102.2,
 }
 """Millions of parameters, embeddings included."""
-SCRIPTS = {"nanochat", "latent_shakespeare", "prefill_sweeps", "refinement_cost"}
-OTHERS = {*SCRIPTS, *SIZES}
-ABLATIONS = sorted({file.stem for file in FOLDER.glob("*.py")} - OTHERS)
-
-
-@pytest.fixture(autouse=True)
-def own_path(monkeypatch):
-    monkeypatch.setattr("sys.path", list(sys.path))
+ABLATIONS = [
+    name
+    for name in load_runs(TABLE)
+    if name not in SIZES and not name.startswith("shakespeare_")
+]
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_run_has_the_papers_size_and_settings(name):
-    experiment = load_experiment(FOLDER / f"{name}.py")
+    experiment = load_experiment(f"{TABLE}:{name}")
     count = count_parameters(experiment.model)
     assert count.total / 1e6 == pytest.approx(SIZES[name], abs=0.1)
     training = experiment.training
@@ -46,6 +47,6 @@ def test_a_run_has_the_papers_size_and_settings(name):
 @pytest.mark.slow  # Each counts the parameters of 20 layers.
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_every_ablation_is_a_run(name):
-    experiment = load_experiment(FOLDER / f"{name}.py")
+    experiment = load_experiment(f"{TABLE}:{name}")
     assert experiment.name == f"lrt_{name}"
     assert experiment.model.stack.layers == 20

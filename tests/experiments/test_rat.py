@@ -1,13 +1,12 @@
-import sys
 from pathlib import Path
 
 import pytest
 
-from recurjax.experiment import load_experiment
 from recurjax.model import count_parameters
+from recurjax.run_table import load_experiment, load_runs
 from recurjax.variants.rat import presets
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "rat"
+TABLE = Path(__file__).parents[2] / "experiments" / "rat" / "runs.py"
 LARGE = {
     "rnn": 1273.6,
     "attention": 1273.6,
@@ -22,14 +21,7 @@ LARGE = {
 SMALL = 202.4, 205.6
 """Of the 200M runs: attention and RNN; RAT and what is made its size."""
 
-RUNS = sorted(
-    file.stem for file in FOLDER.glob("*k_*.py") if file.stem.startswith(("pg", "fine"))
-)
-
-
-@pytest.fixture(autouse=True)
-def own_path(monkeypatch):
-    monkeypatch.setattr("sys.path", list(sys.path))
+RUNS = [name for name in load_runs(TABLE) if not name.startswith("shakespeare_")]
 
 
 def split(name: str) -> tuple[str, int, str]:
@@ -53,7 +45,7 @@ def test_every_model_of_the_paper_is_here():
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_has_the_papers_settings(name):
     family, length, what = split(name)
-    run = load_experiment(FOLDER / f"{name}.py")
+    run = load_experiment(f"{TABLE}:{name}")
     training, optimizer, small = run.training, run.optimizer, family == "pg19"
     assert run.name == f"rat_{name}" and training.length == length
     assert training.tokens_per_step == 2**20 * (1 if small else 2)
@@ -93,7 +85,7 @@ def test_a_run_has_the_papers_settings(name):
 
 @pytest.mark.parametrize("what", LARGE)
 def test_a_large_run_has_the_papers_size(what):
-    run = load_experiment(FOLDER / f"fineweb_4k_{what}.py")
+    run = load_experiment(f"{TABLE}:fineweb_4k_{what}")
     assert round(count_parameters(run.model).total / 1e6, 1) == LARGE[what]
 
 
@@ -110,7 +102,7 @@ def test_a_large_run_has_the_papers_size(what):
     ],
 )
 def test_a_small_run_is_as_large_as_those_that_it_is_compared_with(what):
-    run = load_experiment(FOLDER / f"pg19_8k_{what}.py")
+    run = load_experiment(f"{TABLE}:pg19_8k_{what}")
     padding = (run.model.padded_vocabulary - run.model.vocabulary) * 1024
     count = count_parameters(run.model).total - padding
     wanted = SMALL[what not in ("attention", "rnn")]
@@ -119,7 +111,7 @@ def test_a_small_run_is_as_large_as_those_that_it_is_compared_with(what):
 
 def test_the_ablations_differ_from_rat64_as_they_say():
     runs = [
-        load_experiment(FOLDER / f"pg19_8k_rat64{tail}.py").model.stack.pattern[0]
+        load_experiment(f"{TABLE}:pg19_8k_rat64{tail}").model.stack.pattern[0]
         for tail in ("", "_token_rope", "_low_rank_gates")
     ]
     assert [run.position_of for run in runs] == ["chunk", "token", "chunk"]

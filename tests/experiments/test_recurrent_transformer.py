@@ -1,12 +1,11 @@
-import sys
 from pathlib import Path
 
 import pytest
 
-from recurjax.experiment import load_experiment
 from recurjax.model import count_parameters
+from recurjax.run_table import load_experiment, load_runs
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "recurrent_transformer"
+TABLE = Path(__file__).parents[2] / "experiments" / "recurrent_transformer" / "runs.py"
 RUNS = {
     "c4_300m_recurrent_12": 285.5,
     "c4_300m_recurrent_6": 302.0,
@@ -26,18 +25,13 @@ RUNS = {
 """Millions of parameters in the blocks, as the paper's sizes give them."""
 
 
-@pytest.fixture(autouse=True)
-def own_path(monkeypatch):
-    monkeypatch.setattr("sys.path", list(sys.path))
-
-
 def test_every_run_is_here():
-    assert {file.stem for file in FOLDER.glob("c4_*.py")} == set(RUNS)
+    assert {name for name in load_runs(TABLE) if name.startswith("c4_")} == set(RUNS)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_has_the_papers_size_and_settings(name):
-    experiment = load_experiment(FOLDER / f"{name}.py")
+    experiment = load_experiment(f"{TABLE}:{name}")
     count = count_parameters(experiment.model)
     assert count.outside_embedding / 1e6 == pytest.approx(RUNS[name], abs=0.1)
     training, rate = experiment.training, experiment.optimizer.learning_rate

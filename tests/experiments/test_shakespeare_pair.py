@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from recurjax.errors import UserError
-from recurjax.experiment import load_experiment
 from recurjax.model import count_parameters
+from recurjax.run_table import load_experiment
 from recurjax.training.loop import train
 from tests.training.tiny_experiment import changed
 
@@ -77,7 +77,7 @@ def test_the_script_trains_as_the_trainer_does_and_goes_on(script, tmp_path, cap
     scores = {run["model"]: run["bits_per_byte"] for run in runs}
     for model in scores:
         experiment = changed(
-            load_experiment(FOLDER / f"shakespeare_{model}.py"),
+            load_experiment(f"{FOLDER}/runs.py:shakespeare_{model}"),
             training={"steps": 3},
             schedule={"warmup_steps": 0},
             optimizer={"learning_rate": 0.01},

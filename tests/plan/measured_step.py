@@ -15,11 +15,12 @@ from pathlib import Path
 import jax
 
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
-from recurjax.experiment import Experiment, load_experiment
+from recurjax.experiment import Experiment
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
 from recurjax.plan.programs import build_program
+from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.config import TrainingConfig
 from recurjax.training.optimizer import AdamW

@@ -1,0 +1,248 @@
+"""The paper's runs as a table, a miniature of them, and what they share.
+
+The runs of nanochat read FineWeb-Edu, prepared once with nanochat's BPE of 32,768
+tokens:
+
+    recurjax data prepare --out data/fineweb_edu --corpus 'fineweb_edu/*.parquet' \
+        --format parquet --tokenizer nanochat-bpe:32768
+    recurjax train experiments/latent_recurrent_transformer/runs.py:shared_20
+
+They train at R = 10 tokens a parameter, all parameters counted. Source: appendix A; the
+rest is the nanochat of January 2026.
+
+shakespeare: the paper's comparison on the embedded text, for two CPU cores, at equal
+tokens and at equal compute; nothing was tuned. latent_shakespeare.py runs it.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+from recurjax.data.config import (
+    Bytes,
+    DataConfig,
+    EmbeddedText,
+    Prepared,
+    TokenizerFile,
+)
+from recurjax.experiment import Experiment
+from recurjax.layers.norm import NormConfig
+from recurjax.model import ModelConfig, count_parameters
+from recurjax.run_table import Run
+from recurjax.training.config import EvaluationConfig, TrainingConfig
+from recurjax.training.muon_adamw import MuonAdamW
+from recurjax.training.objective import Chunked, Interleaved, NextToken, Objective
+from recurjax.training.schedule import LinearWarmdown
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+    MemoryConfig,
+)
+from recurjax.variants.latent_recurrent_transformer.presets import (
+    FINAL_NORM,
+    PADDED_VOCABULARY,
+    layerwise,
+    nanochat,
+    shared,
+)
+
+LENGTH = 2048
+BATCH_TOKENS = 2**19
+
+
+def _run(
+    reproduces: str,
+    bits_per_byte: float,
+    stack: LatentRecurrentTransformerConfig,
+    *,
+    objective: Objective | None = None,
+    ratio: float = 10,
+) -> Run:
+    """Returns a run of nanochat.
+
+    Args:
+      reproduces: the paper's table.
+      bits_per_byte: its figure there, BPB.
+      stack: the backbone, with a memory or without.
+      objective: None: interleaved with two subsets, or next-token without a memory.
+      ratio: R, tokens a parameter.
+    """
+    default = NextToken() if stack.memory is None else Interleaved(subsets=2)
+    make = partial(_nanochat, stack=stack, objective=objective or default, ratio=ratio)
+    return Run(make=make, reproduces=reproduces, expected=f"{bits_per_byte:.3f} BPB")
+
+
+def _nanochat(
+    name: str,
+    *,
+    stack: LatentRecurrentTransformerConfig,
+    objective: Objective,
+    ratio: float,
+) -> Experiment:
+    model = ModelConfig(
+        vocabulary=PADDED_VOCABULARY,
+        stack=dataclasses.replace(stack, remat="block"),
+        final_norm=FINAL_NORM,
+        logit_soft_cap=15.0,
+        dtype="bfloat16",
+    )
+    return Experiment(
+        name=f"lrt_{name}",
+        model=model,
+        data=DataConfig(
+            corpus=Prepared(directory="data/fineweb_edu"),
+            tokenizer=TokenizerFile(path="data/fineweb_edu/tokenizer"),
+            packing="best_fit",
+        ),
+        optimizer=MuonAdamW(dtype="bfloat16"),
+        schedule=LinearWarmdown(warmdown=0.5, end=0.0),
+        objective=objective,
+        training=TrainingConfig(
+            steps=round(ratio * count_parameters(model).total / BATCH_TOKENS),
+            batch=BATCH_TOKENS // LENGTH,
+            length=LENGTH,
+            gradient_clip=None,
+        ),
+        evaluation=EvaluationConfig(every=1000, batches=20),
+    )
+
+
+def _shared(**switches: Any) -> LatentRecurrentTransformerConfig:
+    """Returns the 20 layers with a shared memory, changed as an ablation does."""
+    return nanochat(20, memory=shared(20, **switches))
+
+
+def _source(*layers: int) -> LatentRecurrentTransformerConfig:
+    """Returns the same with the memory taken from other layers."""
+    return nanochat(20, memory=MemoryConfig(sources=layers))
+
+
+def _baseline(**switches: Any) -> LatentRecurrentTransformerConfig:
+    """Returns the vanilla backbone of 20 layers with what a baseline adds."""
+    vanilla: dict[str, Any] = {
+        "value_embeddings": "none",
+        "residual_scales": False,
+        "input_mixing": "none",
+    }
+    return nanochat(20, **vanilla | switches)
+
+
+SMALL_LAYERS, SMALL_WIDTH, SMALL_LENGTH, SMALL_BATCH, SMALL_STEPS = 4, 64, 128, 16, 400
+
+
+def _small(
+    memory: MemoryConfig | None,
+    objective: Objective,
+    reproduces: str = "no table: equal tokens in miniature",
+    *,
+    times: int = 1,
+) -> Run:
+    """Returns a small run: 2,048 bytes a step, `times` as many steps as the others."""
+    expected = "bits a byte in recurjax/variants/latent_recurrent_transformer/README.md"
+    make = partial(_tiny, memory=memory, objective=objective, times=times)
+    return Run(make=make, reproduces=reproduces, expected=expected)
+
+
+def _tiny(
+    name: str, *, memory: MemoryConfig | None, objective: Objective, times: int
+) -> Experiment:
+    return Experiment(
+        name=name.removeprefix("shakespeare_"),
+        model=ModelConfig(
+            vocabulary=256,
+            stack=nanochat(
+                SMALL_LAYERS,
+                width=SMALL_WIDTH,
+                head_width=SMALL_WIDTH // 2,
+                vocabulary=256,
+                length=SMALL_LENGTH,
+                memory=memory,
+            ),
+            final_norm=NormConfig(scale=False),
+            logit_soft_cap=15.0,
+        ),
+        data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes(bos=False)),
+        optimizer=MuonAdamW(),
+        schedule=LinearWarmdown(warmdown=0.5, end=0.0),
+        objective=objective,
+        training=TrainingConfig(
+            steps=times * SMALL_STEPS,
+            batch=SMALL_BATCH,
+            length=SMALL_LENGTH,
+            gradient_clip=None,
+            checkpoint_every=100,
+        ),
+        evaluation=EvaluationConfig(batch=32),
+    )
+
+
+RUNS: dict[str, Run] = {
+    "base_20": _run("Tables 4 and 5", 0.767, nanochat(20)),
+    "shared_20": _run("Tables 4 and 5", 0.754, _shared()),
+    "layerwise_20": _run("Tables 4 and 5", 0.752, nanochat(20, memory=layerwise(20))),
+    "base_24": _run("Tables 4 and 5", 0.733, nanochat(24)),
+    "shared_24": _run("Tables 4 and 5", 0.722, nanochat(24, memory=shared(24))),
+    "layerwise_24": _run("Tables 4 and 5", 0.720, nanochat(24, memory=layerwise(24))),
+    # Which layer the memory is taken from; base_20 and shared_20 (layer 12) beside.
+    "source_8": _run("Table 1", 0.757, _source(8)),
+    "source_16": _run("Table 1", 0.756, _source(16)),
+    "source_20": _run("Table 1", 0.755, _source(20)),
+    "source_average": _run("Table 1", 0.754, _source(8, 12, 16, 20)),
+    # Which token it is taken from; shared_20 is one back.
+    "lag_4": _run("Table 2", 0.760, _shared(lags=(4,))),
+    "lag_3": _run("Table 2", 0.760, _shared(lags=(3,))),
+    "lag_2": _run("Table 2", 0.757, _shared(lags=(2,))),
+    "lag_average": _run("Table 2", 0.754, _shared(lags=(1, 2, 3, 4))),
+    "own_state": _run("Table 2: two forwards a token", 0.754, _shared(lags=(0,))),
+    "own_and_last_state": _run(
+        "Table 2: two forwards a token", 0.752, _shared(lags=(0, 1), combine="sum")
+    ),
+    # Where it enters.
+    "residual_only": _run("Table 3", 0.756, _shared(keys=False, values=False)),
+    "projection_only": _run("Table 3", 0.755, _shared(residual=False)),
+    "values_only": _run("Table 6", 0.756, _shared(keys=False, residual=False)),
+    "keys_only": _run("Table 6", 0.762, _shared(values=False, residual=False)),
+    "replacing_third": _run(
+        "Table 6: in place of the local keys and values, first third of layers",
+        0.760,
+        _shared(residual=False, entry_layers=7, replace_layers=7),
+    ),
+    # How it is trained; shared_20 has S = 2.
+    "chunked_64": _run("Table 7", 0.765, _shared(), objective=Chunked(chunk=64)),
+    "chunked_256": _run("Table 7", 0.767, _shared(), objective=Chunked(chunk=256)),
+    "subsets_4": _run("Table 9", 0.754, _shared(), objective=Interleaved(subsets=4)),
+    "subsets_8": _run("Table 9", 0.754, _shared(), objective=Interleaved(subsets=8)),
+    # Baselines without a memory; base_20 has value embeddings and input mixing.
+    "baseline_vanilla": _run("Table 8", 0.784, _baseline()),
+    "baseline_layer_scaled": _run(
+        "Table 8", 0.782, _baseline(attention_scale=True, mlp_scale=True)
+    ),
+    "baseline_gated_attention": _run("Table 8", 0.782, _baseline(attention_scale=True)),
+    "baseline_input_mixing": _run(
+        "Table 8", 0.779, nanochat(20, value_embeddings="none")
+    ),
+    "baseline_dense_mixing": _run(
+        "Table 8", 0.783, nanochat(20, value_embeddings="none", input_mixing="dense")
+    ),
+    "baseline_value_residual": _run(
+        "Table 8", 0.779, _baseline(value_residual="first")
+    ),
+    "baseline_projected_value_residual": _run(
+        "Table 8", 0.780, _baseline(value_residual="projected")
+    ),
+    "baseline_value_embedding": _run(
+        "Table 8", 0.770, nanochat(20, residual_scales=False, input_mixing="none")
+    ),
+    "baseline_value_embedding_gated": _run(
+        "Table 8: with input mixing and gated attention",
+        0.767,
+        nanochat(20, attention_scale=True),
+    ),
+    # Four layers of width 64 on the embedded text.
+    "shakespeare_base": _small(None, NextToken()),
+    "shakespeare_base_2x": _small(
+        None, NextToken(), "no table: equal compute in miniature", times=2
+    ),
+    "shakespeare_shared": _small(shared(SMALL_LAYERS), Interleaved(subsets=2)),
+    "shakespeare_layerwise": _small(layerwise(SMALL_LAYERS), Interleaved(subsets=2)),
+    "shakespeare_chunked": _small(shared(SMALL_LAYERS), Chunked(chunk=32)),
+}

@@ -1,0 +1,301 @@
+"""The paper's runs as a table, a miniature of them, and what they share.
+
+Two families, each prepared once:
+
+    recurjax data prepare --out data/pg19 --corpus 'pg19/train/*.txt' \
+        --tokenizer gpt2/tokenizer.json --validation-fraction 0.005
+    recurjax data prepare --out data/fineweb_edu --corpus 'fineweb_edu/*.parquet' \
+        --format parquet --tokenizer llama2/tokenizer.json \
+        --validation-fraction 0.0005
+    recurjax train experiments/rat/runs.py:fineweb_4k_rat16 --mesh.fsdp 16
+
+pg19: 200M parameters, D 1024, 12 layers, heads of 64, GPT-2's tokens, 15B of them (the
+books five times). fineweb: 1.3B parameters, D 2048, 24 layers, heads of 128, Llama 2's
+tokens, 100B of them. Source: the paper's appendix A.2 and the authors' code (decay of
+all parameters; betas of the 1.3B runs). Documents run together and nothing resets
+between them. Departs from the authors: the tokens between documents are the
+tokenizer's BOS, and the first token after one is learned like any other.
+
+shakespeare: the same comparison on the embedded text, for two CPU cores, all of one
+width and depth on the same 0.8 million bytes; nothing was tuned. rat_shakespeare.py and
+length_generalisation.py run it.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from recurjax.data.config import (
+    Bytes,
+    DataConfig,
+    EmbeddedText,
+    Prepared,
+    TokenizerFile,
+)
+from recurjax.experiment import Experiment
+from recurjax.layers.initialization import InitConfig
+from recurjax.model import ModelConfig
+from recurjax.run_table import Run
+from recurjax.training.config import EvaluationConfig, TrainingConfig
+from recurjax.training.objective import NextToken
+from recurjax.training.optimizer import AdamW
+from recurjax.training.schedule import Cosine
+from recurjax.variants.rat import MixerConfig, RatConfig, RatMixerConfig, presets
+
+LONG_BASE = 500_000.0  # of the rotation at 16K in the 1.3B runs
+
+
+def stack(
+    model: str,
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    length: int,
+    window: int,
+    base: float = 10_000.0,
+) -> RatConfig:
+    """Returns the stack of one of the paper's models.
+
+    Args:
+      model: as it is named after the length in `RUNS`: rat16, attention_swa ...;
+        with _nope at the end positions are in the window layers only.
+      length: T of training, for the gates' biases and the reversed design's chunks.
+      window: of the layers between (SWA).
+      base: of the rotations.
+    """
+    size: dict[str, Any] = {"width": width, "heads": heads}
+    full = presets.attention(**size, base=base)
+    swa = presets.attention(**size, base=base, window=window)
+    rat = {c: presets.rat(**size, base=base, chunk=c) for c in (16, 64, 128, 256)}
+    patterns: dict[str, tuple[MixerConfig, ...]] = {
+        "rnn": (presets.rnn(**size, length=length),),
+        "attention": (full,),
+        "attention_swa": (full, swa),
+        "rat16_swa": (rat[16], swa),
+        **{f"rat{chunk}": (mixer,) for chunk, mixer in rat.items()},
+        "rat64_token_rope": (replace(rat[64], position_of="token"),),
+        "rat64_low_rank_gates": (_low_rank_gates(rat[64]),),
+    }
+    for chunks in (16, 64, 128):
+        mixer = presets.reversed_rat(
+            **size, base=base, chunk=length // chunks, length=length
+        )
+        patterns[f"reversed_{chunks}_chunks"] = (mixer,)
+    pattern = patterns[model.removesuffix("_nope")]
+    config = presets.stack(*pattern, layers=layers, width=width)
+    return presets.without_positions(config) if model.endswith("_nope") else config
+
+
+def _low_rank_gates(mixer: RatMixerConfig) -> RatMixerConfig:
+    """Returns RAT of the same size with full queries and keys, the gates paying.
+
+    4 r D + 2 D^2 = 2 D^2 + 2 (N / H) D^2, so r = N D / (2 H).
+    """
+    width = mixer.heads * mixer.head_width
+    rank = presets.balanced_rank(width, mixer.heads, mixer.groups)
+    return replace(mixer, groups=mixer.heads, forget_rank=rank, output_rank=rank)
+
+
+def _pg19(model: str, length: int, reproduces: str, expected: str) -> Run:
+    """Returns a 200M run of 15B tokens: 1M a step, 6e-4 to 1e-6 after 10 % warm-up."""
+    make = partial(
+        _paper,
+        stack=stack(model, layers=12, width=1024, heads=16, length=length, window=1024),
+        vocabulary=50257,
+        directory="data/pg19",
+        optimizer=AdamW(learning_rate=6e-4, b1=0.9, b2=0.98, decay="all"),
+        warmup=0.1,
+        tokens=15e9,
+        batch=2**20 // length,
+        length=length,
+    )
+    return Run(make=make, reproduces=reproduces, expected=expected)
+
+
+def _fineweb(model: str, length: int, reproduces: str, expected: str) -> Run:
+    """Returns a 1.3B run of 100B tokens: 2M a step, 8e-4 to 1e-6 after 5 % warm-up."""
+    size: dict[str, Any] = {"layers": 24, "width": 2048, "heads": 16, "window": 1024}
+    base = LONG_BASE if length > 4096 else 10_000.0
+    make = partial(
+        _paper,
+        stack=stack(model, **size, length=length, base=base),
+        vocabulary=32000,
+        directory="data/fineweb_edu",
+        optimizer=AdamW(learning_rate=8e-4, b1=0.9, b2=0.95, decay="all"),
+        warmup=0.05,
+        tokens=100e9,
+        batch=2**21 // length,
+        length=length,
+    )
+    return Run(make=make, reproduces=reproduces, expected=expected)
+
+
+def _paper(
+    name: str,
+    *,
+    stack: RatConfig,
+    vocabulary: int,
+    directory: str,
+    optimizer: AdamW,
+    warmup: float,
+    tokens: float,
+    batch: int,
+    length: int,
+) -> Experiment:
+    steps = round(tokens / (batch * length))
+    return Experiment(
+        name=f"rat_{name}",
+        model=ModelConfig(
+            vocabulary=vocabulary,
+            pad_vocabulary_to=128,
+            tied_head=True,
+            stack=replace(stack, remat="block"),
+            dtype="bfloat16",
+        ),
+        data=DataConfig(
+            corpus=Prepared(directory=directory),
+            tokenizer=TokenizerFile(path=f"{directory}/tokenizer"),
+        ),
+        objective=NextToken(vocabulary_chunks=8),
+        optimizer=optimizer,
+        schedule=Cosine(
+            warmup_steps=round(warmup * steps), end=1e-6 / optimizer.learning_rate
+        ),
+        training=TrainingConfig(steps=steps, batch=batch, length=length),
+        evaluation=EvaluationConfig(every=1000, batches=10),
+    )
+
+
+SMALL_LENGTH, SMALL_STEPS = 256, 400
+
+
+def _small(model: str, reproduces: str) -> Run:
+    """Returns a small run: 2,048 bytes a step, the same for every stack."""
+    expected = "bits a byte in recurjax/variants/rat/README.md"
+    return Run(make=partial(_tiny, model), reproduces=reproduces, expected=expected)
+
+
+def _tiny(model: str, _: str) -> Experiment:
+    size = {"layers": 4, "width": 64, "heads": 4}
+    window = SMALL_LENGTH // 4  # 1024 of 4096 in the paper
+    config = stack(model, **size, length=SMALL_LENGTH, window=window)
+    # Weights that suit so small a model.
+    init = InitConfig(std=None, embedding_std=0.1, output="same")
+    return Experiment(
+        name=model,
+        model=ModelConfig(
+            vocabulary=256, tied_head=True, stack=replace(config, init=init)
+        ),
+        data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes(bos=False)),
+        optimizer=AdamW(learning_rate=3e-3, b2=0.99),
+        schedule=Cosine(warmup_steps=SMALL_STEPS // 10, end=0.01),
+        training=TrainingConfig(
+            steps=SMALL_STEPS,
+            batch=8,
+            length=SMALL_LENGTH,
+            log_every=10,
+            checkpoint_every=100,
+        ),
+        evaluation=EvaluationConfig(batch=16),
+    )
+
+
+RUNS: dict[str, Run] = {
+    # 1.3B parameters, FineWeb-Edu, T 4,096.
+    "fineweb_4k_rnn": _fineweb("rnn", 4096, "Fig. 4(c)", "perplexity in a figure only"),
+    "fineweb_4k_rat64": _fineweb(
+        "rat64", 4096, "Fig. 4(c)", "perplexity in a figure only"
+    ),
+    "fineweb_4k_rat16": _fineweb("rat16", 4096, "Table 1", "perplexity 7.67"),
+    "fineweb_4k_attention": _fineweb("attention", 4096, "Table 1", "perplexity 7.61"),
+    "fineweb_4k_attention_swa": _fineweb(
+        "attention_swa", 4096, "Table 1", "perplexity 7.61"
+    ),
+    "fineweb_4k_rat16_swa": _fineweb("rat16_swa", 4096, "Table 1", "perplexity 7.57"),
+    "fineweb_4k_attention_swa_nope": _fineweb(
+        "attention_swa_nope", 4096, "Table 10", "perplexity 7.69"
+    ),
+    "fineweb_4k_rat16_swa_nope": _fineweb(
+        "rat16_swa_nope", 4096, "Table 10", "perplexity 7.63"
+    ),
+    # The same at T 16,384.
+    "fineweb_16k_rnn": _fineweb("rnn", 16384, "Table 11", "perplexity 8.09"),
+    "fineweb_16k_rat16": _fineweb("rat16", 16384, "Table 11", "perplexity 7.52"),
+    "fineweb_16k_attention": _fineweb(
+        "attention", 16384, "Table 11", "perplexity 7.44"
+    ),
+    "fineweb_16k_attention_swa": _fineweb(
+        "attention_swa", 16384, "Table 11", "perplexity 7.45"
+    ),
+    "fineweb_16k_rat16_swa": _fineweb(
+        "rat16_swa", 16384, "Table 11", "perplexity 7.42"
+    ),
+    # 200M parameters, PG19, at three lengths.
+    "pg19_8k_rnn": _pg19("rnn", 8192, "Fig. 4(b)", "perplexity 14.31"),
+    "pg19_8k_rat256": _pg19("rat256", 8192, "Fig. 4(b)", "perplexity 13.72"),
+    "pg19_8k_rat128": _pg19("rat128", 8192, "Table 9", "perplexity 13.57"),
+    "pg19_8k_rat64": _pg19("rat64", 8192, "Table 9", "perplexity 13.42"),
+    "pg19_8k_attention": _pg19("attention", 8192, "Table 9", "perplexity 13.26"),
+    "pg19_8k_reversed_16_chunks": _pg19(
+        "reversed_16_chunks", 8192, "Table 9", "perplexity 13.69"
+    ),
+    "pg19_8k_reversed_64_chunks": _pg19(
+        "reversed_64_chunks", 8192, "Table 9", "perplexity 14.21"
+    ),
+    "pg19_8k_reversed_128_chunks": _pg19(
+        "reversed_128_chunks", 8192, "Table 9", "perplexity 14.53"
+    ),
+    "pg19_8k_rat64_token_rope": _pg19(
+        "rat64_token_rope", 8192, "Fig. 4(a)", "perplexity 0.3 above pg19_8k_rat64"
+    ),
+    "pg19_8k_rat64_low_rank_gates": _pg19(
+        "rat64_low_rank_gates",
+        8192,
+        "Fig. 4(a)",
+        "perplexity 0.4 to 0.5 above pg19_8k_rat64",
+    ),
+    "pg19_16k_rnn": _pg19("rnn", 16384, "Fig. 4(b)", "perplexity far above 14.31"),
+    "pg19_16k_rat128": _pg19("rat128", 16384, "Table 9", "perplexity 13.44"),
+    "pg19_16k_rat64": _pg19("rat64", 16384, "Table 9", "perplexity 13.34"),
+    "pg19_16k_attention": _pg19("attention", 16384, "Table 9", "perplexity 13.10"),
+    "pg19_16k_reversed_16_chunks": _pg19(
+        "reversed_16_chunks", 16384, "Table 9", "perplexity 13.48"
+    ),
+    "pg19_16k_reversed_64_chunks": _pg19(
+        "reversed_64_chunks", 16384, "Table 9", "perplexity 14.06"
+    ),
+    "pg19_16k_reversed_128_chunks": _pg19(
+        "reversed_128_chunks", 16384, "Table 9", "perplexity 14.35"
+    ),
+    "pg19_32k_rnn": _pg19("rnn", 32768, "Fig. 4(b)", "perplexity far above 14.31"),
+    "pg19_32k_rat128": _pg19("rat128", 32768, "Table 9", "perplexity 13.66"),
+    "pg19_32k_rat64": _pg19("rat64", 32768, "Table 9", "perplexity 13.39"),
+    "pg19_32k_attention": _pg19("attention", 32768, "Table 9", "perplexity 13.19"),
+    "pg19_32k_reversed_16_chunks": _pg19(
+        "reversed_16_chunks", 32768, "Table 9", "perplexity 13.50"
+    ),
+    "pg19_32k_reversed_64_chunks": _pg19(
+        "reversed_64_chunks", 32768, "Table 9", "perplexity 14.02"
+    ),
+    "pg19_32k_reversed_128_chunks": _pg19(
+        "reversed_128_chunks", 32768, "Table 9", "perplexity 14.37"
+    ),
+    # Four layers of width 64 on the embedded text, T 256.
+    "shakespeare_rnn": _small("rnn", "no table: Figs. 4 and 6 in miniature"),
+    "shakespeare_rat64": _small("rat64", "no table: Fig. 4 in miniature"),
+    "shakespeare_rat16": _small("rat16", "no table: Fig. 4 in miniature"),
+    "shakespeare_attention": _small("attention", "no table: Fig. 4 in miniature"),
+    "shakespeare_rat16_swa": _small(
+        "rat16_swa", "no table: Figs. 4 and 6 in miniature"
+    ),
+    "shakespeare_attention_swa": _small(
+        "attention_swa", "no table: Fig. 6 in miniature"
+    ),
+    "shakespeare_rat16_swa_nope": _small(
+        "rat16_swa_nope", "no table: Fig. 6 in miniature"
+    ),
+    "shakespeare_attention_swa_nope": _small(
+        "attention_swa_nope", "no table: Fig. 6 in miniature"
+    ),
+}
