@@ -14,8 +14,12 @@ from recurjax.convert.authors import from_authors
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.convert.parity import TOLERANCE, NotMeasured, Parity
-from recurjax.convert.torch_export import compare_with_export, compare_with_hf, to_torch
-from recurjax.convert.torch_import import from_torch
+from recurjax.convert.torch import (
+    compare_with_export,
+    compare_with_hf,
+    from_torch,
+    to_torch,
+)
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing

@@ -15,17 +15,16 @@ if TYPE_CHECKING:
     from recurjax.convert.hugging_face import from_hf
     from recurjax.convert.imported_run import new_experiment, write_run
     from recurjax.convert.padding import from_left_padding, to_left_padding
-    from recurjax.convert.torch_export import to_torch
-    from recurjax.convert.torch_import import from_torch
+    from recurjax.convert.torch import from_torch, to_torch
 
 _HOME = {
     "from_authors": "recurjax.convert.authors",
     "from_hf": "recurjax.convert.hugging_face",
     "from_left_padding": "recurjax.convert.padding",
-    "from_torch": "recurjax.convert.torch_import",
+    "from_torch": "recurjax.convert.torch",
     "new_experiment": "recurjax.convert.imported_run",
     "to_left_padding": "recurjax.convert.padding",
-    "to_torch": "recurjax.convert.torch_export",
+    "to_torch": "recurjax.convert.torch",
     "write_run": "recurjax.convert.imported_run",
 }
 

@@ -13,12 +13,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from recurjax.convert.pieces import Piece, check_tensors
-from recurjax.convert.tensors import (
+from recurjax.convert.formats.tensors import (
     TensorSource,
     count_not_finite,
     empty_for_jax,
 )
+from recurjax.convert.pieces import Piece, check_tensors
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name
 from recurjax.sharding import MeshConfig, make_mesh, shardings

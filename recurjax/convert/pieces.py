@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from recurjax.convert.tensors import FLOATS, TensorSource
+from recurjax.convert.formats.tensors import FLOATS, TensorSource
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name, rule_of

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from recurjax.convert import gguf_file
-from recurjax.convert.gguf_file import _hf_name, unpermute
-from recurjax.convert.gguf_tokenizer import gguf_tokenizer
+from recurjax.convert.formats import gguf_file
+from recurjax.convert.formats.gguf_file import _hf_name, unpermute
+from recurjax.convert.formats.gguf_tokenizer import gguf_tokenizer
 from recurjax.convert.hugging_face import from_hf
 from recurjax.errors import UserError
 from recurjax.parameters import to_nested_dict

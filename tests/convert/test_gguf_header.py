@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from recurjax.convert.gguf_header import GgufTensor, read_header
+from recurjax.convert.formats.gguf_header import GgufTensor, read_header
 
 
 def text(value):

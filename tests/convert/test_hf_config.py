@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from recurjax.convert.hf_config import model_from_keys
-from recurjax.convert.to_hf import hf_keys
+from recurjax.convert.hugging_face.read_config import model_from_keys
+from recurjax.convert.hugging_face.write_config import hf_keys
 from recurjax.errors import UserError
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Rope

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recurjax.convert.hf_names import hf_pieces
 from recurjax.convert.hugging_face import from_hf
+from recurjax.convert.hugging_face.names import hf_pieces
 from recurjax.convert.layer_states import layer_states
 from recurjax.convert.padding import from_left_padding, to_left_padding
 from recurjax.convert.saving import to_tensors

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from recurjax.convert import loading
+from recurjax.convert.formats.tensors import empty_for_jax
 from recurjax.convert.hugging_face import from_hf
-from recurjax.convert.tensors import empty_for_jax
 from recurjax.parameters import to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.run_directory import load_run

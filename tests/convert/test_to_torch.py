@@ -21,10 +21,10 @@ from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.convert.layer_states import layer_states
 from recurjax.convert.parity import NotMeasured, Parity
-from recurjax.convert.torch_export import compare_with_export, to_torch
-from recurjax.convert.torch_import import from_torch
-from recurjax.convert.torch_names import torch_pieces
-from recurjax.convert.torch_source import torch_source
+from recurjax.convert.torch.export import compare_with_export, to_torch
+from recurjax.convert.torch.names import torch_pieces
+from recurjax.convert.torch.read_back import from_torch
+from recurjax.convert.torch.source import torch_source
 from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.layers.mlp import MlpConfig

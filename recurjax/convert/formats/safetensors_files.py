@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from recurjax.convert.tensors import TensorInfo, empty_for_jax
+from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
 from recurjax.errors import UserError
 
 SINGLE = "model.safetensors"

@@ -7,12 +7,16 @@ from typing import Literal, NamedTuple
 
 from jax.sharding import Mesh
 
-from recurjax.convert.hf_config import Architecture, HfModel, model_from_keys
-from recurjax.convert.hf_keys import read_json
-from recurjax.convert.hf_names import hf_pieces, ignored_tensors
+from recurjax.convert.formats.safetensors_files import open_directory
+from recurjax.convert.formats.tensors import TensorSource
+from recurjax.convert.hugging_face.keys import read_json
+from recurjax.convert.hugging_face.names import hf_pieces, ignored_tensors
+from recurjax.convert.hugging_face.read_config import (
+    Architecture,
+    HfModel,
+    model_from_keys,
+)
 from recurjax.convert.loading import load_model
-from recurjax.convert.safetensors_files import open_directory
-from recurjax.convert.tensors import TensorSource
 from recurjax.data.tokenizers import Tokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
@@ -61,7 +65,7 @@ def from_hf(
     """
     path = Path(path).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        from recurjax.convert.gguf_file import open_gguf  # the extra `gguf`
+        from recurjax.convert.formats.gguf_file import open_gguf  # the extra `gguf`
 
         keys, source, found = open_gguf(path, with_tokenizer=tokenizer is None)
         hf = model_from_keys(keys, where=str(path))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import Mesh
 
-from recurjax.convert.authors_names import (
+from recurjax.convert.authors.names import (
     latent_pieces,
     olmo_name,
     plain_name,
@@ -17,10 +17,10 @@ from recurjax.convert.authors_names import (
     recurrent_pieces,
     tied_rat_name,
 )
+from recurjax.convert.formats.safetensors_files import SafetensorsFiles, open_directory
+from recurjax.convert.formats.tensors import TensorInfo, TensorSource
+from recurjax.convert.formats.torch_file import open_torch_file
 from recurjax.convert.loading import load_model
-from recurjax.convert.safetensors_files import SafetensorsFiles, open_directory
-from recurjax.convert.tensors import TensorInfo, TensorSource
-from recurjax.convert.torch_file import open_torch_file
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.variants.latent_recurrent_transformer import (

@@ -9,14 +9,14 @@ from jaxtyping import Int
 
 from recurjax.config_json import to_json
 from recurjax.convert import parity
-from recurjax.convert.hf_names import hf_pieces
+from recurjax.convert.formats.safetensors_files import SINGLE
+from recurjax.convert.hugging_face.names import hf_pieces
+from recurjax.convert.hugging_face.write_config import hf_keys
 from recurjax.convert.output_directory import whole_directory
 from recurjax.convert.parity import NotMeasured, Parity
-from recurjax.convert.safetensors_files import SINGLE
 from recurjax.convert.saving import write_tensors
-from recurjax.convert.to_hf import hf_keys
-from recurjax.convert.torch_names import torch_pieces
-from recurjax.convert.torch_source import HF_REFERENCE, TEMPLATES, torch_source
+from recurjax.convert.torch.names import torch_pieces
+from recurjax.convert.torch.source import HF_REFERENCE, TEMPLATES, torch_source
 from recurjax.errors import UserError
 from recurjax.training.run_directory import LoadedRun
 

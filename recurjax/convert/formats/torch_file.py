@@ -1,11 +1,12 @@
 """A file of torch.save, read by torch itself with weights_only=True."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recurjax.convert.tensors import TensorInfo
+from recurjax.convert.formats.tensors import TensorInfo
 from recurjax.errors import UserError
 
 _NAMES = {
@@ -43,7 +44,8 @@ def open_torch_file(path: Path) -> TorchFile:
       UserError: torch is not installed, or the file holds something else.
     """
     try:
-        import torch  # pyright: ignore[reportMissingImports]
+        # By name: without torch a type checker takes `import torch` for our own folder.
+        torch = import_module("torch")
     except ImportError as error:
         raise UserError(
             f"{path} is a file of torch.save, which needs torch (pip install "

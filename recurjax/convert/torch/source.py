@@ -1,4 +1,4 @@
-"""One self-contained PyTorch file from the templates in torch_modules/.
+"""One self-contained PyTorch file from the templates in modules/.
 
 A variant's template defines `build_layers(stack)` and `position_of(stack)`; layers.py
 stands before it and decoder.py after it, and imports between them are dropped.
@@ -23,7 +23,7 @@ TEMPLATES: dict[type, str] = {
 }
 """The template of each variant that can be exported."""
 
-_FOLDER = Path(__file__).parent / "torch_modules"
+_FOLDER = Path(__file__).parent / "modules"
 _LOCAL = ("layers", "variant")
 HF_REFERENCE = _FOLDER / "hf_reference.py"
 """The script that runs a Hugging Face model in transformers."""

@@ -7,7 +7,7 @@ Keys are those of transformers 5 (`rope_parameters`) and of older versions
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from recurjax.convert.hf_keys import Keys
+from recurjax.convert.hugging_face.keys import Keys
 from recurjax.errors import UserError
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig

@@ -1,6 +1,6 @@
 """Hugging Face's tensor names for our parameters, one table an architecture."""
 
-from recurjax.convert.hf_config import Architecture
+from recurjax.convert.hugging_face.read_config import Architecture
 from recurjax.convert.pieces import Piece, PieceTable
 from recurjax.model import ModelConfig
 from recurjax.variants.transformer import TransformerConfig

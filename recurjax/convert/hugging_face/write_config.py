@@ -1,13 +1,13 @@
 """A recurjax model that is an ordinary Llama, Gemma, GPT-NeoX or Qwen2 as its config.
 
-Keys are written and read again by `hf_config`: what comes back different is what such a
-checkpoint cannot say.
+Keys are written and read again by `read_config`: what comes back different is what such
+a checkpoint cannot say.
 """
 
 import dataclasses
 from typing import Any, get_args
 
-from recurjax.convert.hf_config import Architecture, model_from_keys
+from recurjax.convert.hugging_face.read_config import Architecture, model_from_keys
 from recurjax.errors import UserError
 from recurjax.experiment import model_differences
 from recurjax.layers.position import Rope

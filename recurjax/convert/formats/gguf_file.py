@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from recurjax.convert.gguf_header import GgufTensor, read_header
-from recurjax.convert.gguf_tokenizer import gguf_tokenizer
-from recurjax.convert.tensors import TensorInfo, empty_for_jax
+from recurjax.convert.formats.gguf_header import GgufTensor, read_header
+from recurjax.convert.formats.gguf_tokenizer import gguf_tokenizer
+from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 

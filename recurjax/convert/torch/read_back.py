@@ -6,11 +6,11 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from recurjax.config_json import from_json
-from recurjax.convert.hf_keys import read_json
+from recurjax.convert.formats.safetensors_files import open_directory
+from recurjax.convert.hugging_face.keys import read_json
 from recurjax.convert.loading import load_model
-from recurjax.convert.safetensors_files import open_directory
-from recurjax.convert.torch_export import FORMAT
-from recurjax.convert.torch_names import torch_pieces
+from recurjax.convert.torch.export import FORMAT
+from recurjax.convert.torch.names import torch_pieces
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, model_differences

@@ -1,0 +1,10 @@
+"""PyTorch: a run out as a module that stands by itself, and back."""
+
+from recurjax.convert.torch.export import (
+    compare_with_export,
+    compare_with_hf,
+    to_torch,
+)
+from recurjax.convert.torch.read_back import from_torch
+
+__all__ = ["compare_with_export", "compare_with_hf", "from_torch", "to_torch"]
