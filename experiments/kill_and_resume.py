@@ -36,8 +36,8 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
 from recurjax.training.checkpoint import Checkpoints
+from recurjax.training.checkpoint.manifest import Manifest, named, nested
 from recurjax.training.config import EvaluationConfig, TrainingConfig
-from recurjax.training.manifest import Manifest, named, nested
 from recurjax.training.optimizer import AdamW
 from recurjax.training.run_directory import RunDirectory
 from recurjax.training.schedule import Cosine

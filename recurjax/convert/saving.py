@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from recurjax.convert.pieces import Piece
 from recurjax.model import Decoder
 from recurjax.parameters import to_nested_dict
-from recurjax.training.manifest import named
+from recurjax.training.checkpoint.manifest import named
 
 
 def to_tensors(model: Decoder, pieces: Iterable[Piece]) -> dict[str, np.ndarray]:

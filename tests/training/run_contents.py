@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from recurjax.training.checkpoint import Checkpoints
-from recurjax.training.manifest import Manifest, named, nested
+from recurjax.training.checkpoint.manifest import Manifest, named, nested
 
 TIMINGS = ("tokens_per_second", "mfu")
 

@@ -7,7 +7,7 @@ import pytest
 from recurjax.parameters import to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training import session as session_module
-from recurjax.training.manifest import named
+from recurjax.training.checkpoint.manifest import named
 from recurjax.training.session import Session
 from tests.training.tiny_experiment import changed, config
 

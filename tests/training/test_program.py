@@ -15,7 +15,7 @@ from recurjax.parameters import to_nested_dict
 from recurjax.plan.programs import build_program
 from recurjax.sharding import AXES, MeshConfig, make_mesh
 from recurjax.training import session as session_module
-from recurjax.training.manifest import named
+from recurjax.training.checkpoint.manifest import named
 from recurjax.training.objective import FrozenModel, NextToken
 from recurjax.training.program import build_step
 from recurjax.training.session import Session

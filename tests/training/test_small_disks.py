@@ -9,7 +9,7 @@ import pytest
 from recurjax.errors import UserError
 from recurjax.training.checkpoint import Checkpoints
 from tests.source_tree import ROOT
-from tests.training.checkpoint_cases import state
+from tests.training.checkpoint.cases import state
 
 
 def test_wherever_a_full_disk_is_noticed_the_sentence_is_the_same(tmp_path):

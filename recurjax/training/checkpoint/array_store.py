@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from recurjax.training.manifest import named, nested
-from recurjax.training.step_directory import ARRAYS, MANIFEST, MANIFEST_FILE
+from recurjax.training.checkpoint.manifest import named, nested
+from recurjax.training.checkpoint.step_directory import ARRAYS, MANIFEST, MANIFEST_FILE
 
 # Orbax logs what it does, and prints tracebacks of errors that it raises as well.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)

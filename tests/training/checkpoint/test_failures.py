@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from recurjax.errors import UserError
 from recurjax.training.checkpoint import Checkpoints, Restored
 from tests.source_tree import ROOT
-from tests.training.checkpoint_cases import (
+from tests.training.checkpoint.cases import (
     abstract,
     assert_same,
     mesh,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from recurjax.errors import UserError
 from recurjax.training.checkpoint import Checkpoints
-from tests.training.checkpoint_cases import (
+from tests.training.checkpoint.cases import (
     abstract,
     assert_same,
     mesh,

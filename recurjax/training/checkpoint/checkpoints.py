@@ -11,10 +11,10 @@ import jax
 
 from recurjax.errors import UserError
 from recurjax.training.agreement import every_process, first_process
-from recurjax.training.array_store import ArrayStore, reason
-from recurjax.training.checksum import checksums
-from recurjax.training.manifest import ArrayEntry, Manifest, filled, named
-from recurjax.training.step_directory import StepDirectory
+from recurjax.training.checkpoint.array_store import ArrayStore, reason
+from recurjax.training.checkpoint.checksum import checksums
+from recurjax.training.checkpoint.manifest import ArrayEntry, Manifest, filled, named
+from recurjax.training.checkpoint.step_directory import StepDirectory
 
 
 class Restored(NamedTuple):

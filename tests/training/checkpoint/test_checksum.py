@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from recurjax.training.checksum import checksums
+from recurjax.training.checkpoint.checksum import checksums
 
 MASK = 0xFFFFFFFF
 

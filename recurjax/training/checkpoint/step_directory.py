@@ -15,7 +15,7 @@ from os import PathLike
 from etils import epath
 
 from recurjax.errors import UserError
-from recurjax.training.manifest import Manifest
+from recurjax.training.checkpoint.manifest import Manifest
 
 ARRAYS = "state"
 MANIFEST = "manifest"

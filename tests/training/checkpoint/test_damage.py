@@ -11,7 +11,7 @@ import pytest
 
 from recurjax.errors import UserError
 from recurjax.training.checkpoint import Checkpoints
-from tests.training.checkpoint_cases import (
+from tests.training.checkpoint.cases import (
     abstract,
     assert_same,
     one_device,
