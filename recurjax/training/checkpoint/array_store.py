@@ -19,14 +19,15 @@ from etils import epath
 from recurjax.training.checkpoint.manifest import named, nested
 from recurjax.training.checkpoint.step_directory import ARRAYS, MANIFEST, MANIFEST_FILE
 
-# Orbax logs what it does, and prints tracebacks of errors that it raises as well.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
-
 
 class ArrayStore:
     """Writes steps in the background, one at a time, and reads them."""
 
     def __init__(self):
+        _end_what_failed()
+        # Orbax logs what it does, and prints tracebacks of errors that it raises as
+        # well. The filter stays: threads of a failed write speak after it was closed.
+        logging.getLogger("absl").addFilter(_is_not_orbax)
         # With plain arrays only, orbax needs no files on their layout and shardings.
         arrays = ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)
         types = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
@@ -100,6 +101,7 @@ class ArrayStore:
         return arrays | {n: _without_elements(leaf) for n, leaf in empty.items()}
 
     def close(self) -> None:
+        """Waits for the write and ends the background threads."""
         self._writer.close()
 
     def _drop_errors(self) -> None:
@@ -128,6 +130,21 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+def _end_what_failed() -> None:
+    """Has orbax wait for all parts of a read or write of which one failed.
+
+    It starts an event loop for each in threads of its own and offers no way to choose
+    that loop, so its function that runs one is replaced.
+    """
+    loops = sys.modules["orbax.checkpoint._src.asyncio_utils"]
+    assert hasattr(loops, "_run_sync_via_new_loop"), "another orbax?"
+    setattr(loops, "_run_sync_via_new_loop", _run_to_the_end)  # noqa: B010
+
+
 def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Runs a coroutine in a new event loop; after an error, what it had started too.
 
@@ -149,11 +166,6 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
 async def _finish_all() -> None:
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.gather(*others, return_exceptions=True)
-
-
-_loops = sys.modules.get("orbax.checkpoint._src.asyncio_utils")
-if hasattr(_loops, "_run_sync_via_new_loop"):
-    setattr(_loops, "_run_sync_via_new_loop", _run_to_the_end)  # noqa: B010
 
 
 def _with_elements(arrays: Mapping[str, Any]) -> dict[str, Any]:
