@@ -16,10 +16,8 @@ from recurjax.plan.changes import find_changes
 from recurjax.plan.compilation import check_compilers
 from recurjax.plan.planning import Plan, make_plan
 from recurjax.plan.programs import ProgramName
-from recurjax.plan.report import show_changes, show_plan
-from recurjax.plan.roofline import plot_roofline
-from recurjax.plan.sweep import candidates, pareto
-from recurjax.plan.sweep_report import show_sweep, watch_sweep
+from recurjax.plan.report import plot_roofline, show_changes, show_plan
+from recurjax.plan.sweep import candidates, pareto, show_sweep, watch_sweep
 from recurjax.plan.topology import Topology, parse_topology
 from recurjax.run_table import load_experiment
 from recurjax.sharding import AXES, MeshConfig

@@ -1,10 +1,15 @@
-"""A plan as a table."""
+"""Plans to look at: a table of one, and a roofline of several."""
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from recurjax.errors import UserError
+from recurjax.files import write_whole
 from recurjax.plan.changes import Change
 from recurjax.plan.planning import Plan
 
@@ -57,6 +62,60 @@ def gibibytes(count: int) -> str:
     """Writes bytes in GiB, with enough digits for small models."""
     size = count / 2**30
     return f"{size:.2f}" if size >= 0.1 else f"{size:.5f}"
+
+
+def plot_roofline(named: Sequence[tuple[str, Plan]], file: Path) -> None:
+    """Draws plans of one topology into a PNG file.
+
+    The roof is the peak and the memory's bandwidth; a point below it is held down by
+    the interconnect or by launches.
+
+    Args:
+      named: plans with bounds, and what the legend calls each.
+      file: the PNG.
+
+    Raises:
+      UserError: no plan has bounds (a CPU, or nothing compiled).
+    """
+    shown = [(name, plan) for name, plan in named if _point(plan) is not None]
+    if not shown:
+        raise UserError(
+            "--plot: there is no bound to draw: nothing compiled, or the topology has "
+            "no peak figures"
+        )
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    hardware = shown[0][1].topology.hardware
+    assert hardware.flops is not None and hardware.memory_bandwidth is not None
+    ridge = hardware.flops / hardware.memory_bandwidth
+    points = [point for _, plan in shown if (point := _point(plan)) is not None]
+    places = [x for x, _ in points]
+    x = np.geomspace(min([*places, ridge]) / 4, max([*places, ridge]) * 4, 200)
+    figure, axes = plt.subplots(figsize=(7.5, 4.8))
+    roof = np.minimum(hardware.flops, x * hardware.memory_bandwidth)
+    axes.loglog(x, roof / 1e12, color="black", linewidth=1.5)
+    axes.axvline(ridge, color="grey", linewidth=0.8, linestyle=":")
+    for (name, plan), (place, height) in zip(shown, points, strict=True):
+        binding = plan.bounds.binding if plan.bounds is not None else ""
+        label = f"{name} ({binding})"
+        axes.plot(place, height / 1e12, "o", markersize=7, label=label)
+    axes.set_xlabel("FLOPs of products a byte of device memory")
+    axes.set_ylabel("TFLOP/s a device at the bound")
+    topology = shown[0][1].topology
+    axes.set_title(
+        f"{topology.name}: {hardware.flops / 1e12:.0f} TFLOP/s, "
+        f"{hardware.memory_bandwidth / 1e9:,.0f} GB/s"
+    )
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130, format="png")
+    write_whole(file, drawn.getvalue())
+    plt.close(figure)
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -136,3 +195,12 @@ def _times(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.run_hours is not None:
         cost = "" if plan.run_cost is None else f", {plan.run_cost:,.0f} US$"
         yield f"the run's {plan.steps:,} steps", f"{plan.run_hours:,.2f} hours{cost}"
+
+
+def _point(plan: Plan) -> tuple[float, float] | None:
+    """Returns (FLOPs a byte, FLOP/s a device at the bound)."""
+    if plan.bounds is None or not plan.bounds.seconds:
+        return None
+    flops = plan.answer["flops"]["products"] / plan.topology.devices
+    moved = plan.answer["traffic"]["bytes"]
+    return (flops / moved, flops / plan.bounds.seconds) if moved and flops else None

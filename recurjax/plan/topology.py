@@ -4,8 +4,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from recurjax.devices import HARDWARE, Hardware
 from recurjax.errors import UserError
-from recurjax.plan.hardware import HARDWARE, Hardware
 
 EXAMPLES = (
     *("v4:2x2x1", "v4:4x4x4", "v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:16x16"),
@@ -13,6 +13,8 @@ EXAMPLES = (
     *("h100", "h100:8", "cpu", "cpu:8"),
 )
 DIMENSIONS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
+PLANNED = (*DIMENSIONS, "h100", "cpu")
+"""Kinds of devices that plans are made for: keys of `HARDWARE`."""
 LARGEST_NODE = 8
 """GPUs that one machine has, on one NVLink switch."""
 
@@ -23,7 +25,7 @@ class Topology:
 
     Attributes:
       name: as the user wrote it.
-      kind: a key of `HARDWARE`.
+      kind: one of `PLANNED`.
       shape: chips along each axis of the interconnect; (n,) for GPUs and CPUs.
     """
 
@@ -67,9 +69,9 @@ def parse_topology(name: str) -> Topology:
       UserError: no such kind, or a shape that it does not come in.
     """
     kind, _, shape = name.partition(":")
-    if kind not in HARDWARE:
+    if kind not in PLANNED:
         raise UserError(
-            f"there is no topology {name!r}: known are {', '.join(HARDWARE)}, as in "
+            f"there is no topology {name!r}: known are {', '.join(PLANNED)}, as in "
             f"{', '.join(EXAMPLES)}"
         )
     if kind in DIMENSIONS:

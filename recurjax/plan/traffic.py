@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recurjax.plan.collectives import Collective, is_collective, read_collective
-from recurjax.plan.hlo import Instruction, Module, array_bytes
-from recurjax.plan.hlo_loops import Unknown, executed
+from recurjax.plan.hlo import Instruction, Module, Unknown, array_bytes, executed
 
 _NOTHING = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),

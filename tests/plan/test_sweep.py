@@ -7,9 +7,8 @@ import pytest
 
 from recurjax.errors import UserError
 from recurjax.plan import sweep
-from recurjax.plan.bounds import find_bounds
-from recurjax.plan.planning import Plan
-from recurjax.plan.roofline import plot_roofline
+from recurjax.plan.planning import Plan, find_bounds
+from recurjax.plan.report import plot_roofline
 from recurjax.plan.sweep import candidates, pareto, run_sweep
 from recurjax.plan.topology import parse_topology
 from tests.cli.commands import recurjax

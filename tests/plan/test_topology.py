@@ -3,13 +3,12 @@
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.plan.bounds import find_bounds
-from recurjax.plan.hardware import HARDWARE
-from recurjax.plan.topology import EXAMPLES, parse_topology
+from recurjax.plan.planning import find_bounds
+from recurjax.plan.topology import EXAMPLES, PLANNED, parse_topology
 
 
 def test_every_example_reads():
-    assert {parse_topology(name).kind for name in EXAMPLES} == set(HARDWARE)
+    assert {parse_topology(name).kind for name in EXAMPLES} == set(PLANNED)
     assert parse_topology("v5e:16x16").devices == 256
     assert parse_topology("v5p:4x4x2").devices == 32
     assert parse_topology("h100").shape == (1,)
