@@ -24,6 +24,7 @@ from flax import nnx
 from paper_latency import PAPER, Table
 
 from recurjax.bench.memory import unless_out_of_memory
+from recurjax.bench.rat import mixers
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 from recurjax.cli.options import parse
@@ -31,7 +32,7 @@ from recurjax.errors import UserError
 from recurjax.files import write_whole
 from recurjax.layers.initialization import InitConfig
 from recurjax.types import Array, Tokens
-from recurjax.variants.rat import MixerConfig, presets
+from recurjax.variants.rat import MixerConfig
 from recurjax.variants.rat.block import make_mixer
 
 _STEPS = 16  # of decode in one program: what a launch from the host costs is divided.
@@ -46,7 +47,7 @@ class Options:
       lengths: T.
       batches: of the decode.
       tokens: in all, of training and forward.
-      layers: of rnn, rat16, attention.
+      layers: of those that `recurjax bench rat` times.
       repeats: timed calls of each program.
       tiny: width 64: for a CPU.
     """
@@ -155,12 +156,7 @@ def _told(cells: list[Cell], name: str, length: int, batch: int | None) -> str:
 
 
 def _mixers(width: int, length: int) -> dict[str, MixerConfig]:
-    size = {"width": width, "heads": 16 if width == 2048 else 4}
-    return {
-        "rnn": presets.rnn(**size, length=length),
-        "rat16": presets.rat(**size, chunk=16),
-        "attention": presets.attention(**size),
-    }
+    return mixers({"D": width, "H": 16 if width == 2048 else 4, "T": length})
 
 
 def _make(mixer: MixerConfig, width: int, key: Array) -> nnx.Module:
