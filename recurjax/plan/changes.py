@@ -94,7 +94,8 @@ def _other_meshes(
     if rows % 2 == 0:
         cuts.append((rows // 2, 2 * tensor))
     for fsdp, tensor in dict.fromkeys(cuts):
-        divides = training.batch // training.accumulation % fsdp == 0
+        rows_of_a_part = training.batch // training.accumulation
+        divides = rows_of_a_part % fsdp == experiment.evaluation_batch % fsdp == 0
         now = (mesh["data"], mesh["fsdp"], mesh["tensor"]) == (1, fsdp, tensor)
         if divides and not now:
             changed = replace(experiment.mesh, data=1, fsdp=fsdp, tensor=tensor)

@@ -72,6 +72,8 @@ def candidates(
             changed = replace(
                 experiment, training=training, mesh=replace(experiment.mesh, **sizes)
             )
+            if changed.evaluation_batch % (mesh[0] * mesh[1]):
+                continue  # Training would refuse it.
             found += [
                 Candidate(mesh=mesh, remat=remat, batch=batch, experiment=one)
                 for remat, one in _with_remat(changed)

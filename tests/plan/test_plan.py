@@ -133,7 +133,15 @@ def test_what_does_not_fit_gets_three_changes_that_are_planned_again(monkeypatch
     ],
 )
 def test_meshes_that_may_help_cut_rows_first(mesh, batch, tried):
-    run = tiny_experiment.config()
+    meshes_tried(mesh, batch, tried, tiny_experiment.config())
+
+
+def test_no_mesh_is_tried_that_does_not_divide_evaluations():
+    run = tiny_experiment.changed(tiny_experiment.config(), evaluation={"batch": 2})
+    meshes_tried((4, 1, 1), 64, ["fsdp=2,tensor=2"], run)
+
+
+def meshes_tried(mesh, batch, tried, run):
     run = replace(run, training=replace(run.training, batch=batch))
     sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
     plan = Plan(

@@ -57,6 +57,12 @@ def test_candidates_are_all_meshes_that_divide_with_every_remat_policy():
     assert all(one.experiment.training.batch == one.batch for one in found)
 
 
+def test_a_mesh_that_does_not_divide_evaluations_is_no_candidate():
+    run = tiny_experiment.changed(tiny_experiment.config(), evaluation={"batch": 2})
+    rows = {one.mesh[0] * one.mesh[1] for one in candidates(run, V5E, (8,))}
+    assert rows == {1, 2}
+
+
 def test_batches_that_no_mesh_divides_are_told():
     experiment = tiny_experiment.config()
     training = replace(experiment.training, accumulation=4)
