@@ -84,6 +84,7 @@ def read_collective(
     operand = sum(
         array_bytes(around[name].type, on_chip=True) for name in instruction.operands
     )
+    # Who talks to whom, as the program's partition numbers; the axes follow from it.
     groups = _groups(instruction.attributes, int(np.prod(sizes)))
     members = max((len(group) for group in groups), default=1)
     is_reduce_scatter = kind == "all-reduce" and _is_scattered(around, instruction)
@@ -108,6 +109,8 @@ def _is_scattered(around: dict[str, Instruction], one: Instruction) -> bool:
 def _sent(kind: str, operand: int, members: int) -> float:
     if members == 1:
         return 0.0
+    # A ring of n: a reduce-scatter sends n - 1 of n parts, an all-gather passes on what
+    # the n - 1 others hold, and an all-reduce is one after the other.
     share = (members - 1) / members
     sent = {
         "all-reduce": 2 * share * operand,
@@ -121,6 +124,8 @@ def _sent(kind: str, operand: int, members: int) -> float:
 
 def _groups(attributes: str, devices: int) -> list[list[int]]:
     """Returns the partitions that talk to each other."""
+    # HLO writes groups in four ways: pairs of a permutation, an iota in short, axes of
+    # a mesh by name, and lists of numbers. No groups at all: all devices together.
     pairs = re.search(r"source_target_pairs=\{([\d,{} ]*)\}", attributes)
     if pairs:
         return _lists(pairs[1])
@@ -128,6 +133,7 @@ def _groups(attributes: str, devices: int) -> list[list[int]]:
         r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
     )
     if short:
+        # [2,4]<=[4,2]T(1,0): count up, reshape to [4, 2], transpose, rows of [2, 4].
         shape, reshaped = (_numbers(short[1]), _numbers(short[2]))
         ids = np.arange(devices).reshape(reshaped)
         if short[3]:
@@ -152,6 +158,7 @@ def _groups_of_mesh(named: re.Match[str], devices: int) -> list[list[int]]:
         if named["order"]:
             ids = ids.transpose(_numbers(named["order"]))
     ids = ids.reshape(list(sizes.values()))
+    # The named axes go last and are joined: each row is then one group.
     chosen = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named["axes"])]
     last = np.moveaxis(ids, chosen, range(-len(chosen), 0))
     return last.reshape(-1, math.prod(ids.shape[axis] for axis in chosen)).tolist()
@@ -171,6 +178,7 @@ def _axes(
     """Returns the axes along which the members of a group differ."""
     differ = np.zeros(len(axes), bool)
     for group in groups:
+        # Where the members sit on the mesh: an axis along which they differ is used.
         places = np.stack(np.unravel_index(np.asarray(group), sizes), axis=-1)
         differ |= (places != places[:1]).any(axis=0)
     return tuple(axis for axis, differs in zip(axes, differ, strict=True) if differs)

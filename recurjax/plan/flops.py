@@ -65,6 +65,8 @@ def count_flops(jaxpr: Any, *, platform: str) -> Flops:
     chosen: dict[Any, int] = {}
     total = Flops()
     for equation in jaxpr.eqns:
+        # `platform_dependent` is a cond whose index another primitive makes from the
+        # platform: remember which branch this platform takes, for the cond below.
         if equation.primitive.name == "platform_index":
             index = _branch(equation.params["platforms"], platform)
             chosen[equation.outvars[0]] = index
@@ -85,6 +87,8 @@ def _of_equation(equation: Any, chosen: dict[Any, int], platform: str) -> Flops:
         return _of_while(equation, platform)
     if name == "cond":
         branches = [count_flops(b, platform=platform) for b in params["branches"]]
+        # A branch that is known runs alone; of branches chosen at run time the dearest
+        # counts, so that a plan promises no more than the program can keep.
         index = equation.invars[0]
         if isinstance(index, Literal):
             return branches[int(index.val)]
@@ -93,16 +97,21 @@ def _of_equation(equation: Any, chosen: dict[Any, int], platform: str) -> Flops:
         return max(branches, key=lambda one: (one.products, one.other))
     inner = list(jaxprs_in_params(params))
     if name == "pallas_call":
+        # The jaxpr is what one program of the grid does; dynamic sizes count as one.
         grid = [size for size in params["grid_mapping"].grid if isinstance(size, int)]
         kernel = count_flops(params["jaxpr"], platform=platform)
         return kernel.times(math.prod(grid))
     if name == "shard_map":
+        # Its body is one device's share. Only axes that become manual here are
+        # multiplied: an outer shard_map has counted its own.
         axes = params.get("newly_manual_axes", params.get("manual_axes", ()))
         devices = math.prod(params["mesh"].shape[axis] for axis in axes)
         return count_flops(params["jaxpr"], platform=platform).times(devices)
     if name in ("custom_jvp_call", "custom_vjp_call"):  # not their rules
         return count_flops(params["call_jaxpr"], platform=platform)
     if inner:
+        # A reduction's jaxpr says how two elements combine: once for each element, not
+        # once. Any other primitive with a jaxpr (jit, remat, custom rules) runs it.
         if name.startswith(("reduce", "sort", "scatter", "argm", "cum")):
             return Flops(other=_elements(equation.invars))
         return sum((count_flops(one, platform=platform) for one in inner), Flops())
@@ -123,17 +132,21 @@ def _trips(equation: Any) -> int | None:
     """Returns a loop's trip count where `i < n` with known numbers ends it."""
     params = equation.params
     test = params["cond_jaxpr"].jaxpr
+    # The condition must be the one comparison `counter < number`, ...
     if len(test.eqns) != 1 or test.eqns[0].primitive.name != "lt":
         return None
     counter, bound = test.eqns[0].invars
     if not isinstance(bound, Literal) or isinstance(counter, Literal):
         return None
+    # ... the counter a part of the carry: its place there, ...
     place = test.invars.index(counter) - params["cond_nconsts"]
     if place < 0:
         return None
+    # ... and the body must add 1 to it, starting from a known number.
     body = params["body_jaxpr"].jaxpr
     nexts = [e for e in body.eqns if body.outvars[place] in e.outvars]
     carry = body.invars[params["body_nconsts"] + place]
+    # The loop's operands: constants of the condition, of the body, then the carry.
     consts = params["cond_nconsts"] + params["body_nconsts"]
     first = equation.invars[consts + place]
     steps_by_one = (
@@ -159,6 +172,7 @@ def _of_product(equation: Any) -> int:
 
 
 def _of_convolution(equation: Any) -> int:
+    # Each output element sums over all of a filter but its output channels.
     kernel = equation.invars[1].aval.shape
     out = equation.params["dimension_numbers"].rhs_spec[0]
     taps = math.prod(kernel) // kernel[out]

@@ -70,6 +70,8 @@ def parse(text: str) -> Module:
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
+        # A computation's head and its closing brace start the line; what it does is
+        # indented, an instruction a line.
         if not line.startswith(" "):
             header = _HEADER.match(line)
             current = None
@@ -95,6 +97,7 @@ def array_bytes(shape: str, *, on_chip: bool = False) -> int:
         elsewhere = re.search(r"S\((\d+)\)", layout)
         if dtype not in BITS or (elsewhere and elsewhere[1] != "0" and not on_chip):
             continue
+        # Elements of less than a byte are packed.
         count = math.prod(int(size) for size in sizes.split(",") if size)
         total += -(-count * BITS[dtype] // 8)
     return total
@@ -145,6 +148,7 @@ def _instruction(line: str) -> Instruction | None:
     if start is None:
         return None
     rest = line[start.end() :]
+    # `%name = type opcode(operands), attributes`: a tuple's type is in brackets.
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
     opening = rest.find("(")
@@ -192,6 +196,7 @@ def _walk(module: Module, name: str, times: int) -> Iterator[Run | Unknown]:
             called = instruction.attribute("to_apply")
             assert called is not None
             yield from _walk(module, called, times)
+        # Wraps what is to run asynchronously; a plain copy-start calls nothing.
         elif opcode.endswith("-start") and instruction.attribute("calls"):
             called = instruction.attribute("calls")
             assert called is not None

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from recurjax.plan.collectives import Collective, is_collective, read_collective
 from recurjax.plan.hlo import Instruction, Module, Unknown, array_bytes, executed
 
+# Instructions that say where data is and move none of it.
 _NOTHING = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"),
 }
+# Custom calls that are notes to the compiler.
 _NO_KERNEL = {"AllocateBuffer", "Sharding", "AssumeGatherIndicesInBound"}
 _SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -84,6 +86,7 @@ def _runs(instruction: Instruction) -> bool:
     opcode = instruction.opcode
     if opcode in _NOTHING or instruction.kernel in _NO_KERNEL:
         return False
+    # An asynchronous operation is counted where it starts.
     return not opcode.endswith(("-done", "-update"))
 
 
@@ -105,6 +108,7 @@ def _moved(
     module: Module, here: dict[str, Instruction], instruction: Instruction
 ) -> int:
     opcode = instruction.opcode
+    # An operand that is named twice is read once.
     operands = [here[name] for name in dict.fromkeys(instruction.operands)]
     written = array_bytes(instruction.type)
     if opcode == "fusion":
@@ -115,6 +119,7 @@ def _moved(
         return written  # its type names both ends
     if opcode in _SLICES and operands:
         return written + _read_of_slice(operands[0], instruction)
+    # Both change a part of an array in place: read the new part, write it.
     if opcode == "dynamic-update-slice":
         return 2 * array_bytes(here[instruction.operands[1]].type)
     if opcode == "scatter":
@@ -127,6 +132,8 @@ def _moved(
 def _moved_by_fusion(
     module: Module, here: dict[str, Instruction], fusion: Instruction, called: str
 ) -> int:
+    # A fusion keeps what it computes on the way on the chip: only its parameters are
+    # read and its results written, each at most once.
     inside = module.computations[called]
     root = module.root(called)
     results = (
@@ -156,13 +163,14 @@ def _read(inside: dict[str, Instruction], name: str, whole: int) -> int:
         if name not in user.operands:
             continue
         if user.opcode == "bitcast":
+            # The same bytes under another shape: what reads those counts.
             total += _read(inside, user.name, whole)
         elif user.opcode in _SLICES and user.operands[0] == name:
             total += array_bytes(user.type, on_chip=True)
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
             total += 0  # updated in place
         else:
-            return whole
+            return whole  # One user that needs all of it is enough.
     return min(total, whole)
 
 
@@ -186,6 +194,7 @@ def _read_of_slice(operand: Instruction, instruction: Instruction) -> int:
 def _kernel_name(instruction: Instruction) -> str:
     """Returns a kernel's own name, or the target of a library's call."""
     if instruction.kernel == "__gpu$xla.gpu.triton":
+        # Triton's kernels share one target; the kernel's name is in its attributes.
         named = re.findall(r'\bname = "([^"]*)"', instruction.attributes)
         return named[-1] if named else "triton"
     if instruction.kernel == "tpu_custom_call":

@@ -22,6 +22,8 @@ def every_process(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
+    # All must send arrays of one shape: first the lengths, then texts padded to the
+    # longest.
     sizes = multihost_utils.process_allgather(np.int32(data.size))
     row = np.zeros(max(1, int(np.max(sizes))), np.uint8)
     row[: data.size] = data
@@ -47,6 +49,8 @@ def first_process(action: Callable[[], T]) -> T:
             answer = {"value": action()}
         except UserError as error:
             answer = {"error": str(error)}
+    # The error travels instead of the value, so that nobody waits for a process that
+    # has left.
     answer = json.loads(every_process(json.dumps(answer))[0])
     if "error" in answer:
         raise UserError(answer["error"])

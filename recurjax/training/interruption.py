@@ -56,6 +56,7 @@ class Interruption:
 
     def _remember(self, number: int, _: FrameType | None) -> None:
         self.wish = "interrupt" if number == signal.SIGINT else "terminate"
+        # Who presses Ctrl-C again does not want to wait for a checkpoint.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:

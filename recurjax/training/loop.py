@@ -123,12 +123,15 @@ class _Loop:
             self._trace(step + 1)
             state, metrics = self.session.step(state)
             step += 1
+            # The host does not wait for the step: its metrics are read two steps later,
+            # when they are there already. Only the first is waited for: it compiles.
             self.pending.append((step, metrics))
             if step == start + 1:
                 self._report(in_flight=0)
                 compiled = time.monotonic() - began
             self._report(in_flight=_IN_FLIGHT)
             if self._is_due(step):
+                # Everything before this point is shown and written before it is saved.
                 self._report(in_flight=0)
                 pause = time.monotonic()
                 self._evaluate_and_save(state, step)
@@ -138,6 +141,8 @@ class _Loop:
         self._report(in_flight=0)
         seconds = time.monotonic() - began - compiled - paused
         self.stop_trace()
+        # An evaluation that was cut short is owed: the run is saved as not finished,
+        # and makes it first when it is resumed.
         finished = step == training.steps and not self.cut_short
         if not finished:
             self._save(state, step)

@@ -26,6 +26,8 @@ def place(rows: Mapping[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
     def array(name: str) -> jax.Array:
         own = rows[name]
 
+        # jax asks for the part of each of this process' devices: rows are numbered over
+        # all processes, and this one holds them from `first` on.
         def part(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(batch)
             return own[start - first : stop - first, index[1]]

@@ -45,6 +45,8 @@ class Session:
         self.mesh = make_mesh(experiment.mesh)
         self._step = build_step(experiment, self.mesh)
         self.directory = RunDirectory(root)
+        # Process 0 looks and decides for all. A directory is claimed only at the end of
+        # these checks: what is refused leaves nothing behind.
         claimed = first_process(self._is_claimed)
         if claimed:
             first_process(lambda: self.directory.resume(experiment))
@@ -77,6 +79,8 @@ class Session:
         self._frozen = load_frozen(self.experiment, self.mesh, report)
         wanted = self._step.state
         restored = self._checkpoints.restore(to_nested_dict(wanted), report=report)
+        # A killed run may have written rows of steps after its last checkpoint: those
+        # steps are made again, and so are their rows.
         reached = 0 if restored is None else restored.step
         first_process(lambda: self.directory.rewind(reached))
         if restored is None:

@@ -68,6 +68,7 @@ def judge(
     limit = state.losses.mean() + config.sigma * state.losses.std()
     good &= ~full | (loss <= limit)
     good |= not config.enabled
+    # Only accepted losses enter the ring: a spike does not raise the next one's limit.
     slot = state.accepted % config.window
     kept = state.losses.at[slot].set(loss.astype(jnp.float32))
     return good, SpikeState(

@@ -81,9 +81,13 @@ def train_step(
     gradient, metrics = _gradient(state.model, batch, objective, accumulation)
     norm = optax.tree.norm(gradient)
     updates, moments = optimizer.update(gradient, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
+    # A finite gradient can still give an update that is not: a second moment that
+    # overflowed, say. Both are asked.
     finite = jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
     good, seen = judge(state.spikes, metrics["loss"], finite, spikes)
     model = optax.apply_updates(state.model, updates)  # pyright: ignore[reportArgumentType]
+    # Old and new are both at hand and one is chosen: a step that does not count costs
+    # what any other does, and no value has to reach the host.
     keep = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
     if spikes.enabled:
         model = keep(model, state.model)
@@ -122,8 +126,10 @@ def _gradient(
     def add(total: Any, part: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, weighted(part)), None
 
+    # Sums of (targets, their gradient, their metrics), each part weighted by its number
+    # of counted targets: the mean over the whole batch, not the mean of parts' means.
     shapes = jax.eval_shape(weighted, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (weight, gradient, metrics), _ = jax.lax.scan(add, zeros, parts)
-    weight = jnp.maximum(weight, 1)
+    weight = jnp.maximum(weight, 1)  # A batch without targets has gradient 0.
     return jax.tree.map(lambda x: x / weight, (gradient, metrics))
