@@ -89,6 +89,32 @@ def pull_back(model, ids, weights):
     return pull(weights)
 
 
+@quick
+def reset(model, cache, rows):
+    return model.stack.reset(cache, rows)
+
+
+@quick
+def insert(model, cache, row, other):
+    return model.stack.insert(cache, row, other)
+
+
+@quick
+def take(model, cache, rows):
+    return model.stack.take(cache, rows)
+
+
+def row_of(model, cache, row: int):
+    """Returns the cache of one row; its axis is the one that grows with the batch."""
+
+    def cut(one, two, leaf):
+        axes = np.flatnonzero(np.not_equal(one.shape, two.shape))
+        return np.take(leaf, [row], *axes) if len(axes) else leaf
+
+    sizes = [jax.eval_shape(lambda b=b: model.init_cache(b, 4)) for b in (1, 2)]
+    return jax.tree.map(cut, *sizes, jax.device_get(cache))
+
+
 class StackLaws:
     """Every law for each of `models`, which are named by what they switch on.
 
@@ -220,6 +246,55 @@ class StackLaws:
         logits, after = run(model, following, before, [0] * B)
         chex.assert_trees_all_equal(after, before)
         assert np.all(np.isfinite(logits))
+
+    def test_a_reset_row_equals_a_fresh_one(self, model, ids):
+        _, cache = run(model, ids[:, :PIECE], model.init_cache(B, T), [PIECE] * B)
+        emptied = reset(model, cache, np.asarray([False, True]))
+        fresh = model.init_cache(B, T)
+        for row, same in ((1, fresh), (0, cache)):
+            chex.assert_trees_all_equal(
+                row_of(model, emptied, row), row_of(model, same, row)
+            )
+        with pytest.raises(AssertionError):
+            chex.assert_trees_all_equal(emptied, cache)
+        # What follows in it is what follows from nothing; its neighbour goes on.
+        following = ids[:, T - 1 :]
+        got, from_nothing, on = (
+            run(model, following, cache, [1] * B)[0]
+            for cache in (emptied, fresh, cache)
+        )
+        np.testing.assert_array_equal(got[1], from_nothing[1])
+        np.testing.assert_array_equal(got[0], on[0])
+
+    def test_an_inserted_row_goes_on_as_it_did_alone(self, model, ids):
+        """Rows do not mix: beside any neighbour is as alone."""
+        first, following = ids[:, :PIECE], ids[:, T - 1 :]
+        other = (first + 1) % model.config.vocabulary
+        _, cache = run(model, first, model.init_cache(B, T), [PIECE] * B)
+        _, donor = run(model, other, model.init_cache(B, T), [5, PIECE])
+        mixed = insert(model, cache, np.int32(1), row_of(model, donor, 0))
+        got, of_cache, of_donor = (
+            run(model, following[[0, 0]], cache, [1] * B)[0]
+            for cache in (mixed, cache, donor)
+        )
+        np.testing.assert_array_equal(got[0], of_cache[0])
+        np.testing.assert_array_equal(got[1], of_donor[0])
+        assert not np.array_equal(got[1], of_cache[1])
+
+    def test_more_than_one_row_is_not_inserted(self, model):
+        with pytest.raises(ValueError, match="a cache of one row"):
+            cache = model.init_cache(B, T)
+            model.stack.insert(cache, 0, cache)
+
+    def test_rows_taken_go_on_as_the_rows_they_were(self, model, ids):
+        """In another order, or one of them twice."""
+        _, cache = run(model, ids[:, :PIECE], model.init_cache(B, T), [5, PIECE])
+        following = ids[[0, 0], T - 1 :]
+        want, _ = run(model, following, cache, [1] * B)
+        for rows in ([1, 0], [1, 1]):
+            taken = take(model, cache, np.asarray(rows))
+            got, _ = run(model, following, taken, [1] * B)
+            np.testing.assert_array_equal(got, want[rows])
 
     def test_packed_documents_do_not_see_each_other(self, model, ids):
         """Changing the first leaves the second as it was, wherever the cut falls."""
