@@ -186,6 +186,15 @@ class SelfAttention(nnx.Module):
             o = attend_to_written(q, *kept, before, written, **self._options(q, tokens))
         return merge(o, self.w_out, self.b_out, added.out)
 
+    def queries_and_keys(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"]]:
+        """Returns what the logits of whole rows are made of, to look at the heads."""
+        positions = jnp.arange(x.shape[1])[None]
+        none = AttentionAdditions()
+        keys = self._keys_and_values(x, positions, none).keys
+        return self._queries(x, positions, none), keys
+
     def _positions(self, x: Array, cache: KeyValueCache) -> Array:
         # All rows stand at 0 in training, so one row of positions serves them all.
         one_row = jnp.zeros((1, 1), jnp.int32)

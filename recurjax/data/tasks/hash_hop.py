@@ -8,6 +8,7 @@ nowhere. Score: the longest right beginning of the answer over the chain's lengt
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -95,20 +96,16 @@ class HashHop:
     def problem(self, rng: np.random.Generator) -> Problem:
         """Draws a prompt, up to and with the first element, and its answer."""
         names = self._names(rng)
-        chains = 1 if self.chains == "one" else self.pairs // self.hops
-        lines: list[str] = []
-        answer: tuple[str, ...] = ()
-        for number in range(chains):
-            chain = [next(names) for _ in range(self.hops + 1)]
-            lines += [f"{a} = {b}" for a, b in zip(chain[:-1], chain[1:], strict=True)]
-            if number == 0:
-                answer = tuple(chain)
+        count = 1 if self.chains == "one" else self.pairs // self.hops
+        chains = [[next(names) for _ in range(self.hops + 1)] for _ in range(count)]
+        lines = [f"{a} = {b}" for chain in chains for a, b in pairwise(chain)]
         lines += [
             f"{next(names)} = {next(names)}" for _ in range(self.pairs - len(lines))
         ]
         shuffled = [lines[n] for n in rng.permutation(len(lines))]
-        said = answer[1:] if self.thoughts else answer[-1:]
-        return Problem("\n".join(shuffled) + f"\n{BAR}{answer[0]}", said)
+        first, *answer = chains[0]
+        said = tuple(answer if self.thoughts else answer[-1:])
+        return Problem("\n".join(shuffled) + f"\n{BAR}{first}", said)
 
     def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
         problem = self.problem(rng)

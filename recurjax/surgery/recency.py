@@ -1,0 +1,201 @@
+"""Which heads look at what came just before: the recency ratio, and the choice by it.
+
+Source: RecurFormer, section 3.1, as the specification reads it: the first key token is
+left out (much attention falls on it whatever the text says), the window is a tenth of
+the text, and a head is recent in a text where its ratio exceeds a half.
+"""
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from recurjax.errors import UserError
+from recurjax.layers.position import Alibi
+from recurjax.model import Decoder
+from recurjax.types import Array, Tokens
+from recurjax.variants.transformer import TransformerConfig
+
+Scope = Literal["heads", "groups", "layer"]
+"""heads: the most recent of the whole model; groups: whole groups that share a key
+head, by their mean, so that every one frees its cache; layer: as many in each layer."""
+
+
+class HeadRecency(NamedTuple):
+    """What was measured of every head.
+
+    Attributes:
+      ratio: mean recency ratio over the texts.
+      count: RA-I, in how many texts the ratio exceeded the threshold.
+      first: mean share of the first key token (the paper's table 5).
+      texts: how many there were.
+    """
+
+    ratio: Float[np.ndarray, "L H"]
+    count: Int[np.ndarray, "L H"]
+    first: Float[np.ndarray, "L H"]
+    texts: int
+
+
+def recency_ratio(attention: Float[Array, "*B T T"], window: int) -> Float[Array, "*B"]:
+    """Returns the share of attention that falls within the window before each query.
+
+    RR = sum of A[i, j] over 0 <= i - j <= k, over its sum over all j <= i; both for
+    queries and keys from position 1 on. Nothing is renormalised.
+
+    Args:
+      attention: softmax weights [query, key], causal.
+      window: k, in tokens.
+    """
+    T = attention.shape[-1]
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)
+    counted = (distance >= 0) & (jnp.arange(T) >= 1)
+    near = counted & (distance <= window)
+    # Sums of differences of T^2 weights: at least float32, as all sums here.
+    wide = attention.astype(jnp.promote_types(attention.dtype, jnp.float32))
+    return jnp.where(near, wide, 0).sum((-2, -1)) / jnp.where(counted, wide, 0).sum(
+        (-2, -1)
+    )
+
+
+def measure_recency(
+    model: Decoder,
+    batches: Iterable[np.ndarray],
+    *,
+    window: int,
+    threshold: float = 0.5,
+) -> HeadRecency:
+    """Reads texts and measures all heads of a Transformer.
+
+    A layer is run at a time, and one head's weights of a batch exist at once.
+
+    Args:
+      batches: token ids [B, T], all texts of one length T > 1.
+      window: k, in tokens.
+      threshold: alpha: a head is recent in a text where its ratio is above.
+
+    Raises:
+      UserError: the model is no Transformer, its layers have windows or ALiBi, or
+        there is no text.
+    """
+    config = model.config.stack
+    if not isinstance(config, TransformerConfig):
+        raise UserError(
+            f"the recency of heads is measured in a Transformer, not in a "
+            f"{type(config).__name__}"
+        )
+    if config.windows != (None,):
+        raise UserError(
+            "heads with windows read no more than their window: replace heads of a "
+            "model without windows"
+        )
+    if isinstance(config.attention.position, Alibi):
+        raise UserError(
+            "heads with ALiBi are not replaced: their slopes count on all heads"
+        )
+    shape = (config.layers, config.attention.heads)
+    ratio, first = np.zeros(shape), np.zeros(shape)
+    count, texts = np.zeros(shape, np.int64), 0
+    for ids in batches:
+        x = model.embed(ids)
+        if model.stack.position is not None:  # pyright: ignore[reportAttributeAccessIssue]
+            x = model.stack.position(x, jnp.arange(ids.shape[1])[None])  # pyright: ignore[reportAttributeAccessIssue]
+        for layer in range(config.layers):
+            x, ratios, shares = _layer_recency(
+                model.stack, x, jnp.asarray(layer), window=window
+            )
+            ratios, shares = np.asarray(ratios), np.asarray(shares)
+            ratio[layer] += ratios.sum(0)
+            first[layer] += shares.sum(0)
+            count[layer] += (ratios > threshold).sum(0)
+        texts += len(ids)
+    if not texts:
+        raise UserError("there is no text to measure the heads' recency on")
+    return HeadRecency(ratio / texts, count, first / texts, texts)
+
+
+@partial(jax.jit, static_argnames="window")
+def _layer_recency(
+    stack, x: Float[Array, "B T D"], layer: Int[Array, ""], *, window: int
+) -> tuple[Float[Array, "B T D"], Float[Array, "B H"], Float[Array, "B H"]]:
+    """Runs one layer; returns its output, and each head's ratio and first share."""
+    block = jax.tree.map(lambda leaf: leaf[layer], stack.blocks[0])
+    config = stack.config.attention
+    q, k = block.attention.queries_and_keys(block.attention_norm(x))
+    B, T, H, E = q.shape
+    scale = E**-0.5 if config.scale is None else config.scale
+    causal = jnp.arange(T)[:, None] >= jnp.arange(T)
+
+    def head(number: Array) -> tuple[Array, Array]:
+        keys = k[:, :, number // (H // config.key_heads)]
+        logits = jnp.einsum(
+            "bte,bse->bts", q[:, :, number], keys, preferred_element_type=jnp.float32
+        )
+        logits = scale * logits
+        if config.soft_cap is not None:
+            logits = config.soft_cap * jnp.tanh(logits / config.soft_cap)
+        weights = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
+        return recency_ratio(weights, window), weights[:, 1:, 0].mean(1)
+
+    ratios, shares = jax.lax.map(head, jnp.arange(H))
+    cache = stack.init_cache(B, 0, x.dtype).groups[0]
+    tokens = Tokens(jnp.zeros((B, T), jnp.int32))
+    x, _ = block(x, cache, tokens)
+    return x, ratios.T, shares.T
+
+
+def choose_heads(
+    recency: HeadRecency, share: float, *, scope: Scope, key_heads: int
+) -> tuple[tuple[int, ...], ...]:
+    """Chooses the heads to replace: the most recent ones by RA-I.
+
+    Ties go by the mean ratio, then by layer and head.
+
+    Args:
+      share: beta, of all heads (or groups), from 0 to 1; round(beta L H) are chosen.
+      scope: see `Scope`.
+      key_heads: K of the model.
+
+    Returns:
+      For each layer its replaced query heads, ascending.
+    """
+    L, H = recency.count.shape
+    check_share(share)
+    count, ratio = recency.count.astype(float), recency.ratio
+    if scope == "groups":
+        count, ratio = (x.reshape(L, key_heads, -1).mean(-1) for x in (count, ratio))
+    columns = count.shape[1]
+    # lexsort: the last key is the first to decide.
+    order = np.lexsort((np.arange(L * columns), -ratio.ravel(), -count.ravel()))
+    if scope == "layer":
+        chosen = set()
+        for layer in range(L):
+            own = [n for n in order.tolist() if n // columns == layer]
+            chosen |= set(own[: round(share * columns)])
+    else:
+        chosen = set(order[: round(share * L * columns)].tolist())
+    size = H // columns
+    return tuple(
+        tuple(head for head in range(H) if layer * columns + head // size in chosen)
+        for layer in range(L)
+    )
+
+
+def first_heads(layers: int, heads: int, share: float) -> tuple[tuple[int, ...], ...]:
+    """Chooses the first round(beta H) heads of each layer, for an untrained model.
+
+    Nothing is recent before training: a fixed order serves as well as any.
+    """
+    check_share(share)
+    return (tuple(range(round(share * heads))),) * layers
+
+
+def check_share(share: float) -> None:
+    """Raises UserError for a share of heads that is none."""
+    if not (math.isfinite(share) and 0.0 <= share <= 1.0):
+        raise UserError(f"--beta must lie between 0 and 1, got {share}")

@@ -1,0 +1,141 @@
+"""Recency ratios against the golden ones and a loop; the choice of heads by them."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.convert.hugging_face import from_hf
+from recurjax.errors import UserError
+from recurjax.layers.position import Alibi
+from recurjax.surgery.recency import (
+    HeadRecency,
+    choose_heads,
+    first_heads,
+    measure_recency,
+    recency_ratio,
+)
+from tests.golden.cases import GOLDEN, golden_cases
+from tests.variants.transformer import switches as transformer
+
+FILES = golden_cases("recurformer/recency_ratio*.json")
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_ratios_are_the_golden_ones(path):
+    met = 0
+    for name, want in json.loads(path.read_text()).items():
+        if name.endswith(("_incl_first", "_incl")):
+            continue  # the paper leaves the first key out
+        *folder, setting = name.split("/")
+        if folder:
+            architecture, which = folder
+            with np.load(GOLDEN / "hf" / architecture / "io.npz") as io:
+                attention = io[which]
+        else:
+            # A causal head that attends evenly: uniform_causal_T1024_k102_excl.
+            _, _, length, setting, _ = setting.split("_")
+            T = int(length[1:])
+            attention = np.tril(np.ones((T, T))) / np.arange(1, T + 1)[:, None]
+        with jax.enable_x64(True):
+            got = recency_ratio(jnp.asarray(attention, float), int(setting[1:]))
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+        met += 1
+    assert met > 4
+
+
+def test_the_ratio_grows_with_the_window_up_to_one():
+    logits = np.random.default_rng(0).normal(size=(3, 9, 9))
+    weights = np.where(np.tril(np.ones((9, 9))) > 0, np.exp(logits), 0)
+    weights = jnp.asarray(weights / weights.sum(-1, keepdims=True), jnp.float32)
+    ratios = np.stack([recency_ratio(weights, k) for k in range(9)])
+    assert (np.diff(ratios, axis=0) >= 0).all() and (ratios >= 0).all()
+    np.testing.assert_allclose(ratios[7:], 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
+def test_heads_are_measured_as_transformers_shows_them(architecture):
+    """First and last layer, whose weights the golden case has."""
+    folder = GOLDEN / "hf" / architecture
+    model = from_hf(folder).model
+    with np.load(folder / "io.npz") as io:
+        ids, first, last = io["input_ids"], io["attn_first"], io["attn_last"]
+    got = measure_recency(model, [ids], window=3, threshold=0.4)
+    assert got.texts == len(ids)
+    for layer, attention in ((0, first), (-1, last)):
+        want = np.asarray(recency_ratio(jnp.asarray(attention), 3))
+        np.testing.assert_allclose(got.ratio[layer], want.mean(0), atol=2e-5)
+        np.testing.assert_array_equal(got.count[layer], (want > 0.4).sum(0))
+        share = attention[:, :, 1:, 0].mean(-1)
+        np.testing.assert_allclose(got.first[layer], share.mean(0), atol=2e-5)
+
+
+def test_batches_add_up():
+    model = transformer.build(transformer.small(key_heads=2))
+    ids = np.random.default_rng(0).integers(17, size=(4, 12), dtype=np.int32)
+    whole = measure_recency(model, [ids], window=2)
+    parts = measure_recency(model, [ids[:1], ids[1:]], window=2)
+    np.testing.assert_allclose(parts.ratio, whole.ratio, rtol=1e-5)
+    np.testing.assert_array_equal(parts.count, whole.count)
+    assert parts.texts == 4
+
+
+RECENCY = HeadRecency(
+    ratio=np.array([[0.1, 0.9, 0.4, 0.6], [0.8, 0.7, 0.3, 0.2]]),
+    count=np.array([[0, 3, 1, 1], [3, 2, 1, 0]]),
+    first=np.zeros((2, 4)),
+    texts=3,
+)
+
+
+@pytest.mark.parametrize(
+    ("share", "scope", "want"),
+    [
+        (0.0, "heads", ((), ())),
+        (0.25, "heads", ((1,), (0,))),
+        # Three heads tie at a count of 1: the mean ratio decides.
+        (0.5, "heads", ((1, 3), (0, 1))),
+        (0.625, "heads", ((1, 2, 3), (0, 1))),
+        (0.5, "layer", ((1, 3), (0, 1))),
+        (0.25, "groups", ((), (0, 1))),
+        (0.5, "groups", ((0, 1), (0, 1))),
+        (1.0, "groups", ((0, 1, 2, 3), (0, 1, 2, 3))),
+    ],
+)
+def test_the_most_recent_heads_are_chosen(share, scope, want):
+    assert choose_heads(RECENCY, share, scope=scope, key_heads=2) == want
+
+
+def test_ties_go_by_layer_and_head():
+    even = HeadRecency(np.ones((2, 3)), np.ones((2, 3), int), np.zeros((2, 3)), 1)
+    assert choose_heads(even, 0.5, scope="heads", key_heads=3) == ((0, 1, 2), ())
+
+
+def test_the_papers_count_of_heads():
+    """922 of Llama-2's 1024 at beta .9."""
+    count = np.random.default_rng(0).integers(1025, size=(32, 32))
+    recency = HeadRecency(count / 1024, count, np.zeros((32, 32)), 1024)
+    chosen = choose_heads(recency, 0.9, scope="heads", key_heads=32)
+    assert sum(map(len, chosen)) == 922
+
+
+def test_an_untrained_model_loses_its_first_heads():
+    assert first_heads(2, 8, 0.25) == ((0, 1), (0, 1))
+
+
+def test_what_cannot_be_measured_or_chosen_is_refused():
+    for share in (-0.1, 1.5, float("nan")):
+        with pytest.raises(UserError, match="--beta"):
+            choose_heads(RECENCY, share, scope="heads", key_heads=4)
+    ids = np.zeros((1, 4), np.int32)
+    windows = transformer.build(transformer.small(windows=(3,)))
+    with pytest.raises(UserError, match="windows"):
+        measure_recency(windows, [ids], window=2)
+    slopes = transformer.build(transformer.small(attention={"position": Alibi()}))
+    with pytest.raises(UserError, match="ALiBi"):
+        measure_recency(slopes, [ids], window=2)
+    plain = transformer.build(transformer.small())
+    with pytest.raises(UserError, match="no text"):
+        measure_recency(plain, [], window=2)
