@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
 from pallas_kernels.gated_scan import gated_scan
 from pallas_kernels.mesh_cut import free_axes, row_axes
-from recurjax.layers.attention import attend, visible_by_position
+from recurjax.layers.blocked_attention import Past, attend_in_window
 from recurjax.layers.position import Alibi
 from recurjax.layers.sequence_axis import AXIS, sequence_shards
 from recurjax.types import Array
@@ -157,42 +157,17 @@ def attention_part(
 
 
 def _window_part(q, k, v, documents, scale: float, window: int, shard: Shard):
-    """Attends block by block of W tokens to the block itself and the one before."""
-    B, count, H, E = q.shape
+    """Attends to this part and to the left neighbour's last W tokens."""
     size = max(window, 1)
-    behind = [shard.from_left(x[:, -size:]) for x in (k, v)]
-    padding = ((0, 0), (0, -count % size))
-    start = shard.index * count
-
-    def blocks(x: Array) -> Array:
-        x = jnp.pad(x, (*padding, *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(B, -1, size, *x.shape[2:]), 1, 0)
-
-    def pairs(x: Array, before: Array) -> Array:
-        own = blocks(x)
-        earlier = jnp.concatenate([before[None], own[:-1]])
-        return jnp.concatenate([earlier, own], axis=2)
-
-    parts = {"q": blocks(q), "k": pairs(k, behind[0]), "v": pairs(v, behind[1])}
-    parts["first"] = start + size * jnp.arange(parts["q"].shape[0])
-    if documents is not None:
-        parts["documents"] = blocks(documents)
-        parts["others"] = pairs(documents, shard.from_left(documents[:, -size:]))
-
-    @jax.checkpoint
-    def block(part: dict[str, Array]) -> Array:
-        positions = part["first"] + jnp.arange(size)[None]
-        keys = part["first"] - size + jnp.arange(2 * size)[None]
-        mask = visible_by_position(positions, keys, window=window)
-        if "others" in part:
-            same = part["documents"][:, :, None] == part["others"][:, None]
-            mask = mask & same[:, None]
-        return attend(
-            part["q"], part["k"], part["v"], scale=scale, causal=False, mask=mask
-        )
-
-    o = jnp.moveaxis(jax.lax.map(block, parts), 0, 1)
-    return o.reshape(B, -1, H, E)[:, :count]
+    past = Past(
+        keys=shard.from_left(k[:, -size:]),
+        values=shard.from_left(v[:, -size:]),
+        documents=None if documents is None else shard.from_left(documents[:, -size:]),
+        start=shard.index * q.shape[1],
+    )
+    return attend_in_window(
+        q, k, v, scale=scale, window=window, documents=documents, past=past
+    )
 
 
 def _obstacle(mixer: MixerConfig, part: int) -> str | None:
