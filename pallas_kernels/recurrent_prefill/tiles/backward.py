@@ -147,6 +147,8 @@ def run_backward(
 
     def layers(dz, x, w, residuals, keys, values, dwritten):
         """Runs layers whose inputs are x [L, T, B, D] back."""
+        # Residuals come batch first, the loop reads positions first. The persistent
+        # pairs were not kept: they follow from z.
         count = x.shape[0]
         attended = residuals.attended
         z, attended = map(
@@ -238,10 +240,13 @@ def run_layers_back(
 
     def step(carry, j):
         above, later, total = carry
+        # As in the forward loop layer l is at tile j - l. What it finds before its first
+        # tile and after its last one is dropped.
         index = j - jnp.arange(L)
         active = (index >= 0) & (index < n)
         tile_index = jnp.clip(index, 0, n - 1)
         rows = jax.tree.map(lambda part: part[jnp.arange(L), tile_index], by_tile)
+        # The gradient of a layer's z is that of the next layer's x, one step ago.
         incoming = jnp.concatenate([above[1:], dz[tile_index[-1]][None]])
         incoming = jnp.where(active[:, None, None, None], incoming, 0.0)
         dx, gradients, queries = _run_tile_back(
@@ -269,17 +274,21 @@ def _run_tile_back(
     rows = lambda per_layer: jnp.broadcast_to(  # noqa: E731
         per_layer[:, None], (L, B)
     ).astype(jnp.int32)
+    # 1. The tile's pairs, from later tiles and from those who read the new cache.
     dk, dv = kernels.later_queries_backward(
         known.keys, known.values, later, rows(first + b), rows(first)
     )
     if tile.dkeys is not None and tile.dvalues is not None:
         dk, dv = dk + tile.dkeys, dv + tile.dvalues
     dk, dv = (jnp.where(active[:, None, None, None], part, 0.0) for part in (dk, dv))
+    # 2. The recurrence in reverse, which also completes dk and dv.
     found, do = kernels.positions_backward(tile, w, known, q, dk, dv)
+    # 3. The tile's queries; do is known for all of them.
     queries = (q, do, tile.attended, tile.lse)
     dqueries = kernels.queries_backward(
         queries, own_k, own_v, keys, values, before.astype(jnp.int32)
     )
+    # Query heads that share a key head each found a part of its temporary pair's.
     groups = (L, b, B, spec.key_heads, -1, spec.head_width)
     dk_own, dv_own = (
         part.reshape(groups).sum(axis=4).reshape(own_k.shape)
@@ -288,6 +297,7 @@ def _run_tile_back(
     dx, dprojections = projections_backward(
         tile.x, dqueries.dq, dk_own, dv_own, w, spec
     )
+    # 4. The weights', as one product over all rows of the tile.
     gradients = sequential_gradients(known, tile.attended, found, w, spec)
     gradients = jax.tree.map(jnp.add, gradients, dprojections)
     done = LaterQueries(q, do, tile.lse, dqueries.delta)
@@ -377,8 +387,9 @@ def _old_cache_cotangents(
     zeros = zeros._replace(position=no_position)
     if dslots is None:
         return zeros
+    # A slot that the call wrote hides the old one: its gradient went to the new pair.
     at, real = _written(cache, rows, T)
-    at = jnp.where(real, at, cache.slots)
+    at = jnp.where(real, at, cache.slots)  # out of range: dropped
     batch = jnp.arange(at.shape[0])[:, None]
 
     def pass_through(through: Array, added: Array, old: Array) -> Array:

@@ -77,6 +77,7 @@ def recompute(
     pre = linear(normed, w.w_in, w.b_in)
     gated = w.w_in.shape[-1] != w.w_down.shape[1]
     hidden, back = jax.vjp(lambda pre: activate(pre, spec, gated=gated), pre)
+    # The activation acts on each entry alone, so that its gradient is a factor.
     (slopes,) = back(jnp.ones_like(hidden))
     source, raw_k, keys, values = persistent(z, w, spec)
     kind = spec.norm if spec.normed_persistent else "none"

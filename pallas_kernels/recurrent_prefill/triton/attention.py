@@ -5,7 +5,7 @@ are [L, b + 1, B, K E], position t in slot t + 1: slot 0 takes what position 0 w
 before there is anything to write.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,7 @@ def attend_prefix(launch: Launch, q, own_k, own_v, keys, values, before) -> Runn
         launch,
         _prefix_kernel,
         *(before, q, own_k, own_v, keys, values),
+        refs=PrefixRefs,
         grid=(L, B, H),
         in_specs=[
             pl.BlockSpec((None, 1), lambda l, r, h: (l, r)),
@@ -93,49 +94,51 @@ def slope_of(spec: LayerSpec, head: jax.Array) -> jax.Array:
     return jnp.exp2(-m / spec.heads * (head + 1).astype(jnp.float32))
 
 
+class PrefixRefs(NamedTuple):
+    """What a program reads, then writes: one row and query head of a tile."""
+
+    before: Any  # [1], filled slots
+    q: Any  # [b, E]
+    own_k: Any  # [b, E], temporary pairs
+    own_v: Any  # [b, E]
+    keys: Any  # [S, E]
+    values: Any  # [S, E]
+    largest: Any  # [b]
+    normalizer: Any  # [b]
+    weighted: Any  # [b, E]
+
+
 # A program owns the tile's b queries of one row and head: their softmax state stays in
 # registers while the row's prefix streams by once, `chunk` pairs at a time. It reads
 # 2 before E values and writes b (E + 2): the prefix crosses memory once a tile.
-def _prefix_kernel(
-    before_ref,
-    q_ref,
-    own_k_ref,
-    own_v_ref,
-    k_ref,
-    v_ref,
-    largest_ref,
-    normalizer_ref,
-    weighted_ref,
-    *,
-    spec,
-    chunk,
-):
-    b = q_ref.shape[0]
-    before = before_ref[0]
+def _prefix_kernel(refs: PrefixRefs, *, spec, chunk):
+    b = refs.q.shape[0]
+    before = refs.before[0]
     slope = slope_of(spec, pl.program_id(2))
-    q = q_ref[...]
+    q = refs.q[...]
     scaled = q.astype(jnp.float32) * spec.logit_scale
-    largest = jnp.sum(scaled * own_k_ref[...].astype(jnp.float32), axis=1)
-    start = (largest, jnp.ones(b, jnp.float32), own_v_ref[...].astype(jnp.float32))
+    # Each query's softmax starts with its own temporary pair.
+    largest = jnp.sum(scaled * refs.own_k[...].astype(jnp.float32), axis=1)
+    start = (largest, jnp.ones(b, jnp.float32), refs.own_v[...].astype(jnp.float32))
 
     def attend_chunk(c, running):
         largest, normalizer, weighted = running
         part = pl.ds(c * chunk, chunk)
         at = c * chunk + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 1)
         t = jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 0)
-        logits = spec.logit_scale * dot(q, k_ref[part, :].T)
+        logits = spec.logit_scale * dot(q, refs.keys[part, :].T)
         logits = logits - slope * (before + t - at).astype(jnp.float32)
         logits = jnp.where(at < before, logits, HIDDEN)
         above = jnp.maximum(largest, jnp.max(logits, axis=1))
         shrink = jnp.exp(largest - above)
         p = jnp.exp(logits - above[:, None])
-        v = v_ref[part, :]
+        v = refs.values[part, :]
         weighted = weighted * shrink[:, None] + dot(p.astype(v.dtype), v)
         return above, normalizer * shrink + jnp.sum(p, axis=1), weighted
 
     chunks = (before + chunk - 1) // chunk
     running = jax.lax.fori_loop(0, chunks, attend_chunk, start)
-    largest_ref[:], normalizer_ref[:], weighted_ref[:] = running
+    refs.largest[:], refs.normalizer[:], refs.weighted[:] = running
 
 
 class TileState(NamedTuple):
@@ -178,6 +181,7 @@ def attend(launch: Launch, t, q, running, pairs, statistics, columns, norm, stat
         launch,
         _attend_kernel,
         *(t, q, *running, pairs, pairs, statistics, *norm, *state),
+        refs=AttendRefs,
         grid=(L, B // block, K),
         in_specs=[
             POSITION,
@@ -195,72 +199,77 @@ def attend(launch: Launch, t, q, running, pairs, statistics, columns, norm, stat
     return TileState(*written)
 
 
+class AttendRefs(NamedTuple):
+    """What a program of the attention step reads, then writes: rows of one key head."""
+
+    t: Any  # [1], the position within the tile
+    q: Any  # [b, rows, Q E]
+    largest: Any  # [b, Q, rows], softmax state after the prefix
+    normalizer: Any  # [b, Q, rows]
+    weighted: Any  # [b, rows, Q E]
+    raw_k: Any  # [rows, E], position t - 1 before its k-norm, float32
+    raw_v: Any  # [rows, E]
+    statistics: Any  # [programs, 2, rows], of all of the raw keys
+    scale: Any  # [E], of the k-norm
+    shift: Any  # [E]
+    old_attended: Any  # the four outputs, which are written in place
+    old_lse: Any
+    keys: Any  # [b + 1, rows, E], pairs of the tile so far
+    values: Any  # [b + 1, rows, E]
+    attended: Any  # [b, rows, Q E]
+    lse: Any  # [b, Q, rows]
+    new_k: Any  # [b + 1, rows, E]
+    new_v: Any  # [b + 1, rows, E]
+
+
 # A program owns a few rows of one key head and its Q query heads. It normalises the
 # pair that the step before projected, writes it, and merges three parts of the softmax:
 # the running one (temporary pair, prefix), the tile's earlier pairs and the new pair.
 # Everything it touches crosses memory once: t pairs, one query and its state.
-def _attend_kernel(
-    t_ref,
-    q_ref,
-    largest_ref,
-    normalizer_ref,
-    weighted_ref,
-    raw_k_ref,
-    raw_v_ref,
-    statistics_ref,
-    scale_ref,
-    shift_ref,
-    _attended,
-    _lse,
-    k_ref,
-    v_ref,
-    attended_ref,
-    lse_ref,
-    new_k_ref,
-    new_v_ref,
-    *,
-    spec,
-    columns,
-):
-    t = t_ref[0]
-    b, Q, E = q_ref.shape[0], largest_ref.shape[1], spec.head_width
-    rows = raw_k_ref.shape[0]
+def _attend_kernel(refs: AttendRefs, *, spec, columns):
+    t = refs.t[0]
+    b, Q, E = refs.q.shape[0], refs.largest.shape[1], spec.head_width
+    rows = refs.raw_k.shape[0]
+    # 1. The k-norm of position t - 1, whose sums are complete only now, and its pair.
     subtracted, factor = read_statistics(
-        statistics_ref,
+        refs.statistics,
         width=spec.key_heads * E,
         columns=columns,
         kind=spec.qk_norm,
         eps=spec.qk_norm_eps,
     )
-    k = (raw_k_ref[...] - subtracted[:, None]) * factor[:, None]
-    k = k * scale_ref[...][None, :] + shift_ref[...][None, :]
-    new_k, new_v = k.astype(new_k_ref.dtype), raw_v_ref[...].astype(new_v_ref.dtype)
-    new_k_ref[t], new_v_ref[t] = new_k, new_v
+    k = (refs.raw_k[...] - subtracted[:, None]) * factor[:, None]
+    k = k * refs.scale[...][None, :] + refs.shift[...][None, :]
+    new_k, new_v = k.astype(refs.new_k.dtype), refs.raw_v[...].astype(refs.new_v.dtype)
+    refs.new_k[t], refs.new_v[t] = new_k, new_v
     new_k, new_v = new_k.astype(jnp.float32), new_v.astype(jnp.float32)
 
+    # 2. The tile's earlier pairs; the one written just now is taken from registers.
     at = jax.lax.broadcasted_iota(jnp.int32, (b, rows), 0)
     seen = at < t - 1
     read = jnp.broadcast_to(seen[:, :, None], (b, rows, E))
     earlier = pl.ds(1, b)
-    keys = pltriton.load(k_ref.at[earlier], mask=read, other=0.0).astype(jnp.float32)
-    values = pltriton.load(v_ref.at[earlier], mask=read, other=0.0).astype(jnp.float32)
+    load = lambda ref: pltriton.load(ref.at[earlier], mask=read, other=0.0)  # noqa: E731
+    keys = load(refs.keys).astype(jnp.float32)
+    values = load(refs.values).astype(jnp.float32)
     for g in range(Q):
+        # 3. Softmax over the prefix's state, those pairs and the newest one.
         heads = pl.ds(g * E, E)
         slope = slope_of(spec, pl.program_id(2) * Q + g)
-        q = q_ref[t, :, heads].astype(jnp.float32) * spec.logit_scale
+        q = refs.q[t, :, heads].astype(jnp.float32) * spec.logit_scale
         logits = jnp.sum(q[None] * keys, axis=2)
         logits = logits - slope * (t - at).astype(jnp.float32)
         logits = jnp.where(seen, logits, HIDDEN)
         newest = jnp.where(t > 0, jnp.sum(q * new_k, axis=1) - slope, HIDDEN)
-        largest = largest_ref[t, g, :]
+        largest = refs.largest[t, g, :]
         above = jnp.maximum(jnp.max(logits, axis=0), jnp.maximum(newest, largest))
         shrink = jnp.exp(largest - above)
         p = jnp.exp(logits - above[None, :])
         p_newest = jnp.exp(newest - above)
-        normalizer = normalizer_ref[t, g, :] * shrink + jnp.sum(p, axis=0) + p_newest
-        weighted = weighted_ref[t, :, heads] * shrink[:, None]
+        normalizer = refs.normalizer[t, g, :] * shrink + jnp.sum(p, axis=0) + p_newest
+        weighted = refs.weighted[t, :, heads] * shrink[:, None]
         weighted = weighted + jnp.sum(p[:, :, None] * values, axis=0)
         weighted = weighted + jnp.where(t > 0, p_newest[:, None] * new_v, 0.0)
         attended = weighted / normalizer[:, None]
-        attended_ref[t, :, heads] = attended.astype(attended_ref.dtype)
-        lse_ref[t, g, :] = above + jnp.log(normalizer)
+        refs.attended[t, :, heads] = attended.astype(refs.attended.dtype)
+        refs.lse[t, g, :] = above + jnp.log(normalizer)

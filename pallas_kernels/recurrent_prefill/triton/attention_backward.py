@@ -10,6 +10,8 @@ Only dk and dv are sequential: a tile's keys first meet the queries of all later
 then the step of each position meets the later queries of its own tile.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -51,6 +53,7 @@ def later_queries_backward(
         launch,
         _later_queries_kernel,
         *(first, at, keys, values, *later),
+        refs=LaterQueriesRefs,
         grid=(L, B, K),
         in_specs=[one, one, tile, tile, queries, queries, scalars, scalars],
         out_specs=[tile, tile],
@@ -83,6 +86,7 @@ def own_tile_backward(launch: Launch, t, dk, dv, pairs, queries, unit_k, scale):
         launch,
         _own_tile_kernel,
         *(t, *pairs, *queries, unit_k, scale, dk, dv),
+        refs=OwnTileRefs,
         grid=(L, B // block, K),
         in_specs=[
             POSITION,
@@ -102,27 +106,28 @@ def own_tile_backward(launch: Launch, t, dk, dv, pairs, queries, unit_k, scale):
     )
 
 
+class LaterQueriesRefs(NamedTuple):
+    """What a program reads, then writes: b keys of one row and key head."""
+
+    first: Any  # [1], the first query that counts
+    at: Any  # [1], index of key 0 among the queries
+    keys: Any  # [b, E]
+    values: Any  # [b, E]
+    q: Any  # [T, Q E]
+    do: Any  # [T, Q E]
+    lse: Any  # [Q, T]
+    delta: Any  # [Q, T]
+    dk: Any  # [b, E]
+    dv: Any  # [b, E]
+
+
 # A program owns b keys of one row and key head; dk and dv stay in registers while the
 # later queries stream by once.
-def _later_queries_kernel(
-    first_ref,
-    at_ref,
-    k_ref,
-    v_ref,
-    q_ref,
-    do_ref,
-    lse_ref,
-    delta_ref,
-    dk_ref,
-    dv_ref,
-    *,
-    spec,
-    chunk,
-):
-    b, E = k_ref.shape
-    Q, T = lse_ref.shape
-    first, at = first_ref[0], at_ref[0]
-    k, v = k_ref[...], v_ref[...]
+def _later_queries_kernel(refs: LaterQueriesRefs, *, spec, chunk):
+    b, E = refs.keys.shape
+    Q, T = refs.lse.shape
+    first, at = refs.first[0], refs.at[0]
+    k, v = refs.keys[...], refs.values[...]
     key = at + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 0)
     slopes = [slope_of(spec, pl.program_id(2) * Q + g) for g in range(Q)]
 
@@ -132,46 +137,49 @@ def _later_queries_kernel(
         query = c * chunk + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 1)
         for g in range(Q):
             heads = pl.ds(g * E, E)
-            q, do = q_ref[part, heads], do_ref[part, heads]
+            q, do = refs.q[part, heads], refs.do[part, heads]
             logits = spec.logit_scale * dot(k, q.T)
             logits = logits - slopes[g] * (query - key).astype(jnp.float32)
-            p = jnp.exp(logits - lse_ref[g, part][None, :])
+            p = jnp.exp(logits - refs.lse[g, part][None, :])
             p = jnp.where((key < first) & (query >= first), p, 0.0)
-            ds = p * (dot(v, do.T) - delta_ref[g, part][None, :])
+            ds = p * (dot(v, do.T) - refs.delta[g, part][None, :])
             dv = dv + dot(p.astype(do.dtype), do)
             dk = dk + dot((spec.logit_scale * ds).astype(q.dtype), q)
         return dk, dv
 
     zero = jnp.zeros((b, E), jnp.float32)
     dk, dv = jax.lax.fori_loop(first // chunk, T // chunk, attend_chunk, (zero, zero))
-    dk_ref[:], dv_ref[:] = dk, dv
+    refs.dk[:], refs.dv[:] = dk, dv
+
+
+class OwnTileRefs(NamedTuple):
+    """What a program reads, then writes: `rows` rows of one key head."""
+
+    t: Any  # [1], the position within the tile
+    keys: Any  # [b, rows, E]
+    values: Any  # [b, rows, E]
+    q: Any  # [b, rows, Q E]
+    do: Any  # [b, rows, Q E], written for positions after t
+    attended: Any  # [b, rows, Q E]
+    lse: Any  # [b, Q, rows]
+    unit_k: Any  # [b, rows, E], keys before the k-norm's scale
+    scale: Any  # [E], of the k-norm
+    old_dk: Any  # [b, rows, E], from later tiles, written in place
+    old_dv: Any  # [b, rows, E]
+    dk: Any  # [b, rows, E]
+    dv: Any  # [b, rows, E]
+    sums: Any  # [2, rows], for the k-norm's backward
 
 
 # A program owns one key head's pair of a few rows at position t; it reads the tile's
 # queries after t once.
-def _own_tile_kernel(
-    t_ref,
-    k_ref,
-    v_ref,
-    q_ref,
-    do_ref,
-    attended_ref,
-    lse_ref,
-    unit_ref,
-    scale_ref,
-    dk_in_ref,
-    dv_in_ref,
-    dk_ref,
-    dv_ref,
-    sums_ref,
-    *,
-    spec,
-):
-    t = t_ref[0]
-    b, rows, E = k_ref.shape
-    Q = lse_ref.shape[1]
-    k, v = k_ref[t].astype(jnp.float32), v_ref[t].astype(jnp.float32)
-    dk, dv = dk_in_ref[t], dv_in_ref[t]
+def _own_tile_kernel(refs: OwnTileRefs, *, spec):
+    t = refs.t[0]
+    b, rows, E = refs.keys.shape
+    Q = refs.lse.shape[1]
+    k, v = refs.keys[t].astype(jnp.float32), refs.values[t].astype(jnp.float32)
+    dk, dv = refs.old_dk[t], refs.old_dv[t]
+    # Only positions after t count, and only they have written their do.
     at = jax.lax.broadcasted_iota(jnp.int32, (b, rows), 0)
     later = at > t
     read = jnp.broadcast_to(later[:, :, None], (b, rows, E))
@@ -183,18 +191,19 @@ def _own_tile_kernel(
     for g in range(Q):
         heads = pl.ds(g * E, E)
         slope = slope_of(spec, pl.program_id(2) * Q + g)
-        q, do = load(q_ref, heads), load(do_ref, heads)
-        delta = jnp.sum(do * load(attended_ref, heads), axis=2)
+        q, do = load(refs.q, heads), load(refs.do, heads)
+        delta = jnp.sum(do * load(refs.attended, heads), axis=2)
         logits = spec.logit_scale * jnp.sum(q * k[None], axis=2)
         logits = logits - slope * (at - t).astype(jnp.float32)
-        p = jnp.where(later, jnp.exp(logits - lse_ref[:, g, :]), 0.0)
+        p = jnp.where(later, jnp.exp(logits - refs.lse[:, g, :]), 0.0)
         ds = p * (jnp.sum(do * v[None], axis=2) - delta)
         dv = dv + jnp.sum(p[:, :, None] * do, axis=0)
         dk = dk + spec.logit_scale * jnp.sum(ds[:, :, None] * q, axis=0)
-    dk_ref[t], dv_ref[t] = dk, dv
-    scaled = dk * scale_ref[...][None, :]
-    sums_ref[0, :] = jnp.sum(scaled * unit_ref[t], axis=1)
-    sums_ref[1, :] = jnp.sum(scaled, axis=1)
+    refs.dk[t], refs.dv[t] = dk, dv
+    # The k-norm's backward needs two sums over all heads; each leaves its part.
+    scaled = dk * refs.scale[...][None, :]
+    refs.sums[0, :] = jnp.sum(scaled * refs.unit_k[t], axis=1)
+    refs.sums[1, :] = jnp.sum(scaled, axis=1)
 
 
 def queries_backward(
@@ -223,6 +232,7 @@ def queries_backward(
         launch,
         _query_kernel,
         *(before, *queries, own_k, own_v, keys, values),
+        refs=QueryRefs,
         grid=(L, B, H),
         in_specs=[
             pl.BlockSpec((None, 1), lambda l, r, h: (l, r)),
@@ -238,45 +248,48 @@ def queries_backward(
     return QueryGradients(*out)
 
 
+class QueryRefs(NamedTuple):
+    """What a program reads, then writes: the b queries of one row and query head."""
+
+    before: Any  # [1], slots before the tile
+    q: Any  # [b, E]
+    do: Any  # [b, E]
+    attended: Any  # [b, E]
+    lse: Any  # [b]
+    own_k: Any  # [b, E], temporary pairs
+    own_v: Any  # [b, E]
+    keys: Any  # [S, E], persistent, filled up to and with the tile
+    values: Any  # [S, E]
+    dq: Any  # [b, E]
+    dk_own: Any  # [b, E]
+    dv_own: Any  # [b, E]
+    delta: Any  # [b]
+
+
 # A program owns the b queries of one row and head; dq stays in registers while the
 # row's pairs up to the tile's end stream by once.
-def _query_kernel(
-    before_ref,
-    q_ref,
-    do_ref,
-    attended_ref,
-    lse_ref,
-    own_k_ref,
-    own_v_ref,
-    k_ref,
-    v_ref,
-    dq_ref,
-    dk_own_ref,
-    dv_own_ref,
-    delta_ref,
-    *,
-    spec,
-    chunk,
-):
-    b = q_ref.shape[0]
-    before = before_ref[0]
+def _query_kernel(refs: QueryRefs, *, spec, chunk):
+    b = refs.q.shape[0]
+    before = refs.before[0]
     slope = slope_of(spec, pl.program_id(2))
     scale = spec.logit_scale
-    q, do, lse = q_ref[...], do_ref[...], lse_ref[...]
+    q, do, lse = refs.q[...], refs.do[...], refs.lse[...]
     wide_q, wide_do = q.astype(jnp.float32), do.astype(jnp.float32)
-    delta = jnp.sum(wide_do * attended_ref[...].astype(jnp.float32), axis=1)
-    own_k = own_k_ref[...].astype(jnp.float32)
-    own_v = own_v_ref[...].astype(jnp.float32)
+    # 1. delta, and each query's own temporary pair, which no other query reads.
+    delta = jnp.sum(wide_do * refs.attended[...].astype(jnp.float32), axis=1)
+    own_k = refs.own_k[...].astype(jnp.float32)
+    own_v = refs.own_v[...].astype(jnp.float32)
     p = jnp.exp(scale * jnp.sum(wide_q * own_k, axis=1) - lse)
     ds = scale * p * (jnp.sum(wide_do * own_v, axis=1) - delta)
-    dk_own_ref[:] = ds[:, None] * wide_q
-    dv_own_ref[:] = p[:, None] * wide_do
-    delta_ref[:] = delta
+    refs.dk_own[:] = ds[:, None] * wide_q
+    refs.dv_own[:] = p[:, None] * wide_do
+    refs.delta[:] = delta
+    # 2. The persistent pairs before each query, also those of its own tile.
     t = jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 0)
 
     def attend_chunk(c, dq):
         part = pl.ds(c * chunk, chunk)
-        k, v = k_ref[part, :], v_ref[part, :]
+        k, v = refs.keys[part, :], refs.values[part, :]
         at = c * chunk + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 1)
         logits = scale * dot(q, k.T)
         logits = logits - slope * (before + t - at).astype(jnp.float32)
@@ -286,5 +299,5 @@ def _query_kernel(
         return dq + dot(ds.astype(k.dtype), k)
 
     chunks = (before + b + chunk - 1) // chunk
-    chunks = jnp.minimum(chunks, k_ref.shape[0] // chunk)
-    dq_ref[:] = jax.lax.fori_loop(0, chunks, attend_chunk, ds[:, None] * own_k)
+    chunks = jnp.minimum(chunks, refs.keys.shape[0] // chunk)
+    refs.dq[:] = jax.lax.fori_loop(0, chunks, attend_chunk, ds[:, None] * own_k)

@@ -63,6 +63,8 @@ def run_layers(
     """
     b, L = launch.tiles.tile, w.w_kv.shape[0]
     T, B, D = x.shape
+    # One layer runs its whole tiles in the loop and the rest after it, so that no kernel
+    # is launched for padding. A wavefront pads the last tile: its layers overlap.
     whole = T // b if L == 1 else -(-T // b)
     tiles = jnp.pad(x[: whole * b], ((0, (whole * b) - min(T, whole * b)), *NO_PAD))
     tiles = tiles.reshape(whole, 1, b, B, D)
@@ -72,6 +74,8 @@ def run_layers(
         below, keys, values = carry
         j, tile = inputs
         tile = jnp.concatenate([tile, below[:-1]]) if L > 1 else tile
+        # Layer l is at tile j - l. Before its first and after its last tile it computes
+        # on zeros, and what comes of it is dropped.
         index = j - jnp.arange(L)
         active = (index >= 0) & (index < whole)
         done = jnp.where(active, index * b, 0)
@@ -158,6 +162,7 @@ def _run_tile(launch, x, w, keys, values, start, done, count) -> Tile:
             *(jnp.zeros((L, B, 2 * KE)), jnp.zeros(statistics.shape)),
         ),
     )
+    # The last position's pair has not met the step that would have finished it.
     last_k = norm_and_rotate(pairs[..., :KE], w.k_norm, None, spec)
     last = (last_k.reshape(L, B, KE), pairs[..., KE:])
     new = (

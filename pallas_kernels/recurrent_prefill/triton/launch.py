@@ -46,6 +46,7 @@ class Launch:
     def columns(self, width: int, programs: int) -> int:
         """Returns the columns of one program, given how many row programs there are."""
         size = power_dividing(width, self.tiles.columns)
+        # Few rows make few programs: narrower ones occupy the whole GPU.
         while size > 32 and programs * (width // size) < PROGRAMS:
             size //= 2
         return size
@@ -57,6 +58,7 @@ class Launch:
 
 def choose_tiles(*, batch: int, tile: int | None) -> ProductTiles:
     """Returns sizes for `batch` rows; `tile` overrides the positions of a tile."""
+    # A matrix unit takes at least 16 rows.
     rows = min(max(next_power(batch), 16), 128)
     return ProductTiles(
         tile=32 if tile is None else tile,
@@ -100,14 +102,21 @@ def launch_kernel(
     in_specs: Sequence[pl.BlockSpec],
     out_specs: Sequence[pl.BlockSpec],
     out_shape: Sequence[jax.ShapeDtypeStruct],
+    refs: Callable | None = None,
     aliases: dict[int, int] | None = None,
     warps: int = 4,
     stages: int = 3,
     **static,
 ) -> Sequence[jax.Array]:
-    """Runs a kernel body with its static arguments over a grid."""
+    """Runs a kernel body with its static arguments over a grid.
+
+    Args:
+      refs: where there are many, the NamedTuple in which the kernel gets them all.
+      aliases: arguments, by number, that an output is written into.
+    """
+    run = partial(kernel, **static)
     return pl.pallas_call(
-        partial(kernel, **static),
+        run if refs is None else lambda *each: run(refs(*each)),
         grid=grid,
         in_specs=list(in_specs),
         out_specs=list(out_specs),

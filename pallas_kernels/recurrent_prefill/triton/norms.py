@@ -60,6 +60,7 @@ def read_statistics(ref, *, width: int, columns: int, kind: str, eps: float):
     programs, _, rows = ref.shape
     if kind == "none":
         return jnp.zeros(rows, jnp.float32), jnp.ones(rows, jnp.float32)
+    # The array is rounded up to a power of two; no program wrote the rest.
     written = (
         jax.lax.broadcasted_iota(jnp.int32, (programs, rows), 0) < width // columns
     )
@@ -68,6 +69,8 @@ def read_statistics(ref, *, width: int, columns: int, kind: str, eps: float):
     subtracted = jnp.zeros(rows, jnp.float32)
     if kind == "layer":
         subtracted = jnp.sum(means, axis=0) * (columns / width)
+    # Squared deviations from the row's mean are those from each part's own mean, plus
+    # what the parts' means are apart. RMSNorm takes 0 for the mean.
     apart = jnp.where(written, means - subtracted[None, :], 0.0)
     total = total + columns * jnp.sum(apart * apart, axis=0)
     return subtracted, jax.lax.rsqrt(total / width + eps)
@@ -140,6 +143,7 @@ def _norm_back_kernel(
     along, level = jax.lax.fori_loop(0, D // depth, add, (none, none))
     along, level, factor = along / D, level / D, factor_ref[t]
 
+    # The sums are known: the same rows once more, for the result.
     def write(c, _):
         part = pl.ds(c * depth, depth)
         g = dn_ref[t, :, part] * scale_ref[part][None, :]

@@ -142,6 +142,8 @@ def pair_columns(launch: Launch, layers: int, batch: int, width: int) -> int:
     return launch.columns(width // 2, 2 * layers * (batch // launch.tiles.rows))
 
 
+# A program reads its rows whole and its columns of w, `depth` of the contracted axis at
+# a time, then adds its part of the residual.
 def _add_product_kernel(
     t_ref,
     rows_ref,
@@ -171,10 +173,13 @@ def _add_product_kernel(
     write_statistics(statistics_ref, out)
 
 
+# A program normalises its rows as it reads them. With a gate it has two accumulators,
+# for the same columns of both halves of w_in.
 def _hidden_kernel(*refs, kind, eps, activation, gated, columns_read, depth):
     t_ref, x_ref, statistics_ref, scale_ref, shift_ref = refs[:5]
     w_up_ref, w_gate_ref, b_up_ref, b_gate_ref, out_ref = refs[5:]
     weights = (w_up_ref, w_gate_ref) if gated else (w_up_ref,)
+    # Without a gate, w_gate's specs repeat w_up's columns and are not read.
     up, *gate = _normed_dots(
         x_ref,
         slot(x_ref, t_ref[0]),
@@ -197,6 +202,8 @@ def _hidden_kernel(*refs, kind, eps, activation, gated, columns_read, depth):
     out_ref[:] = hidden.astype(out_ref.dtype)
 
 
+# As above, without an activation; it leaves statistics for the k-norm, which the
+# attention of the next position applies.
 def _pair_kernel(
     t_ref,
     z_ref,

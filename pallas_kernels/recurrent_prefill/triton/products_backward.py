@@ -112,6 +112,7 @@ def _transposed_product_kernel(t_ref, rows_ref, w_ref, *refs, parts, depth):
 
     zero = jnp.zeros((rows_ref.shape[1], columns), jnp.float32)
     total = jax.lax.fori_loop(0, M // depth, add, zero)
+    # With a gate the same product goes to both halves, each times its own slopes.
     N = out_ref.shape[2] // parts
     for part in range(parts):
         mine = pl.ds(part * N + pl.program_id(2) * columns, columns)
@@ -140,6 +141,8 @@ def _pair_product_back_kernel(
 ):
     t = t_ref[0]
     KE = dk_ref.shape[2]
+    # What each head left of the two sums over all keys; the rest of the array, up to a
+    # power of two, was never written.
     programs, _, rows = sums_ref.shape
     written = jax.lax.broadcasted_iota(jnp.int32, (programs, rows), 0) < heads
     along = jnp.sum(jnp.where(written, sums_ref[:, 0, :], 0.0), axis=0) / KE

@@ -132,6 +132,8 @@ def backward(
         )
         of = of._replace(x=dx)
     dx = from_slots(of.x, call.phase, T, time=0)
+    # `prepare` only lays weights out: its transpose lays their gradients back, and in a
+    # wide dtype it rounds nothing.
     _, pull = jax.vjp(lambda weights: prepare(weights, call.wide), weights)
     (dweights,) = pull(of.weights)
     if of.cached is not None:

@@ -113,6 +113,8 @@ def run_layers_backward(
     def step(carry, inputs):
         above, dpairs, dpast, total = carry
         j, dz, dwritten, tile = inputs
+        # 1. The tile once more, in one batch: rotary tables, queries, temporary pairs,
+        # activations, and the probabilities of its queries on its own persistent pairs.
         dz = from_above(dz, above, geometry)
         positions = positions_of(visibility, step_slots(j, geometry), geometry)
         rotary = rotation(positions, spec, wide)
@@ -127,9 +129,11 @@ def run_layers_backward(
         )
         q, own = jax.tree.map(lambda part: part.astype(spec.dtype), (q, own))
         pairs = cut_columns(buffers, j * b, b)
+        # do and delta are not known yet; probabilities do not read them.
         of = Attending(q, tile.lse, q, tile.lse)
         bias = tile_bias(visibility, j, geometry, wide)
         p = probabilities(of, pairs, bias, spec.logit_scale)
+        # 2. The recurrence in reverse: all that is sequential.
         rows = _recompute(tile, w, spec)
         g, do, delta = recur_backward(
             dz,
@@ -144,6 +148,8 @@ def run_layers_backward(
             geometry=geometry,
             spec=spec,
         )
+        # 3. The queries, against the tile's pairs, their own unit's temporary ones,
+        # earlier tiles and the cache.
         of = of._replace(do=do, delta=delta)
         ds = logit_gradients(p, do, delta, pairs.values)
         dq = query_gradient(ds, pairs.key_rows, spec.logit_scale)
@@ -161,6 +167,7 @@ def run_layers_backward(
             )
             dq, dpast = dq + more, jax.tree.map(jnp.add, dpast, new)
         dunit = Pairs(dunit.dk, jnp.swapaxes(dunit.dv, 3, 4))
+        # 4. Through the projections to x, and the weights' share of this tile.
         dflat, dq_norm, dk_norm = pull_heads((dq, dunit))
         through, dnorm = pull_norm(linear(dflat, transposed.w_qkv))
         total = add_recurrence(total, g, rows, rotary, w, spec)

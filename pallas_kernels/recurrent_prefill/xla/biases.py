@@ -83,6 +83,8 @@ def bias_of_cache(
     Args:
       positions: of the queries, [L, T, B].
     """
+    # Slot s of the persistent pairs holds position s; behind them lie the open block's
+    # temporary pairs, which start at the block's first position.
     c = spec.block
     seen_before = cache.position[:, None]  # [B, 1]
     slots = jnp.arange(cache.slots)
@@ -94,6 +96,7 @@ def bias_of_cache(
     filled = at < seen_before
     persistent = jnp.arange(at.shape[1]) < slots.size
     query = jnp.moveaxis(positions, 1, 2)[..., None]  # [L, B, T, 1]
+    # In a query's own block its temporary pair counts, in earlier ones the persistent.
     own = at[:, None] // c == query // c
     seen = filled[:, None] & (own != persistent)
     bias = jnp.where(seen, 0.0, HIDDEN).astype(dtype)[:, :, None, None]

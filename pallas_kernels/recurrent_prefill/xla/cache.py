@@ -90,6 +90,7 @@ def written_backward(
             temporary = positions_of_call(_as_pairs(temporary), call, T)
         return write(before, new, temporary, rows, spec)[:4]
 
+    # Writing is linear in the pairs, so it may be taken back at zeros.
     _, pull = jax.vjp(write_floats, cache[:4], zero, temporary)
     dold, *dpairs = pull(dcache[:4])
     return tuple(dpairs), RecurrentCache(*dold, position=cache.position)

@@ -30,6 +30,7 @@ class Call(NamedTuple):
         T, L = x.shape[1], weights.w_q.shape[0]
         schedule = "prefix" if schedule is None else schedule
         together = schedule == "wavefront" or L == 1
+        # With a real cache, rows may stand at different places within their blocks.
         phased = cache.slots > 0 and spec.block > 1 and T > 1
         tile, chunk = tile_and_chunk(
             positions=T, block=spec.block, schedule=schedule, tile=tile

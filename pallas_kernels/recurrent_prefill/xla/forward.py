@@ -82,6 +82,7 @@ def run_layers(
     """Runs x [positions, B, D] through all layers of `w`."""
     L, b = geometry.layers, geometry.tile
     B, D = x.shape[1:]
+    # While the last layers finish, the first ones read zeros.
     late = jnp.zeros(((geometry.depth - 1) * b, B, D), x.dtype)
     tiles = jnp.concatenate([x, late]).reshape(-1, 1, b, B, D)
     past, transposed = cached_pairs(cache, spec), transpose(w)
@@ -90,16 +91,20 @@ def run_layers(
     def step(carry, inputs):
         below, buffers = carry
         j, tile = inputs
+        # 1. Every layer takes what the one below made of this tile a step ago.
         tile = from_below(tile, below, geometry)
         positions = positions_of(visibility, step_slots(j, geometry), geometry)
         rotary = rotation(positions, spec, x.dtype)
         q, own = queries_and_pairs(tile, w, rotary, spec)
+        # 2. Softmax over everything that is known before the tile: the queries' own
+        # temporary pairs, earlier tiles, the cache.
         running = _attend_own_unit(q, own, visibility, j, geometry, spec)
         running = _attend_prefix(q, running, buffers, visibility, j, geometry, spec)
         if past is not None:
             bias = bias_of_cache(visibility, positions, cache, spec, x.dtype)
             logits = logits_of(q, past.keys, spec.logit_scale) + bias
             running = merge(running, logits, past.values, spec.dtype)
+        # 3. The tile's units, one after the other; their pairs join the buffers.
         z, attended, lse, pairs = _recur(
             tile, q, running, rotary, w, transposed, visibility, j, geometry, spec
         )

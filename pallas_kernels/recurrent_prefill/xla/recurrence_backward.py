@@ -95,21 +95,26 @@ def recur_backward(
     def unit(carry, inputs):
         do, delta = carry
         i, dz, dpairs, row, v, p, rotary = inputs
+        # dk and dv are complete: later tiles' part came in, and the tile's later units
+        # have left their do and delta. A unit that is not done yet has do = 0.
         if U > 1:
             ds = logit_gradients(p, do, delta, v)
             inside = PairGradients(spec.logit_scale * _gather(ds, q), _gather(p, do))
             dpairs = jax.tree.map(jnp.add, dpairs, inside)
         dk, dv = (jnp.moveaxis(g, 4, 1).reshape(L, u, B, -1) for g in dpairs)
+        # Through the k-norm, the pair's projection and its norm to z.
         k, _ = jnp.split(row.projected, 2, axis=-1)
         _, pull = jax.vjp(lambda k: norm_and_rotate(k, w.k_norm, rotary, spec), k)
         dprojected = jnp.concatenate([*pull(_heads(dk, K, E)), dv], axis=-1)
         dsource = few_rows_linear(dprojected, t.w_kv, w.w_kv)
         dz = dz + _pull(partial(persistent_source, w=w, spec=spec), row.z, dsource)
+        # Through the MLP and its norm to y.
         dhidden = few_rows_linear(s * dz, t.w_down, w.w_down)
         dpre = _pull(partial(activate, spec=spec, gated=gated), row.pre, dhidden)
         dnormed = few_rows_linear(dpre, t.w_in, w.w_in)
         before = partial(pre_norm, parameters=w.mlp_norm, spec=spec)
         dy = dz + _pull(before, row.y, dnormed)
+        # Through W_out to what the unit attended to.
         new_do = few_rows_linear(s * dy, t.w_out, w.w_out)
         new_do = _heads(new_do, spec.heads, E)
         new_delta = jnp.sum(new_do * _heads(row.attended, spec.heads, E), axis=-1)
