@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
 
@@ -19,6 +20,12 @@ HIDDEN = -1e30
 Finite, so that a query that has met no other pair yet computes no infinity less
 infinity. Its own pair is always seen, and beside it such a pair weighs exactly 0.
 """
+
+
+Rotary = tuple[Float[Array, "... half"], Float[Array, "... half"]]
+"""Rotary tables: cos and sin [..., 1, rope_width / 2] at the rows' positions."""
+NormParameters = tuple[Float[Array, "L _"] | None, Float[Array, "L _"] | None]
+"""Scale and bias of a norm; None where it has none."""
 
 
 class Prepared(NamedTuple):
@@ -75,7 +82,11 @@ def prepare(weights: LayerWeights, dtype) -> Prepared:
     )
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+def linear(
+    x: Float[Array, "L ... N"],
+    weight: Float[Array, "L N M"],
+    bias: Float[Array, "L M"] | None = None,
+) -> Float[Array, "L ... M"]:
     """Multiplies rows [L, ..., N] by [L, N, M]; accumulates in at least float32."""
     wide = jnp.promote_types(weight.dtype, jnp.float32)
     # Axes stay apart: a batch that lies on several devices must not be merged.
@@ -88,15 +99,20 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return y if bias is None else y + over_rows(bias, y)
 
 
-def over_rows(vector: Array, rows: Array) -> Array:
+def over_rows(
+    vector: Float[Array, "L M"], rows: Float[Array, "L ... M"]
+) -> Float[Array, "L ... M"]:
     """Gives a vector [L, M] the rank of rows [L, ..., M]."""
     L, M = vector.shape
     return vector.reshape(L, *(1,) * (rows.ndim - 2), M).astype(rows.dtype)
 
 
 def norm(
-    x: Array, parameters: tuple[Array | None, Array | None], kind: str, eps: float
-) -> Array:
+    x: Float[Array, "L ... N"],
+    parameters: NormParameters,
+    kind: str,
+    eps: float,
+) -> Float[Array, "L ... N"]:
     """Normalises rows over the last axis, then applies scale and bias [L, D]."""
     if kind == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
@@ -107,16 +123,23 @@ def norm(
     return x if bias is None else x + over_rows(bias, x)
 
 
-def pre_norm(x: Array, parameters, spec: LayerSpec) -> Array:
+def pre_norm(
+    x: Float[Array, "L ... D"], parameters: NormParameters, spec: LayerSpec
+) -> Float[Array, "L ... D"]:
     """Applies one of the two norms in front of a branch."""
     return norm(x, parameters, spec.norm, spec.norm_eps)
 
 
-def norm_and_rotate(flat: Array, parameters, rotary: tuple[Array, Array] | None, spec):
+def norm_and_rotate(
+    flat: Float[Array, "L ... N"],
+    parameters: NormParameters,
+    rotary: Rotary | None,
+    spec,
+) -> Float[Array, "L ... heads E"]:
     """Turns [..., heads E] into qk-normalised, rotated heads [..., heads, E].
 
     Args:
-      turn: cosine and sine [..., 1, rope_width / 2] at the rows' positions, or None.
+      rotary: at the rows' positions; None: no RoPE.
     """
     y = norm(flat, parameters, spec.qk_norm, spec.qk_norm_eps)
     y = y.reshape(*flat.shape[:-1], -1, spec.head_width)
@@ -128,7 +151,7 @@ def norm_and_rotate(flat: Array, parameters, rotary: tuple[Array, Array] | None,
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def rotation(positions: Array, spec: LayerSpec, dtype) -> tuple[Array, Array] | None:
+def rotation(positions: Int[Array, "..."], spec: LayerSpec, dtype) -> Rotary | None:
     """Returns cosine and sine [..., 1, rope_width / 2] at positions [...]."""
     if spec.rope_base is None:
         return None
@@ -138,7 +161,9 @@ def rotation(positions: Array, spec: LayerSpec, dtype) -> tuple[Array, Array] | 
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def activate(pre: Array, spec: LayerSpec, *, gated: bool) -> Array:
+def activate(
+    pre: Float[Array, "... F_or_2F"], spec: LayerSpec, *, gated: bool
+) -> Float[Array, "... F"]:
     """Applies the MLP's nonlinearity to [..., F] or, gated, to [..., 2 F]."""
     act = {
         "gelu": partial(jax.nn.gelu, approximate=False),
@@ -152,7 +177,9 @@ def activate(pre: Array, spec: LayerSpec, *, gated: bool) -> Array:
     return act(gate) * up
 
 
-def activate_in_kernel(x: jax.Array, name: str) -> jax.Array:
+def activate_in_kernel(
+    x: Float[Array, "rows columns"], name: str
+) -> Float[Array, "rows columns"]:
     """Applies the nonlinearity in a kernel, to float32: no lowering has an erf."""
     if name == "gelu":
         return 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5)))
@@ -175,6 +202,8 @@ def _erf(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0.0, -value, value)
 
 
-def persistent_source(z: Array, w: Prepared, spec: LayerSpec) -> Array:
+def persistent_source(
+    z: Float[Array, "L ... D"], w: Prepared, spec: LayerSpec
+) -> Float[Array, "L ... D"]:
     """Returns what the persistent pair is projected from: norm(z), or z (ablation)."""
     return pre_norm(z, w.attention_norm, spec) if spec.normed_persistent else z

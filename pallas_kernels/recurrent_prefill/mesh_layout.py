@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 
 from pallas_kernels.mesh_cut import free_axes, row_axes
 from pallas_kernels.recurrent_prefill.arrays import (
@@ -57,7 +58,7 @@ class MeshLayout:
 
 
 def layout_of_call(
-    x: Array, weights: LayerWeights, *, schedule: str | None
+    x: Float[Array, "B T D"], weights: LayerWeights, *, schedule: str | None
 ) -> MeshLayout | None:
     """Returns the layout on the mesh that `jax.set_mesh` set; None: nothing is cut.
 
@@ -108,7 +109,7 @@ def refusal_on_mesh(
 def run_forward(
     backend: Any,
     layout: MeshLayout,
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
@@ -27,7 +28,7 @@ from pallas_kernels.target import refusal_of_mosaic_tpu, vmem_bytes
 
 
 def supported(
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
@@ -44,7 +45,7 @@ def supported(
 
 
 def expressible(
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
@@ -79,7 +80,7 @@ RUNS_ON_STAGES = False
 
 
 def forward(
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
@@ -115,12 +116,12 @@ def forward(
 
 
 def backward(
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
     residuals: Residuals,
-    dz: Array,
+    dz: Float[Array, "B T D"],
     dcache: RecurrentCache,
     *,
     spec: LayerSpec,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import Prepared
@@ -239,8 +240,13 @@ def _standardised_back(g, unit, factor, kind):
 
 
 def later_queries_backward(
-    spec: LayerSpec, keys, values, later: LaterQueries, first, at
-):
+    spec: LayerSpec,
+    keys: Float[Array, "L b B HE"],
+    values: Float[Array, "L b B HE"],
+    later: LaterQueries,
+    first: Int[Array, "L B"],
+    at: Int[Array, "L B"],
+) -> tuple[Float[Array, "L b B HE"], Float[Array, "L b B HE"]]:
     """See `Kernels`; one product over all queries, those before `first` masked."""
     shape = keys.shape
     k, v = (_heads(part, spec) for part in (keys, values))  # [L, b, B, H, E]
@@ -261,7 +267,15 @@ def later_queries_backward(
     return dk.reshape(shape), dv.reshape(shape)
 
 
-def queries_backward(spec: LayerSpec, queries, own_k, own_v, keys, values, before):
+def queries_backward(
+    spec: LayerSpec,
+    queries,
+    own_k: Float[Array, "L b B HE"],
+    own_v: Float[Array, "L b B HE"],
+    keys: Float[Array, "L B S HE"],
+    values: Float[Array, "L B S HE"],
+    before: Int[Array, "L B"],
+) -> QueryGradients:
     """See `Kernels`; one product over all slots, those not seen masked."""
     q, do, attended, lse = queries
     shape, scale = q.shape, spec.logit_scale

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
@@ -193,7 +194,7 @@ def head_groups(spec: LayerSpec) -> list[HeadGroup]:
     return [HeadGroup(first, heads, width) for first in range(0, spec.heads, heads)]
 
 
-def head_indicator(spec: LayerSpec) -> jax.Array:
+def head_indicator(spec: LayerSpec) -> Float[Array, "HE H"]:
     """Returns [H E, H] with 1 where a column of all heads belongs to a head."""
     shape = (spec.heads * spec.head_width, spec.heads)
     of_column = jax.lax.broadcasted_iota(jnp.int32, shape, 0) // spec.head_width
@@ -201,7 +202,7 @@ def head_indicator(spec: LayerSpec) -> jax.Array:
     return (of_column == head).astype(jnp.float32)
 
 
-def slopes_row(spec: LayerSpec) -> jax.Array:
+def slopes_row(spec: LayerSpec) -> Float[Array, "1 H"]:
     """Returns ALiBi's slopes [1, H], zeros without ALiBi."""
     head = jax.lax.broadcasted_iota(jnp.int32, (1, spec.heads), 1)
     if spec.alibi_max_bias is None:
@@ -210,7 +211,9 @@ def slopes_row(spec: LayerSpec) -> jax.Array:
     return jnp.exp2(rate * (head + 1).astype(jnp.float32))
 
 
-def norm_rows(x: jax.Array, scale_ref, shift_ref, kind: str, eps: float) -> jax.Array:
+def norm_rows(
+    x: Float[Array, "rows N"], scale_ref, shift_ref, kind: str, eps: float
+) -> Float[Array, "rows N"]:
     """Normalises float32 rows [block_b, N]; scale and shift are [1, N]."""
     if kind == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
@@ -219,7 +222,9 @@ def norm_rows(x: jax.Array, scale_ref, shift_ref, kind: str, eps: float) -> jax.
     return x * scale_ref[...] + shift_ref[...]
 
 
-def dot(a: jax.Array, b: jax.Array, *, transposed: bool = False) -> jax.Array:
+def dot(
+    a: Float[Array, "N M"], b: Float[Array, "_ _"], *, transposed: bool = False
+) -> Float[Array, "N _"]:
     """Multiplies a b, or a b^T; float32 operands exactly, accumulating in float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(

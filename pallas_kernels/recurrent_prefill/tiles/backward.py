@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
@@ -211,9 +212,9 @@ def run_layers_back(
     kernels: Kernels,
     kept: Kept,
     w: Prepared,
-    keys: Array,
-    values: Array,
-    start: Array,
+    keys: Float[Array, "L B S KE"],
+    values: Float[Array, "L B S KE"],
+    start: Int[Array, " B"],
     *,
     spec: LayerSpec,
     tile: int,
@@ -240,8 +241,8 @@ def run_layers_back(
 
     def step(carry, j):
         above, later, total = carry
-        # As in the forward loop layer l is at tile j - l. What it finds before its first
-        # tile and after its last one is dropped.
+        # As in the forward loop layer l is at tile j - l. What it finds before its
+        # first tile and after its last one is dropped.
         index = j - jnp.arange(L)
         active = (index >= 0) & (index < n)
         tile_index = jnp.clip(index, 0, n - 1)

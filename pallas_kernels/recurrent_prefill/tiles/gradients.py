@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import (
+    NormParameters,
     Prepared,
     activate,
     linear,
@@ -69,7 +71,11 @@ class PositionGradients(NamedTuple):
 
 
 def recompute(
-    x: Array, z: Array, attended: Array, w: Prepared, spec: LayerSpec
+    x: Float[Array, "L b B D"],
+    z: Float[Array, "L b B D"],
+    attended: Float[Array, "L b B HE"],
+    w: Prepared,
+    spec: LayerSpec,
 ) -> Known:
     """Works out a layer's inner values from its input, output and attended values."""
     y = x + spec.residual_scale * linear(attended, w.w_out, w.b_out)
@@ -101,7 +107,14 @@ def recompute(
     )
 
 
-def persistent(z: Array, w: Prepared, spec: LayerSpec):
+def persistent(
+    z: Float[Array, "L T B D"], w: Prepared, spec: LayerSpec
+) -> tuple[
+    Float[Array, "L T B D"],
+    Float[Array, "L T B KE"],
+    Float[Array, "L T B KE"],
+    Float[Array, "L T B KE"],
+]:
     """Returns what pairs are projected from, keys before k-norm, keys and values."""
     source = pre_norm(z, w.attention_norm, spec) if spec.normed_persistent else z
     raw_k, values = jnp.split(linear(source, w.w_kv, w.b_kv), 2, axis=-1)
@@ -109,7 +122,9 @@ def persistent(z: Array, w: Prepared, spec: LayerSpec):
     return source, raw_k, keys.astype(spec.dtype), values.astype(spec.dtype)
 
 
-def standardise(x: Array, kind: str, eps: float) -> tuple[Array, Array]:
+def standardise(
+    x: Float[Array, "L ... N"], kind: str, eps: float
+) -> tuple[Float[Array, "L ... N"], Float[Array, "L ..."]]:
     """Returns a norm's result before its scale, and the factor [L, ...] it used."""
     if kind == "none":
         return x, jnp.ones(x.shape[:-1], x.dtype)
@@ -121,7 +136,7 @@ def standardise(x: Array, kind: str, eps: float) -> tuple[Array, Array]:
 
 def sequential_gradients(
     known: Known,
-    attended: Array,
+    attended: Float[Array, "L b B HE"],
     found: PositionGradients,
     w: Prepared,
     spec: LayerSpec,
@@ -154,8 +169,13 @@ def sequential_gradients(
 
 
 def projections_backward(
-    x: Array, dq: Array, dk: Array, dv: Array, w: Prepared, spec: LayerSpec
-) -> tuple[Array, Prepared]:
+    x: Float[Array, "L b B D"],
+    dq: Float[Array, "L b B HE"],
+    dk: Float[Array, "L b B KE"],
+    dv: Float[Array, "L b B KE"],
+    w: Prepared,
+    spec: LayerSpec,
+) -> tuple[Float[Array, "L b B D"], Prepared]:
     """Maps cotangents of q and temporary pairs to those of x and of the weights."""
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     normed, norm_back = jax.vjp(lambda x, p: pre_norm(x, p, spec), x, w.attention_norm)
@@ -177,7 +197,9 @@ def projections_backward(
     )
 
 
-def contract(rows: Array, cotangents: Array, spec: LayerSpec) -> Array:
+def contract(
+    rows: Float[Array, "L ... N"], cotangents: Float[Array, "L ... M"], spec: LayerSpec
+) -> Float[Array, "L N M"]:
     """Returns rows^T cotangents, [L, N, M] from [L, ..., N] and [L, ..., M]."""
     flat = (
         part.astype(spec.dtype).reshape(part.shape[0], -1, part.shape[-1])
@@ -186,14 +208,20 @@ def contract(rows: Array, cotangents: Array, spec: LayerSpec) -> Array:
     return jnp.einsum("lrn,lrm->lnm", *flat, preferred_element_type=jnp.float32)
 
 
-def bias_gradient(bias: Array | None, cotangents: Array) -> Array | None:
+def bias_gradient(
+    bias: Float[Array, "L M"] | None, cotangents: Float[Array, "L ... M"]
+) -> Float[Array, "L M"] | None:
     """Returns the gradient of a bias [L, M], None where there is none."""
     if bias is None:
         return None
     return cotangents.reshape(cotangents.shape[0], -1, cotangents.shape[-1]).sum(axis=1)
 
 
-def norm_gradients(parameters, unit: Array, cotangents: Array):
+def norm_gradients(
+    parameters: NormParameters,
+    unit: Float[Array, "L ... N"],
+    cotangents: Float[Array, "L ... N"],
+) -> NormParameters:
     """Returns the gradients of a norm's scale and bias, None where there are none."""
     scale, bias = parameters
     return bias_gradient(scale, cotangents * unit), bias_gradient(bias, cotangents)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int, Num
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
@@ -32,22 +33,24 @@ class Tiles:
     rows: int
     keys: int
 
-    def pad_rows(self, array: Array, *, batch: int) -> Array:
+    def pad_rows(self, array: Num[Array, "..."], *, batch: int) -> Num[Array, "..."]:
         """Pads axis `batch` to whole programs."""
         return _pad_to(array, batch, self.rows)
 
-    def whole_tiles(self, rows: Array, *, time: int, batch: int) -> Array:
+    def whole_tiles(
+        self, rows: Float[Array, "..."], *, time: int, batch: int
+    ) -> Float[Array, "..."]:
         """Pads axis `time` to whole tiles and axis `batch` to whole programs."""
         return self.pad_rows(_pad_to(rows, time, self.tile), batch=batch)
 
-    def start(self, cache: RecurrentCache) -> Array:
+    def start(self, cache: RecurrentCache) -> Int[Array, " rows"]:
         """Returns how many positions each row has seen, [rows]."""
         start = cache.position if cache.slots else jnp.zeros_like(cache.position)
         return self.pad_rows(start, batch=0)
 
     def cached_slots(
         self, cache: RecurrentCache, positions: int, spec: LayerSpec
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Float[Array, "L rows S KE"], Float[Array, "L rows S KE"]]:
         """Lays keys and values out as [L, rows, S, K E], S whole chunks.
 
         The training cache gets as many slots as there are positions.
@@ -65,20 +68,22 @@ class Tiles:
         return lay_out(cache.keys), lay_out(cache.values)
 
 
-def from_slots(pairs: Array, like: Array) -> Array:
+def from_slots(
+    pairs: Float[Array, "L rows S_padded KE"], like: Float[Array, "L B S K E"]
+) -> Float[Array, "L B S K E"]:
     """Undoes `Tiles.cached_slots` for the cache's array `like`."""
     B, S = like.shape[1:3]
     return pairs[:, :B, :S].reshape(like.shape).astype(like.dtype)
 
 
 def put_in_slots(
-    old: tuple[Array, Array],
-    new: tuple[Array, Array],
-    start: Array,
-    done: Array,
-    active: Array,
+    old: tuple[Float[Array, "L B S KE"], Float[Array, "L B S KE"]],
+    new: tuple[Float[Array, "L b B KE"], Float[Array, "L b B KE"]],
+    start: Int[Array, " B"],
+    done: Int[Array, " L"],
+    active: Bool[Array, " L"],
     positions: int,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "L B S KE"], Float[Array, "L B S KE"]]:
     """Puts pairs [L, t, B, K E] of positions `done` on into slots of [L, B, S, K E].
 
     Args:
@@ -105,7 +110,11 @@ def _pad_to(array: Array, axis: int, unit: int) -> Array:
     return jnp.pad(array, widths)
 
 
-def queries_and_pairs(x: Array, w: Prepared, spec: LayerSpec):
+def queries_and_pairs(
+    x: Float[Array, "L T B D"], w: Prepared, spec: LayerSpec
+) -> tuple[
+    Float[Array, "L T B HE"], Float[Array, "L T B KE"], Float[Array, "L T B KE"]
+]:
     """Projects rows [L, T, B, D] into q, temporary k and v, [L, T, B, heads E]."""
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     flat = linear(pre_norm(x, w.attention_norm, spec), w.w_qkv, w.b_qkv)

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
 
-from pallas_kernels.recurrent_prefill.arrays import LayerSpec
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import HIDDEN
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
@@ -42,7 +43,15 @@ class Running(NamedTuple):
     weighted: jax.Array
 
 
-def attend_prefix(launch: Launch, q, own_k, own_v, keys, values, before) -> Running:
+def attend_prefix(
+    launch: Launch,
+    q: Float[Array, "L b B HE"],
+    own_k: Float[Array, "L b B KE"],
+    own_v: Float[Array, "L b B KE"],
+    keys: Float[Array, "L B S KE"],
+    values: Float[Array, "L B S KE"],
+    before: Int[Array, "L B"],
+) -> Running:
     """Starts a tile's softmax: each query's temporary pair, then the whole prefix.
 
     Args:
@@ -156,7 +165,17 @@ class TileState(NamedTuple):
     values: jax.Array
 
 
-def attend(launch: Launch, t, q, running, pairs, statistics, columns, norm, state):
+def attend(
+    launch: Launch,
+    t: Int[Array, "1"],
+    q: Float[Array, "L b B HE"],
+    running: Running,
+    pairs: Float[Array, "L B KE_and_KE"],
+    statistics: Float[Array, "L programs 2 B"],
+    columns,
+    norm: tuple[Float[Array, "L KE"], Float[Array, "L KE"]],
+    state: TileState,
+) -> TileState:
     """Finishes the pair of position t - 1, then attends at position t of the tile.
 
     Args:

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
 
+from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.tiles.backward import LaterQueries, QueryGradients
 from pallas_kernels.recurrent_prefill.triton.attention import slope_of
 from pallas_kernels.recurrent_prefill.triton.launch import (
@@ -31,7 +33,12 @@ from pallas_kernels.recurrent_prefill.triton.products_backward import shape_of_s
 
 
 def later_queries_backward(
-    launch: Launch, keys, values, later: LaterQueries, first, at
+    launch: Launch,
+    keys: Float[Array, "L b B KE"],
+    values: Float[Array, "L b B KE"],
+    later: LaterQueries,
+    first: Int[Array, "L B"],
+    at: Int[Array, "L B"],
 ):
     """Returns dk, dv [L, b, B, K E] of b keys from the queries at `first` and later.
 
@@ -64,7 +71,16 @@ def later_queries_backward(
     )
 
 
-def own_tile_backward(launch: Launch, t, dk, dv, pairs, queries, unit_k, scale):
+def own_tile_backward(
+    launch: Launch,
+    t: Int[Array, "1"],
+    dk: Float[Array, "L b B KE"],
+    dv: Float[Array, "L b B KE"],
+    pairs: tuple[Float[Array, "L b B KE"], Float[Array, "L b B KE"]],
+    queries,
+    unit_k: Float[Array, "L b B KE"],
+    scale: Float[Array, "L KE"],
+):
     """Adds to dk[t], dv[t] what the tile's later queries say: a step's first kernel.
 
     Args:
@@ -207,7 +223,13 @@ def _own_tile_kernel(refs: OwnTileRefs, *, spec):
 
 
 def queries_backward(
-    launch: Launch, queries, own_k, own_v, keys, values, before
+    launch: Launch,
+    queries,
+    own_k: Float[Array, "L b B KE"],
+    own_v: Float[Array, "L b B KE"],
+    keys: Float[Array, "L B S KE"],
+    values: Float[Array, "L B S KE"],
+    before: Int[Array, "L B"],
 ) -> QueryGradients:
     """Returns the cotangents of a tile's queries and temporary pairs, float32.
 

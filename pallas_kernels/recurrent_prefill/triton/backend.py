@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
@@ -27,7 +28,7 @@ from pallas_kernels.target import refusal_of_triton
 
 
 def supported(
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
@@ -44,7 +45,7 @@ def supported(
 
 
 def expressible(
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
@@ -84,7 +85,7 @@ RUNS_ON_STAGES = False
 
 
 def forward(
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
@@ -144,12 +145,12 @@ def forward(
 
 
 def backward(
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
     residuals: Residuals,
-    dz: Array,
+    dz: Float[Array, "B T D"],
     dcache: RecurrentCache,
     *,
     spec: LayerSpec,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import Prepared, norm_and_rotate
@@ -52,7 +53,12 @@ class TritonOutputs(NamedTuple):
 
 
 def run_layers(
-    launch: Launch, x: Array, w: Prepared, keys: Array, values: Array, start: Array
+    launch: Launch,
+    x: Float[Array, "T B D"],
+    w: Prepared,
+    keys: Float[Array, "L B S KE"],
+    values: Float[Array, "L B S KE"],
+    start: Int[Array, " B"],
 ) -> TritonOutputs:
     """Runs x [T, B, D] through the layers of `w`, all at once.
 
@@ -63,8 +69,8 @@ def run_layers(
     """
     b, L = launch.tiles.tile, w.w_kv.shape[0]
     T, B, D = x.shape
-    # One layer runs its whole tiles in the loop and the rest after it, so that no kernel
-    # is launched for padding. A wavefront pads the last tile: its layers overlap.
+    # One layer runs its whole tiles in the loop and the rest after it, so that no
+    # kernel is launched for padding. A wavefront pads the last tile: layers overlap.
     whole = T // b if L == 1 else -(-T // b)
     tiles = jnp.pad(x[: whole * b], ((0, (whole * b) - min(T, whole * b)), *NO_PAD))
     tiles = tiles.reshape(whole, 1, b, B, D)

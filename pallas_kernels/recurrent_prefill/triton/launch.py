@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Num
 
-from pallas_kernels.recurrent_prefill.arrays import LayerSpec
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 
 PROGRAMS = 128
@@ -137,7 +138,9 @@ POSITION = pl.BlockSpec((1,), lambda *_: (0,))
 """The position within the tile, an int32 [1]: first input of each step's kernels."""
 
 
-def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(
+    a: Float[Array, "N M"], b: Float[Array, "M columns"]
+) -> Float[Array, "N columns"]:
     """Multiplies blocks, float32 operands without tf32; accumulates in float32."""
     return jnp.dot(
         a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
@@ -154,21 +157,25 @@ def warps_of(rows: int, columns: int) -> int:
     return 8 if rows * columns > 64 * 128 else 4
 
 
-def row_spec(array: jax.Array, rows: int) -> pl.BlockSpec:
+def row_spec(array: Num[Array, "L _ B width"], rows: int) -> pl.BlockSpec:
     """Returns all columns of a program's rows, [slots, rows, width]."""
     return pl.BlockSpec(
         (None, array.shape[1], rows, array.shape[3]), lambda l, i, j: (l, 0, i, 0)
     )
 
 
-def slot_spec(array: jax.Array, rows: int, columns: int) -> pl.BlockSpec:
+def slot_spec(
+    array: Num[Array, "L _ B width"], rows: int, columns: int
+) -> pl.BlockSpec:
     """Returns a program's rows and columns in every slot."""
     return pl.BlockSpec(
         (None, array.shape[1], rows, columns), lambda l, i, j: (l, 0, i, j)
     )
 
 
-def column_spec(w: jax.Array, columns: int, offset: int = 0) -> pl.BlockSpec:
+def column_spec(
+    w: Float[Array, "L N M"], columns: int, offset: int = 0
+) -> pl.BlockSpec:
     """Returns a program's columns of a weight."""
     return pl.BlockSpec((None, w.shape[1], columns), lambda l, i, j: (l, 0, offset + j))
 

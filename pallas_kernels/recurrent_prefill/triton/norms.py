@@ -11,7 +11,9 @@ Backward: a kernel of its own reads whole rows twice, for the sums and for the r
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Float, Int
 
+from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
@@ -34,7 +36,9 @@ def write_spec(rows: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, 2, rows), lambda l, i, j: (l, j, 0, i))
 
 
-def read_spec(statistics: jax.Array, rows: int, row_axis: int = 1) -> pl.BlockSpec:
+def read_spec(
+    statistics: Float[Array, "L programs 2 B"], rows: int, row_axis: int = 1
+) -> pl.BlockSpec:
     """Returns all statistics of the rows of a program."""
     programs = statistics.shape[1]
     return pl.BlockSpec(
@@ -42,7 +46,7 @@ def read_spec(statistics: jax.Array, rows: int, row_axis: int = 1) -> pl.BlockSp
     )
 
 
-def write_statistics(ref, values: jax.Array) -> None:
+def write_statistics(ref, values: Float[Array, "rows columns"]) -> None:
     """Writes mean and squared deviations of a program's columns [rows, columns]."""
     mean = jnp.sum(values, axis=1) / values.shape[1]
     deviation = values - mean[:, None]
@@ -76,7 +80,18 @@ def read_statistics(ref, *, width: int, columns: int, kind: str, eps: float):
     return subtracted, jax.lax.rsqrt(total / width + eps)
 
 
-def norm_back(launch: Launch, t, base, dn, unit, factor, scale, out, *, kind: str):
+def norm_back(
+    launch: Launch,
+    t: Int[Array, "1"],
+    base: Float[Array, "L _ B D"],
+    dn: Float[Array, "L b B D"],
+    unit: Float[Array, "L b B D"],
+    factor: Float[Array, "L b B"],
+    scale: Float[Array, "L D"],
+    out: Float[Array, "L b B D"],
+    *,
+    kind: str,
+):
     """Writes out[t] = base[t] + norm back (dn[t]); returns it and s out[t].
 
     Args:
@@ -156,7 +171,14 @@ def _norm_back_kernel(
     jax.lax.fori_loop(0, D // depth, write, 0)
 
 
-def standardised_back(g, unit, factor, along, level, kind):
+def standardised_back(
+    g: Float[Array, "rows columns"],
+    unit: Float[Array, "rows columns"],
+    factor: Float[Array, " rows"],
+    along: Float[Array, " rows"],
+    level: Float[Array, " rows"],
+    kind,
+) -> Float[Array, "rows columns"]:
     """Maps the cotangent of unit rows back through their standardisation."""
     if kind == "none":
         return g

@@ -11,7 +11,9 @@ leaves a program is its part of the result and two statistics a row.
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Float, Int
 
+from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import activate_in_kernel
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
@@ -36,7 +38,15 @@ from pallas_kernels.recurrent_prefill.triton.norms import (
 )
 
 
-def add_product(launch: Launch, t, rows, w, b, residual, out):
+def add_product(
+    launch: Launch,
+    t: Int[Array, "1"],
+    rows: Float[Array, "L _ B N"],
+    w: Float[Array, "L N M"],
+    b: Float[Array, "L M"],
+    residual: Float[Array, "L _ B M"],
+    out: Float[Array, "L _ B M"],
+):
     """Writes out[t] = residual[t] + s (rows[t] w + b); and returns its statistics."""
     L, _, B, N = out.shape
     block = launch.tiles.rows
@@ -64,7 +74,16 @@ def add_product(launch: Launch, t, rows, w, b, residual, out):
     )
 
 
-def hidden_product(launch: Launch, t, x, statistics, norm, w_in, b_in, width: int):
+def hidden_product(
+    launch: Launch,
+    t: Int[Array, "1"],
+    x: Float[Array, "L _ B D"],
+    statistics: Float[Array, "L programs 2 B"],
+    norm: tuple[Float[Array, "L D"], Float[Array, "L D"]],
+    w_in: Float[Array, "L D F_or_2F"],
+    b_in: Float[Array, "L F_or_2F"],
+    width: int,
+) -> Float[Array, "L 1 B F"]:
     """Returns act(n(x[t]) W_up + b), or act(gate) * up, as [L, 1, B, F]."""
     spec, block = launch.spec, launch.tiles.rows
     L, B, D, F = w_in.shape[0], x.shape[2], x.shape[3], width
@@ -102,7 +121,15 @@ def hidden_product(launch: Launch, t, x, statistics, norm, w_in, b_in, width: in
     return hidden
 
 
-def pair_product(launch: Launch, t, z, statistics, norm, w_kv, b_kv):
+def pair_product(
+    launch: Launch,
+    t: Int[Array, "1"],
+    z: Float[Array, "L _ B D"],
+    statistics: Float[Array, "L programs 2 B"],
+    norm: tuple[Float[Array, "L D"], Float[Array, "L D"]],
+    w_kv: Float[Array, "L D KE_and_KE"],
+    b_kv: Float[Array, "L KE_and_KE"],
+):
     """Returns n(z[t]) [W_k | W_v] + b in float32 [L, B, 2 K E], and its statistics."""
     spec, block = launch.spec, launch.tiles.rows
     L, B, D, N = w_kv.shape[0], z.shape[2], z.shape[3], w_kv.shape[2]

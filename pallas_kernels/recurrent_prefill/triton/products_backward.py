@@ -7,7 +7,9 @@ that the weights' gradients can be formed for the whole tile at once.
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Float, Int
 
+from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
@@ -24,7 +26,14 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
 from pallas_kernels.recurrent_prefill.triton.norms import standardised_back
 
 
-def transposed_product(launch: Launch, t, rows, w, out, slopes=None):
+def transposed_product(
+    launch: Launch,
+    t: Int[Array, "1"],
+    rows: Float[Array, "L _ B M"],
+    w: Float[Array, "L N M"],
+    out: Float[Array, "L b B N_or_2N"],
+    slopes: Float[Array, "L b B N_or_2N"] | None = None,
+) -> Float[Array, "L b B N_or_2N"]:
     """Writes out[t] = rows[t] w^T, with w [L, N, M].
 
     Args:
@@ -59,7 +68,18 @@ def transposed_product(launch: Launch, t, rows, w, out, slopes=None):
     return out
 
 
-def pair_product_back(launch: Launch, t, dk, dv, sums, unit_k, factor, scale, w, out):
+def pair_product_back(
+    launch: Launch,
+    t: Int[Array, "1"],
+    dk: Float[Array, "L b B KE"],
+    dv: Float[Array, "L b B KE"],
+    sums: Float[Array, "L programs 2 B"],
+    unit_k: Float[Array, "L b B KE"],
+    factor: Float[Array, "L b B"],
+    scale: Float[Array, "L KE"],
+    w: Float[Array, "L D KE_and_KE"],
+    out: Float[Array, "L b B D"],
+) -> Float[Array, "L b B D"]:
     """Writes out[t] = [k-norm back (dk[t]) | dv[t]] [W_k | W_v]^T.
 
     Args:

@@ -9,10 +9,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
+    NormParameters,
     Prepared,
+    Rotary,
     linear,
     norm_and_rotate,
     pre_norm,
@@ -52,12 +55,14 @@ def cut(pairs: Pairs, start, size: int) -> Pairs:
     )
 
 
-def from_rows(k: Array, v: Array) -> Pairs:
+def from_rows(k: Float[Array, "L T B K E"], v: Float[Array, "L T B K E"]) -> Pairs:
     """Turns rows [L, T, B, K, E] into pairs."""
     return Pairs(jnp.moveaxis(k, 1, 4), jnp.moveaxis(v, 1, 3))
 
 
-def to_rows(pairs: Pairs) -> tuple[Array, Array]:
+def to_rows(
+    pairs: Pairs,
+) -> tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]]:
     """Turns pairs into rows [L, T, B, K, E]."""
     return jnp.moveaxis(pairs.keys, 4, 1), jnp.moveaxis(pairs.values, 3, 1)
 
@@ -77,14 +82,25 @@ def cached_pairs(cache: RecurrentCache, spec: LayerSpec) -> Pairs | None:
     return Pairs(jnp.moveaxis(keys, 2, 4), jnp.moveaxis(values, 2, 3))
 
 
-def queries_and_pairs(x: Array, w: Prepared, rotary, spec: LayerSpec):
+def queries_and_pairs(
+    x: Float[Array, "L T B D"],
+    w: Prepared,
+    rotary: Rotary | None,
+    spec: LayerSpec,
+) -> tuple[Float[Array, "L B K Q T E"], Pairs]:
     """Projects rows [L, T, B, D] into queries [L, B, K, Q, T, E] and own pairs."""
     flat = linear(pre_norm(x, w.attention_norm, spec), w.w_qkv, w.b_qkv)
     placed = heads_of_projections(flat, w.q_norm, w.k_norm, rotary, spec)
     return jax.tree.map(lambda part: part.astype(spec.dtype), placed)
 
 
-def heads_of_projections(flat: Array, q_norm, k_norm, rotary, spec: LayerSpec):
+def heads_of_projections(
+    flat: Float[Array, "L T B N"],
+    q_norm: NormParameters,
+    k_norm: NormParameters,
+    rotary: Rotary | None,
+    spec: LayerSpec,
+) -> tuple[Float[Array, "L B K Q T E"], Pairs]:
     """Turns rows of w_qkv's output into queries and pairs, still wide."""
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     q, k, v = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
@@ -94,7 +110,13 @@ def heads_of_projections(flat: Array, q_norm, k_norm, rotary, spec: LayerSpec):
     return q, from_rows(k, v.reshape(k.shape))
 
 
-def pairs_of(k: Array, v: Array, w: Prepared, rotary, spec: LayerSpec) -> Pairs:
+def pairs_of(
+    k: Float[Array, "L T B KE"],
+    v: Float[Array, "L T B KE"],
+    w: Prepared,
+    rotary: Rotary | None,
+    spec: LayerSpec,
+) -> Pairs:
     """Turns projections [L, T, B, K E] into pairs."""
     k = norm_and_rotate(k, w.k_norm, rotary, spec).astype(spec.dtype)
     return from_rows(k, v.reshape(k.shape).astype(spec.dtype))
@@ -114,7 +136,12 @@ class Running(NamedTuple):
     weighted: Array
 
 
-def merge(running: Running, logits: Array, v: Array, dtype) -> Running:
+def merge(
+    running: Running,
+    logits: Float[Array, "L B K Q T S"],
+    v: Float[Array, "L B K S E"],
+    dtype,
+) -> Running:
     """Adds keys: logits [L, B, K, Q, T, S], v [L, B, K, S, E]."""
     largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1))
     shrink = jnp.exp(running.largest - largest)
@@ -126,20 +153,26 @@ def merge(running: Running, logits: Array, v: Array, dtype) -> Running:
     )
 
 
-def finish(running: Running) -> tuple[Array, Array]:
+def finish(
+    running: Running,
+) -> tuple[Float[Array, "L B K Q T E"], Float[Array, "L B K Q T"]]:
     """Returns the attended values and the log of the sum of exp(logits)."""
     attended = running.weighted / running.normalizer[..., None]
     return attended, running.largest + jnp.log(running.normalizer)
 
 
-def logits_of(q: Array, k: Array, scale: float) -> Array:
+def logits_of(
+    q: Float[Array, "L B K Q T E"], k: Float[Array, "L B K E S"], scale: float
+) -> Float[Array, "L B K Q T S"]:
     """Returns scale q k^T, [L, B, K, Q, T, S]; k lies as [L, B, K, E, S]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     logits = jnp.einsum("lbkqte,lbkes->lbkqts", q, k, preferred_element_type=wide)
     return logits * scale
 
 
-def weigh(p: Array, v: Array, dtype) -> Array:
+def weigh(
+    p: Float[Array, "L B K Q T S"], v: Float[Array, "L B K S E"], dtype
+) -> Float[Array, "L B K Q T E"]:
     """Returns p v with operands in `dtype`, accumulated in p's."""
     return jnp.einsum(
         "lbkqts,lbkse->lbkqte", p.astype(dtype), v, preferred_element_type=p.dtype

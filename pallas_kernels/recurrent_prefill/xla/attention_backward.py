@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.xla.attention import Pairs, logits_of, weigh
@@ -68,26 +69,40 @@ def cut_columns(pairs: PairColumns, start, size: int) -> PairColumns:
 
 
 def probabilities(
-    of: Attending, pairs: PairColumns, bias: Array, scale: float
-) -> Array:
+    of: Attending,
+    pairs: PairColumns,
+    bias: Float[Array, "#L #B #K #Q T S"],
+    scale: float,
+) -> Float[Array, "L B K Q T S"]:
     """Returns p [L, B, K, Q, T, S], in a wide dtype."""
     logits = logits_of(of.q, pairs.keys, scale) + bias
     return jnp.exp(logits - of.lse[..., None])
 
 
-def logit_gradients(p: Array, do: Array, delta: Array, values: Array) -> Array:
+def logit_gradients(
+    p: Float[Array, "L B K Q T S"],
+    do: Float[Array, "L B K Q T E"],
+    delta: Float[Array, "L B K Q T"],
+    values: Float[Array, "L B K E S"],
+) -> Float[Array, "L B K Q T S"]:
     """Returns ds = p (do v^T - delta); values [L, B, K, E, S]."""
     dp = logits_of(do, values, 1.0)
     return p * (dp - delta[..., None])
 
 
-def query_gradient(ds: Array, key_rows: Array, scale: float) -> Array:
+def query_gradient(
+    ds: Float[Array, "L B K Q T S"], key_rows: Float[Array, "L B K S E"], scale: float
+) -> Float[Array, "L B K Q T E"]:
     """Returns dq = scale ds k, [L, B, K, Q, T, E]."""
     return scale * weigh(ds, key_rows, key_rows.dtype)
 
 
 def pair_gradients(
-    p: Array, ds: Array, q: Array, do: Array, scale: float
+    p: Float[Array, "L B K Q T S"],
+    ds: Float[Array, "L B K Q T S"],
+    q: Float[Array, "L B K E Q T"],
+    do: Float[Array, "L B K E Q T"],
+    scale: float,
 ) -> PairGradients:
     """Returns dk = scale ds^T q and dv = p^T do; q and do lie [L, B, K, E, Q, T]."""
 
@@ -104,11 +119,11 @@ def pair_gradients(
 
 def attend_backward(
     of: Attending,
-    transposed: tuple[Array, Array],
+    transposed: tuple[Float[Array, "L B K E Q T"], Float[Array, "L B K E Q T"]],
     pairs: PairColumns,
-    bias: Array,
+    bias: Float[Array, "#L #B #K #Q T S"],
     scale: float,
-) -> tuple[Array, PairGradients]:
+) -> tuple[Float[Array, "L B K Q T E"], PairGradients]:
     """Returns the gradients of queries and of the pairs they meet.
 
     Args:
@@ -120,7 +135,9 @@ def attend_backward(
     return dq, pair_gradients(p, ds, *transposed, scale)
 
 
-def transpose_queries(of: Attending) -> tuple[Array, Array]:
+def transpose_queries(
+    of: Attending,
+) -> tuple[Float[Array, "L B K E Q T"], Float[Array, "L B K E Q T"]]:
     """Returns q and do as [L, B, K, E, Q, T]."""
     return jnp.moveaxis(of.q, 5, 3), jnp.moveaxis(of.do, 5, 3)
 
@@ -135,7 +152,7 @@ def cut_gradients(dpairs: PairGradients, start, size: int) -> PairGradients:
 
 def own_unit_backward(
     of: Attending, own: Pairs, visibility, j, geometry: Geometry, spec
-):
+) -> tuple[Float[Array, "L B K Q T E"], PairGradients]:
     """Returns gradients of the queries and of the temporary pairs."""
     U, u, wide = geometry.units, geometry.unit, of.delta.dtype
 
@@ -164,7 +181,16 @@ def own_unit_backward(
     return back(dq, 4), PairGradients(*(back(part, 4) for part in dunit))
 
 
-def prefix_backward(dq, dpairs, of, buffers, visibility, j, geometry: Geometry, spec):
+def prefix_backward(
+    dq: Float[Array, "L B K Q T E"],
+    dpairs: PairGradients,
+    of: Attending,
+    buffers: PairColumns,
+    visibility,
+    j,
+    geometry: Geometry,
+    spec,
+) -> tuple[Float[Array, "L B K Q T E"], PairGradients]:
     """Adds gradients of the queries and of all pairs of earlier tiles."""
     if geometry.steps == 1:
         return dq, dpairs

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
@@ -45,7 +46,7 @@ RUNS_ON_STAGES = True
 
 
 def forward(
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
@@ -83,12 +84,12 @@ def forward(
 
 
 def backward(
-    x: Array,
+    x: Float[Array, "B T D"],
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
     residuals: Residuals,
-    dz: Array,
+    dz: Float[Array, "B T D"],
     dcache: RecurrentCache,
     *,
     spec: LayerSpec,

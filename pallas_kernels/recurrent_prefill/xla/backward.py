@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
@@ -80,10 +81,10 @@ class CallGradients(NamedTuple):
 
 
 def run_layers_backward(
-    dz: Array,
+    dz: Float[Array, "T B D"],
     dpersistent: PairGradients | None,
     dtemporary: PairGradients | None,
-    x: Array,
+    x: Float[Array, "L T B D"],
     residuals: Residuals,
     w: Prepared,
     cache: RecurrentCache,

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import HIDDEN
@@ -26,7 +27,7 @@ class Visibility(NamedTuple):
     segments: Array | None
 
 
-def alibi_slopes(spec: LayerSpec, dtype) -> Array | None:
+def alibi_slopes(spec: LayerSpec, dtype) -> Float[Array, "K Q"] | None:
     """Returns slope_h = 2^(-m (h + 1) / H) as [K, Q], or None without ALiBi."""
     if spec.alibi_max_bias is None:
         return None
@@ -35,15 +36,21 @@ def alibi_slopes(spec: LayerSpec, dtype) -> Array | None:
     return slopes.reshape(spec.key_heads, -1)
 
 
-def positions_of(visibility: Visibility, slots: Array, geometry: Geometry) -> Array:
+def positions_of(
+    visibility: Visibility, slots: Int[Array, " T"], geometry: Geometry
+) -> Int[Array, "L T #B"]:
     """Returns the positions [L, T, B or 1] of slots [T]."""
     late = geometry.lags() * geometry.tile
     return (slots - late[:, None])[..., None] + visibility.origin
 
 
 def bias_of_slots(
-    visibility: Visibility, query_slots: Array, key_slots: Array, seen: Array, dtype
-) -> Array:
+    visibility: Visibility,
+    query_slots: Int[Array, " T"],
+    key_slots: Int[Array, " S"],
+    seen: Bool[Array, "T S"],
+    dtype,
+) -> Float[Array, "#L #B #K #Q T S"]:
     """Returns biases [L or 1, B or 1, K or 1, Q or 1, T, S] for keys in slots.
 
     Args:
@@ -71,11 +78,11 @@ def bias_of_slots(
 
 def bias_of_cache(
     visibility: Visibility,
-    positions: Array,
+    positions: Int[Array, "L T #B"],
     cache: RecurrentCache,
     spec: LayerSpec,
     dtype,
-) -> Array:
+) -> Float[Array, "L B #K #Q T S"]:
     """Returns biases [L, B, K or 1, Q or 1, T, S + M] for the cache's pairs.
 
     A persistent pair is seen from later blocks, a temporary one from its own block.
@@ -106,20 +113,20 @@ def bias_of_cache(
     return bias
 
 
-def step_slots(step: Array, geometry: Geometry) -> Array:
+def step_slots(step: Array, geometry: Geometry) -> Int[Array, " b"]:
     """Returns the slots [b] of a step."""
     return step * geometry.tile + jnp.arange(geometry.tile)
 
 
-def chunk_slots(index: Array, geometry: Geometry) -> Array:
+def chunk_slots(index: Array, geometry: Geometry) -> Int[Array, " chunk"]:
     """Returns the slots of a chunk of keys."""
     return index * geometry.chunk + jnp.arange(geometry.chunk)
 
 
 def visibility_of(
     cache: RecurrentCache,
-    segments: Array | None,
-    phase: Array | None,
+    segments: Int[Array, "slots B"] | None,
+    phase: Int[Array, " B"] | None,
     geometry: Geometry,
     spec: LayerSpec,
     dtype,
@@ -142,7 +149,9 @@ def visibility_of(
     )
 
 
-def own_unit_bias(visibility: Visibility, j, geometry: Geometry, dtype) -> Array:
+def own_unit_bias(
+    visibility: Visibility, j, geometry: Geometry, dtype
+) -> Float[Array, "#L #B #K #Q units u u"]:
     """Returns biases [L or 1, B or 1, K or 1, Q or 1, units, u, u] within the units."""
 
     def of_unit(slots):
@@ -152,14 +161,18 @@ def own_unit_bias(visibility: Visibility, j, geometry: Geometry, dtype) -> Array
     return jax.vmap(of_unit, out_axes=4)(slots)
 
 
-def tile_bias(visibility: Visibility, j, geometry: Geometry, dtype) -> Array:
+def tile_bias(
+    visibility: Visibility, j, geometry: Geometry, dtype
+) -> Float[Array, "#L #B #K #Q b b"]:
     """Returns biases [..., b, b] between a tile's queries and its earlier units."""
     slots = step_slots(j, geometry)
     unit = jnp.arange(geometry.tile) // geometry.unit
     return bias_of_slots(visibility, slots, slots, unit[:, None] > unit, dtype)
 
 
-def prefix_bias(visibility: Visibility, j, chunk, geometry: Geometry, dtype) -> Array:
+def prefix_bias(
+    visibility: Visibility, j, chunk, geometry: Geometry, dtype
+) -> Float[Array, "#L #B #K #Q b chunk"]:
     """Returns biases [..., b, chunk] for keys of earlier tiles."""
     keys = chunk_slots(chunk, geometry)
     before = jnp.broadcast_to(keys < j * geometry.tile, (geometry.tile, keys.size))

@@ -5,6 +5,7 @@ The backward pass takes the new cache's gradient to the new pairs and the old ca
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
@@ -20,8 +21,8 @@ from pallas_kernels.recurrent_prefill.xla.geometry import from_slots
 
 def write(
     cache: RecurrentCache,
-    persistent: tuple[Array, Array],
-    temporary: tuple[Array, Array] | None,
+    persistent: tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]],
+    temporary: tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]] | None,
     rows: Rows,
     spec: LayerSpec,
 ) -> RecurrentCache:
@@ -60,7 +61,9 @@ def _put(old: Array, new: Array, slot: Array, kept: Array) -> Array:
     return old.at[index].set(new, mode="drop")
 
 
-def positions_of_call(pairs: Pairs, call: Call, T: int) -> tuple[Array, Array]:
+def positions_of_call(
+    pairs: Pairs, call: Call, T: int
+) -> tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]]:
     """Takes the rows [L, T, B, K, E] of the call's T positions out of pairs."""
     k, v = (from_slots(part, call.phase, T, time=1) for part in to_rows(pairs))
     return k, v
@@ -68,7 +71,7 @@ def positions_of_call(pairs: Pairs, call: Call, T: int) -> tuple[Array, Array]:
 
 def written_backward(
     dcache: RecurrentCache,
-    x: Array,
+    x: Float[Array, "B T D"],
     cache: RecurrentCache,
     rows: Rows,
     call: Call,

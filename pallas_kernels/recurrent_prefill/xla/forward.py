@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
@@ -71,7 +72,7 @@ class Outcome(NamedTuple):
 
 
 def run_layers(
-    x: Array,
+    x: Float[Array, "T B D"],
     w: Prepared,
     cache: RecurrentCache,
     visibility: Visibility,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int, Num
 
 from pallas_kernels.recurrent_prefill.arrays import Array
 
@@ -103,7 +104,9 @@ def plan(
     )
 
 
-def to_slots(rows: Array, phase: Array | None, positions: int) -> Array:
+def to_slots(
+    rows: Num[Array, "B T ..."], phase: Int[Array, " B"] | None, positions: int
+) -> Num[Array, "slots B ..."]:
     """[B, T, ...] to [positions, B, ...]: shifted by each row's phase, zeros around."""
     T = rows.shape[1]
     behind = positions - T
@@ -118,7 +121,13 @@ def to_slots(rows: Array, phase: Array | None, positions: int) -> Array:
     return jnp.moveaxis(rows, 1, 0)
 
 
-def from_slots(rows: Array, phase: Array | None, positions: int, *, time: int) -> Array:
+def from_slots(
+    rows: Float[Array, "..."],
+    phase: Int[Array, " B"] | None,
+    positions: int,
+    *,
+    time: int,
+) -> Float[Array, "..."]:
     """Takes the T positions back out of axis `time`; the batch is the next axis."""
     if phase is None:
         return jax.lax.slice_in_dim(rows, 0, positions, axis=time)
@@ -128,7 +137,9 @@ def from_slots(rows: Array, phase: Array | None, positions: int, *, time: int) -
     return jax.vmap(cut, in_axes=(time + 1, 0), out_axes=time + 1)(rows, phase)
 
 
-def skew(rows: Array, geometry: Geometry, *, axis: int, fill: float = 0.0) -> Array:
+def skew(
+    rows: Float[Array, "L ..."], geometry: Geometry, *, axis: int, fill: float = 0.0
+) -> Float[Array, "L ..."]:
     """[L, ...] with positions on `axis` to slots: layer l moves back by l tiles."""
     b = geometry.tile
     if geometry.depth == 1:
@@ -141,7 +152,9 @@ def skew(rows: Array, geometry: Geometry, *, axis: int, fill: float = 0.0) -> Ar
     return jax.vmap(cut)(padded, geometry.lags())
 
 
-def unskew(rows: Array, geometry: Geometry, *, axis: int) -> Array:
+def unskew(
+    rows: Float[Array, "L ..."], geometry: Geometry, *, axis: int
+) -> Float[Array, "L ..."]:
     """Undoes `skew`, dropping what layers computed outside the sequence."""
     b, size = geometry.tile, geometry.positions
     if geometry.depth == 1:
@@ -152,26 +165,34 @@ def unskew(rows: Array, geometry: Geometry, *, axis: int) -> Array:
     return jax.vmap(cut)(rows, geometry.lags())
 
 
-def join_tiles(rows: Array, *, axis: int) -> Array:
+def join_tiles(
+    rows: Float[Array, "steps L ..."], *, axis: int
+) -> Float[Array, "L ..."]:
     """Turns [steps, L, ...] with the tile's slots on `axis` (of [L, ...]) to slots."""
     rows = jnp.moveaxis(rows, 0, axis)
     before, behind = rows.shape[:axis], rows.shape[axis + 2 :]
     return rows.reshape(*before, rows.shape[axis] * rows.shape[axis + 1], *behind)
 
 
-def unskew_tiles(rows: Array, geometry: Geometry, *, axis: int) -> Array:
+def unskew_tiles(
+    rows: Float[Array, "steps L ..."], geometry: Geometry, *, axis: int
+) -> Float[Array, "L ..."]:
     """Turns a scan's [steps, L, ...] back to positions on `axis` of [L, ...]."""
     return unskew(join_tiles(rows, axis=axis), geometry, axis=axis)
 
 
-def cut_tiles(rows: Array, geometry: Geometry, *, axis: int) -> Array:
+def cut_tiles(
+    rows: Float[Array, "L ..."], geometry: Geometry, *, axis: int
+) -> Float[Array, "steps L ..."]:
     """Turns slots on `axis` of [L, ...] into [steps, L, ...] for a scan."""
     shape = rows.shape
     cut = (*shape[:axis], geometry.steps, geometry.tile, *shape[axis + 1 :])
     return jnp.moveaxis(rows.reshape(cut), axis, 0)
 
 
-def split_units(rows: Array, geometry: Geometry, *, axis: int) -> Array:
+def split_units(
+    rows: Float[Array, "..."], geometry: Geometry, *, axis: int
+) -> Float[Array, "units ..."]:
     """Turns slots of a tile on `axis` into [units, ..., u, ...] for a scan."""
     shape = rows.shape
     cut = (*shape[:axis], geometry.units, geometry.unit, *shape[axis + 1 :])
@@ -186,7 +207,9 @@ def _pad(
     return jnp.pad(rows, widths, constant_values=fill)
 
 
-def from_below(first: Array, z: Array, geometry: Geometry) -> Array:
+def from_below(
+    first: Float[Array, "1 ..."], z: Float[Array, "L ..."], geometry: Geometry
+) -> Float[Array, "L ..."]:
     """Returns every layer's input [L, ...]: `first` [1, ...] for the first layer.
 
     Args:
@@ -199,7 +222,9 @@ def from_below(first: Array, z: Array, geometry: Geometry) -> Array:
     return jnp.concatenate([first, z[:-1]]) if z.shape[0] > 1 else first
 
 
-def from_above(last: Array, dx: Array, geometry: Geometry) -> Array:
+def from_above(
+    last: Float[Array, "1 ..."], dx: Float[Array, "L ..."], geometry: Geometry
+) -> Float[Array, "L ..."]:
     """Returns the gradient of every layer's z [L, ...]: `last` for the last layer's.
 
     Args:
@@ -213,12 +238,16 @@ def from_above(last: Array, dx: Array, geometry: Geometry) -> Array:
     return jnp.concatenate([dx[1:], last]) if dx.shape[0] > 1 else last
 
 
-def of_first_stage(rows: Array, geometry: Geometry) -> Array:
+def of_first_stage(
+    rows: Float[Array, "T B D"], geometry: Geometry
+) -> Float[Array, "T B D"]:
     """Gives the first stage's rows to all."""
     return _of_stage(rows, geometry, 0)
 
 
-def of_last_stage(rows: Array, geometry: Geometry) -> Array:
+def of_last_stage(
+    rows: Float[Array, "T B D"], geometry: Geometry
+) -> Float[Array, "T B D"]:
     """Gives the last stage's rows to all."""
     return _of_stage(rows, geometry, geometry.stages - 1)
 

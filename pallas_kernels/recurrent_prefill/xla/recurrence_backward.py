@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import (
     Prepared,
+    Rotary,
     activate,
     norm_and_rotate,
     persistent_source,
@@ -61,19 +63,19 @@ class RowGradients(NamedTuple):
 
 
 def recur_backward(
-    dz: Array,
+    dz: Float[Array, "L b B D"],
     dlater: PairGradients,
     rows: TileRows,
-    q: Array,
-    values: Array,
-    p: Array,
-    rotary: tuple[Array, Array] | None,
+    q: Float[Array, "L B K Q b E"],
+    values: Float[Array, "L B K E b"],
+    p: Float[Array, "L B K Q b b"],
+    rotary: Rotary | None,
     w: Prepared,
     t: Transposed,
     *,
     geometry: Geometry,
     spec: LayerSpec,
-) -> tuple[RowGradients, Array, Array]:
+) -> tuple[RowGradients, Float[Array, "L B K Q b E"], Float[Array, "L B K Q b"]]:
     """Runs through a tile's units in reverse.
 
     Args:
@@ -173,7 +175,7 @@ def add_recurrence(
     total: Prepared,
     g: RowGradients,
     rows: TileRows,
-    rotary,
+    rotary: Rotary | None,
     w: Prepared,
     spec: LayerSpec,
 ) -> Prepared:
@@ -205,8 +207,8 @@ def add_recurrence(
 
 def add_projections(
     total: Prepared,
-    normed: Array,
-    dflat: Array,
+    normed: Float[Array, "L b B D"],
+    dflat: Float[Array, "L b B N"],
     dnorms: dict[str, tuple[Array | None, Array | None]],
     spec: LayerSpec,
 ) -> Prepared:
