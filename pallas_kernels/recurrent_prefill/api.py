@@ -1,13 +1,14 @@
 """The op: L Recurrent Transformer layers over T more positions of every row."""
 
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from pallas_kernels.dispatch import Implementation, check_shapes
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
     LayerSpec,
@@ -27,8 +28,6 @@ from pallas_kernels.recurrent_prefill.mesh_layout import (
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.xla import backend as xla
-
-Implementation = Literal["triton", "mosaic_tpu", "xla"]
 
 _BACKENDS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla}
 """In order of preference; the last one can do everything."""
@@ -217,10 +216,11 @@ def _check_weights(width: int, weights: LayerWeights, spec: LayerSpec) -> None:
         "b_up": (F,),
         "b_gate": (F,),
     }
-    for name, leaf in weights._asdict().items():
-        shape = (L, *shapes.get(name, (width,)))
-        if leaf is not None and leaf.shape != shape:
-            raise ValueError(_wants(f"weights.{name} of shape {shape}: {leaf.shape}"))
+    wanted = {
+        f"weights.{name}": (leaf, (L, *shapes.get(name, (width,))))
+        for name, leaf in weights._asdict().items()
+    }
+    check_shapes("recurrent_prefill", wanted)
 
 
 def _check_cache(
@@ -236,12 +236,10 @@ def _check_cache(
     }
     wanted["values"] = wanted["keys"]
     wanted["temporary_values"] = wanted["temporary_keys"]
-    for name, shape in wanted.items():
-        got = getattr(cache, name).shape
-        if got != shape:
-            raise ValueError(
-                _wants(f"cache.{name} of shape {shape} for this x and spec, got {got}")
-            )
+    check_shapes(
+        "recurrent_prefill",
+        {f"cache.{name}": (getattr(cache, name), wanted[name]) for name in wanted},
+    )
     if S and T > S:
         raise ValueError(
             _wants(f"at most as many positions as the cache has slots, {S}, got {T}")
@@ -250,12 +248,8 @@ def _check_cache(
 
 def _check_rows(x: Array, cache: RecurrentCache, rows: Rows) -> None:
     B, T = x.shape[:2]
-    if rows.lengths is not None and rows.lengths.shape != (B,):
-        raise ValueError(_wants(f"lengths of shape {(B,)}, got {rows.lengths.shape}"))
-    if rows.segments is not None and rows.segments.shape != (B, T):
-        raise ValueError(
-            _wants(f"segments of shape {(B, T)}, got {rows.segments.shape}")
-        )
+    given = {"lengths": (rows.lengths, (B,)), "segments": (rows.segments, (B, T))}
+    check_shapes("recurrent_prefill", given)
     if rows.segments is not None and cache.slots:
         raise NotImplementedError(
             "recurrent_prefill: segments are for the training cache (length 0) only"

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from pallas_kernels.mesh_cut import free_axes, row_axes
+from pallas_kernels import mesh_cut
+from pallas_kernels.mesh_cut import Cut, free_axes, row_axes
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
     LayerWeights,
@@ -42,19 +42,13 @@ class MeshLayout:
     """How one call lies on a mesh.
 
     Attributes:
-      mesh: the mesh that is set around the call.
-      rows: axes that cut the batch.
+      cut: its mesh and the axes that cut it; in the place of columns stands the axis
+        that cuts the layers.
       stages: devices that the layers are cut over.
     """
 
-    mesh: AbstractMesh
-    rows: tuple[str, ...]
+    cut: Cut
     stages: Stages
-
-    @property
-    def row_shards(self) -> int:
-        """Parts of the batch."""
-        return _product(self.mesh, self.rows)
 
 
 def layout_of_call(
@@ -67,21 +61,22 @@ def layout_of_call(
     Raises:
       ValueError: several stages, and no wavefront or layers that they do not divide.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    rows = row_axes(x.shape[0])
-    stages = free_axes().get(LAYER_AXIS, 1)
+    rows, free = row_axes(x.shape[0]), free_axes()
+    stages = free.get(LAYER_AXIS, 1)
     if stages > 1:
         _check_stages(stages, weights.w_q.shape[0], schedule)
     if not rows and stages == 1:
         return None
     axis = LAYER_AXIS if stages > 1 else None
-    return MeshLayout(mesh=mesh, rows=rows, stages=Stages(stages, axis))
+    left = tuple(name for name in free if name not in (*rows, axis))
+    mesh = jax.sharding.get_abstract_mesh()
+    cut = Cut(mesh=mesh, rows=rows, columns=axis, left=left)
+    return MeshLayout(cut=cut, stages=Stages(stages, axis))
 
 
 def left_to_the_compiler(layout: MeshLayout | None) -> str | None:
     """Returns why no kernel can run: an axis that cuts neither rows nor layers."""
-    cut = set() if layout is None else {*layout.rows, layout.stages.axis}
-    left = [a for a in free_axes() if a not in cut]
+    left = tuple(free_axes()) if layout is None else layout.cut.left
     if not left:
         return None
     return f"the mesh's {' and '.join(left)} cuts neither rows nor layers of the call"
@@ -102,7 +97,7 @@ def refusal_on_mesh(
     def ask(*arguments: Any) -> None:
         reasons.append(backend.supported(*arguments, **options))
 
-    jax.eval_shape(ask, *_local_shapes(layout, arguments))
+    jax.eval_shape(ask, *mesh_cut.local_shapes(layout.cut, _specs(layout), arguments))
     return reasons[0]
 
 
@@ -121,12 +116,13 @@ def run_forward(
     x_spec, weights_spec, cache_spec, rows_spec = _specs(layout)
     forward = partial(backend.forward, residuals=residuals, **options)
     kept = _kept(backend, layout) if residuals else None
-    return _shard(
+    return mesh_cut.run(
+        layout.cut,
         forward,
-        layout,
         (x_spec, weights_spec, cache_spec, rows_spec),
         (x_spec, cache_spec, kept),
-    )(x, weights, cache, rows)
+        *(x, weights, cache, rows),
+    )
 
 
 def run_backward(
@@ -144,23 +140,24 @@ def run_backward(
 
     def backward(*arguments):
         dx, dweights, dcache = backend.backward(*arguments, **options)
-        if layout.rows:
-            dweights = jax.lax.psum(dweights, layout.rows)
+        if layout.cut.rows:
+            dweights = jax.lax.psum(dweights, layout.cut.rows)
         return dx, dweights, dcache
 
     specs = (x_spec, weights_spec, cache_spec, rows_spec)
     kept = _kept(backend, layout)
-    return _shard(
+    return mesh_cut.run(
+        layout.cut,
         backward,
-        layout,
         (*specs, kept, x_spec, cache_spec),
         (x_spec, weights_spec, cache_spec),
-    )(*arguments)
+        *arguments,
+    )
 
 
 def _specs(layout: MeshLayout) -> tuple[P, P, RecurrentCache, P]:
     """Returns the specs of x, weights, cache and rows."""
-    rows, layers = layout.rows or None, layout.stages.axis
+    rows, layers = layout.cut.by_row, layout.stages.axis
     pairs: Any = P(layers, rows)
     by_row: Any = P(rows)
     cache = RecurrentCache(pairs, pairs, pairs, pairs, position=by_row)
@@ -170,39 +167,7 @@ def _specs(layout: MeshLayout) -> tuple[P, P, RecurrentCache, P]:
 def _kept(backend: Any, layout: MeshLayout) -> P:
     """Returns the spec of the residuals, whose axis of rows is the backend's own."""
     between = (None,) * (backend.ROWS_AXIS - 1)
-    return P(layout.stages.axis, *between, layout.rows or None)
-
-
-def _shard(function, layout: MeshLayout, in_specs, out_specs):
-    # An axis that is not cut here (tensor) stays with the compiler where it counts.
-    mesh = layout.mesh
-    ours = {*layout.rows, layout.stages.axis} - {None}
-    ours |= {axis for axis in mesh.axis_names if mesh.shape[axis] == 1}
-    return jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=ours,
-        check_vma=False,
-    )
-
-
-def _local_shapes(layout: MeshLayout, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns a call's arguments as one device sees them, as shapes."""
-
-    def cut(leaf: Array, spec: P) -> jax.ShapeDtypeStruct:
-        sizes = list(leaf.shape)
-        for axis, names in enumerate(spec):
-            names = () if names is None else names
-            names = (names,) if isinstance(names, str) else names
-            sizes[axis] //= _product(layout.mesh, names)
-        return jax.ShapeDtypeStruct(sizes, leaf.dtype)
-
-    def cut_all(spec: P, part: Any) -> Any:
-        return jax.tree.map(partial(cut, spec=spec), part)
-
-    return jax.tree.map(cut_all, _specs(layout), arguments)
+    return P(layout.stages.axis, *between, layout.cut.by_row)
 
 
 def _check_stages(stages: int, layers: int, schedule: str | None) -> None:
@@ -216,10 +181,3 @@ def _check_stages(stages: int, layers: int, schedule: str | None) -> None:
             "recurrent_prefill: wants a number of layers that the mesh's stages "
             f"divide, got {layers} layers on {stages} stages"
         )
-
-
-def _product(mesh: AbstractMesh, axes: tuple[str, ...]) -> int:
-    size = 1
-    for axis in axes:
-        size *= mesh.shape[axis]
-    return size

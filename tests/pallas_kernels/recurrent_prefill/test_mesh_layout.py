@@ -125,7 +125,7 @@ def test_rows_on_several_devices_meet_once_a_call(schedule):
 def test_a_batch_that_the_devices_do_not_divide_is_computed_whole():
     x, w = inputs()
     with jax.set_mesh(mesh_of(data=2)):
-        assert layout_of_call(x, w, schedule=None).row_shards == 2
+        assert layout_of_call(x, w, schedule=None).cut.rows == ("data",)
         assert layout_of_call(x[:1], w, schedule=None) is None
     assert layout_of_call(x, w, schedule=None) is None
 
