@@ -17,7 +17,7 @@ from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeigh
 HIDDEN = -1e30
 """The logit of a pair that is not seen, or what is added to it.
 
-Finite, so that a query that has met no other pair yet computes no infinity less
+Finite, so that a query that has read no other pair yet computes no infinity less
 infinity. Its own pair is always seen, and beside it such a pair weighs exactly 0.
 """
 

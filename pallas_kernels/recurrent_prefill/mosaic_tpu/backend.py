@@ -129,7 +129,7 @@ def backward(
     tile: int | None,
     interpret=False,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
-    """Returns the cotangents of x, weights and cache."""
+    """Returns the gradients of x, weights and cache."""
     vmem = vmem_bytes()
     tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)

@@ -228,7 +228,7 @@ def _positions_back_kernel(
 
 
 def _standardised_back(g, unit, factor, kind):
-    """Maps the cotangent of unit rows back through their standardisation."""
+    """Maps the gradient of unit rows back through their standardisation."""
     if kind == "none":
         return g
     g = (

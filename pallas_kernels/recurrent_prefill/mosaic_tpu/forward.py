@@ -163,7 +163,7 @@ def _layer_kernel(
     scratch.weighted_rows[:] = wide(inputs.own_v)
 
     # 2. The prefix, a row at a time: b queries of a head are one product on the matrix
-    # unit. The loop below reads the state by position, so it is turned over.
+    # unit. The loop below reads the state by position, so it is transposed.
     def row(r, _):
         pairs = (scratch.keys, scratch.values)
         attend_prefix(r, before, inputs.q_rows, pairs, by_rows, spec, chunk)
@@ -189,9 +189,9 @@ def _layer_kernel(
             above = jnp.maximum(largest, jnp.max(logits, axis=0))
             shrink = jnp.exp(largest - above)
             p = jnp.where(at < t, jnp.exp(logits - above[None]), 0.0)
-            met = jnp.sum(over_heads(p) * scratch.tile_v[part], axis=0)
+            read = jnp.sum(over_heads(p) * scratch.tile_v[part], axis=0)
             normalizer = normalizer * shrink + jnp.sum(p, axis=0)
-            return above, normalizer, weighted * over_heads(shrink) + met
+            return above, normalizer, weighted * over_heads(shrink) + read
 
         start = (scratch.largest[t], scratch.normalizer[t], scratch.weighted[t])
         above, normalizer, weighted = jax.lax.fori_loop(

@@ -136,20 +136,20 @@ class HeadGroup(NamedTuple):
 def launch_kernel(
     launch: Launch,
     kernel: Callable,
-    arguments: tuple,
+    arguments: Any,
     *,
     grid: tuple[int, ...],
     in_specs: Sequence[pl.BlockSpec],
     out_specs: Sequence[pl.BlockSpec],
-    out_shape: tuple,
-    scratch_shapes: tuple,
+    out_shape: Any,
+    scratch_shapes: Any,
     **static,
 ) -> Any:
     """Runs a kernel body over row tiles and, in order, the tiles of the sequence.
 
     Args:
-      kernel: gets three NamedTuples of refs, of the types of `arguments`, `out_shape`
-        and `scratch_shapes`, and `static`.
+      kernel: gets `static`, and three NamedTuples of refs of these arguments' types:
+      arguments, out_shape, scratch_shapes: NamedTuples of arrays, shapes, scratch.
 
     Returns:
       The outputs, in the type of `out_shape`.

@@ -1,9 +1,10 @@
 """The backward pass of the Pallas backends: layouts, layers, cache; tiles in reverse.
 
 A step takes one tile of each of L layers, layer l a tile behind layer l - 1 as in the
-forward loop, from the last tile to the first. The tile's keys first meet the queries of
-later tiles; then the backend's kernels run through its positions in reverse; then the
-weights' gradients are formed for the whole tile, and the cotangent of x.
+forward loop, from the last tile to the first. The tile's keys first take their
+gradients from the queries of later tiles; then the backend's kernels run through its
+positions in reverse; then the gradients of the weights and of x are formed for the
+whole tile.
 """
 
 from collections.abc import Callable
@@ -54,7 +55,7 @@ class LaterQueries(NamedTuple):
 
 
 class QueryGradients(NamedTuple):
-    """Cotangents of a tile's queries and, by query head, of its temporary pairs."""
+    """Gradients of a tile's queries and, by query head, of its temporary pairs."""
 
     dq: jax.Array
     dk_own: jax.Array
@@ -105,7 +106,7 @@ class Kept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents of x [T, B, D] and weights, and the queries of all positions."""
+    """Gradients of x [T, B, D] and weights, and the queries of all positions."""
 
     x: Array
     weights: Prepared
@@ -127,7 +128,7 @@ class Inputs(NamedTuple):
 def run_backward(
     inputs: Inputs, kernels: Kernels, tiles: Tiles, *, spec: LayerSpec, together: bool
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
-    """Returns the cotangents of x, weights and cache.
+    """Returns the gradients of x, weights and cache.
 
     Args:
       together: runs all layers in one loop, as a wavefront.
@@ -268,7 +269,7 @@ def run_layers_back(
 def _run_tile_back(
     kernels, tile: Kept, w, keys, values, before, later, first, active, spec
 ):
-    """Runs one tile back; returns cotangents of x and weights, and its queries."""
+    """Runs one tile back; returns gradients of x and weights, and its queries."""
     L, b, B, _ = tile.x.shape
     q, own_k, own_v = queries_and_pairs(tile.x, w, spec)
     known = recompute(tile.x, tile.z, tile.attended, w, spec)
@@ -333,7 +334,7 @@ def _append(later: LaterQueries, tile: LaterQueries, index: Array) -> LaterQueri
 def _written_cotangents(
     dcache: RecurrentCache, cache: RecurrentCache, rows: Rows, T: int
 ) -> tuple[Array, Array]:
-    """Returns the cache's cotangents of the new pairs, float32 [L, B, T, K E]."""
+    """Returns the cache's gradients of the new pairs, float32 [L, B, T, K E]."""
     at, real = _written(cache, rows, T)
     at = jnp.minimum(at, cache.slots - 1)
 
@@ -360,7 +361,7 @@ def _cached_slots_backward(
     start,
     b: int,
 ) -> tuple[Array, Array]:
-    """Returns what all queries say to the slots filled before the call."""
+    """Returns dk, dv of the slots filled before the call, from all its queries."""
     L, B, S, _ = keys.shape
     first = jnp.zeros((L, B), jnp.int32)
 

@@ -176,7 +176,7 @@ def projections_backward(
     w: Prepared,
     spec: LayerSpec,
 ) -> tuple[Float[Array, "L b B D"], Prepared]:
-    """Maps cotangents of q and temporary pairs to those of x and of the weights."""
+    """Maps gradients of q and temporary pairs to those of x and of the weights."""
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     normed, norm_back = jax.vjp(lambda x, p: pre_norm(x, p, spec), x, w.attention_norm)
     flat = linear(normed, w.w_qkv, w.b_qkv)

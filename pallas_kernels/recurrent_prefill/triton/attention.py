@@ -30,7 +30,7 @@ from pallas_kernels.recurrent_prefill.triton.norms import (
 
 
 class Running(NamedTuple):
-    """A tile's queries after the pairs met so far: float32, by slot.
+    """A tile's queries after the pairs read so far: float32, by slot.
 
     Attributes:
       largest: the largest logit, [L, b, H, B].

@@ -1,13 +1,13 @@
 """Attention's backward on GPU, probabilities rebuilt from the kept log-normalizers.
 
-With p_ij = exp(logit_ij - log_normalizer_i), do_i the cotangent of what i attended to
+With p_ij = exp(logit_ij - log_normalizer_i), do_i the gradient of what i attended to
 and delta_i = do_i . attended_i:
 
     ds_ij = p_ij (do_i . v_j - delta_i);  dv_j = sum_i p_ij do_i
     dk_j = scale sum_i ds_ij q_i;         dq_i = scale sum_j ds_ij k_j
 
-Only dk and dv are sequential: a tile's keys first meet the queries of all later tiles,
-then the step of each position meets the later queries of its own tile.
+Only dk and dv are sequential: a tile's keys first read the queries of all later tiles,
+then the step of each position reads the later queries of its own tile.
 """
 
 from typing import Any, NamedTuple
@@ -231,7 +231,7 @@ def queries_backward(
     values: Float[Array, "L B S KE"],
     before: Int[Array, "L B"],
 ) -> QueryGradients:
-    """Returns the cotangents of a tile's queries and temporary pairs, float32.
+    """Returns the gradients of a tile's queries and temporary pairs, float32.
 
     Args:
       queries: q, do, attended [L, b, B, H E] and lse [L, b, H, B].

@@ -159,7 +159,7 @@ def backward(
     interpret: bool = False,
     tiles: ProductTiles | None = None,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
-    """Returns the cotangents of x, weights and cache."""
+    """Returns the gradients of x, weights and cache."""
     launch = _launch(x, spec, tile, interpret, tiles)
     inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
     kernels = triton_kernels(launch)

@@ -1,8 +1,8 @@
 """The forward loop on GPU: tiles of positions, five kernels a position.
 
 A step takes one tile of each of L layers, layer l a tile behind layer l - 1 (L = 1 when
-the layers run one after the other). Its queries first meet the prefix; then a loop runs
-through its positions; then its persistent pairs join the prefix.
+the layers run one after the other). Its queries first attend to the prefix; then a loop
+runs through its positions; then its persistent pairs join the prefix.
 """
 
 from typing import NamedTuple
@@ -168,7 +168,7 @@ def _run_tile(launch, x, w, keys, values, start, done, count) -> Tile:
             *(jnp.zeros((L, B, 2 * KE)), jnp.zeros(statistics.shape)),
         ),
     )
-    # The last position's pair has not met the step that would have finished it.
+    # The step that would have finished the last position's pair never came.
     last_k = norm_and_rotate(pairs[..., :KE], w.k_norm, None, spec)
     last = (last_k.reshape(L, B, KE), pairs[..., KE:])
     new = (

@@ -179,7 +179,7 @@ def standardised_back(
     level: Float[Array, " rows"],
     kind,
 ) -> Float[Array, "rows columns"]:
-    """Maps the cotangent of unit rows back through their standardisation."""
+    """Maps the gradient of unit rows back through their standardisation."""
     if kind == "none":
         return g
     g = g - unit * along[:, None]

@@ -1,6 +1,6 @@
 """The products and norms of a position's step backward; see triton_products.py.
 
-Cotangents of a tile are [L, b, B, width] and are written in place, slot by slot, so
+Gradients of a tile are [L, b, B, width] and are written in place, slot by slot, so
 that the weights' gradients can be formed for the whole tile at once.
 """
 

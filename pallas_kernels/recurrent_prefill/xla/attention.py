@@ -1,6 +1,6 @@
 """Queries and pairs as the XLA path's loops read them, and attention in pieces.
 
-A query meets its keys a stretch at a time. It carries the largest logit so far, the sum
+A query reads its keys a stretch at a time. It carries the largest logit so far, the sum
 of exponentials relative to it, and the values weighted by them (online softmax).
 """
 
@@ -90,8 +90,8 @@ def queries_and_pairs(
 ) -> tuple[Float[Array, "L B K Q T E"], Pairs]:
     """Projects rows [L, T, B, D] into queries [L, B, K, Q, T, E] and own pairs."""
     flat = linear(pre_norm(x, w.attention_norm, spec), w.w_qkv, w.b_qkv)
-    placed = heads_of_projections(flat, w.q_norm, w.k_norm, rotary, spec)
-    return jax.tree.map(lambda part: part.astype(spec.dtype), placed)
+    heads = heads_of_projections(flat, w.q_norm, w.k_norm, rotary, spec)
+    return jax.tree.map(lambda part: part.astype(spec.dtype), heads)
 
 
 def heads_of_projections(
@@ -123,7 +123,7 @@ def pairs_of(
 
 
 class Running(NamedTuple):
-    """State of queries [L, B, K, Q, T] that have met a part of their keys.
+    """State of queries [L, B, K, Q, T] that have read a part of their keys.
 
     Attributes:
       largest: m, the largest logit so far.

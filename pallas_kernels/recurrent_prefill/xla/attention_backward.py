@@ -22,7 +22,7 @@ from pallas_kernels.recurrent_prefill.xla.geometry import Geometry
 
 
 class Attending(NamedTuple):
-    """Queries as the backward pass meets them; q and do in spec.dtype.
+    """Queries as the backward pass reads them; q and do in spec.dtype.
 
     Attributes:
       q: [L, B, K, Q, T, E].
@@ -38,7 +38,7 @@ class Attending(NamedTuple):
 
 
 class PairColumns(NamedTuple):
-    """Pairs as the backward pass meets them, laid out so that nothing is turned over.
+    """Pairs as the backward pass reads them, so that it transposes none.
 
     Keys and values are [L, B, K, E, S], the keys also rows [L, B, K, S, E].
     """
@@ -124,7 +124,7 @@ def attend_backward(
     bias: Float[Array, "#L #B #K #Q T S"],
     scale: float,
 ) -> tuple[Float[Array, "L B K Q T E"], PairGradients]:
-    """Returns the gradients of queries and of the pairs they meet.
+    """Returns the gradients of queries and of the pairs they attend to.
 
     Args:
       transposed: q and do as [L, B, K, E, Q, T].

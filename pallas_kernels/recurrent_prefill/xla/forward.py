@@ -1,8 +1,8 @@
 """The forward loop of the XLA path: tiles of positions, all L layers of a step at once.
 
-A step takes one tile of every layer. Its queries first meet the prefix, in chunks, and
-the cache; then the recurrence runs through the tile's units, each over the units before
-it in the tile only; then the tile's persistent pairs join the buffers.
+A step takes one tile of every layer. Its queries first attend to the prefix, in chunks,
+and to the cache; then the recurrence runs through the tile's units, each over the units
+before it in the tile only; then the tile's persistent pairs join the buffers.
 """
 
 from typing import NamedTuple
