@@ -98,17 +98,32 @@ def _positions_back(
     vectors = Vectors.of(w, spec, D)
     lse = tile.lse.swapaxes(2, 3)  # [L, b, B, H]
     factors = (known.factor_y, known.factor_z, known.factor_k)
-    of_rows = [
-        *(dk, dv, known.keys, known.values, q, tile.attended, lse),
-        *(known.unit_y, known.unit_z, known.unit_k),
-        *(factor[..., None] for factor in factors),
-        *(known.slopes, tile.dz),
-    ]
+    factor_y, factor_z, factor_k = (factor[0][..., None] for factor in factors)
     inputs = TileInputs(
-        *(part[0] for part in of_rows),
-        *(part[0] for part in (w.w_out, w.w_in, w.w_down, w.w_kv)),
-        *(vectors.mlp_norm[0], vectors.attention_norm[0], vectors.k_norm[0]),
+        dk=dk[0],
+        dv=dv[0],
+        k=known.keys[0],
+        v=known.values[0],
+        q=q[0],
+        attended=tile.attended[0],
+        lse=lse[0],
+        unit_y=known.unit_y[0],
+        unit_z=known.unit_z[0],
+        unit_k=known.unit_k[0],
+        factor_y=factor_y,
+        factor_z=factor_z,
+        factor_k=factor_k,
+        slopes=known.slopes[0],
+        dz=tile.dz[0],
+        w_out=w.w_out[0],
+        w_in=w.w_in[0],
+        w_down=w.w_down[0],
+        w_kv=w.w_kv[0],
+        mlp_scale=vectors.mlp_norm[0],
+        attention_scale=vectors.attention_norm[0],
+        k_scale=vectors.k_norm[0],
     )
+    of_rows = TileInputs._fields.index("w_out")
     HE, pre_width = q.shape[-1], known.slopes.shape[-1]
     wide = lambda width: jax.ShapeDtypeStruct((b, B, width), jnp.float32)  # noqa: E731
     narrow = lambda width: jax.ShapeDtypeStruct((b, B, width), spec.dtype)  # noqa: E731
@@ -123,8 +138,8 @@ def _positions_back(
         inputs,
         grid=(B // rows, 1),
         in_specs=[
-            *(block(part.shape[-1]) for part in inputs[: len(of_rows)]),
-            *(resident(part) for part in inputs[len(of_rows) :]),
+            *(block(part.shape[-1]) for part in inputs[:of_rows]),
+            *(resident(part) for part in inputs[of_rows:]),
         ],
         out_specs=[block(part.shape[-1]) for part in outputs],
         out_shape=outputs,

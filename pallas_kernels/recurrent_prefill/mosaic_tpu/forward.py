@@ -55,11 +55,11 @@ class LayerInputs(NamedTuple):
 class LayerOutputs(NamedTuple):
     """What a layer computed, positions first; a block is [b, rows, ...]."""
 
-    z: Array  # [T, B, D], float32
-    attended: Array  # [T, B, H E]
-    lse: Array  # [T, B, H], float32
-    keys: Array  # [T, B, H E], persistent
-    values: Array  # [T, B, H E]
+    z: Any  # [T, B, D], float32
+    attended: Any  # [T, B, H E]
+    lse: Any  # [T, B, H], float32
+    keys: Any  # [T, B, H E], persistent
+    values: Any  # [T, B, H E]
 
 
 class LayerScratch(NamedTuple):
@@ -84,17 +84,32 @@ def run_layer(launch: Launch, x: Float[Array, "T B D"], w: Prepared) -> LayerOut
     b, rows, HE, H = tiles.tile, tiles.rows, spec.heads * spec.head_width, spec.heads
     q, own_k, own_v = (part[0] for part in queries_and_pairs(x[None], w, spec))
     vectors = Vectors.of(w, spec, D)
+    q_rows, own_k, own_v = (part.swapaxes(0, 1) for part in (q, own_k, own_v))
     inputs = LayerInputs(
-        *(part.swapaxes(0, 1) for part in (q, own_k, own_v)),
-        *(q, x),
-        *(part[0] for part in (w.w_out, w.w_in, w.w_down, w.w_kv)),
-        *(vectors.b_out, vectors.b_in, vectors.b_down, vectors.b_kv),
-        *(*vectors.attention_norm, *vectors.mlp_norm, *vectors.k_norm),
+        q_rows=q_rows,
+        own_k=own_k,
+        own_v=own_v,
+        q=q,
+        x=x,
+        w_out=w.w_out[0],
+        w_in=w.w_in[0],
+        w_down=w.w_down[0],
+        w_kv=w.w_kv[0],
+        b_out=vectors.b_out,
+        b_in=vectors.b_in,
+        b_down=vectors.b_down,
+        b_kv=vectors.b_kv,
+        attention_scale=vectors.attention_norm[0],
+        attention_shift=vectors.attention_norm[1],
+        mlp_scale=vectors.mlp_norm[0],
+        mlp_shift=vectors.mlp_norm[1],
+        k_scale=vectors.k_norm[0],
+        k_shift=vectors.k_norm[1],
     )
     by_position = lambda width: pl.BlockSpec((b, rows, width), lambda i, j: (j, i, 0))  # noqa: E731
     by_row = pl.BlockSpec((rows, b, HE), lambda i, j: (i, j, 0))
     whole = lambda width, dtype: jax.ShapeDtypeStruct((T, B, width), dtype)  # noqa: E731
-    prefix = pltpu.VMEM((rows, T, HE), spec.dtype)
+    prefix = pltpu.VMEM((rows, T, HE), jnp.dtype(spec.dtype))
     own = lambda width: pltpu.VMEM((b, rows, width), jnp.float32)  # noqa: E731
     own_by_row = lambda width: pltpu.VMEM((rows, b, width), jnp.float32)  # noqa: E731
     return launch_kernel(

@@ -39,28 +39,21 @@ from pallas_kernels.recurrent_prefill.tiles.layout import (
 
 
 class LaterQueries(NamedTuple):
-    """Queries whose backward is done, by row; n tiles of b positions.
+    """Queries whose backward is done, by row; T is n tiles of b positions."""
 
-    Attributes:
-      q: [L, B, T, H E].
-      do: gradients of what they attended to, [L, B, T, H E].
-      lse: [L, B, H, T].
-      delta: [L, B, H, T].
-    """
-
-    q: jax.Array
-    do: jax.Array
-    lse: jax.Array
-    delta: jax.Array
+    q: Array  # [L, B, T, H E]
+    do: Array  # [L, B, T, H E], gradients of what they attended to
+    lse: Array  # [L, B, H, T]
+    delta: Array  # [L, B, H, T]
 
 
 class QueryGradients(NamedTuple):
     """Gradients of a tile's queries and, by query head, of its temporary pairs."""
 
-    dq: jax.Array
-    dk_own: jax.Array
-    dv_own: jax.Array
-    delta: jax.Array
+    dq: Array  # [L, b, B, H E]
+    dk_own: Array  # [L, b, B, H E]
+    dv_own: Array  # [L, b, B, H E]
+    delta: Array  # [L, b, H, B]
 
 
 class Kernels(NamedTuple):

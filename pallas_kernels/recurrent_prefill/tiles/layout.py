@@ -121,7 +121,7 @@ def queries_and_pairs(
     q, k, v = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
     q = norm_and_rotate(q, w.q_norm, None, spec).reshape(q.shape)
     k = norm_and_rotate(k, w.k_norm, None, spec).reshape(k.shape)
-    return tuple(part.astype(spec.dtype) for part in (q, k, v))
+    return q.astype(spec.dtype), k.astype(spec.dtype), v.astype(spec.dtype)
 
 
 class Vectors(NamedTuple):
