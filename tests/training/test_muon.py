@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
+from recurjax.model import StackConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.training import program
@@ -233,6 +235,11 @@ def test_rates_follow_width_and_batch():
     changes, _ = optimizer.update(weights, optimizer.init(weights), weights)
     for name, rate in rates.items():  # Adam's first step is its rate.
         np.testing.assert_allclose(changes[name], -rate, rtol=1e-5)
+
+
+def test_every_variant_says_its_size():
+    for kind in get_args(StackConfig):
+        assert hasattr(kind, "width") and hasattr(kind, "layers"), kind
 
 
 def test_the_runs_own_batch_and_model_scale_its_rates(monkeypatch):

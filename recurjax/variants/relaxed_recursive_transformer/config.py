@@ -68,6 +68,11 @@ class RelaxedRecursiveTransformerConfig:
         return self.transformer.init
 
     @property
+    def layers(self) -> int:
+        """L, the layers as they are run."""
+        return self.transformer.layers
+
+    @property
     def block_layers(self) -> int:
         """K, the layers of the shared block."""
         return self.transformer.layers // self.loops
