@@ -122,8 +122,8 @@ class StackLaws:
       models: configs by name; ids are drawn below their vocabulary.
       build: makes a model with all weights away from their neutral start.
       slow: names that `make test-slow` runs.
-      first: the name whose programs of its own `make test` compiles too: gradients,
-        another dtype.
+      first: the name for which `make test` also compiles what a law needs for itself
+        (`own_program`: gradients, another dtype); those of `slow` names are a sweep.
     """
 
     models: Mapping[str, ModelConfig]
@@ -141,12 +141,15 @@ class StackLaws:
 
     def pytest_generate_tests(self, metafunc):
         if "switch" in metafunc.fixturenames:
-            dear = metafunc.definition.get_closest_marker("own_program") is not None
-            slow = set(self.models) - {self.first} if dear else self.slow
-            names = [
-                pytest.param(name, marks=pytest.mark.slow if name in slow else ())
-                for name in self.models
-            ]
+            own = metafunc.definition.get_closest_marker("own_program") is not None
+
+            def marks(name: str) -> list[pytest.MarkDecorator]:
+                if own and name in self.slow:
+                    return [pytest.mark.sweep]
+                slow = name != self.first if own else name in self.slow
+                return [pytest.mark.slow] if slow else []
+
+            names = [pytest.param(name, marks=marks(name)) for name in self.models]
             # The scope brings all laws of a model together.
             metafunc.parametrize("switch", names, scope="class")
 
