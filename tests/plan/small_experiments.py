@@ -18,6 +18,9 @@ from recurjax.variants.latent_recurrent_transformer import (
 from recurjax.variants.latent_recurrent_transformer.objectives import Interleaved
 from recurjax.variants.rat import RatConfig, RatMixerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
 from recurjax.variants.transformer import TransformerConfig
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 512, 128, 2, 2
@@ -96,5 +99,22 @@ VARIANTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         ),
         Interleaved(subsets=1),
         {"final_norm": NormConfig(scale=False, eps=1e-6), "logit_soft_cap": 15.0},
+    ),
+    "relaxed_recursive_transformer": (
+        RelaxedRecursiveTransformerConfig(
+            transformer=TransformerConfig(
+                layers=2 * LAYERS,
+                width=WIDTH,
+                attention=AttentionConfig(
+                    heads=HEADS, key_heads=HEADS, head_width=HEAD_WIDTH
+                ),
+                mlp=MlpConfig(kind="swiglu", width=2 * WIDTH),
+            ),
+            loops=2,
+            rank=16,
+            tie_norms=False,
+        ),
+        NextToken(),
+        {},
     ),
 }

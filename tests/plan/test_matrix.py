@@ -21,6 +21,7 @@ SLOW = [
     Case("rat", "train", "h100"),
     Case("transformer", "train", "v5e:2x2"),
     Case("latent_recurrent_transformer", "train", "v6e:2x2"),
+    Case("relaxed_recursive_transformer", "train", "v5e:2x2"),
 ]
 """What `make test-slow` compiles: each variant, GPU's compiler and TPU's.
 

@@ -33,6 +33,8 @@ REFUSED = {
     ("rat", "stage"): "RatConfig does not have",
     ("latent_recurrent_transformer", "stage"): "TransformerConfig does not have",
     ("latent_recurrent_transformer", "sequence"): "TransformerConfig is not",
+    ("relaxed_recursive_transformer", "stage"): "TransformerConfig does not have",
+    ("relaxed_recursive_transformer", "sequence"): "TransformerConfig is not",
 }
 """Variants that have no program for two devices of an axis, and why."""
 
