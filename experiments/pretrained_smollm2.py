@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 
 from recurjax import host
-from recurjax.data.config import EmbeddedText
+from recurjax.data.config import DataConfig, EmbeddedText
 from recurjax.data.dataset import open_dataset
 from recurjax.evaluation.perplexity import Score, score
 from recurjax.inference.compute_dtype import in_compute_dtype
@@ -87,6 +87,7 @@ def paragraph_score(run: LoadedRun) -> Score:
 def validation_score(run: LoadedRun, *, rows: int | None, length: int = 512) -> Score:
     """Scores the embedded text's validation split, or its first rows."""
     config = run.experiment.data
+    assert isinstance(config, DataConfig)
     assert isinstance(config.corpus, EmbeddedText)
     dataset = open_dataset(config, tokenizer=run.tokenizer)
     loader = dataset.loader("validation", length=length, batch=2)

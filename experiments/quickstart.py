@@ -112,6 +112,7 @@ def main() -> int:
 
 
 def _order_2_bits(experiment: Experiment) -> float:
+    assert isinstance(experiment.data, DataConfig)
     dataset = open_dataset(experiment.data)
     train_text, validation_text = (
         dataset.tokenizer.decode(dataset.tokens(split)).encode()

@@ -7,6 +7,7 @@ from typing import Any
 
 from recurjax.config_json import from_json, json_differences, to_json
 from recurjax.data.config import DataConfig
+from recurjax.data.tasks.dataset import TaskData
 from recurjax.errors import UserError
 from recurjax.files import write_whole
 from recurjax.layers.position import LearnedPositions
@@ -25,14 +26,14 @@ class Experiment:
     Attributes:
       name: the run directory's name under `runs/`.
       model: what to train.
-      data: what on.
+      data: what on: a corpus and its tokenizer, or a task that makes its rows.
       training: how long, in what portions.
       optimizer, schedule, objective, mesh, evaluation: as their classes say.
     """
 
     name: str
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig | TaskData
     training: TrainingConfig
     optimizer: OptimizerConfig
     schedule: Schedule = field(default_factory=Constant)

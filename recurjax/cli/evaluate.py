@@ -14,6 +14,7 @@ import tyro
 from recurjax.cli.options import parse
 from recurjax.data.config import DataConfig, TextFiles
 from recurjax.data.dataset import open_dataset
+from recurjax.data.tasks import TaskData
 from recurjax.errors import UserError
 from recurjax.evaluation import core_model
 from recurjax.evaluation.by_position import loss_by_position, plot_by_position
@@ -128,13 +129,17 @@ def _of_text(options: Evaluate, loaded: LoadedRun) -> dict[str, Any]:
     experiment = loaded.experiment
     data = experiment.data
     if options.text is not None:
+        if isinstance(data, TaskData):
+            raise UserError(
+                f"{options.run} was trained on a task: leave --text out to test it"
+            )
         data = DataConfig(
             corpus=TextFiles(patterns=(str(options.text),)),
             tokenizer=data.tokenizer,
             validation_fraction=1.0,
         )
     dataset = open_dataset(data, tokenizer=loaded.tokenizer)
-    length = options.length or experiment.training.length
+    length = options.length or dataset.evaluation_length(experiment.training.length)
     longest = experiment.model.max_length
     if longest is not None and length > longest:
         raise UserError(
@@ -153,8 +158,19 @@ def _of_text(options: Evaluate, loaded: LoadedRun) -> dict[str, Any]:
 
     def scored(objective: Objective) -> dict[str, Any]:
         sizes = loaded.tokenizer.token_bytes
-        result = score(loaded.model, batches(), token_bytes=sizes, objective=objective)
-        return result._asdict()
+        result = score(
+            loaded.model,
+            batches(),
+            token_bytes=sizes,
+            objective=objective,
+            slices=dataset.slices(split, batch=options.batch),
+        )
+        told = result._asdict()
+        if result.accuracy is None:
+            del told["accuracy"]
+        else:
+            told["accuracy"] = result.accuracy._asdict()
+        return told
 
     objective = experiment.objective
     report: dict[str, Any] = {

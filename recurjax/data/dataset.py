@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 from jaxtyping import Int32
@@ -16,6 +16,7 @@ from recurjax.data.loader import Loader
 from recurjax.data.pipeline import Layout
 from recurjax.data.prepared import TOKENIZER, PreparedStream, read_manifest
 from recurjax.data.streams import MemoryStream, Split, TokenStream, validation_start
+from recurjax.data.tasks.dataset import TaskData, TaskDataset
 from recurjax.data.tokenizers import Tokenizer, build_tokenizer
 from recurjax.errors import UserError
 
@@ -65,6 +66,13 @@ class Dataset:
             [ids] = self.stream.read([(start, min(start + step, split.stop))])
             total += int(self.tokenizer.token_bytes[ids].sum(dtype=np.int64))
         return total
+
+    def evaluation_length(self, length: int) -> int:
+        """Returns the places of a row in evaluations: as in training."""
+        return length
+
+    def slices(self, split: SplitName, *, batch: int) -> None:
+        """Returns None: rows of text are not told apart."""
 
     def loader(
         self,
@@ -127,8 +135,22 @@ class Dataset:
         )
 
 
-def open_dataset(config: DataConfig, *, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Opens a corpus: reads and tokenizes it, or opens the prepared shards.
+@overload
+def open_dataset(
+    config: DataConfig, *, tokenizer: Tokenizer | None = None
+) -> Dataset: ...
+
+
+@overload
+def open_dataset(
+    config: TaskData, *, tokenizer: Tokenizer | None = None
+) -> TaskDataset: ...
+
+
+def open_dataset(
+    config: DataConfig | TaskData, *, tokenizer: Tokenizer | None = None
+) -> Dataset | TaskDataset:
+    """Opens a corpus: reads and tokenizes it, or opens the prepared shards; or a task.
 
     Args:
       config: what to open.
@@ -138,6 +160,8 @@ def open_dataset(config: DataConfig, *, tokenizer: Tokenizer | None = None) -> D
       UserError: the corpus or the tokenizer is missing, empty, damaged, or the two do
         not match.
     """
+    if isinstance(config, TaskData):  # its tokens are its own
+        return TaskDataset(config=config)
     if isinstance(config.corpus, Prepared):
         return _open_prepared(config, config.corpus, tokenizer)
     tokenizer = tokenizer or build_tokenizer(

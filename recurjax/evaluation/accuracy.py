@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from recurjax.model import Decoder
+from recurjax.sharding import replicated
 from recurjax.training.objective import NextToken, Objective
 from recurjax.types import IGNORED, Array, Batch
 
@@ -37,11 +39,20 @@ class AnswerCounts(NamedTuple):
     class_asked: Int[Array, " V"]
 
 
-@partial(jax.jit, static_argnames="objective")
+@partial(jax.jit, static_argnames=("objective", "mesh"))
 def count_answers(
-    model: Decoder, batch: Batch, *, objective: Objective = AS_CALLED
+    model: Decoder,
+    batch: Batch,
+    *,
+    objective: Objective = AS_CALLED,
+    mesh: Mesh | None = None,
 ) -> AnswerCounts:
-    """Counts a batch's right answers: places whose likeliest token is the target."""
+    """Counts a batch's right answers: places whose likeliest token is the target.
+
+    Args:
+      objective: how the model is run.
+      mesh: every process of it gets the counts of all rows; None: one device.
+    """
     x = objective.states(model, batch)
     asked = batch.targets != IGNORED
     right = asked & (likeliest(model, x) == batch.targets)
@@ -51,7 +62,7 @@ def count_answers(
         zeros = jnp.zeros(model.config.vocabulary, jnp.int32)
         return zeros.at[answers].add(found.astype(jnp.int32))
 
-    return AnswerCounts(
+    counts = AnswerCounts(
         right=right.sum(1),
         asked=asked.sum(1),
         position_right=right.sum(0),
@@ -59,6 +70,9 @@ def count_answers(
         class_right=by_class(right),
         class_asked=by_class(asked),
     )
+    if mesh is None:
+        return counts
+    return jax.lax.with_sharding_constraint(counts, replicated(mesh))
 
 
 def likeliest(model: Decoder, x: Float[Array, "B T D"]) -> Int[Array, "B T"]:
@@ -81,7 +95,7 @@ class Accuracy(NamedTuple):
         share. MAD's published figure (the default average of torchmetrics).
       sequence: rows whose every answer is right; the Recurrent Transformer's figure.
       slices: `token` of the rows of each slice, by names such as "pairs=8".
-      positions: `token` by place; NaN where nothing is asked.
+      positions: `token` by place; None where nothing is asked.
       rows: that asked something.
     """
 
@@ -89,7 +103,7 @@ class Accuracy(NamedTuple):
     mean_of_classes: float
     sequence: float
     slices: dict[str, float]
-    positions: list[float]
+    positions: list[float | None]
     rows: int
 
     def metrics(self) -> dict[str, float]:
@@ -131,8 +145,9 @@ def accuracy(
     if not rows:
         raise ValueError("accuracy: no row asks anything")
     asked = classes[1] > 0
-    places = np.full(positions.shape[1], np.nan)
-    np.divide(positions[0], positions[1], out=places, where=positions[1] > 0)
+    places = [
+        right / asked_ if asked_ else None for right, asked_ in positions.T.tolist()
+    ]
     several = {
         name: _share(found)
         for name, found in sorted(by_slice.items())
@@ -143,7 +158,7 @@ def accuracy(
         mean_of_classes=float((classes[0][asked] / classes[1][asked]).mean()),
         sequence=sum(right == asked for right, asked in rows) / len(rows),
         slices=several,
-        positions=places.tolist(),
+        positions=places,
         rows=len(rows),
     )
 
@@ -152,6 +167,6 @@ def _share(found: list[tuple[int, int]]) -> float:
     return sum(right for right, _ in found) / sum(asked for _, asked in found)
 
 
-def _added(sums: np.ndarray, right: Array, asked: Array) -> np.ndarray:
+def _added(sums: np.ndarray, right: Any, asked: Any) -> np.ndarray:
     more = np.stack([np.asarray(right), np.asarray(asked)]).astype(np.int64)
     return more if sums.shape[1] == 0 else sums + more

@@ -1,16 +1,23 @@
 """Loss, perplexity and bits per byte of a text."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from recurjax.cross_entropy import token_losses
+from recurjax.evaluation.accuracy import (
+    Accuracy,
+    AnswerCounts,
+    accuracy,
+    count_answers,
+)
 from recurjax.model import Decoder
 from recurjax.training.objective import NextToken, Objective
 from recurjax.types import IGNORED, Array, Batch
@@ -29,6 +36,7 @@ class Score(NamedTuple):
         bytes. Special tokens count no bytes, and their nats are left out.
       tokens: predicted.
       bytes: that they stand for.
+      accuracy: how often the likeliest token is the answer, of a task's rows.
     """
 
     loss: float
@@ -36,6 +44,26 @@ class Score(NamedTuple):
     bits_per_byte: float
     tokens: int
     bytes: int
+    accuracy: Accuracy | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the figures that a metrics file has: of symbols, no bits a byte."""
+        named = {"loss": self.loss, "perplexity": self.perplexity}
+        if self.bytes:
+            named["bits_per_byte"] = self.bits_per_byte
+        return named if self.accuracy is None else named | self.accuracy.metrics()
+
+    def sentence(self) -> str:
+        """Says the figures that matter, for a log."""
+        told = [f"validation loss {self.loss:.4f}"]
+        if self.bytes:
+            told.append(f"{self.bits_per_byte:.4f} bits per byte")
+        if self.accuracy is not None:
+            told.append(
+                f"accuracy {self.accuracy.token:.4f}, "
+                f"{self.accuracy.sequence:.4f} of whole rows"
+            )
+        return ", ".join(told)
 
 
 def score(
@@ -45,6 +73,8 @@ def score(
     token_bytes: Int[np.ndarray, " V"],
     objective: Objective = AS_CALLED,
     between: Callable[[], None] = lambda: None,
+    slices: Iterable[Sequence[dict[str, int]]] | None = None,
+    mesh: Mesh | None = None,
 ) -> Score:
     """Scores rows that each start without context.
 
@@ -55,12 +85,19 @@ def score(
       objective: how the model is run: of an experiment's, the states and the pieces of
         the vocabulary.
       between: called after each batch.
+      slices: of a task, what each row of each batch is told apart by; the answers are
+        then counted too. None: the rows are text.
+      mesh: that the answers' counts are gathered over.
     """
+    counts: list[AnswerCounts] = []
     sizes = jnp.asarray(token_bytes, jnp.int32)
     sums = np.zeros(4, np.float64)
     for batch in batches:
         of_batch = batch_sums(model, batch, sizes, objective=objective)
         sums += np.asarray(of_batch, np.float64)
+        if slices is not None:
+            counted = count_answers(model, batch, objective=objective, mesh=mesh)
+            counts.append(jax.device_get(counted))
         between()
     nats, tokens, text_nats, text_bytes = (float(x) for x in sums)
     if tokens == 0:
@@ -72,6 +109,7 @@ def score(
         bits_per_byte=bits_per_byte(text_nats, text_bytes),
         tokens=int(tokens),
         bytes=int(text_bytes),
+        accuracy=None if slices is None else accuracy(counts, slices),
     )
 
 

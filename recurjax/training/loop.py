@@ -218,17 +218,9 @@ class _Loop:
             self.cut_short = True
             return
         self.score = score
-        self.progress.say(
-            f"step {step}: validation loss {score.loss:.4f}, "
-            f"{score.bits_per_byte:.4f} bits per byte"
-        )
+        self.progress.say(f"step {step}: {score.sentence()}")
         if self.writer is not None:
-            row = {
-                "loss": score.loss,
-                "perplexity": score.perplexity,
-                "bits_per_byte": score.bits_per_byte,
-            }
-            self.writer.write(step, "validation", row)
+            self.writer.write(step, "validation", score.metrics())
         try:
             self._write_samples(state, step)
         finally:  # Whatever drawing samples may meet, the step is on disk.

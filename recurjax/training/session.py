@@ -9,6 +9,7 @@ import jax
 from recurjax.config_json import from_json, to_json
 from recurjax.data.dataset import Dataset, SplitName, open_dataset
 from recurjax.data.loader import Loader
+from recurjax.data.tasks.dataset import TaskDataset, TaskLoader
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score, score
 from recurjax.experiment import Experiment
@@ -54,9 +55,13 @@ class Session:
         self.dataset = open_dataset(experiment.data, tokenizer=own)
         _check_vocabulary(experiment, self.dataset)
         _check_samples(experiment, self.dataset)
-        loader = self._loader("train", training.batch)
+        loader = self._loader("train", training.batch, training.length)
         # Made here, so that a split too short is told before a step is trained.
-        self._validation = self._loader("validation", experiment.evaluation_batch)
+        self._validation = self._loader(
+            "validation",
+            experiment.evaluation_batch,
+            self.dataset.evaluation_length(training.length),
+        )
         if not self.directory.has_checkpoint:
             check_start(experiment, self.dataset.tokenizer)
         check_frozen(experiment, self.dataset.tokenizer)
@@ -111,17 +116,19 @@ class Session:
 
     def evaluate(self, state: TrainState, between: Callable[[], None]) -> Score:
         """Scores the validation split, or its first `evaluation.batches`."""
-        batches = iter(self._validation)
+        batches, rows = iter(self._validation), self.experiment.evaluation_batch
         limit = self.experiment.evaluation.batches
         limited = islice(batches, limit)
         try:
             with jax.set_mesh(self.mesh):
                 return score(
                     state.model,
-                    placed(limited, self.mesh, batch=self.experiment.evaluation_batch),
+                    placed(limited, self.mesh, batch=rows),
                     token_bytes=self.dataset.tokenizer.token_bytes,
                     objective=self.experiment.objective,
                     between=between,
+                    slices=self.dataset.slices("validation", batch=rows),
+                    mesh=self.mesh,
                 )
         finally:
             batches.close()
@@ -156,10 +163,16 @@ class Session:
             directory.has_checkpoint or not directory.changes(self.experiment)
         )
 
-    def _loader(self, split: SplitName, batch: int) -> Loader:
+    def _loader(self, split: SplitName, batch: int, length: int) -> Loader | TaskLoader:
+        longest = self.experiment.model.max_length
+        if longest is not None and length > longest:
+            raise UserError(
+                f"rows of {length} tokens for {split} exceed the model's {longest} "
+                "learned positions: shorten them or learn more positions"
+            )
         return self.dataset.loader(
             split,
-            length=self.experiment.training.length,
+            length=length,
             batch=batch,
             rows=local_rows(batch, self.mesh),
         )
@@ -171,7 +184,7 @@ class Session:
         return self._step.initialise(jax.random.key(self.experiment.training.seed))
 
 
-def _check_samples(experiment: Experiment, dataset: Dataset) -> None:
+def _check_samples(experiment: Experiment, dataset: Dataset | TaskDataset) -> None:
     """Refuses before training what would stop the first evaluation."""
     evaluation, longest = experiment.evaluation, experiment.model.max_length
     bos = dataset.tokenizer.bos is not None
@@ -190,7 +203,7 @@ def _check_samples(experiment: Experiment, dataset: Dataset) -> None:
             )
 
 
-def _check_vocabulary(experiment: Experiment, dataset: Dataset) -> None:
+def _check_vocabulary(experiment: Experiment, dataset: Dataset | TaskDataset) -> None:
     if dataset.vocabulary != experiment.model.vocabulary:
         raise UserError(
             f"the tokenizer has {dataset.vocabulary} tokens and the model "

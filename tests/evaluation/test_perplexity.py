@@ -79,7 +79,8 @@ def test_neither_batches_nor_chunks_change_the_score(model, rows, chunks):
         objective=NextToken(vocabulary_chunks=chunks),
         between=lambda: calls.append(1),
     )
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert got.accuracy is want.accuracy is None  # of tasks only
+    np.testing.assert_allclose(got[:-1], want[:-1], rtol=1e-5)
     assert len(calls) == 3 // rows
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, get_args
@@ -103,6 +103,22 @@ class TaskDataset:
         """Says how many rows a split has; None: as many as are asked for."""
         return self.config.task.count(split)
 
+    def evaluation_length(self, length: int) -> int:
+        """Returns the places of a row in the test, which may be longer than training's.
+
+        Args:
+          length: T of training.
+        """
+        return max(length, self.config.task.longest("validation"))
+
+    def slices(self, split: Split, *, batch: int) -> Iterator[list[dict[str, int]]]:
+        """Yields what the rows of each batch in order are told apart by."""
+        count = self.count(split)
+        assert count is not None
+        for first in range(0, count, batch):
+            numbers = range(first, min(first + batch, count))
+            yield [self.row(split, number).slices for number in numbers]
+
     def loader(
         self,
         split: Split,
@@ -139,6 +155,12 @@ class TaskDataset:
                 f"{type(self.config.task).__name__} has rows of {longest} tokens for "
                 f"{split}, batches have {length}: set --training.length {longest}"
             )
+        ordered = split == "validation" if in_order is None else in_order
+        if ordered and self.count(split) is None:
+            raise UserError(
+                f"{type(self.config.task).__name__} has new rows to learn from for "
+                "ever: read the split validation, or set the task's train_rows"
+            )
         return TaskLoader(
             dataset=self,
             split=split,
@@ -146,7 +168,7 @@ class TaskDataset:
                 length=length, batch=batch, rows=rows or (0, batch), segments=False
             ),
             seed=self.config.seed if seed is None else seed,
-            in_order=split == "validation" if in_order is None else in_order,
+            in_order=ordered,
         )
 
 

@@ -109,6 +109,11 @@ def test_rows_longer_than_the_batch_are_refused():
         dataset(PARTS).loader("train", length=8, batch=2)
 
 
+def test_rows_without_end_are_no_pass():
+    with pytest.raises(UserError, match="for ever"):
+        dataset(ENDLESS).loader("train", length=12, batch=2, in_order=True)
+
+
 def test_a_place_in_other_rows_is_refused():
     state = iter(dataset(ENDLESS).loader("train", length=12, batch=2)).get_state()
     other = TaskDataset(config=TaskData(task=ENDLESS, seed=6))
