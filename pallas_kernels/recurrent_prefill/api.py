@@ -95,6 +95,38 @@ def recurrent_prefill(
     raise NotImplementedError(f"recurrent_prefill: {names[-1]}: {reason}")
 
 
+def check_call(
+    x: Array,
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+) -> None:
+    """Raises ValueError or NotImplementedError when a call makes no sense."""
+    if x.ndim != 3 or x.shape[1] < 1:
+        raise ValueError(_wants(f"x of shape [B, T >= 1, D], got {x.shape}"))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(_wants(f"a floating x, got {x.dtype}"))
+    _check_weights(x.shape[2], weights, spec)
+    _check_cache(x, weights, cache, spec)
+    _check_rows(x, cache, rows)
+    if schedule not in (None, *get_args(Schedule)):
+        raise ValueError(
+            _wants(f"a schedule of {list(get_args(Schedule))}, got {schedule!r}")
+        )
+    if tile is not None and tile < 1:
+        raise ValueError(_wants(f"tile of at least 1 position, got {tile}"))
+    if tile is not None and schedule == "naive":
+        raise ValueError(_wants(f'no tile with schedule "naive", got {tile}'))
+    if tile is not None and tile % spec.block:
+        raise ValueError(
+            _wants(f"tile to be a multiple of spec.block={spec.block}, got {tile}")
+        )
+
+
 class _Call(NamedTuple):
     """What is static of a call."""
 
@@ -161,38 +193,6 @@ def _zero_of_integers(leaf: Array) -> np.ndarray:
 
 
 _run.defvjp(_forward, _backward)
-
-
-def check_call(
-    x: Array,
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-) -> None:
-    """Raises ValueError or NotImplementedError when a call makes no sense."""
-    if x.ndim != 3 or x.shape[1] < 1:
-        raise ValueError(_wants(f"x of shape [B, T >= 1, D], got {x.shape}"))
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(_wants(f"a floating x, got {x.dtype}"))
-    _check_weights(x.shape[2], weights, spec)
-    _check_cache(x, weights, cache, spec)
-    _check_rows(x, cache, rows)
-    if schedule not in (None, *get_args(Schedule)):
-        raise ValueError(
-            _wants(f"a schedule of {list(get_args(Schedule))}, got {schedule!r}")
-        )
-    if tile is not None and tile < 1:
-        raise ValueError(_wants(f"tile of at least 1 position, got {tile}"))
-    if tile is not None and schedule == "naive":
-        raise ValueError(_wants(f'no tile with schedule "naive", got {tile}'))
-    if tile is not None and tile % spec.block:
-        raise ValueError(
-            _wants(f"tile to be a multiple of spec.block={spec.block}, got {tile}")
-        )
 
 
 def _check_weights(width: int, weights: LayerWeights, spec: LayerSpec) -> None:

@@ -128,8 +128,8 @@ class RecurrentCache(NamedTuple):
 
     keys: Float[Array, "L B S K E"]
     values: Float[Array, "L B S K E"]
-    temporary_keys: Float[Array, "L B M K E"]
-    temporary_values: Float[Array, "L B M K E"]
+    temporary_keys: Float[Array, "L B open K E"]
+    temporary_values: Float[Array, "L B open K E"]
     position: Int[Array, " B"]
 
     @property

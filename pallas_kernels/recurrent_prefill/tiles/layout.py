@@ -93,6 +93,7 @@ def put_in_slots(
         dropped.
     """
     L, b, B, _ = new[0].shape
+    # Out of range: dropped.
     t = done[:, None] + jnp.arange(b)  # [L, b]
     real = (active[:, None] & (t < positions))[:, None]
     at = jnp.where(real, start[:, None] + t[:, None], old[0].shape[2])  # [L, B, b]

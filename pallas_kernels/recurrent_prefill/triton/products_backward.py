@@ -1,4 +1,4 @@
-"""The products and norms of a position's step backward; see triton_products.py.
+"""The products of a position's step backward; the forward ones are in `products`.
 
 Gradients of a tile are [L, b, B, width] and are written in place, slot by slot, so
 that the weights' gradients can be formed for the whole tile at once.

@@ -162,6 +162,8 @@ def own_unit_backward(
         part = jnp.moveaxis(part, axis, 2)
         return part.reshape(part.shape[0], -1, *part.shape[3:])
 
+    # Units do not see each other's temporary pairs: to attention they are more rows of
+    # the batch.
     folded = Attending(*(by_unit(part, 4) for part in of))
     pairs = columns_of(Pairs(by_unit(own.keys, 4), by_unit(own.values, 3)))
     bias = own_unit_bias(visibility, j, geometry, wide)
@@ -201,6 +203,8 @@ def prefix_backward(
         pairs = cut_columns(buffers, chunk * size, size)
         bias = prefix_bias(visibility, j, chunk, geometry, dq.dtype)
         more, new = attend_backward(of, transposed, pairs, bias, spec.logit_scale)
+        # Each tile adds to all pairs before it; a pair's gradient is complete when the
+        # reverse loop comes to its own tile.
         old = cut_gradients(dpairs, chunk * size, size)
         new = jax.tree.map(jnp.add, old, new)
         write = partial(

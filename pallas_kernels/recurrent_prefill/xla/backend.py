@@ -144,6 +144,7 @@ def backward(
 
 def _one_layer(run, x: Array, layer: tuple[Prepared, RecurrentCache]):
     """Runs one layer of a scan: the layers' axis comes back as an axis of one."""
+    # The position has no axis of layers in the op, but every layer reads it.
     w, cache = layer
     w, pairs = jax.tree.map(lambda leaf: leaf[None], (w, cache._replace(position=None)))
     outcome = run(x, w, pairs._replace(position=cache.position))

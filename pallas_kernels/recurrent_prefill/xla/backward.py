@@ -177,6 +177,7 @@ def run_layers_backward(
         dx = g.dy + through
         return (dx, dpairs, dpast, total), dx[0]
 
+    # Outside the sequence a large lse makes every probability 0, and so every gradient.
     lse = skew(residuals.lse, geometry, axis=1, fill=-HIDDEN)
     lse = lse.reshape(*lse.shape[:3], spec.key_heads, -1)
     inputs = (
@@ -217,6 +218,8 @@ def _tiles(rows: Array, *, geometry: Geometry, axis: int) -> Array:
 def _persistent(z, dpersistent, w, visibility, geometry: Geometry, spec):
     """Computes all persistent pairs again, and starts their gradients."""
     L, B = z.shape[0], z.shape[2]
+    # The pairs were not kept: they follow from z. The biases hide what lies outside a
+    # layer's positions.
     late = skew(z, geometry, axis=1)
     used = late.shape[1]
     rotary = rotation(

@@ -83,7 +83,7 @@ def bias_of_cache(
     spec: LayerSpec,
     dtype,
 ) -> Float[Array, "L B #K #Q T S"]:
-    """Returns biases [L, B, K or 1, Q or 1, T, S + M] for the cache's pairs.
+    """Returns biases [L, B, K or 1, Q or 1, T, S + open] for the cache's pairs.
 
     A persistent pair is seen from later blocks, a temporary one from its own block.
 
@@ -96,7 +96,7 @@ def bias_of_cache(
     seen_before = cache.position[:, None]  # [B, 1]
     slots = jnp.arange(cache.slots)
     open_block = seen_before // c * c
-    opened = open_block + jnp.arange(cache.temporary_keys.shape[2])  # [B, M]
+    opened = open_block + jnp.arange(cache.temporary_keys.shape[2])  # [B, open]
     at = jnp.concatenate(
         [jnp.broadcast_to(slots, (opened.shape[0], slots.size)), opened], 1
     )

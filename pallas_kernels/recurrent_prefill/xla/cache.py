@@ -105,7 +105,7 @@ def _as_pairs(gradients: PairGradients) -> Pairs:
 
 
 def add_cached(dold: RecurrentCache, more: PairGradients, cache: RecurrentCache):
-    """Adds gradients [L, B, K, E, S + M] of the cached pairs that were attended to."""
+    """Adds gradients [L, B, K, E, S + open] of the cached pairs that were read."""
     k, v = (jnp.moveaxis(part, 4, 2) for part in more)
     S = cache.slots
     parts = {

@@ -152,7 +152,7 @@ def _attend_prefix(
     q, running, buffers: Pairs, visibility, j, geometry, spec
 ) -> Running:
     """Adds the persistent pairs of all earlier tiles."""
-    if geometry.steps == 1:
+    if geometry.steps == 1:  # no earlier tile
         return running
 
     def attend_chunk(chunk, running):
@@ -183,6 +183,7 @@ def _recur(
 
     def unit(pairs, inputs):
         i, x, q, running, bias, rotary = inputs
+        # Earlier units of the tile; with one unit there is none.
         if U > 1:
             logits = logits_of(q, pairs.keys, spec.logit_scale) + bias
             running = merge(running, logits, pairs.values, spec.dtype)

@@ -145,6 +145,7 @@ def skew(
     if geometry.depth == 1:
         return rows
     late = (geometry.depth - 1) * b
+    # Zeros on both sides, and each layer cuts its own stretch out.
     padded = _pad(rows, late, late, axis=axis, fill=fill)
     cut = lambda row, l: jax.lax.dynamic_slice_in_dim(  # noqa: E731
         row, late - l * b, geometry.steps * b, axis=axis - 1
