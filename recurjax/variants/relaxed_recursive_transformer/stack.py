@@ -212,7 +212,8 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
             carry, after = _over_loops(loop, carry, forward, cache)
         if last is not None:
             carry, _ = loop(carry, last, reverse=True)
-        return *carry, after
+        x, groups = carry
+        return x, groups, after
 
     def _on_first_loop(
         self, x: Array, cache: PatternCache, tokens: Tokens, *, states: bool
