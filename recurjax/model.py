@@ -1,5 +1,6 @@
 """The decoder: embedding, stack, final norm, head; it knows a variant by protocol."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -64,6 +65,16 @@ class Stack(Protocol):
 
     def take(self, cache: Cache, rows: Int[Array, " N"]) -> Cache:
         """Makes a cache of these rows of another one; a row may come several times."""
+        ...
+
+    def layer_states(
+        self, x: Float[Array, "B T D"], tokens: Tokens
+    ) -> Iterator[Float[Array, "B T D"]]:
+        """Yields what enters the first of the L layers, then what leaves each.
+
+        Layer by layer, for comparisons: another implementation of the model parts from
+        this one at the first state that differs.
+        """
         ...
 
 

@@ -177,6 +177,14 @@ class StackLaws:
         np.testing.assert_array_equal(other[:, :8], whole[:, :8])
         assert np.all(np.any(other[:, 8:] != whole[:, 8:], axis=-1))
 
+    @pytest.mark.own_program
+    def test_the_states_of_its_layers_end_in_the_whole(self, model, ids, whole):
+        tokens = tokens_of(ids)
+        states = list(model.stack.layer_states(model.embed(tokens.ids), tokens))
+        assert len(states) == model.config.stack.layers + 1
+        logits = model.logits(model.final_norm(states[-1]))
+        assert_values_close(np.asarray(logits), whole)
+
     def test_batch_rows_do_not_mix(self, model, ids, whole):
         changed = np.stack([ids[0], (ids[1] + 1) % model.config.vocabulary])
         other, _ = run(model, changed, model.init_cache(B, 0))

@@ -4,24 +4,25 @@ The PyTorch side runs in a child process, by default of this interpreter: the pa
 itself never imports torch.
 """
 
+import dataclasses
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Float, Int
 
-from recurjax.convert.layer_states import in_float32, layer_states
 from recurjax.errors import UserError
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.model import Decoder
+from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.types import Tokens
 
 TOLERANCE = 2e-5
@@ -29,7 +30,7 @@ TOLERANCE = 2e-5
 NEW_TOKENS = 64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
     """How far two sides are apart on the same token ids, in float32.
 
@@ -71,7 +72,7 @@ class Parity:
         return {
             "measured": True,
             "within_tolerance": self.within_tolerance,
-            **asdict(self),
+            **dataclasses.asdict(self),
         }
 
     def sentence(self) -> str:
@@ -89,7 +90,7 @@ class Parity:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NotMeasured:
     """Why there is no comparison."""
 
@@ -143,7 +144,7 @@ def compare(
     theirs = _run(command, ids, new_tokens, python)
     if isinstance(theirs, NotMeasured):
         return theirs
-    model = in_float32(model)
+    model = _in_float32(model)
     logits = _logits(model, ids)
     made = generate_tokens(
         model,
@@ -170,6 +171,28 @@ def compare(
         greedy_agreement=int(np.argmin([*same, False])),
         tolerance=tolerance,
     )
+
+
+def layer_states(
+    model: Decoder, ids: Int[np.ndarray, "B T"]
+) -> Float[np.ndarray, "M B T D"]:
+    """Runs a model layer by layer.
+
+    Returns:
+      M = L + 1 states, counted as Hugging Face does: the first is the embedding, the
+      last is after the final norm.
+    """
+    tokens = Tokens(jnp.asarray(ids, jnp.int32))
+    states = list(model.stack.layer_states(model.embed(tokens.ids), tokens))
+    states[-1] = model.final_norm(states[-1])
+    return np.stack([np.asarray(state) for state in states])
+
+
+def _in_float32(model: Decoder) -> Decoder:
+    """Returns the same model with float32 activations."""
+    config = dataclasses.replace(model.config, dtype="float32")
+    like = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return from_nested_dict(like, to_nested_dict(model))
 
 
 @jax.jit

@@ -5,7 +5,7 @@ are alike but for their weights, so they are one module whose parameters have th
 repeats on a leading axis: place p holds layers p, p + P, p + 2P, ...
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -92,6 +92,30 @@ def run_blocks(
         cached=not cache.training,
     )
     return x, advanced(cache, groups, x.shape[1], tokens)
+
+
+def layer_states(
+    blocks: Sequence[Any], x: Float[Array, "B T D"], cache: PatternCache, tokens: Tokens
+) -> Iterator[Float[Array, "B T D"]]:
+    """Yields x, and then what each layer makes of it, one layer a call.
+
+    A scan hands on no state between its layers; two models are compared by these.
+
+    Args:
+      cache: of length 0.
+    """
+
+    @jax.jit
+    def run(block, group, x):
+        group = group._replace(position=cache.position, layer=jnp.int32(0))
+        return block(x, group, tokens)[0]
+
+    yield x
+    for repeat in range(_repeats(blocks)):
+        for block, group in zip(blocks, cache.groups, strict=True):
+            own = jax.tree.map(lambda w, at=repeat: w[at], block)
+            x = run(own, group, x)
+            yield x
 
 
 def scan_pattern(

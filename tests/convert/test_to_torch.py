@@ -19,8 +19,7 @@ from safetensors.numpy import load_file, save_file
 from recurjax.convert import saving
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
-from recurjax.convert.layer_states import layer_states
-from recurjax.convert.parity import NotMeasured, Parity
+from recurjax.convert.parity import NotMeasured, Parity, layer_states
 from recurjax.convert.torch.export import compare_with_export, to_torch
 from recurjax.convert.torch.names import torch_pieces
 from recurjax.convert.torch.read_back import from_torch

@@ -6,6 +6,8 @@ some of whose positions are computed anew, or a cache. It knows nothing of where
 memory came from; that is the schedules' matter, in `stack`.
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -127,6 +129,36 @@ class LatentPasses(nnx.Module):
         )
         groups = tuple(g._replace(position=cache.position) for g in cache.groups)
         return self._run(seen, groups)
+
+    def states_on_memory(
+        self,
+        x: Float[Array, "B T D"],
+        memory: Float[Array, "B T D"] | None,
+        tokens: Tokens,
+    ) -> Iterator[Float[Array, "B T D"]]:
+        """Yields what leaves each layer, all positions at once, one layer a call.
+
+        Args:
+          memory: what enters them; None: zero.
+        """
+        seen = Pass(
+            x0=rms(x),
+            ids=tokens.ids,
+            memory=None if memory is None else self._projected(memory),
+            position=jnp.arange(x.shape[1])[None],
+            segments=tokens.segments,
+        )
+
+        @jax.jit
+        def run(block, stream, layer):
+            return block(stream, seen, Whole(kept=False), layer)[0]
+
+        stream = self._stream(seen.x0)
+        for layer in range(self.config.layers):
+            repeat, place = divmod(layer, self.config.pattern)
+            own = jax.tree.map(lambda w, at=repeat: w[at], self.blocks[place])
+            stream = run(own, stream, jnp.int32(layer))
+            yield stream.x
 
     def _projected(self, state: Array) -> Memory:
         memory = Memory(state)

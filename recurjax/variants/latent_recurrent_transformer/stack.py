@@ -1,5 +1,8 @@
 """The schedules of the recurrence: exact, by subsets for training, by sweeps."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
@@ -234,6 +237,33 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
             for lag in memory.lags
         ]
         return mixed_lags(parts, self._lag_logits())
+
+    def layer_states(
+        self, x: Float[Array, "B T D"], tokens: Tokens
+    ) -> Iterator[Float[Array, "B T D"]]:
+        """Yields what enters the first layer, and what leaves each.
+
+        All positions run at once, on the memory that the exact recurrence gives them;
+        with it they are what the recurrence makes of them, token after token.
+        """
+        yield x
+        memory = None if self.config.memory is None else self._entering(x, tokens)
+        yield from self.states_on_memory(x, memory, tokens)
+
+    def _entering(self, x: Array, tokens: Tokens) -> Float[Array, "B T D"]:
+        """Returns what enters each token in the exact recurrence."""
+
+        def advance(cache, column):
+            x, ids = column
+            one = Tokens(ids[:, None])
+            memory = self.memory_of_token(x[:, None], cache, one)
+            _, cache = self._on_cache(x[:, None], memory, cache, one)
+            return cache, memory[:, 0]
+
+        cache = self.init_cache(x.shape[0], x.shape[1], x.dtype)
+        columns = (jnp.swapaxes(x, 0, 1), tokens.ids.T)
+        _, memory = jax.jit(partial(jax.lax.scan, advance))(cache, columns)
+        return jnp.swapaxes(memory, 0, 1)
 
     def _token(
         self, x: Array, cache: LatentCache, tokens: Tokens

@@ -1,5 +1,7 @@
 """The RAT stack: a scan over repeats of the pattern of mixers."""
 
+from collections.abc import Iterator
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
@@ -7,7 +9,12 @@ from jaxtyping import Float
 
 from recurjax.layers.cache_rows import CacheRows
 from recurjax.layers.mesh_axes import refuse_stages
-from recurjax.layers.pattern_stack import PatternCache, make_blocks, run_blocks
+from recurjax.layers.pattern_stack import (
+    PatternCache,
+    layer_states,
+    make_blocks,
+    run_blocks,
+)
 from recurjax.layers.sequence_axis import AXIS
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat.block import RatBlock
@@ -64,3 +71,10 @@ class RatStack(CacheRows, nnx.Module):
             remat=self.config.remat,
             unroll=self.config.unroll,
         )
+
+    def layer_states(
+        self, x: Float[Array, "B T D"], tokens: Tokens
+    ) -> Iterator[Float[Array, "B T D"]]:
+        """Yields what enters the first layer, and what leaves each."""
+        cache = self.init_cache(x.shape[0], 0, x.dtype)
+        return layer_states(self.blocks, x, cache, tokens)

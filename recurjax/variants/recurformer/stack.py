@@ -1,7 +1,9 @@
 """The RecurFormer stack: layers of different shapes, one after another."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
@@ -70,9 +72,7 @@ class RecurFormerStack(CacheRows, UncutStack):
     ) -> tuple[Float[Array, "B T D"], RecurFormerCache]:
         T = x.shape[1]
         training = cache.layers[0].keys_values.slots == 0
-        if self.position is not None:
-            start = jnp.zeros(1, jnp.int32) if training else cache.position
-            x = self.position(x, start[:, None] + jnp.arange(T))
+        x = self._placed(x, cache)
         run = rematerialize(
             lambda block, x, kept: block(x, kept, tokens),
             self.config.transformer.remat,
@@ -88,6 +88,27 @@ class RecurFormerStack(CacheRows, UncutStack):
             return x, cache
         count = T if tokens.lengths is None else tokens.lengths
         return x, RecurFormerCache(cache.position + count, tuple(written))
+
+    def layer_states(
+        self, x: Float[Array, "B T D"], tokens: Tokens
+    ) -> Iterator[Float[Array, "B T D"]]:
+        """Yields what enters the first layer, and what leaves each."""
+        cache = self.init_cache(x.shape[0], 0, x.dtype)
+        run = jax.jit(lambda block, x, kept: block(x, kept, tokens)[0])
+        x = self._placed(x, cache)
+        yield x
+        for block, kept in zip(self.layers, cache.layers, strict=True):
+            at = kept.keys_values._replace(position=cache.position)
+            x = run(block, x, kept._replace(keys_values=at))
+            yield x
+
+    def _placed(self, x: Array, cache: RecurFormerCache) -> Array:
+        """Adds the learned positions, if there are any."""
+        if self.position is None:
+            return x
+        training = cache.layers[0].keys_values.slots == 0
+        start = jnp.zeros(1, jnp.int32) if training else cache.position
+        return self.position(x, start[:, None] + jnp.arange(x.shape[1]))
 
 
 def layer_cache(

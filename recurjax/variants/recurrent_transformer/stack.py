@@ -1,5 +1,8 @@
 """The Recurrent Transformer stack: one op over all layers."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -89,10 +92,7 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
         Raises:
           NotImplementedError: segments with a real cache.
         """
-        if self.position is not None:
-            training = cache.slots == 0
-            start = jnp.zeros(1, jnp.int32) if training else cache.position
-            x = self.position(x, start[:, None] + jnp.arange(x.shape[1]))
+        x = self._placed(x, cache)
         z, cache = recurrent_prefill(
             x.astype(jnp.promote_types(x.dtype, jnp.float32)),
             weights_of(self.blocks),
@@ -103,3 +103,27 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
             tile=self.config.tile,
         )
         return z.astype(x.dtype), cache
+
+    def layer_states(
+        self, x: Float[Array, "B T D"], tokens: Tokens
+    ) -> Iterator[Float[Array, "B T D"]]:
+        """Yields what enters the first layer, and what leaves each."""
+        dtype, spec = x.dtype, spec_of(self.config, x.dtype.name)
+        run = jax.jit(partial(recurrent_prefill, spec=spec))
+        weights, cache = weights_of(self.blocks), empty_cache(1, x.shape[0], 0, spec)
+        rows = Rows(lengths=tokens.lengths, segments=tokens.segments)
+        x = self._placed(x, cache)
+        yield x
+        for layer in range(self.config.layers):
+            own = jax.tree.map(lambda w, at=layer: w[at : at + 1], weights)
+            wide = x.astype(jnp.promote_types(dtype, jnp.float32))
+            x = run(wide, own, cache, rows=rows)[0].astype(dtype)
+            yield x
+
+    def _placed(self, x: Array, cache: RecurrentCache) -> Array:
+        """Adds the learned positions, if there are any."""
+        if self.position is None:
+            return x
+        training = cache.slots == 0
+        start = jnp.zeros(1, jnp.int32) if training else cache.position
+        return self.position(x, start[:, None] + jnp.arange(x.shape[1]))

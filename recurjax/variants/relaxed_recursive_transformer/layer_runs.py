@@ -2,12 +2,19 @@
 
 Each takes the place's number, a part (block, adapters, kept keys and values or None), x
 and the place's cache, and returns x, the cache, and what is stacked over the layers.
+`one_by_one` runs them without a scan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
 
 from recurjax.layers.pattern_stack import PatternCache
-from recurjax.types import Tokens
+from recurjax.types import Array, Tokens
 from recurjax.variants.relaxed_recursive_transformer.adapters import BlockAdapters
 from recurjax.variants.transformer.block import BlockAdditions
 
@@ -49,6 +56,49 @@ def reads(tokens: Tokens, cache: PatternCache) -> Callable:
         return block.read(x, kept, before, group, tokens, added), group, None
 
     return read
+
+
+def one_by_one(
+    x: Float[Array, "B T D"],
+    parts: Sequence[tuple[Any, ...]],
+    order: Int[np.ndarray, " L"],
+    cache: PatternCache,
+    tokens: Tokens,
+    *,
+    on_first: bool,
+) -> Iterator[Float[Array, "B T D"]]:
+    """Yields x, and then what each depth makes of it, one layer a call.
+
+    It follows the order of depths alone, so that it says what the nested scans over
+    loops and layers should without sharing their way there.
+
+    Args:
+      parts: of each use and each place of the pattern, the repeats on the leading axis.
+      order: the block's layer at each depth.
+      cache: of length 0.
+      on_first: deeper loops read the keys and values of the first.
+    """
+    first = keeps(tokens) if on_first else runs(tokens)
+    later = reads(tokens, cache) if on_first else first
+    used: dict[int, int] = {}
+    kept: dict[int, Any] = {}
+    yield x
+    for layer in order.tolist():
+        repeat, place = divmod(layer, len(cache.groups))
+        use = used.setdefault(layer, 0)
+        block, adapters, _ = jax.tree.map(
+            lambda leaf, at=repeat: leaf[at], parts[use][place]
+        )
+        group = cache.groups[place]._replace(
+            position=cache.position, layer=jnp.int32(0)
+        )
+        act = jax.jit(later if use else first, static_argnums=0)
+        part = (block, adapters, kept.get(layer))
+        x, _, made = act(place, part, x, group)
+        if not use:
+            kept[layer] = made
+        used[layer] += 1
+        yield x
 
 
 def _additions(adapters: BlockAdapters | None) -> BlockAdditions | None:

@@ -1,6 +1,6 @@
 """The stack: a scan over loops around the scan over the shared block's layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,11 @@ from recurjax.variants.relaxed_recursive_transformer.config import (
 )
 from recurjax.variants.relaxed_recursive_transformer.layer_runs import (
     keeps,
+    one_by_one,
     reads,
     runs,
 )
+from recurjax.variants.relaxed_recursive_transformer.sharing import shared_layers
 from recurjax.variants.relaxed_recursive_transformer.uses import (
     Uses,
     joined,
@@ -160,6 +162,18 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
     def advance(self, cache: PatternCache, tokens: Tokens) -> PatternCache:
         """Moves every row on by its tokens, after the last loop that it runs."""
         return advanced(cache, cache.groups, tokens.ids.shape[1], tokens)
+
+    def layer_states(
+        self, x: Float[Array, "B T D"], tokens: Tokens
+    ) -> Iterator[Float[Array, "B T D"]]:
+        """Yields what enters the first depth, and what leaves each: `one_by_one`."""
+        config, cache = self.config, self.init_cache(x.shape[0], 0, x.dtype)
+        shared, (own, _) = shared_leaves(self.blocks, config), self._turns()
+        uses = [jax.tree.map(lambda w, b=b: w[b], own) for b in range(config.loops)]
+        parts = [self._parts(shared, use) for use in uses]
+        order = shared_layers(config.layers, config.loops, config.sharing)
+        on_first, x = config.loop_cache == "first", self.enter(x, cache)
+        return one_by_one(x, parts, order, cache, tokens, on_first=on_first)
 
     def _check_cycle(self, name: str) -> None:
         if self.config.sharing != "cycle" and self.config.loops > 1:

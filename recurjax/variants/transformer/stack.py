@@ -1,5 +1,7 @@
 """The Transformer stack: a scan over repeats of the window pattern."""
 
+from collections.abc import Iterator
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
@@ -7,7 +9,12 @@ from jaxtyping import Float
 from recurjax.layers.cache_rows import CacheRows
 from recurjax.layers.key_value_cache import empty_key_value_cache
 from recurjax.layers.mesh_axes import UncutStack
-from recurjax.layers.pattern_stack import PatternCache, make_blocks, run_blocks
+from recurjax.layers.pattern_stack import (
+    PatternCache,
+    layer_states,
+    make_blocks,
+    run_blocks,
+)
 from recurjax.layers.position import LearnedPositions, PositionEmbedding
 from recurjax.types import Array, Tokens
 from recurjax.variants.transformer.block import TransformerBlock
@@ -55,6 +62,14 @@ class TransformerStack(CacheRows, UncutStack):
             remat=self.config.remat,
             unroll=self.config.unroll,
         )
+
+    def layer_states(
+        self, x: Float[Array, "B T D"], tokens: Tokens
+    ) -> Iterator[Float[Array, "B T D"]]:
+        """Yields what enters the first layer, and what leaves each."""
+        cache = self.init_cache(x.shape[0], 0, x.dtype)
+        x = with_positions(x, self.position, cache)
+        return layer_states(self.blocks, x, cache, tokens)
 
 
 def empty_cache(
