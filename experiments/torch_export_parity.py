@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from recurjax.convert.torch.export import to_torch
+from recurjax.convert.torch import to_torch
 from recurjax.data.dataset import open_dataset
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment
