@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Int32
 
+from recurjax.files import write_whole
+
 BYTE_FILE = "byte_tokenizer.json"
 
 
@@ -42,7 +44,7 @@ class ByteTokenizer:
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / BYTE_FILE).write_text(self._definition + "\n")
+        write_whole(directory / BYTE_FILE, self._definition + "\n")
 
 
 class ByteStream:

@@ -14,6 +14,7 @@ from jaxtyping import Int, Int32
 
 from recurjax.data.byte_tokenizer import ByteStream
 from recurjax.errors import UserError
+from recurjax.files import write_whole
 
 _BOS_NAMES = (
     "<|bos|>",
@@ -139,9 +140,9 @@ class JsonTokenizer:
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "tokenizer.json").write_text(self._definition, encoding="utf-8")
+        write_whole(directory / "tokenizer.json", self._definition)
         text = json.dumps(self._names, indent=1) + "\n"
-        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        write_whole(directory / "tokenizer_config.json", text)
 
     def _id(self, name: str | None, role: str) -> int | None:
         if name is None:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from recurjax.errors import UserError
+from recurjax.files import write_whole
 
 SYMBOLS_FILE = "symbols.json"
 
@@ -70,7 +71,7 @@ class Symbols:
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / SYMBOLS_FILE).write_text(self._definition + "\n")
+        write_whole(directory / SYMBOLS_FILE, self._definition + "\n")
 
 
 class SymbolStream:

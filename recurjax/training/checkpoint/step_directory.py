@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 
 from etils import epath
 
 from recurjax.errors import UserError
+from recurjax.files import write_whole
 from recurjax.training.checkpoint.manifest import Manifest
 
 ARRAYS = "state"
@@ -135,10 +137,8 @@ class StepDirectory:
                 " away or save into another directory."
             )
         if manifest.loss is not None and there.loss != manifest.loss:
-            # Whole or not at all: a kill must not leave half a manifest.
-            new = file.parent / f"{MANIFEST_FILE}.new"
-            new.write_text(json.dumps(replace(there, loss=manifest.loss).to_json()))
-            new.replace(file)
+            text = json.dumps(replace(there, loss=manifest.loss).to_json())
+            write_whole(Path(file), text)
         return True
 
     def _set_aside(self, step: int, why: str) -> None:
