@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.errors import UserError
+from recurjax.model import StackConfig
 from recurjax.parameters import to_nested_dict
 from recurjax.plan.programs import build_program
 from recurjax.sharding import AXES, MeshConfig, make_mesh
@@ -21,9 +23,19 @@ from recurjax.training.program import build_step
 from recurjax.training.session import Session
 from recurjax.training.start_from import check_frozen, load_frozen
 from recurjax.types import Batch
+from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from tests.plan.small_experiments import VARIANTS, experiment
 from tests.training import tiny_experiment
 from tests.training.tiny_experiment import changed, drawn
+
+BASE = VARIANTS["transformer"][0]
+STACKS = {
+    **{name: stack for name, (stack, _, _) in VARIANTS.items()},
+    "recurformer": RecurFormerConfig(
+        transformer=BASE, replaced=((0,), ()), mamba=MambaConfig(dt_rank=4)
+    ),
+}
+"""A small stack of every variant."""
 
 REFUSED = {
     ("transformer", "stage"): "TransformerConfig does not have: leave it at 1, got 2",
@@ -35,14 +47,16 @@ REFUSED = {
     ("latent_recurrent_transformer", "sequence"): "TransformerConfig is not",
     ("relaxed_recursive_transformer", "stage"): "TransformerConfig does not have",
     ("relaxed_recursive_transformer", "sequence"): "TransformerConfig is not",
+    ("recurformer", "stage"): "RecurFormerConfig does not have",
+    ("recurformer", "sequence"): "RecurFormerConfig is not",
 }
 """Variants that have no program for two devices of an axis, and why."""
 
 
 def on(variant, mesh):
     """A run of a variant that the byte tokenizer fits, on a mesh."""
-    run = experiment(variant)
-    stack, vocabulary = run.model.stack, ByteTokenizer().vocabulary
+    run = experiment(variant if variant in VARIANTS else "transformer")
+    stack, vocabulary = STACKS[variant], ByteTokenizer().vocabulary
     if hasattr(stack, "vocabulary"):
         stack = replace(stack, vocabulary=vocabulary)
     model = replace(run.model, vocabulary=vocabulary, stack=stack)
@@ -57,6 +71,10 @@ def told(ask):
     except UserError as error:
         return str(error)
     return None
+
+
+def test_every_variant_is_asked():
+    assert {type(stack) for stack in STACKS.values()} == set(get_args(StackConfig))
 
 
 @pytest.fixture
@@ -75,7 +93,7 @@ def answers(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", STACKS)
 def test_a_plan_refuses_what_training_refuses(variant, axis, size, answers):
     run = on(variant, MeshConfig(**{"data": 1, axis: size}))
     train, plan = answers(run, size)
