@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Float, Int
 
 from pallas_kernels.chunk_attention.arrays import Array
 from pallas_kernels.chunk_attention.mosaic_launch import (
@@ -27,16 +28,16 @@ from pallas_kernels.chunk_attention.mosaic_logits import (
 
 def position_gradients(
     call: Call,
-    first: Array,
+    first: Int[Array, " B"],
     documents: list[Array],
-    q: Array,
-    own_logits: Array,
-    own_values: Array,
-    keys: Array,
-    values: Array,
-    o: Array,
-    lse: Array,
-    do: Array,
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B H 1 T"],
+    own_values: Float[Array, "B T H E"],
+    keys: Float[Array, "B H S E"],
+    values: Float[Array, "B H S E"],
+    o: Float[Array, "B T H E"],
+    lse: Float[Array, "B H 1 T"],
+    do: Float[Array, "B T H E"],
 ) -> tuple[Array, Array, Array, Array]:
     """Returns (dq, d own_logits [B, H, 1, T], d own_values, delta [B, H, 1, T]).
 
@@ -81,14 +82,14 @@ def position_gradients(
 
 def end_gradients(
     call: Call,
-    first: Array,
+    first: Int[Array, " B"],
     documents: list[Array],
-    q: Array,
-    keys: Array,
-    values: Array,
-    lse: Array,
-    delta: Array,
-    do: Array,
+    q: Float[Array, "B T N E"],
+    keys: Float[Array, "B H S E"],
+    values: Float[Array, "B H S E"],
+    lse: Float[Array, "B H 1 T"],
+    delta: Float[Array, "B H 1 T"],
+    do: Float[Array, "B T H E"],
 ) -> tuple[Array, Array]:
     """Returns (d keys, d values), both [B, H, S, E]."""
     tiles, H, E = call.tiles, call.heads, call.width

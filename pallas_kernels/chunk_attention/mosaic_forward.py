@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Float, Int
 
 from pallas_kernels.chunk_attention.arrays import Array
 from pallas_kernels.chunk_attention.mosaic_launch import (
@@ -23,13 +24,13 @@ from pallas_kernels.chunk_attention.mosaic_logits import hidden_logits, real_end
 
 def attend(
     call: Call,
-    first: Array,
+    first: Int[Array, " B"],
     documents: list[Array],
-    q: Array,
-    own_logits: Array,
-    own_values: Array,
-    keys: Array,
-    values: Array,
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B H 1 T"],
+    own_values: Float[Array, "B T H E"],
+    keys: Float[Array, "B H S E"],
+    values: Float[Array, "B H S E"],
 ) -> tuple[Array, Array]:
     """Returns o [B, T, H, E] and the log-sum-exp [B, H, 1, T].
 

@@ -1,8 +1,11 @@
 """TPU path: Pallas kernels lowered by Mosaic, one forward and two for the gradient."""
 
-import jax.numpy as jnp
+from typing import Any
 
-from pallas_kernels.chunk_attention.arrays import Array, at_least_one
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds, at_least_one
 from pallas_kernels.chunk_attention.mosaic_backward import (
     end_gradients,
     position_gradients,
@@ -48,16 +51,16 @@ def expressible(
 
 
 def forward(
-    q,
-    own_logits,
-    own_values,
-    ends,
-    first,
-    documents,
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
+    first: Int[Array, " B"] | None,
+    documents: Int[Array, "B T"] | None,
     *,
-    chunk,
-    scale,
-    interpret=False,
+    chunk: int,
+    scale: float,
+    interpret: Any = False,
     tiles: Tiles | None = None,
 ):
     """Returns (o [B, T, H, E], log-sum-exp [B, H, 1, T]).
@@ -82,19 +85,19 @@ def forward(
 
 
 def backward(
-    q,
-    own_logits,
-    own_values,
-    ends,
-    first,
-    documents,
-    o,
-    lse,
-    do,
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
+    first: Int[Array, " B"] | None,
+    documents: Int[Array, "B T"] | None,
+    o: Float[Array, "B T H E"],
+    lse: Float[Array, "B H 1 _"],  # of 8 positions at least
+    do: Float[Array, "B T H E"],
     *,
-    chunk,
-    scale,
-    interpret=False,
+    chunk: int,
+    scale: float,
+    interpret: Any = False,
     tiles: Tiles | None = None,
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""

@@ -2,18 +2,21 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
 
 
 def chunk_attention_reference(
-    q,
-    own_logits,
-    own_values,
-    ends,
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
     *,
-    chunk,
-    scale,
-    first=None,
-    documents=None,
+    chunk: int,
+    scale: float,
+    first: Int[Array, " B"] | None = None,
+    documents: Int[Array, "B T"] | None = None,
 ):
     """Returns o [B, T, H, E] in at least float32: see `chunk_attention`."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -24,7 +27,7 @@ def chunk_attention_reference(
     own_chunk = jnp.arange(T) // chunk
     own_chunk = own_chunk[None] + (0 if first is None else first[:, None])
     seen = jnp.arange(keys.shape[2]) < own_chunk[..., None]  # [B, T, S]
-    if documents is not None:
+    if documents is not None and ends.documents is not None:
         seen = seen & (ends.documents[:, None] == documents[..., None])
     logits = jnp.einsum("bthe,bhse->bhts", q, keys)
     logits = jnp.where(seen[:, None], logits, -jnp.inf)

@@ -1,6 +1,7 @@
 """GPU path: Pallas kernels lowered by Triton, one forward and two for the gradient."""
 
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds, at_least_one
 from pallas_kernels.chunk_attention.triton_backward import (
@@ -50,15 +51,15 @@ def expressible(
 
 
 def forward(
-    q,
-    own_logits,
-    own_values,
-    ends,
-    first,
-    documents,
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
+    first: Int[Array, " B"] | None,
+    documents: Int[Array, "B T"] | None,
     *,
-    chunk,
-    scale,
+    chunk: int,
+    scale: float,
     interpret: bool = False,
     tiles: Tiles | None = None,
 ):
@@ -75,18 +76,18 @@ def forward(
 
 
 def backward(
-    q,
-    own_logits,
-    own_values,
-    ends,
-    first,
-    documents,
-    o,
-    lse,
-    do,
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
+    first: Int[Array, " B"] | None,
+    documents: Int[Array, "B T"] | None,
+    o: Float[Array, "B T H E"],
+    lse: Float[Array, "B H T"],
+    do: Float[Array, "B T H E"],
     *,
-    chunk,
-    scale,
+    chunk: int,
+    scale: float,
     interpret: bool = False,
     tiles: Tiles | None = None,
 ):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Float
 
 from pallas_kernels.chunk_attention.arrays import Array
 from pallas_kernels.chunk_attention.triton_launch import (
@@ -25,7 +26,16 @@ from pallas_kernels.chunk_attention.visibility import (
 
 
 def position_gradients(
-    call: Call, masks: list[Array], q, own_logits, own_values, keys, values, o, lse, do
+    call: Call,
+    masks: list[Array],
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    keys: Float[Array, "B H S E"],
+    values: Float[Array, "B H S E"],
+    o: Float[Array, "B T H E"],
+    lse: Float[Array, "B H T"],
+    do: Float[Array, "B T H E"],
 ):
     """Returns (dq [P, B, T, N, E] in P parts, d own_logits, d own_values, delta).
 
@@ -67,7 +77,16 @@ def position_gradients(
     )
 
 
-def end_gradients(call: Call, masks: list[Array], q, keys, values, lse, delta, do):
+def end_gradients(
+    call: Call,
+    masks: list[Array],
+    q: Float[Array, "B T N E"],
+    keys: Float[Array, "B H S E"],
+    values: Float[Array, "B H S E"],
+    lse: Float[Array, "B H T"],
+    delta: Float[Array, "B H T"],
+    do: Float[Array, "B T H E"],
+):
     """Returns (d keys, d values), both [B, H, S, E]."""
     B, T, H, E = do.shape
     N, S, count = call.groups, call.ends, call.tiles.backward_block_k

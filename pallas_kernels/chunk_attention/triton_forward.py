@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Float
 
 from pallas_kernels.chunk_attention.arrays import Array
 from pallas_kernels.chunk_attention.triton_launch import (
@@ -20,7 +21,15 @@ from pallas_kernels.chunk_attention.triton_launch import (
 from pallas_kernels.chunk_attention.visibility import cdiv, seen_ends, sees
 
 
-def attend(call: Call, masks: list[Array], q, own_logits, own_values, keys, values):
+def attend(
+    call: Call,
+    masks: list[Array],
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    keys: Float[Array, "B H S E"],
+    values: Float[Array, "B H S E"],
+):
     """Returns o [B, T, H, E] and the log-sum-exp [B, H, T]."""
     B, T, H, E = own_values.shape
     N, S, rows = call.groups, keys.shape[2], call.tiles.block_q

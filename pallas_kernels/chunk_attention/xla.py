@@ -1,7 +1,10 @@
 """The XLA backend: in bands where logits are few, in tiles where they are many."""
 
+from jaxtyping import Float, Int
+
 from pallas_kernels import target
 from pallas_kernels.chunk_attention import xla_bands, xla_tiles
+from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
 from pallas_kernels.chunk_attention.xla_cuts import choose_tiles
 
 
@@ -12,7 +15,17 @@ def supported(
     return None
 
 
-def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
+def forward(
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
+    first: Int[Array, " B"] | None,
+    documents: Int[Array, "B T"] | None,
+    *,
+    chunk: int,
+    scale: float,
+):
     """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
     return _way(q, ends).forward(
         *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale
@@ -20,18 +33,18 @@ def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
 
 
 def backward(
-    q,
-    own_logits,
-    own_values,
-    ends,
-    first,
-    documents,
-    o,
-    lse,
-    do,
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
+    first: Int[Array, " B"] | None,
+    documents: Int[Array, "B T"] | None,
+    o: Float[Array, "B T H E"],
+    lse: Float[Array, "B T H"],
+    do: Float[Array, "B T H E"],
     *,
-    chunk,
-    scale,
+    chunk: int,
+    scale: float,
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
     return _way(q, ends).backward(

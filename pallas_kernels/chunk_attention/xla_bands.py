@@ -8,12 +8,23 @@ inside the block. The own term is one more row, kept apart from the products.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
 from pallas_kernels.chunk_attention.xla_cuts import Bands, choose_bands
 
 
-def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
+def forward(
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
+    first: Int[Array, " B"] | None,
+    documents: Int[Array, "B T"] | None,
+    *,
+    chunk: int,
+    scale: float,
+):
     """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
     cut = _cut(own_logits, ends, first)
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -42,18 +53,18 @@ def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
 
 
 def backward(
-    q,
-    own_logits,
-    own_values,
-    ends,
-    first,
-    documents,
-    o,
-    lse,
-    do,
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
+    first: Int[Array, " B"] | None,
+    documents: Int[Array, "B T"] | None,
+    o: Float[Array, "B T H E"],
+    lse: Float[Array, "B T H"],
+    do: Float[Array, "B T H E"],
     *,
-    chunk,
-    scale,
+    chunk: int,
+    scale: float,
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
     cut = _cut(own_logits, ends, first)

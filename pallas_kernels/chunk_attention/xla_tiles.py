@@ -11,13 +11,24 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
 from pallas_kernels.chunk_attention.visibility import cdiv, seen_ends, sees
 from pallas_kernels.chunk_attention.xla_cuts import Tiles, choose_tiles
 
 
-def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
+def forward(
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
+    first: Int[Array, " B"] | None,
+    documents: Int[Array, "B T"] | None,
+    *,
+    chunk: int,
+    scale: float,
+):
     """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
     call = _Call(q, own_logits, ends, first, documents, chunk, scale)
 
@@ -50,18 +61,18 @@ def forward(q, own_logits, own_values, ends, first, documents, *, chunk, scale):
 
 
 def backward(
-    q,
-    own_logits,
-    own_values,
-    ends,
-    first,
-    documents,
-    o,
-    lse,
-    do,
+    q: Float[Array, "B T N E"],
+    own_logits: Float[Array, "B T H"],
+    own_values: Float[Array, "B T H E"],
+    ends: ChunkEnds,
+    first: Int[Array, " B"] | None,
+    documents: Int[Array, "B T"] | None,
+    o: Float[Array, "B T H E"],
+    lse: Float[Array, "B T H"],
+    do: Float[Array, "B T H E"],
     *,
-    chunk,
-    scale,
+    chunk: int,
+    scale: float,
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
     call = _Call(q, own_logits, ends, first, documents, chunk, scale)

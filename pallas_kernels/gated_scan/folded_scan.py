@@ -8,11 +8,19 @@ The state is set to zero where `starts` [B, G, C] says so, and every `period` tu
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 Array = jax.Array
 
 
-def scan_forward(gate, values, starts, entering, *, period=None):
+def scan_forward(
+    gate: Float[Array, "B G C D"],
+    values: tuple[Float[Array, "B G C _"], ...],
+    starts: Bool[Array, "B G C"] | None,
+    entering: tuple[Float[Array, "B G D"], ...],
+    *,
+    period: int | None = None,
+):
     """Returns (states [B, G, C, D] of each stream, its last states [B, G, D]).
 
     Args:
@@ -39,7 +47,15 @@ def scan_forward(gate, values, starts, entering, *, period=None):
 
 
 def scan_backward(
-    gate, values, starts, entering, states, d_states, d_last, *, period=None
+    gate: Float[Array, "B G C D"],
+    values: tuple[Float[Array, "B G C _"], ...],
+    starts: Bool[Array, "B G C"] | None,
+    entering: tuple[Float[Array, "B G D"], ...],
+    states: tuple[Float[Array, "B G C D"], ...],
+    d_states: tuple[Float[Array, "B G C D"], ...],
+    d_last: tuple[Float[Array, "B G D"], ...],
+    *,
+    period: int | None = None,
 ):
     """Returns gradients of (gate, values, entering), all in the computation's dtype.
 
@@ -73,7 +89,12 @@ def scan_backward(
     return d_gate, tuple(d_values), d_entering
 
 
-def summarize_forward(gate, values, starts, dtype):
+def summarize_forward(
+    gate: Float[Array, "B G C D"],
+    values: tuple[Float[Array, "B G C _"], ...],
+    starts: Bool[Array, "B G C"] | None,
+    dtype,
+):
     """Returns what a stretch makes of h: h_last = product h_in + added, [B, G, D]."""
     B, G, C, D = gate.shape
 
@@ -91,7 +112,12 @@ def summarize_forward(gate, values, starts, dtype):
     return _loop(body, C, (zeros + 1, tuple(zeros for _ in values)))
 
 
-def summarize_backward(gate, starts, d_states, dtype):
+def summarize_backward(
+    gate: Float[Array, "B G C D"],
+    starts: Bool[Array, "B G C"] | None,
+    d_states: tuple[Float[Array, "B G C D"], ...],
+    dtype,
+):
     """Returns what a stretch makes of l: l_in = product l_last + added, [B, G, D]."""
     B, G, C, D = gate.shape
 

@@ -1,6 +1,10 @@
 """TPU path: one kernel a pass, the state in VMEM from block to block."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.gated_scan.mosaic_backward import run_backward
 from pallas_kernels.gated_scan.mosaic_forward import run_forward
@@ -13,6 +17,8 @@ from pallas_kernels.gated_scan.mosaic_launch import (
 )
 from pallas_kernels.gated_scan.signed_gate import refusal_of_dtypes, sign_gate
 from pallas_kernels.target import refusal_of_mosaic_tpu
+
+Array = jax.Array
 
 
 def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
@@ -32,7 +38,15 @@ def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
 
 
 def forward(
-    gate, values, initial, starts, lengths, *, chunk, interpret=False, tiles=None
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    initial: tuple[Float[Array, "B D"], ...],
+    starts: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
+    *,
+    chunk: int | None,
+    interpret: Any = False,
+    tiles: Tiles | None = None,
 ):
     """Returns (states, finals): see `gated_scan`.
 
@@ -53,18 +67,18 @@ def forward(
 
 
 def backward(
-    gate,
-    values,
-    initial,
-    starts,
-    lengths,
-    states,
-    d_states,
-    d_finals,
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    initial: tuple[Float[Array, "B D"], ...],
+    starts: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
+    states: tuple[Float[Array, "B T D"], ...],
+    d_states: tuple[Float[Array, "B T D"], ...],
+    d_finals: tuple[Float[Array, "B D"], ...],
     *,
-    chunk,
-    interpret=False,
-    tiles=None,
+    chunk: int | None,
+    interpret: Any = False,
+    tiles: Tiles | None = None,
 ):
     """Returns gradients of (gate, values, initial)."""
     D = gate.shape[2]

@@ -2,10 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+Array = jax.Array
 
 
 def gated_scan_reference(
-    gate, values, *, initial=None, starts=None, lengths=None, chunk=None
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    *,
+    initial: tuple[Float[Array, "B D"], ...] | None = None,
+    starts: Bool[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    chunk: int | None = None,
 ):
     """Returns (h of each of `values`, the last of each), in at least float32."""
     dtype = jnp.promote_types(gate.dtype, jnp.float32)

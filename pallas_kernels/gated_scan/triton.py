@@ -1,6 +1,10 @@
 """GPU path: Pallas kernels lowered by Triton, a few channels of a stretch a program."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.gated_scan.signed_gate import (
     narrowest,
@@ -16,6 +20,8 @@ from pallas_kernels.gated_scan.triton_launch import (
     choose_tiles,
 )
 from pallas_kernels.target import refusal_of_triton
+
+Array = jax.Array
 
 
 def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
@@ -42,7 +48,15 @@ def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
 
 
 def forward(
-    gate, values, initial, starts, lengths, *, chunk, interpret=False, tiles=None
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    initial: tuple[Float[Array, "B D"], ...],
+    starts: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
+    *,
+    chunk: int | None,
+    interpret: Any = False,
+    tiles: Tiles | None = None,
 ):
     """Returns (states, finals): see `gated_scan`.
 
@@ -62,18 +76,18 @@ def forward(
 
 
 def backward(
-    gate,
-    values,
-    initial,
-    starts,
-    lengths,
-    states,
-    d_states,
-    d_finals,
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    initial: tuple[Float[Array, "B D"], ...],
+    starts: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
+    states: tuple[Float[Array, "B T D"], ...],
+    d_states: tuple[Float[Array, "B T D"], ...],
+    d_finals: tuple[Float[Array, "B D"], ...],
     *,
-    chunk,
-    interpret=False,
-    tiles=None,
+    chunk: int | None,
+    interpret: Any = False,
+    tiles: Tiles | None = None,
 ):
     """Returns gradients of (gate, values, initial)."""
     call, e = _cut(gate, values, starts, lengths, chunk, interpret, tiles)

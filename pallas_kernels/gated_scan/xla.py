@@ -12,6 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.gated_scan.folded_scan import (
     scan_backward,
@@ -19,6 +20,8 @@ from pallas_kernels.gated_scan.folded_scan import (
     summarize_backward,
     summarize_forward,
 )
+
+Array = jax.Array
 
 _BLOCK = 128
 
@@ -28,7 +31,15 @@ def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
     return None
 
 
-def forward(gate, values, initial, starts, lengths, *, chunk):
+def forward(
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    initial: tuple[Float[Array, "B D"], ...],
+    starts: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
+    *,
+    chunk: int | None,
+):
     """Returns (states, finals): see `gated_scan`."""
     T = gate.shape[1]
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
@@ -36,7 +47,6 @@ def forward(gate, values, initial, starts, lengths, *, chunk):
     narrow = tuple(v.dtype for v in values)
     if lengths is not None:  # The last states are read from the states: keep them wide.
         values = tuple(v.astype(dtype) for v in values)
-    in_chunks = chunk is not None and chunk < T
     states, last = jax.lax.platform_dependent(
         gate,
         values,
@@ -44,7 +54,7 @@ def forward(gate, values, initial, starts, lengths, *, chunk):
         starts,
         cpu=partial(chunked_forward, size=T, period=chunk),
         default=partial(chunked_forward, size=chunk)
-        if in_chunks
+        if chunk is not None and chunk < T
         else partial(blocked_forward, size=min(_BLOCK, T)),
     )
     if lengths is not None:
@@ -59,16 +69,16 @@ def forward(gate, values, initial, starts, lengths, *, chunk):
 
 
 def backward(
-    gate,
-    values,
-    initial,
-    starts,
-    lengths,
-    states,
-    d_states,
-    d_finals,
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    initial: tuple[Float[Array, "B D"], ...],
+    starts: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
+    states: tuple[Float[Array, "B T D"], ...],
+    d_states: tuple[Float[Array, "B T D"], ...],
+    d_finals: tuple[Float[Array, "B D"], ...],
     *,
-    chunk,
+    chunk: int | None,
 ):
     """Returns gradients of (gate, values, initial), in at least float32."""
     T = gate.shape[1]
@@ -85,19 +95,25 @@ def backward(
         )
         d_finals = tuple(jnp.zeros_like(d) for d in d_finals)
     arrays = (gate, values, initial, starts, states, d_states, d_finals)
-    in_chunks = chunk is not None and chunk < T
     d_gate, d_values, d_initial = jax.lax.platform_dependent(
         *arrays,
         cpu=partial(chunked_backward, size=T, period=chunk),
         default=partial(chunked_backward, size=chunk)
-        if in_chunks
+        if chunk is not None and chunk < T
         else partial(blocked_backward, size=min(_BLOCK, T)),
     )
     d_initial = tuple(d + p for d, p in zip(d_initial, passed, strict=True))
     return d_gate, d_values, d_initial
 
 
-def blocked_forward(gate, values, initial, starts, *, size):
+def blocked_forward(
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    initial: tuple[Float[Array, "B D"], ...],
+    starts: Bool[Array, "B T"] | None,
+    *,
+    size: int,
+):
     """Runs one recurrence over the whole sequence, block after block."""
     T, dtype = gate.shape[1], initial[0].dtype
     gate, values, starts = _fold_inputs(gate, values, starts, size)
@@ -110,7 +126,15 @@ def blocked_forward(gate, values, initial, starts, *, size):
 
 
 def blocked_backward(
-    gate, values, initial, starts, states, d_states, d_finals, *, size
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    initial: tuple[Float[Array, "B D"], ...],
+    starts: Bool[Array, "B T"] | None,
+    states: tuple[Float[Array, "B T D"], ...],
+    d_states: tuple[Float[Array, "B T D"], ...],
+    d_finals: tuple[Float[Array, "B D"], ...],
+    *,
+    size: int,
 ):
     """Runs its gradient, block before block."""
     T, dtype = gate.shape[1], initial[0].dtype
@@ -134,7 +158,15 @@ def blocked_backward(
     return _unfold((d_gate,), T)[0], _unfold(d_values, T), d_initial
 
 
-def chunked_forward(gate, values, initial, starts, *, size, period=None):
+def chunked_forward(
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    initial: tuple[Float[Array, "B D"], ...],
+    starts: Bool[Array, "B T"] | None,
+    *,
+    size: int,
+    period: int | None = None,
+):
     """Runs stretches of `size` positions side by side; only the first has a past."""
     T = gate.shape[1]
     gate, values, starts = _fold_inputs(gate, values, starts, size)
@@ -144,16 +176,16 @@ def chunked_forward(gate, values, initial, starts, *, size, period=None):
 
 
 def chunked_backward(
-    gate,
-    values,
-    initial,
-    starts,
-    states,
-    d_states,
-    d_finals,
+    gate: Float[Array, "B T D"],
+    values: tuple[Float[Array, "B T _"], ...],
+    initial: tuple[Float[Array, "B D"], ...],
+    starts: Bool[Array, "B T"] | None,
+    states: tuple[Float[Array, "B T D"], ...],
+    d_states: tuple[Float[Array, "B T D"], ...],
+    d_finals: tuple[Float[Array, "B D"], ...],
     *,
-    size,
-    period=None,
+    size: int,
+    period: int | None = None,
 ):
     """Runs its gradient."""
     T = gate.shape[1]

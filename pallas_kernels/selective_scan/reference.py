@@ -2,21 +2,24 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+Array = jax.Array
 
 
 def selective_scan_reference(
-    u,
-    dt,
-    a,
-    b,
-    c,
+    u: Float[Array, "B T I"],
+    dt: Float[Array, "B T I"],
+    a: Float[Array, "I N"],
+    b: Float[Array, "B T N"],
+    c: Float[Array, "B T N"],
     *,
-    skip=None,
-    z=None,
-    dt_bias=None,
-    initial=None,
-    starts=None,
-    lengths=None,
+    skip: Float[Array, " I"] | None = None,
+    z: Float[Array, "B T I"] | None = None,
+    dt_bias: Float[Array, " I"] | None = None,
+    initial: Float[Array, "B I N"] | None = None,
+    starts: Bool[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
 ):
     """Returns (y [B, T, I], the last state [B, I, N]), in at least float32."""
     dtype = jnp.promote_types(u.dtype, jnp.float32)

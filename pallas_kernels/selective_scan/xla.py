@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from pallas_kernels import target
 
@@ -25,7 +26,21 @@ def supported(
     return None
 
 
-def forward(u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk, residuals):
+def forward(
+    u: Float[Array, "B T I"],
+    dt: Float[Array, "B T I"],
+    a: Float[Array, "I N"],
+    b: Float[Array, "B T N"],
+    c: Float[Array, "B T N"],
+    skip: Float[Array, " I"] | None,
+    z: Float[Array, "B T I"] | None,
+    dt_bias: Float[Array, " I"] | None,
+    initial: Float[Array, "B I N"],
+    starts: Bool[Array, "B T"] | None,
+    *,
+    chunk: int,
+    residuals: bool,
+):
     """Returns (y, final, states [B, G, N, I] that enter chunks) or None for these."""
     T = u.shape[1]
     steps = _Steps.of(u, dt, a, b, c, dt_bias, starts, chunk if residuals else T)
@@ -55,21 +70,21 @@ def forward(u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk, residua
 
 
 def backward(
-    u,
-    dt,
-    a,
-    b,
-    c,
-    skip,
-    z,
-    dt_bias,
-    initial,
-    starts,
-    kept,
-    d_out,
-    d_final,
+    u: Float[Array, "B T I"],
+    dt: Float[Array, "B T I"],
+    a: Float[Array, "I N"],
+    b: Float[Array, "B T N"],
+    c: Float[Array, "B T N"],
+    skip: Float[Array, " I"] | None,
+    z: Float[Array, "B T I"] | None,
+    dt_bias: Float[Array, " I"] | None,
+    initial: Float[Array, "B I N"],
+    starts: Bool[Array, "B T"] | None,
+    kept: Float[Array, "B G N I"],
+    d_out: Float[Array, "B T I"],
+    d_final: Float[Array, "B I N"],
     *,
-    chunk,
+    chunk: int,
 ):
     """Returns gradients of the arrays before `starts`, None for those not given.
 
