@@ -138,6 +138,8 @@ def _position_kernel(first_ref, *refs, call: Call):
     def _():
         sum_ref[:] = jnp.zeros_like(sum_ref)
 
+    # A head's first step: what needs no chunk end. delta = sum(do * o) is every
+    # softmax gradient's common part; the own term's weight follows from lse.
     @pl.when(j == 0)
     def _():
         do = do_ref[...].astype(jnp.float32).T  # [E, rows]
@@ -150,6 +152,8 @@ def _position_kernel(first_ref, *refs, call: Call):
         delta_ref[:] = delta
         delta_kept_ref[:] = delta
 
+    # A block of ends: the weights again from lse, then dq += k^T p (dp - delta).
+    # Blocks after the last seen one are skipped.
     @pl.when(j < call.blocks_of_ends(i, first))
     def _():
         q = q_ref[...]
@@ -180,6 +184,7 @@ def _end_kernel(first_ref, *refs, call: Call):
         sum_k_ref[:] = jnp.zeros_like(sum_k_ref)
         sum_v_ref[:] = jnp.zeros_like(sum_v_ref)
 
+    # Blocks of positions before the first that sees an end of this block are skipped.
     @pl.when(i >= call.first_block(j, first))
     def _():
         q = real_rows(call, q_ref[...], i, 0)

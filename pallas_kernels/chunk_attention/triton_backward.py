@@ -115,8 +115,9 @@ def end_gradients(
 
 # A program owns `rows` positions of a query group, and some of its heads one after the
 # other: dq stays in registers and is written once. For each head it makes delta and the
-# own term's gradients, then meets the seen ends as the forward kernel does. Crossing
-# memory: q and dq once; own term, o, do and their gradients once; ends once a program.
+# own term's gradients, then runs over the ends that are seen, as the forward kernel
+# does. Crossing memory: q and dq once; own term, o, do and their gradients once; ends
+# once a program.
 def _position_kernel(*refs, call: Call):
     ins, outs = refs[call.masks : call.masks + 8], refs[call.masks + 8 :]
     q_ref, own_ref, value_ref, keys_ref, values_ref, o_ref, lse_ref, do_ref = ins
@@ -142,6 +143,7 @@ def _position_kernel(*refs, call: Call):
         delta = jnp.sum(wide * load_rows(o_ref.at[:, h, :], real=real), axis=1)
         lse = load_rows(lse_ref.at[h, :], real=real) * LOG2_E
         own = load_rows(own_ref.at[:, h], real=real).astype(jnp.float32)
+        # The own term: its weight follows from lse, its gradients from delta.
         weight = jnp.exp2(own * (call.scale * LOG2_E) - lse)
         of_value = jnp.sum(wide * load_rows(value_ref.at[:, h, :], real=real), axis=1)
         store_rows(delta_ref.at[h, :], delta, real=real)
@@ -150,11 +152,12 @@ def _position_kernel(*refs, call: Call):
         store_rows(d_value_ref.at[:, h, :], weight[:, None] * wide, real=real)
         do = do.astype(q.dtype)
 
-        def meet(j, dq, masked: bool):
+        def add_block(j, dq, masked: bool):
             s = j * count + jnp.arange(count)
             slots = pl.ds(j * count, count)
             k = load_rows(keys_ref.at[h, slots, :], real=s < call.ends).astype(q.dtype)
             v = load_rows(values_ref.at[h, slots, :], real=s < call.ends)
+            # The weights again, from the kept lse: no maximum is needed twice.
             logits = dot(q, k, transposed=True) * (call.scale * LOG2_E)
             p = jnp.exp2(logits - lse[:, None])
             if masked:
@@ -167,8 +170,8 @@ def _position_kernel(*refs, call: Call):
             d_logits = p * (dp - delta[:, None])
             return dq + dot(d_logits.astype(k.dtype), k)
 
-        plain = lambda j, d: meet(j, d, masked=False)  # noqa: E731
-        checked = lambda j, d: meet(j, d, masked=True)  # noqa: E731
+        plain = lambda j, d: add_block(j, d, masked=False)  # noqa: E731
+        checked = lambda j, d: add_block(j, d, masked=True)  # noqa: E731
         dq = jax.lax.fori_loop(0, unmasked, plain, dq)
         return jax.lax.fori_loop(unmasked, blocks, checked, dq)
 
@@ -194,7 +197,7 @@ def _end_kernel(*refs, call: Call):
     k = load_rows(keys_ref, real=there).astype(dtype)
     v = load_rows(values_ref, real=there).astype(dtype)
 
-    def meet(i, sums, masked: bool):
+    def add_block(i, sums, masked: bool):
         dk, dv = sums
         t = i * rows + jnp.arange(rows)
         real = t < call.length
@@ -216,13 +219,14 @@ def _end_kernel(*refs, call: Call):
         d_logits = (p * (dp - delta[None, :])).astype(dtype)
         return dk + dot(d_logits, q), dv + dot(p.astype(dtype), do)
 
+    # Positions before `low` see none of these ends, those from `high` on see all.
     blocks = cdiv(call.length, rows)
     low = first_position(first, start, chunk=call.chunk) // rows
     high = first_position(first, start + count - 1, chunk=call.chunk)
     high = blocks if call.has_documents else jnp.minimum(cdiv(high, rows), blocks)
     sums = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(k.shape, jnp.float32))
-    plain = lambda i, d: meet(i, d, masked=False)  # noqa: E731
-    checked = lambda i, d: meet(i, d, masked=True)  # noqa: E731
+    plain = lambda i, d: add_block(i, d, masked=False)  # noqa: E731
+    checked = lambda i, d: add_block(i, d, masked=True)  # noqa: E731
     sums = jax.lax.fori_loop(low, high, checked, sums)
     # Positions past the last have q = do = delta = 0 and add nothing.
     dk, dv = jax.lax.fori_loop(high, blocks, plain, sums)

@@ -77,7 +77,7 @@ def _forward_kernel(*refs, call: Call):
     q = load_rows(q_ref, real=real)
     own = load_rows(own_ref, real=real).astype(jnp.float32) * (call.scale * LOG2_E)
 
-    def meet(j, running, masked: bool):
+    def add_block(j, running, masked: bool):
         largest, normalizer, weighted = running
         s = j * count + jnp.arange(count)
         part = pl.ds(j * count, count)
@@ -91,6 +91,7 @@ def _forward_kernel(*refs, call: Call):
                 same = same_document(call, refs, documents, j * count, count)
                 seen = seen & same
             logits = jnp.where(seen, logits, HIDDEN)
+        # A larger maximum shrinks what was summed under the old one.
         above = jnp.maximum(largest, jnp.max(logits, axis=1))
         shrink = jnp.exp2(largest - above)
         p = jnp.exp2(logits - above[:, None])
@@ -98,14 +99,18 @@ def _forward_kernel(*refs, call: Call):
         return above, normalizer, weighted * shrink[:, None] + dot(p.astype(v.dtype), v)
 
     v = load_rows(value_ref, real=real).astype(jnp.float32)
+    # The softmax starts from the own term, whose weight is exp(0) = 1: no row is empty.
     running = (own, jnp.ones(rows, jnp.float32), v)
     sizes = {"chunk": call.chunk, "ends": call.ends}
+    # Ends before `unmasked` blocks are seen by every position of the program.
     unmasked = 0 if call.has_documents else seen_ends(first, start, **sizes) // count
     last = jnp.minimum(start + rows, call.length) - 1
     blocks = cdiv(seen_ends(first, last, **sizes), count)
-    running = jax.lax.fori_loop(0, unmasked, lambda j, r: meet(j, r, False), running)
     running = jax.lax.fori_loop(
-        unmasked, blocks, lambda j, r: meet(j, r, True), running
+        0, unmasked, lambda j, r: add_block(j, r, False), running
+    )
+    running = jax.lax.fori_loop(
+        unmasked, blocks, lambda j, r: add_block(j, r, True), running
     )
     largest, normalizer, weighted = running
     store_rows(o_ref, weighted / normalizer[:, None], real=real)

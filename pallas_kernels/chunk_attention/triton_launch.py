@@ -25,8 +25,8 @@ class Tiles:
 
     Attributes:
       block_q: positions in a program of the forward kernel and of q's gradient.
-      block_k: chunk ends that these meet at once.
-      backward_block_q: positions that a program of the ends' gradient meets at once.
+      block_k: chunk ends that these read at once.
+      backward_block_q: positions that a program of the ends' gradient reads at once.
       backward_block_k: its chunk ends.
       splits: programs that share the heads of a query group in the queries' gradient;
         divides their number. More than one costs a sum afterwards.

@@ -33,7 +33,7 @@ def forward(
     call = _Call(q, own_logits, ends, first, documents, chunk, scale)
 
     def tile(head: "_Head", rows: "_Rows"):
-        def meet(j, running, masked: bool):
+        def add_block(j, running, masked: bool):
             largest, normalizer, weighted = running
             logits, _, v = head.logits(j, rows, masked)
             above = jnp.maximum(largest, jnp.max(logits, axis=1))
@@ -44,7 +44,7 @@ def forward(
             return above, normalizer, weighted
 
         own, v = rows.arrays["own"], rows.arrays["v"].astype(call.dtype)
-        running = head.over_ends(rows, meet, (own, jnp.ones_like(own), v))
+        running = head.over_ends(rows, add_block, (own, jnp.ones_like(own), v))
         largest, normalizer, weighted = running
         o = (weighted / normalizer[:, None]).astype(own_values.dtype)
         return o, largest + jnp.log(normalizer)
@@ -87,7 +87,7 @@ def backward(
         q, do = rows.arrays["q"], rows.arrays["do"]
         lse, delta = rows.arrays["lse"][:, None], rows.arrays["delta"][:, None]
 
-        def meet(j, running, masked: bool):
+        def add_block(j, running, masked: bool):
             dq, d_keys, d_values = running
             logits, k, v = head.logits(j, rows, masked)
             p = jnp.exp(logits - lse)
@@ -98,7 +98,7 @@ def backward(
             return dq + _dot(d_logits, k, (1, 0)), d_keys, d_values
 
         start = (jnp.zeros(q.shape, dtype), *sums)
-        dq, *sums = head.over_ends(rows, meet, start)
+        dq, *sums = head.over_ends(rows, add_block, start)
         return tuple(sums), dq
 
     def of_head(head: "_Head", rows: "_Rows"):
@@ -143,16 +143,18 @@ class _Head(NamedTuple):
     first: Array
     documents: Array | None
 
-    def over_ends(self, rows: _Rows, meet, running):
-        """Runs `meet(j, running, masked)` over the tiles of ends that `rows` see."""
+    def over_ends(self, rows: _Rows, add_block, running):
+        """Runs `add_block(j, running, masked)` over the tiles of ends `rows` see."""
         call, tiles = self.call, self.call.tiles
         seen = partial(seen_ends, self.first, chunk=call.chunk, ends=call.ends)
         whole = 0 if self.documents is not None else seen(rows.start) // tiles.block_k
         last = jnp.minimum(rows.start + tiles.block_q, call.length) - 1
         blocks = cdiv(seen(last), tiles.block_k)
-        plain = partial(meet, masked=False)
+        plain = partial(add_block, masked=False)
         running = jax.lax.fori_loop(0, whole, plain, running)
-        return jax.lax.fori_loop(whole, blocks, partial(meet, masked=True), running)
+        return jax.lax.fori_loop(
+            whole, blocks, partial(add_block, masked=True), running
+        )
 
     def logits(self, j, rows: _Rows, masked: bool):
         """Returns a tile's logits [rows, ends], and the keys and values of its ends."""

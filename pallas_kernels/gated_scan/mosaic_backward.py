@@ -115,6 +115,8 @@ def _backward_kernel(*refs, call: Call):
         if width < call.D:
             at.sums[n][:, :] = jnp.zeros_like(at.sums[n])
 
+    # A few groups of 128 channels at a time: their rows go to float32 in VMEM, the
+    # gradient that enters each stretch is found, then all stretches run back at once.
     def groups(turn, _):
         first = turn * call.together
         _read(call, at, row, block, first)
@@ -133,6 +135,7 @@ def _backward_kernel(*refs, call: Call):
         return 0
 
     jax.lax.fori_loop(0, call.D // LANES // call.together, groups, 0)
+    # A narrow stream's sums over its tiles are whole only after the last group.
     for n, width in enumerate(call.widths):
         for k in range(width // LANES) if width < call.D else ():
             ref = at.d_values[n]

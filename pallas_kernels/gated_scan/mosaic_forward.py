@@ -81,6 +81,8 @@ def _forward_kernel(length_ref, e_ref, *refs, call: Call):
             carried[n] = initial[:, :]
             final[:, :] = initial[:, :]  # What a row without a position ends with.
 
+    # A few groups of 128 channels at a time: their rows go to float32 in VMEM, the
+    # state that enters each stretch is found, then all stretches run at once.
     def groups(turn, _):
         first = turn * call.together
         for i in range(call.together):

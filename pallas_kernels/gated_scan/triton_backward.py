@@ -93,6 +93,7 @@ def _backward_kernel(*refs, call: Call):
     initial = [program.read_row(ref) for ref in initial_refs]
 
     def turn(n, flowing):
+        # All reads of the turn first, so that they are under way together.
         read = []
         for t, inside in _positions(program, n):
             inputs = _Inputs(
@@ -106,6 +107,7 @@ def _backward_kernel(*refs, call: Call):
                 ],
             )
             read.append((t, inside, inputs))
+        # Then back, position by position: totals are l, the gradients of the states.
         for t, inside, at in read:
             gates = [read_signed(part, signed=call.signed) for part in at.e]
             ends = _is_last(t, inside, last)

@@ -70,7 +70,7 @@ class Call:
 
     @property
     def ragged(self) -> bool:
-        """Returns whether a program meets positions that are not its own."""
+        """Returns whether a program reaches positions that are not its own."""
         S = self.tiles.positions
         return self.T % S != 0 or S % self.tiles.unroll != 0
 

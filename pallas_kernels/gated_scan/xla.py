@@ -85,6 +85,8 @@ def backward(
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
     initial = tuple(h.astype(dtype) for h in initial)
     passed = tuple(jnp.zeros_like(h) for h in initial)
+    # With lengths the last state is one of the states: its gradient is added there. A
+    # row without a position ends as it began: its gradient passes straight through.
     if lengths is not None:
         none = (lengths == 0)[:, None]
         passed = tuple(jnp.where(none, d, 0) for d in d_finals)
@@ -117,6 +119,8 @@ def blocked_forward(
     """Runs one recurrence over the whole sequence, block after block."""
     T, dtype = gate.shape[1], initial[0].dtype
     gate, values, starts = _fold_inputs(gate, values, starts, size)
+    # What each block makes of any state; folded, that gives each block's own first
+    # state, from which all blocks run at once.
     product, added = summarize_forward(gate, values, starts, dtype)
     entering = tuple(
         _combine(product, h, h_in) for h, h_in in zip(added, initial, strict=True)
