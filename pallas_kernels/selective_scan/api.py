@@ -8,13 +8,13 @@ from jaxtyping import Bool, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.selective_scan import mesh_layout, xla
+from pallas_kernels.selective_scan import mesh_layout, mosaic_tpu, triton, xla
 
 Array = jax.Array
 
 OP = dispatch.Op(
     name="selective_scan",
-    backends={"xla": xla},
+    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
     find_cut=mesh_layout.find_cut,
     specs=mesh_layout.specs,
     outputs=2,

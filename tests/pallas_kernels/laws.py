@@ -64,19 +64,27 @@ class OpLaws:
     Attributes:
       op: how the op describes itself.
       function: the op, called with a `Call`'s arguments by name.
+      unchecked: the op without a check of its annotations, where `function` only
+        calls it.
       reference: its definition, called alike.
       backends: how each kernel runs here: its module, and what interprets it in small
-        blocks. "xla" runs as it is.
+        blocks. "xla" runs as it is. After a backend's name there can be another word:
+        the same backend in other blocks.
       oracle_cases: calls that are compared with the reference.
-      by_position: names of the arrays whose second axis is time.
+      timed: names of the arrays whose second axis is time.
+      rowed: names of the arrays whose first axis is the batch's rows.
+      cuts: positions where a call of 13 is cut in two.
     """
 
     op: Op
     function: Callable[..., Any]
+    unchecked: Callable[..., Any] | None = None
     reference: Callable[..., Any]
     backends: Mapping[str, Any]
     oracle_cases: list[Any]
-    by_position: tuple[str, ...]
+    timed: tuple[str, ...]
+    rowed: tuple[str, ...]
+    cuts: tuple[int, ...] = (6,)
 
     def call(self, length: int, *, dtype: str = "float32", **switches: Any) -> Call:
         """Returns a call of so many positions and at least two rows."""
@@ -86,6 +94,10 @@ class OpLaws:
         """Returns the outputs with zeros where they have no meaning."""
         del call
         return outputs
+
+    def changed_from(self, call: Call, at: int) -> Call:
+        """Returns the call with other values at and after position `at`."""
+        return _changed(call, self.timed, lambda x: x.at[:, at:].add(0.5))
 
     def in_two(self, call: Call, at: int, backend: str) -> Any:
         """Returns the whole call's outputs from two calls, cut before position `at`."""
@@ -102,26 +114,19 @@ class OpLaws:
     def test_any_cut_with_the_state_carried_over_changes_nothing(self, law_of):
         call = self.call(13)
         (whole,) = self.outputs(law_of, call)
-        for at in (1, 6):
+        for at in self.cuts:
             assert_values_close(self.in_two(call, at, law_of), whole)
 
     def test_the_future_does_not_leak_into_the_past(self, law_of):
         call, at = self.call(13), 8
-        changed = {
-            name: array.at[:, at:].add(0.5) if name in self.by_position else array
-            for name, array in call.arrays.items()
-        }
-        before, after = self.by_row(law_of, call, call._replace(arrays=changed))
+        before, after = self.by_row(law_of, call, self.changed_from(call, at))
         np.testing.assert_array_equal(after[:, :at], before[:, :at])
         assert np.all(np.any(after[:, at:] != before[:, at:], axis=(0, 2)))
 
     def test_rows_do_not_mix(self, law_of):
         call = self.call(13)
-        changed = {
-            name: array.at[1:].add(0.5) if name in self.by_position else array
-            for name, array in call.arrays.items()
-        }
-        before, after = self.by_row(law_of, call, call._replace(arrays=changed))
+        changed = _changed(call, self.rowed, lambda x: x.at[1:].add(0.5))
+        before, after = self.by_row(law_of, call, changed)
         np.testing.assert_array_equal(after[0], before[0])
         assert np.any(after[1] != before[1])
 
@@ -143,7 +148,8 @@ class OpLaws:
 
     def named(self, call: Call, backend: str | None) -> Any:
         """Calls the op without the tests' check of its annotations."""
-        unchecked = getattr(self.function, "__wrapped__", self.function)
+        function = self.unchecked or self.function
+        unchecked = getattr(function, "__wrapped__", function)
         return unchecked(**call.arrays, **call.rest, implementation=backend)
 
     def outputs(self, backend: str, *calls: Call) -> list[Any]:
@@ -183,6 +189,7 @@ class OpLaws:
             yield self.reference
             return
         module, options = self.backends[backend]
+        name = backend.split()[0]
         with pytest.MonkeyPatch.context() as patch:
             if options:
                 stand_in = SimpleNamespace(
@@ -190,8 +197,16 @@ class OpLaws:
                     forward=partial(module.forward, **options),
                     backward=partial(module.backward, **options),
                 )
-                patch.setitem(self.op.backends, backend, stand_in)
-            yield partial(self.function, implementation=backend)
+                patch.setitem(self.op.backends, name, stand_in)
+            yield partial(self.function, implementation=name)
+
+
+def _changed(call: Call, names: tuple[str, ...], change: Callable[..., Any]) -> Call:
+    changed = {
+        name: jax.tree.map(change, tree) if name in names else tree
+        for name, tree in call.arrays.items()
+    }
+    return call._replace(arrays=changed)
 
 
 def _weights(draw: np.random.Generator, like: jax.Array) -> np.ndarray:

@@ -1,23 +1,43 @@
-"""Kernels and bytes of the compiled scans: the table of the op's README.
+"""Kernels and bytes of the compiled scans: the tables of the ops' READMEs.
 
     JAX_PLATFORMS=cpu PYTHONPATH=.compilers python -m \
-        tests.pallas_kernels.gated_scan.moved_table TARGET [CASE ...]
+        tests.pallas_kernels.moved_table OP TARGET [CASE ...]
 
-TARGET is "h100" or a TPU topology; a CASE is a name in `compile_cases`, and without one
-all of the target's are meant. `--json` before them prints the rows as JSON.
+OP is "gated_scan" or "selective_scan", TARGET "h100" or a TPU topology; a CASE is a
+name in the op's `compile_cases`, and without one all of the target's are meant.
+`--json` before them prints the rows as JSON.
 """
 
 import json
+import os
+import subprocess
 import sys
+from importlib import import_module
+from types import ModuleType
 
 from tests.compile_target import compile_for
 from tests.moved_bytes import launches
-from tests.pallas_kernels.gated_scan import compile_cases
+from tests.source_tree import ROOT
 
-MODULE = "tests.pallas_kernels.gated_scan.moved_table"
+MODULE = "tests.pallas_kernels.moved_table"
+COMPILERS = ROOT / ".compilers"
 
 
-def row(target: str, case: str) -> dict:
+def compiled(op: str, target: str, *cases: str) -> list[dict]:
+    """Returns the rows of some cases, from a process of its own."""
+    child = subprocess.run(
+        [sys.executable, "-m", MODULE, "--json", op, target, *cases],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILERS)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-4000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def row(compile_cases: ModuleType, target: str, case: str) -> dict:
     """Compiles a case and returns what it launches."""
     function, arguments = getattr(compile_cases, case)()
     compiled = compile_for(target, function, arguments)
@@ -38,10 +58,11 @@ def row(target: str, case: str) -> dict:
 def main(*words: str) -> None:
     """Prints the table."""
     as_json = words[0] == "--json"
-    target, *cases = words[as_json:]
+    op, target, *cases = words[as_json:]
+    compile_cases = import_module(f"tests.pallas_kernels.{op}.compile_cases")
     prefix = "gpu_" if target == "h100" else "tpu_"
     known = [name for name in vars(compile_cases) if name.startswith(prefix)]
-    rows = [row(target, case) for case in cases or known]
+    rows = [row(compile_cases, target, case) for case in cases or known]
     if as_json:
         print(json.dumps(rows))
         return

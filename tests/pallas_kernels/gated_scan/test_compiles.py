@@ -1,38 +1,22 @@
 """The kernels compile for an H100 and a TPU that are not here, and move little."""
 
-import json
-import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 
-from tests.pallas_kernels.gated_scan.moved_table import MODULE
-from tests.source_tree import ROOT
+from tests.pallas_kernels import moved_table
 
-COMPILERS = ROOT / ".compilers"
 MOST = 1.01
 """Bytes of a one-pass call over those of its inputs and outputs."""
 
 
 @pytest.fixture(autouse=True)
 def compilers():
-    if not (COMPILERS / "jax_plugins").is_dir():
+    if not (moved_table.COMPILERS / "jax_plugins").is_dir():
         pytest.skip("no compilers for GPU and TPU here: run make compilers")
 
 
-def compiled(target: str, *cases: str) -> list[dict]:
-    """Returns what the child process prints: kernels and bytes of each case."""
-    child = subprocess.run(
-        [sys.executable, "-m", MODULE, "--json", target, *cases],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILERS)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    return json.loads(child.stdout.splitlines()[-1])
+compiled = partial(moved_table.compiled, "gated_scan")
 
 
 def assert_one_kernel_and_least_bytes(rows: list[dict], kernels: int = 1) -> None:

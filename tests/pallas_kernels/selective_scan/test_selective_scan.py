@@ -4,32 +4,71 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.selective_scan import api, selective_scan, xla
+from pallas_kernels.selective_scan import (
+    api,
+    mosaic_launch,
+    mosaic_tpu,
+    selective_scan,
+    triton,
+    triton_launch,
+    xla,
+)
 from pallas_kernels.selective_scan.reference import selective_scan_reference
 from tests.compiling import QUICK_COMPILE, sizes
 from tests.pallas_kernels.laws import Call, OpLaws, OracleCase
 from tests.tolerances import assert_gradients_close, assert_values_close
 
-B, I, N, CHUNK = 2, 6, 4, 8
+B, I, N, CHUNK = 2, 16, 8, 8
+MOSAIC = mosaic_launch.Tiles(channels=128, unroll=2)
+TRITON = triton_launch.Tiles(channels=8, backward_channels=8, unroll=2)
 PLAIN = {"skip": None, "z": None, "dt_bias": None, "initial": None}
+
+
+def definition(*, chunk, **arguments):
+    del chunk
+    return selective_scan_reference(**arguments)
 
 
 class TestLaws(OpLaws):
     op = api.OP
     function = staticmethod(selective_scan)
-    reference = staticmethod(selective_scan_reference)
-    backends = {"xla": (xla, {})}
-    by_position = ("u", "dt", "b", "c", "z")
+    reference = staticmethod(definition)
+    backends = {
+        "xla": (xla, {}),
+        "triton": (triton, {"interpret": True, "tiles": TRITON}),
+        "mosaic_tpu": (mosaic_tpu, {"interpret": True, "tiles": MOSAIC}),
+    }
+    timed = ("u", "dt", "b", "c", "z")
+    rowed = (*timed, "initial")
+    cuts = (1, 6)
     oracle_cases = [
         *(OracleCase("xla", length) for length in (1, 37, 64, 65)),
         OracleCase("xla", 37, {"starts": True, "lengths": True}),
         OracleCase("xla", 13, {"plain": True}),
         OracleCase("xla", 37, dtype="bfloat16"),
+        OracleCase("triton", 13, {"starts": True, "chunk": 4}),
+        *(OracleCase("triton", T, {"chunk": 4}).slow() for T in (1, 37, 64, 65)),
+        OracleCase("triton", 37, {"lengths": True, "chunk": 4}).slow(),
+        OracleCase("triton", 37, {"chunk": 4}, "bfloat16").slow(),
+        OracleCase("mosaic_tpu", 13, {"starts": True, "chunk": 4}),
+        *(OracleCase("mosaic_tpu", T, {"chunk": 4}).slow() for T in (1, 37, 64, 65)),
+        OracleCase("mosaic_tpu", 150, {"starts": True, "channels": 256}).slow(),
+        OracleCase("mosaic_tpu", 37, {"lengths": True, "chunk": 4}).slow(),
+        OracleCase("mosaic_tpu", 37, {"chunk": 4}, "bfloat16").slow(),
     ]
 
     def call(
-        self, length, *, dtype="float32", starts=False, lengths=False, plain=False
+        self,
+        length,
+        *,
+        dtype="float32",
+        starts=False,
+        lengths=False,
+        plain=False,
+        chunk=CHUNK,
+        channels=I,
     ):
         draw = np.random.default_rng(length)
 
@@ -38,15 +77,15 @@ class TestLaws(OpLaws):
 
         wide = jnp.promote_types(dtype, "float32")
         arrays = {
-            "u": normal(B, length, I),
-            "dt": normal(B, length, I),
-            "a": -jnp.exp(normal(I, N, dtype=wide)),
+            "u": normal(B, length, channels),
+            "dt": normal(B, length, channels),
+            "a": -jnp.exp(normal(channels, N, dtype=wide)),
             "b": normal(B, length, N),
             "c": 0.3 * normal(B, length, N),
-            "skip": normal(I, dtype=wide),
-            "z": normal(B, length, I),
-            "dt_bias": normal(I, dtype=wide),
-            "initial": normal(B, I, N, dtype=wide),
+            "skip": normal(channels, dtype=wide),
+            "z": normal(B, length, channels),
+            "dt_bias": normal(channels, dtype=wide),
+            "initial": normal(B, channels, N, dtype=wide),
         }
         if plain:
             arrays = {k: v for k, v in arrays.items() if k not in PLAIN}
@@ -54,7 +93,8 @@ class TestLaws(OpLaws):
         rest = {"starts": jnp.asarray(draw.random((B, length)) < 0.2)}
         rest |= {"lengths": jnp.asarray([length // 2, length])}
         given = {"starts": starts, "lengths": lengths}
-        return Call(arrays, {k: v for k, v in rest.items() if given[k]})
+        rest = {k: v for k, v in rest.items() if given[k]}
+        return Call(arrays, rest | {"chunk": chunk})
 
     def meant(self, call, outputs):
         if "lengths" not in call.rest:
@@ -66,7 +106,7 @@ class TestLaws(OpLaws):
     def in_two(self, call, at, backend):
         def part(positions, **changes):
             arrays = {
-                name: array[:, positions] if name in self.by_position else array
+                name: array[:, positions] if name in self.timed else array
                 for name, array in call.arrays.items()
             }
             call_of_part = call._replace(arrays=arrays | changes)
@@ -98,9 +138,8 @@ def test_padding_leaves_the_state_to_the_bit(bias):
     rest = call.rest | {"starts": call.rest["starts"].at[:, -1].set(True)}
     y, final = selective_scan(**arrays, **rest, lengths=jnp.asarray([0, 5]))
     np.testing.assert_array_equal(final[0], arrays["initial"][0])
-    first = {k: x[:, :5] if k in LAWS.by_position else x for k, x in arrays.items()}
-    rest = {k: x[:, :5] for k, x in rest.items()}
-    want = selective_scan(**first, **rest)
+    first = {k: x[:, :5] if k in LAWS.timed else x for k, x in arrays.items()}
+    want = selective_scan(**first, starts=rest["starts"][:, :5])
     np.testing.assert_array_equal(final[1], want.final[1])
     np.testing.assert_array_equal(y[1, :5], want.y[1])
 
@@ -109,9 +148,7 @@ def test_segments_are_rows_of_their_own():
     call = LAWS.call(13)
     start = jnp.arange(13) == 6
     whole = selective_scan(**call.arrays, starts=jnp.broadcast_to(start, (B, 13)))
-    arrays = {
-        k: x[:, 6:] if k in LAWS.by_position else x for k, x in call.arrays.items()
-    }
+    arrays = {k: x[:, 6:] if k in LAWS.timed else x for k, x in call.arrays.items()}
     alone = selective_scan(**(arrays | {"initial": None}))
     assert_values_close((whole.y[:, 6:], whole.final), tuple(alone))
 
@@ -122,7 +159,7 @@ def test_gradients_are_finite_differences():
 
         @jax.jit
         def total(arrays):
-            out = selective_scan(**arrays, **call.rest, chunk=2)
+            out = selective_scan(**arrays, **(call.rest | {"chunk": 2}))
             return jnp.sum(jnp.sin(out.y)) + jnp.sum(jnp.cos(out.final))
 
         jax.test_util.check_grads(
@@ -167,7 +204,7 @@ def test_the_gradient_keeps_a_state_every_chunk_and_no_more():
     [
         ({"chunk": 0}, "wants chunk of at least 1, got 0"),
         ({"u": jnp.zeros((B, 0, I))}, "at least one position"),
-        ({"dt": jnp.zeros((B, 7, I + 1))}, r"wants dt of shape \(2, 7, 6\), got"),
+        ({"dt": jnp.zeros((B, 7, I + 1))}, r"wants dt of shape \(2, 7, 16\), got"),
         ({"a": jnp.zeros((I + 1, N))}, "wants a of shape"),
         ({"b": jnp.zeros((B, 7, N + 1))}, "wants b of shape"),
         ({"c": jnp.zeros((B, 6, N))}, "wants c of shape"),
@@ -197,9 +234,64 @@ def test_the_op_runs_in_one_compiled_step_of_generation():
     step = jax.jit(one, compiler_options=QUICK_COMPILE)
     for t in range(13):
         arrays = {
-            k: x[:, t : t + 1] if k in LAWS.by_position else x
-            for k, x in call.arrays.items()
+            k: x[:, t : t + 1] if k in LAWS.timed else x for k, x in call.arrays.items()
         }
         y, state = step(arrays, state)
         ys.append(y)
     assert_values_close(api.Scanned(jnp.concatenate(ys, axis=1), state), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"z": None}, "wants skip, z and dt_bias"),
+        ({"u": jnp.zeros((B, 7, I), "float16")}, "got u of float16"),
+        ({"a": jnp.zeros((24, N))}, "a multiple of 16, got 24"),
+        ({"a": jnp.zeros((I, 12))}, "must be 1, 2, 4, 8, 16 or 32, got 12"),
+        ({"chunk": 64}, "keeps a state every 32 positions at least, got 64"),
+    ],
+)
+def test_what_the_gpu_kernels_cannot_do_is_refused_with_a_reason(change, message):
+    names = ("u", "dt", "a", "b", "c", "skip", "z", "dt_bias", "initial", "starts")
+    arrays = {name: None for name in names} | LAWS.call(7).arrays
+    call = arrays | {"chunk": CHUNK}
+    assert triton.expressible(**call) is None
+    assert message in str(triton.expressible(**(call | change)))
+
+
+def test_blocks_of_channels_divide_them():
+    tiles = triton_launch.choose_tiles(channels=2048, chunk=16)
+    assert (tiles.channels, tiles.backward_channels, tiles.unroll) == (32, 128, 4)
+    tiles = triton_launch.choose_tiles(channels=48, chunk=5)
+    assert (tiles.channels, tiles.backward_channels, tiles.unroll) == (16, 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"skip": None}, "wants skip, z and dt_bias"),
+        ({"b": jnp.zeros((B, 7, N), "float16")}, "got b of float16"),
+        ({"a": jnp.zeros((I, 4))}, "must be 8, 16, 24 or 32, got 4"),
+        ({"chunk": 12}, "every 1, 2, 4, 8, 16 or 32 positions, got 12"),
+    ],
+)
+def test_what_the_tpu_kernels_cannot_do_is_refused_with_a_reason(change, message):
+    names = ("u", "dt", "a", "b", "c", "skip", "z", "dt_bias", "initial", "starts")
+    arrays = {name: None for name in names} | LAWS.call(7).arrays
+    call = arrays | {"chunk": CHUNK}
+    assert mosaic_tpu.expressible(**call) is None
+    assert message in str(mosaic_tpu.expressible(**(call | change)))
+
+
+@pytest.mark.slow
+def test_the_tpu_s_own_semantics_find_no_race(capfd):
+    interpret = pltpu.InterpretParams(detect_races=True)
+    backends = {"mosaic_tpu": (mosaic_tpu, {"interpret": interpret, "tiles": MOSAIC})}
+    laws = TestLaws()
+    laws.backends = backends
+    call = laws.call(150, starts=True, chunk=16)
+    got = laws.both_passes(call, "mosaic_tpu")
+    want = laws.both_passes(call, None)
+    assert_values_close(got[0], want[0])
+    assert_gradients_close(got[1], want[1])
+    assert "RACE DETECTED" not in capfd.readouterr().out  # what it prints for one

@@ -1,0 +1,203 @@
+"""How the TPU kernels are launched: sizes, cut, arrays and their blocks."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.target import LEAST_VMEM
+
+Array = jax.Array
+
+LANES = 128
+ROWS = LANES
+"""Positions of a block: b and c have them along the lanes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """How a call is cut.
+
+    Attributes:
+      channels: of a program, a multiple of 128.
+      unroll: positions in a turn of the kernel's loop.
+    """
+
+    channels: int
+    unroll: int
+
+
+def choose_tiles(*, channels: int, chunk: int) -> Tiles:
+    """Returns the cut for I channels (a multiple of 128). Not tuned on a device.
+
+    512 channels of 16 states are 8 registers a value.
+    """
+    groups = channels // LANES
+    most = max(n for n in (1, 2, 3, 4) if groups % n == 0)
+    return Tiles(channels=most * LANES, unroll=min(chunk, 8))
+
+
+class Arrays(NamedTuple):
+    """The op's arrays as the kernels read them, or references to a program's blocks.
+
+    As arrays I and, in b, c and keep, T are padded to multiples of 128, with zeros.
+    """
+
+    u: Any  # [B, T, I]; a block [rows, channels]
+    dt: Any  # [B, T, I]; likewise
+    a: Any  # [N, I]; [N, channels]
+    b: Any  # [B, N, T]; [N, 128]
+    c: Any  # [B, N, T]; [N, 128]
+    skip: Any  # [1, I]; [1, channels]
+    z: Any  # [B, T, I]; [rows, channels]
+    bias: Any  # [1, I]; [1, channels]
+    initial: Any  # [B, N, I]; [N, channels]
+    keep: Any = None  # [B, 1, T], 0 where a document starts, else 1; [1, 128]
+
+    @classmethod
+    def of(cls, u, dt, a, b, c, skip, z, dt_bias, initial, starts) -> "Arrays":
+        float32 = jnp.float32
+        keep = None
+        if starts is not None:
+            keep = 1 - whole_lanes(starts.astype(float32))[:, None]
+        return cls(
+            u=whole_lanes(u),
+            dt=whole_lanes(dt),
+            a=whole_lanes(a.astype(float32).T),
+            b=whole_lanes(b.astype(float32).swapaxes(1, 2)),
+            c=whole_lanes(c.astype(float32).swapaxes(1, 2)),
+            skip=whole_lanes(skip.astype(float32)[None]),
+            z=whole_lanes(z),
+            bias=whole_lanes(dt_bias.astype(float32)[None]),
+            initial=whole_lanes(initial.astype(float32).swapaxes(1, 2)),
+            keep=keep,
+        )
+
+    def given(self) -> list:
+        """Returns those that the call has."""
+        return [x for x in self if x is not None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What every kernel of a call has in common: sizes, and how it is cut."""
+
+    B: int
+    T: int
+    I: int
+    N: int
+    chunk: int
+    channels: int
+    unroll: int
+    has_starts: bool
+    interpret: Any
+
+    @classmethod
+    def of(cls, arrays: Arrays, chunk: int, interpret, tiles: Tiles | None) -> "Call":
+        B, T, I = arrays.u.shape
+        if tiles is None:
+            tiles = choose_tiles(channels=I, chunk=chunk)
+        return cls(
+            B=B,
+            T=T,
+            I=I,
+            N=arrays.a.shape[0],
+            chunk=chunk,
+            channels=tiles.channels,
+            unroll=tiles.unroll,
+            has_starts=arrays.keep is not None,
+            interpret=interpret,
+        )
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.T // ROWS)
+
+    @property
+    def columns(self) -> int:
+        """Programs side by side over the channels."""
+        return self.I // self.channels
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.T // self.chunk)
+
+    @property
+    def chunks_of_block(self) -> int:
+        return min(self.chunks, ROWS // self.chunk)
+
+    @property
+    def positions(self) -> int:
+        """Positions of a block that there are: fewer than 128 in short rows."""
+        return min(self.T, ROWS)
+
+    @property
+    def state(self) -> tuple[int, int]:
+        return self.N, self.channels
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return ROWS, self.channels
+
+    def rows_spec(self, *, reverse: bool = False) -> pl.BlockSpec:
+        """Of a program's positions and channels."""
+        last = self.blocks - 1
+        return pl.BlockSpec(
+            (None, self.positions, self.channels),
+            lambda n, j, k: (n, last - k if reverse else k, j),
+        )
+
+    def state_spec(self) -> pl.BlockSpec:
+        """Of a row's state."""
+        return pl.BlockSpec((None, *self.state), lambda n, j, k: (n, 0, j))
+
+    def kept_spec(self, *, reverse: bool = False) -> pl.BlockSpec:
+        """Of the states that enter a block's chunks."""
+        last = self.blocks - 1
+        return pl.BlockSpec(
+            (None, self.chunks_of_block, *self.state),
+            lambda n, j, k: (n, last - k if reverse else k, 0, j),
+        )
+
+    def specs(self, arrays: Arrays, *, reverse: bool = False) -> list[pl.BlockSpec]:
+        """Returns the blocks of the op's arrays."""
+        last = self.blocks - 1
+        of_time = lambda n, j, k: (n, 0, last - k if reverse else k)  # noqa: E731
+        of_channels = lambda n, j, k: (0, j)  # noqa: E731
+        rows, shared = self.rows_spec(reverse=reverse), (None, self.N, ROWS)
+        row = pl.BlockSpec((1, self.channels), of_channels)
+        keep = pl.BlockSpec((None, 1, ROWS), of_time)
+        return [
+            *(rows, rows, pl.BlockSpec(self.state, of_channels)),
+            *[pl.BlockSpec(shared, of_time)] * 2,
+            *(row, rows, row, self.state_spec()),
+            *([] if arrays.keep is None else [keep]),
+        ]
+
+
+def launch(call: Call, kernel, *arguments, in_specs, out_specs, out_shape, scratch):
+    """Runs a kernel body over rows, channels and, in order, a row's blocks."""
+    return pl.pallas_call(
+        partial(kernel, call=call),
+        grid=(call.B, call.columns, call.blocks),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        interpret=call.interpret,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=LEAST_VMEM,
+        ),
+        name="selective_scan_" + kernel.__name__,
+    )(*arguments)
+
+
+def whole_lanes(x: Array) -> Array:
+    """Pads the last axis with zeros to a multiple of 128."""
+    missing = -x.shape[-1] % LANES
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -1,0 +1,138 @@
+"""GPU path: Pallas kernels lowered by Triton, a few channels of a row a program.
+
+A program walks its row's positions in order. The state [N, channels] stays in registers
+with a channel's N values in one thread, so that the sum over n needs no other thread.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float
+
+from pallas_kernels.selective_scan.triton_kernels import (
+    backward_kernel,
+    forward_kernel,
+)
+from pallas_kernels.selective_scan.triton_launch import Arrays, Call, Tiles, launch
+from pallas_kernels.target import refusal_of_triton
+
+Array = jax.Array
+
+_LONGEST_CHUNK = 32
+_MOST_STATES = 32
+
+
+def supported(
+    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk
+) -> str | None:
+    """Returns why the kernels cannot run this call, None when they can."""
+    reason = refusal_of_triton()
+    if reason is not None:
+        return reason
+    if u.shape[1] == 1:
+        return "leaves one position to xla, which fuses it with what stands around it"
+    arrays = (u, dt, a, b, c, skip, z, dt_bias, initial, starts)
+    return expressible(*arrays, chunk=chunk)
+
+
+def expressible(
+    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk
+) -> str | None:
+    """Returns what of a call the kernels do not do, whatever the device."""
+    del initial, starts
+    if skip is None or z is None or dt_bias is None:
+        return "wants skip, z and dt_bias, as a Mamba mixer gives them"
+    for name, x in (("u", u), ("dt", dt), ("b", b), ("c", c), ("z", z)):
+        if x.dtype not in (jnp.float32, jnp.bfloat16):
+            return f"computes in float32 and bfloat16, got {name} of {x.dtype}"
+    I, N = a.shape
+    if I % 16:
+        return f"the channels must be a multiple of 16, got {I}"
+    if N & (N - 1) or N > _MOST_STATES:
+        return f"a channel's states must be 1, 2, 4, 8, 16 or 32, got {N}"
+    if chunk > _LONGEST_CHUNK:
+        return f"keeps a state every {_LONGEST_CHUNK} positions at least, got {chunk}"
+    return None
+
+
+def forward(
+    u: Float[Array, "B T I"],
+    dt: Float[Array, "B T I"],
+    a: Float[Array, "I N"],
+    b: Float[Array, "B T N"],
+    c: Float[Array, "B T N"],
+    skip: Float[Array, " I"],
+    z: Float[Array, "B T I"],
+    dt_bias: Float[Array, " I"],
+    initial: Float[Array, "B I N"],
+    starts: Bool[Array, "B T"] | None,
+    *,
+    chunk: int,
+    residuals: bool,
+    interpret: bool = False,
+    tiles: Tiles | None = None,
+):
+    """Returns (y, final, states [B, G, N, I] that enter chunks) or None for these.
+
+    Args:
+      interpret: runs the kernels as plain JAX, on any device.
+      tiles: how the call is cut; None: the heuristic's.
+    """
+    call = Call.of(u, a, chunk, interpret, tiles, backward=False)
+    arrays = Arrays.of(u, dt, a, b, c, skip, z, dt_bias, initial, starts)
+    B, N, I, G = call.B, call.N, call.I, call.chunks
+    out_shape = [
+        jax.ShapeDtypeStruct((B * call.T, I), u.dtype),
+        jax.ShapeDtypeStruct((B * N, I), jnp.float32),
+    ]
+    if residuals:
+        out_shape.append(jax.ShapeDtypeStruct((B * G * N, I), jnp.float32))
+    y, final, *kept = launch(call, forward_kernel, arrays, (), out_shape)
+    final = final.reshape(B, N, I).swapaxes(1, 2)
+    return y.reshape(u.shape), final, kept[0].reshape(B, G, N, I) if kept else None
+
+
+def backward(
+    u: Float[Array, "B T I"],
+    dt: Float[Array, "B T I"],
+    a: Float[Array, "I N"],
+    b: Float[Array, "B T N"],
+    c: Float[Array, "B T N"],
+    skip: Float[Array, " I"],
+    z: Float[Array, "B T I"],
+    dt_bias: Float[Array, " I"],
+    initial: Float[Array, "B I N"],
+    starts: Bool[Array, "B T"] | None,
+    kept: Float[Array, "B G N I"],
+    d_out: Float[Array, "B T I"],
+    d_final: Float[Array, "B I N"],
+    *,
+    chunk: int,
+    interpret: bool = False,
+    tiles: Tiles | None = None,
+):
+    """Returns gradients of the arrays before `starts`."""
+    call = Call.of(u, a, chunk, interpret, tiles, backward=True)
+    arrays = Arrays.of(u, dt, a, b, c, skip, z, dt_bias, initial, starts)
+    B, T, N, I = call.B, call.T, call.N, call.I
+    more = (
+        kept.reshape(-1, I),
+        d_out.reshape(-1, I),
+        d_final.astype(jnp.float32).swapaxes(1, 2).reshape(-1, I),
+    )
+    wide = jax.ShapeDtypeStruct
+    parts = wide((call.columns * B * T, N), jnp.float32)
+    state, row = wide((B * N, I), jnp.float32), wide((B, I), jnp.float32)
+    out_shape = [
+        *(wide((B * T, I), x.dtype) for x in (u, dt, z)),
+        *(parts, parts, state, state, row, row),
+    ]
+    du, ddt, dz, db, dc, da, d_initial, d_skip, d_bias = launch(
+        call, backward_kernel, arrays, more, out_shape
+    )
+    db, dc = (x.reshape(-1, B, T, N).sum(axis=0) for x in (db, dc))
+    return (
+        *(du.reshape(u.shape), ddt.reshape(u.shape)),
+        *(da.reshape(B, N, I).sum(axis=0).T, db, dc, d_skip.sum(axis=0)),
+        *(dz.reshape(u.shape), d_bias.sum(axis=0)),
+        d_initial.reshape(B, N, I).swapaxes(1, 2),
+    )

@@ -1,0 +1,136 @@
+"""How the Triton kernels are launched: sizes, cut, arrays as they are addressed."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+Array = jax.Array
+
+WARP = 32
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """How a call is cut into programs; all are powers of two.
+
+    Attributes:
+      channels: of a program of the forward pass.
+      backward_channels: of the backward pass: each of its programs writes sums over its
+        channels for b and c, and fewer programs write fewer of them.
+      unroll: positions whose inputs are read before the first of them is computed, and
+        in the backward pass positions whose states are in registers at once.
+    """
+
+    channels: int
+    backward_channels: int
+    unroll: int
+
+
+def choose_tiles(*, channels: int, chunk: int) -> Tiles:
+    """Returns the cut for I channels. Not tuned on a device."""
+    most = channels & -channels
+    return Tiles(
+        channels=min(most, WARP),
+        backward_channels=min(most, 4 * WARP),
+        unroll=min(chunk & -chunk, 4),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What every kernel of a call has in common: sizes, and how it is cut."""
+
+    B: int
+    T: int
+    I: int
+    N: int
+    chunk: int
+    channels: int
+    unroll: int
+    interpret: bool
+
+    @classmethod
+    def of(cls, u, a, chunk, interpret, tiles, *, backward: bool) -> "Call":
+        (B, T, I), N = u.shape, a.shape[1]
+        if tiles is None:
+            tiles = choose_tiles(channels=I, chunk=chunk)
+        return cls(
+            B=B,
+            T=T,
+            I=I,
+            N=N,
+            chunk=chunk,
+            channels=tiles.backward_channels if backward else tiles.channels,
+            unroll=tiles.unroll,
+            interpret=interpret,
+        )
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.T // self.chunk)
+
+    @property
+    def columns(self) -> int:
+        """Programs side by side over a row's channels."""
+        return self.I // self.channels
+
+
+class Arrays(NamedTuple):
+    """The op's arrays as the kernels address them, or references to them."""
+
+    u: Any  # [B T, I]
+    dt: Any  # [B T, I]
+    a: Any  # [N, I], times log2(e): kernels raise 2 to it
+    b: Any  # [B T, N]
+    c: Any  # [B T, N]
+    skip: Any  # [I]
+    z: Any  # [B T, I]
+    bias: Any  # [I]
+    initial: Any  # [B N, I]
+    starts: Any = None  # [B T], 1 where the state is set to zero; None: nowhere
+
+    @classmethod
+    def of(cls, u, dt, a, b, c, skip, z, dt_bias, initial, starts) -> "Arrays":
+        (_, _, I), N = u.shape, a.shape[1]
+        float32 = jnp.float32
+        return cls(
+            u=u.reshape(-1, I),
+            dt=dt.reshape(-1, I),
+            a=a.astype(float32).T * LOG2_E,
+            b=b.reshape(-1, N),
+            c=c.reshape(-1, N),
+            skip=skip.astype(float32),
+            z=z.reshape(-1, I),
+            bias=dt_bias.astype(float32),
+            initial=initial.astype(float32).swapaxes(1, 2).reshape(-1, I),
+            starts=None if starts is None else starts.astype(jnp.int32).reshape(-1),
+        )
+
+
+def launch(call: Call, kernel, arrays: Arrays, more: tuple, out_shape: list):
+    """Runs a kernel body once for every row and block of channels."""
+    given = [x for x in arrays if x is not None]
+
+    def body(*refs):
+        ins = Arrays(*refs[: len(given)])
+        kernel(call, ins, *refs[len(given) :])
+
+    body.__name__ = "selective_scan_" + kernel.__name__
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        body,
+        grid=(call.B * call.columns,),
+        in_specs=[whole] * (len(given) + len(more)),
+        out_specs=[whole] * len(out_shape),
+        out_shape=out_shape,
+        interpret=call.interpret,
+        compiler_params=pltriton.CompilerParams(
+            num_warps=max(1, call.channels // WARP), num_stages=1
+        ),
+        name=body.__name__,
+    )(*given, *more)

@@ -1,0 +1,56 @@
+"""Calls at a mixer's sizes, as shapes, for `tests/compile_target.py`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.selective_scan import mosaic_tpu, triton
+
+CHUNK = 16
+
+
+def scan(backend, way, *, B, T, I=2048, N=16, dtype="bfloat16", starts=False):
+    """Returns a pass as a function of arrays, and their shapes.
+
+    Args:
+      way: "forward" (nothing is kept), "training" (states are) or "backward".
+    """
+    shape = jax.ShapeDtypeStruct
+    wide, shared = shape((B, T, I), dtype), shape((B, T, N), dtype)
+    row, state = shape((I,), jnp.float32), shape((B, I, N), jnp.float32)
+    # u, dt, a, b, c, skip, z, dt_bias, initial
+    a = shape((I, N), jnp.float32)
+    arrays = (wide, wide, a, shared, shared, row, wide, row, state)
+    first = shape((B, T), bool) if starts else None
+
+    def forward(arrays, starts):
+        reason = backend.expressible(*arrays, starts, chunk=CHUNK)
+        assert reason is None, reason
+        y, final, kept = backend.forward(
+            *arrays, starts, chunk=CHUNK, residuals=way == "training"
+        )
+        return (y, final) if kept is None else (y, final, kept)
+
+    def backward(arrays, starts, kept, d_out, d_final):
+        return backend.backward(*arrays, starts, kept, d_out, d_final, chunk=CHUNK)
+
+    if way != "backward":
+        return forward, (arrays, first)
+    kept = shape((B, -(-T // CHUNK), N, I), jnp.float32)
+    return backward, (arrays, first, kept, wide, state)
+
+
+_gpu = partial(scan, triton, B=8, T=4096)
+_tpu = partial(scan, mosaic_tpu, B=8, T=4096)
+
+gpu_forward = partial(_gpu, "forward")
+gpu_training = partial(_gpu, "training")
+gpu_backward = partial(_gpu, "backward")
+gpu_float32_backward = partial(_gpu, "backward", dtype="float32", starts=True)
+gpu_long_forward = partial(_gpu, "forward", T=65536)
+tpu_forward = partial(_tpu, "forward")
+tpu_training = partial(_tpu, "training")
+tpu_backward = partial(_tpu, "backward")
+tpu_float32_backward = partial(_tpu, "backward", dtype="float32", starts=True)
+tpu_odd_backward = partial(_tpu, "backward", T=1000, I=7424, starts=True)
