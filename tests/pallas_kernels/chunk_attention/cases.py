@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.chunk_attention import ChunkEnds
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
 from tests.compiling import QUICK_COMPILE
+from tests.pallas_kernels.laws import OracleCase
 from tests.tolerances import assert_gradients_close, assert_values_close
 
 
@@ -143,9 +144,23 @@ _QUICK = ("prime", "cached ends")
 """The rest repeats them at other sizes; compiling each costs seconds."""
 
 
-def kernel_cases(cases: dict[str, Case]) -> list:
+def kernel_cases(backend: str, cases: dict[str, Case]) -> list:
     """Returns a backend's cases as pytest's parameters, all but two marked slow."""
     return [
-        pytest.param(case, id=name, marks=() if name in _QUICK else pytest.mark.slow)
+        pytest.param(
+            OracleCase(backend, case.length, _switches(case), case.dtype),
+            id=f"{backend} {name}",
+            marks=() if name in _QUICK else pytest.mark.slow,
+        )
         for name, case in cases.items()
     ]
+
+
+def _switches(case: Case) -> dict:
+    return {k: v for k, v in case._asdict().items() if k not in ("length", "dtype")}
+
+
+def by_arrays(attention, q, own_logits, own_values, keys, values, **options):
+    """Calls the op or its definition with the ends' arrays one by one."""
+    ends = ChunkEnds(keys, values, options.pop("end_documents"))
+    return attention(q, own_logits, own_values, ends, **options)

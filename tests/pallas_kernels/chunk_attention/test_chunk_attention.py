@@ -7,16 +7,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention, xla_cuts
+from pallas_kernels.chunk_attention import (
+    ChunkEnds,
+    api,
+    chunk_attention,
+    mosaic_tpu,
+    triton,
+    xla,
+    xla_cuts,
+)
+from pallas_kernels.chunk_attention.mosaic_launch import Tiles as MosaicTiles
+from pallas_kernels.chunk_attention.reference import chunk_attention_reference
+from pallas_kernels.chunk_attention.triton_launch import Tiles as TritonTiles
 from tests.compiling import QUICK_COMPILE, equations, sizes
 from tests.pallas_kernels.chunk_attention.cases import (
+    KERNEL_CASES,
     Case,
     assert_is_the_definition,
+    by_arrays,
+    kernel_cases,
     op_passes,
 )
+from tests.pallas_kernels.laws import Call, OpLaws, OracleCase
 
 B, H, E, CHUNK = 2, 4, 4, 3
 SMALL = Case(13, width=E)
+# Several blocks along each axis; a block of positions spans several chunks.
+TRITON = TritonTiles(
+    block_q=16, block_k=4, backward_block_q=8, backward_block_k=4, splits=1
+)
+MOSAIC = MosaicTiles(block_q=16, block_k=4)
 PASSES = partial(op_passes, chunk_attention)
 UNCHECKED = getattr(chunk_attention, "__wrapped__", chunk_attention)
 
@@ -34,9 +54,50 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(xla_cuts, "_TILE", 4)
 
 
-@pytest.mark.parametrize("length", [1, 7, 12, 13])
-def test_values_and_gradients_are_those_of_the_definition(length):
-    assert_is_the_definition(PASSES, SMALL._replace(length=length))
+class TestLaws(OpLaws):
+    op = api.OP
+    function = staticmethod(partial(by_arrays, chunk_attention))
+    unchecked = staticmethod(partial(by_arrays, UNCHECKED))
+    reference = staticmethod(partial(by_arrays, chunk_attention_reference))
+    backends = {
+        "xla": (xla, {}),
+        "triton": (triton, {"interpret": True, "tiles": TRITON}),
+        "mosaic_tpu": (mosaic_tpu, {"interpret": True, "tiles": MOSAIC}),
+    }
+    timed = ("q", "own_logits", "own_values")
+    rowed = (*timed, "keys", "values")
+    oracle_cases = [
+        *(OracleCase("xla", T, {"width": E}) for T in (1, 7, 12, 13)),
+        OracleCase("xla", 1, {"width": E, "chunk": 1, "ends": 6, "first": (5, 2)}),
+        OracleCase("xla", 13, {"width": E}, "bfloat16"),
+        *kernel_cases("triton", KERNEL_CASES),
+        *kernel_cases("mosaic_tpu", KERNEL_CASES),
+        OracleCase("mosaic_tpu", 19, {"width": 128}).slow(),
+    ]
+
+    def call(self, length, **switches):
+        case = Case(length, **switches)
+        arrays, first, documents, end_documents = case.inputs()
+        rest = {"first": first, "documents": documents, **case.options}
+        names = ("q", "own_logits", "own_values", "keys", "values")
+        named = dict(zip(names, arrays, strict=True))
+        return Call(named, rest | {"end_documents": end_documents})
+
+    def changed_from(self, call, at):
+        changed = super().changed_from(call, at)
+        own = at // call.rest["chunk"]  # Its end holds later positions too.
+        ends = {k: call.arrays[k].at[:, :, own:].add(0.5) for k in ("keys", "values")}
+        return changed._replace(arrays=changed.arrays | ends)
+
+    def in_two(self, call, at, backend):
+        def part(positions, chunks_before):
+            timed = {k: call.arrays[k][:, positions] for k in self.timed}
+            first = jnp.full(call.arrays["q"].shape[0], chunks_before, jnp.int32)
+            part = Call(call.arrays | timed, call.rest | {"first": first})
+            return self.outputs(backend, part)[0]
+
+        early, late = part(slice(at), 0), part(slice(at, None), at // CHUNK)
+        return jnp.concatenate([early, late], axis=1)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -71,15 +132,6 @@ def test_tiles_change_nothing(change, small_tiles):
     ends = case.inputs()[0][3].shape[2]
     assert xla_cuts.choose_tiles(case.length, ends) is not None
     assert_is_the_definition(PASSES, case)
-
-
-def test_one_token_of_generation_sees_all_earlier_chunks():
-    case = SMALL._replace(length=1, chunk=1, ends=6, first=(5, 2))
-    assert_is_the_definition(PASSES, case)
-
-
-def test_bfloat16_costs_rounding_only():
-    assert_is_the_definition(PASSES, SMALL._replace(dtype="bfloat16"))
 
 
 def test_a_position_of_the_first_chunk_is_its_own_value():
@@ -229,10 +281,3 @@ def test_a_call_that_makes_no_sense_is_refused(change, message):
     }
     with pytest.raises(ValueError, match=message):
         UNCHECKED(**(arguments | change))
-
-
-def test_an_unknown_backend_is_named():
-    q, own_logits, own_values, keys, values = SMALL._replace(length=1).inputs()[0]
-    options = {**SMALL.options, "implementation": "cuda"}
-    with pytest.raises(ValueError, match="wants an implementation of"):
-        UNCHECKED(q, own_logits, own_values, ChunkEnds(keys, values), **options)

@@ -1,11 +1,10 @@
 """The TPU kernels in interpret mode against the definition."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.gated_scan import gated_scan, mosaic_tpu
+from pallas_kernels.gated_scan import mosaic_tpu
 from pallas_kernels.gated_scan.mosaic_launch import Tiles, choose_tiles
 from tests.pallas_kernels.gated_scan.scan_cases import (
     Case,
@@ -16,33 +15,6 @@ from tests.pallas_kernels.gated_scan.scan_cases import (
 CHUNKS = Tiles(stretch=4, linked=False)
 BLOCKS = Tiles(stretch=2, linked=True)
 SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(positions=37, chunk=4, lengths=True, widths=(128,)),
-        pytest.param(Case(positions=37, chunk=4, widths=(256, 128)), marks=SLOW),
-        pytest.param(Case(positions=1, chunk=4), marks=SLOW),
-        pytest.param(Case(positions=64, chunk=4, starts=True), marks=SLOW),
-        pytest.param(Case(positions=33, chunk=4, dtype="bfloat16"), marks=SLOW),
-    ],
-)
-def test_chunks_are_those_of_the_definition(case):
-    check(mosaic_tpu, case, tiles=CHUNKS, interpret=True)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(positions=37, starts=True, widths=(128,)),
-        pytest.param(Case(positions=1), marks=SLOW),
-        pytest.param(Case(positions=32, chunk=5, lengths=True), marks=SLOW),
-        pytest.param(Case(positions=33, dtype="bfloat16", widths=(128,)), marks=SLOW),
-    ],
-)
-def test_linked_stretches_are_those_of_the_definition(case):
-    check(mosaic_tpu, case, tiles=BLOCKS, interpret=True)
 
 
 @SLOW
@@ -72,9 +44,3 @@ def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
     assert "16 positions of 65536 channels do not fit into VMEM" in str(reason)
     half = Case(positions=3, dtype="float16").inputs()
     assert "got gate of float16" in str(mosaic_tpu.expressible(*half, chunk=None))
-
-
-def test_without_a_tpu_a_call_by_name_says_so():
-    gate = jnp.zeros((1, 3, 16))
-    with pytest.raises(NotImplementedError, match="mosaic_tpu: needs a TPU, found"):
-        gated_scan(gate, (gate,), implementation="mosaic_tpu")

@@ -2,11 +2,9 @@
 
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.gated_scan import gated_scan, triton
+from pallas_kernels.gated_scan import triton
 from pallas_kernels.gated_scan.triton_launch import Tiles, choose_tiles
 from tests.pallas_kernels.gated_scan.scan_cases import (
     Case,
@@ -18,32 +16,6 @@ CHUNKS = Tiles(positions=4, linked=False, channels=16, unroll=1)
 BLOCKS = Tiles(positions=4, linked=True, channels=16, unroll=2)
 WHOLE = Tiles(positions=16, linked=True, channels=8, unroll=4)
 SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(positions=13, chunk=4, starts=True),
-        pytest.param(Case(positions=1, chunk=4), marks=SLOW),
-        pytest.param(Case(positions=7, chunk=4, lengths=True), marks=SLOW),
-        pytest.param(Case(positions=12, chunk=4, dtype="bfloat16"), marks=SLOW),
-    ],
-)
-def test_chunks_are_those_of_the_definition(case):
-    check(triton, case, tiles=CHUNKS, interpret=True)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(positions=13, lengths=True, widths=(16,)),
-        pytest.param(Case(positions=1), marks=SLOW),
-        pytest.param(Case(positions=12, chunk=5, lengths=True), marks=SLOW),
-        pytest.param(Case(positions=7, starts=True, dtype="bfloat16"), marks=SLOW),
-    ],
-)
-def test_linked_blocks_are_those_of_the_definition(case):
-    check(triton, case, tiles=BLOCKS, interpret=True)
 
 
 @SLOW
@@ -84,11 +56,3 @@ def test_chunks_are_programs_unless_they_are_few_and_long():
 def test_what_the_kernels_cannot_do_is_refused_with_a_reason(widths, dtype, message):
     arrays = Case(positions=3, widths=widths, dtype=dtype).inputs()
     assert re.search(message, str(triton.expressible(*arrays, chunk=None)))
-
-
-def test_without_a_gpu_a_call_by_name_says_so():
-    if jax.default_backend() == "gpu":
-        pytest.skip("there is a GPU")
-    gate = jnp.zeros((1, 3, 16))
-    with pytest.raises(NotImplementedError, match="triton: needs an NVIDIA GPU, found"):
-        gated_scan(gate, (gate,), implementation="triton")
