@@ -228,6 +228,5 @@ def _summary(out: Path, manifest: Manifest, separated: str) -> str:
         f"{separated}\n"
         "in an experiment:\n"
         f'    DataConfig(corpus=Prepared(directory="{out}"),\n'
-        f'               tokenizer=TokenizerFile(path="{out / TOKENIZER}"),\n'
-        f"               validation_fraction={manifest.validation_fraction})"
+        f'               tokenizer=TokenizerFile(path="{out / TOKENIZER}"))'
     )

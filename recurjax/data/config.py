@@ -160,6 +160,8 @@ class DataConfig:
         row with BOS and fills it with the largest documents that fit.
       document_segments: whether batches carry each position's document number.
       validation_fraction: the last share of the corpus' bytes, kept for validation.
+        None: a prepared corpus brings the share that it was prepared with; of any
+        other corpus 0.1.
       seed: of the global shuffle, another permutation each epoch.
       packing_buffer: documents that best-fit packing chooses from, at least.
       prefetch: batches made ahead of time; 0 makes each when it is asked for.
@@ -170,7 +172,7 @@ class DataConfig:
     tokenizer: TokenizerConfig
     packing: Literal["concat", "best_fit"] = "concat"
     document_segments: bool = False
-    validation_fraction: float = 0.1
+    validation_fraction: float | None = None
     seed: int = 0
     packing_buffer: int = 1000
     prefetch: int = 8
@@ -181,7 +183,7 @@ class DataConfig:
             raise UserError(
                 f"data: packing must be concat or best_fit, got {self.packing!r}"
             )
-        if not 0.0 <= self.validation_fraction <= 1.0:
+        if not 0.0 <= self.held_out <= 1.0:
             raise UserError(
                 "data: validation_fraction must lie between 0 and 1, "
                 f"got {self.validation_fraction}"
@@ -193,6 +195,11 @@ class DataConfig:
                 raise UserError(
                     f"data: {name} must be at least {least}, got {getattr(self, name)}"
                 )
+
+    @property
+    def held_out(self) -> float:
+        """The share kept for validation of a corpus that is not prepared."""
+        return 0.1 if self.validation_fraction is None else self.validation_fraction
 
 
 def _require_patterns(corpus: object, patterns: tuple[str, ...]) -> None:

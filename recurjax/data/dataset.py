@@ -113,7 +113,7 @@ class Dataset:
                 f"Dataset.loader: rows must lie within 0..{batch}, got {rows}"
             )
         part = self.split(split)
-        _check_long_enough(part, length, self.config)
+        _check_long_enough(part, length)
         if in_order is None:
             in_order = split == "validation"
         if self.config.packing == "best_fit":
@@ -165,7 +165,7 @@ def open_dataset(
     if isinstance(config.corpus, Prepared):
         return _open_prepared(config, config.corpus, tokenizer)
     tokenizer = tokenizer or build_tokenizer(
-        config.tokenizer, config.corpus, validation_fraction=config.validation_fraction
+        config.tokenizer, config.corpus, validation_fraction=config.held_out
     )
     documents = list(encoded_documents(read_corpus(config.corpus), tokenizer))
     stream = MemoryStream(
@@ -175,7 +175,7 @@ def open_dataset(
         stream,
         document_bytes=np.array([d.token_bytes for d in documents], np.int64),
         tokenizer=tokenizer,
-        fraction=config.validation_fraction,
+        fraction=config.held_out,
     )
     identity = [tokenizer.hash, stream.sha256(), cut]
     return Dataset(
@@ -199,7 +199,7 @@ def _open_prepared(
             f"{type(config.tokenizer).__name__}"
         )
     tokenizer = tokenizer or build_tokenizer(
-        config.tokenizer, corpus, validation_fraction=config.validation_fraction
+        config.tokenizer, corpus, validation_fraction=manifest.validation_fraction
     )
     if tokenizer.hash != manifest.tokenizer_hash:
         raise UserError(
@@ -207,11 +207,11 @@ def _open_prepared(
             f"{manifest.tokenizer_hash[:12]}, the configured one has "
             f'{tokenizer.hash[:12]}): use TokenizerFile(path="{directory / TOKENIZER}")'
         )
-    if config.validation_fraction != manifest.validation_fraction:
+    if config.validation_fraction not in (None, manifest.validation_fraction):
         raise UserError(
             f"{directory} was prepared with validation_fraction "
             f"{manifest.validation_fraction}, the config says "
-            f"{config.validation_fraction}: change the config or prepare again"
+            f"{config.validation_fraction}: leave it out or prepare again"
         )
     shards = [shard.sha256 for shard in manifest.shards]
     return Dataset(
@@ -223,13 +223,13 @@ def _open_prepared(
     )
 
 
-def _check_long_enough(part: Split, length: int, config: DataConfig) -> None:
+def _check_long_enough(part: Split, length: int) -> None:
     needed = length + 1 if part.name == "train" else 2
     if part.tokens < needed:
         raise UserError(
             f"the {part.name} split has {part.tokens} tokens, a row of length {length} "
             f"needs {needed}: use more text, a shorter length or another "
-            f"validation_fraction than {config.validation_fraction}"
+            "validation_fraction"
         )
 
 

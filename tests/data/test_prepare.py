@@ -260,6 +260,15 @@ def test_another_split_than_the_prepared_one_is_refused(original):
         opened(original, validation_fraction=0.2)
 
 
+def test_a_prepared_corpus_brings_its_own_split(original, corpus, tmp_path):
+    prepare(corpus, ByteTokenizer(), tmp_path / "half", validation_fraction=0.5)
+    for folder, fraction in ((original, 0.1), (tmp_path / "half", 0.5)):
+        dataset = opened(folder, validation_fraction=None)
+        manifest = read_manifest(folder)
+        assert manifest.validation_fraction == fraction
+        assert dataset.split("train").tokens == manifest.train_tokens
+
+
 def test_a_place_in_the_data_survives_a_move_of_the_directory(original, folder):
     first = iter(opened(original).loader("train", length=32, batch=4))
     next(first)
