@@ -2,10 +2,10 @@
 
 D 2048, heads of 128, bfloat16, projections included: 262,144 tokens in all for training
 and forward at T 4096 to 262144; one token at position T - 1 for a batch of 64, 512 and
-1024. RNN, RAT(16) and, on a GPU, cuDNN's flash attention in the same run. "forward" is
-Table 7 without the copy of keys and values into a cache. A decode's time is that of one
-of 16 steps in one program. Expect what the paper has from one H100 of a GH200, shown
-in brackets. Writes latency.json and latency.md. `--tiny` runs it on any CPU.
+1024. RNN, RAT(128), RAT(64), RAT(16) and, on a GPU, cuDNN's flash attention. "forward"
+is Table 7 without the copy of keys and values into a cache. A decode's time is that of
+one of 16 steps in one program. Expect what the paper has from one H100 of a GH200,
+shown in brackets. Writes latency.json and latency.md. `--tiny` runs it on any CPU.
 
     python experiments/rat/latency.py --out results
 """
@@ -32,7 +32,7 @@ from recurjax.errors import UserError
 from recurjax.files import write_whole
 from recurjax.layers.initialization import InitConfig
 from recurjax.types import Array, Tokens
-from recurjax.variants.rat import MixerConfig
+from recurjax.variants.rat import MixerConfig, presets
 from recurjax.variants.rat.block import make_mixer
 
 _STEPS = 16  # of decode in one program: what a launch from the host costs is divided.
@@ -47,7 +47,7 @@ class Options:
       lengths: T.
       batches: of the decode.
       tokens: in all, of training and forward.
-      layers: of those that `recurjax bench rat` times.
+      layers: of rnn, rat128, rat64, rat16, attention, swa.
       repeats: timed calls of each program.
       tiny: width 64: for a CPU.
     """
@@ -56,7 +56,7 @@ class Options:
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536, 131072, 262144)
     batches: tuple[int, ...] = (64, 512, 1024)
     tokens: int = 262_144
-    layers: tuple[str, ...] = ("rnn", "rat16", "attention")
+    layers: tuple[str, ...] = ("rnn", "rat128", "rat64", "rat16", "attention")
     repeats: int = 5
     tiny: bool = False
 
@@ -156,7 +156,10 @@ def _told(cells: list[Cell], name: str, length: int, batch: int | None) -> str:
 
 
 def _mixers(width: int, length: int) -> dict[str, MixerConfig]:
-    return mixers({"D": width, "H": 16 if width == 2048 else 4, "T": length})
+    """Returns what `recurjax bench rat` times, and RAT(128), which the paper has."""
+    heads = 16 if width == 2048 else 4
+    rat128 = presets.rat(width=width, heads=heads, chunk=128)
+    return mixers({"D": width, "H": heads, "T": length}) | {"rat128": rat128}
 
 
 def _make(mixer: MixerConfig, width: int, key: Array) -> nnx.Module:

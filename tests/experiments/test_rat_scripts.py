@@ -52,9 +52,11 @@ def test_the_cost_table_counts_caches_and_products(script, capsys, tmp_path):
 
 def test_the_papers_tables_are_whole(script):
     paper = script("paper_latency").PAPER
-    assert len(paper) == 15 * 7
+    assert len(paper) == 25 * 7
     assert paper["training", "attention", None, 262144] == "3417.48"
     assert paper["decode", "rat16", 512, 4096] == "0.75"
+    assert paper["decode", "rat64", 1024, 262144] == "13.45"
+    assert paper["forward", "rat128", None, 65536] == "46.67"
 
 
 def test_a_comparison_with_torch_needs_an_interpreter_that_has_it(script):
@@ -154,12 +156,13 @@ def test_throughputs_prefill_in_pieces_is_the_whole(script, monkeypatch):
 def test_latency_writes_every_cell(script, tmp_path):
     words = ["--tiny", "--out", str(tmp_path), "--lengths", "64", "--tokens", "128"]
     words += ["--batches", "1", "2", "--repeats", "1"]
+    words += ["--layers", "rnn", "rat64", "attention"]
     assert script("latency").main(words) == 0
     rows = json.loads((tmp_path / "latency.json").read_text())["rows"]
     assert len(rows) == 3 * (2 + 2)
     assert all(row["ms"] > 0 for row in rows)
     table = (tmp_path / "latency.md").read_text()
-    assert "| rat16, batch 2 | " in table and table.count("| attention | ") == 2
+    assert "| rat64, batch 2 | " in table and table.count("| attention | ") == 2
 
 
 def test_a_wrong_option_is_told(script, tmp_path):
