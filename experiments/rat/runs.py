@@ -4,9 +4,9 @@ Two families, each prepared once:
 
     recurjax data prepare --out data/pg19 --corpus 'pg19/train/*.txt' \
         --tokenizer gpt2/tokenizer.json --validation-fraction 0.005
-    recurjax data prepare --out data/fineweb_edu --corpus 'fineweb_edu/*.parquet' \
-        --format parquet --tokenizer llama2/tokenizer.json \
-        --validation-fraction 0.0005
+    recurjax data prepare --out data/fineweb_edu_llama2 \
+        --corpus 'fineweb_edu/*.parquet' --format parquet \
+        --tokenizer llama2/tokenizer.json --validation-fraction 0.0005
     recurjax train experiments/rat/runs.py:fineweb_4k_rat16 --mesh.fsdp 16
 
 pg19: 200M parameters, D 1024, 12 layers, heads of 64, GPT-2's tokens, 15B of them (the
@@ -14,7 +14,8 @@ books five times). fineweb: 1.3B parameters, D 2048, 24 layers, heads of 128, Ll
 tokens, 100B of them. Source: the paper's appendix A.2 and the authors' code (decay of
 all parameters; betas of the 1.3B runs). Documents run together and nothing resets
 between them. Departs from the authors: the tokens between documents are the
-tokenizer's BOS, and the first token after one is learned like any other.
+tokenizer's BOS, and the first token after one is learned like any other. No step is
+skipped as a spike.
 
 shakespeare: the same comparison on the embedded text, for two CPU cores, all of one
 width and depth on the same 0.8 million bytes; nothing was tuned. rat_shakespeare.py and
@@ -40,6 +41,7 @@ from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import NextToken
 from recurjax.training.optimizer import AdamW
 from recurjax.training.schedule import Cosine
+from recurjax.training.spikes import SpikeConfig
 from recurjax.variants.rat import MixerConfig, RatConfig, RatMixerConfig, presets
 
 LONG_BASE = 500_000.0  # of the rotation at 16K in the 1.3B runs
@@ -121,7 +123,7 @@ def _fineweb(model: str, length: int, reproduces: str, expected: str) -> Run:
         _paper,
         stack=stack(model, **size, length=length, base=base),
         vocabulary=32000,
-        directory="data/fineweb_edu",
+        directory="data/fineweb_edu_llama2",
         optimizer=AdamW(learning_rate=8e-4, b1=0.9, b2=0.95, decay="all"),
         warmup=0.05,
         tokens=100e9,
@@ -162,28 +164,31 @@ def _paper(
         schedule=Cosine(
             warmup_steps=round(warmup * steps), end=1e-6 / optimizer.learning_rate
         ),
-        training=TrainingConfig(steps=steps, batch=batch, length=length),
+        training=TrainingConfig(
+            steps=steps, batch=batch, length=length, spikes=SpikeConfig(enabled=False)
+        ),
         evaluation=EvaluationConfig(every=1000, batches=10),
     )
 
 
-SMALL_LENGTH, SMALL_STEPS = 256, 400
+SMALL_STEPS = 400
 
 
-def _small(model: str, reproduces: str) -> Run:
+def _small(model: str, reproduces: str, *, length: int = 256) -> Run:
     """Returns a small run: 2,048 bytes a step, the same for every stack."""
     expected = "bits a byte in recurjax/variants/rat/README.md"
-    return Run(make=partial(_tiny, model), reproduces=reproduces, expected=expected)
+    make = partial(_tiny, model=model, length=length)
+    return Run(make=make, reproduces=reproduces, expected=expected)
 
 
-def _tiny(model: str, _: str) -> Experiment:
+def _tiny(name: str, *, model: str, length: int) -> Experiment:
     size = {"layers": 4, "width": 64, "heads": 4}
-    window = SMALL_LENGTH // 4  # 1024 of 4096 in the paper
-    config = stack(model, **size, length=SMALL_LENGTH, window=window)
+    window = length // 4  # 1024 of 4096 in the paper
+    config = stack(model, **size, length=length, window=window)
     # Weights that suit so small a model.
     init = InitConfig(std=None, embedding_std=0.1, output="same")
     return Experiment(
-        name=model,
+        name=name.removeprefix("shakespeare_"),
         model=ModelConfig(
             vocabulary=256, tied_head=True, stack=replace(config, init=init)
         ),
@@ -192,8 +197,8 @@ def _tiny(model: str, _: str) -> Experiment:
         schedule=Cosine(warmup_steps=SMALL_STEPS // 10, end=0.01),
         training=TrainingConfig(
             steps=SMALL_STEPS,
-            batch=8,
-            length=SMALL_LENGTH,
+            batch=2048 // length,
+            length=length,
             log_every=10,
             checkpoint_every=100,
         ),
@@ -298,4 +303,14 @@ RUNS: dict[str, Run] = {
     "shakespeare_attention_swa_nope": _small(
         "attention_swa_nope", "no table: Fig. 6 in miniature"
     ),
+    # The same at T 512, where attention has more to find; the four hybrids too.
+    **{
+        f"shakespeare_t512_{model}": _small(
+            model, "no table: Figs. 4 and 6 in miniature, T 512", length=512
+        )
+        for model in (
+            *("rnn", "rat64", "rat16", "attention"),
+            *("rat16_swa", "attention_swa", "rat16_swa_nope", "attention_swa_nope"),
+        )
+    },
 }

@@ -27,6 +27,7 @@ ABLATIONS = [
     for name in load_runs(TABLE)
     if name not in SIZES and not name.startswith("shakespeare_")
 ]
+"""And the other ratios of tokens to parameters."""
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -49,4 +50,17 @@ def test_a_run_has_the_papers_size_and_settings(name):
 def test_every_ablation_is_a_run(name):
     experiment = load_experiment(f"{TABLE}:{name}")
     assert experiment.name == f"lrt_{name}"
-    assert experiment.model.stack.layers == 20
+    model = name.rpartition("_r")[0]
+    layers = 24 if model.endswith("_24") else 20
+    assert experiment.model.stack.layers == layers
+    if model in SIZES:
+        tokens = experiment.training.steps * experiment.training.tokens_per_step
+        ratio = tokens / count_parameters(experiment.model).total
+        assert ratio == pytest.approx(int(name.rpartition("_r")[2]), rel=1e-3)
+
+
+def test_the_papers_ratios_are_here():
+    runs = load_runs(TABLE)
+    for model in SIZES:
+        ratios = (5, 20, 40, 60, 80, *([120] if model.startswith("base") else []))
+        assert all(f"{model}_r{ratio}" in runs for ratio in ratios)

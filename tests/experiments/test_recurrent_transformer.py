@@ -20,6 +20,10 @@ RUNS = {
     "c4_150m_recurrent_6_batch256": 142.8,
     "c4_150m_transformer_12_batch256": 151.0,
     "c4_150m_transformer_6_batch256": 142.8,
+    "c4_150m_recurrent_6_batch256_1440": 149.3,
+    "c4_150m_transformer_6_batch256_1440": 149.3,
+    "c4_150m_recurrent_12_depth_init": 151.0,
+    "c4_150m_transformer_12_depth_init": 151.0,
     "c4_150m_unnormed": 151.0,
 }
 """Millions of parameters in the blocks, as the paper's sizes give them."""
@@ -40,5 +44,9 @@ def test_a_run_has_the_papers_size_and_settings(name):
     assert experiment.schedule.warmup_steps == 0.4 * training.steps
     assert rate == (1e-3 if "unnormed" in name else 3e-3)
     assert experiment.name == f"rt_{name}"
+    # Depth counts once, in the branches' scale.
+    init = experiment.model.stack.init
+    assert init.output == ("depth" if "depth_init" in name else "same")
+    assert not training.spikes.enabled
     normed = getattr(experiment.model.stack, "normed_persistent", True)
     assert normed == ("unnormed" not in name)
