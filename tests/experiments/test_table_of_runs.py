@@ -1,0 +1,48 @@
+"""experiments/README.md holds every run beside what it reproduces and costs."""
+
+import re
+
+import pytest
+
+from experiments import table_of_runs
+from recurjax.run_table import load_experiment, load_runs
+
+TEXT = table_of_runs.README.read_text()
+
+
+def rows_of(paper: str) -> dict[str, str]:
+    """Returns the README's rows of a paper, by name."""
+    part = TEXT.split(f"<!-- {paper}/runs.py -->\n")[1].split("<!-- end -->")[0]
+    return {
+        row.split("`")[1]: row for row in part.splitlines() if row.startswith("| `")
+    }
+
+
+def test_every_table_of_runs_is_in_the_readme():
+    files = table_of_runs.FOLDER.glob("*/runs.py")
+    assert {file.parent.name for file in files} == set(table_of_runs.TABLES)
+
+
+@pytest.mark.parametrize("paper", table_of_runs.TABLES)
+def test_every_run_is_there_with_what_it_reproduces(paper):
+    file, rows = table_of_runs.FOLDER / paper / "runs.py", rows_of(paper)
+    runs = load_runs(file)
+    assert list(rows) == list(runs)
+    for name, run in runs.items():
+        assert rows[name].startswith(table_of_runs.named(name, run))
+    # What the first and the last cost; the slow test looks at all.
+    for name in (list(runs)[0], list(runs)[-1]):
+        costs = table_of_runs.costs(load_experiment(f"{file}:{name}"))
+        assert rows[name] == table_of_runs.named(name, runs[name]) + costs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paper", table_of_runs.TABLES)
+def test_every_run_is_there_with_what_it_costs(paper):
+    made = table_of_runs.filled(TEXT, paper, table_of_runs.table(paper))
+    assert made == TEXT
+
+
+def test_a_readme_without_a_tables_place_is_told():
+    with pytest.raises(ValueError, match=re.escape("<!-- rat/runs.py -->")):
+        table_of_runs.filled("nothing", "rat", "")
