@@ -170,6 +170,8 @@ def _of_text(options: Evaluate, loaded: LoadedRun) -> dict[str, Any]:
             del told["accuracy"]
         else:
             told["accuracy"] = result.accuracy._asdict()
+        if not result.passes:
+            del told["passes"]
         return told
 
     objective = experiment.objective

@@ -37,6 +37,8 @@ class Score(NamedTuple):
       tokens: predicted.
       bytes: that they stand for.
       accuracy: how often the likeliest token is the answer, of a task's rows.
+      passes: bits per byte of each pass of an objective that makes several over the
+        text, the first over all of it, the others each over a part; else none.
     """
 
     loss: float
@@ -45,12 +47,15 @@ class Score(NamedTuple):
     tokens: int
     bytes: int
     accuracy: Accuracy | None = None
+    passes: tuple[float, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """Returns the figures that a metrics file has: of symbols, no bits a byte."""
         named = {"loss": self.loss, "perplexity": self.perplexity}
         if self.bytes:
             named["bits_per_byte"] = self.bits_per_byte
+            for number, bits in enumerate(self.passes):
+                named[f"bits_per_byte_pass_{number}"] = bits
         return named if self.accuracy is None else named | self.accuracy.metrics()
 
     def sentence(self) -> str:
@@ -91,14 +96,16 @@ def score(
     """
     counts: list[AnswerCounts] = []
     sizes = jnp.asarray(token_bytes, jnp.int32)
-    sums = np.zeros(4, np.float64)
+    of_passes = np.zeros((1, 4), np.float64)
     for batch in batches:
         of_batch = batch_sums(model, batch, sizes, objective=objective)
-        sums += np.asarray(of_batch, np.float64)
+        of_passes = of_passes + np.asarray(of_batch, np.float64)
         if slices is not None:
             counted = count_answers(model, batch, objective=objective, mesh=mesh)
             counts.append(jax.device_get(counted))
         between()
+    # Each token counts by its last pass: after the first they cover the text once.
+    sums = of_passes[1:].sum(0) if len(of_passes) > 1 else of_passes[0]
     nats, tokens, text_nats, text_bytes = (float(x) for x in sums)
     if tokens == 0:
         raise ValueError("score: there are no tokens to predict")
@@ -110,6 +117,11 @@ def score(
         tokens=int(tokens),
         bytes=int(text_bytes),
         accuracy=None if slices is None else accuracy(counts, slices),
+        passes=tuple(
+            bits_per_byte(float(part[2]), float(part[3])) for part in of_passes
+        )
+        if len(of_passes) > 1
+        else (),
     )
 
 
@@ -137,11 +149,15 @@ def text_sums(
 @partial(jax.jit, static_argnames="objective")
 def batch_sums(
     model: Decoder, batch: Batch, sizes: Int[Array, " V"], *, objective: Objective
-) -> Float[Array, "4"]:
-    """Returns nats, tokens, nats of tokens with bytes, bytes; over one batch."""
-    x = objective.states(model, batch)
-    chunks = objective.vocabulary_chunks
-    nats = token_losses(model, x, batch.targets, chunks=chunks).nats
-    counted = batch.targets != IGNORED
-    sums = [nats.sum(), counted.sum(), *text_sums(nats, batch.targets, sizes)]
-    return jnp.stack([x.astype(jnp.float32) for x in sums])
+) -> Float[Array, "P 4"]:
+    """Returns nats, tokens, nats of tokens with bytes, bytes; over one batch.
+
+    A row for each pass of an objective that makes several, else one.
+    """
+    rows = []
+    for targets, x in objective.each_pass(model, batch):
+        nats = token_losses(model, x, targets, chunks=objective.vocabulary_chunks).nats
+        counted = targets != IGNORED
+        sums = [nats.sum(), counted.sum(), *text_sums(nats, targets, sizes)]
+        rows.append(jnp.stack([x.astype(jnp.float32) for x in sums]))
+    return jnp.stack(rows)

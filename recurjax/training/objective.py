@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from recurjax.cross_entropy import token_losses
 from recurjax.model import Decoder, ModelConfig
@@ -77,11 +77,17 @@ class NextToken:
         tokens = Tokens(batch.ids, batch.segments)
         return model.hidden(tokens, model.init_cache(batch.ids.shape[0], 0))[0]
 
+    def each_pass(
+        self, model: Decoder, batch: Batch
+    ) -> list[tuple[Int[Array, "B T"], Float[Array, "B T D"]]]:
+        """Returns the one pass' targets and `states`."""
+        return [(batch.targets, self.states(model, batch))]
+
 
 Objective = NextToken | Interleaved | Chunked
 """Every objective: a closed union, told apart by class in JSON.
 
 Each is callable as `NextToken` is, names its cross-entropy "loss" among its metrics,
-and has `states` and `vocabulary_chunks`, which evaluations use, `passes`, how often the
-model reads each token, and `frozen`: None, or a `FrozenModel`. With one it is called
-with that model, a `Decoder`, as its third argument."""
+and has `states`, `each_pass` and `vocabulary_chunks`, which evaluations use, `passes`,
+how often the model reads each token, and `frozen`: None, or a `FrozenModel`. With one
+it is called with that model, a `Decoder`, as its third argument."""

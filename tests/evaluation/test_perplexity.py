@@ -9,8 +9,15 @@ import pytest
 from recurjax.evaluation.perplexity import bits_per_byte, score, text_sums
 from recurjax.training.objective import NextToken
 from recurjax.types import IGNORED, Batch, Tokens
+from recurjax.variants.latent_recurrent_transformer import MemoryConfig
+from recurjax.variants.latent_recurrent_transformer.objectives import (
+    Interleaved,
+    interleaved_passes,
+)
+from recurjax.variants.latent_recurrent_transformer.recurrence import strided_partition
 from tests.golden.cases import golden_cases, load
 from tests.training.tiny_experiment import config, drawn
+from tests.variants.latent_recurrent_transformer.switches import build, small
 
 MODEL = dataclasses.replace(config().model, vocabulary=5)
 BYTES = np.array([1, 2, 0, 3, 1])  # Token 2 is special: it stands for no text.
@@ -80,8 +87,39 @@ def test_neither_batches_nor_chunks_change_the_score(model, rows, chunks):
         between=lambda: calls.append(1),
     )
     assert got.accuracy is want.accuracy is None  # of tasks only
-    np.testing.assert_allclose(got[:-1], want[:-1], rtol=1e-5)
+    assert got.passes == want.passes == ()
+    np.testing.assert_allclose(got[:5], want[:5], rtol=1e-5)
     assert len(calls) == 3 // rows
+
+
+def test_every_pass_of_a_latent_memory_has_its_bits_per_byte(quick_compilation):
+    """By logits of the passes themselves; the whole counts each token's last pass."""
+    model = build(small(MemoryConfig(sources=(2,))))
+    batch = next(batches())
+    objective = Interleaved(subsets=2)
+    want, nats_of_last = [], 0.0
+
+    @jax.jit
+    def logits_of_passes(model, batch):
+        partition = strided_partition(4, 2)
+        passes = interleaved_passes(model, batch, partition)
+        return [jax.nn.log_softmax(model.logits(x)) for _, x in passes]
+
+    for number, logits in enumerate(logits_of_passes(model, batch)):
+        targets = TARGETS if number == 0 else TARGETS[:, number - 1 :: 2]
+        chosen = np.take_along_axis(
+            np.asarray(logits, np.float64), targets.clip(0)[..., None], -1
+        )[..., 0]
+        sizes = np.where(targets == IGNORED, 0, BYTES[targets.clip(0)])
+        nats = -chosen[sizes > 0].sum()
+        want.append(nats / math.log(2) / sizes.sum())
+        nats_of_last += nats if number else 0.0
+    got = score(model, [batch], token_bytes=BYTES, objective=objective)
+    np.testing.assert_allclose(got.passes, want, rtol=1e-5)
+    assert got.bits_per_byte == pytest.approx(nats_of_last / math.log(2) / 17, rel=1e-5)
+    assert len({round(bits, 4) for bits in got.passes}) == 3
+    told = [got.metrics()[f"bits_per_byte_pass_{number}"] for number in range(3)]
+    assert told == list(got.passes)
 
 
 def test_a_text_of_special_tokens_only_has_no_bits_per_byte(model):

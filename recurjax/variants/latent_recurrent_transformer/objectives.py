@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from recurjax.cross_entropy import token_losses
 from recurjax.model import Decoder
@@ -59,6 +59,20 @@ class Interleaved:
         )
         loss = means.mean()
         return loss, {"loss": loss, "initial": means[0], "refined": means[1:].mean()}
+
+    def each_pass(
+        self, model: Decoder, batch: Batch
+    ) -> list[tuple[Int[Array, "B n"], Float[Array, "B n D"]]]:
+        """Returns each pass' targets and what the head reads to predict them.
+
+        First the initialization pass, over all positions; the refinements after it
+        cover each position once: together they are what `states` merges.
+        """
+        partition = strided_partition(batch.ids.shape[1], self.subsets)
+        return [
+            (take(batch.targets, positions), x)
+            for positions, x in interleaved_passes(model, batch, partition)
+        ]
 
     def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
         """Returns what the head reads in evaluations: each position's last pass."""
@@ -121,6 +135,12 @@ class Chunked:
             y, buffer = stack.refine(x, tokens, positions, buffer, memory=memory)
             parts.append(y)
         return model.final_norm(jnp.concatenate(parts, axis=1))
+
+    def each_pass(
+        self, model: Decoder, batch: Batch
+    ) -> list[tuple[Int[Array, "B T"], Float[Array, "B T D"]]]:
+        """Returns the one pass' targets and `states`."""
+        return [(batch.targets, self.states(model, batch))]
 
 
 def interleaved_passes(
