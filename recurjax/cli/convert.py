@@ -10,7 +10,7 @@ import numpy as np
 import tyro
 
 from recurjax.cli.options import parse
-from recurjax.convert.authors import from_authors
+from recurjax.convert.authors import as_trained, from_authors
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.convert.parity import TOLERANCE, NotMeasured, Parity
@@ -213,7 +213,7 @@ def _from_authors(argv: list[str]) -> int:
     options = parse(FromAuthors, argv, prog="recurjax convert from-authors")
     refuse_existing(options.out)
     experiment = load_experiment(options.experiment)
-    tokenizer = load_tokenizer(options.tokenizer)
+    tokenizer = as_trained(load_tokenizer(options.tokenizer), experiment.model)
     if tokenizer.vocabulary != experiment.model.vocabulary:
         raise UserError(
             f"the tokenizer has {tokenizer.vocabulary} tokens and the model of "

@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from recurjax.convert.authors import from_authors
 from recurjax.convert.pieces import leaves
+from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
@@ -17,10 +18,12 @@ from recurjax.parameters import to_nested_dict
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from recurjax.variants.rat import presets
 from recurjax.variants.recurrent_transformer import shipped_config
-from tests.cli.commands import assert_refused, recurjax
+from tests.cli.commands import assert_refused, experiment_file, recurjax
+from tests.data.tokenizer_files import plain_definition
 from tests.golden import latent_layout
 from tests.golden.cases import golden_cases, load, own_case
 from tests.training.tiny_experiment import config as tiny
+from tests.training.tiny_experiment import drawn
 from tests.variants.rat import authors as rat_authors
 from tests.variants.recurrent_transformer.golden_cases import (
     config_of,
@@ -126,6 +129,29 @@ def rat_case():
     case = load(own_case("rat/lm_*.npz"))
     config = rat_authors.model_config(rat_authors.meta_of(case))
     return config, rat_authors.read(case, "param")
+
+
+def test_an_imported_rat_begins_documents_with_their_separator(tmp_path, monkeypatch):
+    """Its weights never saw <s>: neither prompts nor CORE may begin with it."""
+    file = experiment_file(
+        tmp_path,
+        "from recurjax.variants.rat import presets\n"
+        "    rat = presets.rat(width=16, heads=2, chunk=4)\n"
+        "    stack = presets.stack(rat, layers=1, width=16)\n"
+        "    return changed(tiny(), model={'stack': stack, 'vocabulary': 259})",
+    )
+    (tmp_path / "tokenizer.json").write_text(plain_definition("<unk>", "<s>", "</s>"))
+    monkeypatch.setattr(
+        "recurjax.cli.convert.from_authors", lambda _, model, report: drawn(model)
+    )
+    code, _, err = recurjax(
+        *("convert", "from-authors", tmp_path / "model.pt", tmp_path / "out"),
+        *("--experiment", file, "--tokenizer", tmp_path / "tokenizer.json"),
+    )
+    assert (code, err) == (0, "")
+    assert load_tokenizer(tmp_path / "tokenizer.json").bos == 1
+    kept = load_tokenizer(tmp_path / "out" / "tokenizer")
+    assert (kept.bos, kept.eos) == (2, 2)
 
 
 def test_rats_tied_head_is_a_copy_and_an_untied_one_has_its_own_name(tmp_path):

@@ -1,5 +1,5 @@
 """The papers' own checkpoints, in."""
 
-from recurjax.convert.authors.checkpoint import from_authors
+from recurjax.convert.authors.checkpoint import as_trained, from_authors
 
-__all__ = ["from_authors"]
+__all__ = ["as_trained", "from_authors"]

@@ -21,6 +21,8 @@ from recurjax.convert.formats.safetensors_files import SafetensorsFiles, open_di
 from recurjax.convert.formats.tensors import TensorInfo, TensorSource
 from recurjax.convert.formats.torch_file import open_torch_file
 from recurjax.convert.loading import load_model
+from recurjax.data.json_tokenizer import JsonTokenizer
+from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.variants.latent_recurrent_transformer import (
@@ -70,6 +72,17 @@ def from_authors(
         )
     source = Renamed(_open(path), rename)
     return load_model(config, table.finished(), source, mesh=mesh, report=report)
+
+
+def as_trained(tokenizer: Tokenizer, config: ModelConfig) -> Tokenizer:
+    """Returns a tokenizer that separates documents as the authors' training did.
+
+    RAT's were joined by </s> alone: weights that never saw <s> must not get it in
+    front, so EOS stands in the place of BOS.
+    """
+    if isinstance(config.stack, RatConfig) and isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.separated_by_eos()
+    return tokenizer
 
 
 _KNOWN = (RecurrentTransformerConfig, RatConfig, LatentRecurrentTransformerConfig)
