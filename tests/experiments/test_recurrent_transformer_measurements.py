@@ -17,6 +17,20 @@ def script(unoptimized, monkeypatch):
     return importlib.import_module
 
 
+def test_the_cache_shrinks_by_the_root_of_the_depth(script):
+    """Keys and values of D numbers a layer, in bfloat16, for both models."""
+    rows = script("cache_footprint").table().splitlines()[2:]
+    cells = {row.split(" | ")[0][2:]: row.split(" | ")[1:] for row in rows}
+    for name, layers, width in (
+        ("c4_300m_transformer_12", 12, 1408),
+        ("c4_300m_recurrent_12", 12, 1408),
+        ("c4_300m_recurrent_6", 6, 2048),
+        ("c4_150m_recurrent_6", 6, 1408),
+    ):
+        assert cells[name][:3] == [str(layers), str(width), f"{4 * layers * width:,}"]
+    assert float(cells["c4_300m_recurrent_6"][3]) == pytest.approx(0.5**0.5, abs=0.03)
+
+
 @pytest.mark.slow
 def test_scaling_writes_a_table_and_a_picture(script, tmp_path):
     lengths = ["--lengths", "128", "256", "--schedules", "prefix"]
