@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from recurjax.errors import UserError
+
 FOLDER = Path(__file__).parents[2] / "experiments" / "recurrent_transformer"
 
 
@@ -51,3 +53,13 @@ def test_the_gpu_s_script_runs_at_its_smallest_here(script, tmp_path):
     assert 0 < report["errors"]["float32/prefix"] < 1e-4
     assert all(row["recurrent_ms"] > 0 for row in report["layer_forward"])
     assert report["training_ratio"] > 0
+
+
+def test_the_grid_is_the_papers(script):
+    grid = script("c4_grid")
+    runs = grid.grid(grid.Options(run="c4_150m_recurrent_12"))
+    pairs = [(run.optimizer.learning_rate, run.optimizer.b2) for run in runs]
+    assert pairs == [(rate, b2) for rate in (1e-3, 3e-3, 1e-2) for b2 in (0.95, 0.99)]
+    assert len({run.name for run in runs}) == 6
+    with pytest.raises(UserError, match="did you mean c4_150m_recurrent_12"):
+        grid.grid(grid.Options(run="c4_150m_recurrent_13"))
