@@ -10,7 +10,7 @@ of parameters takes about half a minute.
 import re
 from pathlib import Path
 
-from recurjax.data.config import Prepared
+from recurjax.data.config import DataConfig, Prepared
 from recurjax.experiment import Experiment
 from recurjax.files import write_whole
 from recurjax.model import count_parameters
@@ -40,7 +40,8 @@ def named(name: str, run: Run) -> str:
 
 def costs(experiment: Experiment) -> str:
     """Returns the other cells of a row."""
-    corpus, training = experiment.data.corpus, experiment.training
+    data, training = experiment.data, experiment.training
+    corpus = data.corpus if isinstance(data, DataConfig) else None
     needs = f"`{corpus.directory}`" if isinstance(corpus, Prepared) else "nothing"
     parameters = count_parameters(experiment.model).total
     tokens = training.steps * training.tokens_per_step
