@@ -1,4 +1,4 @@
-"""`recurjax convert from-hf | to-torch | from-torch | from-authors`."""
+"""`recurjax convert`: models from elsewhere, to elsewhere, into another variant."""
 
 import sys
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import numpy as np
 import tyro
 
 from recurjax.cli.options import parse
+from recurjax.cli.surgery import run_to_recurformer
 from recurjax.convert.authors import as_trained, from_authors
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
@@ -137,6 +138,7 @@ def run(argv: list[str]) -> int:
         "to-torch": _to_torch,
         "from-torch": _from_torch,
         "from-authors": _from_authors,
+        "to-recurformer": run_to_recurformer,
     }
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: recurjax convert {' | '.join(commands)} SOURCE OUT [options]")

@@ -1,6 +1,7 @@
 """A model from elsewhere as a run directory: what `generate` and `evaluate` read."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def write_run(
     *,
     step: int = 0,
     parity: dict[str, Any] | None = None,
+    extra: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Writes a run directory whose one checkpoint holds the parameters and no more.
 
@@ -63,6 +65,7 @@ def write_run(
       tokenizer: becomes tokenizer/.
       step: of the checkpoint.
       parity: becomes parity.json.
+      extra: writes further files into the folder that it is given.
 
     Raises:
       UserError: `out` is taken, or the disk is full.
@@ -83,3 +86,4 @@ def write_run(
         if parity is not None:
             text = json.dumps(parity, indent=2) + "\n"
             (aside / "parity.json").write_text(text, encoding="utf-8")
+        extra(aside)

@@ -8,6 +8,7 @@ the text, and a head is recent in a text where its ratio exceeds a half.
 import math
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
@@ -34,12 +35,14 @@ class HeadRecency(NamedTuple):
       count: RA-I, in how many texts the ratio exceeded the threshold.
       first: mean share of the first key token (the paper's table 5).
       texts: how many there were.
+      key_heads: K; H / K neighbours share one.
     """
 
     ratio: Float[np.ndarray, "L H"]
     count: Int[np.ndarray, "L H"]
     first: Float[np.ndarray, "L H"]
     texts: int
+    key_heads: int
 
 
 def recency_ratio(attention: Float[Array, "*B T T"], window: int) -> Float[Array, "*B"]:
@@ -116,7 +119,9 @@ def measure_recency(
         texts += len(ids)
     if not texts:
         raise UserError("there is no text to measure the heads' recency on")
-    return HeadRecency(ratio / texts, count, first / texts, texts)
+    return HeadRecency(
+        ratio / texts, count, first / texts, texts, config.attention.key_heads
+    )
 
 
 @partial(jax.jit, static_argnames="window")
@@ -150,7 +155,7 @@ def _layer_recency(
 
 
 def choose_heads(
-    recency: HeadRecency, share: float, *, scope: Scope, key_heads: int
+    recency: HeadRecency, share: float, *, scope: Scope
 ) -> tuple[tuple[int, ...], ...]:
     """Chooses the heads to replace: the most recent ones by RA-I.
 
@@ -159,7 +164,6 @@ def choose_heads(
     Args:
       share: beta, of all heads (or groups), from 0 to 1; round(beta L H) are chosen.
       scope: see `Scope`.
-      key_heads: K of the model.
 
     Returns:
       For each layer its replaced query heads, ascending.
@@ -168,7 +172,9 @@ def choose_heads(
     check_share(share)
     count, ratio = recency.count.astype(float), recency.ratio
     if scope == "groups":
-        count, ratio = (x.reshape(L, key_heads, -1).mean(-1) for x in (count, ratio))
+        count, ratio = (
+            x.reshape(L, recency.key_heads, -1).mean(-1) for x in (count, ratio)
+        )
     columns = count.shape[1]
     # lexsort: the last key is the first to decide.
     order = np.lexsort((np.arange(L * columns), -ratio.ravel(), -count.ravel()))
@@ -184,6 +190,35 @@ def choose_heads(
         tuple(head for head in range(H) if layer * columns + head // size in chosen)
         for layer in range(L)
     )
+
+
+def plot_heads(
+    recency: HeadRecency, replaced: tuple[tuple[int, ...], ...], file: Path
+) -> None:
+    """Draws RA-I as a share of the texts, layers down and heads across (figure 9).
+
+    A cross marks what is replaced.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    L, H = recency.count.shape
+    figure = Figure(figsize=(1.5 + 0.28 * H, 1.2 + 0.28 * L), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    shares = recency.count / recency.texts
+    image = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    marks = [(head, layer) for layer, heads in enumerate(replaced) for head in heads]
+    if marks:
+        across, down = zip(*marks, strict=True)
+        axes.scatter(across, down, marker="x", color="white", s=18, linewidths=1)
+    axes.set(
+        xlabel="head",
+        ylabel="layer",
+        title="share of texts in which a head is recent; x: replaced",
+    )
+    figure.colorbar(image)
+    figure.savefig(file, dpi=120)
 
 
 def first_heads(layers: int, heads: int, share: float) -> tuple[tuple[int, ...], ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from recurjax.errors import UserError
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
+from recurjax.variants.recurformer.cost import added_parameters, cache_bytes
 from recurjax.variants.recurformer.mamba import Mamba
 from recurjax.variants.transformer import TransformerConfig
 
@@ -65,6 +67,38 @@ def to_recurformer(
         layers[str(layer)]["attention"]["mamba"] = weights
     like = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return from_nested_dict(like, ours)
+
+
+class Changes(NamedTuple):
+    """What replacing heads has done to a model.
+
+    Attributes:
+      replaced: the heads of each layer.
+      heads: how many the base has in all.
+      added_parameters: the mixers' numbers less the queries and keys that went.
+      cache_share: of the base's cache at `length` tokens.
+    """
+
+    replaced: tuple[tuple[int, ...], ...]
+    heads: int
+    added_parameters: int
+    cache_share: float
+
+
+def changes(model: Decoder, length: int) -> Changes:
+    """Says what a RecurFormer has gained and lost.
+
+    Args:
+      length: tokens at which the cache is counted.
+    """
+    stack = model.config.stack
+    assert isinstance(stack, RecurFormerConfig)
+    return Changes(
+        replaced=stack.replaced,
+        heads=stack.layers * stack.transformer.attention.heads,
+        added_parameters=added_parameters(stack),
+        cache_share=cache_bytes(stack, length).share,
+    )
 
 
 def _keep_heads(attention: dict, stack: RecurFormerConfig, layer: int) -> None:

@@ -87,6 +87,7 @@ RECENCY = HeadRecency(
     count=np.array([[0, 3, 1, 1], [3, 2, 1, 0]]),
     first=np.zeros((2, 4)),
     texts=3,
+    key_heads=2,
 )
 
 
@@ -105,19 +106,19 @@ RECENCY = HeadRecency(
     ],
 )
 def test_the_most_recent_heads_are_chosen(share, scope, want):
-    assert choose_heads(RECENCY, share, scope=scope, key_heads=2) == want
+    assert choose_heads(RECENCY, share, scope=scope) == want
 
 
 def test_ties_go_by_layer_and_head():
-    even = HeadRecency(np.ones((2, 3)), np.ones((2, 3), int), np.zeros((2, 3)), 1)
-    assert choose_heads(even, 0.5, scope="heads", key_heads=3) == ((0, 1, 2), ())
+    even = HeadRecency(np.ones((2, 3)), np.ones((2, 3), int), np.zeros((2, 3)), 1, 3)
+    assert choose_heads(even, 0.5, scope="heads") == ((0, 1, 2), ())
 
 
 def test_the_papers_count_of_heads():
     """922 of Llama-2's 1024 at beta .9."""
     count = np.random.default_rng(0).integers(1025, size=(32, 32))
-    recency = HeadRecency(count / 1024, count, np.zeros((32, 32)), 1024)
-    chosen = choose_heads(recency, 0.9, scope="heads", key_heads=32)
+    recency = HeadRecency(count / 1024, count, np.zeros((32, 32)), 1024, 32)
+    chosen = choose_heads(recency, 0.9, scope="heads")
     assert sum(map(len, chosen)) == 922
 
 
@@ -128,7 +129,7 @@ def test_an_untrained_model_loses_its_first_heads():
 def test_what_cannot_be_measured_or_chosen_is_refused():
     for share in (-0.1, 1.5, float("nan")):
         with pytest.raises(UserError, match="--beta"):
-            choose_heads(RECENCY, share, scope="heads", key_heads=4)
+            choose_heads(RECENCY, share, scope="heads")
     ids = np.zeros((1, 4), np.int32)
     windows = transformer.build(transformer.small(windows=(3,)))
     with pytest.raises(UserError, match="windows"):

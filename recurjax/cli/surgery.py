@@ -1,0 +1,225 @@
+"""`recurjax convert to-recurformer`: heads of a trained model replaced by Mamba."""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+
+from recurjax.cli.options import parse
+from recurjax.convert.imported_run import write_run
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
+from recurjax.files import refuse_existing
+from recurjax.surgery.recency import (
+    HeadRecency,
+    Scope,
+    check_share,
+    choose_heads,
+    measure_recency,
+    plot_heads,
+)
+from recurjax.surgery.recurformer import MambaConfig, changes, to_recurformer
+from recurjax.training.run_directory import LoadedRun, load_run
+
+BATCH = 4
+"""Texts that are measured at once: a head's weights of so many exist together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToRecurFormer:
+    """Replaces the heads that look at what came just before, and keeps the rest.
+
+    Writes a run directory with heads.json (each head's recency and what was chosen) and
+    heads.png. Train on with --training.start-from.
+
+    Attributes:
+      run: a run or an imported directory with a Transformer.
+      out: the new run directory; it appears whole or not at all.
+      beta: share of the heads to replace, from 0 to 1.
+      scope: heads: the most recent of the whole model; groups: whole groups of a key
+        head, which frees caches under grouped queries; layer: as many in each layer.
+      window: how far back counts as recent, as a share of the text's length.
+      threshold: a head is recent in a text where its ratio exceeds this.
+      samples: texts to measure on.
+      length: tokens of a text.
+      text: a UTF-8 file to cut them from.
+      heads: a JSON file with a list of heads for each layer instead, or a heads.json.
+      dt_rank, state, conv, expand: of Mamba.
+      seed: of its first weights.
+      step: of the checkpoint; None: the newest.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    beta: float | None = None
+    scope: Scope = "heads"
+    window: float = 0.1
+    threshold: float = 0.5
+    samples: int = 1024
+    length: int = 1024
+    text: Path | None = None
+    heads: Path | None = None
+    dt_rank: int = 256
+    state: int = 16
+    conv: int = 4
+    expand: int = 2
+    seed: int = 0
+    step: int | None = None
+
+    def __post_init__(self):
+        if (self.heads is None) == (self.beta is None):
+            raise UserError(
+                "say which heads go: --beta SHARE, measured on --text, or --heads FILE"
+            )
+        if self.beta is not None:
+            check_share(self.beta)
+            if self.text is None:
+                raise UserError("--beta is measured on a text: name one with --text")
+        for name in ("window", "threshold"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise UserError(
+                    f"--{name} must lie between 0 and 1, got {getattr(self, name)}"
+                )
+        if self.samples < 1 or self.length < 2:
+            raise UserError(
+                "--samples must be at least 1 and --length 2, got "
+                f"{self.samples} and {self.length}"
+            )
+
+
+def run_to_recurformer(argv: list[str]) -> int:
+    """Runs `recurjax convert to-recurformer ARGV`."""
+    options = parse(ToRecurFormer, argv, prog="recurjax convert to-recurformer")
+    refuse_existing(options.out)
+    given = None if options.heads is None else read_heads(options.heads)
+    loaded = load_run(options.run, step=options.step, report=_say)
+    recency = None
+    if given is None:
+        texts = _texts(options, loaded.tokenizer)
+        recency = _measured(options, loaded, texts)
+        assert options.beta is not None
+        given = choose_heads(recency, options.beta, scope=options.scope)
+    mamba = MambaConfig(
+        conv=options.conv,
+        state=options.state,
+        dt_rank=options.dt_rank,
+        expand=options.expand,
+    )
+    model = to_recurformer(loaded.model, given, mamba=mamba, seed=options.seed)
+    _write(options, loaded, model, recency)
+    return 0
+
+
+def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
+    """Reads which heads to replace: a list for each layer, or a heads.json.
+
+    Raises:
+      UserError: the file is missing or holds something else.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--heads: {file} is no JSON file of heads") from error
+    layers = found.get("replaced") if isinstance(found, dict) else found
+    if not isinstance(layers, list) or not all(
+        isinstance(heads, list) and all(type(head) is int for head in heads)
+        for heads in layers
+    ):
+        raise UserError(
+            f"--heads: {file} must hold a list of heads for each layer, such as "
+            "[[0, 3], []]"
+        )
+    return tuple(tuple(sorted(heads)) for heads in layers)
+
+
+def _texts(options: ToRecurFormer, tokenizer: Tokenizer) -> np.ndarray:
+    """Cuts the text into rows [samples, length], from its beginning."""
+    assert options.text is not None
+    try:
+        text = options.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text: {options.text} cannot be read as UTF-8") from error
+    ids = tokenizer.encode(text)
+    count = len(ids) // options.length
+    if count < 1:
+        raise UserError(
+            f"{options.text} has {len(ids)} tokens, a sample needs {options.length}: "
+            "use more text or a shorter --length"
+        )
+    if count < options.samples:
+        _say(f"{options.text} has {count} samples of {options.length} tokens only")
+    count = min(count, options.samples)
+    return ids[: count * options.length].reshape(count, options.length)
+
+
+def _measured(
+    options: ToRecurFormer, loaded: LoadedRun, texts: np.ndarray
+) -> HeadRecency:
+    longest = loaded.model.config.max_length
+    if longest is not None and options.length > longest:
+        raise UserError(
+            f"--length {options.length} exceeds the model's {longest} positions"
+        )
+    batches = [texts[n : n + BATCH] for n in range(0, len(texts), BATCH)]
+    return measure_recency(
+        loaded.model,
+        batches,
+        window=max(1, int(options.window * options.length)),
+        threshold=options.threshold,
+    )
+
+
+def _write(
+    options: ToRecurFormer, loaded: LoadedRun, model: Any, recency: HeadRecency | None
+) -> None:
+    length = loaded.experiment.training.length
+    changed = changes(model, length)
+    told: dict[str, Any] = {
+        "replaced": [list(heads) for heads in changed.replaced],
+        "added_parameters": changed.added_parameters,
+        "cache_share": {str(length): changed.cache_share},
+    }
+    if recency is not None:
+        told |= {
+            "beta": options.beta,
+            "scope": options.scope,
+            "window": max(1, int(options.window * options.length)),
+            "threshold": options.threshold,
+            "texts": recency.texts,
+            "length": options.length,
+            "recency_ratio": recency.ratio.tolist(),
+            "ra_i": recency.count.tolist(),
+            "first_token": recency.first.tolist(),
+        }
+    experiment = replace(
+        loaded.experiment, name=options.out.absolute().name, model=model.config
+    )
+    write_run(
+        options.out,
+        model,
+        experiment,
+        loaded.tokenizer,
+        extra=lambda folder: _write_heads(folder, told, recency, changed.replaced),
+    )
+    print(
+        f"{options.out}: {sum(map(len, changed.replaced))} of {changed.heads} heads "
+        f"replaced, cache {changed.cache_share:.3f} of the original at {length} "
+        f"tokens, {changed.added_parameters:+,} parameters"
+    )
+
+
+def _write_heads(
+    folder: Path, told: dict[str, Any], recency: HeadRecency | None, replaced: Any
+) -> None:
+    text = json.dumps(told, indent=1) + "\n"
+    (folder / "heads.json").write_text(text, encoding="utf-8")
+    if recency is not None:
+        plot_heads(recency, replaced, folder / "heads.png")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

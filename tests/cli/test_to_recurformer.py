@@ -1,0 +1,111 @@
+"""`recurjax convert to-recurformer`: measured, chosen, written whole, trained on."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from recurjax.convert.imported_run import new_experiment, write_run
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.training.run_directory import load_run
+from recurjax.types import Tokens
+from tests.cli.commands import assert_refused, recurjax
+from tests.variants.transformer import switches as transformer
+
+TEXT = "A rose by any other name would smell as sweet, and so on. " * 20
+
+
+@pytest.fixture(scope="module")
+def base(quick_compilation, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("surgery")
+    (folder / "text.txt").write_text(TEXT)
+    config = dataclasses.replace(transformer.small(key_heads=2), vocabulary=257)
+    model = transformer.build(config)
+    experiment = new_experiment(folder / "base", model.config, length=32)
+    write_run(folder / "base", model, experiment, ByteTokenizer())
+    return folder
+
+
+def convert(folder, out, *options):
+    return recurjax("convert", "to-recurformer", folder / "base", out, *options)
+
+
+SMALL = ("--dt-rank", "2", "--state", "3", "--length", "32")
+
+
+def test_heads_are_measured_chosen_and_replaced(base, tmp_path):
+    out = tmp_path / "half"
+    code, said, _ = convert(
+        base, out, "--beta", "0.5", "--text", base / "text.txt", *SMALL
+    )
+    assert code == 0 and "4 of 8 heads replaced" in said
+    told = json.loads((out / "heads.json").read_text())
+    assert np.shape(told["recency_ratio"]) == np.shape(told["ra_i"]) == (2, 4)
+    assert told["texts"] == len(TEXT) // 32 and told["window"] == 3
+    assert (out / "heads.png").read_bytes()[:4] == b"\x89PNG"
+    run = load_run(out)
+    assert [list(heads) for heads in run.model.config.stack.replaced] == (
+        told["replaced"]
+    )
+    assert sum(map(len, told["replaced"])) == 4
+    ids = np.zeros((1, 5), np.int32)
+    logits, _ = run.model(Tokens(ids), run.model.init_cache(1, 0))
+    assert np.isfinite(np.asarray(logits)).all()
+    code, said, _ = recurjax("generate", out, "--prompt", "A", "--max-new-tokens", "3")
+    assert code == 0
+
+
+def test_a_list_of_heads_is_taken_as_it_is(base, tmp_path):
+    heads = tmp_path / "heads.json"
+    heads.write_text("[[3, 0], []]")
+    code, _, _ = convert(base, tmp_path / "out", "--heads", heads, *SMALL)
+    assert code == 0
+    assert load_run(tmp_path / "out").model.config.stack.replaced == ((0, 3), ())
+    # What it wrote names the same heads again.
+    again = tmp_path / "out" / "heads.json"
+    code, _, _ = convert(base, tmp_path / "again", "--heads", again, *SMALL)
+    first, second = (load_run(tmp_path / name).model for name in ("out", "again"))
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_no_head_replaced_is_the_base(base, tmp_path):
+    out = tmp_path / "none"
+    code, _, _ = convert(base, out, "--beta", "0", "--text", base / "text.txt", *SMALL)
+    assert code == 0
+    ids = np.arange(12, dtype=np.int32)[None]
+    got, want = (
+        np.asarray(run.model(Tokens(ids), run.model.init_cache(1, 0))[0])
+        for run in (load_run(out), load_run(base / "base"))
+    )
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "say which heads go"),
+        (("--beta", "0.5"), "name one with --text"),
+        (("--beta", "1.5", "--text", "x"), "--beta must lie"),
+        (("--beta", "nan", "--text", "x"), "--beta must lie"),
+        (("--beta", "0.5", "--text", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("--beta", "0.5", "--text", "{text}", "--length", "9999"), "a sample needs"),
+        (("--beta", "0.5", "--text", "{text}", "--window", "0"), "--window must lie"),
+        (("--heads", "{text}"), "no JSON file of heads"),
+        (("--heads", "{bad}"), "a list of heads for each layer"),
+        (("--heads", "{far}"), "heads from 0 to 3"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(base, tmp_path, options, said):
+    (tmp_path / "bad.json").write_text('{"replaced": [["a"]]}')
+    (tmp_path / "far.json").write_text("[[9], []]")
+    names = {
+        "text": base / "text.txt",
+        "bad": tmp_path / "bad.json",
+        "far": tmp_path / "far.json",
+    }
+    words = [word.format(**names) for word in options]
+    assert_refused(convert(base, tmp_path / "out", *words), said)
+    assert not (tmp_path / "out").exists()
