@@ -29,6 +29,10 @@ FORMATS = (
     f"{LATENT}/core_eval_cases*.json",
     f"{LATENT}/dataloader_docs*.json",
     f"{LATENT}/tokenizer_case*.json",
+    "recurformer/scan*.npz",
+    "recurformer/mixer*.npz",
+    "recurformer/block_*.npz",
+    "recurformer/recency_ratio*.json",
     "hf/*/config.json",
 )
 """What the tests read, in the folders of variants that are built; a folder that is
