@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Bool, Float
 
+from pallas_kernels.selective_scan import operands
 from pallas_kernels.selective_scan.mosaic_kernels import (
     backward_kernel,
     forward_kernel,
@@ -50,11 +51,9 @@ def expressible(
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
     del initial, starts
-    if skip is None or z is None or dt_bias is None:
-        return "wants skip, z and dt_bias, as a Mamba mixer gives them"
-    for name, x in (("u", u), ("dt", dt), ("b", b), ("c", c), ("z", z)):
-        if x.dtype not in (jnp.float32, jnp.bfloat16):
-            return f"computes in float32 and bfloat16, got {name} of {x.dtype}"
+    reason = operands.refusal(u, dt, b, c, skip, z, dt_bias)
+    if reason is not None:
+        return reason
     N = a.shape[1]
     if N % 8 or N > _MOST_STATES:
         return f"a channel's states must be 8, 16, 24 or 32, got {N}"

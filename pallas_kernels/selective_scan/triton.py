@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
+from pallas_kernels.selective_scan import operands
 from pallas_kernels.selective_scan.triton_kernels import (
     backward_kernel,
     forward_kernel,
@@ -39,11 +40,9 @@ def expressible(
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
     del initial, starts
-    if skip is None or z is None or dt_bias is None:
-        return "wants skip, z and dt_bias, as a Mamba mixer gives them"
-    for name, x in (("u", u), ("dt", dt), ("b", b), ("c", c), ("z", z)):
-        if x.dtype not in (jnp.float32, jnp.bfloat16):
-            return f"computes in float32 and bfloat16, got {name} of {x.dtype}"
+    reason = operands.refusal(u, dt, b, c, skip, z, dt_bias)
+    if reason is not None:
+        return reason
     I, N = a.shape
     if I % 16:
         return f"the channels must be a multiple of 16, got {I}"
