@@ -50,7 +50,8 @@ from importlib.metadata import distributions
 from packaging.requirements import Requirement
 
 have = {one.name: one.version for one in distributions(path=[".compilers"])}
-lines = [line for line in open("constraints.txt") if "==" in line and line[0] != "#"]
+text = open("constraints.txt").read().splitlines()
+lines = [line for line in text if "==" in line and line[0] != "#"]
 pins = [pin for pin in map(Requirement, lines) if pin.name in sys.argv[1:]]
 pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
 sys.exit(not all(have.get(pin.name, "0") in pin.specifier for pin in pins))
