@@ -72,6 +72,7 @@ def test_every_training_step_in_the_figures_runs_the_kernels_of_its_variant():
 
 EXPECTED = {
     "transformer": ("chunk_attention",),
+    "relaxed_recursive_transformer": ("chunk_attention",),
     "latent_recurrent_transformer": ("chunk_attention",),
     "recurrent_transformer": ("kernel",),
     "rat": ("chunk_attention", "forward_kernel", "backward_kernel"),
