@@ -6,16 +6,16 @@ Two families, each prepared once:
         --tokenizer gpt2/tokenizer.json --validation-fraction 0.005
     recurjax data prepare --out data/fineweb_edu_llama2 \
         --corpus 'fineweb_edu/*.parquet' --format parquet \
-        --tokenizer llama2/tokenizer.json --validation-fraction 0.0005
+        --tokenizer llama2/tokenizer.json --bos '</s>' --validation-fraction 0.0005
     recurjax train experiments/rat/runs.py:fineweb_4k_rat16 --mesh.fsdp 16
 
 pg19: 200M parameters, D 1024, 12 layers, heads of 64, GPT-2's tokens, 15B of them (the
 books five times). fineweb: 1.3B parameters, D 2048, 24 layers, heads of 128, Llama 2's
 tokens, 100B of them. Source: the paper's appendix A.2 and the authors' code (decay of
 all parameters; betas of the 1.3B runs). Documents run together and nothing resets
-between them. Departs from the authors: the tokens between documents are the
-tokenizer's BOS, and the first token after one is learned like any other. No step is
-skipped as a spike.
+between them; Llama 2's are separated by `</s>`, as the authors' preparation appends it.
+Departs from the authors: GPT-2's are separated by its one special token, and the first
+token after a separator is learned like any other. No step is skipped as a spike.
 
 shakespeare: the same comparison on the embedded text, for two CPU cores, all of one
 width and depth on the same 0.8 million bytes; nothing was tuned. rat_shakespeare.py and
