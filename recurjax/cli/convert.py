@@ -10,7 +10,11 @@ import numpy as np
 import tyro
 
 from recurjax.cli.options import parse
-from recurjax.cli.surgery import run_to_recurformer
+from recurjax.cli.surgery import (
+    run_to_recurformer,
+    run_to_recursive,
+    run_to_transformer,
+)
 from recurjax.convert.authors import as_trained, from_authors
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
@@ -139,6 +143,8 @@ def run(argv: list[str]) -> int:
         "from-torch": _from_torch,
         "from-authors": _from_authors,
         "to-recurformer": run_to_recurformer,
+        "to-recursive": run_to_recursive,
+        "to-transformer": run_to_transformer,
     }
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: recurjax convert {' | '.join(commands)} SOURCE OUT [options]")

@@ -1,10 +1,11 @@
-"""`recurjax convert to-recurformer`: heads of a trained model replaced by Mamba."""
+"""`recurjax convert to-recurformer | to-recursive | to-transformer`: model to model."""
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -14,6 +15,7 @@ from recurjax.convert.imported_run import write_run
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
+from recurjax.model import Decoder, count_parameters
 from recurjax.surgery.recency import (
     HeadRecency,
     Scope,
@@ -23,6 +25,14 @@ from recurjax.surgery.recency import (
     plot_heads,
 )
 from recurjax.surgery.recurformer import MambaConfig, changes, to_recurformer
+from recurjax.surgery.relaxed_recursive import (
+    kept_energy,
+    plot_energy,
+    recursive_stack,
+    to_recursive,
+    to_transformer,
+)
+from recurjax.surgery.shared_block import BlockInit
 from recurjax.training.run_directory import LoadedRun, load_run
 
 BATCH = 4
@@ -114,6 +124,121 @@ def run_to_recurformer(argv: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToRecursive:
+    """Makes a Transformer recursive: one block, run several times.
+
+    Writes a run directory with report.json and energy.png: for each matrix how far it
+    lay from the shared one, and how much of that its addition makes up for. Train on
+    with --training.start-from.
+
+    Attributes:
+      run: a run or an imported directory with a Transformer.
+      out: the new run directory; it appears whole or not at all.
+      loops: how often the block runs; divides the layers.
+      init: which layers the block starts from: stepwise, average, lower, upper or
+        fixed_start.
+      rank: of the additions at each depth; 0: none.
+      adapters: svd: the best of their rank; zero: they add nothing yet.
+      sharing: cycle, sequence or cycle_rev.
+      tie_norms: one loop's norms and biases serve all (the paper's).
+      loop_cache: own, or first: deeper loops read the first one's keys and values.
+      fused_qkv: q, k and v share the first factor.
+      seed: of additions that start from nothing.
+      step: of the checkpoint; None: the newest.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    loops: int
+    init: BlockInit = "stepwise"
+    rank: int = 0
+    adapters: Literal["svd", "zero"] = "svd"
+    sharing: Literal["cycle", "sequence", "cycle_rev"] = "cycle"
+    tie_norms: bool = True
+    loop_cache: Literal["own", "first"] = "own"
+    fused_qkv: bool = False
+    seed: int = 0
+    step: int | None = None
+
+
+def run_to_recursive(argv: list[str]) -> int:
+    """Runs `recurjax convert to-recursive ARGV`."""
+    options = parse(ToRecursive, argv, prog="recurjax convert to-recursive")
+    refuse_existing(options.out)
+    loaded = load_run(options.run, step=options.step, report=_say)
+    stack = recursive_stack(
+        loaded.model,
+        loops=options.loops,
+        sharing=options.sharing,
+        rank=options.rank,
+        tie_norms=options.tie_norms,
+        loop_cache=options.loop_cache,
+    )
+    model = to_recursive(
+        loaded.model,
+        stack,
+        init=options.init,
+        adapters=options.adapters,
+        fused_qkv=options.fused_qkv,
+        seed=options.seed,
+    )
+    energies = kept_energy(loaded.model, model)
+    before, after = (
+        count_parameters(one.config).total for one in (loaded.model, model)
+    )
+    told = {
+        "parameters": after,
+        "parameters_before": before,
+        "matrices": [energy._asdict() for energy in energies],
+    }
+
+    def report(folder: Path) -> None:
+        text = json.dumps(told, indent=1) + "\n"
+        (folder / "report.json").write_text(text, encoding="utf-8")
+        plot_energy(energies, folder / "energy.png")
+
+    _write_run(options.out, loaded, model, report)
+    print(f"{options.out}: {after:,} parameters, {before:,} before")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToTransformer:
+    """Writes a recursive model out as an ordinary Transformer of all its layers.
+
+    Attributes:
+      run: the run directory of a recursive model.
+      out: the new run directory; it appears whole or not at all.
+      step: of the checkpoint; None: the newest.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    step: int | None = None
+
+
+def run_to_transformer(argv: list[str]) -> int:
+    """Runs `recurjax convert to-transformer ARGV`."""
+    options = parse(ToTransformer, argv, prog="recurjax convert to-transformer")
+    refuse_existing(options.out)
+    loaded = load_run(options.run, step=options.step, report=_say)
+    model = to_transformer(loaded.model)
+    _write_run(options.out, loaded, model, lambda folder: None)
+    layers = model.config.stack.layers
+    print(f"{options.out}: a Transformer of {layers} layers")
+    return 0
+
+
+def _write_run(
+    out: Path, loaded: LoadedRun, model: Decoder, extra: Callable[[Path], None]
+) -> None:
+    experiment = replace(
+        loaded.experiment, name=out.absolute().name, model=model.config
+    )
+    write_run(out, model, experiment, loaded.tokenizer, extra=extra)
+
+
 def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
     """Reads which heads to replace: a list for each layer, or a heads.json.
 
@@ -195,15 +320,11 @@ def _write(
             "ra_i": recency.count.tolist(),
             "first_token": recency.first.tolist(),
         }
-    experiment = replace(
-        loaded.experiment, name=options.out.absolute().name, model=model.config
-    )
-    write_run(
+    _write_run(
         options.out,
+        loaded,
         model,
-        experiment,
-        loaded.tokenizer,
-        extra=lambda folder: _write_heads(folder, told, recency, changed.replaced),
+        lambda folder: _write_heads(folder, told, recency, changed.replaced),
     )
     print(
         f"{options.out}: {sum(map(len, changed.replaced))} of {changed.heads} heads "

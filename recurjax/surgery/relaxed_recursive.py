@@ -4,7 +4,8 @@ All in memory and in numpy, parameter by parameter; nothing here is differentiat
 """
 
 import dataclasses
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,92 @@ def to_transformer(model: Decoder) -> Decoder:
             leaves = [layer[name] for layer in layers[place::P]]
             made[f"stack.blocks.{place}.{name}"] = np.stack(leaves)
     return with_parameters(dataclasses.replace(model.config, stack=base), made)
+
+
+def recursive_stack(
+    model: Decoder, **settings: Any
+) -> RelaxedRecursiveTransformerConfig:
+    """Returns the constraint that makes a Transformer recursive, for `to_recursive`.
+
+    Args:
+      settings: loops, sharing, rank, tie_norms, loop_cache.
+
+    Raises:
+      UserError: the model is no Transformer, or cannot be cut so.
+    """
+    base = model.config.stack
+    if not isinstance(base, TransformerConfig):
+        raise UserError(
+            "only a Transformer can be made recursive: the model's stack is a "
+            f"{type(base).__name__}"
+        )
+    try:
+        return RelaxedRecursiveTransformerConfig(transformer=base, **settings)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+class Energy(NamedTuple):
+    """How far one depth's matrix lies from the shared one, and what is made up for.
+
+    Attributes:
+      depth: of the layer, from 0.
+      name: q, k, v, out, up, gate or down.
+      residual: Frobenius norm of W_l - W'.
+      kept: share of its square that the addition has; 1 where there is no residual.
+    """
+
+    depth: int
+    name: str
+    residual: float
+    kept: float
+
+
+def kept_energy(model: Decoder, recursive: Decoder) -> list[Energy]:
+    """Compares a recursive model with the Transformer that it was made of.
+
+    What is left over is ||W_l - W' - A B||^2, so kept = 1 - left / ||W_l - W'||^2; an
+    addition of low rank by singular values can only keep, one not trained for it may
+    also lose.
+    """
+    stack, base = _recursive(recursive), model.config.stack
+    assert isinstance(base, TransformerConfig)
+    ours, theirs = parameters(recursive), parameters(model)
+    bare = {n: leaf for n, leaf in ours.items() if not n.startswith("stack.adapters.")}
+    plain = dataclasses.replace(stack, rank=0)
+    found = []
+    for b, row in enumerate(depths_of(base.layers, stack.loops, stack.sharing)):
+        for k, depth in enumerate(row):
+            wanted = _layer(theirs, base, int(depth))
+            shared, joined = _use(bare, plain, b, k), _use(ours, stack, b, k)
+            for name, weight in _MAPS.items():
+                if weight not in wanted:
+                    continue
+                whole = wanted[weight].astype(np.float64)
+                before = float(np.sum((whole - shared[weight]) ** 2))
+                left = float(np.sum((whole - joined[weight]) ** 2))
+                kept = 1.0 - left / before if before else 1.0
+                found.append(Energy(int(depth), name, before**0.5, kept))
+    return sorted(found, key=lambda energy: energy.depth)
+
+
+def plot_energy(energies: list[Energy], file: Path) -> None:
+    """Draws the kept share of each matrix' residual, depths down, matrices across."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(energy.name for energy in energies))
+    depths = 1 + max(energy.depth for energy in energies)
+    shares = np.full((depths, len(names)), np.nan)
+    for energy in energies:
+        shares[energy.depth, names.index(energy.name)] = energy.kept
+    figure = Figure(figsize=(1.8 + 0.6 * len(names), 1.2 + 0.26 * depths))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    image = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(names)), names)
+    axes.set(ylabel="depth", title="kept share of the residual")
+    figure.colorbar(image)
+    figure.savefig(file, dpi=120)
 
 
 def truncated(model: Decoder, loops: int) -> Decoder:

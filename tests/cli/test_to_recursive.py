@@ -1,0 +1,90 @@
+"""`recurjax convert to-recursive` and back: written whole, reported, the same model."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from recurjax.convert.imported_run import new_experiment, write_run
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.training.run_directory import load_run
+from recurjax.types import Tokens
+from tests.cli.commands import assert_refused, recurjax
+from tests.variants.rat import switches as rat
+from tests.variants.transformer import switches as transformer
+
+IDS = np.arange(12, dtype=np.int32)[None]
+
+
+@pytest.fixture(scope="module")
+def base(quick_compilation, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recursive")
+    for name, config in (
+        ("base", transformer.small(key_heads=2, layers=4)),
+        ("rat", rat.SWITCHES["rat"]),
+    ):
+        model = transformer.build(dataclasses.replace(config, vocabulary=257))
+        experiment = new_experiment(folder / name, model.config, length=13)
+        write_run(folder / name, model, experiment, ByteTokenizer())
+    return folder
+
+
+def convert(source, out, *options):
+    return recurjax("convert", "to-recursive", source, out, *options)
+
+
+def logits(run):
+    read = jax.jit(lambda m: m(Tokens(IDS), m.init_cache(1, 0))[0])
+    return np.asarray(read(load_run(run).model))
+
+
+def test_a_whole_rank_is_the_model_and_comes_back(base, tmp_path):
+    out, back = tmp_path / "out", tmp_path / "back"
+    options = ("--loops", "2", "--rank", "99", "--no-tie-norms")
+    code, said, _ = convert(base / "base", out, *options)
+    assert code == 0 and "parameters" in said
+    np.testing.assert_allclose(logits(out), logits(base / "base"), atol=2e-5)
+    told = json.loads((out / "report.json").read_text())["matrices"]
+    assert len(told) == 4 * 6 and [row["depth"] for row in told[:6]] == [0] * 6
+    assert all(row["kept"] == pytest.approx(1, abs=1e-6) for row in told)
+    assert (out / "energy.png").read_bytes()[:4] == b"\x89PNG"
+    code, said, _ = recurjax("convert", "to-transformer", out, back)
+    assert code == 0 and "4 layers" in said
+    np.testing.assert_allclose(logits(back), logits(base / "base"), atol=2e-5)
+
+
+def test_more_rank_keeps_more(base, tmp_path):
+    kept = []
+    for rank in ("0", "1", "3"):
+        out = tmp_path / rank
+        code, _, _ = convert(base / "base", out, "--loops", "2", "--rank", rank)
+        assert code == 0
+        told = json.loads((out / "report.json").read_text())
+        kept.append([row["kept"] for row in told["matrices"] if row["residual"] > 0])
+    # Stepwise keeps layers 0 and 3: they have no residual, the others do.
+    assert len(kept[0]) == 2 * 6 and max(kept[0]) == 0.0
+    assert all(a < b < c for a, b, c in zip(*kept, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("base", ("--loops", "3"), "divide the 4 layers"),
+        ("base", ("--loops", "2", "--rank", "-1"), "rank must not be negative"),
+        ("rat", ("--loops", "2"), "only a Transformer can be made recursive"),
+        ("nowhere", ("--loops", "2"), "no run directory"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    base, tmp_path, source, options, said
+):
+    out = tmp_path / "out"
+    assert_refused(convert(base / source, out, *options), said)
+    assert not out.exists()
+
+
+def test_only_a_recursive_model_is_written_out(base, tmp_path):
+    answer = recurjax("convert", "to-transformer", base / "base", tmp_path / "out")
+    assert_refused(answer, "the model is not recursive")
