@@ -39,7 +39,7 @@ def saved(folder, memory):
 def test_as_many_sweeps_as_tokens_are_exact(script, tmp_path, capsys):
     sweeps = script("prefill_sweeps")
     run = saved(tmp_path / "latent", MemoryConfig(sources=(1,)))
-    words = ["--run", run, "--rows", "3", "--sweeps", "0", "2", "8"]
+    words = ["--run", run, "--rows", "3", "--length", "8", "--sweeps", "0", "2", "8"]
     assert sweeps.main(words) == 0
     rows = re.findall(
         r"^\| (\w+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) % \| (\S+) \|$",
