@@ -1,6 +1,6 @@
 """How often a model's likeliest token is the answer, where one is asked."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
@@ -77,13 +77,31 @@ def count_answers(
 
 def likeliest(model: Decoder, x: Float[Array, "B T D"]) -> Int[Array, "B T"]:
     """Returns the token of the largest logit at each place, a few places at a time."""
-    B, T, D = x.shape
+    return by_pieces(model, lambda piece: model.logits(piece).argmax(-1), x)
+
+
+def by_pieces(
+    model: Decoder, read: Callable[..., Any], *arrays: Shaped[Array, "B T ..."]
+) -> Any:
+    """Applies `read` to a few places of all rows at a time, as many as logits fit.
+
+    Args:
+      read: of as many arrays; returns a tree of arrays [B, places].
+      arrays: alike in B and T; the first ones are states that become logits.
+    """
+    B, T = arrays[0].shape[:2]
     width = max(1, min(T, LOGITS_AT_ONCE // (B * model.config.vocabulary)))
     pieces = -(-T // width)
-    padded = jnp.pad(x, ((0, 0), (0, pieces * width - T), (0, 0)))
-    cut = jnp.moveaxis(padded.reshape(B, pieces, width, D), 1, 0)
-    found = jax.lax.map(lambda piece: model.logits(piece).argmax(-1), cut)
-    return jnp.moveaxis(found, 0, 1).reshape(B, pieces * width)[:, :T]
+
+    def cut(x: Array) -> Array:
+        padding = ((0, 0), (0, pieces * width - T), *([(0, 0)] * (x.ndim - 2)))
+        shape = (B, pieces, width, *x.shape[2:])
+        return jnp.moveaxis(jnp.pad(x, padding).reshape(shape), 1, 0)
+
+    found = jax.lax.map(lambda cuts: read(*cuts), tuple(map(cut, arrays)))
+    return jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(B, pieces * width)[:, :T], found
+    )
 
 
 class Accuracy(NamedTuple):

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Float32, Int, Int32
 
 from recurjax.errors import UserError
+from recurjax.evaluation.accuracy import by_pieces
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.types import Array, Cache, Tokens
@@ -31,8 +32,6 @@ Reading = Literal["as_called", "zero_memory"]
 without it, which has no cache."""
 
 SMALLEST_WIDTH = 16
-LOGITS_AT_ONCE = 2**25
-"""How many logits one device program holds at a time."""
 
 
 class Pair(NamedTuple):
@@ -303,25 +302,14 @@ def _against(
     model: Decoder, states: Float[Array, "B N D"], targets: Int[Array, "B N"]
 ) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
     """Returns -log p of each target and whether it is the likeliest token."""
-    B, N, D = states.shape
-    width = max(1, min(N, LOGITS_AT_ONCE // (B * model.config.vocabulary)))
-    pieces = -(-N // width)
-    more = pieces * width - N
 
-    def cut(x: Any) -> Array:
-        padding = ((0, 0), (0, more), *([(0, 0)] * (x.ndim - 2)))
-        shape = (B, pieces, width, *x.shape[2:])
-        return jnp.moveaxis(jnp.pad(x, padding).reshape(shape), 1, 0)
-
-    def score(piece: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits = model.logits(piece[0])
-        chosen = jnp.take_along_axis(logits, piece[1][..., None], axis=-1)[..., 0]
+    def score(x: Array, wanted: Array) -> tuple[Array, Array]:
+        logits = model.logits(x)
+        chosen = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
         nats = jax.nn.logsumexp(logits, axis=-1) - chosen
-        return nats, logits.argmax(-1) == piece[1]
+        return nats, logits.argmax(-1) == wanted
 
-    found = jax.lax.map(score, (cut(states), cut(targets)))
-    nats, greedy = (jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :N] for x in found)
-    return nats, greedy
+    return by_pieces(model, score, states, targets)
 
 
 def _everywhere(tree: Any, mesh: Mesh | None) -> Any:
