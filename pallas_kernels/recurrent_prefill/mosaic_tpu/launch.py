@@ -188,10 +188,15 @@ def resident(array: jax.Array) -> pl.BlockSpec:
 
 
 def head_groups(spec: LayerSpec) -> list[HeadGroup]:
-    """Returns the heads in groups that fill the lanes of a register."""
-    heads = max(1, min(spec.heads, LANES // spec.head_width))
-    width = heads * spec.head_width
-    return [HeadGroup(first, heads, width) for first in range(0, spec.heads, heads)]
+    """Returns the heads in groups that fill the lanes of a register.
+
+    The last group has the heads that are left: 16 heads of 40 are five threes and a
+    head alone.
+    """
+    H, E = spec.heads, spec.head_width
+    most = max(1, LANES // E)
+    sizes = {first: min(most, H - first) for first in range(0, H, most)}
+    return [HeadGroup(first, heads, heads * E) for first, heads in sizes.items()]
 
 
 def head_indicator(spec: LayerSpec) -> Float[Array, "HE H"]:

@@ -24,9 +24,10 @@ def layer(
     schedule=None,
     train=False,
     heads=16,
+    head_width=64,
 ):
-    """Returns a function of x and weights, and its arguments: D = 64 heads."""
-    H, E, L = heads, 64, layers
+    """Returns a function of x and weights, and its arguments: D = H E."""
+    H, E, L = heads, head_width, layers
     D, F = H * E, 4 * H * E
     spec = LayerSpec(
         heads=H,
@@ -81,3 +82,4 @@ gpu_training = partial(layer, triton, batch=512, positions=512, train=True)
 tpu_forward = partial(layer, mosaic_tpu, batch=8, positions=128)
 tpu_training = partial(layer, mosaic_tpu, batch=8, positions=128, train=True)
 tpu_narrow_training = partial(tpu_training, heads=8)
+tpu_heads_of_40 = partial(layer, mosaic_tpu, batch=8, positions=128, head_width=40)

@@ -26,7 +26,9 @@ class Case(NamedTuple):
     positions: int
     layers: int = 1
     batch: int = 2
+    heads: int = HEADS
     key_heads: int = HEADS
+    head_width: int = HEAD_WIDTH
     norm: str = "rms"
     gated: bool = False
     biases: bool = False
@@ -38,14 +40,14 @@ class Case(NamedTuple):
     @property
     def spec(self) -> LayerSpec:
         return LayerSpec(
-            heads=HEADS,
+            heads=self.heads,
             key_heads=self.key_heads,
-            head_width=HEAD_WIDTH,
+            head_width=self.head_width,
             norm=self.norm,  # pyright: ignore[reportArgumentType]
             qk_norm=self.norm,  # pyright: ignore[reportArgumentType]
             normed_persistent=self.normed_persistent,
             alibi_max_bias=8.0,
-            logit_scale=HEAD_WIDTH**-0.5,
+            logit_scale=self.head_width**-0.5,
             residual_scale=0.7,
             activation=self.activation,  # pyright: ignore[reportArgumentType]
             dtype=self.dtype,  # pyright: ignore[reportArgumentType]
@@ -64,7 +66,8 @@ class Case(NamedTuple):
 
     def weights(self, key: jax.Array) -> LayerWeights:
         """Returns weights of the size of a usual init, norms and biases disturbed."""
-        D, H, K, E, F = WIDTH, HEADS, self.key_heads, HEAD_WIDTH, INNER
+        D, F = WIDTH, INNER
+        H, K, E = self.heads, self.key_heads, self.head_width
         matrices = {
             "w_q": (D, H, E),
             "w_k": (D, K, E),

@@ -91,3 +91,9 @@ def test_a_whole_layer_compiles_into_one_kernel_for_v6e():
     summary = compiled("v6e:2x2", "tpu_forward")
     assert "tpu_custom_call" in summary["custom_calls"]
     assert summary["loops"] == []
+
+
+@pytest.mark.slow
+def test_heads_that_do_not_divide_a_register_s_lanes_compile_for_v5e():
+    summary = compiled("v5e:2x2", "tpu_heads_of_40")
+    assert "tpu_custom_call" in summary["custom_calls"]

@@ -57,6 +57,19 @@ def test_values_and_gradients_are_the_reference_s():
     check_values_and_gradients(PLAIN)
 
 
+# More heads than fit a register's 128 lanes side by side: 2 + 2 and 3 + 1 of them. The
+# second tile reads the first through them, each head with its own slope.
+@pytest.mark.parametrize("head_width", [64, 40])
+def test_heads_of_several_groups_are_the_reference_s(head_width):
+    case = Case(positions=19, heads=4, key_heads=4, head_width=head_width)
+    assert_values_close(values(mosaic_tpu, case), reference_values(case))
+
+
+@pytest.mark.slow
+def test_gradients_of_several_groups_are_the_reference_s():
+    check_values_and_gradients(Case(positions=19, heads=4, key_heads=4, head_width=40))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [EVERYTHING, PLAIN._replace(dtype="bfloat16")], ids=["switches", "bfloat16"]
