@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from recurjax.training.interruption import Interruption
 from recurjax.training.metrics import MetricsWriter
 from recurjax.training.plots import plot_losses
 from recurjax.training.progress import TrainingProgress
+from recurjax.training.run_lock import RunLock, held
 from recurjax.training.session import Metrics, Session
 from recurjax.training.step import TrainState
 
@@ -57,14 +59,16 @@ def train(
     is then made when the run is resumed.
 
     Raises:
-      UserError: config, data, devices and directory do not go together, a checkpoint
-        could not be written, or too many steps in a row had a bad loss.
+      UserError: config, data, devices and directory do not go together, another process
+        trains there, a checkpoint could not be written, or too many steps in a row had
+        a bad loss.
     """
     with ExitStack() as stack:
-        session = Session(experiment, root)
-        stack.callback(session.close)
         quiet = jax.process_index() != 0
         console = Console(quiet=True) if quiet else console or Console()
+        check_lock = _hold(root, stack, console)
+        session = Session(experiment, root)
+        stack.callback(session.close)
         progress = TrainingProgress(
             console,
             experiment,
@@ -79,9 +83,20 @@ def train(
         progress.start(start)
         stack.callback(progress.stop)
         interruption = stack.enter_context(Interruption())
-        loop = _Loop(session, progress, writer, interruption)
+        loop = _Loop(session, progress, writer, interruption, check_lock)
         stack.callback(loop.stop_trace)
         return loop.run(state, start)
+
+
+def _hold(root: Path, stack: ExitStack, console: Console) -> Callable[[], None]:
+    """Has process 0 hold the run directory; returns the check that it still does."""
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    locks: list[RunLock] = []
+    first_process(lambda: locks.append(stack.enter_context(held(root, say))))
+    return lambda: first_process(lambda: locks[0].check())
 
 
 def _open_writer(session: Session, start: int) -> MetricsWriter:
@@ -104,8 +119,10 @@ class _Loop:
         progress: TrainingProgress,
         writer: MetricsWriter | None,
         interruption: Interruption,
+        check_lock: Callable[[], None],
     ):
         self.session, self.progress = session, progress
+        self.check_lock = check_lock
         self.writer, self.interruption = writer, interruption
         self.experiment = session.experiment
         self.pending: deque[tuple[int, Metrics]] = deque()
@@ -227,6 +244,7 @@ class _Loop:
             self._save(state, step, score.loss)
 
     def _save(self, state: TrainState, step: int, loss: float | None = None) -> None:
+        self.check_lock()
         # First the metrics: a checkpoint on disk means that its steps' rows are too.
         if self.writer is not None:
             self.writer.flush()

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from recurjax.training.run_directory import RunDirectory
+from recurjax.training.run_lock import held
 from recurjax.training.session import Session
 from tests.cli.commands import TINY, assert_refused, recurjax
 from tests.training.run_contents import assert_same_run, metrics
@@ -66,6 +67,16 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch, tmp_path):
 
     monkeypatch.setattr(Session, "next_batch", twice)
     assert resume(tmp_path / "tiny")[::2] == (130, "recurjax: interrupted\n")
+
+
+def test_a_second_process_in_a_run_directory_changes_nothing(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "tiny")
+    with held(run, print):
+        before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+        answer = resume(run)
+        assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    assert_refused(answer, rf"{run} is in use by process {os.getpid()} on .* since ")
+    assert not (run / "lock").exists()
 
 
 def cut_arrays(run, step):
