@@ -31,11 +31,17 @@ class Options:
       runs: one run directory each, results.json and results.md.
       models: rows of the table, without shakespeare_.
       steps: of each run, base_2x takes twice as many; None: the table's.
+      seeds: how many runs of each, of the init and of the order of the rows.
     """
 
     runs: Path = Path("runs/lrt_shakespeare")
     models: tuple[str, ...] = ("base", "base_2x", "shared", "layerwise", "chunked")
     steps: int | None = None
+    seeds: int = 3
+
+    def __post_init__(self):
+        if self.seeds < 1:
+            raise UserError("--seeds must be at least 1")
 
 
 def small(model: str, *, steps: int | None) -> Experiment:
@@ -52,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="latent_shakespeare.py")
     runs = [small(model, steps=options.steps) for model in options.models]
-    return sweep_and_print(runs, options.runs)
+    return sweep_and_print(runs, options.runs, seeds=options.seeds)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """RAT and its relatives at equal tokens on the embedded text, for two CPU cores.
 
 Reproduces no table: the paper's comparison (its Fig. 4, RNN to attention with RAT
-between them) in miniature: rows shakespeare_* of runs.py. Expect about 5 minutes on two
-idle cores, and a table of validation bits per byte. A stopped set goes on with the same
-command.
+between them) in miniature: rows shakespeare_* of runs.py, three seeds. Expect about 15
+minutes on two idle cores, and a table of validation bits per byte. A stopped set goes
+on with the same command.
 
     python experiments/rat/rat_shakespeare.py --runs runs/rat_shakespeare
+    python experiments/rat/rat_shakespeare.py --models t512_rnn t512_rat64 t512_rat16 \
+        t512_attention t512_rat16_swa t512_attention_swa t512_rat16_swa_nope \
+        t512_attention_swa_nope
 """
 
 import sys
@@ -30,11 +33,17 @@ class Options:
       runs: one run directory each, results.json and results.md.
       models: rows of the table, without shakespeare_.
       steps: of each run; None: the table's.
+      seeds: how many runs of each, of the init and of the order of the rows.
     """
 
     runs: Path = Path("runs/rat_shakespeare")
     models: tuple[str, ...] = ("rnn", "rat64", "rat16", "attention", "rat16_swa")
     steps: int | None = None
+    seeds: int = 3
+
+    def __post_init__(self):
+        if self.seeds < 1:
+            raise UserError("--seeds must be at least 1")
 
 
 def small(model: str, *, steps: int | None) -> Experiment:
@@ -51,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="rat_shakespeare.py")
     runs = [small(model, steps=options.steps) for model in options.models]
-    return sweep_and_print(runs, options.runs)
+    return sweep_and_print(runs, options.runs, seeds=options.seeds)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,16 @@ told of a run is read from its own files.
 """
 
 import json
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 
+from recurjax.data.config import DataConfig
 from recurjax.experiment import Experiment
 from recurjax.files import write_whole
 from recurjax.model import count_parameters
@@ -22,24 +26,50 @@ class Reached(NamedTuple):
     """What a finished run reached.
 
     Attributes:
-      name: of the experiment.
+      name: of the experiment, whatever the seed.
+      seed: of the init and of the order of the rows.
       parameters: in all.
       tokens: trained on.
+      flops: of training, as the model counts them.
       loss: validation, in nats a token.
       bits_per_byte: validation.
       tokens_per_second: of training, without compilation and evaluations.
     """
 
     name: str
+    seed: int
     parameters: int
     tokens: int
+    flops: float
     loss: float
     bits_per_byte: float
     tokens_per_second: float
 
 
+def seeded(experiment: Experiment, seed: int) -> Experiment:
+    """Returns the experiment with another seed of its init and of its rows' order.
+
+    Seed 0 is the experiment as it stands; another one is told in the name, which is the
+    run's directory.
+    """
+    if seed == 0:
+        return experiment
+    if not isinstance(experiment.data, DataConfig):
+        raise NotImplementedError("a task's rows have a seed of their own")
+    return replace(
+        experiment,
+        name=f"{experiment.name}_seed{seed}",
+        training=replace(experiment.training, seed=seed),
+        data=replace(experiment.data, seed=seed),
+    )
+
+
 def sweep(
-    experiments: Sequence[Experiment], root: Path, *, console: Console
+    experiments: Sequence[Experiment],
+    root: Path,
+    *,
+    console: Console,
+    seeds: int = 1,
 ) -> list[Reached] | None:
     """Trains every experiment in `root/<name>` and writes what they reached.
 
@@ -47,6 +77,8 @@ def sweep(
       experiments: with names that differ.
       root: gets results.json and results.md, anew after each run.
       console: tells of each run as `train` does.
+      seeds: how many runs of each, see `seeded`. The seed changes last, so that a
+        table of one seed is whole first.
 
     Returns:
       One entry a run; None when a run was stopped: the same call goes on from there.
@@ -55,25 +87,29 @@ def sweep(
       UserError: as `train`; a run there has another config.
     """
     reached = []
-    for experiment in experiments:
-        console.rule(experiment.name)
-        result = train(experiment, root / experiment.name, console=console)
+    for seed, experiment in product(range(seeds), experiments):
+        run = seeded(experiment, seed)
+        console.rule(run.name)
+        result = train(run, root / run.name, console=console)
         if result.outcome != "finished":
             return None
-        reached.append(read_reached(experiment, root / experiment.name))
+        found = read_reached(run, root / run.name)
+        reached.append(found._replace(name=experiment.name, seed=seed))
         write_whole(root / "results.json", _json(reached))
         write_whole(root / "results.md", markdown(reached))
     return reached
 
 
-def sweep_and_print(experiments: Sequence[Experiment], root: Path) -> int:
+def sweep_and_print(
+    experiments: Sequence[Experiment], root: Path, *, seeds: int = 1
+) -> int:
     """Does what a script of a small set does: `sweep`, then the table on stdout.
 
     Returns:
       The process's exit status: 0, or 130 when a run was stopped.
     """
     console = Console()
-    reached = sweep(experiments, root, console=console)
+    reached = sweep(experiments, root, console=console, seeds=seeds)
     if reached is None:
         console.print("stopped: the same command goes on from here")
         return 130
@@ -87,11 +123,14 @@ def read_reached(experiment: Experiment, root: Path) -> Reached:
         json.loads(line) for line in RunDirectory(root).metrics.read_text().splitlines()
     ]
     steps = experiment.training.steps
+    tokens = steps * experiment.training.tokens_per_step
     last = {row["kind"]: row for row in rows if row["step"] == steps}
     return Reached(
         name=experiment.name,
+        seed=experiment.training.seed,
         parameters=count_parameters(experiment.model).total,
-        tokens=steps * experiment.training.tokens_per_step,
+        tokens=tokens,
+        flops=tokens * experiment.flops_per_token,
         loss=last["validation"]["loss"],
         bits_per_byte=last["validation"]["bits_per_byte"],
         tokens_per_second=last["train"].get("tokens_per_second", 0.0),
@@ -99,16 +138,23 @@ def read_reached(experiment: Experiment, root: Path) -> Reached:
 
 
 def markdown(reached: Sequence[Reached]) -> str:
-    """Returns a Markdown table of the runs."""
+    """Returns a Markdown table: a row a name, over its seeds the mean and the spread.
+
+    The spread is the highest less the lowest; a single run has none.
+    """
     lines = [
-        "| run | parameters | tokens | validation bits per byte | tokens/s |",
-        "|---|---|---|---|---|",
+        "| run | parameters | tokens | TFLOP | validation bits per byte | seeds |",
+        "|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {run.name} | {run.parameters:,} | {run.tokens:,} | "
-        f"{run.bits_per_byte:.3f} | {run.tokens_per_second:,.0f} |"
-        for run in reached
-    ]
+    for name in dict.fromkeys(run.name for run in reached):
+        runs = [run for run in reached if run.name == name]
+        bits = [run.bits_per_byte for run in runs]
+        spread = f" ({max(bits) - min(bits):.3f})" if len(bits) > 1 else ""
+        lines.append(
+            f"| {name} | {runs[0].parameters:,} | {runs[0].tokens:,} | "
+            f"{runs[0].flops / 1e12:.3g} | {statistics.fmean(bits):.3f}{spread} | "
+            f"{', '.join(f'{each:.3f}' for each in bits)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,7 @@
 """The scripts of experiments/latent_recurrent_transformer, as small as they go."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -58,10 +59,18 @@ def test_the_small_set_trains_and_goes_on(script, tmp_path, capsys):
     small = script("latent_shakespeare")
     # base_2x is the quickest to compile.
     words = ["--runs", str(tmp_path), "--steps", "1", "--models", "base_2x"]
+    words += ["--seeds", "2"]
     assert small.main(words) == 0
     table = (tmp_path / "results.md").read_text()
     assert table.count("\n") == 3 and "| base_2x |" in table
     assert table in capsys.readouterr().out
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [(row["name"], row["seed"]) for row in rows] == [
+        ("base_2x", 0),
+        ("base_2x", 1),
+    ]
+    first, other = (row["bits_per_byte"] for row in rows)
+    assert first != other and f"{first:.3f}, {other:.3f} |" in table
     assert small.main(words) == 0  # nothing is trained again
     assert (tmp_path / "base_2x" / "log").read_text().count("step 2/2") == 1
 
