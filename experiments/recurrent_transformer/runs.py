@@ -12,7 +12,8 @@ truncated at 3 sigma with 1/sqrt(fan in). Depth counts once, in the branches' 1/
 output projections start as the other weights. No step is skipped as a spike.
 
 shakespeare: two layers of width 64 on the embedded text, the same parameters for both
-models, so the same count, and the same tokens. shakespeare_pair.py compares them.
+models, so the same count, and the same tokens. shakespeare_pair.py compares them;
+output_init.py takes twelve layers of them and asks how their outputs should start.
 """
 
 from dataclasses import replace
@@ -142,25 +143,39 @@ _batch256 = partial(_c4, steps=25_000, batch=256)
 
 SMALL_STEPS = 200
 SMALL_INIT = InitConfig(std=None, truncate=3.0, embedding_std=0.1)
+SAME_INIT = replace(SMALL_INIT, output="same")
+SMALL_DEEP_STEPS = 150
 
 
-def _small(stack: Stack) -> Run:
+def _small(
+    stack: Stack,
+    reproduces: str = "no table: RT against the Transformer in miniature",
+    *,
+    steps: int = SMALL_STEPS,
+    rate: float = 1e-2,
+) -> Run:
     """Returns a run of 819,200 bytes: rows of 64, less than one epoch."""
     return Run(
-        make=partial(_tiny, stack=stack),
-        reproduces="no table: RT against the Transformer in miniature",
+        make=partial(_tiny, stack=stack, steps=steps, rate=rate),
+        reproduces=reproduces,
         expected="bits a byte in recurjax/variants/recurrent_transformer/README.md",
     )
 
 
-def _tiny(name: str, *, stack: Stack) -> Experiment:
+def _deep(stack: Stack, init: str) -> Run:
+    """Returns a run of 12 layers, where an output's init has weight."""
+    reproduces = f"no table: outputs start {init}, 12 layers"
+    return _small(stack, reproduces, steps=SMALL_DEEP_STEPS, rate=3e-3)
+
+
+def _tiny(name: str, *, stack: Stack, steps: int, rate: float) -> Experiment:
     return Experiment(
         name=f"rt_{name}",
         model=ModelConfig(vocabulary=256, tied_head=True, stack=stack),
         data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes(bos=False)),
-        optimizer=Adam(learning_rate=1e-2),
-        schedule=Cosine(warmup_steps=SMALL_STEPS // 10),
-        training=TrainingConfig(steps=SMALL_STEPS, batch=64, length=64),
+        optimizer=Adam(learning_rate=rate),
+        schedule=Cosine(warmup_steps=steps // 10),
+        training=TrainingConfig(steps=steps, batch=64, length=64),
         evaluation=EvaluationConfig(batch=64),
     )
 
@@ -234,4 +249,17 @@ RUNS: dict[str, Run] = {
         transformer(2, 64, head_width=16, init=SMALL_INIT)
     ),
     "shakespeare_recurrent": _small(recurrent(2, 64, head_width=16, init=SMALL_INIT)),
+    # Twelve layers of it, for output_init.py.
+    "shakespeare_transformer_12": _deep(
+        transformer(12, 64, head_width=16, init=SAME_INIT), "as the other weights"
+    ),
+    "shakespeare_transformer_12_depth_init": _deep(
+        transformer(12, 64, head_width=16, init=SMALL_INIT), "divided by sqrt(2 L)"
+    ),
+    "shakespeare_recurrent_12": _deep(
+        recurrent(12, 64, head_width=16, init=SAME_INIT), "as the other weights"
+    ),
+    "shakespeare_recurrent_12_depth_init": _deep(
+        recurrent(12, 64, head_width=16, init=SMALL_INIT), "divided by sqrt(2 L)"
+    ),
 }

@@ -63,7 +63,16 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A trained model: which one, its validation score, what it took in seconds."""
+    """A trained model: which one, its validation score, what it took.
+
+    Attributes:
+      model: a key of MODELS.
+      rate: the peak learning rate.
+      seed: of the init and of the order of the rows.
+      bits_per_byte: validation.
+      seconds: of processor time for training alone, all threads together and without
+        the compilation: neighbours on the machine change it less than wall time.
+    """
 
     model: str
     rate: float
@@ -136,11 +145,16 @@ def trainer(model: str, experiment: Experiment) -> Callable[[float, int], Run]:
     start = build_step(experiment, mesh).initialise
 
     def run(rate: float, seed: int) -> Run:
-        began = time.monotonic()
         state = start(jax.random.key(seed))
         rows = iter(dataset.loader("train", length=length, batch=batch, seed=seed))
-        for _ in range(experiment.training.steps):
+        began = time.process_time()
+        for number in range(experiment.training.steps):
             state = step(state, _batch(next(rows)), jnp.float32(rate))
+            if number == 0:  # it may have compiled
+                jax.block_until_ready(state)
+                began = time.process_time()
+        jax.block_until_ready(state)
+        seconds = time.process_time() - began
         rows.close()
         held_out = dataset.loader("validation", length=length, batch=batch)
         batches = islice(map(_batch, held_out), experiment.evaluation.batches)
@@ -150,7 +164,7 @@ def trainer(model: str, experiment: Experiment) -> Callable[[float, int], Run]:
             rate=rate,
             seed=seed,
             bits_per_byte=result.bits_per_byte,
-            seconds=time.monotonic() - began,
+            seconds=seconds,
         )
 
     return run
@@ -163,11 +177,15 @@ def table(
     rates: tuple[float, ...],
     seeds: int,
 ) -> str:
-    """Makes the Markdown table: mean and spread (largest less smallest) over seeds."""
+    """Makes the Markdown table: mean and spread (largest less smallest) over seeds.
+
+    FLOPs and seconds are of one run; the seconds are the median of all its runs.
+    """
     head = [f"rate {rate:g}" for rate in rates]
+    costs = ("TFLOP", "processor seconds")
     lines = [
-        _row("model", "parameters", *head, "the best rate's seeds"),
-        "|" + "---|" * (len(rates) + 3),
+        _row("model", "parameters", *costs, *head, "the best rate's seeds"),
+        "|" + "---|" * (len(rates) + 5),
     ]
     for model, title in MODELS.items():
         scores = {
@@ -184,9 +202,14 @@ def table(
             f"{statistics.fmean(found):.3f} ({max(found) - min(found):.3f})"
             for found in scores.values()
         ]
-        parameters = count_parameters(experiments[model].model).total
+        experiment = experiments[model]
+        parameters = count_parameters(experiment.model).total
+        tokens = experiment.training.steps * experiment.training.tokens_per_step
+        flops = tokens * experiment.flops_per_token / 1e12
+        seconds = statistics.median(run.seconds for run in runs if run.model == model)
         chosen = ", ".join(f"{each:.3f}" for each in scores[best])
-        lines.append(_row(title, f"{parameters:,}", *cells, f"{best:g}: {chosen}"))
+        numbers = (f"{parameters:,}", f"{flops:.3g}", f"{seconds:.0f}")
+        lines.append(_row(title, *numbers, *cells, f"{best:g}: {chosen}"))
     return "\n".join(lines) + "\n"
 
 

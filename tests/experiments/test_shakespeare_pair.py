@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_runs_that_are_done_are_read_and_make_the_table(script, tmp_path, capsys
     *_, baseline, recurrent = printed.splitlines()
     assert "3.125 (0.250) | 3.125 (0.250) | 0.01: 3.000, 3.250" in baseline
     assert "2.625 (0.250) | 2.625 (0.250) | 0.01: 2.500, 2.750" in recurrent
+    assert "| 115,264 | 0.644 | 1 |" in baseline
 
 
 def test_results_of_other_settings_are_refused(script, tmp_path):
@@ -86,3 +88,19 @@ def test_the_script_trains_as_the_trainer_does_and_goes_on(script, tmp_path, cap
         result = train(experiment, tmp_path / model, console=Console(quiet=True))
         assert result.score is not None
         assert scores[model] == pytest.approx(result.score.bits_per_byte, rel=1e-4)
+
+
+def test_the_inits_compared_differ_in_the_init_only(monkeypatch):
+    monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
+    import output_init
+
+    one, one_deep, other, other_deep = output_init.rows(steps=None)
+    for same, depth in ((one, one_deep), (other, other_deep)):
+        assert same.model.stack.init.output == "same"
+        assert depth.model.stack.init.output == "depth"
+        init = depth.model.stack.init
+        stack = replace(same.model.stack, init=init)
+        model = replace(same.model, stack=stack)
+        assert replace(same, name=depth.name, model=model) == depth
+    with pytest.raises(UserError, match="--seeds must be at least 1"):
+        output_init.main(["--seeds", "0"])
