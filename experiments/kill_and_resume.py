@@ -32,15 +32,14 @@ from jax.sharding import SingleDeviceSharding
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
 from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.checkpoint.manifest import Manifest, named, nested
 from recurjax.training.config import EvaluationConfig, TrainingConfig
-from recurjax.training.optimizer import AdamW
-from recurjax.training.run_directory import RunDirectory
-from recurjax.training.schedule import Cosine
+from recurjax.training.optimizers import AdamW, Cosine
+from recurjax.training.run import RunDirectory
 from recurjax.variants.transformer import TransformerConfig
 
 STEPS, EVERY = 40, 5

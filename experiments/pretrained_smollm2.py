@@ -34,7 +34,7 @@ from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
-from recurjax.training.run_directory import LoadedRun, load_run
+from recurjax.training.run import LoadedRun, load_run
 from recurjax.types import IGNORED, Batch
 
 PARAGRAPH = (

@@ -24,8 +24,7 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.model import ModelConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train
-from recurjax.training.optimizer import AdamW
-from recurjax.training.schedule import Cosine
+from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 
 

@@ -25,7 +25,7 @@ from recurjax.data.dataset import open_dataset
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment
 from recurjax.training.loop import train
-from recurjax.training.run_directory import LoadedRun, load_run
+from recurjax.training.run import LoadedRun, load_run
 
 FOLDER = Path(__file__).parent
 MODELS = {

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from recurjax.model import Decoder, ModelConfig, count_parameters
     from recurjax.run_table import load_experiment
     from recurjax.training.loop import train
-    from recurjax.training.run_directory import load_run
+    from recurjax.training.run import load_run
     from recurjax.types import Tokens
 
 _HOME = {
@@ -34,7 +34,7 @@ _HOME = {
     "count_parameters": "recurjax.model",
     "generate": "recurjax.inference.generate",
     "load_experiment": "recurjax.run_table",
-    "load_run": "recurjax.training.run_directory",
+    "load_run": "recurjax.training.run",
     "open_dataset": "recurjax.data.dataset",
     "score": "recurjax.evaluation.perplexity",
     "train": "recurjax.training.loop",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from recurjax.layers.sequence_axis import as_matrix
+from recurjax.layers.mesh import as_matrix
 from recurjax.model import Decoder
 from recurjax.types import IGNORED, Array
 

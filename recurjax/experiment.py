@@ -15,8 +15,7 @@ from recurjax.model import ModelConfig
 from recurjax.sharding import MeshConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import NextToken, Objective
-from recurjax.training.optimizer import OptimizerConfig
-from recurjax.training.schedule import Constant, Schedule
+from recurjax.training.optimizers import Constant, OptimizerConfig, Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int
 from recurjax.errors import UserError
 from recurjax.layers.embedding import look_up
 from recurjax.layers.initialization import draw_embedding, draw_head
+from recurjax.layers.mesh import keep_rows_apart
 from recurjax.layers.norm import Norm, NormConfig
-from recurjax.layers.row_sharding import keep_rows_apart
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,

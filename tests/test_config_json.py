@@ -8,7 +8,7 @@ from recurjax.config_json import from_json, to_json
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.layers.position import Alibi, LearnedPositions
-from recurjax.training.schedule import Constant, LinearWarmdown
+from recurjax.training.optimizers import Constant, LinearWarmdown
 from tests.training.tiny_experiment import config
 
 

@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 
 from recurjax.errors import UserError
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions, Rope
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import Decoder, ModelConfig, ParameterCount, count_parameters
 from recurjax.types import Tokens
 from recurjax.variants.transformer import TransformerConfig

@@ -5,8 +5,7 @@ import pytest
 from recurjax.errors import UserError
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import NextToken
-from recurjax.training.optimizer import Adam, AdamW
-from recurjax.training.schedule import Constant, Cosine, LinearWarmdown
+from recurjax.training.optimizers import Adam, AdamW, Constant, Cosine, LinearWarmdown
 
 SIZES = {"steps": 1, "batch": 1, "length": 1}
 REFUSED = [

@@ -8,10 +8,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from recurjax.errors import UserError
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name
 from recurjax.sharding import (
@@ -23,7 +23,7 @@ from recurjax.sharding import (
     make_mesh,
     shardings,
 )
-from recurjax.training.optimizer import AdamW, build_optimizer
+from recurjax.training.optimizers import AdamW, build_optimizer
 from recurjax.training.placement import place
 from recurjax.training.step import new_state
 from recurjax.variants.transformer import TransformerConfig

@@ -28,7 +28,7 @@ from recurjax.evaluation.perplexity import bits_per_byte, text_sums
 from recurjax.model import Decoder
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.placement import placed
-from recurjax.training.run_directory import load_run
+from recurjax.training.run import load_run
 from recurjax.types import Array, Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerStack,

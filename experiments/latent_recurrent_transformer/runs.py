@@ -31,9 +31,8 @@ from recurjax.layers.norm import NormConfig
 from recurjax.model import ModelConfig, count_parameters
 from recurjax.run_table import Run
 from recurjax.training.config import EvaluationConfig, TrainingConfig
-from recurjax.training.muon_adamw import MuonAdamW
 from recurjax.training.objective import Chunked, Interleaved, NextToken, Objective
-from recurjax.training.schedule import LinearWarmdown
+from recurjax.training.optimizers import LinearWarmdown, MuonAdamW
 from recurjax.training.spikes import SpikeConfig
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,

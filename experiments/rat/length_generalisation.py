@@ -33,7 +33,7 @@ from recurjax.files import write_whole
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.loop import train
 from recurjax.training.placement import placed
-from recurjax.training.run_directory import load_run
+from recurjax.training.run import load_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,8 +39,7 @@ from recurjax.model import ModelConfig
 from recurjax.run_table import Run
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import NextToken
-from recurjax.training.optimizer import AdamW
-from recurjax.training.schedule import Cosine
+from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.spikes import SpikeConfig
 from recurjax.variants.rat import MixerConfig, RatConfig, RatMixerConfig, presets
 

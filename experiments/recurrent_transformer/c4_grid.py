@@ -18,7 +18,7 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.run_table import load_experiment
-from recurjax.training.optimizer import Adam
+from recurjax.training.optimizers import Adam
 from recurjax.training.sweep import sweep_and_print
 
 TABLE = Path(__file__).with_name("runs.py")

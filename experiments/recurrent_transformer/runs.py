@@ -27,17 +27,16 @@ from recurjax.data.config import (
     TokenizerFile,
 )
 from recurjax.experiment import Experiment
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Alibi
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
 from recurjax.run_table import Run
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import NextToken
-from recurjax.training.optimizer import Adam
-from recurjax.training.schedule import Cosine
+from recurjax.training.optimizers import Adam, Cosine
 from recurjax.training.spikes import SpikeConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.transformer import TransformerConfig

@@ -16,8 +16,8 @@ from recurjax.bench.training_step import (
     step_row,
 )
 from recurjax.model import Decoder, ModelConfig
-from recurjax.training.muon_adamw import MuonAdamW
 from recurjax.training.objective import Interleaved, NextToken, Objective
+from recurjax.training.optimizers import MuonAdamW
 from recurjax.types import Tokens
 from recurjax.variants.latent_recurrent_transformer.presets import (
     FINAL_NORM,

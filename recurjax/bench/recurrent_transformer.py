@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from recurjax.bench.timing import Row, repeat, row
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Alibi
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import make_stack
 from recurjax.types import Tokens
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig

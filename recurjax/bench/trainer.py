@@ -12,12 +12,12 @@ from rich.console import Console
 from recurjax.bench.timing import Row, row
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.experiment import Experiment
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train
-from recurjax.training.optimizer import AdamW
+from recurjax.training.optimizers import AdamW
 from recurjax.training.session import Session
 from recurjax.variants.transformer import TransformerConfig
 

@@ -10,9 +10,8 @@ from recurjax.model import ModelConfig
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.config import TrainingConfig
 from recurjax.training.objective import NextToken, Objective
-from recurjax.training.optimizer import OptimizerConfig
+from recurjax.training.optimizers import Constant, OptimizerConfig, Schedule
 from recurjax.training.program import Step, build_step
-from recurjax.training.schedule import Constant, Schedule
 from recurjax.training.step import TrainState
 from recurjax.types import Batch
 

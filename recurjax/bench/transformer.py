@@ -14,11 +14,11 @@ from recurjax.bench.training_step import (
     random_batch,
     step_row,
 )
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import Decoder, ModelConfig
 from recurjax.training.objective import NextToken
-from recurjax.training.optimizer import AdamW
+from recurjax.training.optimizers import AdamW
 from recurjax.types import Batch, Cache, Tokens
 from recurjax.variants.transformer import TransformerConfig
 

@@ -29,7 +29,7 @@ from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
 from recurjax.run_table import load_experiment
-from recurjax.training.run_directory import load_run
+from recurjax.training.run import load_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ from recurjax.files import write_whole
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.objective import NextToken, Objective
 from recurjax.training.placement import placed
-from recurjax.training.run_directory import LoadedRun, load_run
+from recurjax.training.run import LoadedRun, load_run
 from recurjax.types import Batch
 
 

@@ -15,7 +15,7 @@ from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.generate import Generation, generate
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.inference.timing import Timing
-from recurjax.training.run_directory import load_run
+from recurjax.training.run import load_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

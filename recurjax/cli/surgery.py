@@ -33,7 +33,7 @@ from recurjax.surgery.relaxed_recursive import (
     to_transformer,
 )
 from recurjax.surgery.shared_block import BlockInit
-from recurjax.training.run_directory import LoadedRun, load_run
+from recurjax.training.run import LoadedRun, load_run
 
 BATCH = 4
 """Texts that are measured at once: a head's weights of so many exist together."""

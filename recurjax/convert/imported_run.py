@@ -14,8 +14,8 @@ from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import to_nested_dict
 from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.config import TrainingConfig
-from recurjax.training.optimizer import AdamW
-from recurjax.training.run_directory import RunDirectory
+from recurjax.training.optimizers import AdamW
+from recurjax.training.run import RunDirectory
 
 LONGEST_ROW = 1024
 """Tokens a row of `recurjax evaluate` where the model itself was trained on more."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.sequence_axis import as_matrix
+from recurjax.layers.mesh import as_matrix
 from recurjax.types import Array
 
 

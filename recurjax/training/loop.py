@@ -17,10 +17,13 @@ from recurjax.inference.generate import generate
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.training.agreement import first_process
 from recurjax.training.interruption import Interruption
-from recurjax.training.metrics import MetricsWriter
-from recurjax.training.plots import plot_losses
-from recurjax.training.progress import TrainingProgress
-from recurjax.training.run_lock import RunLock, held
+from recurjax.training.run import (
+    MetricsWriter,
+    RunLock,
+    TrainingProgress,
+    held,
+    plot_losses,
+)
 from recurjax.training.session import Metrics, Session
 from recurjax.training.step import TrainState
 

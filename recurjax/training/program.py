@@ -19,10 +19,14 @@ from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.sharding import batch_sharding, check_batch, replicated, shardings
 from recurjax.training.config import TrainingConfig
-from recurjax.training.muon_adamw import RunSize
 from recurjax.training.objective import Objective
-from recurjax.training.optimizer import OptimizerConfig, build_optimizer
-from recurjax.training.schedule import Schedule, learning_rate
+from recurjax.training.optimizers import (
+    OptimizerConfig,
+    RunSize,
+    Schedule,
+    build_optimizer,
+    learning_rate,
+)
 from recurjax.training.step import TrainState, first_state, new_state, train_step
 from recurjax.types import Array, Batch, Scalar
 

@@ -20,8 +20,8 @@ from recurjax.training.agreement import first_process
 from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.placement import place, placed
 from recurjax.training.program import Metrics, build_step
-from recurjax.training.run_directory import RunDirectory
-from recurjax.training.start_from import (
+from recurjax.training.run import (
+    RunDirectory,
     check_frozen,
     check_start,
     load_frozen,

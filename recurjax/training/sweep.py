@@ -19,7 +19,7 @@ from recurjax.experiment import Experiment
 from recurjax.files import write_whole
 from recurjax.model import count_parameters
 from recurjax.training.loop import train
-from recurjax.training.run_directory import RunDirectory
+from recurjax.training.run import RunDirectory
 
 
 class Reached(NamedTuple):

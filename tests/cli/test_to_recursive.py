@@ -9,7 +9,7 @@ import pytest
 
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.byte_tokenizer import ByteTokenizer
-from recurjax.training.run_directory import load_run
+from recurjax.training.run import load_run
 from recurjax.types import Tokens
 from tests.cli.commands import assert_refused, recurjax
 from tests.variants.rat import switches as rat

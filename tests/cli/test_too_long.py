@@ -8,7 +8,7 @@ from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.layers.position import LearnedPositions
 from recurjax.parameters import to_nested_dict
 from recurjax.training.checkpoint import Checkpoints
-from recurjax.training.run_directory import RunDirectory
+from recurjax.training.run import RunDirectory
 from tests.cli.commands import assert_refused, experiment_file, recurjax
 from tests.training.tiny_experiment import config, drawn
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from recurjax.data.byte_tokenizer import ByteTokenizer
-from recurjax.training.run_directory import RunDirectory
+from recurjax.training.run import RunDirectory
 from tests.cli.commands import TINY, assert_refused, experiment_file, recurjax
 from tests.training.tiny_experiment import config
 

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from recurjax.training.run_directory import RunDirectory
-from recurjax.training.run_lock import held
+from recurjax.training.run import RunDirectory, held
 from recurjax.training.session import Session
 from tests.cli.commands import TINY, assert_refused, recurjax
 from tests.training.run_contents import assert_same_run, metrics

@@ -14,7 +14,7 @@ from recurjax.convert.formats.tensors import empty_for_jax
 from recurjax.convert.hugging_face import from_hf
 from recurjax.parameters import to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
-from recurjax.training.run_directory import load_run
+from recurjax.training.run import load_run
 from recurjax.types import Tokens
 from tests.cli.commands import recurjax
 from tests.convert.hf_directories import LLAMA, copy_of, rewrite

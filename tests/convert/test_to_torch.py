@@ -26,13 +26,13 @@ from recurjax.convert.torch.read_back import from_torch
 from recurjax.convert.torch.source import torch_source
 from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.errors import UserError
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Alibi, LearnedPositions, Rope
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
 from recurjax.parameters import to_nested_dict
-from recurjax.training.run_directory import LoadedRun, load_run
+from recurjax.training.run import LoadedRun, load_run
 from recurjax.types import Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recurjax.parameters import to_nested_dict
-from recurjax.training.run_directory import load_run
+from recurjax.training.run import load_run
 from tests.cli.commands import assert_refused, recurjax
 from tests.convert.hf_directories import LLAMA, copy_of
 

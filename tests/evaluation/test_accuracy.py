@@ -8,8 +8,8 @@ from flax import nnx
 
 from recurjax.evaluation import accuracy as room
 from recurjax.evaluation.accuracy import accuracy, count_answers
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import Decoder, ModelConfig
 from recurjax.types import IGNORED, Batch, Tokens
 from recurjax.variants.transformer import TransformerConfig

@@ -110,7 +110,7 @@ def test_two_processes_under_the_entry_stop_save_and_resume(
     file = tmp_path / "constant.py"  # with a schedule that lets a run be lengthened
     file.write_text(
         "from dataclasses import replace\n"
-        "from recurjax.training.schedule import Constant\n"
+        "from recurjax.training.optimizers import Constant\n"
         "from tests.training.tiny_experiment import config as tiny\n"
         "def config():\n    return replace(tiny(), schedule=Constant())\n"
     )

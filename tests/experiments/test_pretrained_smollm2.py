@@ -10,7 +10,7 @@ import pytest
 from experiments import pretrained_smollm2 as smollm2
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment
-from recurjax.training.run_directory import LoadedRun
+from recurjax.training.run import LoadedRun
 
 GREEDY = (
     (

@@ -14,7 +14,7 @@ GOLDEN_TESTS = [
     "tests/variants/rat/test_golden_models.py",
     "tests/variants/recurrent_transformer/test_golden.py",
     "tests/variants/transformer/test_golden_block.py",
-    "tests/layers/test_golden_attention.py",
+    "tests/layers/attention/test_golden_attention.py",
 ]
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import Decoder, ModelConfig
 from recurjax.types import Tokens
 from recurjax.variants.transformer import TransformerConfig

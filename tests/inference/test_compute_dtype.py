@@ -12,9 +12,9 @@ from pallas_kernels import target
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.decoding import prefill
 from recurjax.inference.sampling import SamplingConfig
-from recurjax.layers.layer_scan import scan_layers
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import LearnedPositions
+from recurjax.layers.stack import scan_layers
 from recurjax.model import Decoder
 from recurjax.parameters import parameter_name
 from recurjax.types import Cache, Tokens

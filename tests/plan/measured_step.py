@@ -16,14 +16,14 @@ import jax
 
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.experiment import Experiment
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
 from recurjax.plan.programs import build_program
 from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.config import TrainingConfig
-from recurjax.training.optimizer import AdamW
+from recurjax.training.optimizers import AdamW
 from recurjax.variants.transformer import TransformerConfig
 
 

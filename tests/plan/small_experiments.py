@@ -4,13 +4,13 @@ from typing import Any
 
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.experiment import Experiment
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
 from recurjax.training.config import TrainingConfig
 from recurjax.training.objective import NextToken
-from recurjax.training.optimizer import AdamW
+from recurjax.training.optimizers import AdamW
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     MemoryConfig,

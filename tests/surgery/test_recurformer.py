@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from recurjax.errors import UserError
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import count_parameters
 from recurjax.parameters import to_nested_dict
 from recurjax.surgery.recurformer import to_recurformer

@@ -20,8 +20,8 @@ from recurjax.training import session as session_module
 from recurjax.training.checkpoint.manifest import named
 from recurjax.training.objective import FrozenModel, NextToken
 from recurjax.training.program import build_step
+from recurjax.training.run import check_frozen, load_frozen
 from recurjax.training.session import Session
-from recurjax.training.start_from import check_frozen, load_frozen
 from recurjax.types import Batch
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from tests.plan.small_experiments import VARIANTS, experiment

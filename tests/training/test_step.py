@@ -11,7 +11,7 @@ from flax import nnx
 from recurjax.cross_entropy import token_losses
 from recurjax.model import Decoder
 from recurjax.training.objective import NextToken
-from recurjax.training.optimizer import AdamW, build_optimizer
+from recurjax.training.optimizers import AdamW, build_optimizer
 from recurjax.training.spikes import SpikeConfig, new_spike_state
 from recurjax.training.step import TrainState, train_step
 from recurjax.types import IGNORED, Batch

@@ -11,7 +11,7 @@ from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.layers.position import LearnedPositions
 from recurjax.training.loop import train
-from recurjax.training.run_directory import load_run
+from recurjax.training.run import load_run
 from tests.cli.commands import assert_refused, recurjax
 from tests.training.run_contents import assert_same_run, metrics
 from tests.training.tiny_experiment import changed

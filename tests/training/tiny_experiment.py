@@ -10,12 +10,11 @@ from flax import nnx
 
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.experiment import Experiment
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import Decoder, ModelConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
-from recurjax.training.optimizer import AdamW
-from recurjax.training.schedule import Cosine
+from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.variants.transformer import TransformerConfig
 
 

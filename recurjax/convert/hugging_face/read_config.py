@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 from recurjax.convert.hugging_face.keys import Keys
 from recurjax.errors import UserError
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Rope
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import ModelConfig
 from recurjax.variants.transformer import TransformerConfig
 

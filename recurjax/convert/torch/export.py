@@ -18,7 +18,7 @@ from recurjax.convert.saving import write_tensors
 from recurjax.convert.torch.names import torch_pieces
 from recurjax.convert.torch.source import HF_REFERENCE, TEMPLATES, torch_source
 from recurjax.errors import UserError
-from recurjax.training.run_directory import LoadedRun
+from recurjax.training.run import LoadedRun
 
 FORMAT = "recurjax-torch-1"
 MODULE = "modeling_recurjax.py"

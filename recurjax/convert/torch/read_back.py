@@ -15,7 +15,7 @@ from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, model_differences
 from recurjax.model import ModelConfig
-from recurjax.training.run_directory import LoadedRun
+from recurjax.training.run import LoadedRun
 
 
 def from_torch(

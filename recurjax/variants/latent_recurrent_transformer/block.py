@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
+from recurjax.layers.attention import merge, project
 from recurjax.layers.embedding import look_up
-from recurjax.layers.heads import merge, project
 from recurjax.layers.initialization import draw_output_weight, draw_weight
 from recurjax.layers.linear import linear
+from recurjax.layers.mesh import keep_rows_apart
 from recurjax.layers.mlp import Mlp, MlpConfig
 from recurjax.layers.position import Rope, rotate
-from recurjax.layers.row_sharding import keep_rows_apart
 from recurjax.types import Array
 from recurjax.variants.latent_recurrent_transformer.config import (
     LatentRecurrentTransformerConfig,

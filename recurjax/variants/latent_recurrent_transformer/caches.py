@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Float, Int
 
-from recurjax.layers.key_value_cache import KeyValueCache
+from recurjax.layers.attention import KeyValueCache
 from recurjax.types import Array
 from recurjax.variants.latent_recurrent_transformer.places import Buffer
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from recurjax.layers.initialization import InitConfig
-from recurjax.layers.rematerialization import Remat
+from recurjax.layers.stack import Remat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

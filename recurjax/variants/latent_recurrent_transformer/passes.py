@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.layer_scan import scan_layers
-from recurjax.layers.pattern_stack import make_blocks
+from recurjax.layers.stack import make_blocks, scan_layers
 from recurjax.types import Array, Tokens
 from recurjax.variants.latent_recurrent_transformer.block import (
     LatentBlock,

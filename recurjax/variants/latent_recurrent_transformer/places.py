@@ -5,9 +5,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from recurjax.layers.attention import attend, visible_by_position
-from recurjax.layers.cached_attention import attend_to_cache
-from recurjax.layers.key_value_cache import KeyValueCache
+from recurjax.layers.attention import (
+    KeyValueCache,
+    attend,
+    attend_to_cache,
+    visible_by_position,
+)
 from recurjax.types import Array
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
     Positions,

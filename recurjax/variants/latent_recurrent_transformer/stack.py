@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from recurjax.layers.cache_rows import CacheRows
-from recurjax.layers.key_value_cache import empty_key_value_cache
-from recurjax.layers.mesh_axes import UncutStack
+from recurjax.layers.attention import empty_key_value_cache
+from recurjax.layers.mesh import UncutStack
+from recurjax.layers.stack import CacheRows
 from recurjax.types import Array, Tokens
 from recurjax.variants.latent_recurrent_transformer.caches import (
     LatentBuffer,

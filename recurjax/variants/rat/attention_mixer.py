@@ -5,11 +5,14 @@ from functools import partial
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.heads import keys_for_queries
+from recurjax.layers.attention import (
+    KeyValueCache,
+    SelfAttention,
+    empty_key_value_cache,
+    keys_for_queries,
+)
 from recurjax.layers.initialization import InitConfig
-from recurjax.layers.key_value_cache import KeyValueCache, empty_key_value_cache
-from recurjax.layers.self_attention import SelfAttention
-from recurjax.layers.sequence_axis import sequence_shards
+from recurjax.layers.mesh import sequence_shards
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import sequence_parallel
 from recurjax.variants.rat.config import AttentionMixerConfig

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.heads import project_flat
+from recurjax.layers.attention import project_flat
 from recurjax.layers.initialization import InitConfig, draw_weight
 from recurjax.layers.linear import linear
 from recurjax.types import Array

@@ -7,10 +7,10 @@ them has a tied, unscaled embedding: `ModelConfig(tied_head=True)`.
 
 import dataclasses
 
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import Rope
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.variants.rat.config import (
     AttentionMixerConfig,
     MixerConfig,

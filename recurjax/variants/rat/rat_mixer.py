@@ -8,11 +8,16 @@ from jaxtyping import Float
 
 from pallas_kernels.chunk_attention import ChunkEnds
 from pallas_kernels.gated_scan import gated_scan
-from recurjax.layers.heads import merge, project, project_flat
+from recurjax.layers.attention import (
+    merge,
+    project,
+    project_flat,
+    read_layer,
+    write_layer,
+)
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.key_value_cache import read_layer, write_layer
+from recurjax.layers.mesh import sequence_shards
 from recurjax.layers.position import rotate
-from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import sequence_parallel
 from recurjax.variants.rat.alignment import Alignment, align

@@ -6,12 +6,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.attention import attend
-from recurjax.layers.heads import merge, project
+from recurjax.layers.attention import attend, merge, project, read_layer, write_layer
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.key_value_cache import read_layer, write_layer
+from recurjax.layers.mesh import sequence_shards
 from recurjax.layers.position import rotate
-from recurjax.layers.sequence_axis import sequence_shards
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import sequence_parallel
 from recurjax.variants.rat.alignment import Alignment, align

@@ -7,10 +7,9 @@ from flax import nnx
 from jaxtyping import Float
 
 from pallas_kernels.gated_scan import gated_scan
-from recurjax.layers.heads import merge, project_flat
+from recurjax.layers.attention import merge, project_flat, read_layer, write_layer
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.key_value_cache import read_layer, write_layer
-from recurjax.layers.sequence_axis import sequence_shards
+from recurjax.layers.mesh import sequence_shards
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import sequence_parallel
 from recurjax.variants.rat.caches import RnnCache, start, state_dtype

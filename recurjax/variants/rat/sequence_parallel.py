@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float, Int
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
 from pallas_kernels.gated_scan import gated_scan
 from pallas_kernels.mesh_cut import free_axes, row_axes
-from recurjax.layers.blocked_attention import Past, attend_in_window
+from recurjax.layers.attention import Past, attend_in_window
+from recurjax.layers.mesh import SEQUENCE_AXIS, sequence_shards
 from recurjax.layers.position import Alibi
-from recurjax.layers.sequence_axis import AXIS, sequence_shards
 from recurjax.types import Array
 from recurjax.variants.rat.config import (
     AttentionMixerConfig,
@@ -61,12 +61,12 @@ class Shard(NamedTuple):
 
     def gather(self, x: Array, axis: int) -> Array:
         """Joins all parts' x along `axis`, on every device."""
-        return jax.lax.all_gather(x, AXIS, axis=axis, tiled=True)
+        return jax.lax.all_gather(x, SEQUENCE_AXIS, axis=axis, tiled=True)
 
     def from_left(self, x: Array) -> Array:
         """Returns the left neighbour's x; zeros on the first part."""
         pairs = [(i, i + 1) for i in range(self.count - 1)]
-        return jax.lax.ppermute(x, AXIS, pairs)
+        return jax.lax.ppermute(x, SEQUENCE_AXIS, pairs)
 
 
 def run(function: Callable[..., Array], arrays: tuple[Array | None, ...]) -> Array:
@@ -77,11 +77,15 @@ def run(function: Callable[..., Array], arrays: tuple[Array | None, ...]) -> Arr
     """
     cut, mesh = free_axes(), jax.sharding.get_abstract_mesh()
     rows = row_axes(next(x for x in arrays if x is not None).shape[0])
-    ours = {*rows, AXIS} | {axis for axis in mesh.axis_names if mesh.shape[axis] == 1}
-    spec = P(rows or None, AXIS)
+    ours = {*rows, SEQUENCE_AXIS} | {
+        axis for axis in mesh.axis_names if mesh.shape[axis] == 1
+    }
+    spec = P(rows or None, SEQUENCE_AXIS)
 
     def local(*parts: Any) -> Array:
-        return function(*parts, shard=Shard(jax.lax.axis_index(AXIS), cut[AXIS]))
+        return function(
+            *parts, shard=Shard(jax.lax.axis_index(SEQUENCE_AXIS), cut[SEQUENCE_AXIS])
+        )
 
     return jax.shard_map(
         local,

@@ -7,15 +7,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
-from recurjax.layers.cache_rows import CacheRows
-from recurjax.layers.mesh_axes import refuse_stages
-from recurjax.layers.pattern_stack import (
+from recurjax.layers.mesh import SEQUENCE_AXIS, refuse_stages
+from recurjax.layers.stack import (
+    CacheRows,
     PatternCache,
     layer_states,
     make_blocks,
     run_blocks,
 )
-from recurjax.layers.sequence_axis import AXIS
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat.block import RatBlock
 from recurjax.variants.rat.config import RatConfig
@@ -56,7 +55,7 @@ class RatStack(CacheRows, nnx.Module):
         """Says why rows of `length` tokens cannot train on a mesh, or None."""
         if reason := refuse_stages(mesh, type(self.config).__name__):
             return reason
-        shards = mesh.shape[AXIS]
+        shards = mesh.shape[SEQUENCE_AXIS]
         reason = None if shards == 1 else obstacle(self.config, length, shards)
         return None if reason is None else f"mesh.sequence = {shards}: {reason}"
 

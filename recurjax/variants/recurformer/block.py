@@ -8,15 +8,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float
 
-from recurjax.layers.attention import attend
-from recurjax.layers.cached_attention import attend_to_cache
-from recurjax.layers.heads import merge, project
+from recurjax.layers.attention import (
+    KeyValueCache,
+    SelfAttention,
+    attend,
+    attend_to_cache,
+    merge,
+    project,
+)
 from recurjax.layers.initialization import draw_output_weight, draw_weight
-from recurjax.layers.key_value_cache import KeyValueCache
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.position import Rope, rotate
-from recurjax.layers.self_attention import SelfAttention
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurformer.config import LayerHeads, RecurFormerConfig
 from recurjax.variants.recurformer.mamba import Mamba, MambaCache

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from recurjax.layers.cache_rows import CacheRows
-from recurjax.layers.key_value_cache import empty_key_value_cache
-from recurjax.layers.mesh_axes import UncutStack
+from recurjax.layers.attention import empty_key_value_cache
+from recurjax.layers.mesh import UncutStack, keep_rows_apart
 from recurjax.layers.position import LearnedPositions, PositionEmbedding
-from recurjax.layers.rematerialization import rematerialize
-from recurjax.layers.row_sharding import keep_rows_apart
+from recurjax.layers.stack import CacheRows, rematerialize
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurformer.block import LayerCache, RecurFormerBlock
 from recurjax.variants.recurformer.config import RecurFormerConfig

@@ -6,10 +6,10 @@ from flax import nnx
 
 from pallas_kernels.recurrent_prefill import LayerSpec, LayerWeights
 from pallas_kernels.recurrent_prefill.arrays import Activation, Dtype
+from recurjax.layers.attention import AttentionConfig, SelfAttention
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.position import Alibi, Rope, rotary_width
-from recurjax.layers.self_attention import AttentionConfig, SelfAttention
 from recurjax.types import Array
 from recurjax.variants.recurrent_transformer.config import RecurrentTransformerConfig
 

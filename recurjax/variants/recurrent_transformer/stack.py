@@ -15,9 +15,9 @@ from pallas_kernels.recurrent_prefill import (
     empty_cache,
     recurrent_prefill,
 )
-from recurjax.layers.cache_rows import CacheRows
-from recurjax.layers.mesh_axes import STAGE_AXIS, refuse_sequence
+from recurjax.layers.mesh import STAGE_AXIS, refuse_sequence
 from recurjax.layers.position import LearnedPositions, PositionEmbedding
+from recurjax.layers.stack import CacheRows
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurrent_transformer.block import (
     RecurrentTransformerBlock,

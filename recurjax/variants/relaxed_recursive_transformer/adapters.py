@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from flax import nnx
 
+from recurjax.layers.attention import AttentionAdditions
 from recurjax.layers.initialization import InitConfig, draw_weight
 from recurjax.layers.linear import LowRank
 from recurjax.layers.mlp import MlpAdditions
-from recurjax.layers.self_attention import AttentionAdditions
 from recurjax.variants.relaxed_recursive_transformer.config import (
     RelaxedRecursiveTransformerConfig,
     linear_maps,

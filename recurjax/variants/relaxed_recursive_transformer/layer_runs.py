@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from recurjax.layers.pattern_stack import PatternCache
+from recurjax.layers.stack import PatternCache
 from recurjax.types import Array, Tokens
 from recurjax.variants.relaxed_recursive_transformer.adapters import BlockAdapters
 from recurjax.variants.transformer.block import BlockAdditions

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from recurjax.layers.cache_rows import CacheRows
-from recurjax.layers.layer_scan import scan_layers
-from recurjax.layers.mesh_axes import UncutStack
-from recurjax.layers.pattern_stack import (
+from recurjax.layers.mesh import UncutStack
+from recurjax.layers.stack import (
+    CacheRows,
     PatternCache,
     advanced,
     make_blocks,
+    scan_layers,
     scan_pattern,
 )
 from recurjax.types import Array, Cache, Tokens

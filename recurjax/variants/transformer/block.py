@@ -5,14 +5,14 @@ from typing import NamedTuple
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.key_value_cache import KeyValueCache
-from recurjax.layers.mlp import Mlp, MlpAdditions
-from recurjax.layers.norm import Norm
-from recurjax.layers.self_attention import (
+from recurjax.layers.attention import (
     AttentionAdditions,
     KeysValues,
+    KeyValueCache,
     SelfAttention,
 )
+from recurjax.layers.mlp import Mlp, MlpAdditions
+from recurjax.layers.norm import Norm
 from recurjax.types import Array, Tokens
 from recurjax.variants.transformer.config import TransformerConfig
 

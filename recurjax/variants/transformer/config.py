@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions
-from recurjax.layers.rematerialization import Remat
-from recurjax.layers.self_attention import AttentionConfig
+from recurjax.layers.stack import Remat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

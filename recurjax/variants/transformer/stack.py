@@ -6,16 +6,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.cache_rows import CacheRows
-from recurjax.layers.key_value_cache import empty_key_value_cache
-from recurjax.layers.mesh_axes import UncutStack
-from recurjax.layers.pattern_stack import (
+from recurjax.layers.attention import empty_key_value_cache
+from recurjax.layers.mesh import UncutStack
+from recurjax.layers.position import LearnedPositions, PositionEmbedding
+from recurjax.layers.stack import (
+    CacheRows,
     PatternCache,
     layer_states,
     make_blocks,
     run_blocks,
 )
-from recurjax.layers.position import LearnedPositions, PositionEmbedding
 from recurjax.types import Array, Tokens
 from recurjax.variants.transformer.block import TransformerBlock
 from recurjax.variants.transformer.config import TransformerConfig

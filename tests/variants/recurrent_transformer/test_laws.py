@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.position import LearnedPositions
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.types import Tokens
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Alibi, LearnedPositions, Rope
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name
 from recurjax.variants.transformer import TransformerConfig

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Alibi, alibi_bias
-from recurjax.layers.self_attention import AttentionConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.types import Tokens
 from recurjax.variants.transformer import TransformerConfig, TransformerStack

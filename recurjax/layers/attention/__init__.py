@@ -1,0 +1,48 @@
+"""Softmax attention: of arrays, in blocks, to a cache, and as a layer of a block."""
+
+from recurjax.layers.attention.blocked import Past, attend_in_window
+from recurjax.layers.attention.cached import attend_to_cache
+from recurjax.layers.attention.heads import (
+    keys_for_queries,
+    merge,
+    project,
+    project_flat,
+)
+from recurjax.layers.attention.key_value_cache import (
+    KeyValueCache,
+    empty_key_value_cache,
+    read_layer,
+    write_layer,
+)
+from recurjax.layers.attention.self_attention import (
+    AttentionAdditions,
+    AttentionConfig,
+    KeysValues,
+    SelfAttention,
+)
+from recurjax.layers.attention.softmax import (
+    AttentionImplementation,
+    attend,
+    visible_by_position,
+)
+
+__all__ = [
+    "AttentionAdditions",
+    "AttentionConfig",
+    "AttentionImplementation",
+    "KeyValueCache",
+    "KeysValues",
+    "Past",
+    "SelfAttention",
+    "attend",
+    "attend_in_window",
+    "attend_to_cache",
+    "empty_key_value_cache",
+    "keys_for_queries",
+    "merge",
+    "project",
+    "project_flat",
+    "read_layer",
+    "visible_by_position",
+    "write_layer",
+]

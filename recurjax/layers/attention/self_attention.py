@@ -1,0 +1,276 @@
+"""The attention layer: projections, qk-norm, positions, cache."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float
+
+from recurjax.layers.attention.cached import attend_to_cache, attend_to_written
+from recurjax.layers.attention.heads import merge, project
+from recurjax.layers.attention.key_value_cache import KeyValueCache
+from recurjax.layers.attention.softmax import AttentionImplementation, attend
+from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.layers.linear import LowRank
+from recurjax.layers.norm import Norm, NormConfig
+from recurjax.layers.position import (
+    Alibi,
+    PositionConfig,
+    Rope,
+    alibi_bias,
+    rotary_width,
+    rotate,
+)
+from recurjax.types import Array, Tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig:
+    """Multi-head, grouped-query or multi-query attention.
+
+    Attributes:
+      heads: H.
+      key_heads: K, a divisor of H.
+      head_width: E; H * E may differ from the model's width.
+      position: encoding of positions; learned ones are added by the stack.
+      qk_norm: norm of queries and keys before the rotation, or None.
+      qk_norm_over: "head": each head by itself, with one scale [E] for all heads;
+        "full": all heads together, with a scale [H * E].
+      qkv_bias: biases on the q, k and v projections (Qwen2).
+      out_bias: a bias on the output projection.
+      scale: of the logits; None means 1/sqrt(E).
+      soft_cap: c in c tanh(logit / c), or None.
+      implementation: see `attend`.
+    """
+
+    heads: int
+    key_heads: int
+    head_width: int
+    position: PositionConfig | None = field(default_factory=Rope)
+    qk_norm: NormConfig | None = None
+    qk_norm_over: Literal["head", "full"] = "head"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    scale: float | None = None
+    soft_cap: float | None = None
+    implementation: AttentionImplementation | None = None
+
+    def __post_init__(self):
+        for name in ("heads", "key_heads", "head_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"AttentionConfig: {name} must be at least 1")
+        if self.heads % self.key_heads:
+            raise ValueError(
+                f"AttentionConfig: key_heads must divide heads, got {self.key_heads} "
+                f"and {self.heads}"
+            )
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError(f"AttentionConfig: soft_cap must be > 0: {self.soft_cap}")
+        if isinstance(self.position, Rope):
+            rotary_width(self.head_width, self.position)
+
+
+class AttentionAdditions(NamedTuple):
+    """What one depth of a stack adds to the linear maps of a shared layer."""
+
+    q: LowRank | None = None
+    k: LowRank | None = None
+    v: LowRank | None = None
+    out: LowRank | None = None
+
+
+class KeysValues(NamedTuple):
+    """New keys, after norm and rotation, and values of T tokens."""
+
+    keys: Float[Array, "B T K E"]
+    values: Float[Array, "B T K E"]
+
+
+class SelfAttention(nnx.Module):
+    """Causal self-attention: o = attend(q, k, v) W_out over the cache and the input."""
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        width: int,
+        init: InitConfig,
+        *,
+        window: int | None,
+        layer: Array | int,
+        layers: int,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.window = window
+        H, K, E = config.heads, config.key_heads, config.head_width
+        draw = partial(draw_weight, fan_in=width, config=init)
+        self.w_q = nnx.Param(draw(rngs.params(), (width, H, E)))
+        self.w_k = nnx.Param(draw(rngs.params(), (width, K, E)))
+        self.w_v = nnx.Param(draw(rngs.params(), (width, K, E)))
+        self.w_out = nnx.Param(
+            draw_output_weight(
+                rngs.params(),
+                (H, E, width),
+                fan_in=H * E,
+                layer=layer,
+                layers=layers,
+                config=init,
+            )
+        )
+        zeros = partial(jnp.zeros, dtype=jnp.float32)
+        self.b_q = nnx.Param(zeros((H, E))) if config.qkv_bias else None
+        self.b_k = nnx.Param(zeros((K, E))) if config.qkv_bias else None
+        self.b_v = nnx.Param(zeros((K, E))) if config.qkv_bias else None
+        self.b_out = nnx.Param(zeros(width)) if config.out_bias else None
+        norm, full = config.qk_norm, config.qk_norm_over == "full"
+        self.q_norm = None if norm is None else Norm(norm, H * E if full else E)
+        self.k_norm = None if norm is None else Norm(norm, K * E if full else E)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        cache: KeyValueCache,
+        tokens: Tokens,
+        additions: AttentionAdditions | None = None,
+    ) -> tuple[Float[Array, "B T D"], KeyValueCache]:
+        y, cache, _ = self.keep(x, cache, tokens, additions)
+        return y, cache
+
+    def keep(
+        self,
+        x: Float[Array, "B T D"],
+        cache: KeyValueCache,
+        tokens: Tokens,
+        additions: AttentionAdditions | None = None,
+    ) -> tuple[Float[Array, "B T D"], KeyValueCache, KeysValues]:
+        """Attends as the call does, and hands the new keys and values on, for `read`.
+
+        Args:
+          additions: of low rank to the linear maps, or None.
+        """
+        added = AttentionAdditions() if additions is None else additions
+        positions = self._positions(x, cache)
+        q = self._queries(x, positions, added)
+        new = self._keys_and_values(x, positions, added)
+        if cache.slots == 0:
+            o = self._attend_to_input(q, *new, positions, tokens)
+        else:
+            o, cache = self._attend_to_cache(q, *new, cache, tokens)
+        return merge(o, self.w_out, self.b_out, added.out), cache, new
+
+    def read(
+        self,
+        x: Float[Array, "B T D"],
+        kept: KeysValues,
+        before: KeyValueCache,
+        written: KeyValueCache,
+        tokens: Tokens,
+        additions: AttentionAdditions | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Attends with queries of its own to what `keep` made of the same tokens.
+
+        Args:
+          kept: the keys and values of these tokens.
+          before, written: the cache that `keep` was given, and the one it returned,
+            both at its layer.
+          additions: as in `keep`; those of keys and values are not used.
+        """
+        added = AttentionAdditions() if additions is None else additions
+        positions = self._positions(x, before)
+        q = self._queries(x, positions, added)
+        if before.slots == 0:
+            o = self._attend_to_input(q, *kept, positions, tokens)
+        else:
+            o = attend_to_written(q, *kept, before, written, **self._options(q, tokens))
+        return merge(o, self.w_out, self.b_out, added.out)
+
+    def queries_and_keys(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"]]:
+        """Returns what the logits of whole rows are made of, to look at the heads."""
+        positions = jnp.arange(x.shape[1])[None]
+        none = AttentionAdditions()
+        keys = self._keys_and_values(x, positions, none).keys
+        return self._queries(x, positions, none), keys
+
+    def _positions(self, x: Array, cache: KeyValueCache) -> Array:
+        # All rows stand at 0 in training, so one row of positions serves them all.
+        one_row = jnp.zeros((1, 1), jnp.int32)
+        start = one_row if cache.slots == 0 else cache.position[:, None]
+        return start + jnp.arange(x.shape[1])  # [1 or B, T]
+
+    def _queries(self, x: Array, positions: Array, added: AttentionAdditions) -> Array:
+        q = project(x, self.w_q, self.b_q, added.q)
+        return self._turned(self._normed(q, self.q_norm), positions)
+
+    def _keys_and_values(
+        self, x: Array, positions: Array, added: AttentionAdditions
+    ) -> KeysValues:
+        k = project(x, self.w_k, self.b_k, added.k)
+        v = project(x, self.w_v, self.b_v, added.v)
+        return KeysValues(self._turned(self._normed(k, self.k_norm), positions), v)
+
+    def _normed(self, heads: Array, norm: Norm | None) -> Array:
+        if norm is None:
+            return heads
+        if self.config.qk_norm_over == "full":
+            return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
+        return norm(heads)
+
+    def _turned(self, heads: Array, positions: Array) -> Array:
+        rope = self.config.position
+        return rotate(heads, positions, rope) if isinstance(rope, Rope) else heads
+
+    def _attend_to_input(self, q, k, v, positions, tokens: Tokens) -> Array:
+        mask = None
+        if tokens.segments is not None:
+            segments = tokens.segments
+            mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+        return attend(
+            q,
+            k,
+            v,
+            scale=self._scale(),
+            causal=True,
+            window=self.window,
+            mask=mask,
+            bias=self._bias(positions, positions, q.dtype),
+            soft_cap=self.config.soft_cap,
+            implementation=self.config.implementation,
+        )
+
+    def _attend_to_cache(
+        self, q, k, v, cache: KeyValueCache, tokens: Tokens
+    ) -> tuple[Array, KeyValueCache]:
+        if tokens.segments is not None:
+            raise NotImplementedError(
+                "SelfAttention: segments are for the training cache (length 0) only"
+            )
+        return attend_to_cache(q, k, v, cache, **self._options(q, tokens))
+
+    def _options(self, q: Array, tokens: Tokens) -> dict[str, Any]:
+        """Returns what attention to a cache is told beside its arrays."""
+        return {
+            "scale": self._scale(),
+            "window": self.window,
+            "lengths": tokens.lengths,
+            "soft_cap": self.config.soft_cap,
+            "bias": partial(self._bias, dtype=q.dtype),
+        }
+
+    def _scale(self) -> float:
+        config = self.config
+        return config.head_width**-0.5 if config.scale is None else config.scale
+
+    def _bias(self, query_positions, key_positions, dtype) -> Array | None:
+        if not isinstance(self.config.position, Alibi):
+            return None
+        return alibi_bias(
+            self.config.heads,
+            query_positions,
+            key_positions,
+            self.config.position,
+            dtype=jnp.promote_types(dtype, jnp.float32),
+        )

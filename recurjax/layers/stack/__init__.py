@@ -1,0 +1,26 @@
+"""Layers one after another: made once, scanned, and the rows of their caches."""
+
+from recurjax.layers.stack.cache_rows import CacheRows
+from recurjax.layers.stack.layer_scan import scan_layers
+from recurjax.layers.stack.pattern_stack import (
+    PatternCache,
+    advanced,
+    layer_states,
+    make_blocks,
+    run_blocks,
+    scan_pattern,
+)
+from recurjax.layers.stack.rematerialization import Remat, rematerialize
+
+__all__ = [
+    "CacheRows",
+    "PatternCache",
+    "Remat",
+    "advanced",
+    "layer_states",
+    "make_blocks",
+    "rematerialize",
+    "run_blocks",
+    "scan_layers",
+    "scan_pattern",
+]

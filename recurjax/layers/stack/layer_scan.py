@@ -1,0 +1,70 @@
+"""A scan over stacked layers that takes bfloat16 weights one layer at a time."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import target
+from recurjax.layers.stack.rematerialization import Remat, rematerialize
+from recurjax.types import Array
+
+
+def scan_layers(
+    body: Callable,
+    carry: Any,
+    layers: Any,
+    *,
+    remat: Remat,
+    unroll: int,
+    cached: bool,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """Computes `lax.scan(body, carry, layers)`.
+
+    XLA's CPU backend has no bfloat16 of its own: to take a layer from a bfloat16 stack,
+    it first widens the whole stack to float32, again in every call. So where
+    nothing is differentiated, such stacks are scanned as their bits.
+
+    Args:
+      layers: the scan's xs; the leading axis of each leaf counts the layers.
+      remat, unroll: see `rematerialize` and `lax.scan`.
+      cached: a prefill or a decode step, not training.
+      reverse: the last layer first.
+    """
+    body = rematerialize(body, remat)
+    scan = partial(jax.lax.scan, unroll=unroll, reverse=reverse)
+    narrow = jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, layers)
+    on_cpu = target.current().platform == "cpu"
+    if not cached or not on_cpu or not any(jax.tree.leaves(narrow)):
+        return scan(body, carry, layers)
+
+    def on_bits(carry, bits):
+        return body(carry, jax.tree.map(_from_bits, bits, narrow))
+
+    bits = jax.tree.map(_to_bits, layers, narrow)
+    return scan(on_bits, carry, bits)
+
+
+def _to_bits(x: Array, narrow: bool) -> Array:
+    return _bits(x) if narrow else x
+
+
+def _from_bits(x: Array, narrow: bool) -> Array:
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if narrow else x
+
+
+@jax.custom_jvp
+def _bits(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint16)
+
+
+@_bits.defjvp
+def _bits_jvp(*_):
+    # Integers have no gradient: without this rule it would be zero, silently.
+    raise NotImplementedError(
+        "scan_layers: a call with a cache has no gradient in bfloat16 weights on CPU: "
+        "keep the parameters in float32"
+    )

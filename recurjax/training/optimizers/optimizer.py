@@ -1,0 +1,105 @@
+"""Optimizers as configs, built from optax."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import optax
+
+from recurjax.parameters import parameter_name, rule_of
+from recurjax.ranges import require_range
+from recurjax.training.optimizers.muon_adamw import MuonAdamW, RunSize, muon_adamw
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019).
+
+    Attributes:
+      learning_rate: the peak.
+      b1, b2, eps: as in Adam.
+      weight_decay: each step takes learning rate * weight_decay of a weight away.
+      decay: "matrices" (embeddings too) spares norms and biases; "all" spares nothing.
+    """
+
+    learning_rate: float
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay: Literal["matrices", "all"] = "matrices"
+
+    def __post_init__(self):
+        _check_adam(self)
+        require_range(self, "weight_decay", least=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adam:
+    """Adam (Kingma and Ba 2015).
+
+    Attributes:
+      learning_rate: the peak.
+      b1, b2, eps: as in the paper.
+    """
+
+    learning_rate: float
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+
+    def __post_init__(self):
+        _check_adam(self)
+
+
+OptimizerConfig = AdamW | Adam | MuonAdamW
+"""Every optimizer: a closed union, told apart by class in JSON. Each has a
+`learning_rate`, the peak of the rate that is scheduled and shown."""
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    rate: Callable,
+    *,
+    clip: float | None,
+    steps: int | None = None,
+    size: RunSize | None = None,
+) -> optax.GradientTransformation:
+    """Returns the gradient transformation of a whole training step.
+
+    Args:
+      config: which optimizer.
+      rate: optimizer step -> learning rate.
+      clip: largest global norm of the gradient, or None.
+      steps: of the whole run; MuonAdamW, which schedules more than its rate, needs it.
+      size: of model and batch; MuonAdamW, which scales its rates by them, needs it.
+    """
+    clipping = [] if clip is None else [optax.clip_by_global_norm(clip)]
+    if isinstance(config, MuonAdamW):
+        if steps is None or size is None:
+            raise ValueError("build_optimizer: MuonAdamW needs steps and size")
+        return optax.chain(*clipping, muon_adamw(config, rate, steps=steps, size=size))
+    return optax.chain(*clipping, *_adam(config, rate))
+
+
+def _adam(
+    config: AdamW | Adam, rate: Callable
+) -> Iterator[optax.GradientTransformation]:
+    yield optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    if isinstance(config, AdamW):
+        mask = is_weight if config.decay == "matrices" else None
+        yield optax.add_decayed_weights(config.weight_decay, mask=mask)
+    yield optax.scale_by_learning_rate(rate)
+
+
+def _check_adam(config: AdamW | Adam) -> None:
+    require_range(config, "learning_rate", "eps", above=0)
+    require_range(config, "b1", "b2", least=0, below=1)
+
+
+def is_weight(parameters: Any) -> Any:
+    """Returns a tree of bools: True for matrices and tables, False for vectors."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: rule_of(parameter_name(path)).is_weight, parameters
+    )

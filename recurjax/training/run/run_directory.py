@@ -1,0 +1,205 @@
+"""A run directory: what lies where, and loading a trained model from one."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from recurjax.data.tokenizers import Tokenizer, load_tokenizer
+from recurjax.errors import UserError
+from recurjax.experiment import (
+    Experiment,
+    differences,
+    read_experiment,
+    write_experiment,
+)
+from recurjax.files import write_whole
+from recurjax.model import Decoder
+from recurjax.parameters import from_nested_dict, to_nested_dict
+from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.training.checkpoint import Checkpoints
+from recurjax.training.optimizers import Constant
+from recurjax.training.program import model_shapes
+
+
+class RunDirectory:
+    """The files of one run; see `recurjax/training/README.md`."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.config = root / "config.json"
+        self.metrics = root / "metrics.jsonl"
+        self.tensorboard = root / "tensorboard"
+        self.checkpoints = root / "checkpoints"
+        self.tokenizer = root / "tokenizer"
+        self.samples = root / "samples.txt"
+        self.loss_plot = root / "loss.png"
+        self.profile = root / "profile"
+        self.log = root / "log"
+        self.imported = root / "imported"
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a run was started here."""
+        return self.config.is_file()
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint was written here, be it a damaged one."""
+        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+
+    def claim(self, experiment: Experiment, tokenizer: Tokenizer) -> None:
+        """Makes the directory; config.json comes last, so it marks a whole claim."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(self.tokenizer)
+        write_experiment(experiment, self.config)
+
+    def changes(self, experiment: Experiment) -> list[str]:
+        """Lists what makes this experiment another run than the one started here."""
+        stored = read_experiment(self.config)
+        if isinstance(stored.schedule, Constant):  # its steps do not depend on the end
+            training = dataclasses.replace(
+                stored.training, steps=experiment.training.steps
+            )
+            stored = dataclasses.replace(stored, training=training)
+        return differences(_comparable(experiment), _comparable(stored))
+
+    def resume(self, experiment: Experiment) -> None:
+        """Writes what may differ between the parts of a run, such as the mesh.
+
+        Raises:
+          UserError: the run is another experiment's (the differing fields are named),
+            or an imported model, which has no state of an optimizer.
+        """
+        if self.imported.exists():
+            raise UserError(
+                f"{self.root} holds an imported model, which no run can go on in: "
+                f"train in another directory with --training.start-from {self.root}"
+            )
+        changed = self.changes(experiment)
+        if changed:
+            raise UserError(
+                f"{self.root} holds a run of another config ({'; '.join(changed)}): "
+                "choose another --name, or restore these settings to resume it"
+            )
+        write_experiment(experiment, self.config)
+
+    def load_tokenizer(self, experiment: Experiment) -> Tokenizer:
+        """Loads the run's own tokenizer.
+
+        Raises:
+          UserError: it is missing, damaged or not that of the run's model.
+        """
+        tokenizer = load_tokenizer(self.tokenizer)
+        if tokenizer.vocabulary != experiment.model.vocabulary:
+            raise UserError(
+                f"the tokenizer in {self.tokenizer} has {tokenizer.vocabulary} tokens, "
+                f"the model {experiment.model.vocabulary}: put the run's own tokenizer "
+                "back"
+            )
+        return tokenizer
+
+    def rewind(self, step: int) -> None:
+        """Drops metrics and samples of steps after `step`: they will be made again."""
+        if self.metrics.is_file():
+            rows = (row for row in _rows(self.metrics) if row["step"] <= step)
+            write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        if self.samples.is_file():
+            text = self.samples.read_text(encoding="utf-8")
+            heads = re.finditer(r"^=== step (\d+) ===$", text, re.MULTILINE)
+            cut = next((h.start() for h in heads if int(h[1]) > step), len(text))
+            write_whole(self.samples, text[:cut])
+
+    def was_evaluated(self, step: int) -> bool:
+        """Whether metrics.jsonl has a validation row of this step."""
+        rows = _rows(self.metrics) if self.metrics.is_file() else iter(())
+        return any(r["kind"] == "validation" and r["step"] == step for r in rows)
+
+    def append_samples(self, step: int, texts: list[str]) -> None:
+        """Adds one evaluation's samples to samples.txt."""
+        with self.samples.open("a", encoding="utf-8") as file:
+            file.write(f"=== step {step} ===\n" + "\n---\n".join(texts) + "\n\n")
+
+
+def _rows(metrics: Path) -> Iterator[dict[str, Any]]:
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:  # the last line that a killed run wrote
+            return
+
+
+class LoadedRun(NamedTuple):
+    """A trained model and what it was made with."""
+
+    experiment: Experiment
+    model: Decoder
+    tokenizer: Tokenizer
+    step: int
+
+
+def load_run(
+    path: str | Path,
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    report: Callable[[str], None] = print,
+) -> LoadedRun:
+    """Loads a run's model from its newest good checkpoint.
+
+    Args:
+      path: the run directory.
+      step: the checkpoint of this step instead.
+      mesh: where to lay the parameters out; None: on one device.
+      report: gets a sentence for each checkpoint that is damaged.
+
+    Raises:
+      UserError: not a run directory, no good checkpoint, or one that does not fit.
+    """
+    run = RunDirectory(Path(path))
+    if not run.root.is_dir():
+        raise UserError(f"no run directory at {run.root}")
+    experiment = read_experiment(run.config)
+    tokenizer = run.load_tokenizer(experiment)
+    if mesh is None:
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    shapes = model_shapes(experiment.model, mesh)
+    wanted = {"model": to_nested_dict(shapes)}
+    checkpoints = Checkpoints(run.checkpoints)
+    try:
+        restored = checkpoints.restore(wanted, step=step, report=report)
+    finally:
+        checkpoints.close()
+    if restored is None:
+        raise UserError(f"{run.root} has no checkpoint yet: train it first")
+    model = from_nested_dict(shapes, restored.tree["model"])
+    return LoadedRun(experiment, model, tokenizer, restored.step)
+
+
+def _comparable(experiment: Experiment) -> Experiment:
+    """Replaces what may change between parts of a run: devices, logging, samples."""
+    training = dataclasses.replace(
+        experiment.training,
+        log_every=1,
+        checkpoint_every=1,
+        keep_checkpoints=1,
+        profile=None,
+        wandb_project=None,
+    )
+    evaluation = dataclasses.replace(
+        experiment.evaluation, sample_prompts=(), sample_tokens=1, temperature=0.0
+    )
+    data = dataclasses.replace(experiment.data, prefetch=0, threads=1)
+    return dataclasses.replace(
+        experiment,
+        name="any",
+        mesh=MeshConfig(),
+        training=training,
+        data=data,
+        evaluation=evaluation,
+    )

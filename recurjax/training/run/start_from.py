@@ -1,0 +1,88 @@
+"""Other runs' parameters: `training.start_from`, and an objective's frozen model."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment, model_differences, read_experiment
+from recurjax.model import Decoder, ModelConfig
+from recurjax.training.run.run_directory import RunDirectory, load_run
+
+
+def check_start(experiment: Experiment, tokenizer: Tokenizer) -> None:
+    """Refuses, before anything is trained, parameters that do not fit.
+
+    Raises:
+      UserError: `training.start_from` is no run directory, or has another model (all
+        differences are listed) or another tokenizer.
+    """
+    start = experiment.training.start_from
+    if start is not None:
+        _check_run(
+            start,
+            name="training.start_from",
+            model=experiment.model,
+            whose="this run",
+            tokenizer=tokenizer,
+        )
+
+
+def check_frozen(experiment: Experiment, tokenizer: Tokenizer) -> None:
+    """Refuses, before anything is trained, a frozen model that is not as described.
+
+    Raises:
+      UserError: `objective.frozen.run` is no run directory, or has another model than
+        `objective.frozen.model` or another tokenizer than this run.
+    """
+    frozen = experiment.objective.frozen
+    if frozen is not None:
+        _check_run(
+            frozen.run,
+            name="objective.frozen.run",
+            model=frozen.model,
+            whose="objective.frozen.model",
+            tokenizer=tokenizer,
+        )
+
+
+def load_start(
+    experiment: Experiment, mesh: Mesh, report: Callable[[str], None]
+) -> Decoder | None:
+    """Loads the parameters to start from, onto the run's mesh; None: there are none."""
+    start = experiment.training.start_from
+    if start is None:
+        return None
+    found = load_run(start, mesh=mesh, report=report)
+    report(f"starting from the parameters of {start} at step {found.step}")
+    return found.model
+
+
+def load_frozen(
+    experiment: Experiment, mesh: Mesh, report: Callable[[str], None]
+) -> Decoder | None:
+    """Loads the objective's frozen model onto the run's mesh; None: it has none."""
+    frozen = experiment.objective.frozen
+    if frozen is None:
+        return None
+    found = load_run(frozen.run, mesh=mesh, report=report)
+    report(f"the objective reads the frozen model of {frozen.run} at step {found.step}")
+    return found.model
+
+
+def _check_run(
+    path: str, *, name: str, model: ModelConfig, whose: str, tokenizer: Tokenizer
+) -> None:
+    directory = RunDirectory(Path(path))
+    other = read_experiment(directory.config)
+    if differing := model_differences(model, other.model):
+        raise UserError(
+            f"{name} {path} has another model than {whose}: {'; '.join(differing)}"
+        )
+    if directory.load_tokenizer(other).hash != tokenizer.hash:
+        raise UserError(
+            f"{name} {path} has another tokenizer than this run: use "
+            f'TokenizerFile(path="{directory.tokenizer}")'
+        )

@@ -1,0 +1,117 @@
+"""Attention in blocks: the same numbers as attention at once."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.chunk_attention import xla_cuts
+from recurjax.layers.attention import AttentionConfig, attend, softmax
+from recurjax.layers.attention.blocked import attend_in_blocks
+from recurjax.plan.hlo import parse
+from recurjax.plan.traffic import read_traffic
+from recurjax.sharding import AXES, MeshConfig, make_mesh
+from recurjax.types import Tokens
+from recurjax.variants.rat import AttentionMixerConfig
+from tests.compiling import QUICK_COMPILE, sizes
+from tests.tolerances import assert_gradients_close, assert_values_close
+from tests.variants.rat.switches import build, small
+
+SHAPE = (2, 13, 4, 6)
+
+
+@pytest.mark.parametrize("window", [None, 0, 3, 6, 12])
+def test_blocks_change_nothing(window, monkeypatch):
+    monkeypatch.setattr(xla_cuts, "_TILE", 4)
+    draw = np.random.default_rng(0)
+    keys = (*SHAPE[:2], SHAPE[2] // 2, SHAPE[3])
+    arrays = [
+        jnp.asarray(draw.normal(size=shape), jnp.float32)
+        for shape in (SHAPE, keys, keys)
+    ]
+    weights = draw.normal(size=SHAPE)
+
+    def both(attention):
+        @partial(jax.jit, compiler_options=QUICK_COMPILE)
+        @partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
+        def run(q, k, v):
+            o = attention(q, k, v, scale=0.4, window=window)
+            return jnp.sum(o * weights), o
+
+        (_, o), gradients = run(*arrays)
+        return o, gradients
+
+    got, want = (
+        both(attend_in_blocks),
+        both(partial(attend, causal=True, implementation="xla")),
+    )
+    assert_values_close(got[0], want[0])
+    assert_gradients_close(got[1], want[1])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_long_sequence_trains_as_a_short_one(window, monkeypatch):
+    heads = AttentionConfig(heads=4, key_heads=2, head_width=4)
+    model = build(small(AttentionMixerConfig(attention=heads, window=window)))
+    ids = jnp.asarray(np.random.default_rng(1).integers(17, size=(2, 13)), jnp.int32)
+    logits = []
+    for threshold in (1024, 1):
+        monkeypatch.setattr(softmax, "_BLOCKS_FROM", threshold)
+
+        @partial(jax.jit, compiler_options=QUICK_COMPILE)
+        def run(model):
+            return model(Tokens(ids), model.init_cache(2, 0))[0]
+
+        logits.append(run(model))
+    assert_values_close(logits[1], logits[0])
+    assert np.any(np.asarray(logits[1] != logits[0]))  # the other path did run
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"soft_cap": 1.0}, "soft cap"),
+        ({"mask": jnp.ones((1, 1, 2, 2), bool)}, "dense mask or bias"),
+        ({"causal": False}, "only causal"),
+    ],
+)
+def test_blocks_by_name_run_or_say_why_not(options, reason):
+    q = jnp.ones((1, 2, 1, 8))
+    options = {"causal": True, "scale": 1.0, "implementation": "blocks"} | options
+    with pytest.raises(NotImplementedError, match=f"attend: blocks: .*{reason}"):
+        attend(q, q, q, **options)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the GPU has cuDNN's")
+def test_any_model_s_long_sequences_are_cut_into_blocks():
+    """No array of T x T elements in the gradient of a long call."""
+    shape = jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)
+
+    def total(q, k, v):
+        return jnp.sum(attend(q, k, v, scale=1.0, causal=True))
+
+    program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(shape, shape, shape)
+    assert 0 < max(sizes(program.jaxpr)) < 2048 * 2048
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_devices_attend_to_their_own_rows_without_a_word(window, monkeypatch):
+    monkeypatch.setattr(xla_cuts, "_TILE", 16)  # Loops over heads and tiles of them.
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2), jax.devices()[:4])
+    rows = NamedSharding(mesh, P(("data", "fsdp")))
+    x = jax.ShapeDtypeStruct((4, 64, 2, 8), "float32", sharding=rows)
+
+    def passes(q, k, v, for_o):
+        attention = partial(attend_in_blocks, scale=1.0, window=window)
+        o, gradient = jax.vjp(attention, q, k, v)
+        return o, gradient(for_o)
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(passes, out_shardings=rows).lower(x, x, x, x)
+    text = lowered.compile(compiler_options=QUICK_COMPILE).as_text()
+    traffic = read_traffic(parse(text), axes=AXES, sizes=mesh.axis_sizes)
+    assert [one for one in traffic.collectives if one.sent] == []

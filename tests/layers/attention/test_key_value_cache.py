@@ -1,0 +1,91 @@
+"""The cache against a list of the tokens seen: full caches and rings alike."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.layers.attention import empty_key_value_cache, read_layer, write_layer
+from recurjax.layers.attention.key_value_cache import slot_positions, write
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_each_slot_holds_the_newest_position_of_its_residue(slots):
+    for seen in range(9):
+        (positions,) = slot_positions(slots, jnp.asarray([seen]))
+        for slot, position in enumerate(np.asarray(positions)):
+            held = [p for p in range(seen) if p % slots == slot]
+            assert position == held[-1] if held else position < 0
+
+
+@pytest.mark.parametrize("slots", [3, 16])
+def test_rows_write_their_own_tokens_at_their_own_positions(slots):
+    """Keys are the position + 100 row + 1000 layer; values the same, negated."""
+    layers, rows, T = 2, 2, 5
+    cache = empty_key_value_cache(layers, rows, slots, 1, 1, jnp.float32)
+    seen = np.zeros(rows, int)
+    for lengths in ([5, 2], [0, 5], [1, 1]):
+        position = seen[:, None] + np.arange(T)
+        for layer in range(layers):
+            k = jnp.float32(position + 100 * np.arange(rows)[:, None] + 1000 * layer)
+            k = k[:, :, None, None]
+            at_layer = cache._replace(layer=jnp.int32(layer))
+            cache = write(at_layer, k, -k, jnp.asarray(lengths))
+        seen += lengths
+        cache = cache._replace(position=jnp.asarray(seen, jnp.int32))
+        held = np.asarray(slot_positions(slots, cache.position))
+        for layer in range(layers):
+            code = held + 100 * np.arange(rows)[:, None] + 1000 * layer
+            want = np.where(held >= 0, code, 0)
+            np.testing.assert_array_equal(cache.keys[layer, :, :, 0, 0], want)
+            np.testing.assert_array_equal(cache.values[layer, :, :, 0, 0], -want)
+
+
+@pytest.mark.parametrize("lengths", [None, [1], [0]])
+def test_one_token_of_one_row_lands_in_its_slot_or_nowhere(lengths):
+    cache = empty_key_value_cache(2, 1, 3, 1, 2, jnp.float32)
+    cache = cache._replace(position=jnp.asarray([4]), layer=jnp.int32(1))
+    k = jnp.asarray([5.0, 6.0]).reshape(1, 1, 1, 2)
+    written = write(cache, k, -k, None if lengths is None else jnp.asarray(lengths))
+    want = np.zeros((2, 1, 3, 1, 2), np.float32)
+    want[1, 0, 1, 0] = [0, 0] if lengths == [0] else [5, 6]
+    np.testing.assert_array_equal(written.keys, want)
+    np.testing.assert_array_equal(written.values, -want)
+
+
+def test_a_write_without_lengths_writes_all_and_casts():
+    cache = empty_key_value_cache(1, 1, 4, 1, 2, jnp.bfloat16)
+    k = jnp.arange(6.0).reshape(1, 3, 1, 2)
+    written = write(cache, k, k + 1, None)
+    assert written.keys.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(written.keys[0, 0, :, 0, 0], [0, 2, 4, 0])
+    np.testing.assert_array_equal(written.values[0, 0, :, 0, 1], [2, 4, 6, 0])
+    np.testing.assert_array_equal(written.position, [0])
+
+
+def test_the_training_cache_keeps_nothing():
+    cache = empty_key_value_cache(2, 3, 0, 1, 4, jnp.float32)
+    assert cache.slots == 0
+    assert cache.keys.size == 0
+
+
+def test_rows_at_different_layers_write_and_read_their_own_entries():
+    """One call with a layer a row does what a call for each row alone does."""
+    layers, rows, T = 3, 2, 4
+    empty = empty_key_value_cache(layers, rows, 3, 1, 2, jnp.float32)
+    empty = empty._replace(position=jnp.asarray([1, 2]))
+    k = jnp.arange(1.0, 1 + rows * T * 2).reshape(rows, T, 1, 2)
+    lengths = jnp.asarray([4, 1])
+    at = jnp.asarray([2, 0])
+    written = write(empty._replace(layer=at), k, -k, lengths)
+    for row in range(rows):
+        own = write(empty._replace(layer=at[row]), k, -k, lengths)
+        np.testing.assert_array_equal(written.keys[:, row], own.keys[:, row])
+        np.testing.assert_array_equal(written.values[:, row], own.values[:, row])
+        read = read_layer(written.keys, at)[row]
+        np.testing.assert_array_equal(read, own.keys[at[row], row])
+        assert np.any(read)
+    new = jnp.ones((rows, 3, 1, 2))
+    changed = write_layer(written.keys, at, new)
+    want = np.array(written.keys)
+    want[[2, 0], [0, 1]] = 1
+    np.testing.assert_array_equal(changed, want)
