@@ -1,5 +1,6 @@
 """How long to train, in what portions, and what to keep."""
 
+import re
 from dataclasses import dataclass, field
 
 from recurjax.ranges import require_range
@@ -21,6 +22,9 @@ class TrainingConfig:
         go on from with other data or another optimizer): its newest checkpoint gives
         the initial parameters instead of the seed. It must have the same model and
         tokenizer, and is not read again once this run has a checkpoint.
+      train_only: a regular expression: only parameters with a match in their names are
+        trained, such as mamba for a RecurFormer's new ones. The others stay as they
+        are, to the bit: they neither decay nor have an optimizer's state. None: all.
       log_every: steps between rows of metrics.jsonl.
       checkpoint_every: steps between checkpoints; one more is made at the end.
       keep_checkpoints: how many of the newest stay, beside the best.
@@ -38,6 +42,7 @@ class TrainingConfig:
     gradient_clip: float | None = 1.0
     seed: int = 0
     start_from: str | None = None
+    train_only: str | None = None
     log_every: int = 10
     checkpoint_every: int = 1000
     keep_checkpoints: int = 3
@@ -67,6 +72,14 @@ class TrainingConfig:
                 f"{self.batch} and {self.accumulation}"
             )
         require_range(self, "gradient_clip", above=0)
+        if self.train_only is not None:
+            try:
+                re.compile(self.train_only)
+            except re.error as error:
+                raise ValueError(
+                    f"training.train_only must be a regular expression: {error} in "
+                    f"{self.train_only!r}"
+                ) from error
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError(
                 "training.profile must be (first, last) with 1 <= first <= last, got "

@@ -28,6 +28,7 @@ from recurjax.training.optimizers import (
     learning_rate,
 )
 from recurjax.training.step import TrainState, first_state, new_state, train_step
+from recurjax.training.trained_part import check_trained_part
 from recurjax.types import Array, Batch, Scalar
 
 Metrics = dict[str, Scalar]
@@ -107,8 +108,8 @@ def build_step(
         that one program (of `update`) serves runs at several rates.
 
     Raises:
-      UserError: the model cannot train on the mesh, or the mesh does not divide the
-        rows of a step or of an evaluation.
+      UserError: the model cannot train on the mesh, the mesh does not divide the rows
+        of a step or of an evaluation, or nothing is left to train.
     """
     training = experiment.training
     rate = learning_rate(
@@ -126,13 +127,16 @@ def build_step(
     )
 
     def new(key: Array) -> TrainState:
-        return new_state(key, experiment.model, optimizer, training.spikes)
+        return new_state(
+            key, experiment.model, optimizer, training.spikes, training.train_only
+        )
 
     state = jax.eval_shape(new, jax.random.key(0))
     # Asked before anything else is looked at: it says most about what to change.
     refused = state.model.stack.refuses(mesh, training.length)
     if refused is not None:
         raise UserError(refused)
+    check_trained_part(state.model, training.train_only)
     part = "training.batch / training.accumulation"
     check_batch(training.batch // training.accumulation, mesh, name=part)
     check_batch(experiment.evaluation_batch, mesh, name="evaluation.batch")
@@ -148,12 +152,18 @@ def build_step(
             optimizer=optimizer,
             spikes=training.spikes,
             accumulation=training.accumulation,
+            train_only=training.train_only,
         )
         now = jnp.asarray(rate(metrics.pop("updates")))
         return state, metrics | {"learning_rate": now}
 
     places, teacher = shardings(state, mesh), experiment.objective.frozen
-    begin = partial(first_state, optimizer=optimizer, spikes=training.spikes)
+    begin = partial(
+        first_state,
+        optimizer=optimizer,
+        spikes=training.spikes,
+        train_only=training.train_only,
+    )
     return Step(
         mesh=mesh,
         state=placed_shapes(state, mesh),

@@ -12,6 +12,7 @@ from jaxtyping import Int
 
 from recurjax.model import Decoder, ModelConfig
 from recurjax.training.spikes import SpikeConfig, SpikeState, judge, new_spike_state
+from recurjax.training.trained_part import trained_part, whole_model
 from recurjax.types import IGNORED, Array, Batch, Scalar
 
 LossFunction = Callable[..., tuple[Scalar, dict[str, Scalar]]]
@@ -32,19 +33,24 @@ def new_state(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
     spikes: SpikeConfig,
+    train_only: str | None = None,
 ) -> TrainState:
     """Initialises model and optimizer from one key. Run it under jit with shardings."""
-    return first_state(Decoder(model, rngs=nnx.Rngs(key)), optimizer, spikes)
+    drawn = Decoder(model, rngs=nnx.Rngs(key))
+    return first_state(drawn, optimizer, spikes, train_only)
 
 
 def first_state(
-    model: Decoder, optimizer: optax.GradientTransformation, spikes: SpikeConfig
+    model: Decoder,
+    optimizer: optax.GradientTransformation,
+    spikes: SpikeConfig,
+    train_only: str | None = None,
 ) -> TrainState:
     """Returns the state before the first step on a model's parameters."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         model=model,
-        optimizer=optimizer.init(model),  # pyright: ignore[reportArgumentType]
+        optimizer=optimizer.init(trained_part(model, train_only)),
         spikes=new_spike_state(spikes),
     )
 
@@ -58,6 +64,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     spikes: SpikeConfig,
     accumulation: int = 1,
+    train_only: str | None = None,
 ) -> tuple[TrainState, dict[str, Scalar]]:
     """Makes one update, or skips it by the rule of `SpikeConfig`.
 
@@ -71,21 +78,25 @@ def train_step(
       spikes: when to skip.
       accumulation: parts of the batch that go through the model one after another;
         the gradient is that of the whole batch's mean over counted targets.
+      train_only: a pattern of the names of what is trained; None: everything.
 
     Returns:
-      The next state, and metrics: the objective's own, `gradient_norm` (before
-      clipping), `skipped` (in a row) and `updates` (made before this one).
+      The next state, and metrics: the objective's own, `gradient_norm` (of what is
+      trained, before clipping), `skipped` (in a row) and `updates` (made before this).
     """
     if frozen is not None:
         objective = _with_frozen(objective, frozen)
-    gradient, metrics = _gradient(state.model, batch, objective, accumulation)
+    if train_only is not None:
+        objective = _of_trained_part(objective, state.model)
+    trained = trained_part(state.model, train_only)
+    gradient, metrics = _gradient(trained, batch, objective, accumulation)
     norm = optax.tree.norm(gradient)
-    updates, moments = optimizer.update(gradient, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
+    updates, moments = optimizer.update(gradient, state.optimizer, trained)
     # A finite gradient can still give an update that is not: a second moment that
     # overflowed, say. Both are asked.
     finite = jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
     good, seen = judge(state.spikes, metrics["loss"], finite, spikes)
-    model = optax.apply_updates(state.model, updates)  # pyright: ignore[reportArgumentType]
+    model = whole_model(optax.apply_updates(trained, updates), state.model)
     # Old and new are both at hand and one is chosen: a step that does not count costs
     # what any other does, and no value has to reach the host.
     keep = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
@@ -105,8 +116,13 @@ def _with_frozen(objective: LossFunction, frozen: Any) -> LossFunction:
     return lambda model, batch: objective(model, batch, frozen)
 
 
+def _of_trained_part(objective: LossFunction, model: Decoder) -> LossFunction:
+    # The rest is closed over as well, so that no gradient is made for it.
+    return lambda trained, batch: objective(whole_model(trained, model), batch)
+
+
 def _gradient(
-    model: Decoder, batch: Batch, objective: LossFunction, accumulation: int
+    model: Any, batch: Batch, objective: LossFunction, accumulation: int
 ) -> tuple[Any, dict[str, Scalar]]:
     differentiate = jax.value_and_grad(objective, has_aux=True)
     if accumulation == 1:
