@@ -1,6 +1,7 @@
 """`recurjax convert to-recurformer | to-recursive | to-transformer`: model to model."""
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,10 +13,10 @@ import tyro
 
 from recurjax.cli.options import parse
 from recurjax.convert.imported_run import write_run
-from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
 from recurjax.model import Decoder, count_parameters
+from recurjax.surgery.fitted_mixers import MixerFit, fit_mixers
 from recurjax.surgery.recency import (
     HeadRecency,
     Scope,
@@ -60,6 +61,10 @@ class ToRecurFormer:
       heads: a JSON file with a list of heads for each layer instead, or a heads.json.
       dt_rank, state, conv, expand: of Mamba.
       seed: of its first weights.
+      start: plain: as Mamba's authors start it; fitted: each layer's Mamba then learns
+        on --text what the replaced heads made of the same values.
+      fit_steps: of each layer, on four texts.
+      fit_rate: Adam's first rate there; it falls to 0.
       step: of the checkpoint; None: the newest.
     """
 
@@ -78,6 +83,9 @@ class ToRecurFormer:
     conv: int = 4
     expand: int = 2
     seed: int = 0
+    start: Literal["plain", "fitted"] = "plain"
+    fit_steps: int = 200
+    fit_rate: float = 3e-3
     step: int | None = None
 
     def __post_init__(self):
@@ -89,6 +97,13 @@ class ToRecurFormer:
             check_share(self.beta)
             if self.text is None:
                 raise UserError("--beta is measured on a text: name one with --text")
+        if self.start == "fitted" and self.text is None:
+            raise UserError("--start fitted needs a text: name one with --text")
+        if self.fit_steps < 1 or not 0.0 < self.fit_rate < math.inf:
+            raise UserError(
+                "--fit-steps must be at least 1 and --fit-rate above 0, got "
+                f"{self.fit_steps} and {self.fit_rate}"
+            )
         for name in ("window", "threshold"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise UserError(
@@ -108,8 +123,9 @@ def run_to_recurformer(argv: list[str]) -> int:
     given = None if options.heads is None else read_heads(options.heads)
     loaded = load_run(options.run, step=options.step, report=_say)
     recency = None
+    texts = None if options.text is None else _texts(options, loaded)
     if given is None:
-        texts = _texts(options, loaded.tokenizer)
+        assert texts is not None
         recency = _measured(options, loaded, texts)
         assert options.beta is not None
         given = choose_heads(recency, options.beta, scope=options.scope)
@@ -120,7 +136,19 @@ def run_to_recurformer(argv: list[str]) -> int:
         expand=options.expand,
     )
     model = to_recurformer(loaded.model, given, mamba=mamba, seed=options.seed)
-    _write(options, loaded, model, recency)
+    fits: list[MixerFit] = []
+    if options.start == "fitted":
+        assert texts is not None
+        model, fits = fit_mixers(
+            loaded.model,
+            model,
+            texts,
+            steps=options.fit_steps,
+            rate=options.fit_rate,
+            seed=options.seed,
+            report=_say_fit,
+        )
+    _write(options, loaded, model, recency, fits)
     return 0
 
 
@@ -261,14 +289,19 @@ def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(heads)) for heads in layers)
 
 
-def _texts(options: ToRecurFormer, tokenizer: Tokenizer) -> np.ndarray:
+def _texts(options: ToRecurFormer, loaded: LoadedRun) -> np.ndarray:
     """Cuts the text into rows [samples, length], from its beginning."""
     assert options.text is not None
+    longest = loaded.model.config.max_length
+    if longest is not None and options.length > longest:
+        raise UserError(
+            f"--length {options.length} exceeds the model's {longest} positions"
+        )
     try:
         text = options.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text: {options.text} cannot be read as UTF-8") from error
-    ids = tokenizer.encode(text)
+    ids = loaded.tokenizer.encode(text)
     count = len(ids) // options.length
     if count < 1:
         raise UserError(
@@ -284,11 +317,6 @@ def _texts(options: ToRecurFormer, tokenizer: Tokenizer) -> np.ndarray:
 def _measured(
     options: ToRecurFormer, loaded: LoadedRun, texts: np.ndarray
 ) -> HeadRecency:
-    longest = loaded.model.config.max_length
-    if longest is not None and options.length > longest:
-        raise UserError(
-            f"--length {options.length} exceeds the model's {longest} positions"
-        )
     batches = [texts[n : n + BATCH] for n in range(0, len(texts), BATCH)]
     return measure_recency(
         loaded.model,
@@ -299,7 +327,11 @@ def _measured(
 
 
 def _write(
-    options: ToRecurFormer, loaded: LoadedRun, model: Any, recency: HeadRecency | None
+    options: ToRecurFormer,
+    loaded: LoadedRun,
+    model: Any,
+    recency: HeadRecency | None,
+    fits: list[MixerFit],
 ) -> None:
     length = loaded.experiment.training.length
     changed = changes(model, length)
@@ -320,6 +352,8 @@ def _write(
             "ra_i": recency.count.tolist(),
             "first_token": recency.first.tolist(),
         }
+    if fits:
+        told["fits"] = [fit._asdict() for fit in fits]
     _write_run(
         options.out,
         loaded,
@@ -340,6 +374,13 @@ def _write_heads(
     (folder / "heads.json").write_text(text, encoding="utf-8")
     if recency is not None:
         plot_heads(recency, replaced, folder / "heads.png")
+
+
+def _say_fit(fit: MixerFit) -> None:
+    _say(
+        f"layer {fit.layer}: Mamba's error, as a share of the heads' outputs, "
+        f"{fit.before:.3f} before the fit and {fit.after:.3f} after"
+    )
 
 
 def _say(text: str) -> None:

@@ -71,6 +71,18 @@ def test_a_list_of_heads_is_taken_as_it_is(base, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_fitted_start_says_how_well_it_fits(base, tmp_path):
+    heads = tmp_path / "heads.json"
+    heads.write_text("[[0, 3], []]")
+    out = tmp_path / "out"
+    text = ("--text", base / "text.txt", "--samples", "9")
+    fit = ("--start", "fitted", "--fit-steps", "3", "--fit-rate", "0.01")
+    code, _, said = convert(base, out, "--heads", heads, *text, *fit, *SMALL)
+    assert code == 0 and "layer 0: Mamba's error" in said and "layer 1" not in said
+    [found] = json.loads((out / "heads.json").read_text())["fits"]
+    assert found["layer"] == 0 and 0 < found["after"] < found["before"]
+
+
 def test_no_head_replaced_is_the_base(base, tmp_path):
     out = tmp_path / "none"
     code, _, _ = convert(base, out, "--beta", "0", "--text", base / "text.txt", *SMALL)
@@ -93,6 +105,9 @@ def test_no_head_replaced_is_the_base(base, tmp_path):
         (("--beta", "0.5", "--text", "nowhere.txt"), "nowhere.txt cannot be read"),
         (("--beta", "0.5", "--text", "{text}", "--length", "9999"), "a sample needs"),
         (("--beta", "0.5", "--text", "{text}", "--window", "0"), "--window must lie"),
+        (("--heads", "{far}", "--start", "fitted"), "--start fitted needs a text"),
+        (("--heads", "{far}", "--fit-steps", "0"), "--fit-steps must be at least 1"),
+        (("--heads", "{far}", "--fit-rate", "nan"), "--fit-rate above 0"),
         (("--heads", "{text}"), "no JSON file of heads"),
         (("--heads", "{bad}"), "a list of heads for each layer"),
         (("--heads", "{far}"), "heads from 0 to 3"),

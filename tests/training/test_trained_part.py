@@ -14,9 +14,8 @@ from recurjax.parameters import parameter_name, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training import session as session_module
 from recurjax.training.checkpoint.manifest import named
-from recurjax.training.muon_adamw import MuonAdamW
 from recurjax.training.objective import NextToken
-from recurjax.training.optimizer import AdamW, build_optimizer
+from recurjax.training.optimizers import AdamW, MuonAdamW, build_optimizer
 from recurjax.training.program import build_step
 from recurjax.training.session import Session
 from recurjax.training.spikes import SpikeConfig

@@ -195,6 +195,17 @@ class SelfAttention(nnx.Module):
         keys = self._keys_and_values(x, positions, none).keys
         return self._queries(x, positions, none), keys
 
+    def values_and_outputs(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T K E"], Float[Array, "B T H E"]]:
+        """Returns the values of whole rows, and what each head reads out of them."""
+        positions = jnp.arange(x.shape[1])[None]
+        none = AttentionAdditions()
+        k, v = self._keys_and_values(x, positions, none)
+        q = self._queries(x, positions, none)
+        tokens = Tokens(jnp.zeros(x.shape[:2], jnp.int32))
+        return v, self._attend_to_input(q, k, v, positions, tokens)
+
     def _positions(self, x: Array, cache: KeyValueCache) -> Array:
         # All rows stand at 0 in training, so one row of positions serves them all.
         one_row = jnp.zeros((1, 1), jnp.int32)
