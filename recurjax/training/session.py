@@ -79,7 +79,8 @@ class Session:
         """Restores the newest good checkpoint, or initialises the model.
 
         Args:
-          report: gets a sentence for each checkpoint that is damaged.
+          report: gets a sentence for each checkpoint that is damaged, and for metrics
+            that are.
         """
         self._frozen = load_frozen(self.experiment, self.mesh, report)
         wanted = self._step.state
@@ -87,7 +88,8 @@ class Session:
         # A killed run may have written rows of steps after its last checkpoint: those
         # steps are made again, and so are their rows.
         reached = 0 if restored is None else restored.step
-        first_process(lambda: self.directory.rewind(reached))
+        if told := first_process(lambda: self.directory.rewind(reached)):
+            report(told)
         if restored is None:
             return self._first_state(report)
         if reached > self.experiment.training.steps:

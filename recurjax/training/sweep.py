@@ -20,6 +20,7 @@ from recurjax.files import write_whole
 from recurjax.model import count_parameters
 from recurjax.training.loop import train
 from recurjax.training.run import RunDirectory
+from recurjax.training.run.metrics import read_rows
 
 
 class Reached(NamedTuple):
@@ -119,9 +120,7 @@ def sweep_and_print(
 
 def read_reached(experiment: Experiment, root: Path) -> Reached:
     """Reads what a finished run reached from its metrics.jsonl."""
-    rows = [
-        json.loads(line) for line in RunDirectory(root).metrics.read_text().splitlines()
-    ]
+    rows = read_rows(RunDirectory(root).metrics).rows
     steps = experiment.training.steps
     tokens = steps * experiment.training.tokens_per_step
     last = {row["kind"]: row for row in rows if row["step"] == steps}

@@ -2,11 +2,53 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recurjax.errors import UserError
+
+
+class Rows(NamedTuple):
+    """What metrics.jsonl holds.
+
+    Attributes:
+      rows: in the file's order, each with "step" and "kind".
+      damaged: how many lines are none; a last one that a kill cut off is not counted.
+    """
+
+    rows: list[dict[str, Any]]
+    damaged: int
+
+
+def read_rows(file: Path) -> Rows:
+    """Reads metrics.jsonl, leaving out lines that are no rows.
+
+    A power cut can leave zeros, a disk another byte: that costs its line and no other.
+    """
+    rows, damaged = [], 0
+    # Not splitlines: a byte may have become another that ends lines.
+    *lines, last = file.read_bytes().split(b"\n")
+    for line in lines:
+        row = _row(line)
+        if row is None:
+            damaged += 1
+        else:
+            rows.append(row)
+    if (row := _row(last)) is not None:
+        rows.append(row)
+    return Rows(rows, damaged)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(row, dict) and type(row.get("step")) is int:
+        return row if isinstance(row.get("kind"), str) else None
+    return None
 
 
 class MetricsWriter:
@@ -46,8 +88,9 @@ class MetricsWriter:
             self._wandb.log(row, step=step)
 
     def flush(self) -> None:
-        """Makes all rows visible to readers of the files."""
+        """Makes all rows visible to readers of the files, also after a power cut."""
         self._file.flush()
+        os.fsync(self._file.fileno())
         self._tensorboard.flush()
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """The picture of a run: loss.png."""
 
 import io
-import json
 from pathlib import Path
 
 from recurjax.files import write_whole
+from recurjax.training.run.metrics import read_rows
 
 
 def plot_losses(metrics: Path, png: Path) -> None:
@@ -16,11 +16,11 @@ def plot_losses(metrics: Path, png: Path) -> None:
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = read_rows(metrics).rows
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for kind, style in (("train", "-"), ("validation", "o-")):
-        points = [(r["step"], r["loss"]) for r in rows if r["kind"] == kind]
+        points = [(r["step"], r.get("loss")) for r in rows if r["kind"] == kind]
         points = [point for point in points if point[1] is not None]
         if points:
             steps, losses = zip(*points, strict=True)

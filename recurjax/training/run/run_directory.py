@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -25,6 +26,7 @@ from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.optimizers import Constant
 from recurjax.training.program import model_shapes
+from recurjax.training.run.metrics import read_rows
 
 
 class RunDirectory:
@@ -104,20 +106,36 @@ class RunDirectory:
             )
         return tokenizer
 
-    def rewind(self, step: int) -> None:
-        """Drops metrics and samples of steps after `step`: they will be made again."""
-        if self.metrics.is_file():
-            rows = (row for row in _rows(self.metrics) if row["step"] <= step)
-            write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+    def rewind(self, step: int) -> str | None:
+        """Drops metrics and samples of steps after `step`: they will be made again.
+
+        Returns:
+          A sentence when metrics.jsonl has lines that are no rows: they are left out,
+          and the file as it was is kept beside it.
+        """
         if self.samples.is_file():
-            text = self.samples.read_text(encoding="utf-8")
-            heads = re.finditer(r"^=== step (\d+) ===$", text, re.MULTILINE)
+            text = self.samples.read_bytes()
+            heads = re.finditer(rb"^=== step (\d+) ===$", text, re.MULTILINE)
             cut = next((h.start() for h in heads if int(h[1]) > step), len(text))
-            write_whole(self.samples, text[:cut])
+            if cut < len(text):
+                write_whole(self.samples, text[:cut])
+        if not self.metrics.is_file():
+            return None
+        found, told = read_rows(self.metrics), None
+        if found.damaged:
+            kept = _unused(self.metrics.with_name(f"{self.metrics.name}.damaged"))
+            write_whole(kept, self.metrics.read_bytes())
+            told = (
+                f"{found.damaged} damaged lines of {self.metrics} are left out; the "
+                f"file as it was is kept as {kept.name}"
+            )
+        rows = (row for row in found.rows if row["step"] <= step)
+        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        return told
 
     def was_evaluated(self, step: int) -> bool:
         """Whether metrics.jsonl has a validation row of this step."""
-        rows = _rows(self.metrics) if self.metrics.is_file() else iter(())
+        rows = read_rows(self.metrics).rows if self.metrics.is_file() else []
         return any(r["kind"] == "validation" and r["step"] == step for r in rows)
 
     def append_samples(self, step: int, texts: list[str]) -> None:
@@ -126,12 +144,10 @@ class RunDirectory:
             file.write(f"=== step {step} ===\n" + "\n---\n".join(texts) + "\n\n")
 
 
-def _rows(metrics: Path) -> Iterator[dict[str, Any]]:
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:  # the last line that a killed run wrote
-            return
+def _unused(file: Path) -> Path:
+    """Returns `file`, or with the first number at its end that makes it a new name."""
+    numbered = (file.with_name(f"{file.name}-{n}") for n in count(2))
+    return next(name for name in chain([file], numbered) if not name.exists())
 
 
 class LoadedRun(NamedTuple):

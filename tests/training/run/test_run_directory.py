@@ -63,6 +63,40 @@ def test_rewinding_drops_what_will_be_made_again(run):
     assert rows(run) == [] and run.samples.read_text() == ""
 
 
+DAMAGES = {
+    "the zeros of a power cut": lambda lines: [*lines[:2], b"\0" * 40, *lines[2:]],
+    "a changed byte": lambda lines: [lines[0], b"}" + lines[1][1:], *lines[2:]],
+    "a blank line": lambda lines: [b"", *lines],
+    "bytes that are no UTF-8": lambda lines: [lines[0], b'{"\xff": 1}', *lines[1:]],
+    "no object": lambda lines: [*lines, b"[1]", b"7", b'"step"'],
+    "an object of something else": lambda lines: [b'{"step": "1"}', b"{}", *lines],
+    "too deep": lambda lines: [b"[" * 100_000, *lines],
+    "a line in two": lambda lines: [lines[0], lines[1][:9], lines[1][9:], *lines[2:]],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_line_costs_itself_and_is_told(run, damage):
+    write(run, [1, 2, 3])
+    lines = run.metrics.read_bytes().splitlines()
+    before = b"\n".join(DAMAGES[damage](lines)) + b"\n"
+    run.metrics.write_bytes(before)
+    lost = [line for line in lines if line not in before.split(b"\n")]
+    told = run.rewind(3)
+    count = len(before.splitlines()) - len(lines) + len(lost)
+    assert told is not None and told.startswith(f"{count} damaged lines of {run.root}")
+    assert run.metrics.read_bytes().splitlines() == [x for x in lines if x not in lost]
+    assert (run.root / "metrics.jsonl.damaged").read_bytes() == before
+    assert run.rewind(3) is None
+
+
+def test_what_was_damaged_before_is_kept_too(run):
+    for number in (1, 2):
+        run.metrics.write_text(f"{number}\n")
+        assert run.rewind(0).endswith("metrics.jsonl.damaged" + "-2" * (number - 1))
+    assert (run.root / "metrics.jsonl.damaged").read_text() == "1\n"
+
+
 def test_whether_a_step_was_evaluated_is_in_the_metrics(run):
     assert not run.was_evaluated(2)
     write(run, [1, 2])
