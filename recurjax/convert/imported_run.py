@@ -77,7 +77,7 @@ def write_run(
         directory.imported.write_text(
             "written by recurjax convert: parameters only\n", encoding="utf-8"
         )
-        checkpoints = Checkpoints(directory.checkpoints)
+        checkpoints = Checkpoints(directory.checkpoints, model=experiment.model)
         try:
             tree = {"model": to_nested_dict(model)}
             checkpoints.save(step, tree, data_state={})

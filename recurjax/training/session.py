@@ -70,7 +70,9 @@ class Session:
                 lambda: self.directory.claim(experiment, self.dataset.tokenizer)
             )
         self._checkpoints = Checkpoints(
-            self.directory.checkpoints, keep=training.keep_checkpoints
+            self.directory.checkpoints,
+            keep=training.keep_checkpoints,
+            model=experiment.model,
         )
         self._batches = iter(loader)
         self._frozen: Decoder | None = None

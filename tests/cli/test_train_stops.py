@@ -125,6 +125,16 @@ def test_a_checkpoint_of_other_shapes_is_told_name_by_name(finished, tmp_path):
     assert_refused(recurjax("evaluate", run.root), r"does not fit .*w_head is not in")
 
 
+def test_a_value_that_leaves_all_shapes_is_told(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "tiny")
+    text = (run / "config.json").read_text()
+    assert '"base": 10000.0' in text
+    (run / "config.json").write_text(text.replace("10000.0", "500000.0"))
+    answer = recurjax("generate", run, "--prompt", "a")
+    where = r"model\.stack\.attention\.position\.base: 500000\.0 instead of 10000\.0"
+    assert_refused(answer, rf"checkpoint 12 .* does not fit .*: {where}")
+
+
 def test_a_full_disk_while_saving_leaves_the_last_good_checkpoint(
     quick_compilation, tmp_path
 ):

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from recurjax.config_json import from_json, to_json
 from recurjax.errors import UserError
+from recurjax.experiment import model_differences
+from recurjax.model import ModelConfig
 from recurjax.training.agreement import every_process, first_process
 from recurjax.training.checkpoint.array_store import ArrayStore, reason
 from recurjax.training.checkpoint.checksum import checksums
@@ -62,7 +65,12 @@ class Checkpoints:
     """
 
     def __init__(
-        self, directory: PathLike[str] | str, *, keep: int = 3, keep_best: bool = True
+        self,
+        directory: PathLike[str] | str,
+        *,
+        keep: int = 3,
+        keep_best: bool = True,
+        model: ModelConfig | None = None,
     ):
         """Touches nothing on disk.
 
@@ -70,6 +78,8 @@ class Checkpoints:
           directory: made by the first save.
           keep: how many of the newest steps stay, at least 1.
           keep_best: whether the step of the lowest loss stays however old it is.
+          model: what the arrays are the parameters of: saved with them, and compared
+            when they are restored; None: neither.
 
         Raises:
           ValueError: keep < 1.
@@ -79,6 +89,7 @@ class Checkpoints:
         self._directory = StepDirectory(directory)
         self._keep = keep
         self._keep_best = keep_best
+        self._model = model
         self._store = ArrayStore()
         self._writing: int | None = None
 
@@ -113,6 +124,7 @@ class Checkpoints:
             arrays=_entries(arrays),
             data_states=_gathered(data_state),
             loss=float(loss) if loss is not None and math.isfinite(loss) else None,
+            model=None if self._model is None else to_json(self._model),
         )
         if not first_process(lambda: self._directory.make_way(manifest)):
             return
@@ -144,7 +156,8 @@ class Checkpoints:
 
         Raises:
           UserError: no step is good, or `step` is not there, or names, shapes or dtypes
-            differ from `abstract` (all differences are listed).
+            differ from `abstract`, or it is of another model (all differences are
+            listed).
           ValueError: a leaf of `abstract` without a sharding.
         """
         self.wait()
@@ -243,15 +256,19 @@ class Checkpoints:
         if fault:
             raise _Damaged(fault)
         try:
-            return Manifest.from_text(text)
+            manifest = Manifest.from_text(text)
         except ValueError as error:
             raise _Damaged(str(error)) from error
+        if manifest.step != step:
+            raise _Damaged(f"its manifest is that of step {manifest.step}, a copy")
+        return manifest
 
     def _read_arrays(
         self, manifest: Manifest, wanted: Mapping[str, Any]
     ) -> dict[str, jax.Array]:
         path = self._directory.path(manifest.step)
-        if differences := manifest.differences(wanted):
+        differences = manifest.differences(wanted) or self._other_values(manifest)
+        if differences:
             raise UserError(
                 f"checkpoint {manifest.step} in {self._directory.root} does not fit"
                 f" this configuration: {'; '.join(differences)}."
@@ -272,6 +289,15 @@ class Checkpoints:
             more = f" and of {len(wrong) - 3} more arrays" if len(wrong) > 3 else ""
             raise _Damaged(f"wrong checksum of {', '.join(wrong[:3])}{more}")
         return arrays
+
+    def _other_values(self, manifest: Manifest) -> list[str]:
+        """Lists what makes the same arrays another function."""
+        if self._model is None or manifest.model is None:
+            return []
+        # Decoded, so that a field which is newer than the checkpoint has its default.
+        saved = from_json(ModelConfig, manifest.model, path="the checkpoint's model")
+        found = model_differences(self._model, saved)
+        return [f"model.{difference}" for difference in found]
 
 
 class _Damaged(Exception):

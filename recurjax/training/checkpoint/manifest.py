@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_FORMAT = 1
+_FORMAT, _READABLE = 2, (1, 2)
+"""Format 1 says nothing of the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +32,15 @@ class Manifest:
       arrays: by name.
       data_states: the data iterator's state in each process of the run that saved.
       loss: validation loss at this step; None when none was measured.
+      model: the model's config as JSON: the arrays' shapes do not tell a RoPE base or
+        a norm's eps. None where it is not known.
     """
 
     step: int
     arrays: Mapping[str, ArrayEntry]
     data_states: list[dict[str, Any]]
     loss: float | None
+    model: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         content = {"format": _FORMAT, **dataclasses.asdict(self)}
@@ -58,7 +62,7 @@ class Manifest:
             content
         ):
             raise ValueError("the manifest's digest does not match")
-        if content.pop("format") != _FORMAT:
+        if content.pop("format") not in _READABLE:
             raise ValueError("the manifest has a format of another version of recurjax")
         arrays = {
             name: ArrayEntry(**{**entry, "shape": tuple(entry["shape"])})

@@ -60,11 +60,11 @@ class StepDirectory:
         losses: dict[float, int] = {}
         for step in self.complete():
             try:
-                loss = Manifest.from_text(self.manifest_text(step)).loss
+                manifest = Manifest.from_text(self.manifest_text(step))
             except (OSError, ValueError):
                 continue  # A damaged step is no best step; restoring it says so.
-            if loss is not None:
-                losses[loss] = step
+            if manifest.loss is not None and manifest.step == step:
+                losses[manifest.loss] = step
         return losses[min(losses)] if losses else None
 
     def make_way(self, manifest: Manifest) -> bool:

@@ -186,7 +186,7 @@ def load_run(
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     shapes = model_shapes(experiment.model, mesh)
     wanted = {"model": to_nested_dict(shapes)}
-    checkpoints = Checkpoints(run.checkpoints)
+    checkpoints = Checkpoints(run.checkpoints, model=experiment.model)
     try:
         restored = checkpoints.restore(wanted, step=step, report=report)
     finally:

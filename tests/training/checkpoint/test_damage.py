@@ -1,4 +1,5 @@
 import functools
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.training.checkpoint import Checkpoints
+from recurjax.training.checkpoint import Checkpoints, manifest
 from tests.training.checkpoint.cases import (
     abstract,
     assert_same,
@@ -18,6 +19,7 @@ from tests.training.checkpoint.cases import (
     save_three_steps,
     state,
 )
+from tests.training.tiny_experiment import config
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +68,15 @@ def lose_the_manifest(directory, step):
     (directory / str(step) / "manifest" / "manifest.json").unlink()
 
 
+def put_another_in_its_place(directory, step):
+    shutil.rmtree(directory / str(step))
+    shutil.copytree(directory / "1", directory / str(step))
+
+
 @pytest.mark.parametrize(
     "harm, why",
     [
+        (put_another_in_its_place, "its manifest is that of step 1, a copy"),
         (flip_a_bit, r"wrong checksum of params\.w"),
         (truncate, "its arrays cannot be read"),
         (lose_a_file, "its arrays cannot be read"),
@@ -112,6 +120,25 @@ def test_with_no_good_step_each_fault_is_named(copy):
     assert "; 2: its arrays cannot be read" in sentence
     assert "; 1: its manifest cannot be read" in sentence
     assert "\n" not in sentence
+
+
+def test_a_copy_under_another_number_is_no_best_step(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state(step), data_state={}, loss=float(step))
+    checkpoints.wait()
+    shutil.copytree(tmp_path / "1", tmp_path / "9")
+    assert checkpoints.best_step() == 1
+    checkpoints.close()
+
+
+def test_a_manifest_of_the_format_before_is_read(copy):
+    file = copy / "3" / "manifest" / "manifest.json"
+    content = json.loads(file.read_text())
+    del content["model"], content["digest"]
+    content["format"] = 1
+    file.write_text(json.dumps({**content, "digest": manifest._digest(content)}))
+    assert Checkpoints(copy, model=config().model).restore(abstract(state(3))).step == 3
 
 
 def test_an_incomplete_step_counts_for_nothing(copy):
