@@ -3,23 +3,10 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from recurjax.cli.options import parse
-from recurjax.data.config import (
-    ArrayRecords,
-    Bpe,
-    Bytes,
-    Corpus,
-    EmbeddedText,
-    JsonLines,
-    NanochatBpe,
-    Parquet,
-    TextFiles,
-    Tfds,
-    TokenizerConfig,
-    TokenizerFile,
-)
+from recurjax.data.config import Bpe, Corpus, NanochatBpe, Prepared
+from recurjax.data.described import Format, describe_corpus, describe_tokenizer
 from recurjax.data.encoding import closing
 from recurjax.data.json_tokenizer import NONE
 from recurjax.data.prepare import prepare
@@ -29,18 +16,6 @@ from recurjax.data.tokenizers import Tokenizer, build_tokenizer
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
 
-Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord", "tfds"]
-
-_TRAINED = {"bpe": Bpe, "nanochat-bpe": NanochatBpe}
-
-_FORMAT_OF = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".arrayrecord": "arrayrecord",
-    ".array_record": "arrayrecord",
-}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
@@ -48,8 +23,9 @@ class PrepareOptions:
 
     Attributes:
       out: the new directory; it appears whole or not at all.
-      corpus: files or quoted globs ('docs/**/*.txt'), the folder of a TFDS data set, or
-        the word embedded for the Shakespeare text in the package.
+      corpus: files or quoted globs ('docs/**/*.txt'), a folder, the folder of a TFDS
+        data set, files of the Hugging Face hub ('hf://datasets/OWNER/NAME/*.parquet'),
+        or the word embedded for the Shakespeare text in the package.
       tokenizer: bytes, bytes-without-bos, bpe:SIZE or nanochat-bpe:SIZE (trained on
         the corpus, nanochat's with its split and special tokens), or the path of a
         tokenizer.json or of a folder that holds a tokenizer.
@@ -108,7 +84,7 @@ def run_prepare(args: list[str]) -> int:
     options = parse(PrepareOptions, args, prog="recurjax data prepare")
     refuse_existing(options.out)
     corpus = _corpus(options)
-    choice = _tokenizer(options)
+    choice = describe_tokenizer(options.tokenizer, bos=options.bos, eos=options.eos)
     if isinstance(choice, Bpe | NanochatBpe):
         print(f"training a BPE of {choice.vocabulary} tokens ...", file=sys.stderr)
     tokenizer = build_tokenizer(
@@ -135,80 +111,16 @@ def run_prepare(args: list[str]) -> int:
 
 
 def _corpus(options: PrepareOptions) -> Corpus:
-    patterns, kind = options.corpus, options.format
-    if patterns == ("embedded",) and kind == "auto":
-        return EmbeddedText()
-    if kind == "auto":
-        kind = _guessed_format(patterns)
-    if options.separator is not None and kind != "text":
-        raise UserError(f"--separator is for text files, the corpus is {kind}")
-    match kind:
-        case "jsonl":
-            return JsonLines(patterns=patterns, field=options.field)
-        case "parquet":
-            return Parquet(patterns=patterns, field=options.field)
-        case "arrayrecord":
-            return ArrayRecords(patterns=patterns)
-        case "tfds":
-            return _tfds(options)
-        case _:
-            separator = options.separator and _unescaped(options.separator)
-            return TextFiles(patterns=patterns, separator=separator)
-
-
-def _tfds(options: PrepareOptions) -> Tfds:
-    if len(options.corpus) != 1:
-        raise UserError(f"name one TFDS folder, got {', '.join(options.corpus)}")
-    return Tfds(directory=options.corpus[0], split=options.split, field=options.field)
-
-
-def _guessed_format(patterns: tuple[str, ...]) -> str:
-    kinds = set()
-    for pattern in patterns:
-        if (Path(pattern).expanduser() / "dataset_info.json").is_file():
-            kinds.add("tfds")
-        else:
-            name = pattern.removesuffix(".gz")
-            kinds.add(_FORMAT_OF.get(Path(name).suffix, "text"))
-    if len(kinds) > 1:
-        raise UserError(
-            f"the corpus mixes {' and '.join(sorted(kinds))}: say which with --format"
-        )
-    return kinds.pop() if kinds else "text"
-
-
-def _tokenizer(options: PrepareOptions) -> TokenizerConfig:
-    text, named = options.tokenizer, (options.bos, options.eos) != (None, None)
-    choice = _described_tokenizer(text)
-    if not named:
-        return choice
-    if not isinstance(choice, TokenizerFile):
-        raise UserError(
-            f"--bos and --eos name tokens of a tokenizer.json, and {text} has its own"
-        )
-    # `--eos none` says what ends documents; generated text still has its end.
-    eos = None if options.eos == NONE else options.eos
-    return TokenizerFile(path=text, bos=options.bos, eos=eos)
-
-
-def _described_tokenizer(text: str) -> TokenizerConfig:
-    if text in ("bytes", "bytes-without-bos"):
-        return Bytes(bos=text == "bytes")
-    kind, colon, size = text.partition(":")
-    if kind in _TRAINED:
-        if not colon:
-            raise UserError(
-                f"--tokenizer {kind} wants a vocabulary size, such as {kind}:8192"
-            )
-        if not size.isdecimal():
-            raise UserError(f"--tokenizer {kind}:SIZE wants a number, got {size!r}")
-        return _TRAINED[kind](vocabulary=int(size))
-    return TokenizerFile(path=text)
-
-
-def _unescaped(text: str) -> str:
-    """Lets a shell's backslash-n stand for a line break."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+    corpus = describe_corpus(
+        options.corpus,
+        format=options.format,
+        field=options.field,
+        split=options.split,
+        separator=options.separator,
+    )
+    if isinstance(corpus, Prepared):
+        raise UserError(f"{corpus.directory} is prepared already: name text")
+    return corpus
 
 
 def _separated(tokenizer: Tokenizer, ends: bool | None) -> str:

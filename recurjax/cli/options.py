@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stderr
 from itertools import dropwhile, takewhile
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -37,6 +37,7 @@ def override(default: T, argv: Sequence[str], *, prog: str) -> T:
       UserError: an option that `default` has no field for, or a wrong value.
       SystemExit: --help (0).
     """
+    _check_members(default, argv)
     _check_known(_names(default, ""), argv)
     return _by_tyro(type(default), argv, prog=prog, default=default)
 
@@ -65,6 +66,51 @@ def _check_known(names: Iterable[str], argv: Sequence[str]) -> None:
             near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "see --help"
             raise UserError(f"there is no option {word.split('=', 1)[0]}: {hint}")
+
+
+def _check_members(default: Any, argv: Sequence[str]) -> None:
+    """Refuses options that would want another member of a union than is there."""
+    for word in argv:
+        if word.startswith("--"):
+            _check_member(default, word.split("=", 1)[0])
+
+
+def _check_member(default: Any, option: str) -> None:
+    value, union, path, lacking = default, (), "", ""
+    for name in option[2:].replace("-", "_").split("."):
+        if not dataclasses.is_dataclass(value):
+            return
+        hints = get_type_hints(type(value))
+        if name not in hints:
+            lacking = name  # told by what the union's other members have
+            break
+        path = f"{path}.{name}" if path else name
+        union = tuple(m for m in get_args(hints[name]) if dataclasses.is_dataclass(m))
+        value = getattr(value, name)
+    if len(union) < 2 or not dataclasses.is_dataclass(value):
+        return
+    fitting = [m for m in union if not lacking or lacking in get_type_hints(m)]
+    if not fitting:  # a slip of the pen, which has a hint of its own
+        return
+    members = ", ".join(getattr(m, "__name__", str(m)) for m in fitting)
+    told = (
+        f"which has no field {lacking} ({members} would)"
+        if lacking
+        else f"one of {members}"
+    )
+    raise UserError(
+        f"{option}: {path} is {type(value).__name__} here, {told}: the experiment's "
+        f"file chooses among them{_instead(path)}"
+    )
+
+
+def _instead(path: str) -> str:
+    """Tells what does it on the command line, where something does."""
+    if path == "data.corpus":
+        return "; --corpus FILES puts your own text in its place"
+    if path == "data.tokenizer":
+        return "; --tokenizer bpe:4096, bytes or a tokenizer.json replaces it"
+    return ""
 
 
 def _names(config: Any, prefix: str) -> Iterator[str]:

@@ -3,18 +3,21 @@
 import os
 from pathlib import Path
 
+from recurjax.cli import own_text
 from recurjax.cli.options import override
 from recurjax.distributed import start_processes
 from recurjax.errors import UserError
 from recurjax.run_table import load_experiment
 
-_USAGE = """usage: recurjax train EXPERIMENT [--runs DIR] [--field value ...]
+_USAGE = f"""usage: recurjax train EXPERIMENT [--corpus FILES] [--runs DIR] [--field X]
 
 EXPERIMENT is a .py file with a function config(), or FILE.py:NAME for a row of a file
 with a table RUNS (FILE.py alone lists the rows). Every field of its config can be
 replaced: --training.steps 500 --optimizer.learning-rate 1e-3 (all of them:
 recurjax train EXPERIMENT --help). The run is written to DIR/<name>, runs/<name> unless
-told otherwise; the same command resumes a run that was stopped."""
+told otherwise; the same command resumes a run that was stopped.
+
+{own_text.USAGE}"""
 
 
 def run(argv: list[str]) -> int:
@@ -26,7 +29,11 @@ def run(argv: list[str]) -> int:
     if file.startswith("-"):
         raise UserError(f"name the experiment file first, then {file}")
     runs, options = _take_runs(argv[1:])
-    experiment = override(load_experiment(file), options, prog=f"recurjax train {file}")
+    prog = f"recurjax train {file}"
+    experiment, options = own_text.with_own_text(
+        load_experiment(file), options, prog=prog
+    )
+    experiment = override(experiment, options, prog=prog)
     if experiment.training.deterministic:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import IO, Any, NamedTuple, assert_never, cast
 
 from recurjax.data.config import (
@@ -20,7 +19,7 @@ from recurjax.data.config import (
     TextFiles,
     Tfds,
 )
-from recurjax.data.files import matching_files
+from recurjax.data.files import CorpusFile, matching_files
 from recurjax.errors import UserError
 
 
@@ -87,11 +86,11 @@ def _with_text(documents: Iterator[Document], corpus: Corpus) -> Iterator[Docume
 
 def _per_file(
     patterns: tuple[str, ...],
-    documents_of: Callable[[Path, Any], Iterator[tuple[str, int]]],
+    documents_of: Callable[[CorpusFile, Any], Iterator[tuple[str, int]]],
     corpus: TextFiles | JsonLines,
 ) -> tuple[int, Iterator[Document]]:
     files = matching_files(patterns)
-    sizes = [file.stat().st_size for file in files]
+    sizes = [file.size for file in files]
 
     def documents() -> Iterator[Document]:
         before = 0
@@ -103,7 +102,7 @@ def _per_file(
     return sum(sizes), documents()
 
 
-def _text_documents(file: Path, corpus: TextFiles) -> Iterator[tuple[str, int]]:
+def _text_documents(file: CorpusFile, corpus: TextFiles) -> Iterator[tuple[str, int]]:
     with _opened(file) as (stream, _):
         data = stream.read()
     try:
@@ -113,13 +112,13 @@ def _text_documents(file: Path, corpus: TextFiles) -> Iterator[tuple[str, int]]:
             f"{file} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}"
         ) from error
     parts = [text] if corpus.separator is None else text.split(corpus.separator)
-    done, share = 0, file.stat().st_size / max(1, len(text))
+    done, share = 0, file.size / max(1, len(text))
     for part in parts:
         done += len(part) + len(corpus.separator or "")
         yield part, int(done * share)
 
 
-def _json_documents(file: Path, corpus: JsonLines) -> Iterator[tuple[str, int]]:
+def _json_documents(file: CorpusFile, corpus: JsonLines) -> Iterator[tuple[str, int]]:
     with _opened(file) as (stream, position):
         for number, line in enumerate(stream, 1):
             if not line.strip():
@@ -143,10 +142,10 @@ def _json_documents(file: Path, corpus: JsonLines) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+def _opened(file: CorpusFile) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """Yields the file's bytes, unpacked if it is gzip, and its position on disk."""
     try:
-        with open(file, "rb") as raw:
+        with open(file.local(), "rb") as raw:
             if file.suffix == ".gz":
                 with gzip.open(raw) as unpacked:
                     yield cast(IO[bytes], unpacked), raw.tell

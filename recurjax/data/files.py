@@ -1,33 +1,194 @@
-"""Finds the files that a corpus' patterns name."""
+"""Finds the files that a corpus' patterns name, here or on the Hugging Face hub."""
 
 import glob
 import os
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
 
 from recurjax.errors import UserError
 
+_HUB = "hf://"
 
-def matching_files(patterns: tuple[str, ...]) -> list[Path]:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusFile:
+    """One file of a corpus.
+
+    Attributes:
+      name: where it is; what messages call it.
+      size: in bytes.
+      open: opens it for reading bytes, anywhere in it.
+      local: returns it as a file of this machine; what is elsewhere is copied into a
+        cache, once.
+    """
+
+    name: str
+    size: int
+    open: Callable[[], IO[bytes]]
+    local: Callable[[], Path]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+
+def matching_files(patterns: tuple[str, ...]) -> list[CorpusFile]:
     """Lists the files of all patterns, each once: pattern by pattern, sorted within.
 
     A pattern is a path or a glob; `**` crosses folders, `~` is the home folder.
+    `hf://datasets/OWNER/NAME/**/*.parquet` is on the Hugging Face hub (`NAME@REVISION`
+    for a revision of it).
 
     Raises:
       UserError: a pattern matches no file, or a file may not be read.
     """
-    found: dict[Path, None] = {}
+    found: dict[str, CorpusFile] = {}
     for pattern in patterns:
+        matches = _place_of(pattern).matching(pattern)
+        if not matches:
+            raise UserError(f"no file matches {pattern!r}")
+        found.update((file.name, file) for file in matches)
+    return list(found.values())
+
+
+def names_below(folder: str) -> list[str] | None:
+    """Lists the files in a folder and its folders, sorted, by their places in it.
+
+    None: it is no folder. Hidden files and folders are left out.
+    """
+    return _place_of(folder).below(folder)
+
+
+class _Here:
+    """Files of this machine."""
+
+    @staticmethod
+    def matching(pattern: str) -> list[CorpusFile]:
         path = os.path.expanduser(pattern)
         if os.path.isfile(path):
             names = [path]
         else:
             matches = glob.glob(path, recursive=True)
             names = [name for name in sorted(matches) if os.path.isfile(name)]
-        if not names:
-            hint = " (a folder: name the files in it)" if os.path.isdir(path) else ""
-            raise UserError(f"no file matches {pattern!r}{hint}")
-        found.update((Path(name), None) for name in names)
-    for file in found:
-        if not os.access(file, os.R_OK):
-            raise UserError(f"cannot read {file}: permission denied")
-    return list(found)
+        if not names and os.path.isdir(path):
+            raise UserError(
+                f"no file matches {pattern!r} (a folder: name the files in it)"
+            )
+        return [_here(Path(name)) for name in names]
+
+    @staticmethod
+    def below(folder: str) -> list[str] | None:
+        root = Path(folder).expanduser()
+        if not root.is_dir():
+            return None
+        files = (file.relative_to(root) for file in root.rglob("*") if file.is_file())
+        return sorted(file.as_posix() for file in files if _is_shown(file.parts))
+
+
+class _Hub:
+    """Files of the Hugging Face hub, which huggingface_hub copies into its cache."""
+
+    @staticmethod
+    def matching(pattern: str) -> list[CorpusFile]:
+        system = _hub_files()
+        found = _asked(pattern, lambda: system.glob(pattern, detail=True))
+        files = sorted(name for name in found if found[name]["type"] == "file")
+        return [_on_hub(system, name, int(found[name]["size"])) for name in files]
+
+    @staticmethod
+    def below(folder: str) -> list[str] | None:
+        system = _hub_files()
+        root = folder.removeprefix(_HUB).rstrip("/")
+        if _asked(folder, lambda: system.info(root))["type"] != "directory":
+            return None
+        found = _asked(folder, lambda: system.find(root))
+        names = (PurePosixPath(name[len(root) + 1 :]) for name in found)
+        return sorted(name.as_posix() for name in names if _is_shown(name.parts))
+
+
+def _place_of(pattern: str) -> type[_Here] | type[_Hub]:
+    if pattern.startswith(_HUB):
+        return _Hub
+    scheme, separator, _ = pattern.partition("://")
+    if separator:
+        raise UserError(
+            f"{pattern}: no corpus is read from {scheme}://, only from files of this "
+            "machine and from hf://datasets/OWNER/NAME/..."
+        )
+    return _Here
+
+
+def _here(file: Path) -> CorpusFile:
+    if not os.access(file, os.R_OK):
+        raise UserError(f"cannot read {file}: permission denied")
+    return CorpusFile(
+        name=str(file),
+        size=file.stat().st_size,
+        open=lambda: open(file, "rb"),
+        local=lambda: file,
+    )
+
+
+def _on_hub(system: Any, name: str, size: int) -> CorpusFile:
+    where = system.resolve_path(name)
+
+    def local() -> Path:
+        import huggingface_hub
+
+        copy = _asked(
+            _HUB + name,
+            lambda: huggingface_hub.hf_hub_download(
+                where.repo_id,
+                where.path_in_repo,
+                repo_type=where.repo_type,
+                revision=where.revision,
+                endpoint=system.endpoint,
+            ),
+        )
+        return Path(copy)
+
+    return CorpusFile(
+        name=_HUB + name,
+        size=size,
+        open=lambda: cast(IO[bytes], system.open(name, "rb")),
+        local=local,
+    )
+
+
+def _hub_files() -> Any:
+    # Imported late: reading files of this machine asks for nothing of a network.
+    import huggingface_hub
+
+    return huggingface_hub.HfFileSystem()
+
+
+def _asked(pattern: str, ask: Callable[[], Any]) -> Any:
+    """Asks the hub; what it or the network answers becomes one sentence."""
+    import huggingface_hub.errors as errors
+
+    try:
+        return ask()
+    except (errors.RepositoryNotFoundError, errors.GatedRepoError) as error:
+        raise UserError(
+            f"{pattern}: the hub shows no such repository to this machine: check the "
+            "name, or set HF_TOKEN to a token that may read it"
+        ) from error
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{pattern}: nothing there on the hub: check the name (it begins "
+            "hf://datasets/OWNER/NAME), or set HF_TOKEN to a token that may read it"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # HTTP and network errors of several libraries
+        told = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{pattern}: the hub cannot be read: {told}") from error
+
+
+def _is_shown(parts: tuple[str, ...]) -> bool:
+    return not any(part.startswith(".") for part in parts)

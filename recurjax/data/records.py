@@ -7,7 +7,7 @@ from typing import Any
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from recurjax.data.config import ArrayRecords, Parquet, Tfds
-from recurjax.data.files import matching_files
+from recurjax.data.files import CorpusFile, matching_files
 from recurjax.errors import UserError
 
 _AT_ONCE = 256
@@ -45,8 +45,9 @@ def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
     total = 0
     for file in files:
         try:
-            schema = pq.read_schema(file)
-            total += pq.read_metadata(file).num_rows
+            with file.open() as opened, pq.ParquetFile(opened) as table:
+                schema = table.schema_arrow
+                total += table.metadata.num_rows
         except (OSError, pa.ArrowInvalid) as error:
             raise UserError(f"{file} is not a Parquet file: {error}") from error
         if corpus.field not in schema.names:
@@ -65,7 +66,7 @@ def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
         done = 0
         for file in files:
             try:
-                with pq.ParquetFile(file) as table:
+                with pq.ParquetFile(file.local()) as table:
                     for batch in table.iter_batches(_AT_ONCE, columns=[corpus.field]):
                         for text in batch.column(0).to_pylist():
                             done += 1
@@ -76,9 +77,9 @@ def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
     return total, documents()
 
 
-def _array_record(file: Path) -> tuple[str, Any]:
+def _array_record(file: CorpusFile) -> tuple[str, Any]:
     try:
-        return str(file), ArrayRecordDataSource(str(file))
+        return str(file), ArrayRecordDataSource(str(file.local()))
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{file} is not a whole ArrayRecord file: {error}") from error
 
