@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from recurjax.layers.attention import merge, project
 from recurjax.layers.embedding import look_up
@@ -19,7 +19,13 @@ from recurjax.types import Array
 from recurjax.variants.latent_recurrent_transformer.config import (
     LatentRecurrentTransformerConfig,
 )
-from recurjax.variants.latent_recurrent_transformer.places import Place, attend_at
+from recurjax.variants.latent_recurrent_transformer.places import (
+    Buffer,
+    Origin,
+    Place,
+    Whole,
+    attend_at,
+)
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
     Memory,
     Positions,
@@ -142,7 +148,7 @@ class LatentBlock(nnx.Module):
     ) -> tuple[Stream, Place | None]:
         x = self._input(stream, seen, layer)
         a = rms(x)
-        q, k, v, first = self._project(a, stream, seen, layer)
+        q, k, v, first, origin = self._project(a, stream, seen, layer)
         o, written = attend_at(
             q,
             k,
@@ -153,6 +159,8 @@ class LatentBlock(nnx.Module):
             segments=seen.segments,
             lengths=seen.lengths,
         )
+        if isinstance(place, Whole) and place.origins and isinstance(written, Buffer):
+            written = written._replace(origin=origin)
         x = x + _scaled(self.attention_scale, merge(o, self.w_out))
         x = x + _scaled(self.mlp_scale, self.mlp(rms(x)))
         history = stream.history
@@ -181,21 +189,59 @@ class LatentBlock(nnx.Module):
             v = jnp.where(layer == 0, v, (1 - share) * v + share * first)
         if self.w_input_v is not None:
             v = v + project(seen.x0, self.w_input_v)
-        k, v = self._inject(a, k, v, seen.memory, layer)
+        k, v, entry = self._inject(a, k, v, seen.memory, layer)
         if self.w_value_embedding is not None and self.w_value_gate is not None:
             channels = self.w_value_gate[...].shape[0]
             gate = jax.nn.sigmoid(linear(a[..., :channels], self.w_value_gate))
             own = look_up(self.w_value_embedding[...], seen.ids, v.dtype)
             v = v + self.config.value_gate_scale * gate[..., None] * own
-        rope = Rope(base=self.config.rope_base)
-        # By -theta: nanochat's direction.
-        q, k = (rms(rotate(side, -seen.position, rope)) for side in (q, k))
-        return q, k, v, first
+        origin = None if entry is None else Origin(k, v, entry)
+        q, k = (self._turned(side, seen.position) for side in (q, k))
+        return q, k, v, first, origin
 
-    def _inject(self, a, k, v, memory: Memory | None, layer) -> tuple[Array, Array]:
+    def _turned(self, x: Array, position: Array) -> Array:
+        """Rotates by -theta, nanochat's direction, then norms."""
+        return rms(rotate(x, -position, Rope(base=self.config.rope_base)))
+
+    def refreshed(
+        self,
+        buffer: Buffer,
+        memory: Memory,
+        *,
+        visited: Bool[Array, " T"],
+        position: Int[Array, "#B T"],
+    ) -> Buffer:
+        """Adds a memory to the keys and values of positions that had none.
+
+        k = rms(rotate(k_0 + g_rec W_k,rec m)), v = v_0 + g_rec W_v,rec m, with k_0, v_0
+        and the gate of the pass without memory; what layers further down made of m is
+        left out. Source: the authors' release, `--interleaved-kv-refresh`.
+
+        Args:
+          buffer: with its origin.
+          memory: what enters all T positions.
+          visited: positions that a pass has computed with their memory; left alone.
+        """
+        origin = buffer.origin
+        assert origin is not None
+        if self.memory is not None:
+            memory = self.memory(memory)
+        keys, values = buffer.keys, buffer.values
+        gate, kept = origin.gate[..., None], visited[None, :, None, None]
+        if memory.keys is not None:
+            new = self._turned(origin.keys + gate * memory.keys, position)
+            keys = jnp.where(kept, keys, new)
+        if memory.values is not None:
+            values = jnp.where(kept, values, origin.values + gate * memory.values)
+        return buffer._replace(keys=keys, values=values)
+
+    def _inject(
+        self, a, k, v, memory: Memory | None, layer
+    ) -> tuple[Array, Array, Array | None]:
+        """Returns keys and values with the memory in them, and its gate."""
         config = self.config.memory
         if config is None or self.w_mix is None:
-            return k, v
+            return k, v, None
         if memory is not None and self.memory is not None:
             memory = self.memory(memory)
         gates = 2 * jax.nn.sigmoid(project(a, self.w_mix))  # [B, n, 2, K]
@@ -205,10 +251,12 @@ class LatentBlock(nnx.Module):
             new_k = mix(k, None if memory is None else memory.keys)
         if config.values:
             new_v = mix(v, None if memory is None else memory.values)
+        gate = gates[:, :, 1]
         if config.entry_layers is None:
-            return new_k, new_v
+            return new_k, new_v, gate
         entered = layer < config.entry_layers
-        return jnp.where(entered, new_k, k), jnp.where(entered, new_v, v)
+        kept_k, kept_v = jnp.where(entered, new_k, k), jnp.where(entered, new_v, v)
+        return kept_k, kept_v, jnp.where(entered, gate, 0)
 
 
 def _scaled(scale: nnx.Param | None, x: Array) -> Array:

@@ -30,10 +30,14 @@ class Interleaved:
 
     Attributes:
       subsets: S; subset s holds the positions s, s + S, s + 2 S, ...
+      refresh: before each subset, keys and values of positions not yet visited take the
+        memory of the latest states, without a pass of their own. The authors' release
+        offers it, off; the paper has none. Its products are not among the FLOPs.
       vocabulary_chunks: see `token_losses`.
     """
 
     subsets: int = 2
+    refresh: bool = False
     vocabulary_chunks: int = 1
     passes: ClassVar[int] = 2
     frozen: ClassVar[None] = None
@@ -50,7 +54,7 @@ class Interleaved:
     ) -> tuple[Scalar, dict[str, Scalar]]:
         """Returns the loss; as metrics `loss`, `initial` and `refined`."""
         partition = strided_partition(batch.ids.shape[1], self.subsets)
-        passes = interleaved_passes(model, batch, partition)
+        passes = interleaved_passes(model, batch, partition, refresh=self.refresh)
         means = jnp.stack(
             [
                 _mean(model, x, batch, positions, self.vocabulary_chunks)
@@ -71,13 +75,17 @@ class Interleaved:
         partition = strided_partition(batch.ids.shape[1], self.subsets)
         return [
             (take(batch.targets, positions), x)
-            for positions, x in interleaved_passes(model, batch, partition)
+            for positions, x in interleaved_passes(
+                model, batch, partition, refresh=self.refresh
+            )
         ]
 
     def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
         """Returns what the head reads in evaluations: each position's last pass."""
         partition = strided_partition(batch.ids.shape[1], self.subsets)
-        (_, merged), *refined = interleaved_passes(model, batch, partition)
+        (_, merged), *refined = interleaved_passes(
+            model, batch, partition, refresh=self.refresh
+        )
         for positions, x in refined:
             merged = put(merged, positions, x)
         return merged
@@ -144,9 +152,16 @@ class Chunked:
 
 
 def interleaved_passes(
-    model: Decoder, batch: Batch, partition: tuple[Positions, ...]
+    model: Decoder,
+    batch: Batch,
+    partition: tuple[Positions, ...],
+    *,
+    refresh: bool = False,
 ) -> list[tuple[Positions, Float[Array, "B n D"]]]:
     """Runs the initialization pass and one refinement for each subset, in turn.
+
+    Args:
+      refresh: see `Interleaved`.
 
     Returns:
       The positions of each pass and, at them, the states that the head reads.
@@ -154,11 +169,15 @@ def interleaved_passes(
     stack = _stack_of(model)
     tokens = Tokens(batch.ids, batch.segments)
     x = model.embed(batch.ids)
-    y, buffer = stack.initial(x, tokens)
+    y, buffer = stack.initial(x, tokens, origins=refresh)
     passes: list[tuple[Positions, Array]] = [
         (slice(0, None, 1), model.final_norm(y)),
     ]
+    visited = jnp.zeros(x.shape[1], bool)
     for positions in partition:
+        if refresh:
+            buffer = stack.refreshed(buffer, batch.ids, visited=visited)
+            visited = visited.at[positions].set(True)
         y, buffer = stack.refine(x, tokens, positions, buffer)
         passes.append((positions, model.final_norm(y)))
     return passes

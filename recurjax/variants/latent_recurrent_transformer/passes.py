@@ -66,12 +66,18 @@ class LatentPasses(nnx.Module):
         self.lag_logits, self.source_logits = logits(lags), logits(sources)
 
     def pass_over_all(
-        self, x: Float[Array, "B T D"], tokens: Tokens, *, kept: bool
+        self,
+        x: Float[Array, "B T D"],
+        tokens: Tokens,
+        *,
+        kept: bool,
+        origins: bool = False,
     ) -> Output:
         """Runs all positions with a memory of zero.
 
         Args:
           kept: whether to hand on keys and values, as a buffer's.
+          origins: what they were made of too.
         """
         seen = Pass(
             x0=rms(x),
@@ -80,7 +86,7 @@ class LatentPasses(nnx.Module):
             position=jnp.arange(x.shape[1])[None],
             segments=tokens.segments,
         )
-        return self._run(seen, Whole(kept))
+        return self._run(seen, Whole(kept, origins))
 
     def pass_at_positions(
         self,

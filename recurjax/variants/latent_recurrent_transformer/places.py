@@ -24,16 +24,41 @@ class Whole(NamedTuple):
 
     Attributes:
       kept: whether keys and values are handed on, as a buffer's.
+      origins: whether the buffer says too what it was made of.
     """
 
     kept: bool
+    origins: bool = False
 
 
-class Buffer(NamedTuple):
-    """Keys and values of all positions; a pass over some of them renews theirs."""
+class Origin(NamedTuple):
+    """What the pass with no memory made its keys and values of.
+
+    A memory enters both linearly here, so that it can be added later without another
+    pass.
+
+    Attributes:
+      keys: before rotation and norm.
+      values: as they are attended to.
+      gate: g_rec of eq. (3); 0 in layers that the memory does not enter.
+    """
 
     keys: Float[Array, "B T K E"]
     values: Float[Array, "B T K E"]
+    gate: Float[Array, "B T K"]
+
+
+class Buffer(NamedTuple):
+    """Keys and values of all positions; a pass over some of them renews theirs.
+
+    Attributes:
+      keys, values: as they are attended to.
+      origin: see `Origin`; None where nothing is to be refreshed.
+    """
+
+    keys: Float[Array, "B T K E"]
+    values: Float[Array, "B T K E"]
+    origin: Origin | None = None
 
 
 Place = Whole | Buffer | KeyValueCache
@@ -73,11 +98,10 @@ def attend_at(
         return o, Buffer(k, v) if place.kept else None
     if isinstance(place, Buffer):
         assert positions is not None
-        place = Buffer(put(place.keys, positions, k), put(place.values, positions, v))
-        T = place.keys.shape[1]
-        mask = _visible(positions, T, window, segments)
-        keys, values = place
-        return attend(q, keys, values, scale=scale, causal=False, mask=mask), place
+        keys, values = put(place.keys, positions, k), put(place.values, positions, v)
+        mask = _visible(positions, keys.shape[1], window, segments)
+        o = attend(q, keys, values, scale=scale, causal=False, mask=mask)
+        return o, place._replace(keys=keys, values=values)
     return attend_to_cache(q, k, v, place, scale=scale, window=window, lengths=lengths)
 
 

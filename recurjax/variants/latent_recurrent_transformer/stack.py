@@ -5,7 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from recurjax.layers.attention import empty_key_value_cache
 from recurjax.layers.mesh import UncutStack
@@ -88,11 +88,54 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         return y, cache if training else own
 
     def initial(
-        self, x: Float[Array, "B T D"], tokens: Tokens
+        self, x: Float[Array, "B T D"], tokens: Tokens, *, origins: bool = False
     ) -> tuple[Float[Array, "B T D"], LatentBuffer]:
-        """Runs all positions at once with a memory of zero: the initialization pass."""
-        out = self.pass_over_all(x, tokens, kept=True)
+        """Runs all positions at once with a memory of zero: the initialization pass.
+
+        Args:
+          origins: leave in the buffer what `refreshed` needs.
+        """
+        out = self.pass_over_all(x, tokens, kept=True, origins=origins)
         return out.x, LatentBuffer(out.places, out.state)
+
+    def refreshed(
+        self,
+        buffer: LatentBuffer,
+        ids: Int[Array, "B T"],
+        *,
+        visited: Bool[Array, " T"],
+    ) -> LatentBuffer:
+        """Renews keys and values of unvisited positions from the latest states.
+
+        Without another pass: see `LatentBlock.refreshed`. Its products are not among
+        `flops_per_token`.
+
+        Args:
+          buffer: of `initial` with `origins`, and whatever was refined since.
+          ids: of all T tokens.
+          visited: positions that were refined, which stay as they are.
+
+        Raises:
+          ValueError: no key and no value takes a memory, or the buffer has no origins.
+        """
+        if self.config.memory is None or not self.config.memory.gated:
+            raise ValueError(
+                "refreshed: no key and no value takes the memory: set "
+                "stack.memory.keys or stack.memory.values"
+            )
+        if any(group.origin is None for group in buffer.groups):
+            raise ValueError("refreshed: wants a buffer made with origins=True")
+        memory = self._projected(self.memory_of(buffer.states, ids))
+        position = jnp.arange(ids.shape[1])[None]
+
+        def refresh(block, group):
+            return block.refreshed(group, memory, visited=visited, position=position)
+
+        groups = tuple(
+            jax.vmap(refresh)(block, group)
+            for block, group in zip(self.blocks, buffer.groups, strict=True)
+        )
+        return buffer._replace(groups=groups)
 
     def refine(
         self,

@@ -60,11 +60,13 @@ def latent(request):
     return build(SWITCHES[request.param])
 
 
-@partial(quick, static_argnames="partition")
-def merged(model, ids, partition):
+@partial(quick, static_argnames=("partition", "refresh"))
+def merged(model, ids, partition, refresh=False):
     """The last pass of each position, in the order of the partition's slices."""
     batch = Batch(ids, ids)
-    (_, x), *refined = interleaved_passes(model, batch, slices(partition))
+    (_, x), *refined = interleaved_passes(
+        model, batch, slices(partition), refresh=refresh
+    )
     for positions, y in zip(slices(partition), [y for _, y in refined], strict=True):
         x = put(x, positions, y)
     return model.logits(x)
@@ -101,6 +103,49 @@ def test_position_0_refined_is_initial(ids):
     model = build(SHARED)
     first = merged(model, ids, ())
     assert_values_close(merged(model, ids, ((0, None, 2),))[:, 0], first[:, 0])
+
+
+def test_refreshed_singletons_are_exact_too(ids):
+    """Whatever a token sees has been visited by then; earlier subsets see less."""
+    model = build(SHARED)
+    exact, _ = run(model, ids, model.init_cache(B, 0))
+    assert_values_close(merged(model, ids, SINGLE, refresh=True), exact)
+    pair = cuts(strided_partition(T, 2))
+    plain = merged(model, ids, pair)
+    assert np.abs(merged(model, ids, pair, refresh=True) - plain).max() > 1e-3
+
+
+@partial(quick, static_argnames="visited")
+def groups_refreshed_and_refined(model, ids, visited=()):
+    """Keys and values after a refresh, after none, and after a pass over all."""
+    tokens, x = Tokens(ids), model.embed(ids)
+    _, buffer = model.stack.initial(x, tokens, origins=True)
+    done = jnp.isin(jnp.arange(T), jnp.asarray(visited, jnp.int32))
+    refreshed = model.stack.refreshed(buffer, ids, visited=done)
+    _, refined = model.stack.refine(x, tokens, slice(0, None, 1), buffer)
+    return tuple(
+        (each.groups[0].keys, each.groups[0].values)
+        for each in (refreshed, buffer, refined)
+    )
+
+
+@pytest.mark.parametrize("projection", ["shared", "layerwise"])
+def test_a_refresh_is_a_pass_over_the_memory_alone(ids, projection):
+    """In the first layer, where nothing but the memory's keys and values is new."""
+    memory = MemoryConfig(sources=(2,), residual=False, projection=projection)
+    model = build(small(memory, windows="L"))
+    refreshed, _, refined = groups_refreshed_and_refined(model, ids)
+    for one, other in zip(refreshed, refined, strict=True):
+        assert_values_close(one[0], other[0])
+        assert np.abs(one[1] - other[1]).max() > 1e-3
+
+
+def test_a_refresh_leaves_visited_positions_alone(ids):
+    model = build(small(MemoryConfig(sources=(2,)), windows="L"))
+    refreshed, before, _ = groups_refreshed_and_refined(model, ids, visited=(1, 4))
+    for one, other in zip(refreshed, before, strict=True):
+        changed = np.abs(one - other).max(axis=(0, 1, 3, 4)) > 0
+        assert changed.tolist() == [False, False, True, True, False, True]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
@@ -280,6 +325,20 @@ def test_a_buffer_or_memory_of_another_shape_is_refused(ids):
     with pytest.raises(ValueError, match="wants a memory of shape"):
         buffer = model.stack.empty_buffer(x)
         model.stack.refine(x, tokens, slice(0, 1, 1), buffer, memory=memory)
+
+
+def test_a_refresh_wants_origins_and_keys_or_values(ids):
+    ids = jnp.asarray(ids)
+    tokens = Tokens(ids)
+    model = build(SHARED)
+    _, buffer = model.stack.initial(model.embed(ids), tokens)
+    visited = jnp.zeros(T, bool)
+    with pytest.raises(ValueError, match="origins=True"):
+        model.stack.refreshed(buffer, ids, visited=visited)
+    bare = build(small(MemoryConfig(sources=(1,), keys=False, values=False)))
+    _, buffer = bare.stack.initial(bare.embed(ids), tokens, origins=True)
+    with pytest.raises(ValueError, match="no key and no value takes the memory"):
+        bare.stack.refreshed(buffer, ids, visited=visited)
 
 
 def test_a_source_outside_the_layers_or_named_twice_is_refused():
