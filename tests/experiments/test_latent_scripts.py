@@ -15,7 +15,7 @@ from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from tests.variants.latent_recurrent_transformer.switches import byte_model
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "latent_recurrent_transformer"
-SCRIPTS = ("latent_shakespeare", "prefill_sweeps", "refinement_cost")
+SCRIPTS = ("latent_shakespeare", "prefill_sweeps", "ratio_sweep", "refinement_cost")
 
 
 @pytest.fixture
@@ -84,6 +84,45 @@ def test_the_cost_of_a_refinement_is_tabled(script, capsys):
         for count, cell in zip((1, 2, 4, 8), line.split("|")[2:], strict=False):
             one, together = map(float, cell.split(","))
             assert 1 <= together < 1.04 and abs(one * count - together) < 0.01
+
+
+def test_the_ratios_of_the_paper_s_figure_are_one_command(
+    script, tmp_path, capsys, monkeypatch
+):
+    """Training is left out: what each row reaches is made up here."""
+    ratios = script("ratio_sweep")
+    trained = []
+
+    def sweep(experiments, root, **_):
+        trained.extend(experiments)
+        return [
+            ratios.Reached(run.name, 0, 1, 1, 1.0, 1.0, 0.7 + i / 100, 1.0)
+            for i, run in enumerate(experiments)
+        ]
+
+    def core(words):
+        scores = {"core_zero_memory": {"core": 0.25}, "core": {"core": 0.5}}
+        Path(words[-1]).parent.mkdir()
+        Path(words[-1]).write_text(json.dumps(scores))
+
+    monkeypatch.setattr(ratios, "sweep", sweep)
+    monkeypatch.setattr(ratios.evaluate, "run", core)
+    words = ["--runs", str(tmp_path), "--depth", "24", "--core", "bundle"]
+    assert ratios.main([*words, "--ratios", "10", "120"]) == 0
+    names = [run.name for run in trained]
+    assert names == [f"lrt_{m}_24" for m in ratios.MODELS] + ["lrt_base_24_r120"]
+    table = (tmp_path / "ratios.md").read_text()
+    assert table in capsys.readouterr().out
+    assert "| base | 10 | 10 | 0.700 | 0.733 | 0.250 | 0.276 |" in table
+    assert "| shared | 10 | 20 | 0.710 | 0.722 | 0.250 | 0.283 |" in table
+    assert "| base | 120 | 120 | 0.730 | 0.694 | 0.250 | 0.316 |" in table
+    assert (tmp_path / "ratios.png").stat().st_size > 10_000
+
+    options = ratios.Options(small=True, ratios=(3,), models=("shared",))
+    (small,) = ratios.rows(options).values()
+    assert small.training.steps == round(3 * 304_396 / 2048)
+    with pytest.raises(UserError, match="5, 10, 20, 40, 60, 80, 120, not 3"):
+        ratios.main(["--ratios", "3"])
 
 
 def test_mistakes_are_told(script, tmp_path):
