@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from recurjax.errors import UserError
 
 T = TypeVar("T")
+_TOO_LARGE = 1 << 63
+"""Whole numbers that no array can hold."""
 
 
 def to_json(value: Any) -> Any:
@@ -70,6 +72,8 @@ def _decode(wanted: Any, data: Any, path: str) -> Any:
         return None
     if wanted is float and type(data) in (int, float):
         return float(data)
+    if wanted is int and type(data) is int and abs(data) >= _TOO_LARGE:
+        raise UserError(f"{path} must fit 64 bits, got {data}")
     if wanted in (bool, int, str) and type(data) is wanted:
         return data
     name = getattr(wanted, "__name__", str(wanted))
@@ -79,12 +83,12 @@ def _decode(wanted: Any, data: Any, path: str) -> Any:
 def _decode_union(members: tuple[Any, ...], data: Any, path: str) -> Any:
     if isinstance(data, dict):
         named = {m.__name__: m for m in members if _is_config(m)}
-        if data.get("type") not in named:
+        kind = data.get("type")
+        if not isinstance(kind, str) or kind not in named:
             raise UserError(
-                f"{path}.type must be one of {', '.join(named)}, "
-                f"got {data.get('type')!r}"
+                f"{path}.type must be one of {', '.join(named)}, got {kind!r}"
             )
-        return _decode(named[data["type"]], data, path)
+        return _decode(named[kind], data, path)
     if data is None and type(None) in members:
         return None
     plain = [

@@ -10,6 +10,7 @@ from recurjax.data.config import DataConfig
 from recurjax.data.tasks.dataset import TaskData
 from recurjax.errors import UserError
 from recurjax.files import write_whole
+from recurjax.json_files import read_json
 from recurjax.layers.position import LearnedPositions
 from recurjax.model import ModelConfig
 from recurjax.sharding import MeshConfig
@@ -41,7 +42,8 @@ class Experiment:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self):
-        if Path(self.name).name != self.name or self.name in ("", ".", ".."):
+        unfit = self.name in ("", ".", "..") or "\0" in self.name
+        if unfit or Path(self.name).name != self.name:
             raise ValueError(
                 f"name must be fit for a directory under runs/, got {self.name!r}"
             )
@@ -95,14 +97,9 @@ def read_experiment(file: Path) -> Experiment:
     Raises:
       UserError: it is missing, is not JSON or does not fit this version's configs.
     """
-    try:
-        data = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{file.parent} is not a run directory: no {file.name}"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
+    if not file.is_file():
+        raise UserError(f"{file.parent} is not a run directory: no {file.name}")
+    data = read_json(file, "the run's config")
     return from_json(Experiment, data, path=file.name)
 
 

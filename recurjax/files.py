@@ -81,6 +81,22 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def inside(folder: Path, name: object, *, told_by: Path) -> Path:
+    """Returns the file of a plain name in a folder.
+
+    Raises:
+      UserError: what names the file, `told_by`, would lead out of the folder: a path,
+        "..", or no name at all.
+    """
+    plain = isinstance(name, str) and name not in ("", ".", "..")
+    if not plain or any(sign in str(name) for sign in "/\\\0"):
+        raise UserError(
+            f"{told_by} names {name!r}, which is no file's name in {folder}: nothing "
+            "outside the folder is read"
+        )
+    return folder / str(name)
+
+
 def refuse_existing(out: Path) -> None:
     """Raises UserError if something other than an empty folder is at `out`."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):

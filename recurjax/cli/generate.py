@@ -15,6 +15,7 @@ from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.generate import Generation, generate
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.inference.timing import Timing
+from recurjax.json_files import parse_json
 from recurjax.training.run import load_run
 
 
@@ -129,10 +130,7 @@ def _read_prompts(file: Path) -> list[str]:
         raise UserError(f"there is no prompt in {file}")
     if file.suffix != ".jsonl":
         return lines
-    try:
-        prompts = [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise UserError(f"{file} has a line that is not JSON: {error}") from error
+    prompts = [parse_json(line, f"a line of {file}") for line in lines]
     for prompt in prompts:
         if not isinstance(prompt, str):
             raise UserError(f"{file}: each line must be a JSON string, got {prompt!r}")

@@ -2,8 +2,10 @@
 
 import difflib
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 
 from recurjax import host
 from recurjax.errors import UserError
@@ -18,18 +20,27 @@ COMMANDS = {
     "bench": "time a model's or an operation's passes",
 }
 
+_DEBUG = "--debug"
+_PACKAGE = Path(__file__).parents[1]
 _RUN_PROGRAMS = ("train", "generate", "evaluate", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
+    With `--debug` anywhere among the arguments an error that nobody foresaw keeps its
+    traceback.
+
     Returns:
-      0; 2 after a mistake of the user's, said in one sentence; 130 after Ctrl-C.
+      0; 2 after a mistake of the user's, said in one sentence; 130 after Ctrl-C; 70
+      after an error of recurjax' own, which is said in one sentence too.
     """
     owns_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
+    debug = _DEBUG in argv
+    argv = [word for word in argv if word != _DEBUG]
     try:
+        _check_text(argv)
         if not argv or argv[0] in ("-h", "--help"):
             print(_usage())
             return 0
@@ -44,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Exception as error:
         if not _is_out_of_memory(error):
-            raise
+            if debug:
+                raise
+            print(f"recurjax: {_unforeseen(error)}", file=sys.stderr)
+            return 70
         print(
             "recurjax: the device has not enough memory for this: make the batch or "
             "length smaller; in training, raise --training.accumulation, "
@@ -67,7 +81,41 @@ def _find(name: str) -> Callable[[list[str]], int]:
     return import_module(f"recurjax.cli.{name}").run
 
 
+def _check_text(argv: Sequence[str]) -> None:
+    """Refuses arguments that no file of ours could hold: those that are not UTF-8.
+
+    Python hands such bytes on as half characters, which fail wherever they are written.
+    """
+    for number, word in enumerate(argv, 1):
+        try:
+            word.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(
+                f"argument {number} is not UTF-8 text: {ascii(word)}"
+            ) from None
+        if "\0" in word:
+            raise UserError(f"argument {number} has a NUL character: {word!r}")
+
+
+def _unforeseen(error: Exception) -> str:
+    """Says what happened, where in the code, and what would help to mend it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [(Path(frame.filename), frame.lineno) for frame in frames[1:]]
+    own = [(file, line) for file, line in files if _PACKAGE in file.parents]
+    place = ""
+    if own:
+        file, line = own[-1]
+        place = f" in {file.relative_to(_PACKAGE.parent)}, line {line}"
+    said = str(error).strip().partition("\n")[0][:300]
+    return (
+        f"stopped by an error of its own{place} ({type(error).__name__}: {said}): "
+        f"please report it with what the same command prints with {_DEBUG}"
+    )
+
+
 def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError):
+        return True
     # By name: commands that need no device do not import jax.
     return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(
         error
@@ -77,6 +125,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _usage() -> str:
     lines = ["usage: recurjax COMMAND [ARGUMENTS]   (recurjax COMMAND --help)", ""]
     lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    lines += ["", f"  {_DEBUG}    with any of them: tracebacks of recurjax' own errors"]
     return "\n".join(lines)
 
 

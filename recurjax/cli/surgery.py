@@ -15,6 +15,7 @@ from recurjax.cli.options import parse
 from recurjax.convert.imported_run import write_run
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
+from recurjax.json_files import read_json
 from recurjax.model import Decoder, count_parameters
 from recurjax.surgery.fitted_mixers import MixerFit, fit_mixers
 from recurjax.surgery.recency import (
@@ -273,10 +274,7 @@ def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
     Raises:
       UserError: the file is missing or holds something else.
     """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--heads: {file} is no JSON file of heads") from error
+    found = read_json(file, "the file of --heads")
     layers = found.get("replaced") if isinstance(found, dict) else found
     if not isinstance(layers, list) or not all(
         isinstance(heads, list) and all(type(head) is int for head in heads)

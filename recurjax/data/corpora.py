@@ -123,10 +123,7 @@ def _json_documents(file: CorpusFile, corpus: JsonLines) -> Iterator[tuple[str, 
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{file}:{number} is not JSON: {error}") from error
+            row = _row(line, f"{file}:{number}")
             if not isinstance(row, dict) or corpus.field not in row:
                 names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise UserError(
@@ -139,6 +136,16 @@ def _json_documents(file: CorpusFile, corpus: JsonLines) -> Iterator[tuple[str, 
                     f"got {type(text).__name__}"
                 )
             yield _without_lone_surrogates(text), position()
+
+
+def _row(line: bytes, where: str) -> Any:
+    """Reads a line; half characters are left to `_without_lone_surrogates`."""
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise UserError(f"{where} is not JSON: it is nested too deep") from None
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from error
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from jaxtyping import Int, Int32
 from recurjax.data.byte_tokenizer import ByteStream
 from recurjax.errors import UserError
 from recurjax.files import write_whole
+from recurjax.json_files import parse_json, read_json_object
 
 _BOS_NAMES = (
     "<|bos|>",
@@ -28,6 +29,8 @@ _BOS_NAMES = (
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<eos>", "</s>", "[EOS]")
 NONE = "none"
 """In the place of a special token's name: there is no such token."""
+_MOST = 1 << 24
+"""Ids that a vocabulary may have: tables are as long as the largest."""
 _PIECE = 1 << 16
 """Longer texts are cut about here, in characters, where that changes no token."""
 _SAFE_CUT = re.compile(r"(?<=[\w.,;:!?'\")\]])\n(?=\w)")
@@ -81,7 +84,7 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self._definition = definition
-        self._json: dict[str, Any] = json.loads(definition)
+        self._json: dict[str, Any] = parse_json(definition, "it")
         self._ids_of = self._tokenizer.get_vocab(with_added_tokens=True)
         given = {"bos_token": bos, "eos_token": eos}
         stated = {**(stated or {}), **{k: v for k, v in given.items() if v is not None}}
@@ -90,7 +93,12 @@ class JsonTokenizer:
         eos = stated.get("eos_token", self._first_of(_EOS_NAMES) or bos)
         self._names = {"bos_token": bos, "eos_token": eos}
         self.bos, self.eos = self._id(bos, "BOS"), self._id(eos, "EOS")
-        self.vocabulary = max(self._ids_of.values()) + 1
+        self.vocabulary = max(self._ids_of.values(), default=-1) + 1
+        if not 0 < self.vocabulary <= _MOST:
+            raise UserError(
+                f"its token ids must lie in 0 to {_MOST - 1}, the last is "
+                f"{self.vocabulary - 1}"
+            )
         self.token_bytes = np.array([len(piece) for piece in self._pieces], np.int32)
         canonical = json.dumps([self._json, bos, eos], sort_keys=True)
         self.hash = hashlib.sha256(canonical.encode()).hexdigest()
@@ -223,15 +231,17 @@ def _stated_specials(file: Path) -> dict[str, str | None]:
     """Reads bos_token and eos_token as Hugging Face writes them, those that it has."""
     if not file.is_file():
         return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from error
+    config = read_json_object(file, "the tokenizer's config")
     stated = {}
     for key in ("bos_token", "eos_token"):
         if key in config:
             value = config[key]
-            stated[key] = value["content"] if isinstance(value, dict) else value
+            value = value.get("content", 0) if isinstance(value, dict) else value
+            if not isinstance(value, str | None):
+                raise UserError(
+                    f"{file}: {key} must be a token's name or null, got {config[key]!r}"
+                )
+            stated[key] = value
     return stated
 
 

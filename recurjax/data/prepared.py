@@ -23,11 +23,14 @@ from jaxtyping import Int32
 
 from recurjax.data.streams import Span
 from recurjax.errors import UserError
+from recurjax.files import inside
+from recurjax.json_files import read_json_object
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 INDEX = "documents.npy"
 TOKENIZER = "tokenizer"
+DTYPES = ("uint16", "uint32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +95,7 @@ class PreparedStream:
         """
         self.tokens = manifest.tokens
         self._manifest = manifest
-        self._paths = [directory / shard.file for shard in manifest.shards]
+        self._paths = [_shard(directory, shard) for shard in manifest.shards]
         for path, shard in zip(self._paths, manifest.shards, strict=True):
             if not path.is_file():
                 raise UserError(f"shard {path} is missing: prepare the data again")
@@ -167,19 +170,51 @@ def read_manifest(directory: Path) -> Manifest:
             "make one with `recurjax data prepare`"
         )
     try:
-        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
-            raise UserError(
-                f"{file} is of format {values['format']}, this version reads {FORMAT}: "
-                "prepare the data again"
-            )
-        known = {field.name: values[field.name] for field in fields(Manifest)}
-        known["shards"] = tuple(Shard(**shard) for shard in known["shards"])
-        return Manifest(**known)
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is damaged: {error!r}") from error
+        values = read_json_object(file, "the manifest")
+    except UserError as error:
+        raise UserError(
+            f"{file} is damaged: prepare the data again ({error})"
+        ) from error
+    if values.get("format") != FORMAT:
+        raise UserError(
+            f"{file} is of format {values.get('format')!r}, this version reads "
+            f"{FORMAT}: prepare the data again"
+        )
+    shards = values.get("shards")
+    if not isinstance(shards, list) or not shards:
+        raise UserError(f"{file} is damaged: it names no shards")
+    read = tuple(Shard(**_checked(Shard, shard, file)) for shard in shards)
+    manifest = Manifest(**_checked(Manifest, values | {"shards": read}, file))
+    if manifest.dtype not in DTYPES or manifest.block < 1:
+        raise UserError(
+            f"{file} is damaged: dtype {manifest.dtype!r}, block {manifest.block}"
+        )
+    if manifest.train_tokens + manifest.validation_tokens > manifest.tokens:
+        raise UserError(f"{file} is damaged: its splits are more than its tokens")
+    return manifest
+
+
+def _checked(kind: type, values: Any, file: Path) -> dict[str, Any]:
+    """Returns the fields of a `Shard` or a `Manifest`; what else is there is dropped.
+
+    Raises:
+      UserError: one is missing, of another type or negative.
+    """
+    found = {}
+    for field in fields(kind):
+        value = values.get(field.name) if isinstance(values, dict) else None
+        wanted = {"int": int, "str": str, "float": (int, float)}.get(
+            getattr(field.type, "__name__", ""), tuple
+        )
+        fits = isinstance(value, wanted) and not isinstance(value, bool)
+        if not fits or (isinstance(value, int | float) and not 0 <= value < 1 << 63):
+            raise UserError(f"{file} is damaged: {field.name} is {value!r}")
+        found[field.name] = value
+    return found
+
+
+def _shard(directory: Path, shard: Shard) -> Path:
+    return inside(directory, shard.file, told_by=directory / MANIFEST)
 
 
 def verify_checksums(directory: Path) -> None:
@@ -189,7 +224,7 @@ def verify_checksums(directory: Path) -> None:
       UserError: a shard is missing or differs.
     """
     for shard in read_manifest(directory).shards:
-        path = directory / shard.file
+        path = _shard(directory, shard)
         if not path.is_file():
             raise UserError(f"shard {path} is missing: prepare the data again")
         if sha256_of(path) != shard.sha256:
@@ -208,4 +243,13 @@ def _read_index(path: Path, manifest: Manifest) -> np.ndarray:
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != manifest.index_sha256:
         raise UserError(f"{path} is damaged: prepare the data again")
-    return np.load(io.BytesIO(data))
+    try:
+        starts = np.load(io.BytesIO(data), allow_pickle=False)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+    if starts.dtype != np.int64 or starts.shape != (manifest.documents,):
+        raise UserError(
+            f"{path} is damaged: it holds {starts.dtype}{starts.shape}, not the begins "
+            f"of {manifest.documents} documents"
+        )
+    return starts

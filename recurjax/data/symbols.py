@@ -10,8 +10,10 @@ from jaxtyping import Int, Int32
 
 from recurjax.errors import UserError
 from recurjax.files import write_whole
+from recurjax.json_files import read_json_object
 
 SYMBOLS_FILE = "symbols.json"
+_MOST = 1 << 24
 
 
 class Symbols:
@@ -36,12 +38,13 @@ class Symbols:
         Raises:
           UserError: the file does not describe symbols.
         """
-        try:
-            vocabulary = json.loads(file.read_text())["vocabulary"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file} does not describe symbols") from error
-        if type(vocabulary) is not int or vocabulary < 1:
-            raise UserError(f"{file}: vocabulary must be a number, got {vocabulary!r}")
+        found = read_json_object(file, "the description of symbols")
+        vocabulary = found.get("vocabulary")
+        if type(vocabulary) is not int or not 0 < vocabulary <= _MOST:
+            raise UserError(
+                f"{file}: vocabulary must be a number of 1 to {_MOST}, got "
+                f"{vocabulary!r}"
+            )
         return cls(vocabulary)
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:

@@ -1,6 +1,5 @@
 """What a tokenizer is, and loading one from disk."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, assert_never, runtime_checkable
@@ -23,6 +22,7 @@ from recurjax.data.json_tokenizer import JsonTokenizer
 from recurjax.data.nanochat_bpe import train_nanochat_bpe
 from recurjax.data.symbols import SYMBOLS_FILE, Symbols
 from recurjax.errors import UserError
+from recurjax.json_files import read_json_object
 
 
 @runtime_checkable
@@ -139,7 +139,9 @@ def load_tokenizer(
 
 
 def _load_bytes(file: Path) -> ByteTokenizer:
-    try:
-        return ByteTokenizer(bos=bool(json.loads(file.read_text())["bos"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} does not describe a byte tokenizer") from error
+    bos = read_json_object(file, "the byte tokenizer").get("bos")
+    if type(bos) is not bool:
+        raise UserError(
+            f"the byte tokenizer {file}: bos must be true or false, got {bos!r}"
+        )
+    return ByteTokenizer(bos=bos)

@@ -1,7 +1,6 @@
 """CORE's tasks from disk: nanochat's bundle, or one prepared JSON file a task."""
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +9,7 @@ import yaml
 
 from recurjax.errors import UserError
 from recurjax.evaluation.core_prompts import Task, TaskType
+from recurjax.json_files import parse_json, read_json_object
 
 _KEYS = {
     "multiple_choice": {"query", "choices", "gold"},
@@ -82,7 +82,7 @@ def read_bundle(directory: Path) -> tuple[Task, ...]:
 
 def _prepared(file: Path) -> Task:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json_object(file, "the CORE task")
         return _task(file, content["items"], content)
     except UserError:
         raise
@@ -93,9 +93,9 @@ def _prepared(file: Path) -> Task:
 def _lines(file: Path) -> list[Any]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as JSON lines: {error}") from error
+    return [parse_json(line, f"a line of {file}") for line in lines if line.strip()]
 
 
 def _task(file: Path, items: Sequence[Any], settings: Mapping[str, Any]) -> Task:

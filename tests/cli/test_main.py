@@ -23,7 +23,32 @@ def test_a_device_without_enough_memory_is_told_in_one_sentence(failing):
     assert_refused(recurjax("train"), "not enough memory .* raise --training.accumul")
 
 
-def test_another_failure_of_the_runtime_keeps_its_traceback(failing):
-    failing(jax.errors.JaxRuntimeError("INTERNAL: something else"))
+ANOTHER = jax.errors.JaxRuntimeError("INTERNAL: something else\nand more")
+
+
+def test_an_error_that_nobody_foresaw_is_one_sentence_that_asks_for_a_report(failing):
+    failing(ANOTHER)
+    code, _, err = recurjax("train")
+    assert code == 70
+    assert err == (
+        "recurjax: stopped by an error of its own (JaxRuntimeError: INTERNAL: "
+        "something else): please report it with what the same command prints with "
+        "--debug\n"
+    )
+
+
+def test_with_debug_it_keeps_its_traceback(failing):
+    failing(ANOTHER)
     with pytest.raises(jax.errors.JaxRuntimeError):
-        recurjax("train")
+        recurjax("train", "--debug")
+
+
+def test_the_sentence_names_the_place_in_our_code(monkeypatch):
+    monkeypatch.setattr(main, "import_module", lambda name: None)
+    _, _, err = recurjax("train")
+    assert "of its own in recurjax/cli/main.py, line " in err
+
+
+@pytest.mark.parametrize("word", ["caf\udce9", "\ud800", "a\0b"])
+def test_arguments_that_are_no_text_are_refused_by_their_place(word):
+    assert_refused(recurjax("train", "--name", word), "argument 3 ")

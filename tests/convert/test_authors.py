@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from recurjax.convert.authors import from_authors
+from recurjax.convert.formats import torch_file
 from recurjax.convert.pieces import leaves
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
@@ -226,6 +227,24 @@ def test_files_of_torch_that_hold_code_are_not_unpickled(tmp_path):
     with pytest.raises(UserError, match="holds no plain state dict, and nothing else"):
         from_authors(tmp_path / "m.pt", config)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            "Weights only load failed. Re-run `torch.load` with `weights_only` set to "
+            "`False`.\nWeightsUnpickler error: Unsupported global: GLOBAL os.system",
+            "it asks for os.system",
+        ),
+        ("Weights only load failed. Re-run with weights_only=False", "it is damaged"),
+        ("PytorchStreamReader failed finding central directory", "PytorchStreamReader"),
+        ("", "it is damaged"),
+    ],
+)
+def test_torch_s_advice_to_unpickle_is_not_passed_on(error, told):
+    reason = torch_file.reason_of(RuntimeError(error))
+    assert reason.startswith(told) and "weights_only" not in reason
 
 
 class Touching:

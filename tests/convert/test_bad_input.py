@@ -8,6 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from recurjax.convert import imported_run
+from recurjax.convert.formats.safetensors_files import open_directory
+from recurjax.errors import UserError
 from tests.cli.commands import assert_refused, recurjax
 from tests.convert.hf_directories import LLAMA, copy_of, rewrite
 
@@ -105,7 +107,16 @@ def test_shards_that_are_missing_or_do_not_agree(directory):
     index.write_text(json.dumps({"weight_map": homes | {"m": "model.safetensors"}}))
     refused(directory, "do not name the same tensors: m")
     index.write_text("[]")
-    refused(directory, "is not an index of shards")
+    refused(directory, "the index of shards .* must hold a JSON object")
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "..", 7])
+def test_shards_outside_the_folder_are_not_opened(directory, name):
+    index = directory / "model.safetensors.index.json"
+    (directory.parent / "secret.safetensors").write_bytes(b"")
+    index.write_text(json.dumps({"weight_map": {UP: name}}))
+    with pytest.raises(UserError, match="nothing outside the folder is read"):
+        open_directory(directory)
 
 
 def test_tokenizers_that_are_missing_or_too_large(directory, tmp_path):

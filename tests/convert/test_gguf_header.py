@@ -5,6 +5,8 @@ import struct
 import pytest
 
 from recurjax.convert.formats.gguf_header import GgufTensor, read_header
+from recurjax.convert.formats.gguf_tokenizer import gguf_tokenizer
+from recurjax.errors import UserError
 
 
 def text(value):
@@ -82,3 +84,38 @@ ENDLESS = struct.pack("<IIQ", 9, 8, 2**60)
 def test_a_header_that_lies_is_refused(data, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
         read_header(write(tmp_path, data))
+
+
+WORDS = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": ["a", "b", "ab"],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def test_a_tokenizer_of_the_header_s_fields():
+    made = gguf_tokenizer(WORDS, where="m.gguf")
+    assert made.encode("aba").tolist() == [2, 0]
+    assert (made.vocabulary, made.eos) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": None}, "m.gguf has no list of texts tokenizer.ggml.tokens"),
+        ({"merges": None}, "m.gguf has no list of texts tokenizer.ggml.merges"),
+        ({"tokens": [1, 2, 3]}, "no list of texts tokenizer.ggml.tokens"),
+        ({"merges": ["a c"]}, "m.gguf: merges do not fit the tokens"),
+        ({"merges": ["a"]}, "m.gguf: merges do not fit the tokens"),
+        ({"eos_token_id": 3}, "eos_token_id must be a token's number, got 3"),
+        ({"eos_token_id": -1}, "eos_token_id must be a token's number, got -1"),
+        ({"token_type": 3}, "token_type must be a list"),
+        ({"model": ["gpt2"]}, "has a tokenizer of kind"),
+    ],
+)
+def test_a_tokenizer_that_is_not_whole_is_refused(change, message):
+    fields = WORDS | {f"tokenizer.ggml.{name}": v for name, v in change.items()}
+    with pytest.raises(UserError, match=message):
+        gguf_tokenizer(fields, where="m.gguf")

@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from recurjax.convert import saving
+from recurjax.convert import parity, saving
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.convert.parity import NotMeasured, Parity, layer_states
@@ -319,6 +320,23 @@ def test_without_torch_the_report_says_that_nothing_was_measured(tmp_path):
     assert found == NotMeasured(reason="No module named 'torch'")
     stored = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert stored == {"measured": False, "reason": "No module named 'torch'"}
+
+
+def test_what_came_with_the_weights_is_not_run(tmp_path, monkeypatch):
+    run = run_of(STACKS["transformer"], tmp_path)
+    to_torch(run, tmp_path / "out", check=False)
+    module = tmp_path / "out" / "modeling_recurjax.py"
+    own = module.read_text()
+    module.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    seen = []
+
+    def compare(model, command, **options):
+        seen.append((Path(command[0]).read_text(), command[1:]))
+        return NotMeasured(reason="watched only")
+
+    monkeypatch.setattr(parity, "compare", compare)
+    compare_with_export(run, tmp_path / "out")
+    assert seen == [(own, ["--directory", str(tmp_path / "out")])]
 
 
 def test_an_interpreter_that_does_not_run_is_an_error(tmp_path):

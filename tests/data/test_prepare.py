@@ -196,6 +196,34 @@ def test_a_missing_or_damaged_manifest_is_named(folder, tmp_path):
         opened(folder)
 
 
+@pytest.mark.parametrize("name", ["../tokens-00000.arrayrecord", "/etc/passwd", 3])
+def test_a_manifest_cannot_name_a_file_outside_the_folder(folder, name):
+    manifest = folder / "manifest.json"
+    values = json.loads(manifest.read_text())
+    values["shards"][0]["file"] = name
+    manifest.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"nothing outside the folder|file is 3"):
+        opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens", "9"),
+        ("block", 0),
+        ("dtype", "object"),
+        ("shards", []),
+        ("tokens", -1),
+    ],
+)
+def test_a_manifest_with_wrong_values_is_named(folder, field, value):
+    manifest = folder / "manifest.json"
+    values = json.loads(manifest.read_text()) | {field: value}
+    manifest.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        opened(folder)
+
+
 def test_a_truncated_or_missing_shard_is_named(folder):
     shard = shards_of(folder)[1]
     data = shard.read_bytes()

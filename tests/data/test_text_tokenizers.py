@@ -271,10 +271,10 @@ def test_a_bad_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match="no token '<nope>' to serve as BOS"):
         load_tokenizer(tmp_path, bos="<nope>")
     (tmp_path / "tokenizer_config.json").write_text("nonsense")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not JSON"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
         load_tokenizer(tmp_path)
     (tmp_path / "byte_tokenizer.json").write_text("[]")
-    with pytest.raises(UserError, match="does not describe a byte tokenizer"):
+    with pytest.raises(UserError, match="the byte tokenizer .* hold a JSON object"):
         load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="a byte tokenizer: it has no token names"):
         load_tokenizer(tmp_path, bos="<s>")

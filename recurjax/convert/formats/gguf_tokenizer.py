@@ -31,11 +31,17 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
             f"{where} has a tokenizer of kind {kind!r} with words {words!r}; known is "
             "gpt2 with smollm, gpt-2 or qwen2: name a tokenizer.json with --tokenizer"
         )
-    tokens = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    made = tokenizers.Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    )
+    tokens = _texts(fields, "tokens", where)
+    merges = [merge.partition(" ") for merge in _texts(fields, "merges", where)]
+    if not all(space for _, space, _ in merges):
+        raise UserError(f"{where}: merges do not fit the tokens: one is no pair")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    try:
+        made = tokenizers.Tokenizer(
+            models.BPE(vocabulary, [(a, b) for a, _, b in merges])
+        )
+    except Exception as error:  # the library raises the bare class
+        raise UserError(f"{where}: merges do not fit the tokens: {error}") from error
     byte_level = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=words != "qwen2"
     )
@@ -50,20 +56,41 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
         made.pre_tokenizer = byte_level
     made.decoder = decoders.ByteLevel()
     kinds = fields.get("tokenizer.ggml.token_type", [])
+    if not isinstance(kinds, list):
+        raise UserError(f"{where}: tokenizer.ggml.token_type must be a list")
     for token, number in zip(tokens, kinds, strict=False):
         if number == _CONTROL:
             made.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif number == _USER_DEFINED:
             made.add_tokens([AddedToken(token, special=False, normalized=False)])
     stated = {
-        "bos_token": _name(fields, "bos", tokens),
-        "eos_token": _name(fields, "eos", tokens),
+        "bos_token": _name(fields, "bos", tokens, where),
+        "eos_token": _name(fields, "eos", tokens, where),
     }
     if not fields.get("tokenizer.ggml.add_bos_token", False):
         stated["bos_token"] = None
     return JsonTokenizer(made.to_str(), stated=stated)
 
 
-def _name(fields: dict[str, Any], role: str, tokens: list[str]) -> str | None:
+def _texts(fields: dict[str, Any], name: str, where: str) -> list[str]:
+    found = fields.get(f"tokenizer.ggml.{name}")
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise UserError(
+            f"{where} has no list of texts tokenizer.ggml.{name}: name a "
+            "tokenizer.json with --tokenizer"
+        )
+    return found
+
+
+def _name(
+    fields: dict[str, Any], role: str, tokens: list[str], where: str
+) -> str | None:
     number = fields.get(f"tokenizer.ggml.{role}_token_id")
-    return None if number is None else tokens[number]
+    if number is None:
+        return None
+    if type(number) is not int or not 0 <= number < len(tokens):
+        raise UserError(
+            f"{where}: tokenizer.ggml.{role}_token_id must be a token's number, got "
+            f"{number!r}"
+        )
+    return tokens[number]

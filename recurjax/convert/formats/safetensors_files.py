@@ -1,6 +1,5 @@
 """Safetensors on disk: one file, or shards with an index; read tensor by tensor."""
 
-import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
 from recurjax.errors import UserError
+from recurjax.files import inside
+from recurjax.json_files import parse_json, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -88,15 +89,14 @@ def open_directory(directory: Path) -> SafetensorsFiles:
 
 def _open_shards(directory: Path) -> SafetensorsFiles:
     file = directory / INDEX
-    try:
-        homes = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(homes.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not an index of shards") from error
-    missing = [name for name in shards if not (directory / name).is_file()]
+    homes = read_json_object(file, "the index of shards").get("weight_map")
+    if not isinstance(homes, dict) or not homes:
+        raise UserError(f"{file} is not an index of shards: it has no weight_map")
+    places = [inside(directory, name, told_by=file) for name in homes.values()]
+    paths = sorted(set(places))
+    missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise UserError(f"{directory} lacks the shards {', '.join(missing)}")
-    paths = [directory / name for name in shards]
     source = SafetensorsFiles(paths, where=str(directory))
     if differing := sorted(set(homes) ^ set(source.tensors)):
         raise UserError(
@@ -116,7 +116,7 @@ def _header(file: Path) -> list[tuple[str, TensorInfo, int]]:
         ) from error
     with file.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
-        entries = json.loads(stream.read(size))
+        entries = parse_json(stream.read(size), f"the header of {file}")
     entries.pop("__metadata__", None)
     return [
         (

@@ -1,5 +1,6 @@
 """A file of torch.save, read by torch itself with weights_only=True."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ class TorchFile:
         return self._tensors[name].detach().float().cpu().numpy()
 
 
+def reason_of(error: Exception) -> str:
+    """Says why torch did not read a file, without its advice to unpickle all of it."""
+    asked_for = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if asked_for is not None:
+        return f"it asks for {asked_for[1]}"
+    first = next(iter(str(error).strip().splitlines()), "")
+    return "it is damaged" if not first or "weights" in first.lower() else first
+
+
 def open_torch_file(path: Path) -> TorchFile:
     """Opens a state dict, or a dict that holds one: `model`, `state_dict` or `task`.
 
@@ -54,9 +64,9 @@ def open_torch_file(path: Path) -> TorchFile:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle's and torch's errors have no common class
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "damaged"
         raise UserError(
-            f"{path} holds no plain state dict, and nothing else is unpickled: {reason}"
+            f"{path} holds no plain state dict, and nothing else is unpickled: "
+            f"{reason_of(error)}"
         ) from error
     for key in ("model", "state_dict", "task"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from recurjax.convert.formats.safetensors_files import open_directory
 from recurjax.convert.formats.tensors import TensorSource
-from recurjax.convert.hugging_face.keys import read_json
+from recurjax.convert.hugging_face.keys import read_keys
 from recurjax.convert.hugging_face.names import hf_pieces, ignored_tensors
 from recurjax.convert.hugging_face.read_config import (
     Architecture,
@@ -96,7 +96,7 @@ def _open(directory: Path) -> tuple[HfModel, TensorSource]:
             f"{directory} is not a checkpoint directory: name the folder that holds "
             "config.json, or a .gguf file"
         )
-    values = read_json(directory / "config.json")
+    values = read_keys(directory / "config.json")
     hf = model_from_keys(values, where=str(directory / "config.json"))
     return hf, open_directory(directory)
 

@@ -1,10 +1,10 @@
 """A config.json read key by key: each is understood, known to be harmless, or wrong."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from recurjax.errors import UserError
+from recurjax.json_files import read_json_object
 
 HARMLESS = {
     # What the weights are stored as, who wrote them, how to sample or initialise.
@@ -94,23 +94,17 @@ class Keys:
             raise UserError(f"{self._where}: {'; '.join(self._wrong)}")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object.
+def read_keys(file: Path) -> dict[str, Any]:
+    """Reads a checkpoint's config.json.
 
     Raises:
       UserError: there is no such file, or it holds something else.
     """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not file.is_file():
         raise UserError(
             f"{file.parent} is not a checkpoint directory: it has no {file.name}"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file} must hold a JSON object, not {type(values).__name__}")
-    return values
+        )
+    return read_json_object(file, "the model's config")
 
 
 def _or(choices: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ def model_from_keys(values: dict[str, Any], *, where: str) -> HfModel:
       UserError: another architecture, or keys that are not understood; all are listed.
     """
     architecture: Any = values.get("model_type")
-    if architecture not in _READERS:
+    if architecture not in list(_READERS):  # a list compares also what has no hash
         raise UserError(
             f"{where}: model_type {architecture!r} is not supported: known are "
             f"{', '.join(_READERS)}"

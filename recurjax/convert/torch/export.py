@@ -1,6 +1,7 @@
 """Writes a run out: a PyTorch module that stands by itself, or a Hugging Face model."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,9 +83,17 @@ def to_torch(
 
 
 def compare_with_export(run: LoadedRun, directory: Path, **options: Any) -> Check:
-    """Compares a run with the PyTorch module of an export; see `compare`."""
-    command = [str(directory / MODULE), "--directory", str(directory)]
-    return parity.compare(run.model, command, **options)
+    """Compares a run with an export's weights in PyTorch; see `compare`.
+
+    The module that reads them is written anew from the run's config. The one in the
+    directory is not run: importing weights must not execute what came with them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        module = Path(folder) / MODULE
+        source = torch_source(run.model.config.stack)
+        module.write_text(source, encoding="utf-8")
+        command = [str(module), "--directory", str(directory.absolute())]
+        return parity.compare(run.model, command, **options)
 
 
 def compare_with_hf(model: Any, path: Path, **options: Any) -> Check:

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from recurjax.config_json import from_json
 from recurjax.convert.formats.safetensors_files import open_directory
-from recurjax.convert.hugging_face.keys import read_json
+from recurjax.convert.hugging_face.keys import read_keys
 from recurjax.convert.loading import load_model
 from recurjax.convert.torch.export import FORMAT
 from recurjax.convert.torch.names import torch_pieces
@@ -36,7 +36,7 @@ def from_torch(
         edited so that model and experiment do not agree.
     """
     file = directory / "config.json"
-    keys = read_json(file)
+    keys = read_keys(file)
     if keys.get("format") != FORMAT:
         raise UserError(
             f"{file} is no export of this version of recurjax: its format is "

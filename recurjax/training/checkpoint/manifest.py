@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recurjax.json_files import parse_json
+
 _FORMAT, _READABLE = 2, (1, 2)
 """Format 1 says nothing of the model."""
 
@@ -54,10 +56,7 @@ class Manifest:
         Raises:
           ValueError: the text is not JSON, or is not what was written.
         """
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError("the manifest is not JSON") from error
+        content = parse_json(text, "the manifest")
         if not isinstance(content, dict) or content.pop("digest", "") != _digest(
             content
         ):

@@ -1,0 +1,104 @@
+"""JSON from outside: whatever is wrong with it is told in one sentence.
+
+A file that was cut off, damaged or made to harm can hold bytes that are no UTF-8, lists
+nested ten thousand deep, numbers of a thousand digits and half characters. All of that
+ends here, so that no reader meets it later, far from the file's name.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from recurjax.errors import UserError
+
+DEEPEST = 64
+"""Lists and objects inside each other; configs need about ten."""
+MOST_DIGITS = 40
+"""Digits of a whole number: states of random generators have 39, 128 bits."""
+
+
+def read_json(file: Path, what: str) -> Any:
+    """Reads a file.
+
+    Args:
+      file: which.
+      what: what it should be, for the message: "the index of shards".
+
+    Raises:
+      UserError: it cannot be read or is not JSON as `parse_json` takes it.
+    """
+    try:
+        data = file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{what} {file} cannot be read: {reason}") from error
+    return parse_json(data, f"{what} {file}")
+
+
+def read_json_object(file: Path, what: str) -> dict[str, Any]:
+    """Reads a file that holds an object, {...}; see `read_json`."""
+    values = read_json(file, what)
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{what} {file} must hold a JSON object, not {type(values).__name__}"
+        )
+    return values
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """Reads JSON as it comes from a file or a line of one.
+
+    Args:
+      text: bytes are taken as UTF-8.
+      where: what to call it in messages.
+
+    Raises:
+      UserError: it is not UTF-8 or not JSON, is nested more than `DEEPEST` deep, has a
+        number of more than `MOST_DIGITS` digits, or half a surrogate pair.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        values = json.loads(text, parse_int=_whole_number)
+    except UnicodeDecodeError as error:
+        at = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise UserError(f"{where} is not UTF-8 text: {at}") from error
+    except RecursionError:
+        raise UserError(f"{where} is JSON nested too deep") from None
+    except ValueError as error:
+        raise UserError(f"{where} is not valid JSON: {error}") from error
+    if _is_deeper(values, DEEPEST):
+        raise UserError(f"{where} is JSON nested too deep")
+    # Written out it is a pair of escapes; half of one is no character, and neither a
+    # file's name nor a tokenizer can take it.
+    if "\\ud" in text.lower() and _has_half_character(values):
+        raise UserError(
+            f"{where} has half a character: one of \\ud800 to \\udfff alone"
+        )
+    return values
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a whole number has {len(digits)} digits")
+    return int(digits)
+
+
+def _is_deeper(values: Any, most: int) -> bool:
+    level = [values] if isinstance(values, (dict, list)) else []
+    for _ in range(most):
+        level = [
+            part
+            for whole in level
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+            if isinstance(part, (dict, list))
+        ]
+    return bool(level)
+
+
+def _has_half_character(values: Any) -> bool:
+    try:
+        json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -1,0 +1,64 @@
+"""JSON from outside: every way to be wrong is one sentence."""
+
+import pytest
+
+from recurjax.errors import UserError
+from recurjax.files import inside
+from recurjax.json_files import parse_json, read_json, read_json_object
+
+
+def nested(depth):
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "the file is not valid JSON"),
+        (b'{"a": 1', "the file is not valid JSON"),
+        (b'"caf\xe9"', "the file is not UTF-8 text: byte 4 is 0xe9"),
+        (b"\xff\xfe{}", "the file is not UTF-8 text: byte 0 is 0xff"),
+        (nested(65), "nested too deep"),
+        ('{"a":' * 65 + "1" + "}" * 65, "nested too deep"),
+        (nested(100_000), "nested too deep"),
+        ("9" * 41, "a whole number has 41 digits"),
+        ("9" * 10_000, "a whole number has 10000 digits"),
+        (r'{"a": ["\ud800"]}', "half a character"),
+        (r'{"\uDfff": 1}', "half a character"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_sentence(text, message):
+    with pytest.raises(UserError, match=message) as told:
+        parse_json(text, "the file")
+    assert len(str(told.value)) < 200
+
+
+def test_what_is_right_is_read():
+    assert parse_json('{"a": [1, 2.5, null]}', "it") == {"a": [1, 2.5, None]}
+    assert parse_json(nested(64), "it") is not None
+    assert parse_json("9" * 39, "it") == 10**39 - 1
+    assert parse_json(r'"\ud83d\ude00 \\ud800"', "it") == "\U0001f600 \\ud800"
+    assert parse_json("7", "it") == 7
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "list.json").write_text("[1]")
+    assert read_json(tmp_path / "list.json", "the list") == [1]
+    with pytest.raises(UserError, match=r"the list .*list\.json must hold a JSON obj"):
+        read_json_object(tmp_path / "list.json", "the list")
+    with pytest.raises(UserError, match="the list .* cannot be read: Is a directory"):
+        read_json(tmp_path, "the list")
+    with pytest.raises(UserError, match="cannot be read: embedded null"):
+        read_json(tmp_path / "a\0b", "the list")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../a", "/etc/passwd", "a/b", "a\\b", "a\0b", 3, None]
+)
+def test_names_stay_inside_their_folder(tmp_path, name):
+    with pytest.raises(UserError, match="nothing outside the folder is read"):
+        inside(tmp_path, name, told_by=tmp_path / "index.json")
+
+
+def test_a_plain_name_is_a_file_of_the_folder(tmp_path):
+    assert inside(tmp_path, "a-1.bin", told_by=tmp_path) == tmp_path / "a-1.bin"
