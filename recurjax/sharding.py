@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -48,8 +49,12 @@ class MeshConfig:
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     """Lays the devices out; `tensor` varies fastest, so it stays within a host.
 
+    Several TPU slices are joined by a network much slower than the links inside each:
+    only `data`, whose devices exchange gradients once a step, spans them.
+
     Raises:
-      UserError: the axes' sizes do not multiply to the number of devices.
+      UserError: the axes' sizes do not multiply to the number of devices, or `data` is
+        not a multiple of the slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(config, axis) for axis in AXES]
@@ -65,7 +70,29 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
             f"--mesh.fsdp and --mesh.tensor so that they multiply to {len(devices)}"
         )
     kinds = (AxisType.Auto,) * len(AXES)
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    if len(slices) > 1:  # which `jax.make_mesh` refuses
+        laid = _over_slices(sizes, len(slices), devices)
+        return Mesh(laid, AXES, axis_types=kinds)
     return jax.make_mesh(tuple(sizes), AXES, axis_types=kinds, devices=devices)
+
+
+def _over_slices(sizes: list[int], slices: int, devices: list[Any]) -> np.ndarray:
+    if devices[0].platform != "tpu":
+        # Of GPUs every host is a "slice"; their network carries any axis.
+        return np.asarray(devices, dtype=object).reshape(sizes)
+    if sizes[0] % slices:
+        raise UserError(
+            f"the devices are {slices} TPU slices and mesh.data is {sizes[0]}: only "
+            f"data spans slices, so make it a multiple of {slices}"
+        )
+    within = (sizes[0] // slices, *sizes[1:])
+    across = (slices,) + (1,) * (len(AXES) - 1)
+    # v5e slices are flat: as `jax.make_mesh` does, their axes may be cut in pieces.
+    flat = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=flat
+    )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

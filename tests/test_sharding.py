@@ -178,3 +178,41 @@ def test_rows_arrive_in_order_however_the_mesh_lays_out_the_devices():
         np.testing.assert_array_equal(batch.ids, rows["ids"])
         assert batch.ids.sharding.is_equivalent_to(batch_sharding(mesh), 2)
         assert batch.segments is None
+
+
+class SliceDevice:
+    """What a mesh asks of a device of a TPU slice."""
+
+    platform, device_kind, core_on_chip = "tpu", "TPU v4", 0
+
+    def __init__(self, number: int, slice_index: int):
+        self.id = self.process_index = number
+        self.slice_index = slice_index
+        self.coords = (number % 2, number // 2 % 2, 0)
+
+
+def slices(count: int) -> list:
+    return [SliceDevice(4 * s + n, s) for s in range(count) for n in range(4)]
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {}])
+def test_only_data_spans_slices(sizes):
+    mesh = make_mesh(MeshConfig(**sizes), slices(2))
+    assert dict(mesh.shape) == dict.fromkeys(AXES, 1) | sizes | {
+        "data": 2 if sizes else 8
+    }
+    by_data = mesh.devices.reshape(2, 4)
+    assert [{d.slice_index for d in row} for row in by_data] == [{0}, {1}]
+
+
+def test_on_gpus_every_axis_spans_hosts():
+    devices = slices(2)
+    for device in devices:
+        device.platform = "gpu"
+    mesh = make_mesh(MeshConfig(data=1, fsdp=8), devices)
+    assert [device.id for device in mesh.devices.flat] == list(range(8))
+
+
+def test_data_that_does_not_span_the_slices_is_told():
+    with pytest.raises(UserError, match="2 TPU slices and mesh.data is 1: only data"):
+        make_mesh(MeshConfig(data=1, fsdp=8), slices(2))
