@@ -1,26 +1,44 @@
 """Starting several processes as one program."""
 
 import os
+import re
+import urllib.error
+import urllib.request
 
 import jax
+from jax._src import cloud_tpu_init
 
+from recurjax import peers
 from recurjax.errors import UserError
+
+_COORDINATOR, _COUNT, _RANK = (
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+)
+_METADATA_SECONDS, _METADATA_TRIES = 2.0, 3
+"""The metadata server is on the machine's own link: if it is silent, it is absent."""
 
 
 def start_processes() -> None:
     """Joins the other processes of this program, if the environment tells of any.
 
-    On TPU pods, under SLURM and under Open MPI jax finds them by itself. Elsewhere set
-    JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID. Does nothing for a single process.
+    On TPU slices (TPU VMs, GKE, several slices), under SLURM and under Open MPI jax
+    finds them by itself. Elsewhere set JAX_COORDINATOR_ADDRESS (host:port of process
+    0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. JAX_NUM_PROCESSES=1 alone keeps a process
+    for itself wherever it runs. Does nothing for a single process.
+
+    From here on an error of one process ends all of them (`recurjax.peers`).
 
     Raises:
       UserError: the variables are incomplete or the processes do not find each other.
     """
     if jax.distributed.is_initialized():
-        return
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        return peers.watch()
+    names = (_COORDINATOR, _COUNT, _RANK)
     given = [name for name in names if name in os.environ]
+    if given == [_COUNT] and os.environ[_COUNT] == "1":
+        return
     if given and len(given) < len(names):
         missing = ", ".join(name for name in names if name not in given)
         raise UserError(
@@ -28,21 +46,77 @@ def start_processes() -> None:
         )
     try:
         if given:
+            count, rank = int(os.environ[_COUNT]), int(os.environ[_RANK])
             jax.distributed.initialize(
-                os.environ[names[0]],
-                int(os.environ[names[1]]),
-                int(os.environ[names[2]]),
+                os.environ[_COORDINATOR],
+                count,
+                rank,
+                heartbeat_timeout_seconds=peers.HEARTBEAT_SECONDS,
             )
-        elif _cluster():
-            jax.distributed.initialize()
-    except (RuntimeError, ValueError) as error:
+        elif _has_peers():
+            jax.distributed.initialize(
+                heartbeat_timeout_seconds=peers.HEARTBEAT_SECONDS
+            )
+    except (RuntimeError, ValueError, OSError) as error:
         raise UserError(f"the processes could not be joined: {error}") from error
+    peers.watch()
 
 
-def _cluster() -> bool:
+def require_joined() -> None:
+    """Refuses devices of several processes that have not joined each other.
+
+    A TPU shows the whole slice to every process, joined or not: such a run would train,
+    and fail at its first save or not see SIGTERM.
+
+    Raises:
+      UserError: they have not.
+    """
+    if jax.process_count() > 1 and not jax.distributed.is_initialized():
+        raise UserError(
+            f"the devices belong to {jax.process_count()} processes that have not "
+            "joined: the slice's hosts were found neither in the environment nor at "
+            f"the metadata server; set {_COORDINATOR}, {_COUNT} and {_RANK} on each"
+        )
+
+
+def _has_peers() -> bool:
     """Whether the environment is that of a job with more than one process."""
     tasks = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
     if any(int(os.environ.get(name, "1")) > 1 for name in tasks):
         # An interactive shell inside an allocation has SLURM_NTASKS but no rank.
         return "SLURM_PROCID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
-    return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    # GKE says it in the environment; several slices are several processes at least.
+    slices = int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
+    for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+        if name in os.environ:
+            return slices > 1 or "," in os.environ[name]
+    # jax asks the metadata server of TPU VMs itself, but never gives up in good time
+    # where there is none, and would start a service for a host that is alone.
+    if not cloud_tpu_init.running_in_cloud_tpu_vm or "TPU_SKIP_MDS_QUERY" in os.environ:
+        return slices > 1
+    hosts = _metadata("worker-network-endpoints")
+    if not hosts:
+        return slices > 1
+    told = re.search(r"MEGASCALE_NUM_SLICES:\s*'?(\d+)", _metadata("tpu-env"))
+    return max(slices, int(told[1]) if told else 1) > 1 or "," in hosts
+
+
+def _metadata(key: str) -> str:
+    """Reads an attribute of this TPU VM; empty where it or the server is missing."""
+    server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    request = urllib.request.Request(
+        f"http://{server}/computeMetadata/v1/instance/attributes/{key}",
+        headers={"Metadata-Flavor": "Google"},
+    )
+    # The server is never behind a proxy, whatever the environment names.
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for _ in range(_METADATA_TRIES):
+        try:
+            with direct.open(request, timeout=_METADATA_SECONDS) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return ""
+        except OSError:
+            pass
+    return ""

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
-from tests.cli.commands import recurjax
+from recurjax import distributed
+from tests.cli.commands import assert_refused, recurjax
+from tests.metadata_server import host, metadata_server
 from tests.training import tiny_experiment
 from tests.training.compilation import quick_compilation
 from tests.training.run_contents import arrays, assert_same_run, metrics
@@ -21,14 +24,25 @@ __all__ = ["quick_compilation"]
 
 def start(env, runs, *options):
     """Starts two processes of two devices each on one run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "recurjax.cli.main", "train"]
-    command += [tiny_experiment.__file__, "--runs", str(runs), *options]
     place = {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}",
         "JAX_NUM_PROCESSES": "2",
+    }
+    each = [place | {"JAX_PROCESS_ID": str(rank)} for rank in range(2)]
+    return _start("recurjax.cli.main", env, each, runs, *options)
+
+
+def start_slice(env, servers, runs, *options):
+    """Starts the same on two hosts of a TPU slice, of which only jax can know."""
+    place = {"JAX_COORDINATOR_PORT": str(_free_port()), "JAX_FORCE_TPU_INIT": "1"}
+    each = [place | {"GCE_METADATA_IP": server} for server in servers]
+    return _start("tests.metadata_server", env, each, runs, *options)
+
+
+def _start(module, env, places, runs, *options):
+    command = [sys.executable, "-m", module, "train"]
+    command += [tiny_experiment.__file__, "--runs", str(runs), *options]
+    every = {
         "JAX_NUM_CPU_DEVICES": "2",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONUNBUFFERED": "1",
@@ -39,10 +53,16 @@ def start(env, runs, *options):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**env, **place, "JAX_PROCESS_ID": str(rank)},
+            env={**env, **every, **place},
         )
-        for rank in range(2)
+        for place in places
     ]
+
+
+def _free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def finish(pair, timeout=200):
@@ -91,17 +111,107 @@ def test_what_two_processes_saved_they_resume(pair_run, quick_compilation, tmp_p
     assert_same_run(run, pair_run[0])
 
 
-@pytest.mark.slow
-def test_sigterm_to_one_process_makes_both_save_and_exit(quick_compilation, tmp_path):
-    options = ["--training.steps", "1000000", "--evaluation.every", "0"]
-    options += ["--training.checkpoint-every", "200"]
-    pair = start(quick_compilation, tmp_path, *options)
-    saved, limit = tmp_path / "tiny" / "checkpoints" / "200", time.monotonic() + 120
+ENDLESS = ["--training.steps", "1000000", "--evaluation.every", "0"]
+ENDLESS += ["--training.checkpoint-every", "200"]
+
+
+def stop_when_saved(pair, run, step=200):
+    """Sends one process SIGTERM after that save; returns the step both reached."""
+    saved, limit = run / "checkpoints" / str(step), time.monotonic() + 120
     while not saved.is_dir() and time.monotonic() < limit and pair[0].poll() is None:
         time.sleep(0.1)
     os.kill(pair[1].pid, signal.SIGTERM)
     said = finish(pair)
-    step, contents = arrays(tmp_path / "tiny")
-    assert contents["step"] == step > 200
+    reached, contents = arrays(run)
+    assert contents["step"] == reached > step
     for text in said:
-        assert f"terminated at step {step}, saved in {tmp_path}/tiny" in text
+        assert f"terminated at step {reached}, saved in {run}" in text
+    return reached, said
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_makes_both_save_and_exit(quick_compilation, tmp_path):
+    pair = start(quick_compilation, tmp_path, *ENDLESS)
+    stop_when_saved(pair, tmp_path / "tiny")
+
+
+@pytest.mark.slow
+def test_hosts_of_a_tpu_slice_join_save_on_sigterm_and_resume(
+    quick_compilation, tmp_path
+):
+    with metadata_server(host(0, 2)) as first, metadata_server(host(1, 2)) as second:
+        servers = (first, second)
+        pair = start_slice(quick_compilation, servers, tmp_path, *ENDLESS)
+        step, _ = stop_when_saved(pair, tmp_path / "tiny")
+        pair = start_slice(quick_compilation, servers, tmp_path, *ENDLESS)
+        later = 200 * (step // 200 + 1)
+        _, said = stop_when_saved(pair, tmp_path / "tiny", later)
+    assert f"resuming at step {step} of 1000000" in said[0]
+
+
+@pytest.fixture
+def on_tpu_vm(monkeypatch):
+    """Makes this process one of a TPU VM whose metadata server is named later."""
+    for name in distributed_variables():
+        monkeypatch.delenv(name, raising=False)
+    module = distributed.cloud_tpu_init
+    monkeypatch.setattr(module, "running_in_cloud_tpu_vm", True)
+    return monkeypatch
+
+
+def distributed_variables():
+    names = ("TPU_SKIP_MDS_QUERY", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+    return (*names, "MEGASCALE_NUM_SLICES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_tpu_vm_asks_the_metadata_server_for_its_slice(on_tpu_vm, hosts):
+    with metadata_server(host(0, hosts)) as server:
+        on_tpu_vm.setenv("GCE_METADATA_IP", server)
+        assert distributed._has_peers() == (hosts > 1)
+
+
+def test_several_slices_of_one_host_are_several_processes(on_tpu_vm):
+    attributes = host(0, 1)
+    attributes["tpu-env"] += "\nMEGASCALE_NUM_SLICES: '2'"
+    with metadata_server(attributes) as server:
+        on_tpu_vm.setenv("GCE_METADATA_IP", server)
+        assert distributed._has_peers()
+
+
+def test_a_tpu_vm_without_a_metadata_server_starts_at_once(on_tpu_vm):
+    on_tpu_vm.setenv("GCE_METADATA_IP", f"127.0.0.1:{_free_port()}")
+    begun = time.monotonic()
+    assert not distributed._has_peers()
+    assert time.monotonic() - begun < 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "several"),
+    [
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
+        ({"TPU_PROCESS_ADDRESSES": "a:8476,b:8476"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, True),
+    ],
+)
+def test_gke_says_in_the_environment_how_many_hosts_there_are(
+    on_tpu_vm, variables, several
+):
+    for name, value in variables.items():
+        on_tpu_vm.setenv(name, value)
+    assert distributed._has_peers() == several
+
+
+def test_a_process_can_be_kept_for_itself(on_tpu_vm):
+    on_tpu_vm.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    on_tpu_vm.setenv("JAX_NUM_PROCESSES", "1")
+    distributed.start_processes()
+    assert not jax.distributed.is_initialized()
+
+
+def test_devices_of_processes_that_have_not_joined_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    answer = recurjax("train", tiny_experiment.__file__, "--runs", tmp_path)
+    assert_refused(answer, "the devices belong to 2 processes that have not joined")
+    assert not list(tmp_path.iterdir())

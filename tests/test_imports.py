@@ -14,7 +14,10 @@ from tests.source_tree import ROOT, imported_by, modules, tree_of
 # A new part needs a place here, and CONTRIBUTING.md tells the order in words.
 ORDER = (
     ("types", "errors"),
-    ("parameters", "devices", "host", "files", "json_files"),
+    (
+        *("parameters", "devices", "host", "files", "json_files"),
+        *("peers", "compiled_programs",),
+    ),
     ("layers", "data", "sharding", "distributed", "config_json", "ranges"),
     ("variants",),
     ("model",),

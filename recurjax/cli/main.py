@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from recurjax import host
+from recurjax import host, peers
 from recurjax.errors import UserError
 
 COMMANDS = {
@@ -35,6 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
       0; 2 after a mistake of the user's, said in one sentence; 130 after Ctrl-C; 70
       after an error of recurjax' own, which is said in one sentence too.
     """
+    try:
+        code = _answer(argv)
+    except BaseException:
+        if peers.are_told():
+            traceback.print_exc()
+            peers.end(1)
+        raise
+    peers.end(code)
+    return code
+
+
+def _answer(argv: Sequence[str] | None) -> int:
     owns_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = _DEBUG in argv

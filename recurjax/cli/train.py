@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from recurjax import peers
 from recurjax.cli import own_text
 from recurjax.cli.options import override
 from recurjax.distributed import start_processes
@@ -28,7 +29,17 @@ def run(argv: list[str]) -> int:
     file = argv[0]
     if file.startswith("-"):
         raise UserError(f"name the experiment file first, then {file}")
-    runs, options = _take_runs(argv[1:])
+    # First of all: what one process is refused from here on, all learn at once.
+    start_processes()
+    try:
+        return _train(file, argv[1:])
+    except (Exception, KeyboardInterrupt) as error:
+        peers.leave(error)
+        raise
+
+
+def _train(file: str, options: list[str]) -> int:
+    runs, options = _take_runs(options)
     prog = f"recurjax train {file}"
     experiment, options = own_text.with_own_text(
         load_experiment(file), options, prog=prog
@@ -37,7 +48,6 @@ def run(argv: list[str]) -> int:
     if experiment.training.deterministic:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
-    start_processes()
     # Imported late: the flags above count only before jax looks for devices.
     from recurjax.training.loop import train
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from recurjax.errors import UserError
+from recurjax.peers import SharedError
 
 T = TypeVar("T")
 
@@ -39,7 +40,8 @@ def first_process(action: Callable[[], T]) -> T:
         processes at different times: what is decided by looking goes through here.
 
     Raises:
-      UserError: in every process, when the action raised it.
+      SharedError: in every process, when the action raised a UserError. Any other
+        exception is process 0's alone, and ends the others through `recurjax.peers`.
     """
     if jax.process_count() == 1:
         return action()
@@ -53,5 +55,5 @@ def first_process(action: Callable[[], T]) -> T:
     # has left.
     answer = json.loads(every_process(json.dumps(answer))[0])
     if "error" in answer:
-        raise UserError(answer["error"])
+        raise SharedError(answer["error"])
     return answer["value"]

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 from rich.console import Console
 
+from recurjax import peers
+from recurjax.distributed import require_joined
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score
 from recurjax.experiment import Experiment
@@ -66,29 +68,46 @@ def train(
         trains there, a checkpoint could not be written, or too many steps in a row had
         a bad loss.
     """
+    require_joined()
+    peers.watch()
     with ExitStack() as stack:
-        quiet = jax.process_index() != 0
-        console = Console(quiet=True) if quiet else console or Console()
-        check_lock = _hold(root, stack, console)
-        session = Session(experiment, root)
-        stack.callback(session.close)
-        progress = TrainingProgress(
-            console,
-            experiment,
-            log=None if quiet else session.directory.log,
-            devices=list(session.mesh.devices.flat),
-        )
-        state = session.start(progress.say)
-        start = int(state.step)
-        writer = None if quiet else _open_writer(session, start)
-        if writer is not None:
-            stack.callback(writer.close)
-        progress.start(start)
-        stack.callback(progress.stop)
-        interruption = stack.enter_context(Interruption())
-        loop = _Loop(session, progress, writer, interruption, check_lock)
-        stack.callback(loop.stop_trace)
-        return loop.run(state, start)
+        try:
+            return _train(experiment, root, console, stack)
+        except (Exception, KeyboardInterrupt) as error:
+            if peers.leave(error):
+                # To close waits for the other processes, which are ending as well.
+                stack.pop_all()
+            raise
+
+
+def _train(
+    experiment: Experiment, root: Path, console: Console | None, stack: ExitStack
+) -> TrainingResult:
+    quiet = jax.process_index() != 0
+    console = Console(quiet=True) if quiet else console or Console()
+    check_lock = _hold(root, stack, console)
+    session = Session(experiment, root)
+    stack.callback(session.close)
+    stack.enter_context(peers.last_words(session.finish_save))
+    progress = TrainingProgress(
+        console,
+        experiment,
+        log=None if quiet else session.directory.log,
+        devices=list(session.mesh.devices.flat),
+    )
+    state = session.start(progress.say)
+    start = int(state.step)
+    writer = None if quiet else _open_writer(session, start)
+    if writer is not None:
+        stack.callback(writer.close)
+        stack.enter_context(peers.last_words(writer.close))
+    progress.start(start)
+    stack.callback(progress.stop)
+    stack.enter_context(peers.last_words(progress.stop))
+    interruption = stack.enter_context(Interruption())
+    loop = _Loop(session, progress, writer, interruption, check_lock)
+    stack.callback(loop.stop_trace)
+    return loop.run(state, start)
 
 
 def _hold(root: Path, stack: ExitStack, console: Console) -> Callable[[], None]:
@@ -98,6 +117,8 @@ def _hold(root: Path, stack: ExitStack, console: Console) -> Callable[[], None]:
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     locks: list[RunLock] = []
+    # Released last: until then what is being saved is on its way to the disk.
+    stack.enter_context(peers.last_words(lambda: [lock.release() for lock in locks]))
     first_process(lambda: locks.append(stack.enter_context(held(root, say))))
     return lambda: first_process(lambda: locks[0].check())
 

@@ -23,6 +23,7 @@ from recurjax.training.program import Metrics, build_step
 from recurjax.training.run import (
     RunDirectory,
     check_frozen,
+    check_shared,
     check_start,
     load_frozen,
     load_start,
@@ -41,6 +42,7 @@ class Session:
     def __init__(self, experiment: Experiment, root: Path):
         # As it will be read back from config.json, before anything is made of it.
         experiment = from_json(Experiment, to_json(experiment), path="config")
+        check_shared(root)
         training = experiment.training
         self.experiment = experiment
         self.mesh = make_mesh(experiment.mesh)
@@ -149,6 +151,10 @@ class Session:
     def wait(self) -> None:
         """Waits until the last save is on disk."""
         self._checkpoints.wait()
+
+    def finish_save(self) -> None:
+        """Waits until a save in the background is on disk, and removes nothing."""
+        self._checkpoints.finish()
 
     def last_checkpoint(self) -> int | None:
         """Names the newest complete step."""

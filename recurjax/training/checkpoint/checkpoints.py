@@ -214,6 +214,14 @@ class Checkpoints:
         prune = self._directory.prune
         first_process(lambda: prune(keep=self._keep, keep_best=self._keep_best))
 
+    def finish(self) -> None:
+        """Waits until the last save is on disk, and asks no other process for anything.
+
+        For the end of a run whose processes no longer agree: nothing can follow.
+        """
+        if self._writing is not None:
+            self._store.wait()
+
     def close(self) -> None:
         """Waits like `wait` and ends the background threads."""
         try:

@@ -5,6 +5,7 @@ from recurjax.training.run.plots import plot_losses
 from recurjax.training.run.progress import TrainingProgress
 from recurjax.training.run.run_directory import LoadedRun, RunDirectory, load_run
 from recurjax.training.run.run_lock import RunLock, held
+from recurjax.training.run.shared_directory import check_shared
 from recurjax.training.run.start_from import (
     check_frozen,
     check_start,
@@ -19,6 +20,7 @@ __all__ = [
     "RunLock",
     "TrainingProgress",
     "check_frozen",
+    "check_shared",
     "check_start",
     "held",
     "load_frozen",

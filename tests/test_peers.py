@@ -1,0 +1,122 @@
+"""One of two processes fails, or is killed: both end, each with one sentence."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from recurjax import peers
+from recurjax.errors import UserError
+from tests.source_tree import ROOT
+from tests.training.compilation import quick_compilation
+from tests.training.run_contents import arrays, metrics
+
+__all__ = ["quick_compilation"]
+
+# What each process says last (None: nothing, it was killed), and its exit code.
+LOST = "was lost: it was killed or its machine is gone; start all processes again"
+BLIND = r"process 1 on \S+ does not see what process 0 on \S+ wrote to \S+: all proc"
+SAID = {
+    "data": {1: (2, "shard x is damaged"), 0: (2, "process 1 ended the run: shard x")},
+    "tokenizer": {1: (2, "no tokenizer at"), 0: (2, "process 1 ended the run: no tok")},
+    "restore": {1: (2, "9/state"), 0: (2, "process 1 ended the run: .* '9/state'")},
+    "evaluation": {1: (1, None), 0: (2, "process 1 .* RuntimeError: a bug of ours")},
+    "first": {0: (2, "No space left"), 1: (2, "process 0 ended the run: .* No space")},
+    "apart": {0: (2, BLIND), 1: (2, BLIND)},
+    "killed_0": {0: (-9, None), 1: (2, f"process 0 {LOST}")},
+    "killed_1": {1: (-9, None), 0: (2, f"process 1 {LOST}")},
+}
+SECONDS = 15.0
+
+
+@pytest.fixture(scope="module")
+def ended(quick_compilation, tmp_path_factory):
+    """Runs all scenarios; a folder with what was said and when which process ended."""
+    folder = tmp_path_factory.mktemp("faults")
+    place = {
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": str(ROOT),
+        # It is forked before jax has started a thread, which jax cannot know.
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = [sys.executable, "-m", "tests.faulty_pair", str(folder), *SAID]
+    subprocess.run(command, check=True, timeout=400, env=quick_compilation | place)
+    return folder
+
+
+def ends(folder, scenario):
+    """Returns exit codes and seconds from the fault to the end, by process."""
+    fault = float((folder / scenario).read_text())
+    lines = [line.split() for line in (folder / "ends").read_text().splitlines()]
+    return {
+        int(rank): (int(code), float(at) - fault)
+        for name, rank, code, at in lines
+        if name == scenario
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SAID)
+def test_a_fault_of_one_process_ends_both_with_a_sentence(ended, scenario):
+    for rank, (code, seconds) in ends(ended, scenario).items():
+        wanted, sentence = SAID[scenario][rank]
+        said = (ended / f"{scenario}.{rank}").read_text()
+        assert code == wanted, said
+        assert seconds < SECONDS, said
+        ours = [line for line in said.splitlines() if line.startswith("recurjax: ")]
+        if sentence is not None:
+            assert len(ours) == 1 and re.search(sentence, ours[0]), said
+            assert "stack trace" not in said and "Traceback" not in said
+        else:
+            assert ours == []
+
+
+@pytest.mark.slow
+def test_what_was_being_saved_and_written_is_whole(ended):
+    run = ended / "runs_data" / "tiny"
+    assert arrays(run)[0] == 4
+    assert [row["step"] for row in metrics(run) if row["kind"] == "train"][-1] == 4
+
+
+@pytest.mark.slow
+def test_directories_of_ones_own_are_left_as_they_were(ended):
+    assert not list(ended.glob("runs_apart.*"))
+
+
+def test_one_process_tells_nobody():
+    peers.watch()
+    assert not peers.leave(UserError("of one process"))
+    assert not peers.are_told()
+    peers.end(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("(stopped sending heartbeats):\n1\nThe tasks have crashed", "process 1"),
+        ("(stopped sending heartbeats):\n3\n5\n8\nThe", "process 3 (and 2 more)"),
+        ("Failed to send RPC to coordination service. Either", "process 0"),
+        ("something else", "another process"),
+    ],
+)
+def test_the_lost_process_is_named_where_jax_names_it(text, lost):
+    assert peers._who(text) == lost
+
+
+def test_an_error_of_the_network_may_be_anothers():
+    lost = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
+    wrapped = UserError("checkpoint 3 could not be written")
+    wrapped.__cause__ = lost
+    assert peers._may_be_of_another(lost) and peers._may_be_of_another(wrapped)
+    assert not peers._may_be_of_another(UserError("no tokenizer at x"))
+
+
+def test_last_words_are_said_in_reverse_order_and_outlive_an_error():
+    said = []
+    with peers.last_words(lambda: said.append("first")):
+        with peers.last_words(lambda: 1 / 0), peers.last_words(lambda: said.append(2)):
+            peers._say_last_words()
+        assert said == [2, "first"]
