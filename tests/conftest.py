@@ -6,6 +6,9 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["RECURJAX_CACHE"] = (
+    ""  # Commands that tests start use no cache of the user's.
+)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

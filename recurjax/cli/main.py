@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from recurjax import host, peers
+from recurjax import compiled_programs, host, peers
 from recurjax.errors import UserError
 
 COMMANDS = {
@@ -23,6 +23,8 @@ COMMANDS = {
 _DEBUG = "--debug"
 _PACKAGE = Path(__file__).parents[1]
 _RUN_PROGRAMS = ("train", "generate", "evaluate", "bench")
+_KEEP_PROGRAMS = ("train", "generate", "evaluate")
+"""What XLA compiles for these is kept for the next time; `bench` times compilation."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +60,13 @@ def _answer(argv: Sequence[str] | None) -> int:
             return 0
         if owns_process and argv[0] in _RUN_PROGRAMS:
             host.prepare()
-        return _find(argv[0])(argv[1:])
+        kept = argv[0] in _KEEP_PROGRAMS and "--no-cache" not in argv
+        if argv[0] in _KEEP_PROGRAMS:
+            argv = [word for word in argv if word != "--no-cache"]
+        command = _find(argv[0])
+        if owns_process and kept:
+            compiled_programs.keep()
+        return command(argv[1:])
     except UserError as error:
         print(f"recurjax: {error}", file=sys.stderr)
         return 2
@@ -138,6 +146,11 @@ def _usage() -> str:
     lines = ["usage: recurjax COMMAND [ARGUMENTS]   (recurjax COMMAND --help)", ""]
     lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
     lines += ["", f"  {_DEBUG}    with any of them: tracebacks of recurjax' own errors"]
+    lines += [
+        "",
+        "train, generate and evaluate keep compiled programs in $RECURJAX_CACHE, by",
+        "default in the user's cache folder; --no-cache leaves it out.",
+    ]
     return "\n".join(lines)
 
 

@@ -1,0 +1,163 @@
+"""Programs that XLA compiled, kept on disk between the processes of one user.
+
+jax has such a cache and lets each program choose its folder. Two things are done
+otherwise here. An entry is written aside and renamed, and carries a digest: jax writes
+into the final file, so that a process that is killed leaves a part of a program there
+for good. And the folder has a largest size: what was not used for longest goes first,
+without the lock on all readers that jax takes for that.
+
+What is read here is run, so the folder belongs to the user and nobody else may write in
+it.
+"""
+
+import hashlib
+import os
+import platform
+import secrets
+import stat
+import sys
+import time
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+from recurjax.errors import UserError
+
+VARIABLE = "RECURJAX_CACHE"
+_LARGEST = 4 * 2**30
+_LEAST_SECONDS = 0.1
+"""Programs compiled in less are not kept: reading one takes some milliseconds."""
+_DIGEST = hashlib.sha256().digest_size
+
+
+def keep() -> None:
+    """Has this process read compiled programs from disk and leave its own there.
+
+    The folder is `$RECURJAX_CACHE/compiled`, by default in the user's cache folder; the
+    variable set to nothing turns it off. Where jax was told a folder of its own
+    (JAX_COMPILATION_CACHE_DIR), that one is left to work as jax has it.
+
+    Raises:
+      UserError: $RECURJAX_CACHE cannot be written, or others may write in the folder.
+    """
+    import jax
+    from jax._src import compilation_cache  # jax has no door for another store
+
+    given = os.environ.get(VARIABLE)
+    told = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+    if given == "" or told is not None:
+        return
+    folder = (Path(given) if given else user_cache()) / "compiled" / _kind()
+    try:
+        _own(folder)
+    except OSError as error:
+        if given is None:  # no home, or one that cannot be written: a container
+            return
+        raise UserError(
+            f"${VARIABLE}: {folder} cannot be written: {error}; name another folder, "
+            "or use --no-cache"
+        ) from error
+    assert hasattr(compilation_cache, "get_file_cache"), "another jax?"
+    setattr(  # noqa: B010
+        compilation_cache, "get_file_cache", lambda path: (Programs(Path(path)), path)
+    )
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+
+
+def user_cache() -> Path:
+    """Returns the folder of this library below the user's cache folder."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "recurjax"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "recurjax"
+
+
+class Programs:
+    """Entries of one folder, by key; jax asks for `get` and `put`.
+
+    Several processes may read and write at once, on shared file systems too: an entry
+    appears whole, and two that write the same key write the same program.
+    """
+
+    def __init__(self, folder: Path, *, largest: int = _LARGEST):
+        self._path = self.folder = folder
+        self.largest = largest
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, key: str) -> bytes | None:
+        """Returns an entry; None where there is none, or a damaged one."""
+        file = self._file(key)
+        try:
+            content = file.read_bytes()
+            now = time.time()
+            os.utime(file, (now, now))  # when it was used last
+        except OSError:
+            return None
+        digest, program = content[:_DIGEST], content[_DIGEST:]
+        if hashlib.sha256(program).digest() != digest:
+            with suppress(OSError):
+                file.unlink()
+            return None
+        return program
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keeps an entry, and removes those that were not used for longest."""
+        file = self._file(key)
+        aside = file.with_name(f".{secrets.token_hex(8)}.partial")
+        try:
+            aside.write_bytes(hashlib.sha256(value).digest() + value)
+            os.replace(aside, file)
+        except OSError:  # a full disk costs the next start some time, nothing else
+            with suppress(OSError):
+                aside.unlink()
+            return
+        self._prune()
+
+    def clear(self) -> None:
+        """Does nothing: jax asks for it where it checks what a cache holds."""
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}.program"
+
+    def _prune(self) -> None:
+        entries = []
+        with suppress(OSError):
+            for entry in os.scandir(self.folder):
+                with suppress(OSError):  # another process removed it
+                    found = entry.stat()
+                    entries.append((found.st_mtime, found.st_size, entry.path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= self.largest:
+                break
+            with suppress(OSError):
+                os.unlink(path)
+            total -= size
+
+
+def _kind() -> str:
+    """Names what a program fits: jaxlib, Python's platform and this processor.
+
+    XLA's key knows the program, the flags and the devices. On a CPU the program has
+    instructions of the processor that compiled it; a home that several kinds of
+    machines share must not hand one's programs to another.
+    """
+    told = [platform.machine()]
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        told += sorted({x for x in lines if x.startswith(("flags", "Features"))})
+    digest = hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+    return f"jaxlib-{version('jaxlib')}-{platform.machine() or 'any'}-{digest}"
+
+
+def _own(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if (hasattr(os, "getuid") and found.st_uid != os.getuid()) or writable:
+        raise UserError(
+            f"{folder} holds programs that would be run, and others may write there: "
+            f"chmod 700 it, name another folder in ${VARIABLE}, or use --no-cache"
+        )
+    if not os.access(folder, os.W_OK):
+        raise PermissionError("no permission to write")
