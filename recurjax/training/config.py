@@ -33,6 +33,9 @@ class TrainingConfig:
       deterministic: ask XLA for deterministic operations on GPU (slower), so that runs
         and resumed runs agree bit for bit there too.
       wandb_project: also log to this Weights & Biases project (the `wandb` extra).
+      wandb_group: of that project, to which the run belongs.
+      wandb_tags: of the run there.
+      mlflow_experiment: also log to this experiment of MLflow (the `mlflow` extra).
     """
 
     steps: int
@@ -50,6 +53,9 @@ class TrainingConfig:
     profile: tuple[int, int] | None = None
     deterministic: bool = False
     wandb_project: str | None = None
+    wandb_group: str | None = None
+    wandb_tags: tuple[str, ...] = ()
+    mlflow_experiment: str | None = None
 
     def __post_init__(self):
         least_one = (

@@ -11,6 +11,7 @@ import jax
 from rich.console import Console
 
 from recurjax import peers
+from recurjax.config_json import to_json
 from recurjax.distributed import require_joined
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score
@@ -20,10 +21,14 @@ from recurjax.inference.sampling import SamplingConfig
 from recurjax.training.agreement import first_process
 from recurjax.training.interruption import Interruption
 from recurjax.training.run import (
+    Description,
     MetricsWriter,
     RunLock,
     TrainingProgress,
+    device_memory,
     held,
+    note_start,
+    open_trackers,
     plot_losses,
 )
 from recurjax.training.session import Metrics, Session
@@ -97,7 +102,7 @@ def _train(
     )
     state = session.start(progress.say)
     start = int(state.step)
-    writer = None if quiet else _open_writer(session, start)
+    writer = None if quiet else _open_writer(session, start, progress.say)
     if writer is not None:
         stack.callback(writer.close)
         stack.enter_context(peers.last_words(writer.close))
@@ -123,14 +128,23 @@ def _hold(root: Path, stack: ExitStack, console: Console) -> Callable[[], None]:
     return lambda: first_process(lambda: locks[0].check())
 
 
-def _open_writer(session: Session, start: int) -> MetricsWriter:
+def _open_writer(
+    session: Session, start: int, say: Callable[[str], None]
+) -> MetricsWriter:
     experiment, directory = session.experiment, session.directory
+    description = Description(
+        name=experiment.name,
+        config=to_json(experiment),
+        start=note_start(directory.starts, step=start),
+        ids=directory.trackers,
+    )
     return MetricsWriter(
         directory.metrics,
         directory.tensorboard,
         resumed_from=start,
-        wandb_project=experiment.training.wandb_project,
-        run_name=experiment.name,
+        description=description,
+        trackers=open_trackers(experiment.training, description),
+        say=say,
     )
 
 
@@ -227,7 +241,7 @@ class _Loop:
             if step % training.log_every == 0 or step == training.steps:
                 self.progress.line(step, metrics)
                 if self.writer is not None:
-                    row = metrics | self.progress.rates()
+                    row = metrics | self.progress.rates() | device_memory()
                     self.writer.write(step, "train", row)
             if skipped >= training.spikes.patience and training.spikes.enabled:
                 self._give_up(step, skipped, metrics)

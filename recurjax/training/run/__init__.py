@@ -1,6 +1,6 @@
 """A run on disk and on the screen: its directory, metrics, pictures, progress."""
 
-from recurjax.training.run.metrics import MetricsWriter
+from recurjax.training.run.metrics import MetricsWriter, device_memory
 from recurjax.training.run.plots import plot_losses
 from recurjax.training.run.progress import TrainingProgress
 from recurjax.training.run.run_directory import LoadedRun, RunDirectory, load_run
@@ -12,8 +12,11 @@ from recurjax.training.run.start_from import (
     load_frozen,
     load_start,
 )
+from recurjax.training.run.starts import note_start
+from recurjax.training.run.trackers import Description, open_trackers
 
 __all__ = [
+    "Description",
     "LoadedRun",
     "MetricsWriter",
     "RunDirectory",
@@ -22,9 +25,12 @@ __all__ = [
     "check_frozen",
     "check_shared",
     "check_start",
+    "device_memory",
     "held",
     "load_frozen",
     "load_run",
     "load_start",
+    "note_start",
+    "open_trackers",
     "plot_losses",
 ]

@@ -1,13 +1,15 @@
-"""Where metrics go: metrics.jsonl, TensorBoard and, if asked, Weights & Biases."""
+"""Where metrics go: metrics.jsonl, TensorBoard and, if asked, trackers."""
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recurjax.errors import UserError
+import jax
+
+from recurjax.training.run.trackers import Description, Tracker
 
 
 class Rows(NamedTuple):
@@ -64,8 +66,9 @@ class MetricsWriter:
         tensorboard: Path,
         *,
         resumed_from: int,
-        wandb_project: str | None = None,
-        run_name: str = "",
+        description: Description | None = None,
+        trackers: Sequence[Tracker] = (),
+        say: Callable[[str], None] = print,
     ):
         # Imported here: TensorBoard's writer brings protobuf in, which users of the
         # library alone need not wait for.
@@ -73,7 +76,14 @@ class MetricsWriter:
 
         self._file = file.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resumed_from + 1)
-        self._wandb = _start_wandb(wandb_project, run_name)
+        self._trackers, self._say = list(trackers), say
+        if description is not None:
+            text = json.dumps(
+                {"config": description.config} | description.start, indent=1
+            )
+            # Indented by four places it is a block of code in TensorBoard's Markdown.
+            block = "".join(f"    {line}\n" for line in text.splitlines())
+            self._tensorboard.add_text("config", block, resumed_from)
 
     def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
         """Writes one row."""
@@ -83,9 +93,16 @@ class MetricsWriter:
             if not math.isfinite(value):
                 continue
             self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
-        if self._wandb is not None:
-            row = {f"{kind}/{name}": value for name, value in metrics.items()}
-            self._wandb.log(row, step=step)
+        row = {f"{kind}/{name}": value for name, value in metrics.items()}
+        for tracker in list(self._trackers):
+            try:
+                tracker.write(step, row)
+            except Exception as error:  # a service that is gone must not stop a run
+                self._trackers.remove(tracker)
+                self._say(
+                    f"step {step}: {type(tracker).__name__} takes no more rows and is "
+                    f"left out from here on: {' '.join(str(error).split())[:300]}"
+                )
 
     def flush(self) -> None:
         """Makes all rows visible to readers of the files, also after a power cut."""
@@ -97,17 +114,22 @@ class MetricsWriter:
         """Flushes and closes."""
         self._file.close()
         self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.close()
 
 
-def _start_wandb(project: str | None, name: str) -> Any:
-    if project is None:
-        return None
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(
-            "training.wandb_project needs wandb: pip install 'recurjax[wandb]'"
-        ) from error
-    return wandb.init(project=project, name=name, id=name, resume="allow")
+def device_memory() -> dict[str, float]:
+    """Returns the bytes in use on this process' fullest device, now and at most so far.
+
+    Empty where a device does not say, as CPUs do not.
+    """
+    told = [device.memory_stats() or {} for device in jax.local_devices()]
+    names = {
+        "device_memory_bytes": "bytes_in_use",
+        "device_memory_peak_bytes": "peak_bytes_in_use",
+    }
+    return {
+        ours: float(max(stats[theirs] for stats in told))
+        for ours, theirs in names.items()
+        if all(theirs in stats for stats in told)
+    }

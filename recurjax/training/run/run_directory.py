@@ -44,6 +44,8 @@ class RunDirectory:
         self.profile = root / "profile"
         self.log = root / "log"
         self.imported = root / "imported"
+        self.starts = root / "starts.jsonl"
+        self.trackers = root / "trackers.json"
 
     @property
     def is_claimed(self) -> bool:
@@ -206,6 +208,9 @@ def _comparable(experiment: Experiment) -> Experiment:
         keep_checkpoints=1,
         profile=None,
         wandb_project=None,
+        wandb_group=None,
+        wandb_tags=(),
+        mlflow_experiment=None,
     )
     evaluation = dataclasses.replace(
         experiment.evaluation, sample_prompts=(), sample_tokens=1, temperature=0.0
