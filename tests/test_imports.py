@@ -16,7 +16,7 @@ ORDER = (
     ("types", "errors"),
     (
         *("parameters", "devices", "host", "files", "json_files"),
-        *("peers", "compiled_programs",),
+        *("peers", "compiled_programs", "storage"),
     ),
     ("layers", "data", "sharding", "distributed", "config_json", "ranges"),
     ("variants",),
@@ -34,7 +34,7 @@ ORDER = (
 )
 # Where the order alone would allow more than the design does.
 ONLY = {
-    "data": {"errors", "files", "json_files", "types"},
+    "data": {"errors", "files", "json_files", "storage", "types"},
     "layers": {"errors", "types"},
     "variants": {"layers", "errors", "types"},
     "model": {"variants", "layers", "errors", "types"},

@@ -21,7 +21,7 @@ SAID = {
     "data": {1: (2, "shard x is damaged"), 0: (2, "process 1 ended the run: shard x")},
     "tokenizer": {1: (2, "no tokenizer at"), 0: (2, "process 1 ended the run: no tok")},
     "restore": {1: (2, "9/state"), 0: (2, "process 1 ended the run: .* '9/state'")},
-    "evaluation": {1: (1, None), 0: (2, "process 1 .* RuntimeError: a bug of ours")},
+    "evaluation": {1: (70, "a bug"), 0: (2, "process 1 .* RuntimeError: a bug of")},
     "first": {0: (2, "No space left"), 1: (2, "process 0 ended the run: .* No space")},
     "apart": {0: (2, BLIND), 1: (2, BLIND)},
     "killed_0": {0: (-9, None), 1: (2, f"process 0 {LOST}")},

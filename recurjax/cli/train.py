@@ -2,13 +2,17 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from recurjax import peers
 from recurjax.cli import own_text
 from recurjax.cli.options import override
 from recurjax.distributed import start_processes
 from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.peers import SharedError
 from recurjax.run_table import load_experiment
+from recurjax.storage import url_of
 
 _USAGE = f"""usage: recurjax train EXPERIMENT [--corpus FILES] [--runs DIR] [--field X]
 
@@ -51,8 +55,11 @@ def _train(file: str, options: list[str]) -> int:
     # Imported late: the flags above count only before jax looks for devices.
     from recurjax.training.loop import train
 
-    root = runs / experiment.name
-    result = train(experiment, root)
+    root = f"{runs or '.'}/{experiment.name}"
+    if (url := url_of(root)) is not None:
+        result = _train_in_bucket(experiment, url)
+    else:
+        result = train(experiment, Path(root))
     if result.outcome == "finished":
         print(f"finished at step {result.step}: {root}")
         return 0
@@ -63,13 +70,29 @@ def _train(file: str, options: list[str]) -> int:
     return 130 if result.outcome == "interrupted" else 0
 
 
-def _take_runs(options: list[str]) -> tuple[Path, list[str]]:
+def _train_in_bucket(experiment: Experiment, url: str) -> Any:
+    import jax
+
+    from recurjax.training.loop import train
+    from recurjax.training.run import mirrored
+
+    if jax.process_count() > 1:
+        raise SharedError(
+            f"{url}: several processes write their parts of a checkpoint to one folder "
+            "at once: mount the bucket on all hosts (gcsfuse, mountpoint-s3) and name "
+            "the mounted folder with --runs"
+        )
+    with mirrored(url) as mirror:
+        return train(experiment, mirror.folder, after_write=mirror.push)
+
+
+def _take_runs(options: list[str]) -> tuple[str, list[str]]:
     """Takes --runs DIR, which is no field of an experiment, out of the options."""
     for at, word in enumerate(options):
         if word.startswith("--runs="):
-            return Path(word.removeprefix("--runs=")), options[:at] + options[at + 1 :]
+            return word.removeprefix("--runs="), options[:at] + options[at + 1 :]
         if word == "--runs":
             if at + 1 == len(options):
                 raise UserError("--runs needs a directory")
-            return Path(options[at + 1]), options[:at] + options[at + 2 :]
-    return Path("runs"), options
+            return options[at + 1], options[:at] + options[at + 2 :]
+    return "runs", options

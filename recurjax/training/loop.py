@@ -60,13 +60,23 @@ class TrainingResult(NamedTuple):
 
 
 def train(
-    experiment: Experiment, root: Path, *, console: Console | None = None
+    experiment: Experiment,
+    root: Path,
+    *,
+    console: Console | None = None,
+    after_write: Callable[[], None] | None = None,
 ) -> TrainingResult:
     """Trains in the run directory `root`, going on from its newest good checkpoint.
 
     A run that was stopped, however, and is resumed ends with the same bits as one that
     was not. SIGTERM and Ctrl-C save and return, also in the middle of an evaluation; it
     is then made when the run is resumed.
+
+    Args:
+      experiment: what to train.
+      root: the run directory.
+      console: where progress is shown; None: on standard output.
+      after_write: is called in the background whenever a checkpoint is on disk.
 
     Raises:
       UserError: config, data, devices and directory do not go together, another process
@@ -77,7 +87,7 @@ def train(
     peers.watch()
     with ExitStack() as stack:
         try:
-            return _train(experiment, root, console, stack)
+            return _train(experiment, root, console, after_write, stack)
         except (Exception, KeyboardInterrupt) as error:
             if peers.leave(error):
                 # To close waits for the other processes, which are ending as well.
@@ -86,12 +96,16 @@ def train(
 
 
 def _train(
-    experiment: Experiment, root: Path, console: Console | None, stack: ExitStack
+    experiment: Experiment,
+    root: Path,
+    console: Console | None,
+    after_write: Callable[[], None] | None,
+    stack: ExitStack,
 ) -> TrainingResult:
     quiet = jax.process_index() != 0
     console = Console(quiet=True) if quiet else console or Console()
     check_lock = _hold(root, stack, console)
-    session = Session(experiment, root)
+    session = Session(experiment, root, after_write=after_write)
     stack.callback(session.close)
     stack.enter_context(peers.last_words(session.finish_save))
     progress = TrainingProgress(

@@ -39,7 +39,13 @@ class Session:
       UserError: config, data, devices and run directory do not go together.
     """
 
-    def __init__(self, experiment: Experiment, root: Path):
+    def __init__(
+        self,
+        experiment: Experiment,
+        root: Path,
+        *,
+        after_write: Callable[[], None] | None = None,
+    ):
         # As it will be read back from config.json, before anything is made of it.
         experiment = from_json(Experiment, to_json(experiment), path="config")
         check_shared(root)
@@ -75,6 +81,7 @@ class Session:
             self.directory.checkpoints,
             keep=training.keep_checkpoints,
             model=experiment.model,
+            after_write=after_write,
         )
         self._batches = iter(loader)
         self._frozen: Decoder | None = None

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os import PathLike
@@ -71,6 +72,7 @@ class Checkpoints:
         keep: int = 3,
         keep_best: bool = True,
         model: ModelConfig | None = None,
+        after_write: Callable[[], None] | None = None,
     ):
         """Touches nothing on disk.
 
@@ -80,6 +82,8 @@ class Checkpoints:
           keep_best: whether the step of the lowest loss stays however old it is.
           model: what the arrays are the parameters of: saved with them, and compared
             when they are restored; None: neither.
+          after_write: is called in the background whenever a step is on disk; of one
+            process only. Its UserError comes out where the next save waits.
 
         Raises:
           ValueError: keep < 1.
@@ -92,6 +96,9 @@ class Checkpoints:
         self._model = model
         self._store = ArrayStore()
         self._writing: int | None = None
+        self._after_write = after_write
+        self._follower: threading.Thread | None = None
+        self._fault: Exception | None = None
 
     def save(
         self,
@@ -135,6 +142,9 @@ class Checkpoints:
         except OSError as error:
             raise self._not_written(step, error) from error
         self._writing = step
+        if self._after_write is not None:
+            self._follower = threading.Thread(target=self._follow, daemon=True)
+            self._follower.start()
 
     def restore(
         self,
@@ -206,7 +216,10 @@ class Checkpoints:
             return
         step = self._writing
         try:
-            self._store.wait()
+            self._finish_write()
+        except UserError:  # of what follows a write: the step itself is on disk
+            self._writing = None
+            raise
         except Exception as error:  # Tensorstore's errors have no class of their own.
             self._writing = None
             raise self._not_written(step, error) from error
@@ -220,7 +233,7 @@ class Checkpoints:
         For the end of a run whose processes no longer agree: nothing can follow.
         """
         if self._writing is not None:
-            self._store.wait()
+            self._finish_write()
 
     def close(self) -> None:
         """Waits like `wait` and ends the background threads."""
@@ -228,6 +241,23 @@ class Checkpoints:
             self.wait()
         finally:
             self._store.close()
+
+    def _finish_write(self) -> None:
+        if self._follower is None:
+            return self._store.wait()
+        self._follower.join()
+        fault, self._fault, self._follower = self._fault, None, None
+        if fault is not None:
+            raise fault
+
+    def _follow(self) -> None:
+        """Waits for the write and does what follows it; a thread's own function."""
+        assert self._after_write is not None
+        try:
+            self._store.wait()
+            self._after_write()
+        except Exception as error:  # raised where the run waits for the write
+            self._fault = error
 
     def _not_written(self, step: int, error: Exception) -> UserError:
         if jax.process_index() == 0:

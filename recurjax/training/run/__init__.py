@@ -1,6 +1,7 @@
 """A run on disk and on the screen: its directory, metrics, pictures, progress."""
 
 from recurjax.training.run.metrics import MetricsWriter, device_memory
+from recurjax.training.run.mirror import Mirror, mirrored
 from recurjax.training.run.plots import plot_losses
 from recurjax.training.run.progress import TrainingProgress
 from recurjax.training.run.run_directory import LoadedRun, RunDirectory, load_run
@@ -19,6 +20,7 @@ __all__ = [
     "Description",
     "LoadedRun",
     "MetricsWriter",
+    "Mirror",
     "RunDirectory",
     "RunLock",
     "TrainingProgress",
@@ -30,6 +32,7 @@ __all__ = [
     "load_frozen",
     "load_run",
     "load_start",
+    "mirrored",
     "note_start",
     "open_trackers",
     "plot_losses",

@@ -23,10 +23,12 @@ from recurjax.files import write_whole
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.storage import url_of
 from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.optimizers import Constant
 from recurjax.training.program import model_shapes
 from recurjax.training.run.metrics import read_rows
+from recurjax.training.run.mirror import fetched
 
 
 class RunDirectory:
@@ -171,7 +173,7 @@ def load_run(
     """Loads a run's model from its newest good checkpoint.
 
     Args:
-      path: the run directory.
+      path: the run directory; one in a bucket is copied for the time of this call.
       step: the checkpoint of this step instead.
       mesh: where to lay the parameters out; None: on one device.
       report: gets a sentence for each checkpoint that is damaged.
@@ -179,6 +181,9 @@ def load_run(
     Raises:
       UserError: not a run directory, no good checkpoint, or one that does not fit.
     """
+    if (url := url_of(path)) is not None:
+        with fetched(url, step=step) as folder:
+            return load_run(folder, step=step, mesh=mesh, report=report)
     run = RunDirectory(Path(path))
     if not run.root.is_dir():
         raise UserError(f"no run directory at {run.root}")

@@ -9,6 +9,8 @@ from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, model_differences, read_experiment
 from recurjax.model import Decoder, ModelConfig
+from recurjax.storage import url_of
+from recurjax.training.run.mirror import NO_STEP, fetched
 from recurjax.training.run.run_directory import RunDirectory, load_run
 
 
@@ -75,6 +77,11 @@ def load_frozen(
 def _check_run(
     path: str, *, name: str, model: ModelConfig, whose: str, tokenizer: Tokenizer
 ) -> None:
+    if (url := url_of(path)) is not None:
+        with fetched(url, step=NO_STEP) as folder:
+            return _check_run(
+                str(folder), name=name, model=model, whose=whose, tokenizer=tokenizer
+            )
     directory = RunDirectory(Path(path))
     other = read_experiment(directory.config)
     if differing := model_differences(model, other.model):

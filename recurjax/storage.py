@@ -1,0 +1,150 @@
+"""Buckets: what lies at gs://bucket/..., s3://bucket/... or https://...
+
+fsspec opens each kind of store through its own package. Everything that the library
+asks of a store is here: list what lies below a folder, read, write and remove whole
+objects. That is all that object stores do alike: they have no renames that happen at
+once, no links and no appending.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from recurjax.errors import UserError
+
+T = TypeVar("T")
+
+_CREDENTIALS = {
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run `gcloud auth "
+    "application-default login`",
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+}
+_WRITABLE = {"gs": "gcsfs", "s3": "s3fs", "memory": None}
+_READABLE = {**_WRITABLE, "https": "aiohttp"}
+_EXTRA = "cloud"
+_WORDS = ("credential", "anonymous", "401", "403", "forbidden", "denied", "unauthor")
+
+
+def url_of(path: str | Path) -> str | None:
+    """Returns the URL that a path stands for, None for a path of this machine.
+
+    A `Path` made of a URL has lost one of its slashes; it gets it back.
+    """
+    found = re.match(r"([a-z][a-z0-9+.-]+):/+(?=[^/])", str(path))
+    return None if found is None else f"{found[1]}://{str(path)[found.end() :]}"
+
+
+def open_store(url: str, *, write: bool = False) -> "Store":
+    """Opens the folder of a store, and asks for nothing yet.
+
+    Raises:
+      UserError: no store of that scheme is known, it cannot be written, or its package
+        is not installed.
+    """
+    scheme = url.partition("://")[0]
+    known = _WRITABLE if write else _READABLE
+    if scheme not in known:
+        what = "written" if write else "read"
+        names = ", ".join(f"{name}://" for name in known if name != "memory")
+        raise UserError(
+            f"{url}: nothing can be {what} at {scheme}://, only at {names} and on "
+            "file systems of this machine"
+        )
+    import fsspec
+
+    try:
+        # Lists of names are never kept: other processes write there too.
+        system = fsspec.filesystem(scheme, use_listings_cache=False)
+    except ImportError as error:
+        raise UserError(
+            f"{scheme}:// needs {known[scheme]}: pip install 'recurjax[{_EXTRA}]'"
+        ) from error
+    except Exception as error:  # of each store's own classes
+        raise _told(url, error) from error
+    return Store(url=url.rstrip("/"), system=system)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """The objects below one URL, by their names relative to it."""
+
+    url: str
+    system: Any
+
+    def sizes(self) -> dict[str, int]:
+        """Lists every object below the URL with its size in bytes."""
+        root = self._inner("").rstrip("/")
+        found = self._ask(lambda: self.system.find(root, detail=True))
+        return {
+            name.removeprefix("/")[len(root.removeprefix("/")) + 1 :]: int(info["size"])
+            for name, info in found.items()
+            if info["type"] == "file"
+        }
+
+    def read(self, name: str) -> bytes:
+        return self._ask(lambda: self.system.cat_file(self._inner(name)))
+
+    def fetch(self, name: str, file: Path) -> None:
+        """Copies an object into a file, whose folder is made."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._ask(lambda: self.system.get_file(self._inner(name), str(file)))
+
+    def send(self, file: Path, name: str) -> None:
+        """Copies a file into an object, which appears whole or not at all."""
+        self._ask(lambda: self.system.put_file(str(file), self._inner(name)))
+
+    def write(self, name: str, content: bytes) -> None:
+        self._ask(lambda: self.system.pipe_file(self._inner(name), content))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes objects, one after another."""
+        for name in names:
+            self._ask(lambda name=name: self.system.rm_file(self._inner(name)))
+
+    def glob(self, pattern: str) -> dict[str, int]:
+        """Lists the objects of a URL with `*` and `**`, as URLs with their sizes."""
+        inner = self.system._strip_protocol(pattern)
+        found = self._ask(lambda: self.system.glob(inner, detail=True))
+        return {
+            self.system.unstrip_protocol(name): int(info.get("size") or 0)
+            for name, info in sorted(found.items())
+            if info["type"] == "file"
+        }
+
+    def open(self, url: str) -> IO[bytes]:
+        return self._ask(lambda: self.system.open(url, "rb"))
+
+    def check_writable(self) -> None:
+        """Writes a small object and removes it.
+
+        Raises:
+          UserError: no credentials, no permission, no such bucket, no network.
+        """
+        self.write(".recurjax-writes-here", b"")
+        self.remove([".recurjax-writes-here"])
+
+    def _inner(self, name: str) -> str:
+        whole = f"{self.url}/{name}" if name else self.url
+        return self.system._strip_protocol(whole)
+
+    def _ask(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except Exception as error:  # of each store's own classes
+            raise _told(self.url, error) from error
+
+
+def _told(url: str, error: Exception) -> UserError:
+    text = " ".join(str(error).split()) or type(error).__name__
+    whole = f"{type(error).__name__} {text}".lower()
+    scheme = url.partition("://")[0]
+    if scheme in _CREDENTIALS and any(word in whole for word in _WORDS):
+        return UserError(
+            f"{url} cannot be used without credentials that may: "
+            f"{_CREDENTIALS[scheme]} ({text[:160]})"
+        )
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{url}: there is no such bucket or object ({text[:160]})")
+    return UserError(f"{url} cannot be used: {text[:240]}")

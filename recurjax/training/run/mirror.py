@@ -1,0 +1,167 @@
+"""A run directory in a bucket, worked on in a folder of this machine.
+
+A bucket cannot append to metrics.jsonl, rename a checkpoint or link a lock. So a run
+works in a folder of its own, which begins as a copy of the bucket's and is sent there
+at each save and at the end: first metrics and the other small files, then a
+checkpoint's arrays, and its commit file last. A step without one is incomplete: it is
+left out when the run is fetched again, and removed at the next save.
+"""
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from recurjax.errors import UserError
+from recurjax.storage import Store, open_store
+from recurjax.training.run.run_lock import LOCK
+
+_CHECKPOINTS = "checkpoints"
+_COMMIT = "commit_success.txt"
+_CONFIG = "config.json"
+NO_STEP = -1
+"""Asks `fetched` for a run without its checkpoints."""
+_PASSING = (".partial", ".removing", ".orbax-checkpoint-tmp")
+"""Parts of names of what is being written or removed at this moment."""
+
+
+class Mirror:
+    """One run: a folder here, the same folder in a store."""
+
+    def __init__(self, store: Store, folder: Path):
+        self.store, self.folder = store, folder
+        self.sent_bytes = self.sent_objects = 0
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._pushing = threading.Lock()
+
+    def steps(self) -> list[int]:
+        """Lists the complete checkpoints of the store, oldest first."""
+        return _complete(self.store.sizes())
+
+    def fetch(self, *, steps: list[int] | None = None) -> None:
+        """Copies the store's files into the folder.
+
+        Args:
+          steps: of these complete checkpoints only; None: of all.
+        """
+        names = self.store.sizes()
+        wanted = {str(n) for n in (_complete(names) if steps is None else steps)}
+        for name in names:
+            head, *rest = PurePosixPath(name).parts
+            if head == _CHECKPOINTS and (rest[0] not in wanted):
+                continue
+            if head == LOCK or name.startswith("."):
+                continue
+            file = self.folder / name
+            self.store.fetch(name, file)
+            self._stamps[name] = _stamp(file)
+
+    def push(self) -> None:
+        """Makes the store's folder as this one is now.
+
+        Raises:
+          UserError: the store does not take it.
+        """
+        with self._pushing:
+            local = {name: self.folder / name for name in self._names()}
+            stamps = {}
+            for name in sorted(local, key=_order):
+                try:
+                    stamps[name] = _stamp(local[name])
+                    if self._stamps.get(name) == stamps[name]:
+                        continue
+                    self.store.send(local[name], name)
+                except FileNotFoundError:  # pruned or renamed meanwhile
+                    stamps.pop(name, None)
+                    continue
+                self.sent_bytes += stamps[name][0]
+                self.sent_objects += 1
+            self._stamps = stamps
+            gone = sorted(self.store.sizes().keys() - local.keys(), key=_order)
+            # The commit file first: half a step must not look like a whole one.
+            self.store.remove(reversed(gone))
+
+    def _names(self) -> list[str]:
+        names = []
+        for folder, folders, files in os.walk(self.folder):
+            folders[:] = [name for name in folders if not _is_passing(name)]
+            at = Path(folder)
+            # A step that orbax has not finished has no commit file yet.
+            is_step = at.parent == self.folder / _CHECKPOINTS and at.name.isdecimal()
+            if is_step and not (at / _COMMIT).exists():
+                folders.clear()
+                continue
+            for name in files:
+                if not _is_passing(name) and (at != self.folder or name != LOCK):
+                    names.append((at / name).relative_to(self.folder).as_posix())
+        return names
+
+
+@contextmanager
+def mirrored(url: str) -> Iterator[Mirror]:
+    """Works on a run of a bucket for the time of a block, and sends it at its end.
+
+    Raises:
+      UserError: the bucket cannot be read and written; before the block begins.
+    """
+    store = open_store(url, write=True)
+    store.check_writable()
+    with tempfile.TemporaryDirectory(prefix="recurjax-run-") as folder:
+        mirror = Mirror(store, Path(folder) / PurePosixPath(url).name)
+        mirror.folder.mkdir()
+        mirror.fetch()
+        try:
+            yield mirror
+        finally:
+            mirror.push()
+
+
+@contextmanager
+def fetched(url: str, *, step: int | None = None) -> Iterator[Path]:
+    """Gives a copy of a bucket's run for reading, with one checkpoint.
+
+    Args:
+      url: of the run directory.
+      step: of the checkpoint; None: the newest.
+
+    Raises:
+      UserError: there is no run directory.
+    """
+    store = open_store(url)
+    names = store.sizes()
+    if _CONFIG not in names:
+        raise UserError(f"{url} is not a run directory: no {_CONFIG}")
+    steps = _complete(names)
+    chosen = [s for s in steps if s == step] if step is not None else steps[-1:]
+    with tempfile.TemporaryDirectory(prefix="recurjax-run-") as folder:
+        mirror = Mirror(store, Path(folder) / PurePosixPath(url).name)
+        mirror.folder.mkdir()
+        mirror.fetch(steps=chosen)
+        yield mirror.folder
+
+
+def _complete(names: dict[str, int]) -> list[int]:
+    steps = []
+    for name in names:
+        head, *rest = PurePosixPath(name).parts
+        if head == _CHECKPOINTS and rest[1:] == [_COMMIT] and rest[0].isdecimal():
+            steps.append(int(rest[0]))
+    return sorted(steps)
+
+
+def _order(name: str) -> tuple[bool, bool, bool, str]:
+    """Sorts names so that each marks what comes before it as whole."""
+    path = PurePosixPath(name)
+    is_checkpoint = path.parts[0] == _CHECKPOINTS
+    return is_checkpoint and path.name == _COMMIT, is_checkpoint, name == _CONFIG, name
+
+
+def _is_passing(name: str) -> bool:
+    return any(part in name for part in _PASSING)
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns

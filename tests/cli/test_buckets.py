@@ -1,0 +1,82 @@
+"""Runs in a bucket, at the command line; the bucket is fsspec's store in memory."""
+
+import fsspec
+import pytest
+
+from recurjax.errors import UserError
+from recurjax.storage import Store
+from recurjax.training.run import load_run
+from recurjax.training.session import Session
+from tests.cli.commands import TINY, assert_refused, recurjax
+from tests.training.run_contents import assert_same_run
+
+URL = "memory://bucket/runs/tiny"
+RUNS = "memory://bucket/runs"
+
+
+@pytest.fixture(autouse=True)
+def bucket():
+    """An empty store; gives its objects' contents by name below the run."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+    yield lambda: {
+        name.removeprefix("/bucket/runs/tiny/"): file.getvalue()
+        for name, file in memory.store.items()
+    }
+    memory.store.clear()
+
+
+def kill_at(monkeypatch, step):
+    """Ends training as a kill does: nothing more is sent."""
+    read, real = [], Session.next_batch
+
+    def next_batch(session):
+        read.append(1)
+        if len(read) == step:
+            monkeypatch.setattr(Store, "send", refuse)
+            raise KeyboardInterrupt
+        return real(session)
+
+    def refuse(*_):
+        raise UserError("killed")
+
+    monkeypatch.setattr(Session, "next_batch", next_batch)
+
+
+def test_runs_in_a_bucket_resume_bit_for_bit(finished, monkeypatch, bucket, tmp_path):
+    for step in (5, 6):  # counted from where each start resumes
+        with monkeypatch.context() as patch:
+            kill_at(patch, step)
+            assert recurjax("train", TINY, "--runs", RUNS)[0] != 0
+    code, out, err = recurjax("train", TINY, "--runs", RUNS)
+    assert (code, err) == (0, "") and f"finished at step 12: {URL}" in out
+    assert "resuming at step" in out
+    for name, content in bucket().items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert_same_run(tmp_path, finished)
+    steps = {name.split("/")[1] for name in bucket() if name.startswith("checkpoints")}
+    assert len(steps) == 3 and "12" in steps
+    assert load_run(URL).step == 12
+    assert load_run("memory:/bucket/runs/tiny", step=9).step == 9
+    code, out, _ = recurjax("evaluate", URL, "--batch", "512")
+    assert code == 0 and '"step": 12' in out
+
+
+def test_what_is_no_run_or_cannot_be_written_is_one_sentence():
+    answer = recurjax("generate", RUNS, "--prompt", "a")
+    assert_refused(
+        answer, "memory://bucket/runs is not a run directory: no config.json"
+    )
+    answer = recurjax("train", TINY, "--runs", "ftp://host/runs")
+    assert_refused(answer, "nothing can be written at ftp://, only at gs://, s3://")
+
+
+def test_several_processes_are_refused_before_anything_starts(monkeypatch, bucket):
+    import jax
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    answer = recurjax("train", TINY, "--runs", RUNS)
+    assert_refused(answer, "mount the bucket on all hosts")
+    assert not bucket()

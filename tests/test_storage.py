@@ -1,0 +1,90 @@
+"""Buckets, by fsspec's store in memory: what is asked of one, and what is told."""
+
+import sys
+
+import fsspec
+import pytest
+
+from recurjax.errors import UserError
+from recurjax.storage import open_store, url_of
+
+
+@pytest.fixture
+def bucket():
+    """A store in memory, empty before and after."""
+    fsspec.filesystem("memory").store.clear()
+    yield "memory://bucket"
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.mark.parametrize(
+    ("path", "url"),
+    [
+        ("gs://bucket/runs", "gs://bucket/runs"),
+        ("gs:/bucket/runs", "gs://bucket/runs"),  # as pathlib.Path writes it
+        ("s3://b", "s3://b"),
+        ("runs/gs", None),
+        ("/runs", None),
+        ("C:/runs", None),
+        ("name:with/colon", None),
+        ("name:", None),
+    ],
+)
+def test_urls_are_told_from_paths(path, url):
+    assert url_of(path) == url
+
+
+def test_objects_are_written_listed_and_read(bucket, tmp_path):
+    store = open_store(bucket + "/run", write=True)
+    store.check_writable()
+    assert store.sizes() == {}
+    store.write("a/b", b"four")
+    (tmp_path / "file").write_bytes(b"seven77")
+    store.send(tmp_path / "file", "c")
+    assert store.sizes() == {"a/b": 4, "c": 7} and store.read("a/b") == b"four"
+    store.fetch("c", tmp_path / "new" / "copy")
+    assert (tmp_path / "new" / "copy").read_bytes() == b"seven77"
+    store.remove(["a/b"])
+    assert store.sizes() == {"c": 7}
+    with pytest.raises(UserError, match="no such bucket or object"):
+        store.read("a/b")
+
+
+@pytest.mark.parametrize(
+    ("url", "write", "said"),
+    [
+        ("ftp://host/x", False, "nothing can be read at ftp://, only at gs://, s3://"),
+        ("https://host/x", True, "nothing can be written at https://, only at gs://"),
+    ],
+)
+def test_a_scheme_that_cannot_is_told(url, write, said):
+    with pytest.raises(UserError, match=said):
+        open_store(url, write=write)
+
+
+@pytest.mark.parametrize(("url", "package"), [("gs://b", "gcsfs"), ("s3://b", "s3fs")])
+def test_a_missing_package_names_the_extra(url, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"{package}: pip install 'recurjax\[cloud\]'"):
+        open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "said"),
+    [
+        ("gs://b", OSError("Anonymous caller, 401"), "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("s3://b", PermissionError("Access Denied"), "AWS_ACCESS_KEY_ID"),
+        ("s3://b", OSError("no route\nto host"), "s3://b cannot be used: no route to"),
+    ],
+)
+def test_what_a_store_answers_is_one_sentence(url, error, said, bucket, monkeypatch):
+    store = open_store(bucket, write=True)
+    object.__setattr__(store, "url", url)
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(type(store.system), "pipe_file", refuse)
+    with pytest.raises(UserError, match=said) as told:
+        store.check_writable()
+    assert "\n" not in str(told.value)
