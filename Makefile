@@ -42,26 +42,8 @@ format: $(VENV)/.installed-test
 
 # Apart from the environment: their plugins would disturb every start on a CPU.
 # What is there in the constraints' versions stays: it takes minutes to fetch.
-COMPILERS := libtpu jax-cuda12-plugin jax-cuda12-pjrt
-
-define HAS_COMPILERS
-import sys
-from importlib.metadata import distributions
-from packaging.requirements import Requirement
-
-have = {one.name: one.version for one in distributions(path=[".compilers"])}
-text = open("constraints.txt").read().splitlines()
-lines = [line for line in text if "==" in line and line[0] != "#"]
-pins = [pin for pin in map(Requirement, lines) if pin.name in sys.argv[1:]]
-pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
-sys.exit(not all(have.get(pin.name, "0") in pin.specifier for pin in pins))
-endef
-export HAS_COMPILERS
-
 compilers: $(VENV)/.installed
-	@$(BIN)/python -c "$$HAS_COMPILERS" $(COMPILERS) || { \
-	  echo "fetching compilers into .compilers"; rm -rf .compilers; \
-	  $(PIP) --target .compilers --no-deps $(COMPILERS); }
+	$(BIN)/recurjax compilers --into .compilers --constraint constraints.txt
 
 clean:
 	rm -rf $(VENV)
@@ -74,7 +56,7 @@ $(MADE):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.installed: $(MADE) pyproject.toml constraints.txt
+$(VENV)/.installed: $(MADE) pyproject.toml setup.py constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
 	$(PIP) --editable .
 	@touch $@

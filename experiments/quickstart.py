@@ -80,7 +80,8 @@ notebooks/first_tour.ipynb                                     the same, in Pyth
 def main() -> int:
     """Trains, then shows a continuation, the figures, the files, what to try next."""
     console = Console(highlight=False)
-    experiment, root = config(), Path("runs/quickstart")
+    experiment = config()
+    root = Path("runs") / experiment.name
     began = time.monotonic()
     result = train(experiment, root, console=console)
     total = time.monotonic() - began

@@ -11,6 +11,8 @@ machine without the data packages can use the models.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from recurjax.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from recurjax.data.dataset import open_dataset
     from recurjax.errors import UserError
@@ -41,6 +43,7 @@ _HOME = {
 }
 
 __all__ = [
+    "__version__",
     "Decoder",
     "Experiment",
     "ModelConfig",

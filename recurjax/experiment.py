@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from recurjax.config_changes import VERSION_KEY, brought_up_to_date
 from recurjax.config_json import from_json, json_differences, to_json
 from recurjax.data.config import DataConfig
 from recurjax.data.tasks.dataset import TaskData
@@ -17,6 +18,7 @@ from recurjax.sharding import MeshConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import NextToken, Objective
 from recurjax.training.optimizers import Constant, OptimizerConfig, Schedule
+from recurjax.version import VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,19 +90,21 @@ def _learned_positions(config: Any, path: str) -> str | None:
 
 def write_experiment(experiment: Experiment, file: Path) -> None:
     """Writes config.json, whole or not at all."""
-    write_whole(file, json.dumps(to_json(experiment), indent=2) + "\n")
+    content = {VERSION_KEY: VERSION, **to_json(experiment)}
+    write_whole(file, json.dumps(content, indent=2) + "\n")
 
 
 def read_experiment(file: Path) -> Experiment:
     """Reads config.json back.
 
     Raises:
-      UserError: it is missing, is not JSON or does not fit this version's configs.
+      UserError: it is missing, is not JSON, does not fit this version's configs or was
+        written by a newer one.
     """
     if not file.is_file():
         raise UserError(f"{file.parent} is not a run directory: no {file.name}")
     data = read_json(file, "the run's config")
-    return from_json(Experiment, data, path=file.name)
+    return from_json(Experiment, brought_up_to_date(data, file), path=file.name)
 
 
 def differences(one: Experiment, other: Experiment) -> list[str]:

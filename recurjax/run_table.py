@@ -10,8 +10,13 @@ A table is a dict `RUNS` from a row's name to its `Run`, over what the rows shar
     }
 
 and `FILE.py:rat16` names a row: `recurjax train experiments/rat/runs.py:rat16`.
+
+What lies in experiments/ has a name besides: `quickstart` is experiments/quickstart.py,
+`rat` experiments/rat/runs.py and `rat:fineweb_4k_rat16` a row of it, from a clone and
+from an installed package, in which the folder is the package recurjax_experiments.
 """
 
+import ast
 import difflib
 import importlib.util
 import re
@@ -52,7 +57,7 @@ class Run:
 
 
 def load_experiment(where: str | Path) -> Experiment:
-    """Makes the experiment that `FILE.py` or `FILE.py:NAME` names.
+    """Makes the experiment that `FILE.py`, `FILE.py:ROW`, or a name names.
 
     Nothing of the file stays behind: neither itself, its neighbours among the imported
     modules, nor its folder in `sys.path`.
@@ -61,7 +66,7 @@ def load_experiment(where: str | Path) -> Experiment:
       UserError: no such file or row, a table without a row's name, the file fails, or
         it makes something else or an Experiment with a value of a wrong type.
     """
-    path, name = _split(where)
+    path, name = find_experiment(where)
     with _imported(path) as module:
         table = _table(module, path)
         if table is None:
@@ -83,6 +88,63 @@ def load_runs(path: Path) -> dict[str, Run]:
         if table is None:
             raise UserError(f"{path} has no table RUNS of runs")
         return table
+
+
+def experiments_folder() -> Path:
+    """Returns where the experiments of this version lie.
+
+    Raises:
+      UserError: the package was installed without them.
+    """
+    package = Path(__file__).parent
+    beside = package.with_name("experiments")  # of a clone, also an editable one
+    if (package.with_name("pyproject.toml")).is_file() and beside.is_dir():
+        return beside
+    installed = package.with_name("recurjax_experiments")
+    if not installed.is_dir():
+        raise UserError(
+            f"there are no experiments beside {package}: install recurjax again, or "
+            "name an experiment's file"
+        )
+    return installed
+
+
+def shipped_experiments() -> dict[str, Path]:
+    """Lists the files of `experiments_folder` by their names, sorted."""
+    folder = experiments_folder()
+    tables = {file.parent.name: file for file in folder.glob("*/runs.py")}
+    files = {f.stem: f for f in folder.glob("*.py") if _makes_one(f.read_text())}
+    return dict(sorted((files | tables).items()))
+
+
+def find_experiment(where: str | Path) -> tuple[Path, str | None]:
+    """Returns the file, and the row if one is named, that `where` means.
+
+    Raises:
+      UserError: it is neither a file nor a name of `shipped_experiments`.
+    """
+    path, row = _split(where)
+    if path.is_file() or path.suffix or len(path.parts) != 1:
+        return path, row
+    known = shipped_experiments()
+    if path.name in known:
+        return known[path.name], row
+    near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(
+        f"there is no experiment {path.name}: {hint}`recurjax experiments` lists them, "
+        "and a file of yours is named with its .py"
+    )
+
+
+def summary_of(file: Path) -> str:
+    """Returns the first line of a file's docstring, without running the file."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0]
+
+
+def _makes_one(text: str) -> bool:
+    return "\ndef config()" in text
 
 
 def _split(where: str | Path) -> tuple[Path, str | None]:

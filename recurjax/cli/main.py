@@ -9,6 +9,7 @@ from pathlib import Path
 
 from recurjax import compiled_programs, host, peers
 from recurjax.errors import UserError
+from recurjax.version import VERSION
 
 COMMANDS = {
     "train": "train an experiment, or resume it",
@@ -18,6 +19,10 @@ COMMANDS = {
     "plan": "compile for TPUs and GPUs that are not here: memory, bounds, cost",
     "data": "prepare token shards (recurjax data prepare)",
     "bench": "time a model's or an operation's passes",
+    "experiments": "list the experiments that come with recurjax",
+    "new": "copy an experiment into a file to edit",
+    "compilers": "fetch the compilers that plan uses",
+    "doctor": "what is here, what works, and why the rest does not",
 }
 
 _DEBUG = "--debug"
@@ -57,6 +62,9 @@ def _answer(argv: Sequence[str] | None) -> int:
         _check_text(argv)
         if not argv or argv[0] in ("-h", "--help"):
             print(_usage())
+            return 0
+        if argv[0] == "--version":
+            print(f"recurjax {VERSION}")
             return 0
         if owns_process and argv[0] in _RUN_PROGRAMS:
             host.prepare()
@@ -144,7 +152,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _usage() -> str:
     lines = ["usage: recurjax COMMAND [ARGUMENTS]   (recurjax COMMAND --help)", ""]
-    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    lines += [f"  {name:<11} {text}" for name, text in COMMANDS.items()]
     lines += ["", f"  {_DEBUG}    with any of them: tracebacks of recurjax' own errors"]
     lines += [
         "",

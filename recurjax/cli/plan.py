@@ -25,8 +25,9 @@ from recurjax.sharding import AXES, MeshConfig
 CACHE = Path("runs") / ".plans"
 _USAGE = """usage: recurjax plan EXPERIMENT --topology NAME [options] [--field value]
 
-EXPERIMENT is a .py file with a function config(), or FILE.py:NAME for a row of a file
-with a table RUNS (FILE.py alone lists the rows). NAME is like v5e:16x16, v5p:4x4x4,
+EXPERIMENT is a name that `recurjax experiments` lists, a .py file with a function
+config(), or FILE.py:NAME for a row of a file with a table RUNS (FILE.py alone lists the
+rows). NAME is like v5e:16x16, v5p:4x4x4,
 v6e:2x2, h100, h100:8 or cpu. All other options: recurjax plan EXPERIMENT --help. Fields
 of the experiment can be replaced as for recurjax train: --training.batch 256."""
 

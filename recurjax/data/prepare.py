@@ -30,6 +30,7 @@ from recurjax.data.streams import token_dtype, validation_start
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.files import new_folder
+from recurjax.version import VERSION
 
 BLOCK = 1024
 """Tokens in a record."""
@@ -113,6 +114,7 @@ def prepare(
             validation_tokens=0,
             index_sha256=hashlib.sha256(index.getvalue()).hexdigest(),
             shards=written.shards,
+            version=VERSION,
         )
         cut = validation_start(
             PreparedStream(folder, manifest),

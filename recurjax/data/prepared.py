@@ -25,6 +25,7 @@ from recurjax.data.streams import Span
 from recurjax.errors import UserError
 from recurjax.files import inside
 from recurjax.json_files import read_json_object
+from recurjax.version import refuse_newer
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -62,6 +63,7 @@ class Manifest:
       validation_tokens: the rest.
       index_sha256: checksum of documents.npy.
       shards: the files, in order.
+      version: of recurjax, which wrote it; "": one before 0.1.0 was counted.
     """
 
     format: int
@@ -78,6 +80,7 @@ class Manifest:
     validation_tokens: int
     index_sha256: str
     shards: tuple[Shard, ...]
+    version: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -180,6 +183,8 @@ def read_manifest(directory: Path) -> Manifest:
             f"{file} is of format {values.get('format')!r}, this version reads "
             f"{FORMAT}: prepare the data again"
         )
+    refuse_newer(values.get("version", ""), file)
+    values.setdefault("version", "")
     shards = values.get("shards")
     if not isinstance(shards, list) or not shards:
         raise UserError(f"{file} is damaged: it names no shards")

@@ -1,7 +1,7 @@
 """Has a program compiled by a child process that can reach the target's compiler.
 
 The plugins of TPUs and GPUs disturb a process that runs on the CPU (noise at every
-start), so they live in `.compilers` and only children see them.
+start), so they live in a folder apart (`compilers.places`) and only children see them.
 """
 
 import json
@@ -16,11 +16,11 @@ from typing import Any
 from recurjax.config_json import to_json
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.plan.compilers import find_compilers, places
 from recurjax.plan.programs import ProgramName
 from recurjax.plan.topology import Topology
 
 ROOT = Path(__file__).parents[2]
-COMPILERS = ROOT / ".compilers"
 _PLUGINS = {"tpu": "libtpu", "cuda": "jax_plugins"}
 
 
@@ -98,18 +98,22 @@ def _crash(child: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def check_compilers(topology: Topology) -> None:
     """Raises UserError when the target's compiler is not here."""
     plugin = _PLUGINS.get(topology.platform)
-    if plugin is not None and not (COMPILERS / plugin).is_dir():
+    if plugin is not None and find_compilers(plugin) is None:
+        looked = ", ".join(map(str, places()))
         raise UserError(
-            f"planning for {topology.name} needs its compiler, and {COMPILERS} does "
-            "not have it: run make compilers"
+            f"planning for {topology.name} needs its compiler, which is not in "
+            f"{looked}: run `recurjax compilers` (in a clone: make compilers)"
         )
 
 
 def environment(topology: Topology) -> dict[str, str]:
     """Returns the environment of a process that may load the target's compiler."""
     paths = [str(ROOT)]
-    if topology.platform in _PLUGINS:
-        paths.append(str(COMPILERS))
+    plugin = _PLUGINS.get(topology.platform)
+    if plugin is not None and (place := find_compilers(plugin)) is not None:
+        paths.append(str(place.absolute()))
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

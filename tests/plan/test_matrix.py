@@ -5,12 +5,12 @@ The ops' own kernels are compiled by tests/pallas_kernels/*/test_compiles.py.
 
 import pytest
 
-from recurjax.plan.compilation import COMPILERS
+from recurjax.plan.compilers import find_compilers
 from tests.plan.matrix import CASES, Case, compile_cases, differences, figures, golden
 from tests.plan.small_experiments import VARIANTS
 
 needs_compilers = pytest.mark.skipif(
-    not (COMPILERS / "jax_plugins").is_dir(),
+    find_compilers("jax_plugins") is None,
     reason="no compilers for GPU and TPU here: run make compilers",
 )
 

@@ -80,12 +80,12 @@ def test_a_mistake_is_told_in_one_sentence(options, said):
 
 
 def test_without_compilers_the_command_to_fetch_them_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(compilation, "COMPILERS", tmp_path)
+    monkeypatch.setenv("RECURJAX_COMPILERS", str(tmp_path))
     for topology in ("v5e:2x2", "h100"):
         code, _, wrong = recurjax("plan", TINY, "--topology", topology)
         assert code == 2
         assert f"planning for {topology} needs its compiler" in wrong
-        assert "run make compilers" in wrong
+        assert f"not in {tmp_path}: run `recurjax compilers`" in wrong
 
 
 def test_what_does_not_fit_gets_three_changes_that_are_planned_again(monkeypatch):

@@ -1,0 +1,39 @@
+"""`recurjax compilers`: fetches what `recurjax plan` compiles with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from recurjax.cli.options import parse
+from recurjax.plan import compilers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompilersOptions:
+    """Fetches the TPU and CUDA compilers that go with this jax (1.2 GB on disk).
+
+    Nothing is fetched where they are already. `recurjax plan` looks in
+    $RECURJAX_COMPILERS, in .compilers here, and in the user's cache.
+
+    Attributes:
+      into: the folder; default: $RECURJAX_COMPILERS, else one in the user's cache.
+      constraint: a file of pins, as pip reads them.
+    """
+
+    into: Path | None = None
+    constraint: Path | None = None
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command."""
+    options = parse(CompilersOptions, argv, prog="recurjax compilers")
+    needed = compilers.wanted(options.constraint)
+    folders = [options.into] if options.into else compilers.places()
+    for folder in folders:
+        if compilers.are_there(folder, needed):
+            print(f"the compilers are in {folder}")
+            return 0
+    names = ", ".join(map(str, needed))
+    print(f"fetching {names} into {folders[-1]}", flush=True)
+    folders[-1].expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
+    compilers.fetch(folders[-1], needed)
+    return 0

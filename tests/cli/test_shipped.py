@@ -1,0 +1,153 @@
+"""What a user has without a clone: names of experiments, copies, versions, doctor."""
+
+import json
+import re
+from importlib import metadata
+
+import pytest
+
+import recurjax as package
+from recurjax.config_changes import Change, brought_up_to_date
+from recurjax.errors import UserError
+from recurjax.experiment import read_experiment, write_experiment
+from recurjax.plan import compilers
+from recurjax.run_table import experiments_folder, load_experiment, shipped_experiments
+from recurjax.version import VERSION
+from tests.cli.commands import assert_refused, recurjax
+from tests.training.tiny_experiment import config
+
+
+def test_experiments_have_names():
+    folder = experiments_folder()
+    assert load_experiment("quickstart") == load_experiment(folder / "quickstart.py")
+    row = "rat:fineweb_4k_rat16"
+    assert load_experiment(row).name == "rat_fineweb_4k_rat16"
+    with pytest.raises(UserError, match=r"runs.py has \d+ runs: name one"):
+        load_experiment("rat")
+    code, out, _ = recurjax("experiments")
+    assert code == 0
+    listed = dict(re.findall(r"^(\w+) +(\S.*)$", out, re.MULTILINE))
+    assert listed.keys() == shipped_experiments().keys() >= {"quickstart", "rat"}
+    assert listed["quickstart"].startswith("Quickstart: a small byte-level")
+    _, rows, _ = recurjax("experiments", "rat")
+    assert f"{row}  Table 1: perplexity 7.67\n" in rows
+
+
+def test_a_copy_is_a_run_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = recurjax("new", "mine", "--from", "quickstart")
+    assert (code, out) == (0, "recurjax train mine.py\n")
+    mine, theirs = load_experiment("mine.py"), load_experiment("quickstart")
+    assert mine.name == "mine" and mine.model == theirs.model
+    _, out, _ = recurjax("new", "table.py", "--from=rat:shakespeare_rat16")
+    assert out == "recurjax train table.py:shakespeare_rat16\n"
+    assert_refused(recurjax("new", "mine", "--from", "quickstart"), "exists already")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("train", "quickstrat"), "no experiment quickstrat: did you mean quickstart"),
+        (("train", "rat:fineweb"), "has no run fineweb"),
+        (("new", "mine"), "say what to copy: recurjax new NAME --from quickstart"),
+        (("new", "a-b", "--from", "rat"), "NAME must have letters, digits and _"),
+        (("new", "no/mine", "--from", "rat"), "there is no directory no"),
+        (("new", "mine", "--of", "rat"), "there is no option --of"),
+        (("experiments", "rut"), "there is no experiment rut: did you mean rat"),
+        (("doctor", "now"), "recurjax doctor takes no arguments, got now"),
+        (("compilers", "--constraint", "no.txt"), "no constraints file at no.txt"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words, message):
+    assert_refused(recurjax(*words), message)
+
+
+def test_the_version_has_one_source():
+    assert recurjax("--version")[1] == f"recurjax {VERSION}\n"
+    assert package.__version__ == VERSION
+    assert metadata.version("recurjax") == VERSION
+
+
+def test_a_newer_config_is_refused_and_an_older_one_read(tmp_path):
+    file = tmp_path / "config.json"
+    write_experiment(config(), file)
+    content = json.loads(file.read_text())
+    assert content.pop("recurjax") == VERSION
+    file.write_text(json.dumps(content))  # as before versions were written
+    assert read_experiment(file) == config()
+    file.write_text(json.dumps({"recurjax": "99.1", **content}))
+    with pytest.raises(UserError, match="written by recurjax 99.1, and this is 0"):
+        read_experiment(file)
+    file.write_text(json.dumps({"recurjax": "new", **content}))
+    with pytest.raises(UserError, match="names no version: 'new'"):
+        read_experiment(file)
+
+
+def test_a_field_that_moved_is_read_where_it_is_now(tmp_path):
+    file = tmp_path / "config.json"
+    changes = (
+        Change(version="0.0.5", type="A", field="old", to="inner.new"),
+        Change(version="0.0.6", type="B", field="gone", only=1),
+    )
+
+    def read(content):
+        return brought_up_to_date(content, file, changes=changes)
+
+    old = {"type": "A", "old": 3, "inner": {"type": "B", "gone": 1}}
+    now = {"type": "A", "inner": {"type": "B", "new": 3}}
+    assert read(old) == read({"recurjax": "0.0.4", **old}) == now
+    assert old["old"] == 3  # what was given is not changed
+    # A version that has the field under this name again is left alone.
+    assert read({"recurjax": VERSION, "type": "C", "old": 3}) == {"type": "C", "old": 3}
+    with pytest.raises(UserError, match="B.gone was 2; since version 0.0.6 only 1 can"):
+        read({"type": "A", "inner": [{"type": "B", "gone": 2}]})
+
+
+def test_compilers_are_looked_for_in_order(tmp_path, monkeypatch):
+    named, here, cache = tmp_path / "named", tmp_path / "here", tmp_path / "cache"
+    for folder in (named, here / ".compilers", cache / "recurjax" / "compilers"):
+        (folder / "libtpu").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(compilers.sys, "platform", "linux")
+    monkeypatch.setattr(compilers, "_ROOT", tmp_path)  # as of an installed package
+    monkeypatch.setenv(compilers.VARIABLE, str(named))
+    assert compilers.find_compilers("libtpu") == named
+    monkeypatch.delenv(compilers.VARIABLE)
+    assert compilers.find_compilers("libtpu") == here / ".compilers"
+    monkeypatch.chdir(tmp_path)
+    assert compilers.find_compilers("libtpu") == cache / "recurjax" / "compilers"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compilers.find_compilers("libtpu") is None
+    assert_refused(
+        recurjax("plan", "quickstart", "--topology", "v5e:2x2"),
+        r"is not in .*\.compilers, .*: run `recurjax compilers`",
+    )
+
+
+def test_compilers_go_with_jax(tmp_path):
+    pins = tmp_path / "pins.txt"
+    [libtpu, plugin, pjrt] = compilers.wanted()
+    pins.write_text("# pinned\nlibtpu==9.9; python_version > '3'\nlibtpu2==1\n")
+    [narrowed, *_] = compilers.wanted(pins)
+    assert libtpu.specifier != narrowed.specifier and "==9.9" in str(narrowed)
+    assert plugin.specifier == pjrt.specifier
+    assert metadata.version("jaxlib") in plugin.specifier
+    folder = tmp_path / "there"
+    for name in ("libtpu", "jax_cuda12_plugin", "jax_cuda12_pjrt"):
+        info = folder / f"{name}.dist-info"
+        info.mkdir(parents=True)
+        version = metadata.version("jaxlib") if "jax" in name else "9.9"
+        about = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\n"
+        (info / "METADATA").write_text(f"{about}Version: {version}\n")
+    assert not compilers.are_there(folder, [libtpu, plugin, pjrt])
+    assert compilers.are_there(folder, [plugin, pjrt])
+
+
+def test_doctor_says_which_backend_each_operation_takes(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret-value")
+    code, out, _ = recurjax("doctor")
+    assert code == 0 and "secret-value" not in out
+    assert "HF_TOKEN is set" in out and f"recurjax {VERSION}, Python 3" in out
+    for op in ("recurrent_prefill", "chunk_attention", "gated_scan", "selective_scan"):
+        assert re.search(rf"{op}: xla\n +not triton: .+\n +not mosaic_tpu: .+\n", out)

@@ -1,0 +1,130 @@
+"""What `pip install` gives: wheel and sdist, used outside the clone."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from recurjax.version import VERSION
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("recurjax", "pallas_kernels", "experiments", "pyproject.toml", "setup.py")
+PARTS += ("MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md")
+PARTS += ("constraints.txt",)
+BUILD = "import sys, setuptools.build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
+
+pytestmark = pytest.mark.slow
+
+
+def run(*words, **options):
+    done = subprocess.run(
+        list(map(str, words)), capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == 0, (
+        f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    )
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """The sdist of a copy of the tree, and the wheel that is built from the sdist."""
+    root = tmp_path_factory.mktemp("build")
+    tools, tree = root / "tools", root / "tree"
+    tree.mkdir()
+    for part in PARTS:
+        if (ROOT / part).is_dir():
+            shutil.copytree(
+                ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            shutil.copy(ROOT / part, tree / part)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", tools]
+    got = subprocess.run([*pip, "setuptools>=77"], capture_output=True, text=True)
+    if got.returncode != 0:
+        pytest.skip(f"pip cannot fetch setuptools>=77: {got.stderr.strip()[-200:]}")
+    env = {**os.environ, "PYTHONPATH": str(tools)}
+    build = (sys.executable, "-c", BUILD)
+    run(*build, "build_sdist", root, cwd=tree, env=env)
+    [sdist] = root.glob("*.tar.gz")
+    with tarfile.open(sdist) as packed:
+        packed.extractall(root / "unpacked", filter="data")
+    [unpacked] = (root / "unpacked").iterdir()
+    run(*build, "build_wheel", root, cwd=unpacked, env=env)
+    [wheel] = root.glob("*.whl")
+    return sdist, wheel
+
+
+def test_both_hold_what_is_used_without_a_clone(distributions):
+    sdist, wheel = distributions
+    assert VERSION in sdist.name and VERSION in wheel.name
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+        [about] = [name for name in names if name.endswith("METADATA")]
+        told = packed.read(about).decode()
+    ours = [p.relative_to(ROOT) for p in (ROOT / "experiments").rglob("*.py")]
+    wanted = {f"recurjax_{file.as_posix()}" for file in ours}
+    wanted |= {"recurjax/py.typed", "pallas_kernels/py.typed"}
+    wanted |= {"recurjax/data/text/shakespeare.txt", "recurjax_experiments/README.md"}
+    wanted |= {"recurjax_experiments/launch/tpu_vm.sh"}
+    for package in ("recurjax", "pallas_kernels"):
+        files = (ROOT / package).rglob("*.py")
+        wanted |= {file.relative_to(ROOT).as_posix() for file in files}
+    assert wanted - names == set()
+    assert not [n for n in names if n.startswith(("tests/", "experiments/", "build/"))]
+    for line in ("Project-URL: ", "Classifier: ", "Author: ", "License-File: LICENSE"):
+        assert line in told, line
+    with tarfile.open(sdist) as packed:
+        inside = {name.partition("/")[2] for name in packed.getnames()}
+    assert {"CHANGELOG.md", "LICENSE", "experiments/rat/runs.py"} <= inside
+
+
+def test_the_registry_would_take_both(distributions):
+    pytest.importorskip("twine", reason="twine is not installed: pip install twine")
+    told = run(sys.executable, "-m", "twine", "check", "--strict", *distributions)
+    assert told.count("PASSED") == 2
+
+
+def test_a_fresh_environment_trains_generates_evaluates_and_plans(
+    distributions, tmp_path
+):
+    environment, work = tmp_path / "environment", tmp_path / "work"
+    work.mkdir()
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    python = environment / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", distributions[1])
+    # The dependencies are the suite's. A line of a .pth adds a folder and reads none of
+    # the .pth files in it, so that the suite's own editable recurjax stays out.
+    [site] = (environment / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    recurjax = environment / "bin" / "recurjax"
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    here = {"cwd": work, "env": {**plain, "JAX_PLATFORMS": "cpu"}}
+
+    where = run(python, "-c", "import recurjax; print(recurjax.__file__)", **here)
+    assert Path(where.strip()).is_relative_to(site)
+    assert run(recurjax, "--version", **here) == f"recurjax {VERSION}\n"
+    assert " Quickstart: a small" in run(recurjax, "experiments", **here)
+    run(recurjax, "new", "mine", "--from", "rat:shakespeare_rat16", **here)
+    assert (work / "mine.py").is_file()
+    # A small layer, as what is tried is the package and not the model.
+    small = ("--model.stack.layers", 1, "--model.stack.width", 32)
+    small += ("--model.stack.heads", 2, "--model.stack.key-heads", 2)
+    short = ("--training.steps", 20, "--schedule.warmup-steps", 5)
+    short += ("--evaluation.batches", 4, "--evaluation.sample-tokens", 20)
+    out = run(recurjax, "train", "quickstart", *small, *short, **here)
+    assert "finished at step 20: runs/quickstart" in out
+    words = ("--prompt", "HAMLET", "--max-new-tokens", 8)
+    assert run(recurjax, "generate", "runs/quickstart", *words, **here)
+    (work / "my.txt").write_text("To be, or not to be, that is the question.\n" * 20)
+    out = run(recurjax, "evaluate", "runs/quickstart", "--text", "my.txt", **here)
+    assert "bits_per_byte" in out
+    words = ("--topology", "cpu", *small)
+    assert "FLOPs" in run(recurjax, "plan", "quickstart", *words, **here)
