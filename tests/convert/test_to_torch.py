@@ -40,6 +40,7 @@ from recurjax.variants.latent_recurrent_transformer import (
     MemoryConfig,
 )
 from recurjax.variants.rat import RatMixerConfig, presets
+from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.transformer import TransformerConfig
 from tests.cli.commands import assert_refused, recurjax
@@ -128,6 +129,27 @@ STACKS = {
         layers=4,
         width=WIDTH,
     ),
+    "recurformer": RecurFormerConfig(
+        transformer=transformer(attention=attention(qkv_bias=True, out_bias=True)),
+        replaced=((0, 3), (0, 1, 2, 3)),
+        mamba=MambaConfig(state=3, dt_rank=5),
+    ),
+    "recurformer_learned": RecurFormerConfig(
+        transformer=transformer(
+            windows=(None, 3),
+            parallel_residual=True,
+            residual_scale="inverse_sqrt_depth",
+            norm=LAYER,
+            attention=attention(
+                position=LearnedPositions(length=40),
+                qk_norm=NormConfig(one_plus=True),
+                soft_cap=5.0,
+                scale=0.3,
+            ),
+        ),
+        replaced=((0, 1, 2), ()),
+        mamba=MambaConfig(conv=2, state=4, dt_rank=3, expand=3),
+    ),
 } | {
     f"latent_{name.replace(',', '').replace(' ', '_')}": dataclasses.replace(
         model.stack, vocabulary=PADDED
@@ -168,7 +190,7 @@ def few_tokens(length):
 
 
 QUICK = (
-    *("transformer", "recurrent_transformer", "rat_baselines"),
+    *("transformer", "recurrent_transformer", "rat_baselines", "recurformer"),
     "latent_averaged_sources_replacing",
 )
 

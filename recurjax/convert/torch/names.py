@@ -19,7 +19,8 @@ def torch_pieces(config: ModelConfig) -> list[Piece]:
         if match is None:
             # The table of learned positions belongs to the decoder, as embedding does.
             short = name.removeprefix("stack.position.")
-            _add(table, re.sub(r"^stack\.", "layers.", short), name, None)
+            # Unstacked layers of unequal shapes are `stack.layers.3` here already.
+            _add(table, re.sub(r"^stack\.(layers\.)?", "layers.", short), name, None)
             continue
         rest, place = name[match.end() :], int(match[1] or 0)
         for index in range(table.shapes[name][0]):

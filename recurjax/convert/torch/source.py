@@ -12,6 +12,7 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
 )
 from recurjax.variants.rat import RatConfig
+from recurjax.variants.recurformer import RecurFormerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.transformer import TransformerConfig
 
@@ -20,6 +21,7 @@ TEMPLATES: dict[type, str] = {
     RecurrentTransformerConfig: "recurrent_transformer",
     RatConfig: "rat",
     LatentRecurrentTransformerConfig: "latent_recurrent_transformer",
+    RecurFormerConfig: "recurformer",
 }
 """The template of each variant that can be exported."""
 

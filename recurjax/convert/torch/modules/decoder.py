@@ -36,7 +36,8 @@ class Decoder(nn.Module):
         self.config, stack = config, config["stack"]
         multiple = config["pad_vocabulary_to"]
         rows = -(-config["vocabulary"] // multiple) * multiple
-        width = stack["width"]
+        # A stack made of a Transformer keeps its whole config inside its own.
+        width = stack.get("transformer", stack)["width"]
         self.embedding = nn.Embedding(rows, width)
         position = position_of(stack)
         learned = is_kind(position, "LearnedPositions")

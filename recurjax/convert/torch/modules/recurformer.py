@@ -1,0 +1,173 @@
+"""RecurFormer: some heads attend, one Mamba a layer stands in for the others."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from layers import (
+    Attention,
+    Config,
+    Layers,
+    Mlp,
+    Norm,
+    State,
+    attend,
+    is_kind,
+    norm_or_none,
+    normed,
+    recalled,
+    rotate,
+    visible_keys,
+    wide,
+)
+from torch import Tensor, nn
+
+
+class Mamba(nn.Module):
+    """u, z = x W_u, x W_z; u = silu(conv(u)); out = (scan(u) silu(z)) W_back."""
+
+    def __init__(self, config: Config, width: int):
+        super().__init__()
+        channels = config["expand"] * width
+        self.rank, self.size = config["dt_rank"], config["state"]
+        self.u = nn.Linear(width, channels, bias=False)
+        self.z = nn.Linear(width, channels, bias=False)
+        # Depthwise: each channel has taps of its own, the oldest first, and a bias.
+        self.conv = nn.Linear(config["conv"], channels)
+        self.x = nn.Linear(channels, self.rank + 2 * self.size, bias=False)
+        self.dt = nn.Linear(self.rank, channels)
+        self.a_log = nn.Parameter(torch.zeros(channels * self.size))
+        self.skip = nn.Parameter(torch.ones(channels))
+        self.back = nn.Linear(channels, width, bias=False)
+
+    def forward(self, x: Tensor, state: State | None) -> Tensor:
+        state = {} if state is None else state
+        u = F.silu(self.convolved(self.u(x), state))
+        dt, b, c = self.x(u).split([self.rank, self.size, self.size], dim=-1)
+        y = self.scanned(u, F.softplus(self.dt(dt).to(wide(u.dtype))), b, c, state)
+        return self.back(y.to(x.dtype) * F.silu(self.z(x)))
+
+    def convolved(self, u: Tensor, state: State) -> Tensor:
+        """Adds up bias and taps of the last inputs by channel; zeros before the row."""
+        taps, T = self.conv.weight.T, u.shape[1]
+        n = len(taps)
+        past = state.get("conv", u.new_zeros(u.shape[0], n, u.shape[2]))
+        row = torch.cat([past, u], dim=1)
+        state["conv"] = row[:, -n:]
+        y = self.conv.bias
+        for number, tap in enumerate(taps):
+            y = y + tap * row[:, number + 1 : number + 1 + T]
+        return y
+
+    def scanned(
+        self, u: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: State
+    ) -> Tensor:
+        """Runs h = exp(dt A) h + dt B u, y = C h + D u, a position at a time."""
+        dtype = dt.dtype
+        u, b, c = u.to(dtype), b.to(dtype), c.to(dtype)
+        a = -self.a_log.to(dtype).exp().reshape(-1, self.size)  # [I, N]
+        h = state.get("h", u.new_zeros(u.shape[0], *a.shape))
+        made = []
+        for t in range(u.shape[1]):
+            step = dt[:, t, :, None]
+            h = (step * a).exp() * h + step * u[:, t, :, None] * b[:, t, None]
+            made.append((h * c[:, t, None]).sum(-1))
+        state["h"] = h
+        return torch.stack(made, dim=1) + self.skip * u
+
+
+class PartialAttention(nn.Module):
+    """Attention of the heads that are left, Mamba over the others' values, W_out."""
+
+    def __init__(self, config: Config, mamba: Config, replaced: list[int], width: int):
+        super().__init__()
+        self.config, self.replaced = config, replaced
+        H, K, E = config["heads"], config["key_heads"], config["head_width"]
+        self.group = H // K
+        self.remaining = [head for head in range(H) if head not in replaced]
+        self.kept = sorted({head // self.group for head in self.remaining})
+        left, bias = len(self.remaining), config["qkv_bias"]
+        self.v = nn.Linear(width, K * E, bias=bias)
+        self.out = nn.Linear(H * E, width, bias=config["out_bias"])
+        self.mamba = Mamba(mamba, len(replaced) * E)
+        self.q = nn.Linear(width, left * E, bias=bias) if left else None
+        self.k = nn.Linear(width, len(self.kept) * E, bias=bias) if left else None
+        self.q_norm = norm_or_none(config["qk_norm"] if left else None, E)
+        self.k_norm = norm_or_none(config["qk_norm"] if left else None, E)
+
+    def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
+        B, T = x.shape[:2]
+        E = self.config["head_width"]
+        v = self.v(x).reshape(B, T, -1, E)
+        theirs = [head // self.group for head in self.replaced]
+        mixed = self.mamba(v[:, :, theirs].flatten(2), state).reshape(B, T, -1, E)
+        heads: dict[int, Tensor] = {}
+        for number, head in enumerate(self.replaced):
+            heads[head] = mixed[:, :, number]
+        if self.remaining:
+            attended = self.attended(x, v[:, :, self.kept], start, state)
+            for number, head in enumerate(self.remaining):
+                heads[head] = attended[:, :, number]
+        return self.out(torch.cat([heads[head] for head in sorted(heads)], dim=-1))
+
+    def attended(self, x: Tensor, v: Tensor, start: int, state: State | None) -> Tensor:
+        """Returns what the remaining heads read, [B, T, heads, E]."""
+        config, T = self.config, x.shape[1]
+        shape, position = (*x.shape[:2], -1, config["head_width"]), config["position"]
+        positions = torch.arange(start, start + T, device=x.device)
+        q = normed(self.q_norm, self.q(x).reshape(shape))
+        k = normed(self.k_norm, self.k(x).reshape(shape))
+        if is_kind(position, "Rope"):
+            q, k = rotate(q, positions, position), rotate(k, positions, position)
+        k, v = recalled(k, v, state, None)
+        keys = torch.arange(start + T - k.shape[1], start + T, device=x.device)
+        # Groups may have lost different numbers of heads: a key head for each query.
+        own = [self.kept.index(head // self.group) for head in self.remaining]
+        scale = config["scale"]
+        return attend(
+            q,
+            k[:, :, own],
+            v[:, :, own],
+            visible=visible_keys(positions, keys, None),
+            scale=1 / math.sqrt(config["head_width"]) if scale is None else scale,
+            soft_cap=config["soft_cap"],
+        )
+
+
+class RecurFormerBlock(nn.Module):
+    """y = x + s attention(norm(x)), z = y + s mlp(norm'(y)), or both from x."""
+
+    def __init__(self, stack: Config, layer: int):
+        super().__init__()
+        base, replaced = stack["transformer"], stack["replaced"][layer]
+        width, windows = base["width"], base["windows"]
+        self.parallel = base["parallel_residual"]
+        one = base["residual_scale"] == "one"
+        self.scale = 1.0 if one else base["layers"] ** -0.5
+        self.attention_norm = Norm(base["norm"], width)
+        if replaced:
+            self.attention = PartialAttention(
+                base["attention"], stack["mamba"], replaced, width
+            )
+        else:
+            window = windows[layer % len(windows)]
+            self.attention = Attention(base["attention"], width, window)
+        self.mlp_norm = Norm(base["norm"], width)
+        self.mlp = Mlp(base["mlp"], width)
+
+    def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
+        mixed = self.attention(self.attention_norm(x), start, state)
+        y = x + self.scale * mixed
+        source = x if self.parallel else y
+        return y + self.scale * self.mlp(self.mlp_norm(source))
+
+
+def build_layers(stack: Config) -> Layers:
+    """Builds all layers, the first one first."""
+    layers = stack["transformer"]["layers"]
+    return Layers(RecurFormerBlock(stack, layer) for layer in range(layers))
+
+
+def position_of(stack: Config) -> Config | None:
+    """Returns the config of positions; the decoder adds learned ones."""
+    return stack["transformer"]["attention"]["position"]
