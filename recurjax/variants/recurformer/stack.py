@@ -1,6 +1,7 @@
 """The RecurFormer stack: layers of different shapes, one after another."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -30,10 +31,17 @@ class RecurFormerStack(CacheRows, UncutStack):
 
     def __init__(self, config: RecurFormerConfig, *, rngs: nnx.Rngs):
         self.config = config
+        keys = jax.random.split(rngs.params(), config.layers)
+
+        def block(key: Array, layer: int) -> RecurFormerBlock:
+            return RecurFormerBlock(config, layer=layer, rngs=nnx.Rngs(params=key))
+
+        # A trace of its own for each: in one long trace every key that is drawn costs
+        # flax a walk over all that was traced before it.
         self.layers = nnx.List(
             [
-                RecurFormerBlock(config, layer=layer, rngs=rngs)
-                for layer in range(config.layers)
+                jax.jit(partial(block, layer=layer))(key)
+                for layer, key in enumerate(keys)
             ]
         )
         position = config.transformer.attention.position
