@@ -67,10 +67,10 @@ def arm(scenario: str, rank: int, folder: Path) -> None:
     elif scenario == "apart":
         real_session = loop.Session
 
-        def session(*args):
+        def session(*args, **options):
             if rank == FAULTY:
                 note(folder, scenario)
-            return real_session(*args)
+            return real_session(*args, **options)
 
         loop.Session = session
         shared_directory._WAIT_SECONDS = 2.0
