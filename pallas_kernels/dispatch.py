@@ -55,6 +55,10 @@ class Op:
         outputs out (None) where it is False: where nothing is differentiated.
       cuts_xla: whether the call is cut for "xla" too. The compiler cuts XLA's own
         operations by itself, but some loops it can only gather for.
+      kept_specs: (backend's name, cut) -> how the results after the outputs lie, where
+        backends lay them out differently: it then stands in for those of `specs`.
+      on_mesh: (cut) -> options that a backend gets besides the caller's where the call
+        is cut, for what it has to do among the devices itself.
     """
 
     name: str
@@ -65,6 +69,8 @@ class Op:
     kept: tuple[int, ...]
     spares: bool = False
     cuts_xla: bool = False
+    kept_specs: Callable[[str, Cut], tuple[Any, ...]] | None = None
+    on_mesh: Callable[[Cut], dict[str, Any]] | None = None
 
 
 def run(
@@ -125,9 +131,25 @@ class _Call(NamedTuple):
     def backend(self) -> Any:
         return self.op.backends[self.name]
 
+    @property
+    def all_options(self) -> dict[str, Any]:
+        """The caller's, and what the op adds for a call that is cut."""
+        of_cut = self.cut is not None and self.op.on_mesh is not None
+        return dict(self.options) | (self.op.on_mesh(self.cut) if of_cut else {})
+
+    def specs(self, arrays: tuple[Any, ...]) -> Specs:
+        """Returns how arrays and this backend's results lie on the mesh."""
+        op, cut = self.op, self.cut
+        assert cut is not None
+        specs = op.specs(cut, *arrays)
+        if op.kept_specs is None:
+            return specs
+        kept = op.kept_specs(self.name, cut)
+        return specs._replace(results=(*specs.results[: op.outputs], *kept))
+
     def refusal(self, arrays: tuple[Any, ...]) -> str | None:
         """Returns why the backend cannot run the call, each device its part."""
-        supported = partial(self.backend.supported, **dict(self.options))
+        supported = partial(self.backend.supported, **self.all_options)
         if self.cut is None:
             return supported(*arrays)
         # What a kernel leaves uncut no one cuts; the compiler cuts the rest of XLA's.
@@ -138,17 +160,17 @@ class _Call(NamedTuple):
         def ask(*parts: Any) -> None:
             reasons.append(supported(*parts))
 
-        specs = self.op.specs(self.cut, *arrays).arrays
+        specs = self.specs(arrays).arrays
         jax.eval_shape(ask, *mesh_cut.local_shapes(self.cut, specs, arrays))
         return reasons[0]
 
     def forward(self, arrays: tuple[Any, ...], *, residuals: bool) -> tuple[Any, ...]:
         """Returns the backend's results."""
         spared = {"residuals": residuals} if self.op.spares else {}
-        function = partial(self.backend.forward, **dict(self.options), **spared)
+        function = partial(self.backend.forward, **self.all_options, **spared)
         if self.cut is None:
             return function(*arrays)
-        specs = self.op.specs(self.cut, *arrays)
+        specs = self.specs(arrays)
         results = specs.results
         if self.op.spares and not residuals:
             given = self.op.outputs
@@ -159,11 +181,11 @@ class _Call(NamedTuple):
         self, arrays: tuple[Any, ...], kept: tuple[Any, ...], cotangents: Any
     ) -> list[jax.Array]:
         """Returns the gradients of the floating leaves of `arrays`."""
-        function = partial(self.backend.backward, **dict(self.options))
+        function = partial(self.backend.backward, **self.all_options)
         if self.cut is None:
             return jax.tree.leaves(function(*arrays, *kept, *cotangents))
         op, cut = self.op, self.cut
-        specs = op.specs(cut, *arrays)
+        specs = self.specs(arrays)
         of_floats = [
             spec
             for spec, leaf in zip(

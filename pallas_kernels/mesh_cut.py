@@ -75,19 +75,21 @@ def row_axes(rows: int) -> tuple[str, ...]:
     return () if rows % math.prod(free[axis] for axis in axes) else axes
 
 
-def find_cut(rows: int, columns_divide: Callable[[int], bool]) -> Cut | None:
+def find_cut(
+    rows: int, columns_divide: Callable[[int], bool], *, axis: str = COLUMN_AXIS
+) -> Cut | None:
     """Returns how to cut a call on the mesh that is set; None: nothing cuts anything.
 
     Args:
       rows: B.
       columns_divide: whether so many devices can share the columns.
+      axis: the one that cuts the columns, where the mesh has it.
     """
     mesh, free = jax.sharding.get_abstract_mesh(), free_axes()
     if not free:
         return None
     by_row = row_axes(rows)
-    has_columns = COLUMN_AXIS in free and columns_divide(free[COLUMN_AXIS])
-    columns = COLUMN_AXIS if has_columns else None
+    columns = axis if axis in free and columns_divide(free[axis]) else None
     left = tuple(axis for axis in free if axis not in (*by_row, columns))
     return Cut(mesh=mesh, rows=by_row, columns=columns, left=left)
 

@@ -1,14 +1,13 @@
 """The op: L Recurrent Transformer layers over T more positions of every row."""
 
-from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import get_args
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Float
 
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, check_shapes
+from pallas_kernels.recurrent_prefill import mesh_layout
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
     LayerSpec,
@@ -17,20 +16,24 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
     Schedule,
 )
-from pallas_kernels.recurrent_prefill.mesh_layout import (
-    MeshLayout,
-    layout_of_call,
-    left_to_the_compiler,
-    refusal_on_mesh,
-    run_backward,
-    run_forward,
-)
+from pallas_kernels.recurrent_prefill.mesh_layout import check_stages
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.xla import backend as xla
 
-_BACKENDS = {"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla}
-"""In order of preference; the last one can do everything."""
+OP = dispatch.Op(
+    name="recurrent_prefill",
+    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    find_cut=mesh_layout.find_cut,
+    specs=mesh_layout.specs,
+    kept_specs=mesh_layout.kept_specs,
+    on_mesh=mesh_layout.stages_of,
+    outputs=2,  # z and the cache.
+    kept=(2,),
+    spares=True,
+    # Left to the compiler, weights' gradients are summed over the devices once a tile.
+    cuts_xla=True,
+)
 
 
 def recurrent_prefill(
@@ -79,20 +82,16 @@ def recurrent_prefill(
     """
     rows = Rows() if rows is None else rows
     check_call(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
-    options = {"spec": spec, "schedule": schedule, "tile": tile}
-    layout = layout_of_call(x, weights, schedule=schedule)
-    names = list(_BACKENDS) if implementation is None else [implementation]
-    for name in names:
-        if name not in _BACKENDS:
-            raise ValueError(
-                f"recurrent_prefill: wants an implementation of {list(_BACKENDS)}, got "
-                f"{name!r}"
-            )
-        call = _Call(name, layout, tuple(options.items()))
-        reason = call.refusal(x, weights, cache, rows)
-        if reason is None:
-            return _run(call, x, weights, cache, rows)
-    raise NotImplementedError(f"recurrent_prefill: {names[-1]}: {reason}")
+    check_stages(weights, schedule)
+    z, written = dispatch.run(
+        OP,
+        (x, weights, cache, rows),
+        implementation=implementation,
+        spec=spec,
+        schedule=schedule,
+        tile=tile,
+    )
+    return z, written
 
 
 def check_call(
@@ -125,74 +124,6 @@ def check_call(
         raise ValueError(
             _wants(f"tile to be a multiple of spec.block={spec.block}, got {tile}")
         )
-
-
-class _Call(NamedTuple):
-    """What is static of a call."""
-
-    backend: str
-    layout: MeshLayout | None
-    options: tuple[tuple[str, Any], ...]
-
-    def refusal(self, *arguments: Any) -> str | None:
-        """Returns why the backend cannot run the call."""
-        backend, options = _BACKENDS[self.backend], dict(self.options)
-        # The compiler cuts xla's own operations by itself, and no kernel.
-        left = None if self.backend == "xla" else left_to_the_compiler(self.layout)
-        if left is not None:
-            return left
-        if self.layout is None:
-            return backend.supported(*arguments, **options)
-        return refusal_on_mesh(backend, self.layout, *arguments, options=options)
-
-    def forward(self, *arguments: Any, residuals: bool):
-        """Runs the backend, on each device's part where the call is cut."""
-        backend, options = _BACKENDS[self.backend], dict(self.options)
-        if self.layout is None:
-            return backend.forward(*arguments, residuals=residuals, **options)
-        options |= self._stages()
-        return run_forward(
-            backend, self.layout, *arguments, residuals=residuals, options=options
-        )
-
-    def backward(self, *arguments: Any):
-        """Does likewise for the gradients."""
-        backend, options = _BACKENDS[self.backend], dict(self.options)
-        if self.layout is None:
-            return backend.backward(*arguments, **options)
-        options |= self._stages()
-        return run_backward(backend, self.layout, *arguments, options=options)
-
-    def _stages(self) -> dict[str, Any]:
-        assert self.layout is not None
-        stages = self.layout.stages
-        return {"stages": stages} if stages.count > 1 else {}
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(call, x, weights, cache, rows):
-    z, cache, _ = call.forward(x, weights, cache, rows, residuals=False)
-    return z, cache
-
-
-def _forward(call, x, weights, cache, rows):
-    z, written, residuals = call.forward(x, weights, cache, rows, residuals=True)
-    return (z, written), (x, weights, cache, rows, residuals)
-
-
-def _backward(call, kept, cotangents):
-    _, _, cache, rows, _ = kept
-    dx, dweights, dcache = call.backward(*kept, *cotangents)
-    # Integers have no gradient; jax wants a zero of a type of its own for them.
-    dcache = dcache._replace(position=_zero_of_integers(cache.position))
-    return dx, dweights, dcache, jax.tree.map(_zero_of_integers, rows)
-
-
-def _zero_of_integers(leaf: Array) -> np.ndarray:
-    return np.zeros(leaf.shape, jax.dtypes.float0)
-
-
-_run.defvjp(_forward, _backward)
 
 
 def _check_weights(width: int, weights: LayerWeights, spec: LayerSpec) -> None:

@@ -1,6 +1,7 @@
 """TPU path: one kernel runs a whole layer's loop with its weights in VMEM."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
 )
 from pallas_kernels.recurrent_prefill.equations import prepare
+from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import mosaic_kernels
 from pallas_kernels.recurrent_prefill.mosaic_tpu.forward import run_layer
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
@@ -24,24 +26,15 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     refusal_of_sizes,
 )
 from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
+from pallas_kernels.recurrent_prefill.tiles.refusal import refusal_of_call
 from pallas_kernels.target import refusal_of_mosaic_tpu, vmem_bytes
 
 
-def supported(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-) -> str | None:
+def supported(*arrays: Any, stages: Stages = ONE_STAGE, **options: Any) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_mosaic_tpu()
-    if reason is not None:
-        return reason
-    return expressible(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
+    if stages.count > 1:
+        return "runs no layers on several stages"
+    return refusal_of_mosaic_tpu() or expressible(*arrays, **options)
 
 
 def expressible(
@@ -55,28 +48,16 @@ def expressible(
     tile: int | None,
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    if spec.block != 1:
-        return f"runs blocks of one position, got block={spec.block}"
-    if spec.rope_base is not None:
-        return "has no rotary embedding"
+    reason = refusal_of_call(x, rows, spec)
+    if reason is not None:
+        return reason
     if spec.key_heads != spec.heads:
         return f"needs as many key heads as heads, got {spec.key_heads}"
     if cache.slots:
         return "starts at position 0 without a cache to fill"
-    if rows.segments is not None:
-        return "has no segments"
-    if spec.dtype == "float64" or x.dtype == jnp.float64:
-        return "computes in float32 at most"
     if schedule not in (None, "prefix"):
         return f'runs tiles of one layer: schedule "prefix", got {schedule!r}'
     return refusal_of_sizes(LayerSizes.of(x, weights, spec), tile, vmem_bytes())
-
-
-ROWS_AXIS = 1
-"""Axis of the batch in this backend's residuals."""
-
-RUNS_ON_STAGES = False
-"""Whether the layers of a call may lie on several devices."""
 
 
 def forward(

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import (
@@ -377,9 +376,7 @@ def _old_cache_cotangents(
     T: int,
 ) -> RecurrentCache:
     """Adds what passes through the slots that the call did not write."""
-    zeros = jax.tree.map(jnp.zeros_like, cache)
-    no_position = np.zeros(cache.position.shape, jax.dtypes.float0)
-    zeros = zeros._replace(position=no_position)
+    zeros = jax.tree.map(jnp.zeros_like, cache._replace(position=None))
     if dslots is None:
         return zeros
     # A slot that the call wrote hides the old one: its gradient went to the new pair.

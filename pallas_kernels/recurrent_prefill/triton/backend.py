@@ -1,5 +1,7 @@
 """GPU path: Pallas kernels lowered by Triton around the loop over positions."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
@@ -13,8 +15,10 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
 )
 from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
+from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
 from pallas_kernels.recurrent_prefill.tiles.layout import from_slots
+from pallas_kernels.recurrent_prefill.tiles.refusal import refusal_of_call
 from pallas_kernels.recurrent_prefill.triton.backward import triton_kernels
 from pallas_kernels.recurrent_prefill.triton.forward import run_layers
 from pallas_kernels.recurrent_prefill.triton.launch import (
@@ -27,21 +31,11 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
 from pallas_kernels.target import refusal_of_triton
 
 
-def supported(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-) -> str | None:
+def supported(*arrays: Any, stages: Stages = ONE_STAGE, **options: Any) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_triton()
-    if reason is not None:
-        return reason
-    return expressible(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
+    if stages.count > 1:
+        return "runs no layers on several stages"
+    return refusal_of_triton() or expressible(*arrays, **options)
 
 
 def expressible(
@@ -55,14 +49,9 @@ def expressible(
     tile: int | None,
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    if spec.block != 1:
-        return f"runs blocks of one position, got block={spec.block}"
-    if spec.rope_base is not None:
-        return "has no rotary embedding"
-    if rows.segments is not None:
-        return "has no segments"
-    if spec.dtype == "float64" or x.dtype == jnp.float64:
-        return "computes in float32 at most"
+    reason = refusal_of_call(x, rows, spec)
+    if reason is not None:
+        return reason
     if schedule == "naive":
         return 'runs tiles: schedule "prefix" or "wavefront"'
     if spec.head_width < 16 or spec.head_width & (spec.head_width - 1):
@@ -75,13 +64,6 @@ def expressible(
     }
     reasons = (refusal_of_width(name, width) for name, width in widths.items())
     return refusal_of_tile(tile) or next(filter(None, reasons), None)
-
-
-ROWS_AXIS = 1
-"""Axis of the batch in this backend's residuals."""
-
-RUNS_ON_STAGES = False
-"""Whether the layers of a call may lie on several devices."""
 
 
 def forward(

@@ -1,6 +1,7 @@
 """The XLA path: every switch, every platform, all three schedules."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +34,9 @@ from pallas_kernels.recurrent_prefill.xla.geometry import (
 )
 
 
-def supported(x, weights, cache, rows, *, spec, schedule, tile) -> str | None:
+def supported(*arrays: Any, **options: Any) -> str | None:
     """Returns None: there is nothing that this backend cannot do."""
     return None
-
-
-ROWS_AXIS = 2
-"""Axis of the batch in this backend's residuals."""
-
-RUNS_ON_STAGES = True
-"""Whether the layers of a call may lie on several devices."""
 
 
 def forward(
@@ -97,7 +91,7 @@ def backward(
     tile: int | None,
     stages: Stages = ONE_STAGE,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
-    """Returns the gradients of x, weights and cache; `position` stands for none."""
+    """Returns the gradients of x, weights and cache; on stages, dx's part of each."""
     call = Call.of(x, weights, cache, rows, spec, schedule, tile, stages)
     T = x.shape[1]
     w = prepare(weights, spec.dtype)
@@ -139,6 +133,7 @@ def backward(
     (dweights,) = pull(of.weights)
     if of.cached is not None:
         dold = add_cached(dold, of.cached, cache)
+    dold = dold._replace(position=None)  # An integer has no gradient.
     return jnp.moveaxis(dx, 0, 1).astype(x.dtype), dweights, dold
 
 

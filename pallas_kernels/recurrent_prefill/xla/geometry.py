@@ -242,19 +242,20 @@ def from_above(
 def of_first_stage(
     rows: Float[Array, "T B D"], geometry: Geometry
 ) -> Float[Array, "T B D"]:
-    """Gives the first stage's rows to all."""
-    return _of_stage(rows, geometry, 0)
+    """Returns the first stage's rows there and zeros elsewhere, parts of one sum."""
+    return rows if geometry.axis is None else _where_stage(0, rows, geometry)
 
 
 def of_last_stage(
     rows: Float[Array, "T B D"], geometry: Geometry
 ) -> Float[Array, "T B D"]:
     """Gives the last stage's rows to all."""
-    return _of_stage(rows, geometry, geometry.stages - 1)
-
-
-def _of_stage(rows: Array, geometry: Geometry, stage: int) -> Array:
     if geometry.axis is None:
         return rows
+    last = _where_stage(geometry.stages - 1, rows, geometry)
+    return jax.lax.psum(last, geometry.axis)
+
+
+def _where_stage(stage: int, rows: Array, geometry: Geometry) -> Array:
     own = jax.lax.axis_index(geometry.axis) == stage
-    return jax.lax.psum(jnp.where(own, rows, 0), geometry.axis)
+    return jnp.where(own, rows, 0)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.recurrent_prefill import LayerSpec, empty_cache, recurrent_prefill
-from pallas_kernels.recurrent_prefill.mesh_layout import layout_of_call
+from pallas_kernels.recurrent_prefill.mesh_layout import find_cut
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from tests.compiling import QUICK_COMPILE
 from tests.pallas_kernels.recurrent_prefill.layers import BATCH, WIDTH, rows, spec
@@ -125,9 +125,9 @@ def test_rows_on_several_devices_meet_once_a_call(schedule):
 def test_a_batch_that_the_devices_do_not_divide_is_computed_whole():
     x, w = inputs()
     with jax.set_mesh(mesh_of(data=2)):
-        assert layout_of_call(x, w, schedule=None).cut.rows == ("data",)
-        assert layout_of_call(x[:1], w, schedule=None) is None
-    assert layout_of_call(x, w, schedule=None) is None
+        assert find_cut(x, w, None, None).rows == ("data",)
+        assert not find_cut(x[:1], w, None, None).cuts
+    assert find_cut(x, w, None, None) is None
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2, "tensor": 2}])
@@ -137,7 +137,9 @@ def test_an_axis_that_the_op_does_not_cut_leaves_no_kernel(sizes):
     run = partial(recurrent_prefill, x, w, training, spec=PLAIN)
     with (
         jax.set_mesh(mesh_of(**sizes)),
-        pytest.raises(NotImplementedError, match="mesh's tensor cuts neither rows"),
+        pytest.raises(
+            NotImplementedError, match="mesh's tensor does not divide the call"
+        ),
     ):
         run(implementation="mosaic_tpu")
 
