@@ -43,9 +43,10 @@ class Stack(Protocol):
         ...
 
     def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
-        """Says in one sentence why rows of `length` tokens cannot train on a mesh.
+        """Says in one sentence why rows of `length` tokens cannot run on a mesh.
 
-        It reads the config alone, so an abstract model can be asked. None: they can.
+        Training and every plan ask it. It reads the config alone, so an abstract model
+        can be asked. None: they can.
         """
         ...
 

@@ -99,9 +99,7 @@ def _training(experiment: Experiment, mesh: Mesh) -> Program:
 def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
     length, rows = experiment.training.length, experiment.evaluation_batch
     check_batch(rows, mesh, name="evaluation.batch")
-    model = model_shapes(experiment.model, mesh)
-    if (refused := model.stack.refuses(mesh, length)) is not None:
-        raise UserError(refused)
+    model = _model(experiment, mesh, length)
     batch = batch_shapes(rows, length, mesh)
     sizes = jax.ShapeDtypeStruct(
         (experiment.model.vocabulary,), jnp.int32, sharding=replicated(mesh)
@@ -118,7 +116,7 @@ def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
 
 
 def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
-    model = model_shapes(experiment.model, mesh)
+    model = _model(experiment, mesh, length)
     by_row = NamedSharding(mesh, P(("data", "fsdp")))
     lengths = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
     ids: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_row)
@@ -131,6 +129,14 @@ def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Prog
         tokens=rows * length,
         own_flops=_forward_flops(experiment, rows, length),
     )
+
+
+def _model(experiment: Experiment, mesh: Mesh, length: int) -> Any:
+    """Returns the parameters as shapes, where the stack runs such rows on the mesh."""
+    model = model_shapes(experiment.model, mesh)
+    if (refused := model.stack.refuses(mesh, length)) is not None:
+        raise UserError(refused)
+    return model
 
 
 def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:

@@ -104,6 +104,15 @@ def test_a_plan_refuses_what_training_refuses(variant, axis, size, answers):
         assert want in str(train)
 
 
+@pytest.mark.parametrize(("variant", "axis"), REFUSED)
+def test_no_prompt_is_planned_on_a_mesh_that_the_stack_refuses(variant, axis):
+    run = on(variant, MeshConfig(**{"data": 1, axis: 2}))
+    mesh = make_mesh(run.mesh, jax.devices()[:2])
+    for name in ("prefill", "decode"):
+        said = told(lambda name=name: build_program(run, name, mesh, length=33))
+        assert REFUSED[variant, axis] in str(said)
+
+
 @pytest.mark.parametrize(
     ("variant", "mesh", "change", "said"),
     [
