@@ -1,5 +1,7 @@
 """The gradient's two kernels on TPU: by blocks of positions, and by blocks of ends."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -24,6 +26,7 @@ from pallas_kernels.chunk_attention.mosaic_logits import (
     real_ends,
     real_rows,
 )
+from pallas_kernels.named_refs import by_name
 
 
 def position_gradients(
@@ -123,81 +126,120 @@ def end_gradients(
     return d_keys, d_values
 
 
+class _PositionRefs(NamedTuple):
+    """References of `_position_kernel`."""
+
+    first: Any  # int32 [B], in scalar memory: the number of each row's first chunk
+    documents: tuple[Any, ...]  # of positions [1, rows] and of ends [ends, 1], or none
+    q: Any  # [rows, E], of the query group
+    own_logit: Any  # [1, rows], of the head
+    own_value: Any  # [rows, E]
+    keys: Any  # [ends, E]
+    values: Any  # [ends, E]
+    o: Any  # [rows, E]
+    lse: Any  # [1, rows]
+    do: Any  # [rows, E]
+    dq: Any  # out, [rows, E]: over all heads of the group
+    d_own_logit: Any  # out, [1, rows]
+    d_own_value: Any  # out, [rows, E]
+    delta: Any  # out, [1, rows]
+    dq_sum: Any  # scratch, float32 [E, rows]
+    delta_kept: Any  # scratch, float32 [1, rows]: outputs are not read back
+
+
 # A program owns `rows` positions of a query group, and runs through its heads and, for
 # each, the blocks of ends that they see: dq [E, rows] stays in VMEM throughout. A
 # head's first step makes delta and the own term's gradients. Crossing HBM: q and dq
 # once; own term, o, do and their gradients once; the seen ends once a block.
-def _position_kernel(first_ref, *refs, call: Call):
-    *documents, q_ref, own_ref, value_ref, keys_ref, values_ref = refs[:-9]
-    o_ref, lse_ref, do_ref, dq_ref, d_own_ref, d_value_ref = refs[-9:-3]
-    delta_ref, sum_ref, delta_kept_ref = refs[-3:]
+def _position_kernel(*refs, call: Call):
+    at = by_name(_PositionRefs, refs, documents=2 * call.has_documents)
     i, g, j = pl.program_id(2), pl.program_id(3), pl.program_id(4)
-    first = first_ref[pl.program_id(0)]
+    first = at.first[pl.program_id(0)]
 
+    # 1. The group's first head begins the sum that all of its heads add to.
     @pl.when((g == 0) & (j == 0))
     def _():
-        sum_ref[:] = jnp.zeros_like(sum_ref)
+        at.dq_sum[:] = jnp.zeros_like(at.dq_sum)
 
-    # A head's first step: what needs no chunk end. delta = sum(do * o) is every
+    # 2. A head's first step: what needs no chunk end. delta = sum(do * o) is every
     # softmax gradient's common part; the own term's weight follows from lse.
     @pl.when(j == 0)
     def _():
-        do = do_ref[...].astype(jnp.float32).T  # [E, rows]
-        o, value = (ref[...].astype(jnp.float32).T for ref in (o_ref, value_ref))
+        do = at.do[...].astype(jnp.float32).T  # [E, rows]
+        o, value = (ref[...].astype(jnp.float32).T for ref in (at.o, at.own_value))
         delta = jnp.sum(do * o, axis=0, keepdims=True)
-        weight = jnp.exp(call.scale * own_ref[...] - lse_ref[...])
+        weight = jnp.exp(call.scale * at.own_logit[...] - at.lse[...])
         of_value = jnp.sum(do * value, axis=0, keepdims=True)
-        d_own_ref[:] = call.scale * weight * (of_value - delta)
-        d_value_ref[:] = (weight * do).T.astype(d_value_ref.dtype)
-        delta_ref[:] = delta
-        delta_kept_ref[:] = delta
+        at.d_own_logit[:] = call.scale * weight * (of_value - delta)
+        at.d_own_value[:] = (weight * do).T.astype(at.d_own_value.dtype)
+        at.delta[:] = delta
+        at.delta_kept[:] = delta
 
-    # A block of ends: the weights again from lse, then dq += k^T p (dp - delta).
+    # 3. A block of ends: the weights again from lse, then dq += k^T p (dp - delta).
     # Blocks after the last seen one are skipped.
     @pl.when(j < call.blocks_of_ends(i, first))
     def _():
-        q = q_ref[...]
-        k = real_ends(call, keys_ref[...].astype(q.dtype), j)
-        v = real_ends(call, values_ref[...].astype(q.dtype), j)
-        logits = hidden_logits(call, k, q, first, i, j, documents)
-        p = jnp.exp(logits - lse_ref[...])
-        dp = dot(v, do_ref[...].astype(q.dtype), (1, 1))
-        d_logits = (p * (dp - delta_kept_ref[...])).astype(q.dtype)
-        sum_ref[:] += dot(k, d_logits, (0, 0))
+        q = at.q[...]
+        k = real_ends(call, at.keys[...].astype(q.dtype), j)
+        v = real_ends(call, at.values[...].astype(q.dtype), j)
+        logits = hidden_logits(call, k, q, first, i, j, at.documents)
+        p = jnp.exp(logits - at.lse[...])
+        dp = dot(v, at.do[...].astype(q.dtype), (1, 1))
+        d_logits = (p * (dp - at.delta_kept[...])).astype(q.dtype)
+        at.dq_sum[:] += dot(k, d_logits, (0, 0))
 
+    # 4. After the group's last head.
     @pl.when((g == pl.num_programs(3) - 1) & (j == pl.num_programs(4) - 1))
     def _():
-        dq_ref[:] = (call.scale * sum_ref[...]).T.astype(dq_ref.dtype)
+        at.dq[:] = (call.scale * at.dq_sum[...]).T.astype(at.dq.dtype)
+
+
+class _EndRefs(NamedTuple):
+    """References of `_end_kernel`."""
+
+    first: Any  # int32 [B], in scalar memory: the number of each row's first chunk
+    documents: tuple[Any, ...]  # of positions [1, rows] and of ends [ends, 1], or none
+    q: Any  # [rows, E], of the head's query group
+    keys: Any  # [ends, E]
+    values: Any  # [ends, E]
+    lse: Any  # [1, rows]
+    delta: Any  # [1, rows]
+    do: Any  # [rows, E]
+    d_keys: Any  # out, [ends, E]
+    d_values: Any  # out, [ends, E]
+    dk_sum: Any  # scratch, float32 [ends, E]
+    dv_sum: Any  # scratch, float32 [ends, E]
 
 
 # A program owns a block of ends of one head and runs through the blocks of positions
 # that see any of them; both gradients stay in VMEM. Crossing HBM: the ends and their
 # gradients once; q, do and two numbers a position once for each block of ends.
-def _end_kernel(first_ref, *refs, call: Call):
-    *documents, q_ref, keys_ref, values_ref, lse_ref, delta_ref, do_ref = refs[:-4]
-    d_keys_ref, d_values_ref, sum_k_ref, sum_v_ref = refs[-4:]
+def _end_kernel(*refs, call: Call):
+    at = by_name(_EndRefs, refs, documents=2 * call.has_documents)
     j, i = pl.program_id(2), pl.program_id(3)
-    first = first_ref[pl.program_id(0)]
+    first = at.first[pl.program_id(0)]
 
     @pl.when(i == 0)
     def _():
-        sum_k_ref[:] = jnp.zeros_like(sum_k_ref)
-        sum_v_ref[:] = jnp.zeros_like(sum_v_ref)
+        at.dk_sum[:] = jnp.zeros_like(at.dk_sum)
+        at.dv_sum[:] = jnp.zeros_like(at.dv_sum)
 
-    # Blocks of positions before the first that sees an end of this block are skipped.
+    # The weights again from lse, then dv += p do and dk += p (dp - delta) q. Blocks of
+    # positions before the first that sees an end of this block are skipped.
     @pl.when(i >= call.first_block(j, first))
     def _():
-        q = real_rows(call, q_ref[...], i, 0)
-        do = real_rows(call, do_ref[...].astype(q.dtype), i, 0)
-        k, v = keys_ref[...].astype(q.dtype), values_ref[...].astype(q.dtype)
-        logits = hidden_logits(call, k, q, first, i, j, documents)
-        p = real_rows(call, jnp.exp(logits - lse_ref[...]), i, 1)
+        # Every factor of a position beyond the array is zeroed: it may be anything.
+        q = real_rows(call, at.q[...], i, 0)
+        do = real_rows(call, at.do[...].astype(q.dtype), i, 0)
+        k, v = at.keys[...].astype(q.dtype), at.values[...].astype(q.dtype)
+        logits = hidden_logits(call, k, q, first, i, j, at.documents)
+        p = real_rows(call, jnp.exp(logits - at.lse[...]), i, 1)
         dp = dot(v, do, (1, 1))
-        d_logits = p * (dp - real_rows(call, delta_ref[...], i, 1))
-        sum_k_ref[:] += dot(d_logits.astype(q.dtype), q, (1, 0))
-        sum_v_ref[:] += dot(p.astype(q.dtype), do, (1, 0))
+        d_logits = p * (dp - real_rows(call, at.delta[...], i, 1))
+        at.dk_sum[:] += dot(d_logits.astype(q.dtype), q, (1, 0))
+        at.dv_sum[:] += dot(p.astype(q.dtype), do, (1, 0))
 
     @pl.when(i == pl.num_programs(3) - 1)
     def _():
-        d_keys_ref[:] = (call.scale * sum_k_ref[...]).astype(d_keys_ref.dtype)
-        d_values_ref[:] = sum_v_ref[...].astype(d_values_ref.dtype)
+        at.d_keys[:] = (call.scale * at.dk_sum[...]).astype(at.d_keys.dtype)
+        at.d_values[:] = at.dv_sum[...].astype(at.d_values.dtype)

@@ -1,5 +1,7 @@
 """The forward kernel on TPU: online softmax over blocks of ends, own term merged in."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -20,6 +22,7 @@ from pallas_kernels.chunk_attention.mosaic_launch import (
     shape_by_position,
 )
 from pallas_kernels.chunk_attention.mosaic_logits import hidden_logits, real_ends
+from pallas_kernels.named_refs import by_name
 
 
 def attend(
@@ -73,39 +76,59 @@ def attend(
     return from_position(o, H), lse
 
 
+class _Refs(NamedTuple):
+    """References of the kernel."""
+
+    first: Any  # int32 [B], in scalar memory: the number of each row's first chunk
+    documents: tuple[Any, ...]  # of positions [1, rows] and of ends [ends, 1], or none
+    q: Any  # [rows, E]
+    own_logit: Any  # [1, rows]
+    own_value: Any  # [rows, E]
+    keys: Any  # [ends, E]
+    values: Any  # [ends, E]
+    o: Any  # out, [rows, E]
+    lse: Any  # out, [1, rows]
+    largest: Any  # scratch, float32 [1, rows]: the maximum so far
+    normalizer: Any  # scratch, float32 [1, rows]
+    weighted: Any  # scratch, float32 [E, rows]: the weighted sum of values so far
+
+
 # A program owns `rows` positions of one head and runs through the blocks of ends that
 # they see; maximum, normalizer and the weighted values [E, rows] stay in VMEM. They
 # start from the own term. Crossing HBM: q, own term and o once, the seen ends once for
 # each block of positions.
-def _forward_kernel(first_ref, *refs, call: Call):
-    *documents, q_ref, own_ref, value_ref, keys_ref, values_ref = refs[:-5]
-    o_ref, lse_ref, largest_ref, normalizer_ref, weighted_ref = refs[-5:]
+def _forward_kernel(*refs, call: Call):
+    at = by_name(_Refs, refs, documents=2 * call.has_documents)
     i, j = pl.program_id(2), pl.program_id(3)
-    first = first_ref[pl.program_id(0)]
+    first = at.first[pl.program_id(0)]
 
+    # 1. The softmax starts from the own term, of weight exp(0) = 1: no row is empty.
     @pl.when(j == 0)
     def _():
-        largest_ref[:] = call.scale * own_ref[...]
-        normalizer_ref[:] = jnp.ones_like(normalizer_ref)
-        weighted_ref[:] = value_ref[...].astype(jnp.float32).T
+        at.largest[:] = call.scale * at.own_logit[...]
+        at.normalizer[:] = jnp.ones_like(at.normalizer)
+        at.weighted[:] = at.own_value[...].astype(jnp.float32).T
 
+    # 2. A block of ends that some position sees; the blocks after it are skipped. A
+    # larger maximum shrinks what was summed under the old one.
     @pl.when(j < call.blocks_of_ends(i, first))
     def _():
-        q = q_ref[...]
-        k, v = keys_ref[...].astype(q.dtype), values_ref[...].astype(q.dtype)
-        logits = hidden_logits(call, k, q, first, i, j, documents)
-        above = jnp.maximum(largest_ref[...], jnp.max(logits, axis=0, keepdims=True))
-        shrink = jnp.exp(largest_ref[...] - above)
+        q = at.q[...]
+        k, v = at.keys[...].astype(q.dtype), at.values[...].astype(q.dtype)
+        logits = hidden_logits(call, k, q, first, i, j, at.documents)
+        above = jnp.maximum(at.largest[...], jnp.max(logits, axis=0, keepdims=True))
+        shrink = jnp.exp(at.largest[...] - above)
         p = jnp.exp(logits - above)
-        largest_ref[:] = above
-        normalizer_ref[:] = normalizer_ref[...] * shrink + jnp.sum(
-            p, axis=0, keepdims=True
-        )
+        at.largest[:] = above
+        total = jnp.sum(p, axis=0, keepdims=True)
+        at.normalizer[:] = at.normalizer[...] * shrink + total
+        # Beyond the array values may be anything, and 0 times infinity is no 0.
         met = dot(real_ends(call, v, j), p.astype(v.dtype), (0, 0))
-        weighted_ref[:] = weighted_ref[...] * shrink + met
+        at.weighted[:] = at.weighted[...] * shrink + met
 
+    # 3. After the last block: the mean, and the log-sum-exp for the gradient.
     @pl.when(j == pl.num_programs(3) - 1)
     def _():
-        o = weighted_ref[...] / normalizer_ref[...]
-        o_ref[:] = o.T.astype(o_ref.dtype)
-        lse_ref[:] = largest_ref[...] + jnp.log(normalizer_ref[...])
+        o = at.weighted[...] / at.normalizer[...]
+        at.o[:] = o.T.astype(at.o.dtype)
+        at.lse[:] = at.largest[...] + jnp.log(at.normalizer[...])

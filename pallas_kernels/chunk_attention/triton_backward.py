@@ -1,5 +1,7 @@
 """The gradient's two kernels on GPU: by blocks of positions, and by blocks of ends."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -23,6 +25,7 @@ from pallas_kernels.chunk_attention.visibility import (
     seen_ends,
     sees,
 )
+from pallas_kernels.named_refs import by_name
 
 
 def position_gradients(
@@ -113,70 +116,109 @@ def end_gradients(
     )
 
 
+class _PositionRefs(NamedTuple):
+    """References of `_position_kernel`; a mask is a tuple of one, or empty."""
+
+    first: tuple[Any, ...]  # [1]: the row's number of its first chunk
+    documents: tuple[Any, ...]  # [rows]
+    end_documents: tuple[Any, ...]  # [S]
+    q: Any  # [rows, E], of one query group
+    own_logits: Any  # [rows, H]
+    own_values: Any  # [rows, H, E]
+    keys: Any  # [H, S, E]
+    values: Any  # [H, S, E]
+    o: Any  # [rows, H, E]
+    lse: Any  # [H, rows]
+    do: Any  # [rows, H, E]
+    dq: Any  # out, [rows, E]: the program's heads' part
+    d_own_logits: Any  # out, [rows, H]
+    d_own_values: Any  # out, [rows, H, E]
+    delta: Any  # out, [H, rows]
+
+
 # A program owns `rows` positions of a query group, and some of its heads one after the
 # other: dq stays in registers and is written once. For each head it makes delta and the
 # own term's gradients, then runs over the ends that are seen, as the forward kernel
 # does. Crossing memory: q and dq once; own term, o, do and their gradients once; ends
 # once a program.
 def _position_kernel(*refs, call: Call):
-    ins, outs = refs[call.masks : call.masks + 8], refs[call.masks + 8 :]
-    q_ref, own_ref, value_ref, keys_ref, values_ref, o_ref, lse_ref, do_ref = ins
-    dq_ref, d_own_ref, d_value_ref, delta_ref = outs
+    at = by_name(_PositionRefs, refs, **call.masks)
     rows, count = call.tiles.block_q, call.tiles.block_k
     start = (pl.num_programs(1) - 1 - pl.program_id(1)) * rows
     t = start + jnp.arange(rows)
     real = t < call.length
-    first = first_chunk(call, refs)
-    documents = load_rows(refs[call.masks - 2], real=real) if call.has_documents else t
-    q = load_rows(q_ref, real=real)
+    first = first_chunk(at)
+    documents = load_rows(at.documents[0], real=real) if at.documents else t
+    q = load_rows(at.q, real=real)
+    # Blocks of ends that every position sees, and those that any of them sees.
     sizes = {"chunk": call.chunk, "ends": call.ends}
     unmasked = 0 if call.has_documents else seen_ends(first, start, **sizes) // count
     last = jnp.minimum(start + rows, call.length) - 1
     blocks = cdiv(seen_ends(first, last, **sizes), count)
+    # The grid's first axis counts groups first, then the programs that share a group.
     here = call.heads // call.groups // call.tiles.splits
     group, part = pl.program_id(0) % call.groups, pl.program_id(0) // call.groups
 
     def head(g, dq):
         h = group + call.groups * (part * here + g)
-        do = load_rows(do_ref.at[:, h, :], real=real)
+        # 1. What needs no chunk end: delta, and the own term's gradients.
+        do = load_rows(at.do.at[:, h, :], real=real)
         wide = do.astype(jnp.float32)
-        delta = jnp.sum(wide * load_rows(o_ref.at[:, h, :], real=real), axis=1)
-        lse = load_rows(lse_ref.at[h, :], real=real) * LOG2_E
-        own = load_rows(own_ref.at[:, h], real=real).astype(jnp.float32)
-        # The own term: its weight follows from lse, its gradients from delta.
+        delta = jnp.sum(wide * load_rows(at.o.at[:, h, :], real=real), axis=1)
+        lse = load_rows(at.lse.at[h, :], real=real) * LOG2_E
+        own = load_rows(at.own_logits.at[:, h], real=real).astype(jnp.float32)
+        # Its weight follows from lse, its gradients from delta.
         weight = jnp.exp2(own * (call.scale * LOG2_E) - lse)
-        of_value = jnp.sum(wide * load_rows(value_ref.at[:, h, :], real=real), axis=1)
-        store_rows(delta_ref.at[h, :], delta, real=real)
+        value = load_rows(at.own_values.at[:, h, :], real=real)
+        of_value = jnp.sum(wide * value, axis=1)
+        store_rows(at.delta.at[h, :], delta, real=real)
         d_own = call.scale * weight * (of_value - delta)
-        store_rows(d_own_ref.at[:, h], d_own, real=real)
-        store_rows(d_value_ref.at[:, h, :], weight[:, None] * wide, real=real)
+        store_rows(at.d_own_logits.at[:, h], d_own, real=real)
+        store_rows(at.d_own_values.at[:, h, :], weight[:, None] * wide, real=real)
         do = do.astype(q.dtype)
 
         def add_block(j, dq, masked: bool):
             s = j * count + jnp.arange(count)
             slots = pl.ds(j * count, count)
-            k = load_rows(keys_ref.at[h, slots, :], real=s < call.ends).astype(q.dtype)
-            v = load_rows(values_ref.at[h, slots, :], real=s < call.ends)
+            k = load_rows(at.keys.at[h, slots, :], real=s < call.ends).astype(q.dtype)
+            v = load_rows(at.values.at[h, slots, :], real=s < call.ends)
             # The weights again, from the kept lse: no maximum is needed twice.
             logits = dot(q, k, transposed=True) * (call.scale * LOG2_E)
             p = jnp.exp2(logits - lse[:, None])
             if masked:
                 seen = sees(first, t[:, None], s[None, :], chunk=call.chunk)
                 if call.has_documents:
-                    same = same_document(call, refs, documents, j * count, count)
+                    same = same_document(call, at, documents, j * count, count)
                     seen = seen & same
                 p = jnp.where(seen & (s < call.ends)[None, :], p, 0.0)
             dp = dot(do, v.astype(q.dtype), transposed=True)
             d_logits = p * (dp - delta[:, None])
             return dq + dot(d_logits.astype(k.dtype), k)
 
+        # 2. The ends: seen by all, without a mask; then those on the diagonal.
         plain = lambda j, d: add_block(j, d, masked=False)  # noqa: E731
         checked = lambda j, d: add_block(j, d, masked=True)  # noqa: E731
         dq = jax.lax.fori_loop(0, unmasked, plain, dq)
         return jax.lax.fori_loop(unmasked, blocks, checked, dq)
 
     dq = jax.lax.fori_loop(0, here, head, jnp.zeros(q.shape, jnp.float32))
-    store_rows(dq_ref, call.scale * dq, real=real)
+    store_rows(at.dq, call.scale * dq, real=real)
+
+
+class _EndRefs(NamedTuple):
+    """References of `_end_kernel`; a mask is a tuple of one, or empty."""
+
+    first: tuple[Any, ...]  # [1]: the row's number of its first chunk
+    documents: tuple[Any, ...]  # [T]
+    end_documents: tuple[Any, ...]  # [S]
+    q: Any  # [T, E], of the head's query group
+    keys: Any  # [ends, E]
+    values: Any  # [ends, E]
+    lse: Any  # [T]
+    delta: Any  # [T]
+    do: Any  # [T, E]
+    d_keys: Any  # out, [ends, E]
+    d_values: Any  # out, [ends, E]
 
 
 # A program owns `backward_block_k` ends of one head. Their gradients stay in registers
@@ -185,34 +227,33 @@ def _position_kernel(*refs, call: Call):
 # has to turn them. Crossing memory: the ends and their gradients once, q, do and two
 # numbers a position once a program.
 def _end_kernel(*refs, call: Call):
-    ins, outs = refs[call.masks : call.masks + 6], refs[call.masks + 6 :]
-    q_ref, keys_ref, values_ref, lse_ref, delta_ref, do_ref = ins
-    d_keys_ref, d_values_ref = outs
+    at = by_name(_EndRefs, refs, **call.masks)
     rows, count = call.tiles.backward_block_q, call.tiles.backward_block_k
     start = pl.program_id(1) * count
     s = start + jnp.arange(count)
     there = s < call.ends
-    first = first_chunk(call, refs)
-    dtype = q_ref.dtype
-    k = load_rows(keys_ref, real=there).astype(dtype)
-    v = load_rows(values_ref, real=there).astype(dtype)
+    first = first_chunk(at)
+    dtype = at.q.dtype
+    k = load_rows(at.keys, real=there).astype(dtype)
+    v = load_rows(at.values, real=there).astype(dtype)
 
     def add_block(i, sums, masked: bool):
         dk, dv = sums
         t = i * rows + jnp.arange(rows)
         real = t < call.length
         part = pl.ds(i * rows, rows)
-        q = load_rows(q_ref.at[part, :], real=real)
-        do = load_rows(do_ref.at[part, :], real=real).astype(dtype)
-        lse = load_rows(lse_ref.at[part], real=real) * LOG2_E
-        delta = load_rows(delta_ref.at[part], real=real)
+        q = load_rows(at.q.at[part, :], real=real)
+        do = load_rows(at.do.at[part, :], real=real).astype(dtype)
+        lse = load_rows(at.lse.at[part], real=real) * LOG2_E
+        delta = load_rows(at.delta.at[part], real=real)
+        # The weights again, from the kept lse, one row an end.
         logits = dot(k, q, transposed=True) * (call.scale * LOG2_E)
         p = jnp.exp2(logits - lse[None, :])
         if masked:
             seen = sees(first, t[None, :], s[:, None], chunk=call.chunk)
             if call.has_documents:
-                documents = load_rows(refs[call.masks - 2].at[part], real=real)
-                same = same_document(call, refs, documents, start, count)
+                documents = load_rows(at.documents[0].at[part], real=real)
+                same = same_document(call, at, documents, start, count)
                 seen = seen & same.T
             p = jnp.where(seen, p, 0.0)
         dp = dot(v, do, transposed=True)
@@ -230,5 +271,5 @@ def _end_kernel(*refs, call: Call):
     sums = jax.lax.fori_loop(low, high, checked, sums)
     # Positions past the last have q = do = delta = 0 and add nothing.
     dk, dv = jax.lax.fori_loop(high, blocks, plain, sums)
-    store_rows(d_keys_ref, call.scale * dk, real=there)
-    store_rows(d_values_ref, dv, real=there)
+    store_rows(at.d_keys, call.scale * dk, real=there)
+    store_rows(at.d_values, dv, real=there)

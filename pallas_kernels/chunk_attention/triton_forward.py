@@ -1,5 +1,7 @@
 """The forward kernel on GPU: flash attention over chunk ends, own term merged in."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -19,6 +21,7 @@ from pallas_kernels.chunk_attention.triton_launch import (
     store_rows,
 )
 from pallas_kernels.chunk_attention.visibility import cdiv, seen_ends, sees
+from pallas_kernels.named_refs import by_name
 
 
 def attend(
@@ -62,33 +65,50 @@ def attend(
     )
 
 
+class _Refs(NamedTuple):
+    """References of the kernel; a mask is a tuple of one, or empty."""
+
+    first: tuple[Any, ...]  # [1]: the row's number of its first chunk
+    documents: tuple[Any, ...]  # [rows]
+    end_documents: tuple[Any, ...]  # [S]
+    q: Any  # [rows, E]
+    own_logit: Any  # [rows]
+    own_value: Any  # [rows, E]
+    keys: Any  # [S, E]
+    values: Any  # [S, E]
+    o: Any  # out, [rows, E]
+    lse: Any  # out, [rows]
+
+
 # A program owns `rows` positions of one head, of as many chunks as they span. Their
 # softmax starts from the own term and stays in registers while the ends that any of
 # them sees stream by once; blocks of ends that all of them see need no mask. Crossing
 # memory: q, own term and o once, the seen ends once a program.
 def _forward_kernel(*refs, call: Call):
-    q_ref, own_ref, value_ref, keys_ref, values_ref, o_ref, lse_ref = refs[call.masks :]
+    at = by_name(_Refs, refs, **call.masks)
     rows, count = call.tiles.block_q, call.tiles.block_k
     start = (pl.num_programs(1) - 1 - pl.program_id(1)) * rows
     t = start + jnp.arange(rows)
     real = t < call.length
-    first = first_chunk(call, refs)
-    documents = load_rows(refs[call.masks - 2], real=real) if call.has_documents else t
-    q = load_rows(q_ref, real=real)
-    own = load_rows(own_ref, real=real).astype(jnp.float32) * (call.scale * LOG2_E)
+    # 1. What belongs to the program's positions: read once, kept in registers.
+    first = first_chunk(at)
+    documents = load_rows(at.documents[0], real=real) if at.documents else t
+    q = load_rows(at.q, real=real)
+    own = load_rows(at.own_logit, real=real).astype(jnp.float32)
+    own = own * (call.scale * LOG2_E)
 
     def add_block(j, running, masked: bool):
         largest, normalizer, weighted = running
         s = j * count + jnp.arange(count)
         part = pl.ds(j * count, count)
-        k = load_rows(keys_ref.at[part, :], real=s < call.ends).astype(q.dtype)
-        v = load_rows(values_ref.at[part, :], real=s < call.ends).astype(q.dtype)
+        k = load_rows(at.keys.at[part, :], real=s < call.ends).astype(q.dtype)
+        v = load_rows(at.values.at[part, :], real=s < call.ends).astype(q.dtype)
         logits = dot(q, k, transposed=True) * (call.scale * LOG2_E)
         if masked:
             seen = sees(first, t[:, None], s[None, :], chunk=call.chunk)
             seen = seen & (s < call.ends)[None, :]
             if call.has_documents:
-                same = same_document(call, refs, documents, j * count, count)
+                same = same_document(call, at, documents, j * count, count)
                 seen = seen & same
             logits = jnp.where(seen, logits, HIDDEN)
         # A larger maximum shrinks what was summed under the old one.
@@ -98,11 +118,11 @@ def _forward_kernel(*refs, call: Call):
         normalizer = normalizer * shrink + jnp.sum(p, axis=1)
         return above, normalizer, weighted * shrink[:, None] + dot(p.astype(v.dtype), v)
 
-    v = load_rows(value_ref, real=real).astype(jnp.float32)
-    # The softmax starts from the own term, whose weight is exp(0) = 1: no row is empty.
+    v = load_rows(at.own_value, real=real).astype(jnp.float32)
+    # 2. The softmax starts from the own term, of weight exp(0) = 1: no row is empty.
     running = (own, jnp.ones(rows, jnp.float32), v)
     sizes = {"chunk": call.chunk, "ends": call.ends}
-    # Ends before `unmasked` blocks are seen by every position of the program.
+    # 3. Ends before `unmasked` blocks are seen by every position of the program.
     unmasked = 0 if call.has_documents else seen_ends(first, start, **sizes) // count
     last = jnp.minimum(start + rows, call.length) - 1
     blocks = cdiv(seen_ends(first, last, **sizes), count)
@@ -113,5 +133,5 @@ def _forward_kernel(*refs, call: Call):
         unmasked, blocks, lambda j, r: add_block(j, r, True), running
     )
     largest, normalizer, weighted = running
-    store_rows(o_ref, weighted / normalizer[:, None], real=real)
-    store_rows(lse_ref, (largest + jnp.log2(normalizer)) / LOG2_E, real=real)
+    store_rows(at.o, weighted / normalizer[:, None], real=real)
+    store_rows(at.lse, (largest + jnp.log2(normalizer)) / LOG2_E, real=real)

@@ -57,9 +57,14 @@ class Call:
     interpret: bool
 
     @property
-    def masks(self) -> int:
-        """How many arrays come before the others: see `mask_arrays`."""
-        return self.has_first + 2 * self.has_documents
+    def masks(self) -> dict[str, int]:
+        """How many references a kernel's fields hold that `mask_arrays` fills."""
+        documents = int(self.has_documents)
+        return {
+            "first": int(self.has_first),
+            "documents": documents,
+            "end_documents": documents,
+        }
 
 
 def choose_tiles(
@@ -70,11 +75,13 @@ def choose_tiles(
     A program's accumulators stay within its registers: 128 x 128 float32 values for
     eight warps, a quarter of that beside operands of four bytes. Not tuned on a device.
     """
+    # What a program sums up, [rows, E] in float32, must stay in registers.
     most = 128 if width <= 128 else 32
     if wide:
         most = min(64, max(4096 // width, 16))
     rows = min(max(next_power(length), 16), most)
     programs = batch * groups * -(-length // rows)
+    # Few programs leave multiprocessors idle: heads of a group are then shared out.
     splits, per_group = 1, heads // groups
     while programs * splits < PROGRAMS and splits < per_group:
         splits = next(n for n in range(splits + 1, per_group + 1) if per_group % n == 0)
@@ -144,15 +151,16 @@ def mask_specs(
     return specs
 
 
-def first_chunk(call: Call, refs: tuple):
+def first_chunk(at):
     """Returns the number of the chunk that holds t = 0 of the program's row."""
-    return refs[0][0] if call.has_first else 0
+    return at.first[0][0] if at.first else 0
 
 
-def same_document(call: Call, refs: tuple, rows: Array, start, count: int) -> Array:
+def same_document(call: Call, at, rows: Array, start, count: int) -> Array:
     """Returns [rows, count]: whether `count` ends from `start` share the documents."""
-    known = refs[call.masks - 1]
+    (known,) = at.end_documents
     ends = start + jnp.arange(count)
+    # No document has the number -1: an end that is not there is nobody's.
     ends = pltriton.load(known.at[pl.ds(start, count)], mask=ends < call.ends, other=-1)
     return rows[:, None] == ends[None, :]
 

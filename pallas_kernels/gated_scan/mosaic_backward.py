@@ -7,6 +7,8 @@ states a block, for the state before its first position. A narrow stream's gradi
 summed over its tiles in VMEM.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -27,6 +29,7 @@ from pallas_kernels.gated_scan.mosaic_launch import (
     launch_kernel,
 )
 from pallas_kernels.gated_scan.signed_gate import read_signed
+from pallas_kernels.named_refs import by_name
 
 Array = jax.Array
 _BEFORE = 8
@@ -79,34 +82,44 @@ def run_backward(call: Call, e, values, initial, lengths, states, d_states, fina
     return out[0], tuple(out[1 : 1 + N]), tuple(d[:, 0] for d in out[1 + N :])
 
 
-class _Refs:
-    """The kernel's references by name; a list has one for each stream."""
+class _Refs(NamedTuple):
+    """References of the kernel; a tuple has one for each stream."""
 
-    def __init__(self, refs, call: Call):
-        N = len(call.widths)
-        rest = list(refs)
+    lengths: Any  # int32 [B], in scalar memory
+    e: Any  # [rows, D]: the gate, negative where the state is reset
+    values: tuple[Any, ...]  # [rows, W] each
+    states: tuple[Any, ...]  # [rows, D] each
+    d_states: tuple[Any, ...]  # [rows, D] each
+    initial: tuple[Any, ...]  # float32 [1, D] each
+    d_finals: tuple[Any, ...]  # float32 [1, D] each
+    halos: tuple[Any, ...]  # [16, D] each, states before the block; none for chunks
+    de: Any  # out, [rows, D]
+    d_values: tuple[Any, ...]  # out, [rows, W] each
+    d_initial: tuple[Any, ...]  # out, float32 [1, D] each
+    # Scratch, float32: some groups of 128 channels of what the block reads and writes.
+    e_rows: Any  # [1, together, rows, 128]
+    value_rows: Any  # [N, together, rows, 128]
+    state_rows: Any  # [N, together, 8 + rows, 128]: row 7 is the position before
+    d_state_rows: Any  # [N, together, rows, 128]
+    de_rows: Any  # [1, together, rows, 128]
+    d_value_rows: Any  # [N, together, rows, 128]
+    carried: Any  # [N, 1, D]: the state's gradient between a row's blocks
+    sums: tuple[Any, ...]  # [W / 128, rows, 128] each: a narrow stream's gradient
 
-        def take(count: int) -> list:
-            taken = rest[:count]
-            del rest[:count]
-            return taken
 
-        self.lengths, self.e = take(2)
-        self.values, self.states, self.d_states = take(N), take(N), take(N)
-        self.initial, self.finals = take(N), take(N)
-        self.halos = take(N if call.tiles.linked else 0)
-        (self.de,) = take(1)
-        self.d_values, self.d_initial = take(N), take(N)
-        self.e_rows, self.value_rows, self.state_rows, self.d_state_rows = take(4)
-        self.de_rows, self.d_value_rows, self.carried = take(3)
-        self.sums = take(N)
+_STREAMS = (
+    *("values", "states", "d_states", "initial", "d_finals"),
+    *("d_values", "d_initial", "sums"),
+)
 
 
 def _backward_kernel(*refs, call: Call):
-    at = _Refs(refs, call)
     N = len(call.widths)
+    halos = N if call.tiles.linked else 0
+    at = by_name(_Refs, refs, **dict.fromkeys(_STREAMS, N), halos=halos)
     row, block = pl.program_id(0), call.blocks - 1 - pl.program_id(1)
 
+    # 1. Before a row's last block, which is the first: no gradient has flowed yet.
     @pl.when(block == call.blocks - 1)
     def _():
         at.carried[:, :] = jnp.zeros_like(at.carried)
@@ -115,7 +128,7 @@ def _backward_kernel(*refs, call: Call):
         if width < call.D:
             at.sums[n][:, :] = jnp.zeros_like(at.sums[n])
 
-    # A few groups of 128 channels at a time: their rows go to float32 in VMEM, the
+    # 2. A few groups of 128 channels at a time: their rows go to float32 in VMEM, the
     # gradient that enters each stretch is found, then all stretches run back at once.
     def groups(turn, _):
         first = turn * call.together
@@ -135,12 +148,13 @@ def _backward_kernel(*refs, call: Call):
         return 0
 
     jax.lax.fori_loop(0, call.D // LANES // call.together, groups, 0)
-    # A narrow stream's sums over its tiles are whole only after the last group.
+    # 3. A narrow stream's sums over its tiles are whole only after the last group.
     for n, width in enumerate(call.widths):
         for k in range(width // LANES) if width < call.D else ():
             ref = at.d_values[n]
             ref[:, k * LANES : (k + 1) * LANES] = at.sums[n][k].astype(ref.dtype)
 
+    # 4. What has flowed through the whole row is the gradient of its initial state.
     @pl.when(block == 0)
     def _():
         for n in range(N):
@@ -159,6 +173,7 @@ def _read(call: Call, at: _Refs, row, block, first) -> None:
             at.d_state_rows[n, i] = read_rows(call, at.d_states[n], group, block, 0.0)
             states = read_rows(call, at.states[n], group, block, 0.0)
             at.state_rows[n, i, _BEFORE:, :] = states
+            # Rows are 16 apart in HBM, so the one row before a block is read as 16.
             before = jnp.zeros((1, LANES), jnp.float32)
             if call.tiles.linked:
                 halo = at.halos[n][:, lanes].astype(jnp.float32)
@@ -167,9 +182,10 @@ def _read(call: Call, at: _Refs, row, block, first) -> None:
             before = jnp.where(block == 0, initial, before)
             at.state_rows[n, i, _BEFORE - 1 : _BEFORE, :] = before
 
+        # The last state is the state of the row's last own position.
         @pl.when(here)
         def _(i=i, lanes=lanes):
-            for n, ref in enumerate(at.finals):
+            for n, ref in enumerate(at.d_finals):
                 at.d_state_rows[n, i, pl.ds(last, 1), :] += ref[:, lanes]
 
 
@@ -188,6 +204,8 @@ def _entering(call: Call, at: _Refs, first):
         flowing = _passed_on(keeps, _totals(call, at, s, flowing))
         return [p * k for p, k in zip(products, keeps, strict=True)], flowing
 
+    # As forward: every stretch from 0 first, then the true gradient goes through the
+    # eight, from the last to the first.
     start = ([zeros + 1] * G, entering)
     products, added = jax.lax.fori_loop(0, S, step, start)
     entering = [[zeros] * G for _ in range(N)]
@@ -210,6 +228,8 @@ def _run(call: Call, at: _Refs, entering, first) -> None:
         totals = _totals(call, at, s, flowing)
         rows = position(call, s)
         for i, (g, _, resets) in enumerate(gates):
+            # dg = l (h[t-1] - v): g weighs the state before, 1 - g the value. A reset
+            # forgets the state, whatever g is.
             of_keep = of_new = 0.0
             for n, groups in enumerate(totals):
                 of_keep += groups[i] * _before(call, at, n, i, s)
@@ -253,6 +273,7 @@ def _passed_on(keeps: list[Array], totals: list[list[Array]]):
 
 def _before(call: Call, at: _Refs, n: int, i: int, s) -> Array:
     """Returns the states before position s of every stretch: zeros before a chunk."""
+    # States lie _BEFORE rows late, so one row less is the position before.
     before = at.state_rows.at[n, i][position(call, s, _BEFORE - 1), :]
     if call.tiles.linked:
         return before

@@ -7,6 +7,8 @@ side once for what each makes of a state; chain them; run them again from their 
 states. Chunks that are stretches need the last step only.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -27,6 +29,7 @@ from pallas_kernels.gated_scan.mosaic_launch import (
     launch_kernel,
 )
 from pallas_kernels.gated_scan.signed_gate import read_signed
+from pallas_kernels.named_refs import by_name
 
 Array = jax.Array
 
@@ -65,41 +68,55 @@ def run_forward(call: Call, e, values, initial, lengths):
     return tuple(out[:N]), tuple(h[:, 0] for h in out[N:])
 
 
-def _forward_kernel(length_ref, e_ref, *refs, call: Call):
-    N = len(call.widths)
-    value_refs, initial_refs = refs[:N], refs[N : 2 * N]
-    state_refs, final_refs = refs[2 * N : 3 * N], refs[3 * N : 4 * N]
-    e_rows, value_rows, state_rows, carried = refs[4 * N :]
-    row, block = pl.program_id(0), pl.program_id(1)
-    here, last = row_in_block(call, length_ref[row] - 1, block)
+class _Refs(NamedTuple):
+    """References of the kernel; a tuple has one for each stream."""
 
+    lengths: Any  # int32 [B], in scalar memory
+    e: Any  # [rows, D]: the gate, negative where the state is reset
+    values: tuple[Any, ...]  # [rows, W] each
+    initial: tuple[Any, ...]  # float32 [1, D] each
+    states: tuple[Any, ...]  # out, [rows, D] each
+    finals: tuple[Any, ...]  # out, float32 [1, D] each
+    e_rows: Any  # scratch, float32 [1, together, rows, 128]: some groups of the gate
+    value_rows: Any  # scratch, float32 [N, together, rows, 128]: of the values
+    state_rows: Any  # scratch, float32 [N, together, rows, 128]: of the states
+    carried: Any  # scratch, float32 [N, 1, D]: the state between a row's blocks
+
+
+def _forward_kernel(*refs, call: Call):
+    streams = dict.fromkeys(("values", "initial", "states", "finals"), len(call.widths))
+    at = by_name(_Refs, refs, **streams)
+    row, block = pl.program_id(0), pl.program_id(1)
+    here, last = row_in_block(call, at.lengths[row] - 1, block)
+
+    # 1. Before a row's first block: the state that it starts from.
     @pl.when(block == 0)
     def _():
-        for n, (initial, final) in enumerate(
-            zip(initial_refs, final_refs, strict=True)
-        ):
-            carried[n] = initial[:, :]
+        for n, (initial, final) in enumerate(zip(at.initial, at.finals, strict=True)):
+            at.carried[n] = initial[:, :]
             final[:, :] = initial[:, :]  # What a row without a position ends with.
 
-    # A few groups of 128 channels at a time: their rows go to float32 in VMEM, the
+    # 2. A few groups of 128 channels at a time: their rows go to float32 in VMEM, the
     # state that enters each stretch is found, then all stretches run at once.
     def groups(turn, _):
         first = turn * call.together
         for i in range(call.together):
-            e_rows[0, i] = read_rows(call, e_ref, first + i, block, 1.0)
-            for n, ref in enumerate(value_refs):
-                value_rows[n, i] = read_rows(call, ref, first + i, block, 0.0)
-        entering = _entering(call, block, first, e_rows, value_rows, carried)
-        _run(call, entering, e_rows, value_rows, state_rows)
+            # Beyond the sequence: a gate of 1 keeps the state, a value of 0 adds none.
+            at.e_rows[0, i] = read_rows(call, at.e, first + i, block, 1.0)
+            for n, ref in enumerate(at.values):
+                at.value_rows[n, i] = read_rows(call, ref, first + i, block, 0.0)
+        entering = _entering(call, block, first, at.e_rows, at.value_rows, at.carried)
+        _run(call, entering, at.e_rows, at.value_rows, at.state_rows)
         for i in range(call.together):
             lanes = lanes_of(first + i, call.D // LANES)
-            for n, ref in enumerate(state_refs):
-                ref[:, lanes] = state_rows[n, i].astype(ref.dtype)
+            for n, ref in enumerate(at.states):
+                ref[:, lanes] = at.state_rows[n, i].astype(ref.dtype)
 
+            # 3. The row's last own position may lie in any of its blocks.
             @pl.when(here)
             def _(i=i, lanes=lanes):
-                for n, ref in enumerate(final_refs):
-                    ref[:, lanes] = state_rows[n, i, pl.ds(last, 1), :]
+                for n, ref in enumerate(at.finals):
+                    ref[:, lanes] = at.state_rows[n, i, pl.ds(last, 1), :]
 
         return 0
 
@@ -110,6 +127,7 @@ def _entering(call: Call, block, first, e_rows, value_rows, carried):
     """Returns the states before every stretch, [8, 128] a group and stream."""
     N, G = len(call.widths), call.together
     lanes = [lanes_of(first + i, call.D // LANES) for i in range(G)]
+    # Stretches are chunks: only a row's very first one starts from a state.
     if not call.tiles.linked:
         fresh = block == 0
         return [
@@ -122,6 +140,8 @@ def _entering(call: Call, block, first, e_rows, value_rows, carried):
         states, keeps = _advance(call, s, states, e_rows, value_rows)
         return [p * k for p, k in zip(products, keeps, strict=True)], states
 
+    # All 8 stretches at once, each from 0: what it adds to a state, and what it leaves
+    # of one. Then the true states go through the eight in order.
     zeros = jnp.zeros((STRETCHES, LANES), jnp.float32)
     start = ([zeros + 1] * G, [[zeros] * G for _ in range(N)])
     products, added = jax.lax.fori_loop(0, call.tiles.stretch, step, start)

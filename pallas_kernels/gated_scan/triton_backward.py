@@ -7,7 +7,7 @@ values, states and their gradients cross memory once, gate and the states' gradi
 twice where stretches are linked.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from pallas_kernels.gated_scan.signed_gate import read_signed
 from pallas_kernels.gated_scan.triton_forward import States, fold_summaries
 from pallas_kernels.gated_scan.triton_launch import Call, launch_kernel
 from pallas_kernels.gated_scan.triton_program import Program, Tiled, at_tile
+from pallas_kernels.named_refs import by_name
 
 Array = jax.Array
 
@@ -29,7 +30,8 @@ def run_backward(call: Call, e, values, initial, lengths, states, d_states, fina
     """
     ragged = () if lengths is None else (lengths,)
     arrays = (e, *values, *initial, *states, *d_states, *finals, *ragged)
-    if call.tiles.linked and call.blocks > 1:
+    # As forward, from the other end: what later stretches make of the gradient.
+    if call.summaries:
         summary = jax.ShapeDtypeStruct((call.B * call.blocks, call.D), jnp.float32)
         summaries = launch_kernel(
             call,
@@ -50,19 +52,30 @@ def run_backward(call: Call, e, values, initial, lengths, states, d_states, fina
     return out[0], tuple(out[1 : 1 + N]), tuple(out[1 + N :])
 
 
+class _SummaryRefs(NamedTuple):
+    """References of `_summarize_backward_kernel`; tuples have one a stream."""
+
+    e: Any  # [B T, D]: the gate, negative where the state is reset
+    d_states: tuple[Any, ...]  # [B T, D] of each stream
+    d_finals: tuple[Any, ...]  # float32 [B, D] of each stream
+    lengths: tuple[Any, ...]  # int32 [B], where rows have their own
+    product: Any  # out, float32 [B blocks, D]
+    added: tuple[Any, ...]  # out, float32 [B blocks, D] of each stream
+
+
 def _summarize_backward_kernel(*refs, call: Call):
     """Writes what a stretch makes of a gradient: u_before = product u_after + added."""
     N = call.streams
-    e_ref, d_state_refs, final_refs = refs[0], refs[1 : 1 + N], refs[1 + N : 1 + 2 * N]
-    out_refs = refs[-1 - N :]
+    streams = dict.fromkeys(("d_states", "d_finals", "added"), N)
+    at = by_name(_SummaryRefs, refs, **streams, lengths=call.lengths)
     program = Program.here(call)
-    last, d_finals = _ends(program, final_refs, refs[1 + 2 * N : -1 - N])
+    last, d_finals = _ends(program, at.d_finals, at.lengths)
 
     def turn(n, carry):
         product, flowing = carry
         for t, inside in _positions(program, n):
-            e = program.read(e_ref, t, other=1.0, keep=inside)
-            dh = [program.read(ref, t, other=0.0, keep=inside) for ref in d_state_refs]
+            e = program.read(at.e, t, other=1.0, keep=inside)
+            dh = _read_streams(program, at.d_states, t, inside)
             keeps = [read_signed(part, signed=call.signed)[1] for part in e]
             totals = _totals(dh, d_finals, flowing, _is_last(t, inside, last))
             flowing = _passed_on(keeps, totals)
@@ -72,55 +85,71 @@ def _summarize_backward_kernel(*refs, call: Call):
     ones = tuple(jnp.ones(call.tiles.channels) for _ in range(call.D // call.width))
     zeros = tuple(tuple(0 * one for one in ones) for _ in range(N))
     product, flowing = jax.lax.fori_loop(0, program.turns, turn, (ones, zeros))
-    for ref, parts in zip(out_refs, (product, *flowing), strict=True):
+    for ref, parts in zip((at.product, *at.added), (product, *flowing), strict=True):
         program.write_block(ref, list(parts))
 
 
+class _BackwardRefs(NamedTuple):
+    """References of `_backward_kernel`; a tuple of streams has one for each."""
+
+    e: Any  # [B T, D]: the gate, negative where the state is reset
+    values: tuple[Any, ...]  # [B T, W] of each stream
+    initial: tuple[Any, ...]  # float32 [B, D] of each stream
+    states: tuple[Any, ...]  # [B T, D] of each stream
+    d_states: tuple[Any, ...]  # [B T, D] of each stream
+    d_finals: tuple[Any, ...]  # float32 [B, D] of each stream
+    lengths: tuple[Any, ...]  # int32 [B], where rows have their own
+    summaries: tuple[Any, ...]  # float32 [B blocks, D]: product, then added by stream
+    de: Any  # out, [B T, D]: of the gate's magnitude
+    d_values: tuple[Any, ...]  # out, [B T, W] of each stream
+    d_initial: tuple[Any, ...]  # out, float32 [B, D] of each stream
+
+
+_STREAMS = ("values", "initial", "states", "d_states", "d_finals")
+_OUT_STREAMS = ("d_values", "d_initial")
+
+
 def _backward_kernel(*refs, call: Call):
-    N = call.streams
-    e_ref, (value_refs, initial_refs, state_refs, d_state_refs, final_refs) = (
-        refs[0],
-        [refs[1 + k * N : 1 + (k + 1) * N] for k in range(5)],
+    at = by_name(
+        _BackwardRefs,
+        refs,
+        **dict.fromkeys((*_STREAMS, *_OUT_STREAMS), call.streams),
+        lengths=call.lengths,
+        summaries=call.summaries,
     )
-    de_ref, d_value_refs, d_initial_refs = (
-        refs[-1 - 2 * N],
-        refs[-2 * N : -N],
-        refs[-N:],
-    )
-    rest = refs[1 + 5 * N : -1 - 2 * N]
     program = Program.here(call)
-    last, d_finals = _ends(program, final_refs, rest[: call.lengths])
-    initial = [program.read_row(ref) for ref in initial_refs]
+    last, d_finals = _ends(program, at.d_finals, at.lengths)
+    initial = [program.read_row(ref) for ref in at.initial]
 
     def turn(n, flowing):
-        # All reads of the turn first, so that they are under way together.
+        # 2. All reads of the turn first, so that they are under way together.
         read = []
         for t, inside in _positions(program, n):
             inputs = _Inputs(
-                e=program.read(e_ref, t, other=1.0, keep=inside),
-                values=[
-                    program.read(ref, t, other=0.0, keep=inside) for ref in value_refs
-                ],
-                before=_before(program, state_refs, initial, t, inside),
-                d_states=[
-                    program.read(ref, t, other=0.0, keep=inside) for ref in d_state_refs
-                ],
+                e=program.read(at.e, t, other=1.0, keep=inside),
+                values=_read_streams(program, at.values, t, inside),
+                before=_before(program, at.states, initial, t, inside),
+                d_states=_read_streams(program, at.d_states, t, inside),
             )
             read.append((t, inside, inputs))
-        # Then back, position by position: totals are l, the gradients of the states.
-        for t, inside, at in read:
-            gates = [read_signed(part, signed=call.signed) for part in at.e]
+        # 3. Then back, position by position: totals are l, the gradients of the states.
+        for t, inside, here in read:
+            gates = [read_signed(part, signed=call.signed) for part in here.e]
             ends = _is_last(t, inside, last)
-            totals = _totals(at.d_states, d_finals, flowing, ends)
+            totals = _totals(here.d_states, d_finals, flowing, ends)
             flowing = _passed_on([keep for _, keep, _ in gates], totals)
-            program.write(de_ref, t, _for_gate(gates, totals, at), inside)
-            for ref, v, parts in zip(d_value_refs, at.values, totals, strict=True):
+            program.write(at.de, t, _for_gate(gates, totals, here), inside)
+            for ref, v, parts in zip(at.d_values, here.values, totals, strict=True):
                 program.write(ref, t, _for_values(gates, parts, len(v)), inside)
         return flowing
 
-    entering = _entering(program, d_finals, rest[call.lengths :], last)
+    # 1. The gradient that enters from behind: of the row's last state, through what the
+    # later stretches make of it.
+    entering = _entering(program, d_finals, at.summaries, last)
     flowing = jax.lax.fori_loop(0, program.turns, turn, entering)
-    for ref, parts, ends in zip(d_initial_refs, flowing, d_finals, strict=True):
+    # 4. What leaves a row's first stretch is the gradient of its initial state; later
+    # stretches write nothing.
+    for ref, parts, ends in zip(at.d_initial, flowing, d_finals, strict=True):
         if last is not None:  # A row without a position ends where it began.
             empty = [jnp.where(last < 0, d, 0.0) for d in ends]
             parts = [p + d for p, d in zip(parts, empty, strict=True)]
@@ -169,6 +198,10 @@ def _positions(program: Program, n: Array):
     return [(top - u, program.inside(top - u)) for u in range(unroll)]
 
 
+def _read_streams(program: Program, refs, t: Array, keep: Array | None) -> list[Tiled]:
+    return [program.read(ref, t, other=0.0, keep=keep) for ref in refs]
+
+
 def _is_last(t: Array, inside: Array | None, last: Array | None) -> Array | None:
     """Returns whether t is the row's last position; None: that is no matter."""
     if last is None:
@@ -178,9 +211,11 @@ def _is_last(t: Array, inside: Array | None, last: Array | None) -> Array | None
 
 def _before(program: Program, refs, initial: list[Tiled], t: Array, inside):
     """Returns the states before position t; zeros before a chunk that is not first."""
+    # The first position has no state before it in memory: it reads the initial one.
+    # Chunks start from 0, wherever their neighbour ended.
     past = t > 0 if program.call.tiles.linked else t > program.first
     past = past if inside is None else past & inside
-    states = [program.read(ref, t - 1, other=0.0, keep=past) for ref in refs]
+    states = _read_streams(program, refs, t - 1, past)
     return [
         [jnp.where(t == 0, h_in, h) for h, h_in in zip(parts, first, strict=True)]
         for parts, first in zip(states, initial, strict=True)
@@ -212,6 +247,8 @@ def _for_gate(gates: list, totals: list[Tiled], at: _Inputs) -> Tiled:
     """Returns dg = l (h[t-1] - v), summed over the streams."""
     gradient = []
     for tile, (_, _, resets) in enumerate(gates):
+        # g weighs the state before, 1 - g the value; a reset forgets the state, and the
+        # gate then weighs the value alone.
         of_keep = sum(u[tile] * h[tile] for u, h in zip(totals, at.before, strict=True))
         of_new = sum(
             u[tile] * at_tile(v, tile) for u, v in zip(totals, at.values, strict=True)
@@ -223,5 +260,6 @@ def _for_gate(gates: list, totals: list[Tiled], at: _Inputs) -> Tiled:
 
 def _for_values(gates: list, parts: Tiled, tiles: int) -> Tiled:
     """Returns dv = (1 - g) l, summed over the tiles that share a stream's channels."""
+    # Tile m of the gate reads tile m mod `tiles` of a narrow stream.
     each = [(1 - g) * u for (g, _, _), u in zip(gates, parts, strict=True)]
     return [sum(each[tile::tiles][1:], start=each[tile]) for tile in range(tiles)]

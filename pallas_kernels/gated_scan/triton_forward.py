@@ -8,12 +8,15 @@ from the summaries of the stretches before, which `_summarize_kernel` makes: the
 and values are read twice.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_scan.signed_gate import read_signed
 from pallas_kernels.gated_scan.triton_launch import Call, launch_kernel
 from pallas_kernels.gated_scan.triton_program import Program, Tiled, at_tile
+from pallas_kernels.named_refs import by_name
 
 Array = jax.Array
 States = tuple[tuple[Array, ...], ...]
@@ -30,7 +33,9 @@ def run_forward(call: Call, e, values, initial, lengths):
       lengths: int32 [B] or None.
     """
     arrays = (e, *values, *initial, *(() if lengths is None else (lengths,)))
-    if call.tiles.linked and call.blocks > 1:
+    # Stretches of one sequence run at once, so each must know what the ones before it
+    # make of the row's state. Chunks start at 0 and need no summaries.
+    if call.summaries:
         summary = jax.ShapeDtypeStruct((call.B * call.blocks, call.D), jnp.float32)
         summaries = launch_kernel(
             call,
@@ -49,54 +54,85 @@ def run_forward(call: Call, e, values, initial, lengths):
     return tuple(out[: call.streams]), tuple(out[call.streams :])
 
 
+class _SummaryRefs(NamedTuple):
+    """References of `_summarize_kernel`; a tuple has one for each stream."""
+
+    e: Any  # [B T, D]: the gate, negative where the state is reset
+    values: tuple[Any, ...]  # [B T, W] each
+    product: Any  # out, float32 [B blocks, D]
+    added: tuple[Any, ...]  # out, float32 [B blocks, D] each
+
+
 def _summarize_kernel(*refs, call: Call):
     """Writes what a stretch makes of a state: h_last = product h_in + added."""
     N = call.streams
-    e_ref, value_refs, out_refs = refs[0], refs[1 : 1 + N], refs[1 + N :]
+    at = by_name(_SummaryRefs, refs, values=N, added=N)
     program = Program.here(call)
 
     def turn(n, carry):
         product, states = carry
-        for _, e, values in _inputs(program, n, e_ref, value_refs):
+        for _, e, values in _inputs(program, n, at.e, at.values):
             states, kept = _advance(call, e, values, states)
             product = tuple(p * k for p, k in zip(product, kept, strict=True))
         return product, states
 
+    # A state is a linear function of the one that enters: running from 0 gives the sum,
+    # and the product of all factors what is left of any other start.
     ones = tuple(jnp.ones(call.tiles.channels) for _ in range(call.D // call.width))
     zeros = tuple(tuple(0 * one for one in ones) for _ in range(N))
     product, states = jax.lax.fori_loop(0, program.turns, turn, (ones, zeros))
-    for ref, parts in zip(out_refs, (product, *states), strict=True):
+    for ref, parts in zip((at.product, *at.added), (product, *states), strict=True):
         program.write_block(ref, list(parts))
+
+
+class _ForwardRefs(NamedTuple):
+    """References of `_forward_kernel`; a tuple of streams has one for each."""
+
+    e: Any  # [B T, D]: the gate, negative where the state is reset
+    values: tuple[Any, ...]  # [B T, W] of each stream
+    initial: tuple[Any, ...]  # float32 [B, D] of each stream
+    lengths: tuple[Any, ...]  # int32 [B], where rows have their own
+    summaries: tuple[Any, ...]  # float32 [B blocks, D]: product, then added by stream
+    states: tuple[Any, ...]  # out, [B T, D] of each stream
+    finals: tuple[Any, ...]  # out, float32 [B, D] of each stream
 
 
 def _forward_kernel(*refs, call: Call):
     N = call.streams
-    e_ref, value_refs, initial_refs = refs[0], refs[1 : 1 + N], refs[1 + N : 1 + 2 * N]
-    final_refs, state_refs = refs[-N:], refs[-2 * N : -N]
-    rest = refs[1 + 2 * N : -2 * N]
-    length_refs, summary_refs = rest[: call.lengths], rest[call.lengths :]
+    at = by_name(
+        _ForwardRefs,
+        refs,
+        **dict.fromkeys(("values", "initial", "states", "finals"), N),
+        lengths=call.lengths,
+        summaries=call.summaries,
+    )
     program = Program.here(call)
-    last = length_refs[0][program.row] - 1 if length_refs else None
+    last = at.lengths[0][program.row] - 1 if at.lengths else None
 
+    # 2. One turn: `unroll` positions are read, then the state goes through them.
     def turn(n, states):
-        for t, e, values in _inputs(program, n, e_ref, value_refs):
+        for t, e, values in _inputs(program, n, at.e, at.values):
             states, _ = _advance(call, e, values, states)
             inside = program.inside(t)
-            for ref, parts in zip(state_refs, states, strict=True):
+            for ref, parts in zip(at.states, states, strict=True):
                 program.write(ref, t, list(parts), inside)
+            # A padded row's last state is that of its last own position, which lies
+            # in the middle of somebody's stretch: who passes it writes it.
             if last is not None:
                 ends = t == last if inside is None else (t == last) & inside
-                for ref, parts in zip(final_refs, states, strict=True):
+                for ref, parts in zip(at.finals, states, strict=True):
                     program.write_row(ref, list(parts), ends)
         return states
 
-    entering = _entering(program, initial_refs, summary_refs)
+    # 1. The state that enters: the row's own, what earlier stretches made of it, or 0.
+    entering = _entering(program, at.initial, at.summaries)
     states = jax.lax.fori_loop(0, program.turns, turn, entering)
+    # 3. A full row's last state is what its last stretch ends with.
     if last is None:
         done = program.block == call.blocks - 1
     else:  # A row without a position ends where it began.
         done, states = (program.block == 0) & (last < 0), entering
-    for ref, parts in zip(final_refs, states, strict=True):
+    for ref, parts in zip(at.finals, states, strict=True):
         program.write_row(ref, list(parts), done)
 
 
@@ -119,6 +155,8 @@ def fold_summaries(program: Program, refs, states: States, count, block_of) -> S
     if not refs:
         return states
 
+    # Every program of a row folds for itself: a few numbers a stretch, which cost less
+    # than a kernel more that would chain them.
     def fold(n, states):
         product, *added = (program.read_block(ref, block_of(n)) for ref in refs)
         return tuple(
@@ -135,6 +173,7 @@ def _inputs(program: Program, n: Array, e_ref, value_refs):
     for u in range(program.call.tiles.unroll):
         t = program.first + n * program.call.tiles.unroll + u
         inside = program.inside(t)
+        # A gate of 1 keeps the state and takes nothing of the value.
         e = program.read(e_ref, t, other=1.0, keep=inside)
         values = [program.read(ref, t, other=0.0, keep=inside) for ref in value_refs]
         read.append((t, e, values))

@@ -64,6 +64,12 @@ class Call:
         return -(-self.T // self.tiles.positions)
 
     @property
+    def summaries(self) -> int:
+        """Returns how many arrays tell what stretches make of a state; 0: no need."""
+        chained = self.tiles.linked and self.blocks > 1
+        return 1 + self.streams if chained else 0
+
+    @property
     def columns(self) -> int:
         """Returns the programs side by side over a tile's channels."""
         return self.width // self.tiles.channels
@@ -86,17 +92,21 @@ def choose_tiles(*, B: int, T: int, D: int, width: int, chunk: int | None) -> Ti
     Chunks are as many programs as they are. A whole sequence stays whole where batch
     and channels fill the device: then every input is read once.
     """
+    # The largest power of two that divides the width, two channels a thread at most.
     channels = min(width & -width, 64)
     # A thread holds channels / 32 of each tile; with that many loads in flight the
     # registers of the backward pass still fit.
     unroll = max(1, min(8, 512 // (channels * (D // width))))
     columns = B * (width // channels)
     sizes = {"channels": channels, "unroll": unroll}
+    # Chunks as they are, where they are short or already many; few long ones are cut
+    # like a whole sequence, and the gate's sign resets the state between them.
     if chunk is not None and chunk < T:
         programs = columns * -(-T // chunk)
         if chunk <= SHORTEST_BLOCK or programs >= ENOUGH_PROGRAMS // 4:
             return Tiles(positions=chunk, linked=False, **sizes)
     blocks = max(1, min(ENOUGH_PROGRAMS // columns, T // SHORTEST_BLOCK))
+    # Whole turns, so that only the last stretch asks for each position if it is there.
     positions = -(-T // blocks)
     positions = -(-positions // unroll) * unroll
     return Tiles(positions=positions, linked=True, **sizes)
@@ -109,6 +119,7 @@ def launch_kernel(
     out_shape: Sequence[jax.ShapeDtypeStruct],
 ) -> Sequence[jax.Array]:
     """Runs a kernel body once for every program; it addresses whole arrays itself."""
+    # No blocks: a program reads a few channels of a position, and when, itself.
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         partial(kernel, call=call),

@@ -32,6 +32,7 @@ class Program:
     @classmethod
     def here(cls, call: Call) -> "Program":
         """Returns where this program stands: neighbours have neighbouring channels."""
+        # Neighbours in memory run side by side, so that they share its lines.
         n = pl.program_id(0)
         place = n // call.columns
         return cls(
@@ -52,6 +53,7 @@ class Program:
         tiles = self.call.tiles
         return -(-tiles.positions // tiles.unroll)
 
+    # None where every program's positions are its own: then no access needs a mask.
     def inside(self, t: Array) -> Array | None:
         """Returns whether position t is the program's own; None: always."""
         if not self.call.ragged:
@@ -93,6 +95,7 @@ class Program:
         for at, part in zip(self._places(ref, line), parts, strict=True):
             pltriton.store(at, part.astype(ref.dtype), mask=self._mask(keep))
 
+    # A stream as wide as the gate has all tiles, a narrow one fewer: W / width of them.
     def _places(self, ref, line: Array) -> list:
         width, channels = self.call.width, self.call.tiles.channels
         return [
