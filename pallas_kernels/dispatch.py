@@ -112,6 +112,22 @@ def check_shapes(op: str, wanted: Mapping[str, tuple[Any, tuple[int, ...]]]) -> 
             raise ValueError(f"{op}: wants {name} of shape {shape}, got {array.shape}")
 
 
+def refusal_of_one_position(x: jax.Array) -> str | None:
+    """Returns why a scan's kernels leave a decode step [B, 1, ...] alone, or None."""
+    if x.shape[1] > 1:
+        return None
+    return "leaves one position to xla, which fuses it with what stands around it"
+
+
+def refusal_of_dtypes(arrays: Mapping[str, jax.Array], *dtypes: Any) -> str | None:
+    """Returns which array has none of the dtypes that kernels compute in, or None."""
+    for name, array in arrays.items():
+        if array.dtype not in dtypes:
+            known = " and ".join(jnp.dtype(dtype).name for dtype in dtypes)
+            return f"computes in {known}, got {name} of {array.dtype}"
+    return None
+
+
 def _cut(op: Op, backend: str, arrays: tuple[Any, ...]) -> Cut | None:
     if backend != "xla":
         return op.find_cut(*arrays)

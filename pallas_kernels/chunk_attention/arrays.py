@@ -40,3 +40,13 @@ def at_least_one(ends: ChunkEnds) -> ChunkEnds:
         values=jnp.pad(ends.values, one),
         documents=None if known is None else jnp.pad(known, ((0, 0), (0, 1))),
     )
+
+
+def operands(q: Array, own_values: Array, ends: ChunkEnds) -> dict[str, Array]:
+    """Returns by name what a kernel multiplies: it has to compute in their dtypes."""
+    return {
+        "q": q,
+        "own_values": own_values,
+        "ends.keys": ends.keys,
+        "ends.values": ends.values,
+    }

@@ -5,7 +5,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds, at_least_one
+from pallas_kernels.chunk_attention.arrays import (
+    Array,
+    ChunkEnds,
+    at_least_one,
+    operands,
+)
 from pallas_kernels.chunk_attention.mosaic_backward import (
     end_gradients,
     position_gradients,
@@ -17,33 +22,22 @@ from pallas_kernels.chunk_attention.mosaic_launch import (
     choose_tiles,
     document_arrays,
 )
+from pallas_kernels.dispatch import refusal_of_dtypes
 from pallas_kernels.target import refusal_of_mosaic_tpu
 
 
-def supported(
-    q, own_logits, own_values, ends, first, documents, *, chunk, scale
-) -> str | None:
+def supported(*arrays, **options) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_mosaic_tpu()
-    if reason is not None:
-        return reason
-    return expressible(
-        *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale
-    )
+    return refusal_of_mosaic_tpu() or expressible(*arrays, **options)
 
 
 def expressible(
     q, own_logits, own_values, ends, first, documents, *, chunk, scale
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    for name, x in (
-        ("q", q),
-        ("own_values", own_values),
-        ("ends.keys", ends.keys),
-        ("ends.values", ends.values),
-    ):
-        if x.dtype not in (jnp.float32, jnp.bfloat16):
-            return f"{name} must be float32 or bfloat16, got {x.dtype}"
+    reason = refusal_of_dtypes(operands(q, own_values, ends), jnp.float32, jnp.bfloat16)
+    if reason is not None:
+        return reason
     E = q.shape[3]
     if E % 8 or E > 256:
         return f"head width must be a multiple of 8 up to 256, got {E}"

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from pallas_kernels.dispatch import refusal_of_one_position
 from pallas_kernels.gated_scan.mosaic_backward import run_backward
 from pallas_kernels.gated_scan.mosaic_forward import run_forward
 from pallas_kernels.gated_scan.mosaic_launch import (
@@ -15,26 +16,25 @@ from pallas_kernels.gated_scan.mosaic_launch import (
     choose_tiles,
     refusal_of_channels,
 )
-from pallas_kernels.gated_scan.signed_gate import refusal_of_dtypes, sign_gate
+from pallas_kernels.gated_scan.signed_gate import (
+    refusal_of_streams,
+    sign_gate,
+)
 from pallas_kernels.target import refusal_of_mosaic_tpu
 
 Array = jax.Array
 
 
-def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
+def supported(gate, *arrays, chunk) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_mosaic_tpu()
-    if reason is not None:
-        return reason
-    if gate.shape[1] == 1:
-        return "leaves one position to xla, which fuses it with what stands around it"
-    return expressible(gate, values, initial, starts, lengths, chunk=chunk)
+    reason = refusal_of_mosaic_tpu() or refusal_of_one_position(gate)
+    return reason or expressible(gate, *arrays, chunk=chunk)
 
 
 def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
     D = gate.shape[2] + -gate.shape[2] % LANES
-    return refusal_of_channels(D, len(values)) or refusal_of_dtypes(gate, values)
+    return refusal_of_channels(D, len(values)) or refusal_of_streams(gate, values)
 
 
 def forward(

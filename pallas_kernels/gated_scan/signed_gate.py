@@ -7,6 +7,8 @@ kernel reads one array for both, and whatever makes the gate makes e in the same
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import refusal_of_dtypes
+
 Array = jax.Array
 
 
@@ -34,11 +36,14 @@ def read_signed(e: Array, *, signed: bool) -> tuple[Array, Array, Array | None]:
     return jnp.abs(e), jnp.maximum(e, 0.0), e < 0
 
 
-def refusal_of_dtypes(gate: Array, values: tuple[Array, ...]) -> str | None:
+def refusal_of_streams(gate: Array, values: tuple[Array, ...]) -> str | None:
     """Returns which dtype the kernels do not compute in, None when they do."""
-    for name, array in (("gate", gate), *(("values", v) for v in values)):
-        if array.dtype not in (jnp.float32, jnp.bfloat16):
-            return f"computes in float32 and bfloat16, got {name} of {array.dtype}"
+    for v in values:
+        reason = refusal_of_dtypes(
+            {"gate": gate, "values": v}, jnp.float32, jnp.bfloat16
+        )
+        if reason is not None:
+            return reason
     return None
 
 

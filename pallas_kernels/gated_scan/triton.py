@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from pallas_kernels.dispatch import refusal_of_one_position
 from pallas_kernels.gated_scan.signed_gate import (
     narrowest,
-    refusal_of_dtypes,
+    refusal_of_streams,
     sign_gate,
 )
 from pallas_kernels.gated_scan.triton_backward import run_backward
@@ -24,14 +25,10 @@ from pallas_kernels.target import refusal_of_triton
 Array = jax.Array
 
 
-def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
+def supported(gate, *arrays, chunk) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_triton()
-    if reason is not None:
-        return reason
-    if gate.shape[1] == 1:
-        return "leaves one position to xla, which fuses it with what stands around it"
-    return expressible(gate, values, initial, starts, lengths, chunk=chunk)
+    reason = refusal_of_triton() or refusal_of_one_position(gate)
+    return reason or expressible(gate, *arrays, chunk=chunk)
 
 
 def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
@@ -44,7 +41,7 @@ def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
         return f"streams have {D} channels or one other width, got {W} and {between}"
     if D // W > MOST_TILES:
         return f"tiles a stream {MOST_TILES} times at most, got {D // W}"
-    return refusal_of_dtypes(gate, values)
+    return refusal_of_streams(gate, values)
 
 
 def forward(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
+from pallas_kernels.dispatch import refusal_of_one_position
 from pallas_kernels.selective_scan import operands
 from pallas_kernels.selective_scan.triton_kernels import (
     backward_kernel,
@@ -22,17 +23,10 @@ _LONGEST_CHUNK = 32
 _MOST_STATES = 32
 
 
-def supported(
-    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk
-) -> str | None:
+def supported(u, *arrays, chunk) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_triton()
-    if reason is not None:
-        return reason
-    if u.shape[1] == 1:
-        return "leaves one position to xla, which fuses it with what stands around it"
-    arrays = (u, dt, a, b, c, skip, z, dt_bias, initial, starts)
-    return expressible(*arrays, chunk=chunk)
+    reason = refusal_of_triton() or refusal_of_one_position(u)
+    return reason or expressible(u, *arrays, chunk=chunk)
 
 
 def expressible(
