@@ -53,7 +53,13 @@ def count_answers(
       objective: how the model is run.
       mesh: every process of it gets the counts of all rows; None: one device.
     """
-    x = objective.states(model, batch)
+    return answers_of(model, objective.states(model, batch), batch, mesh=mesh)
+
+
+def answers_of(
+    model: Decoder, x: Float[Array, "B T D"], batch: Batch, *, mesh: Mesh | None
+) -> AnswerCounts:
+    """Counts as `count_answers` does, from states `x` that the head reads."""
     asked = batch.targets != IGNORED
     right = asked & (likeliest(model, x) == batch.targets)
     answers = jnp.where(asked, batch.targets, 0)

@@ -16,7 +16,7 @@ from recurjax.evaluation.accuracy import (
     Accuracy,
     AnswerCounts,
     accuracy,
-    count_answers,
+    answers_of,
 )
 from recurjax.model import Decoder
 from recurjax.training.objective import NextToken, Objective
@@ -98,11 +98,14 @@ def score(
     sizes = jnp.asarray(token_bytes, jnp.int32)
     of_passes = np.zeros((1, 4), np.float64)
     for batch in batches:
-        of_batch = batch_sums(model, batch, sizes, objective=objective)
-        of_passes = of_passes + np.asarray(of_batch, np.float64)
-        if slices is not None:
-            counted = count_answers(model, batch, objective=objective, mesh=mesh)
+        if slices is None:
+            of_batch = batch_sums(model, batch, sizes, objective=objective)
+        else:
+            of_batch, counted = _sums_and_answers(
+                model, batch, sizes, objective=objective, mesh=mesh
+            )
             counts.append(jax.device_get(counted))
+        of_passes = of_passes + np.asarray(of_batch, np.float64)
         between()
     # Each token counts by its last pass: after the first they cover the text once.
     sums = of_passes[1:].sum(0) if len(of_passes) > 1 else of_passes[0]
@@ -154,8 +157,37 @@ def batch_sums(
 
     A row for each pass of an objective that makes several, else one.
     """
+    return _sums(model, objective.each_pass(model, batch), sizes, objective)
+
+
+@partial(jax.jit, static_argnames=("objective", "mesh"))
+def _sums_and_answers(
+    model: Decoder,
+    batch: Batch,
+    sizes: Int[Array, " V"],
+    *,
+    objective: Objective,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "P 4"], AnswerCounts]:
+    """Returns `batch_sums` and the answers' counts: the model reads a task's rows once.
+
+    The last passes of an objective that makes several are parts, which its `states`
+    puts together.
+    """
+    passes = objective.each_pass(model, batch)
+    x = passes[0][1] if len(passes) == 1 else objective.states(model, batch)
+    counts = answers_of(model, x, batch, mesh=mesh)
+    return _sums(model, passes, sizes, objective), counts
+
+
+def _sums(
+    model: Decoder,
+    passes: list[tuple[Array, Array]],
+    sizes: Int[Array, " V"],
+    objective: Objective,
+) -> Float[Array, "P 4"]:
     rows = []
-    for targets, x in objective.each_pass(model, batch):
+    for targets, x in passes:
         nats = token_losses(model, x, targets, chunks=objective.vocabulary_chunks).nats
         counted = targets != IGNORED
         sums = [nats.sum(), counted.sum(), *text_sums(nats, targets, sizes)]

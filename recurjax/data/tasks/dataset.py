@@ -113,11 +113,19 @@ class TaskDataset:
 
     def slices(self, split: Split, *, batch: int) -> Iterator[list[dict[str, int]]]:
         """Yields what the rows of each batch in order are told apart by."""
-        count = self.count(split)
-        assert count is not None
-        for first in range(0, count, batch):
-            numbers = range(first, min(first + batch, count))
-            yield [self.row(split, number).slices for number in numbers]
+        if split not in self._slices:
+            count = self.count(split)
+            assert count is not None
+            rows = (self.row(split, number) for number in range(count))
+            self._slices[split] = [row.slices for row in rows]
+        known = self._slices[split]
+        for first in range(0, len(known), batch):
+            yield known[first : first + batch]
+
+    @cached_property
+    def _slices(self) -> dict[Split, list[dict[str, int]]]:
+        """What `slices` found: rows are not made again for it in each evaluation."""
+        return {}
 
     def loader(
         self,
