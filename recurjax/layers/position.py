@@ -127,6 +127,43 @@ def alibi_bias(
     return -slopes[:, None, None] * distance[:, None].astype(dtype)
 
 
+def learned_positions(
+    config: PositionConfig | None, width: int, init: InitConfig, *, rngs: nnx.Rngs
+) -> "PositionEmbedding | None":
+    """Makes the table of learned positions where a stack's config has one."""
+    if not isinstance(config, LearnedPositions):
+        return None
+    return PositionEmbedding(config, width, init, rngs=rngs)
+
+
+def with_positions(
+    x: Float[Array, "B T D"],
+    table: "PositionEmbedding | None",
+    position: Int[Array, " B"],
+    *,
+    training: bool,
+) -> Float[Array, "B T D"]:
+    """Adds the table's embedding of each token's own position to x, if there is one.
+
+    Args:
+      position: tokens that each row has behind it.
+      training: whether the cache keeps nothing: then every row starts at 0.
+    """
+    if table is None:
+        return x
+    start = jnp.zeros(1, jnp.int32) if training else position
+    return table(x, start[:, None] + jnp.arange(x.shape[1]))
+
+
+def check_cache_length(stack: str, length: int, longest: int | None) -> None:
+    """Raises ValueError for a cache of more tokens than there are learned positions."""
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"{stack}: a cache of {length} tokens needs as many learned positions, the "
+            f"table has {longest}"
+        )
+
+
 class PositionEmbedding(nnx.Module):
     """The table of learned absolute positions."""
 

@@ -11,7 +11,11 @@ from jaxtyping import Float, Int
 
 from recurjax.layers.attention import empty_key_value_cache
 from recurjax.layers.mesh import UncutStack, keep_rows_apart
-from recurjax.layers.position import LearnedPositions, PositionEmbedding
+from recurjax.layers.position import (
+    check_cache_length,
+    learned_positions,
+    with_positions,
+)
 from recurjax.layers.stack import CacheRows, rematerialize
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurformer.block import LayerCache, RecurFormerBlock
@@ -45,10 +49,8 @@ class RecurFormerStack(CacheRows, UncutStack):
             ]
         )
         position = config.transformer.attention.position
-        self.position = (
-            PositionEmbedding(position, config.width, config.init, rngs=rngs)
-            if isinstance(position, LearnedPositions)
-            else None
+        self.position = learned_positions(
+            position, config.width, config.init, rngs=rngs
         )
 
     def init_cache(self, batch: int, length: int, dtype) -> RecurFormerCache:
@@ -62,11 +64,8 @@ class RecurFormerStack(CacheRows, UncutStack):
           ValueError: learned positions end before `length`.
         """
         config = self.config
-        if self.position is not None and length > self.position.config.length:
-            raise ValueError(
-                f"RecurFormerStack: a cache of {length} tokens needs as many learned "
-                f"positions, the table has {self.position.config.length}"
-            )
+        longest = config.transformer.max_length
+        check_cache_length("RecurFormerStack", length, longest)
         layers = tuple(
             layer_cache(config, layer, batch, length, dtype)
             for layer in range(config.layers)
@@ -110,11 +109,8 @@ class RecurFormerStack(CacheRows, UncutStack):
 
     def _placed(self, x: Array, cache: RecurFormerCache) -> Array:
         """Adds the learned positions, if there are any."""
-        if self.position is None:
-            return x
         training = cache.layers[0].keys_values.slots == 0
-        start = jnp.zeros(1, jnp.int32) if training else cache.position
-        return self.position(x, start[:, None] + jnp.arange(x.shape[1]))
+        return with_positions(x, self.position, cache.position, training=training)
 
 
 def layer_cache(

@@ -16,7 +16,11 @@ from pallas_kernels.recurrent_prefill import (
     recurrent_prefill,
 )
 from recurjax.layers.mesh import STAGE_AXIS, refuse_sequence
-from recurjax.layers.position import LearnedPositions, PositionEmbedding
+from recurjax.layers.position import (
+    check_cache_length,
+    learned_positions,
+    with_positions,
+)
 from recurjax.layers.stack import CacheRows
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurrent_transformer.block import (
@@ -39,11 +43,8 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
 
         keys = jax.random.split(rngs.params(), config.layers)
         self.blocks = jax.vmap(block)(keys, jnp.arange(config.layers))
-        position = config.position
-        self.position = (
-            PositionEmbedding(position, config.width, config.init, rngs=rngs)
-            if isinstance(position, LearnedPositions)
-            else None
+        self.position = learned_positions(
+            config.position, config.width, config.init, rngs=rngs
         )
 
     def init_cache(self, batch: int, length: int, dtype) -> RecurrentCache:
@@ -56,12 +57,8 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
         Raises:
           ValueError: learned positions end before `length`.
         """
-        longest = self.config.max_length
-        if longest is not None and length > longest:
-            raise ValueError(
-                f"RecurrentTransformerStack: a cache of {length} tokens needs as many "
-                f"learned positions, the table has {longest}"
-            )
+        name = type(self).__name__
+        check_cache_length(name, length, self.config.max_length)
         spec = spec_of(self.config, jnp.dtype(dtype).name)
         return empty_cache(self.config.layers, batch, length, spec)
 
@@ -122,8 +119,5 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
 
     def _placed(self, x: Array, cache: RecurrentCache) -> Array:
         """Adds the learned positions, if there are any."""
-        if self.position is None:
-            return x
         training = cache.slots == 0
-        start = jnp.zeros(1, jnp.int32) if training else cache.position
-        return self.position(x, start[:, None] + jnp.arange(x.shape[1]))
+        return with_positions(x, self.position, cache.position, training=training)

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.mesh import UncutStack
+from recurjax.layers.position import learned_positions, with_positions
 from recurjax.layers.stack import (
     CacheRows,
     PatternCache,
@@ -38,11 +39,7 @@ from recurjax.variants.relaxed_recursive_transformer.uses import (
     with_vectors_by_loop,
 )
 from recurjax.variants.transformer.block import TransformerBlock
-from recurjax.variants.transformer.stack import (
-    empty_cache,
-    learned_positions,
-    with_positions,
-)
+from recurjax.variants.transformer.stack import empty_cache
 
 
 class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
@@ -67,7 +64,9 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
         if not config.tie_norms:
             blocks = [with_vectors_by_loop(block, loops) for block in blocks]
         self.blocks = nnx.List(blocks)
-        self.position = learned_positions(base, rngs=rngs)
+        self.position = learned_positions(
+            base.attention.position, base.width, base.init, rngs=rngs
+        )
         adapters = []
         if config.rank:
 
@@ -123,7 +122,7 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
         self, x: Float[Array, "B T D"], cache: PatternCache
     ) -> Float[Array, "B T D"]:
         """Returns what loop 1 reads: embeddings, with learned positions if any."""
-        return with_positions(x, self.position, cache)
+        return with_positions(x, self.position, cache.position, training=cache.training)
 
     def loop(
         self,

@@ -8,7 +8,11 @@ from jaxtyping import Float
 
 from recurjax.layers.attention import empty_key_value_cache
 from recurjax.layers.mesh import UncutStack
-from recurjax.layers.position import LearnedPositions, PositionEmbedding
+from recurjax.layers.position import (
+    check_cache_length,
+    learned_positions,
+    with_positions,
+)
 from recurjax.layers.stack import (
     CacheRows,
     PatternCache,
@@ -36,7 +40,9 @@ class TransformerStack(CacheRows, UncutStack):
                 block, layers=config.layers, pattern=len(config.windows), rngs=rngs
             )
         )
-        self.position = learned_positions(config, rngs=rngs)
+        self.position = learned_positions(
+            config.attention.position, config.width, config.init, rngs=rngs
+        )
 
     def init_cache(self, batch: int, length: int, dtype) -> PatternCache:
         """Makes the cache for `length` tokens a row; a window's is a ring buffer.
@@ -56,7 +62,7 @@ class TransformerStack(CacheRows, UncutStack):
     ) -> tuple[Float[Array, "B T D"], PatternCache]:
         return run_blocks(
             self.blocks,
-            with_positions(x, self.position, cache),
+            self._placed(x, cache),
             cache,
             tokens,
             remat=self.config.remat,
@@ -68,8 +74,11 @@ class TransformerStack(CacheRows, UncutStack):
     ) -> Iterator[Float[Array, "B T D"]]:
         """Yields what enters the first layer, and what leaves each."""
         cache = self.init_cache(x.shape[0], 0, x.dtype)
-        x = with_positions(x, self.position, cache)
+        x = self._placed(x, cache)
         return layer_states(self.blocks, x, cache, tokens)
+
+    def _placed(self, x: Array, cache: PatternCache) -> Array:
+        return with_positions(x, self.position, cache.position, training=cache.training)
 
 
 def empty_cache(
@@ -80,12 +89,7 @@ def empty_cache(
     Raises:
       ValueError: learned positions end before `length`.
     """
-    longest = config.max_length
-    if longest is not None and length > longest:
-        raise ValueError(
-            f"TransformerStack: a cache of {length} tokens needs as many learned "
-            f"positions, the table has {longest}"
-        )
+    check_cache_length("TransformerStack", length, config.max_length)
     a = config.attention
     groups = tuple(
         empty_key_value_cache(
@@ -99,25 +103,3 @@ def empty_cache(
         for window in config.windows
     )
     return PatternCache(position=jnp.zeros(batch, jnp.int32), groups=groups)
-
-
-def learned_positions(
-    config: TransformerConfig, *, rngs: nnx.Rngs
-) -> PositionEmbedding | None:
-    """Makes the table of learned positions, if the config has one."""
-    position = config.attention.position
-    if not isinstance(position, LearnedPositions):
-        return None
-    return PositionEmbedding(position, config.width, config.init, rngs=rngs)
-
-
-def with_positions(
-    x: Float[Array, "B T D"],
-    table: PositionEmbedding | None,
-    cache: PatternCache,
-) -> Float[Array, "B T D"]:
-    """Adds the table's embedding of each token's own position to x."""
-    if table is None:
-        return x
-    start = jnp.zeros(1, jnp.int32) if cache.training else cache.position
-    return table(x, start[:, None] + jnp.arange(x.shape[1]))
