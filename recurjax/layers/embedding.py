@@ -32,6 +32,8 @@ def look_up(
     # As the rules of shardings lay them: [V, D] by columns, [V, K, E] by tokens.
     own = P(None, _SHARED) if table.ndim == 2 else P(_SHARED)
     divides = columns % shards == 0 and (table.ndim == 2 or sizes[0] % shards == 0)
+    # Another axis in play (tensor, stage, sequence), or a table that does not divide:
+    # the compiler's own way, which is right everywhere and only slower.
     if _SHARED not in rows or set(free) != set(rows) or not divides:
         return table[ids].astype(dtype)
     x = jax.shard_map(
@@ -49,6 +51,8 @@ def _look_up_share(share: Array, ids: Array, dtype) -> Array:
     if share.ndim > 2:  # of tokens: exchanged for one of columns
         share = share.reshape(share.shape[0], -1)
         share = _exchange(share, split_axis=1, concat_axis=0)
+    # Ids are small: each device gets those of its whole group, reads its columns for
+    # all of their rows, and swaps columns for rows.
     of_group = jax.lax.all_gather(ids, _SHARED, axis=0, tiled=True)
     return _exchange(share[of_group].astype(dtype), split_axis=0, concat_axis=2)
 

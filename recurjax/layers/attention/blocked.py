@@ -32,6 +32,7 @@ def attend_in_blocks(
     k, v = (keys_for_queries(x, q.shape[2]) for x in (k, v))
     if window is not None and window < q.shape[1]:
         return attend_in_window(q, k, v, scale=scale, window=window)
+    # The token's own logit, apart from those of earlier tokens, as the op takes it.
     own = jnp.sum(q.astype(jnp.promote_types(q.dtype, jnp.float32)) * k, axis=-1)
     ends = ChunkEnds(keys=k.swapaxes(1, 2), values=v.swapaxes(1, 2))
     return chunk_attention(q, own, v, ends, chunk=1, scale=scale)
@@ -74,6 +75,7 @@ def attend_in_window(
       past: what lies before the first token. None: nothing does.
     """
     B, T, H, E = q.shape
+    # Blocks no larger than the window: a block's keys are its own and W before it.
     size = max(1, min(window, max(_QUERIES, -(-window // 4))))
     before = -(-window // size)
     blocks = -(-T // size)
@@ -88,6 +90,8 @@ def attend_in_window(
         """Gives each block the tokens that it may see: `before` blocks and its own."""
         if earlier is None:
             earlier = jnp.zeros((B, 0, *x.shape[2:]), x.dtype)
+        # Whole blocks of past, however little there is: what is missing is zeros,
+        # hidden by their positions below.
         room = before * size
         earlier = earlier[:, max(earlier.shape[1] - room, 0) :]
         missing = ((0, 0), (room - earlier.shape[1], 0), *[(0, 0)] * (x.ndim - 2))
@@ -110,6 +114,8 @@ def attend_in_window(
         earlier = None if past is None else past.documents
         parts |= {"own": fold(documents), "seen": with_past(documents, earlier)}
 
+    # The gradient makes each block's logits again: kept, they would be T (W + size)
+    # numbers a head.
     @jax.checkpoint
     def block(part: dict[str, Array]) -> Array:
         # Nothing lies before token 0.
@@ -129,6 +135,7 @@ def _attend_masked(q, k, v, scale: float, mask: Array) -> Array:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     product = partial(jnp.einsum, preferred_element_type=wide)
     logits = jnp.where(mask, scale * product("bhte,bhse->bhts", q, k), -jnp.inf)
+    # The softmax does not depend on what is taken off, so neither does its gradient.
     highest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     weights = jnp.exp(logits - highest)
     o = product("bhts,bhse->bhte", weights.astype(v.dtype), v)

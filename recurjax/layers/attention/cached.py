@@ -104,6 +104,8 @@ def attend_to_written(
     else:
         keys = read_layer(written.keys, before.layer)
         values = read_layer(written.values, before.layer)
+        # After the write slot s holds the token that the ring rule names; padding has
+        # none.
         count = T if lengths is None else lengths
         key_positions = slot_positions(slots, before.position + count)
     return attend(

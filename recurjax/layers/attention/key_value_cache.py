@@ -50,6 +50,8 @@ def empty_key_value_cache(
 
 def slot_positions(slots: int, seen: Int[Array, " B"]) -> Int[Array, "B S"]:
     """Returns the position each slot holds after `seen` tokens; negative: empty."""
+    # The newest token's slot holds `newest`, the slot before it newest - 1, and so on
+    # around the ring; below zero no token has been written.
     newest = seen[:, None] - 1
     return newest - (newest - jnp.arange(slots)) % slots
 
@@ -72,6 +74,8 @@ def write(
         # the cache several times; a second token, dropped as padding, keeps it one.
         k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, v))
     offset = jnp.arange(k.shape[1])
+    # Not padding, and not a token that a later one of this call would overwrite: a
+    # scatter does not say which of two writes to a slot wins.
     kept = (offset < count[:, None]) & (offset >= count[:, None] - cache.slots)
     slot = (cache.position[:, None] + offset) % cache.slots
     slot = jnp.where(kept, slot, cache.slots)  # out of range: dropped

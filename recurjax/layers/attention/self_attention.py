@@ -124,6 +124,8 @@ class SelfAttention(nnx.Module):
         self.b_k = nnx.Param(zeros((K, E))) if config.qkv_bias else None
         self.b_v = nnx.Param(zeros((K, E))) if config.qkv_bias else None
         self.b_out = nnx.Param(zeros(width)) if config.out_bias else None
+        # Over a head at a time, or over all heads' channels at once, as the model was
+        # trained.
         norm, full = config.qk_norm, config.qk_norm_over == "full"
         self.q_norm = None if norm is None else Norm(norm, H * E if full else E)
         self.k_norm = None if norm is None else Norm(norm, K * E if full else E)
@@ -231,6 +233,7 @@ class SelfAttention(nnx.Module):
         return norm(heads)
 
     def _turned(self, heads: Array, positions: Array) -> Array:
+        # Before the cache: a cached key is rotated once, where it was made.
         rope = self.config.position
         return rotate(heads, positions, rope) if isinstance(rope, Rope) else heads
 

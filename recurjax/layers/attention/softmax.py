@@ -68,6 +68,9 @@ def attend(
         raise NotImplementedError(f"attend: blocks: {no_blocks}")
     if implementation is None and obstacle is not None and no_blocks is None:
         long = q.shape[1] >= _BLOCKS_FROM and not target.current().calls_cudnn
+        # Logits of a long row would be the largest array of a training step; blocks
+        # never hold them. On a GPU with cuDNN plain XLA stays the choice for what cuDNN
+        # refuses.
         implementation = "blocks" if long else None
     if implementation == "blocks":
         return attend_in_blocks(q, k, v, scale=scale, window=window)
@@ -77,6 +80,8 @@ def attend(
     # The softmax of jax.nn.dot_product_attention is float32 for float64 inputs too.
     if soft_cap is not None or q.dtype == jnp.float64:
         if causal:
+            # The plain form knows no causal flag: the mask is made from indices, which
+            # T = S allows.
             mask = _and(mask, _causal_mask(q.shape[1], window))
         products = _logits, _mixtures
         return _plain_attention(q, k, v, scale, mask, bias, soft_cap, *products)
@@ -110,6 +115,7 @@ def visible_by_position(
 
 def _few(q: Array) -> bool:
     """Returns whether a copy of the keys costs more than this query's products."""
+    # A decode step on a CPU; on other devices the copy overlaps with what follows.
     few = q.shape[1] == 1 and q.shape[2] <= MOST_ROWS
     return few and target.current().platform == "cpu"
 
@@ -122,12 +128,16 @@ def _plain_attention(q, k, v, scale, mask, bias, soft_cap, product, mixtures):
     if bias is not None:
         logits = logits + bias
     if mask is not None:
+        # Finite: a query that sees no key gets a mean of all values and not NaN, whose
+        # gradient would spoil the whole batch even where the query does not count.
         logits = jnp.where(mask, logits, 0.7 * jnp.finfo(dtype).min)
     return mixtures(jax.nn.softmax(logits, axis=-1).astype(v.dtype), v)
 
 
 def _logits(q, k, dtype) -> Array:
     B, T, H, E = q.shape
+    # Query head h = key head times H / K + place in its group, so grouping is a reshape
+    # and keys are never repeated.
     folded = q.reshape(B, T, k.shape[2], -1, E)
     logits = jnp.einsum("btkge,bske->bkgts", folded, k, preferred_element_type=dtype)
     return logits.reshape(B, H, T, -1)

@@ -27,6 +27,8 @@ def keep_rows_apart(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
     shards = math.prod(cut[axis] for axis in rows)
     if not rows and tokens is None:
         return x
+    # A batch that the devices do not divide lies whole on each of them; pinning it
+    # would fail.
     if x.shape[0] % shards or x.shape[1] % cut.get(SEQUENCE_AXIS, 1):
         return x
     spec = P(rows or None, tokens, *[None] * (x.ndim - 2))

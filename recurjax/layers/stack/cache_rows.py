@@ -70,6 +70,8 @@ class CacheRows:
 
     def _row_axes(self, cache: Cache) -> Any:
         """Returns the axis of each array that counts rows; -1 where none does."""
+        # Two caches of one row and of two differ in one axis each; nothing is allocated
+        # for it.
         init: Any = self
         one, two = (
             jax.eval_shape(lambda batch=batch: init.init_cache(batch, 1, jnp.float32))

@@ -58,6 +58,8 @@ def make_blocks(
         def block(key: Array, layer: Array, place: int = place) -> nnx.Module:
             return build(place, layer, nnx.Rngs(params=key))
 
+        # One traced init for all repeats, so that a deep stack takes no longer to
+        # compile.
         keys = jax.random.split(rngs.params(), repeats)
         groups.append(jax.vmap(block)(keys, place + pattern * jnp.arange(repeats)))
     return groups
@@ -107,6 +109,7 @@ def layer_states(
 
     @jax.jit
     def run(block, group, x):
+        # Layers run one by one here, each with a cache of one entry.
         group = group._replace(position=cache.position, layer=jnp.int32(0))
         return block(x, group, tokens)[0]
 
@@ -156,6 +159,8 @@ def scan_pattern(
 
     def repeat(carry, turn):
         x, groups = carry
+        # Pinned once a turn: a scan's carry keeps one sharding, and the compiler could
+        # choose a bad one for it.
         x = keep_rows_apart(x)
         parts, entry = turn
         written, made = list(groups), [None] * len(groups)

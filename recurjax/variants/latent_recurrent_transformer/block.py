@@ -181,6 +181,8 @@ class LatentBlock(nnx.Module):
         return x
 
     def _project(self, a: Array, stream: Stream, seen: Pass, layer: Array):
+        # Two kinds of value residual: a mix with the first layer's values, or a
+        # projection of the normed embeddings added.
         q, k, v = project(a, self.w_q), project(a, self.w_k), project(a, self.w_v)
         first = stream.values
         if first is not None and self.value_scale is not None:
@@ -244,6 +246,8 @@ class LatentBlock(nnx.Module):
             return k, v, None
         if memory is not None and self.memory is not None:
             memory = self.memory(memory)
+        # Zero weights at first make both gates 1: the memory enters whole from the
+        # start.
         gates = 2 * jax.nn.sigmoid(project(a, self.w_mix))  # [B, n, 2, K]
         mix = partial(mixed, gates=gates, replaces=layer < config.replace_layers)
         new_k, new_v = k, v
@@ -252,6 +256,8 @@ class LatentBlock(nnx.Module):
         if config.values:
             new_v = mix(v, None if memory is None else memory.values)
         gate = gates[:, :, 1]
+        # The scan runs one program for all layers, so that where a memory enters is
+        # chosen by the layer's number, not by structure.
         if config.entry_layers is None:
             return new_k, new_v, gate
         entered = layer < config.entry_layers

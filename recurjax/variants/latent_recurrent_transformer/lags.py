@@ -31,11 +31,14 @@ def entering(
         if before is None
         else before[:, ::-1].astype(states.dtype)
     )
+    # One line of states with `depth` earlier ones in front: lag n of token t stands n
+    # before it, also across the beginning.
     line = jnp.concatenate([early, states], axis=1)
     parts = []
     for lag in memory.lags:
         part = line[:, depth - lag : depth - lag + T]
         if memory.reset_token is not None:
+            # A state from before the last reset token is another document's.
             near = _age(ids, memory.reset_token) >= lag
             part = jnp.where(near[..., None], part, 0)
         parts.append(part)
@@ -50,6 +53,7 @@ def mixed_lags(
     States before the sequence count as zero; the weights are not renormalised there.
     """
     if logits is not None:
+        # All lags weigh the same at first: the logits start at zero.
         weights = jax.nn.softmax(logits).astype(parts[0].dtype)
         parts = [w * part for w, part in zip(weights, parts, strict=True)]
     total = parts[0]
@@ -68,6 +72,7 @@ def newest(
     depth, T = old.shape[1], states.shape[1]
     count = jnp.full(old.shape[0], T) if tokens.lengths is None else tokens.lengths
     old, states = forgotten(old, states, tokens, memory)
+    # The last P real states of a row end at its own count, wherever padding begins.
     line = jnp.concatenate([old[:, ::-1], states.astype(old.dtype)], axis=1)
     index = depth + count[:, None] - 1 - jnp.arange(depth)
     return jnp.take_along_axis(line, index[..., None], axis=1)
@@ -86,6 +91,7 @@ def forgotten(
     count = T if tokens.lengths is None else tokens.lengths[:, None]
     places = jnp.arange(T)
     found = (tokens.ids == memory.reset_token) & (places < count)
+    # -1: no reset token came, and all that is old stays.
     last = jnp.max(jnp.where(found, places, -1), axis=1)[:, None]  # [B, 1]
     old = jnp.where((last >= 0)[..., None], 0, old)
     return old, jnp.where((places >= last)[..., None], new, 0)
@@ -94,6 +100,7 @@ def forgotten(
 def _age(ids: Int[Array, "B T"], reset_token: int) -> Int[Array, "B T"]:
     """Counts the tokens since the last reset token; without one, endlessly many."""
     places = jnp.arange(ids.shape[1])
+    # Half of the smallest number, so that the difference below cannot overflow.
     endless = jnp.iinfo(jnp.int32).min // 2
     starts = jnp.where(ids == reset_token, places, endless)
     return places - jax.lax.cummax(starts, axis=1)

@@ -136,6 +136,8 @@ class Chunked:
         for start in range(0, T, self.chunk):
             positions = slice(start, min(start + self.chunk, T), 1)
             n = positions.stop - start
+            # One memory for the whole chunk: the one that enters its first token, so
+            # that the chunk's tokens need not wait for each other.
             memory = stack.memory_of(buffer.states, batch.ids)[:, start : start + 1]
             memory = jnp.repeat(memory, n, axis=1)
             if self.memory == "first":
@@ -178,6 +180,8 @@ def interleaved_passes(
         if refresh:
             buffer = stack.refreshed(buffer, batch.ids, visited=visited)
             visited = visited.at[positions].set(True)
+        # Each subset sees the states of those refined before it, so that the last one
+        # has seen every neighbour's refined state.
         y, buffer = stack.refine(x, tokens, positions, buffer)
         passes.append((positions, model.final_norm(y)))
     return passes

@@ -59,6 +59,8 @@ class LatentPasses(nnx.Module):
         if memory is not None:
             if memory.gated and memory.projection == "shared":
                 projection = MemoryProjection(config, rngs=rngs)
+            # Learned averages have one logit a lag or source; of one alone there is
+            # nothing to learn.
             lags = len(memory.lags) if memory.combine == "average" else 0
             sources = len(memory.sources)
         logits = lambda n: nnx.Param(jnp.zeros(n)) if n > 1 else None  # noqa: E731
@@ -99,6 +101,8 @@ class LatentPasses(nnx.Module):
         """Runs the n chosen positions on the others' buffered keys and values."""
         T = x.shape[1]
         seen = Pass(
+            # Only the chosen positions are computed; the others lend their keys and
+            # values.
             x0=rms(take(x, positions)),
             ids=take(tokens.ids, positions),
             memory=self._projected(memory),
@@ -132,6 +136,8 @@ class LatentPasses(nnx.Module):
             position=cache.position[:, None] + jnp.arange(x.shape[1]),
             lengths=tokens.lengths,
         )
+        # The rows' positions are kept once for all layers; each layer's cache is told
+        # them.
         groups = tuple(g._replace(position=cache.position) for g in cache.groups)
         return self._run(seen, groups)
 
@@ -174,6 +180,8 @@ class LatentPasses(nnx.Module):
         config = self.config
         P = config.pattern
         whole = isinstance(places, Whole)
+        # A buffer goes through the scan layer by layer and comes back renewed; a cache
+        # is carried whole, so that a step updates it in place.
         buffers = places if not whole and isinstance(places[0], Buffer) else ()
         caches = () if whole or buffers else places
         weights = self._source_weights(seen.x0.dtype)
@@ -182,6 +190,7 @@ class LatentPasses(nnx.Module):
         def repeat(carry, turn):
             stream, state, caches = carry
             blocks, buffers, number = turn
+            # One turn runs the P layers of the pattern.
             kept, written = [], []
             for p, block in enumerate(blocks):
                 layer = number * P + p
@@ -195,6 +204,8 @@ class LatentPasses(nnx.Module):
                 stream, place = block(stream, seen, place, layer)
                 (written if caches else kept).append(place)
                 if weights is not None:
+                    # The state is a learned mix of several layers' outputs, summed as
+                    # they are made.
                     state = state + weights[layer] * stream.x
             return (stream, state, tuple(written)), tuple(kept)
 
@@ -218,6 +229,7 @@ class LatentPasses(nnx.Module):
         B, n, D = x0.shape
         values, history = None, None
         if config.value_residual == "first":
+            # Layer 0 writes its values here, and the later layers read them.
             shape = (B, n, config.key_heads, config.head_width)
             values = jnp.zeros(shape, x0.dtype)
         if config.input_mixing == "dense":

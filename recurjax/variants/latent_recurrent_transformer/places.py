@@ -93,10 +93,14 @@ def attend_at(
         mask = None
         if segments is not None:
             mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+        # A window that reaches the first token hides nothing: plain causal attention
+        # has faster forms.
         span = window if window < T - 1 else None
         o = attend(q, k, v, scale=scale, causal=True, window=span, mask=mask)
         return o, Buffer(k, v) if place.kept else None
     if isinstance(place, Buffer):
+        # The fresh keys take their places first, so that the chosen positions see each
+        # other and all others as these were in the pass before.
         assert positions is not None
         keys, values = put(place.keys, positions, k), put(place.values, positions, v)
         mask = _visible(positions, keys.shape[1], window, segments)

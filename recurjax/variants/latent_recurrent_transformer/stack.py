@@ -80,6 +80,9 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
                 "LatentRecurrentTransformerStack: the exact recurrence takes no "
                 "segments; use memory.reset_token"
             )
+        # The exact recurrence is a decode, also in training: each token needs the last
+        # layer's state of the one before. The parallel passes are for objectives and
+        # sweeps.
         own = self.init_cache(B, T, x.dtype) if training else cache
         if T == 1:
             y, own = self._token(x, own, tokens)
@@ -248,6 +251,8 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         B, T, _ = x.shape
         count = jnp.full(B, T) if tokens.lengths is None else tokens.lengths
         states = jnp.zeros_like(x)
+        # Each pass makes one token more exact: its memory is right once the states
+        # before it are. So T passes are the recurrence, and far fewer come close.
         residual = jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))
         y, new = x, cache
         real = (jnp.arange(T) < count[:, None])[..., None]
@@ -256,9 +261,12 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
                 states, tokens.ids, memory, self._lag_logits(), before=cache.states
             )
             out = self.pass_on_cache(x, enters, cache, tokens)
+            # Padding has states too, which nobody reads.
             change = jnp.where(real, out.state - states, 0)
             residual = jnp.abs(change).max().astype(residual.dtype)
             states, y = out.state, out.x
+            # Each pass starts from the caller's cache: the last one's writes stay, and
+            # none adds to another's.
             new = self._after(cache, out, tokens, states)
         return y, new, residual
 
@@ -271,6 +279,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         """
         memory = self.config.memory
         assert memory is not None
+        # A reset token forgets what came before it, also for itself.
         old, _ = forgotten(cache.states, x, tokens, memory)
         own = x
         if 0 in memory.lags:
@@ -320,6 +329,8 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
 
         def advance(cache, inputs):
             x, ids, t = inputs
+            # A row that has ended takes steps of no token, which leave its cache as it
+            # is.
             one = None if lengths is None else (t < lengths).astype(jnp.int32)
             y, cache = self._token(x[:, None], cache, Tokens(ids[:, None], None, one))
             return cache, y[:, 0]

@@ -59,12 +59,15 @@ class Alignment(NamedTuple):
     @property
     def real(self) -> Bool[Array, "B P"]:
         """Which places hold new tokens."""
+        # Counted from the first new token: negative before it, `count` after the last.
         place = jnp.arange(self.places) - self.shift[:, None]
         return (place >= 0) & (place < self.count[:, None])
 
     @property
     def ended(self) -> Bool[Array, "B G"]:
         """Which chunks have their last token among the new ones."""
+        # Where each laid-out chunk ends, counted in places; a row without new tokens
+        # completes nothing.
         ends = self.chunk * (1 + jnp.arange(self.places // self.size))
         return (self.count > 0)[:, None] & (ends <= (self.offset + self.count)[:, None])
 
@@ -94,6 +97,8 @@ def align(
 ) -> Alignment:
     """Lays out T = `length` tokens, the first `lengths` of each row real."""
     count = jnp.full_like(position, length) if lengths is None else lengths
+    # One token needs no layout. More of them: the worst offset is C - 1, so T + C - 1
+    # places, in whole chunks, are enough for every row.
     size = 1 if length == 1 else chunk
     places = 1 if length == 1 else -(-(length + chunk - 1) // chunk) * chunk
     return Alignment(position, count, chunk, size, places)

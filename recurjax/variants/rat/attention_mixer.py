@@ -22,6 +22,8 @@ class ShardedSelfAttention(SelfAttention):
     """`SelfAttention` that also trains with its tokens cut over devices."""
 
     def _attend_to_input(self, q, k, v, positions, tokens: Tokens) -> Array:
+        # Only where the mesh cuts the tokens of a row does anything differ from plain
+        # attention.
         if sequence_shards() == 1:
             return super()._attend_to_input(q, k, v, positions, tokens)
         config, scale = self.config, self.config.scale
@@ -32,6 +34,7 @@ class ShardedSelfAttention(SelfAttention):
             scale=config.head_width**-0.5 if scale is None else scale,
             window=self.window,
         )
+        # Parts exchange keys by query head, as the chunk op takes them.
         k, v = (keys_for_queries(x, config.heads) for x in (k, v))
         return sequence_parallel.run(part, (q, k, v, tokens.segments))
 
@@ -63,6 +66,7 @@ class AttentionMixer(nnx.Module):
     def init_cache(self, layers: int, batch: int, length: int, dtype) -> KeyValueCache:
         """Makes an empty cache for `length` tokens, or for the window if it is less."""
         a, window = self.config.attention, self.config.window
+        # A query sees `window` tokens back and itself.
         slots = length if window is None else min(length, window + 1)
         return empty_key_value_cache(
             layers, batch, slots, a.key_heads, a.head_width, dtype

@@ -53,6 +53,7 @@ class RatBlock(nnx.Module):
         layer: Array | int,
         rngs: nnx.Rngs,
     ):
+        # The number of the layer scales its last matrices' init.
         depth = {"layer": layer, "layers": config.layers}
         D, init = config.width, config.init
         self.mixer_norm = Norm(config.norm, D)

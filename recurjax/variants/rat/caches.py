@@ -86,4 +86,5 @@ def state_dtype(dtype):
     Departs from the authors' code, which stores them in bfloat16 after every token:
     after 4096 steps an RNN's state is then 5.8 % off.
     """
+    # Rounding a state after each token adds up; rounding a key once does not.
     return jnp.promote_types(dtype, jnp.float32)

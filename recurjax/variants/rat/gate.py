@@ -33,6 +33,8 @@ class Gate(nnx.Module):
         horizon: int | None,
         rngs: nnx.Rngs,
     ):
+        # A full gate has as many weights as a projection of values; one of low rank,
+        # few.
         wide = (heads, head_width)
         draw = partial(draw_weight, config=init)
 
@@ -60,5 +62,6 @@ class Gate(nnx.Module):
 
 def _draw_bias(key: Array, shape: tuple[int, int], horizon: int) -> Array:
     """Draws log U(1, horizon - 1): gates that span from 2 to `horizon` tokens."""
+    # A logit of log(n - 1) is a gate of 1 - 1/n, which looks back about n tokens.
     span = gate_bias_span(horizon)
     return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=jnp.exp(span)))

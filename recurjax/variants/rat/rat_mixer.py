@@ -68,8 +68,11 @@ class RatMixer(nnx.Module):
     def init_cache(self, layers: int, batch: int, length: int, dtype) -> RatCache:
         """Makes an empty cache for `length` tokens a row of `layers` such layers."""
         H, E = self.config.heads, self.config.head_width
+        # The cache grows by a chunk's end, not by a token: C times fewer keys and
+        # values.
         slots = -(-length // self.config.chunk)
         ends = (layers, batch, H, slots, E)
+        # The running chunk is one state a stream: its earlier tokens need not be kept.
         state = (layers, batch, H * E if length else 0)
         wide = state_dtype(dtype)
         return RatCache(
@@ -93,6 +96,9 @@ class RatMixer(nnx.Module):
         shards = sequence_shards()
         if shards > 1:
             sequence_parallel.check(self.config, T)
+        # Whole chunks only: what is added at the end is cut off again, and nothing
+        # before it sees it. A document goes on there, so that no start is told in the
+        # padding.
         padding = ((0, 0), (0, -T % C))
         documents = tokens.segments
         if padding[1][1]:
@@ -116,14 +122,21 @@ class RatMixer(nnx.Module):
         shard: Shard | None = None,
     ) -> Array:
         """Returns y of whole chunks: of all, or of those that a shard holds."""
+        # One gate for both streams: k~ and v~ forget alike, so one op runs them
+        # together. A state starts from zero in each chunk and at each document.
         starts = document_starts(documents)
         states, _ = gated_scan(gate, (v, k), starts=starts, chunk=chunk)
         v, k = (self._heads(h) for h in states)
+        # Positions attend to the states at the ends of the chunks before their own; the
+        # own chunk they know through their own state, which is not rotated (see
+        # `attend_across_chunks`).
         G = v.shape[1] // chunk
         numbers = jnp.arange(G)[None]
         seen = slice(chunk - 1, -1, chunk)  # No position sees the end of the last.
         first = None
         if shard is not None:
+            # A shard counts its chunks on from those of its left neighbours, and the
+            # end of its last chunk is seen by its right one.
             numbers = numbers + shard.index * G
             seen = slice(chunk - 1, None, chunk)
             first = jnp.full(v.shape[0], shard.index * G, jnp.int32)
@@ -135,6 +148,7 @@ class RatMixer(nnx.Module):
         )
         if shard is not None:
             ends = gather_ends(ends, shard)
+        # Positions as if nothing were cut, for a rotation by token.
         places = numbers[0, 0] * chunk + jnp.arange(v.shape[1])[None]
         rotated = self._rotate_queries(q, numbers, places)
         return attend_across_chunks(
@@ -154,10 +168,15 @@ class RatMixer(nnx.Module):
                 f"RatMixer: {T} tokens in one call do not fit a cache of {cache.slots} "
                 f"chunks of {C}"
             )
+        # Rows may stand anywhere in their chunks: laid out at their places, the chunks
+        # of all rows begin together and one scan in chunks serves them.
         rows = align(cache.position, T, tokens.lengths, C)
         x = rows.lay(x)
         q, k, v, gate = self._project(x)
+        # A gate of 1 hands the state on over places that hold no token.
         gate = jnp.where(rows.real[..., None], gate, 1)
+        # A row that begins a chunk begins from zero; what the cache holds is then the
+        # last chunk's.
         fresh = (rows.offset == 0)[:, None]
         old = [read_layer(h, cache.layer) for h in (cache.v_state, cache.k_state)]
         states, finals = gated_scan(
@@ -167,9 +186,12 @@ class RatMixer(nnx.Module):
             lengths=rows.shift + rows.count,
             chunk=rows.size,
         )
+        # A row without a new token keeps its state, also where it would begin a chunk.
         moved = (rows.count > 0)[:, None]
         finals = [jnp.where(moved, h, o) for h, o in zip(finals, old, strict=True)]
         v, k = (self._heads(h) for h in states)
+        # Written before it is read: a chunk that these tokens complete is seen by those
+        # of them that stand in the next one.
         cache = self._write(cache, k, v, finals, rows)
         ends = ChunkEnds(
             keys=read_layer(cache.keys, cache.layer).astype(x.dtype),
@@ -207,6 +229,7 @@ class RatMixer(nnx.Module):
         rope = self.config.position
         if rope is not None:
             if self.config.position_of == "token":
+                # A chunk's end stands at its last token.
                 numbers = (numbers + 1) * self.config.chunk - 1
             k = rotate(k, numbers, rope)
         return k.swapaxes(1, 2)
@@ -217,7 +240,10 @@ class RatMixer(nnx.Module):
         """Writes the ends of chunks that the new tokens complete, and the states."""
         last = slice(rows.size - 1, None, rows.size)
         keys = self._rotate_ends(k[:, last], rows.numbers).swapaxes(1, 2)
+        # A chunk's end is kept only when its last token is among the new ones.
         slot = jnp.where(rows.ended, rows.numbers, cache.slots)  # out: dropped
+        # One layer for all rows, or each row its own: shaped to stand beside rows and
+        # slots.
         layer = cache.layer if cache.layer.ndim == 0 else cache.layer[:, None]
         index = (layer, jnp.arange(k.shape[0])[:, None], slice(None), slot)
         v_state, k_state = finals

@@ -41,6 +41,7 @@ def rotate_chunks(
     q: Float[Array, "B P N E"], numbers: Int[Array, "#B G"], rope: Rope
 ) -> Float[Array, "B P N E"]:
     """Rotates all queries of a chunk by the chunk's number: sines once a chunk."""
+    # Sines and cosines are those of G chunks instead of T tokens.
     B, G = q.shape[0], numbers.shape[1]
     folded = q.reshape(B, G, -1, q.shape[-1])
     return rotate(folded, numbers, rope).reshape(q.shape)
@@ -97,6 +98,7 @@ def attend_within_chunks(
     s runs over t's own chunk up to t (and over its own document).
     """
     B, P, H, E = k.shape
+    # Chunks become rows of the batch: inside one, attention is plain and causal.
     q = jnp.tile(q, (1, 1, H // q.shape[2], 1))
     q, k, v = (x.reshape(-1, size, H, E) for x in (q, k, v))
     mask = None
@@ -127,6 +129,8 @@ def recur_across_chunks(
       v~ and its values at the chunks' ends, in at least float32.
     """
     B, P, I = gate.shape
+    # Only chunk ends recur: a scan over T / C of them, which starts anew where the
+    # ends' documents differ.
     end_documents = None if documents is None else documents[:, size - 1 :: size]
     ends, _ = gated_scan(
         gate[:, size - 1 :: size],
@@ -134,9 +138,12 @@ def recur_across_chunks(
         initial=(initial,),
         starts=document_starts(end_documents),
     )
+    # Every position of a chunk reads the same state, that of the chunk before.
     before = jnp.concatenate([initial[:, None], ends[0][:, :-1]], axis=1)
     before = jnp.repeat(before, size, axis=1)
     if documents is not None and end_documents is not None:
+        # A position whose document began after the last chunk's end sees nothing of it.
+        # The first chunk's state comes from the caller and belongs to it.
         previous = jnp.pad(end_documents[:, :-1], ((0, 0), (1, 0)), mode="edge")
         same = documents == jnp.repeat(previous, size, axis=1)
         first = (jnp.arange(P) < size)[None]

@@ -57,6 +57,8 @@ class ReversedRatMixer(nnx.Module):
     ) -> ReversedRatCache:
         """Makes an empty cache: one chunk of keys and values, whatever the length."""
         H, E = self.config.heads, self.config.head_width
+        # Attention looks no further back than the chunk's first token; all before it is
+        # in the one state.
         slots, channels = (self.config.chunk, H * E) if length else (0, 0)
         shape = (layers, batch, slots, H, E)
         return ReversedRatCache(
@@ -79,9 +81,12 @@ class ReversedRatMixer(nnx.Module):
         rows = align(cache.position, T, tokens.lengths, self.config.chunk)
         x = rows.lay(x)
         gate = self.forget_gate(x)
+        # Attention inside the chunks first; what it gives is what recurs across them.
         a, keys, values = self._attend(x, cache, rows)
         before = read_layer(cache.state, cache.layer)
         y, ends = recur_across_chunks(gate, a, before, size=rows.size)
+        # The state that is kept is the one after the last chunk that is whole: a row
+        # that completes none keeps the old.
         whole = rows.ended.sum(axis=1)
         last = jnp.take_along_axis(
             ends, jnp.maximum(whole - 1, 0)[:, None, None], axis=1
@@ -107,6 +112,7 @@ class ReversedRatMixer(nnx.Module):
         q, k, v = self._project(x, jnp.arange(x.shape[1])[None])
         a = attend_within_chunks(q, k, v, size=C, documents=documents)
         gate = self.forget_gate(x)
+        # A sequence in training begins without a state before it.
         zeros = jnp.zeros((B, gate.shape[-1]), gate.dtype)
         a = a.reshape(gate.shape)
         y, _ = recur_across_chunks(gate, a, zeros, size=C, documents=documents)
@@ -121,6 +127,9 @@ class ReversedRatMixer(nnx.Module):
         q, k, v = self._project(x, rows.positions)
         old = [read_layer(kept, cache.layer) for kept in (cache.keys, cache.values)]
         slot = jnp.arange(C)
+        # A decode step: the new token takes its slot in the running chunk and attends
+        # to the slots up to it. The slots behind hold the last chunk's tokens, which
+        # are hidden.
         if rows.size == 1:
             here = (slot == rows.offset[:, None]) & (rows.count > 0)[:, None]
             new = [
@@ -142,6 +151,8 @@ class ReversedRatMixer(nnx.Module):
         q, k, v = (h.astype(x.dtype) for h in (q, k, v))
         a = attend_within_chunks(q, k, v, size=C)
         total = rows.offset + rows.count
+        # What the next call finds: the tokens of the chunk that is running after this
+        # one. Slots beyond them keep what they held; nobody sees it.
         place = jnp.minimum((total // C * C)[:, None] + slot, rows.places - 1)
         filled = (slot < (total % C)[:, None])[..., None, None]
         row = jnp.arange(B)[:, None]

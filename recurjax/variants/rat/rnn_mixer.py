@@ -67,6 +67,7 @@ class RnnMixer(nnx.Module):
                 "RnnMixer: segments are for the training cache (length 0) only"
             )
         else:
+            # The whole past is one state; padding at a row's end leaves it as it was.
             before = (read_layer(cache.state, cache.layer),)
             (h,), (final,) = gated_scan(
                 gate, (v,), initial=before, lengths=tokens.lengths

@@ -112,6 +112,7 @@ def scan_part(
     """
     B, _, I = gate.shape
     dtype = gate.dtype
+    # A stream of one channel is tiled over all: it costs a scan no memory.
     nothing = jnp.zeros((*gate.shape[:2], 1), dtype)
     zeros, ones = jnp.zeros((B, I), dtype), jnp.ones((B, I), dtype)
     (h, a), (last, product) = gated_scan(
@@ -122,6 +123,8 @@ def scan_part(
         product, last = part
         return product * entering + last, entering
 
+    # Every device gets all S ends and folds them itself: two numbers a channel and
+    # part, sent once, instead of S - 1 messages one after another.
     parts = (shard.gather(product[None], 0), shard.gather(last[None], 0))
     _, entering = jax.lax.scan(pass_on, zeros, parts)
     h = h + a * entering[shard.index][:, None]
@@ -152,6 +155,8 @@ def attention_part(
     if window is not None:
         return _window_part(q, k, v, documents, scale, window, shard)
     own = jnp.sum(q.astype(jnp.promote_types(q.dtype, jnp.float32)) * k, axis=-1)
+    # Causal attention as chunk attention with chunks of one token: every earlier token,
+    # of whatever part, is an end.
     ends = ChunkEnds(k.swapaxes(1, 2), v.swapaxes(1, 2), documents)
     first = jnp.full(q.shape[0], shard.index * q.shape[1], jnp.int32)
     ends = gather_ends(ends, shard)
@@ -162,6 +167,8 @@ def attention_part(
 
 def _window_part(q, k, v, documents, scale: float, window: int, shard: Shard):
     """Attends to this part and to the left neighbour's last W tokens."""
+    # The neighbour's last tokens are all that a window reaches: `check` has refused
+    # longer ones.
     size = max(window, 1)
     past = Past(
         keys=shard.from_left(k[:, -size:]),
