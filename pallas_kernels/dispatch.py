@@ -86,6 +86,7 @@ def run(
       ValueError: no backend has this name.
       NotImplementedError: the named backend cannot run this call here.
     """
+    # A backend that was named is the only one asked: it runs or its reason is raised.
     names = list(op.backends) if implementation is None else [implementation]
     reason = None
     for name in names:
@@ -171,6 +172,8 @@ class _Call(NamedTuple):
         # What a kernel leaves uncut no one cuts; the compiler cuts the rest of XLA's.
         if self.name != "xla" and self.cut.refusal is not None:
             return self.cut.refusal
+        # A backend is asked about the shapes that each device sees; nothing is
+        # computed.
         reasons = []
 
         def ask(*parts: Any) -> None:
@@ -189,6 +192,7 @@ class _Call(NamedTuple):
         specs = self.specs(arrays)
         results = specs.results
         if self.op.spares and not residuals:
+            # `forward` leaves these results out, and so do their specs.
             given = self.op.outputs
             results = (*results[:given], *[None] * len(results[given:]))
         return mesh_cut.run(self.cut, function, specs.arrays, results, *arrays)

@@ -90,6 +90,8 @@ def find_cut(
         return None
     by_row = row_axes(rows)
     columns = axis if axis in free and columns_divide(free[axis]) else None
+    # Axes that cut nothing of this call: the compiler would have to cut a kernel by
+    # them.
     left = tuple(axis for axis in free if axis not in (*by_row, columns))
     return Cut(mesh=mesh, rows=by_row, columns=columns, left=left)
 
@@ -98,6 +100,8 @@ def run(
     cut: Cut, function: Callable[..., Any], in_specs: Any, out_specs: Any, *arrays: Any
 ) -> Any:
     """Runs `function(*parts)` on every device's part."""
+    # Only these axes become manual; an axis that the caller's code is cut by stays as
+    # it is.
     ours = {*cut.rows, cut.columns} - {None}
     ours |= {axis for axis in cut.mesh.axis_names if cut.mesh.shape[axis] == 1}
     return jax.shard_map(

@@ -81,6 +81,7 @@ def recurrent_prefill(
       NotImplementedError: the named backend cannot; segments with a real cache.
     """
     rows = Rows() if rows is None else rows
+    # Before any backend sees it, so that a mistake reads the same whatever would run.
     check_call(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
     check_stages(weights, schedule)
     z, written = dispatch.run(
@@ -127,6 +128,8 @@ def check_call(
 
 
 def _check_weights(width: int, weights: LayerWeights, spec: LayerSpec) -> None:
+    # Sizes that the spec does not have are read off w_up; every other weight must
+    # agree.
     L, F = weights.w_up.shape[0], weights.w_up.shape[-1]
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     shapes = {
@@ -159,6 +162,7 @@ def _check_cache(
 ) -> None:
     (B, T), L = x.shape[:2], weights.w_q.shape[0]
     S = cache.keys.shape[2]
+    # A training cache keeps nothing, not even an unfinished block.
     open_slots = spec.block - 1 if S else 0
     wanted = {
         "keys": (L, B, S, spec.key_heads, spec.head_width),
@@ -171,6 +175,7 @@ def _check_cache(
         "recurrent_prefill",
         {f"cache.{name}": (getattr(cache, name), wanted[name]) for name in wanted},
     )
+    # Slot s holds position s: unlike a ring buffer, this cache never overwrites.
     if S and T > S:
         raise ValueError(
             _wants(f"at most as many positions as the cache has slots, {S}, got {T}")

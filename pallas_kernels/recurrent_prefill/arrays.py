@@ -141,6 +141,8 @@ class RecurrentCache(NamedTuple):
 def empty_cache(layers: int, batch: int, length: int, spec: LayerSpec):
     """Makes a cache of zeros at position 0 for `length` tokens a row, in spec.dtype."""
     slots = (layers, batch, length, spec.key_heads, spec.head_width)
+    # A block of c positions is finished with its last one: c - 1 temporary pairs are
+    # all that an unfinished one can hold.
     open_slots = spec.block - 1 if length else 0
     open_block = (layers, batch, open_slots, spec.key_heads, spec.head_width)
     return RecurrentCache(

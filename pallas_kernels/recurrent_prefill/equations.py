@@ -60,11 +60,14 @@ def prepare(weights: LayerWeights, dtype) -> Prepared:
         return jnp.concatenate(flat, axis=-1).astype(dtype)
 
     def vector(*parts: Array | None) -> Array | None:
+        # Parts are given together: a layer has all of these biases or none.
         if parts[0] is None:
             return None
         return jnp.concatenate([p.reshape(L, -1) for p in parts if p is not None], -1)
 
     return Prepared(
+        # One product for queries and temporary pairs, which read the layer's input, and
+        # one for the persistent pair, which reads z: the same w_k and w_v twice.
         w_qkv=columns(w.w_q, w.w_k, w.w_v),
         w_kv=columns(w.w_k, w.w_v),
         w_out=w.w_out.reshape(L, -1, D).astype(dtype),
@@ -114,6 +117,8 @@ def norm(
     eps: float,
 ) -> Float[Array, "L ... N"]:
     """Normalises rows over the last axis, then applies scale and bias [L, D]."""
+    # "layer" takes the mean off and then does what "rms" does; "none" does neither, but
+    # scale and bias still count where they are given.
     if kind == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
     if kind != "none":
@@ -147,6 +152,7 @@ def norm_and_rotate(
         return y
     cos, sin = rotary
     half = spec.rope_width // 2
+    # Channel i turns with channel i + half; those behind the rotated ones pass.
     a, b, rest = jnp.split(y, [half, 2 * half], axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
@@ -156,6 +162,7 @@ def rotation(positions: Int[Array, "..."], spec: LayerSpec, dtype) -> Rotary | N
     if spec.rope_base is None:
         return None
     half = spec.rope_width // 2
+    # The tables are made from positions, so a row may stand anywhere.
     theta = spec.rope_base ** (-jnp.arange(half, dtype=dtype) / half)
     angle = positions[..., None, None].astype(dtype) * theta
     return jnp.cos(angle), jnp.sin(angle)
@@ -173,6 +180,7 @@ def activate(
     }[spec.activation]
     if not gated:
         return act(pre)
+    # `w_in` has both halves side by side: up, then gate.
     up, gate = jnp.split(pre, 2, axis=-1)
     return act(gate) * up
 
@@ -195,6 +203,7 @@ def _erf(x: jax.Array) -> jax.Array:
     """Approximates erf within 1.5e-7: Abramowitz and Stegun, 7.1.26."""
     size = jnp.abs(x)
     u = 1.0 / (1.0 + 0.3275911 * size)
+    # A polynomial in u from its last coefficient on, times the exponential.
     series = 1.061405429
     for coefficient in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
         series = series * u + coefficient

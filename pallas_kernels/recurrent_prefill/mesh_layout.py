@@ -42,6 +42,8 @@ def find_cut(x: Float[Array, "B T D"], weights, cache, rows) -> Cut | None:
     A batch that the devices do not divide is computed whole on each of them; stages
     always divide the layers, `check_stages` has seen to that.
     """
+    # The layers take the place of columns: the one axis beside the rows that cuts a
+    # call.
     del weights, cache, rows
     return mesh_cut.find_cut(x.shape[0], lambda stages: True, axis=LAYER_AXIS)
 
@@ -49,6 +51,8 @@ def find_cut(x: Float[Array, "B T D"], weights, cache, rows) -> Cut | None:
 def specs(cut: Cut, x, weights, cache, rows) -> Specs:
     """Returns how arrays and outputs lie on the mesh."""
     del x, weights, cache, rows
+    # x is whole on every stage: the first one reads it. A stage's part of dx is zero
+    # unless it is the first, and the frame adds the parts up.
     pairs: Any = P(cut.columns, cut.by_row)
     by_row: Any = P(cut.by_row)
     of_cache = RecurrentCache(pairs, pairs, pairs, pairs, position=by_row)
@@ -59,6 +63,7 @@ def specs(cut: Cut, x, weights, cache, rows) -> Specs:
 
 def kept_specs(backend: str, cut: Cut) -> tuple[P]:
     """Returns how the residuals lie, whose axis of rows is the backend's own."""
+    # Positions lie before the rows where a loop over tiles wrote them one by one.
     between = (None,) * (_ROWS_AXIS[backend] - 1)
     return (P(cut.columns, *between, cut.by_row),)
 

@@ -65,20 +65,26 @@ def backward_kernel(call: Call, ins: Arrays, kept_ref, dy_ref, d_final_ref, *out
         dh, da, d_skip, d_bias = sums
         c, z = program.read_shared(ins.c, s.t, s.inside), program.read(ins.z, *s[:2])
         d_out = program.read(dy_ref, s.t, s.inside)
+        # 1. Through the gate y silu(z), whose y is made again from the state.
         gate = sigmoid(z)
         dy = d_out * z * gate
         y = jnp.sum(after * c[:, None], axis=0) + skip * s.u
         dz = d_out * y * gate * (1 + z * (1 - gate))
         program.write(dz_ref, s.t, dz, s.inside)
         program.write_part(dc_ref, s.t, jnp.sum(after * dy[None, :], axis=1), s.inside)
+        # 2. All that is asked of the state after this position: by y, and by later
+        # ones.
         g = dh + c[:, None] * dy[None, :]
         d_input = g * (s.delta * s.u)[None, :]
         program.write_part(db_ref, s.t, jnp.sum(d_input, axis=1), s.inside)
+        # 3. What is left of it for the state before, and the exponent's share, for a
+        # and s.
         dh = decay * g
         d_exponent = dh * before
         da = da + d_exponent * s.delta[None, :]
         of_input = jnp.sum(g * s.b[:, None], axis=0)
         program.write(du_ref, s.t, skip * dy + s.delta * of_input, s.inside)
+        # 4. The step, then through its softplus to dt. `a` is held times log2(e).
         d_delta = s.u * of_input + jnp.sum(d_exponent * a, axis=0) / LOG2_E
         d_raw = d_delta * sigmoid(s.raw)
         program.write(ddt_ref, s.t, d_raw, s.inside)

@@ -93,12 +93,16 @@ def backward(
     """
     T, dtype = u.shape[1], kept.dtype
     wide = u.astype(dtype)
+    # The gate z multiplies what the state and the skip gave: its own gradient needs
+    # that sum again, which the loop makes as y.
     dy = d_out = d_out.astype(dtype)
     if z is not None:
         sigmoid = jax.nn.sigmoid(z.astype(dtype))
         dy = d_out * z * sigmoid
     steps = _Steps.of(u, dt, a, b, c, dt_bias, starts, chunk)
     dh, da, sums = _reverse(steps, kept, dy, d_final.swapaxes(1, 2).astype(dtype))
+    # What remains needs no loop: the step s enters through the input s u and the
+    # exponent.
     of_input, of_step, db, dc, y = (x[:, :T] for x in sums)
     du = steps.delta[:, :T] * of_input
     d_delta = wide * of_input + of_step
@@ -148,6 +152,7 @@ class _Steps(NamedTuple):
             x = x.astype(dtype)
             return jnp.pad(x, ((0, 0), missing, *[(0, 0)] * (x.ndim - 2)))
 
+        # A step of 0 changes no state and adds nothing, so padding needs no mask.
         delta = dt.astype(dtype)
         if dt_bias is not None:
             delta = jax.nn.softplus(delta + dt_bias.astype(dtype))
@@ -195,6 +200,7 @@ def _reverse(steps: _Steps, kept: Array, dy: Array, d_final: Array):
     N, C = kept.shape[2], steps.chunk
     dy = jnp.pad(dy, ((0, 0), (0, padded - dy.shape[1]), (0, 0)))
     zeros, narrow = jnp.zeros_like(steps.delta), jnp.zeros_like(steps.b)
+    # A sum over n with weights of 1 takes the fast path of `_over_states` too.
     ones = jnp.ones((B, N), dy.dtype)
     states = jnp.zeros((B, C, N, I), dy.dtype)
 
@@ -220,6 +226,8 @@ def _reverse(steps: _Steps, kept: Array, dy: Array, d_final: Array):
             dh, da, of_input, of_step, db = carry
             gradient = dh + _at(steps.c, t)[:, :, None] * _at(dy, t)[:, None]
             dh = _at(decays, t % C) * gradient
+            # h' = exp(s a) h + ...: the exponent's gradient is dh exp(s a) h, shared by
+            # s and a.
             of_exponent = dh * _at(before, t % C)
             da = da + of_exponent * _at(steps.delta, t)[:, None]
             of_step = _put(of_step, _over_states(of_exponent * steps.a, ones), t)

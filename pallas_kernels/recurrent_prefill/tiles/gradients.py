@@ -78,6 +78,8 @@ def recompute(
     spec: LayerSpec,
 ) -> Known:
     """Works out a layer's inner values from its input, output and attended values."""
+    # The forward pass kept a layer's output and what it attended; all between follows
+    # from them and the input, for a whole tile in a few large products.
     y = x + spec.residual_scale * linear(attended, w.w_out, w.b_out)
     normed = pre_norm(y, w.mlp_norm, spec)
     pre = linear(normed, w.w_in, w.b_in)
@@ -87,6 +89,7 @@ def recompute(
     (slopes,) = back(jnp.ones_like(hidden))
     source, raw_k, keys, values = persistent(z, w, spec)
     kind = spec.norm if spec.normed_persistent else "none"
+    # Norms as the kernels take them back: the row before its scale, and the factor.
     unit_y, factor_y = standardise(y, spec.norm, spec.norm_eps)
     unit_z, factor_z = standardise(z, kind, spec.norm_eps)
     unit_k, factor_k = standardise(raw_k, spec.qk_norm, spec.qk_norm_eps)

@@ -130,6 +130,8 @@ def attend_backward(
       transposed: q and do as [L, B, K, E, Q, T].
     """
     p = probabilities(of, pairs, bias, scale)
+    # Five products: logits, dp, dq, dk and dv. The kernels of the Pallas backends pull
+    # dk and dv in a pass of their own and make the first two again.
     ds = logit_gradients(p, of.do, of.delta, pairs.values)
     dq = query_gradient(ds, pairs.key_rows, scale)
     return dq, pair_gradients(p, ds, *transposed, scale)
@@ -168,6 +170,7 @@ def own_unit_backward(
     pairs = columns_of(Pairs(by_unit(own.keys, 4), by_unit(own.values, 3)))
     bias = own_unit_bias(visibility, j, geometry, wide)
     B = of.q.shape[1]
+    # The biases follow the pairs into the batch.
     bias = jnp.broadcast_to(bias, (bias.shape[0], B, *bias.shape[2:]))
     bias = jnp.moveaxis(bias, 4, 2)
     bias = bias.reshape(bias.shape[0], -1, *bias.shape[3:])

@@ -103,7 +103,10 @@ def run_layers_backward(
     """
     L, b, wide = geometry.layers, geometry.tile, x.dtype
     tiles = partial(_tiles, geometry=geometry)
+    # Steps before a layer's first tile, and after its last, run on zeros.
     late = jnp.zeros(((geometry.depth - 1) * b, *dz.shape[1:]), wide)
+    # All persistent pairs at once: the forward pass kept z and not them. A tile's
+    # gradients of its own pairs are whole when the loop, in reverse, comes to it.
     buffers, dpairs = _persistent(
         residuals.z, dpersistent, w, visibility, geometry, spec
     )
@@ -167,6 +170,7 @@ def run_layers_backward(
                 of, transpose_queries(of), past, bias, spec.logit_scale
             )
             dq, dpast = dq + more, jax.tree.map(jnp.add, dpast, new)
+        # Back to the layout that the projections wrote: values lie as rows there.
         dunit = Pairs(dunit.dk, jnp.swapaxes(dunit.dv, 3, 4))
         # 4. Through the projections to x, and the weights' share of this tile.
         dflat, dq_norm, dk_norm = pull_heads((dq, dunit))

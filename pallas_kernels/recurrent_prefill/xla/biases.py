@@ -58,6 +58,7 @@ def bias_of_slots(
     """
     seen = seen[None, None, None, None]
     if visibility.first is not None:
+        # Slots before a row's first position hold what other layers or no row computed.
         begun = key_slots >= visibility.first[..., None]  # [L, B, S]
         seen = seen & begun[:, :, None, None, None, :]
     if visibility.segments is not None:
@@ -69,6 +70,7 @@ def bias_of_slots(
         seen = seen & same[:, :, None, None]
     bias = jnp.where(seen, 0.0, HIDDEN).astype(dtype)
     if visibility.slopes is not None:
+        # Slots of one layer are as far apart as its positions.
         distance = query_slots[:, None] - key_slots
         bias = bias - visibility.slopes[..., None, None] * distance.astype(dtype)
     # Computed once for all rows, and out of the exponentials' loop: with integers in it
@@ -137,9 +139,12 @@ def visibility_of(
     first = None
     if geometry.depth > 1 or phase is not None:
         shift = jnp.zeros(1, jnp.int32) if phase is None else phase
+        # Slot of a row's first position: later by a tile a layer, and by its place in a
+        # block.
         first = late[:, None] + shift
     if segments is not None:
         rows = jnp.moveaxis(segments, 0, 1)  # [B, slots]
+        # Documents by slot, for each layer at its own lag.
         segments = jax.vmap(lambda late: jnp.roll(rows, late, axis=1))(late)
     return Visibility(
         slopes=alibi_slopes(spec, dtype),
@@ -175,6 +180,7 @@ def prefix_bias(
 ) -> Float[Array, "#L #B #K #Q b chunk"]:
     """Returns biases [..., b, chunk] for keys of earlier tiles."""
     keys = chunk_slots(chunk, geometry)
+    # A chunk may end in the middle of what is not computed yet.
     before = jnp.broadcast_to(keys < j * geometry.tile, (geometry.tile, keys.size))
     return bias_of_slots(visibility, step_slots(j, geometry), keys, before, dtype)
 

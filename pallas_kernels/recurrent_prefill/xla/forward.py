@@ -131,10 +131,13 @@ def _attend_own_unit(q, own: Pairs, visibility, j, geometry: Geometry, spec) -> 
     """Starts with the temporary pairs of each query's own unit, up to itself."""
     U, u = geometry.units, geometry.unit
     dtype = jnp.promote_types(q.dtype, jnp.float32)
+    # A unit is a block of c positions that attend to one another's temporary pairs;
+    # units of a tile do not, so they are an axis of their own (w).
     grid = lambda rows: rows.reshape(*rows.shape[:-2], U, u, rows.shape[-1])  # noqa: E731
     q, k, v = grid(q), grid(jnp.swapaxes(own.keys, 3, 4)), grid(own.values)
     logits = jnp.einsum("lbkqwte,lbkwse->lbkqwts", q, k, preferred_element_type=dtype)
     logits = logits * spec.logit_scale + own_unit_bias(visibility, j, geometry, dtype)
+    # A query's own pair is always seen, so no maximum is HIDDEN and no sum is 0.
     largest = jnp.max(logits, axis=-1)
     p = jnp.exp(logits - largest[..., None])
     weighted = jnp.einsum(
@@ -156,6 +159,8 @@ def _attend_prefix(
         return running
 
     def attend_chunk(chunk, running):
+        # Chunks reach beyond the earlier tiles, up to the next multiple: the bias hides
+        # those.
         k, v = cut(buffers, chunk * geometry.chunk, geometry.chunk)
         dtype = running.weighted.dtype
         bias = prefix_bias(visibility, j, chunk, geometry, dtype)
@@ -190,6 +195,8 @@ def _recur(
         attended, lse = finish(running)
         attended = jnp.moveaxis(attended, 4, 1).reshape(L, u, B, -1)
         attended = attended.astype(spec.dtype)
+        # The layer as the README has it: y = x + s a, z = y + s MLP(norm y), and z's
+        # pair.
         out = few_rows_linear(attended, w.w_out, t.w_out, w.b_out)
         y = x + spec.residual_scale * out
         normed = pre_norm(y, w.mlp_norm, spec)
@@ -198,12 +205,14 @@ def _recur(
         hidden = activate(pre, spec, gated=gated)
         down = few_rows_linear(hidden, w.w_down, t.w_down, w.b_down)
         z = y + spec.residual_scale * down
+        # The pair that later units of the tile read, and later tiles after them.
         source = persistent_source(z, w, spec)
         k, v = jnp.split(few_rows_linear(source, w.w_kv, t.w_kv, w.b_kv), 2, -1)
         pairs = put(pairs, pairs_of(k, v, w, rotary, spec), i * u)
         lse = jnp.moveaxis(lse, 4, 1).reshape(L, u, B, -1)
         return pairs, (z, attended, lse)
 
+    # The tile's own pairs in a small buffer: a unit reads b of them and not the prefix.
     empty = empty_pairs(L, B, b, spec, spec.dtype)
     inputs = (
         jnp.arange(U),

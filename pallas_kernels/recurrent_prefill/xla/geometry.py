@@ -56,6 +56,7 @@ class Geometry:
 
     def lags(self) -> Array:
         """Returns how many tiles each layer [L] runs behind the very first one."""
+        # A layer starts a tile when the layer below has finished it: one step later.
         own = jnp.arange(self.layers)
         if self.axis is None:
             return own
@@ -89,9 +90,11 @@ def plan(
     axis: str | None = None,
 ) -> Geometry:
     """Lays out T positions; a tile or chunk longer than the sequence is cut down."""
+    # A row that begins inside a block is shifted by up to unit - 1 slots.
     longest = positions + (unit - 1 if phased else 0)
     tile = min(tile, -(-longest // unit) * unit)
     tiles = -(-longest // tile)
+    # A wavefront of L layers takes L - 1 steps more than one layer has tiles.
     whole = (tiles + layers * stages - 1) * tile
     return Geometry(
         layers=layers,
@@ -113,6 +116,7 @@ def to_slots(
     if phase is None:
         rows = _pad(rows, 0, behind, axis=1)
     else:
+        # Cut out of zeros, so that row r's first position lands at its phase.
         padded = _pad(rows, positions, behind, axis=1)
         cut = lambda row, r: jax.lax.dynamic_slice_in_dim(  # noqa: E731
             row, positions - r, positions

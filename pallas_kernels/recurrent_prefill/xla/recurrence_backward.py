@@ -100,6 +100,8 @@ def recur_backward(
         # dk and dv are complete: later tiles' part came in, and the tile's later units
         # have left their do and delta. A unit that is not done yet has do = 0.
         if U > 1:
+            # The unit's pairs as seen by all queries of the tile; p is 0 for those
+            # before it.
             ds = logit_gradients(p, do, delta, v)
             inside = PairGradients(spec.logit_scale * _gather(ds, q), _gather(p, do))
             dpairs = jax.tree.map(jnp.add, dpairs, inside)
@@ -181,7 +183,10 @@ def add_recurrence(
 ) -> Prepared:
     """Adds what a tile's recurrence owes to w_kv, w_out and the MLP."""
     s = spec.residual_scale
+    # One contraction a weight for the whole tile: inside the loop they would be
+    # products of a few rows, and the slowest part.
     hidden = activate(rows.pre, spec, gated=w.w_in.shape[-1] != w.w_down.shape[1])
+    # Norms again, to get both their output and their parameters' gradient.
     normed, pull_mlp_norm = jax.vjp(lambda p: pre_norm(rows.y, p, spec), w.mlp_norm)
     source, pull_norm = jax.vjp(
         lambda p: persistent_source(rows.z, w._replace(attention_norm=p), spec),
