@@ -151,8 +151,10 @@ class _Call(NamedTuple):
     @property
     def all_options(self) -> dict[str, Any]:
         """The caller's, and what the op adds for a call that is cut."""
-        of_cut = self.cut is not None and self.op.on_mesh is not None
-        return dict(self.options) | (self.op.on_mesh(self.cut) if of_cut else {})
+        options = dict(self.options)
+        if self.cut is None or self.op.on_mesh is None:
+            return options
+        return options | self.op.on_mesh(self.cut)
 
     def specs(self, arrays: tuple[Any, ...]) -> Specs:
         """Returns how arrays and this backend's results lie on the mesh."""
