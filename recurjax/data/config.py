@@ -1,5 +1,7 @@
 """What to train on: the corpus, the tokenizer, and how documents become rows."""
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,7 +85,92 @@ class Prepared:
     directory: str
 
 
-Corpus = EmbeddedText | TextFiles | JsonLines | Parquet | ArrayRecords | Tfds | Prepared
+PartCorpus = (
+    EmbeddedText | TextFiles | JsonLines | Parquet | ArrayRecords | Tfds | Prepared
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One corpus of a mixture.
+
+    Attributes:
+      corpus: text or prepared; all parts of a mixture have the one tokenizer.
+      weight: its share of the rows, relative to the other parts' weights.
+      name: in metrics, letters, digits, "_" and "-".
+    """
+
+    corpus: PartCorpus
+    weight: float
+    name: str
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[\w-]+", self.name):
+            raise UserError(
+                f"Part: name must have letters, digits, _ and -, got {self.name!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reweighting:
+    """Other weights of a mixture's parts, from a step on.
+
+    Attributes:
+      step: the first training step with these weights.
+      weights: of all parts, in their order; 0 leaves a part out from here on.
+    """
+
+    step: int
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """Rows drawn from several corpora in fixed shares.
+
+    After any number of rows each part has had its share of them, to within one row for
+    each reweighting so far. Each part is shuffled and begins anew by itself, as it
+    would alone; validation is all parts' validation, with a loss for each.
+
+    Attributes:
+      parts: with names of their own.
+      reweightings: in the order of their steps, such as for an anneal at the end.
+    """
+
+    parts: tuple[Part, ...]
+    reweightings: tuple[Reweighting, ...] = ()
+
+    def __post_init__(self):
+        names = [part.name for part in self.parts]
+        if not names or len(set(names)) < len(names):
+            raise UserError(
+                "Mixture: wants parts, each with a name of its own, got "
+                f"{', '.join(names) or 'none'}"
+            )
+        for part in self.parts:
+            if not 0 < part.weight < math.inf:
+                raise UserError(
+                    f"Mixture: the weight of part {part.name} must be positive, got "
+                    f"{part.weight}: leave the part out"
+                )
+        last = 0
+        for one in self.reweightings:
+            if one.step <= last:
+                raise UserError(
+                    f"Mixture: reweightings must have ascending steps from 1 on, got "
+                    f"{one.step} after {last}"
+                )
+            last = one.step
+            known = len(one.weights) == len(names)
+            if not known or min(one.weights) < 0 or not 0 < sum(one.weights) < math.inf:
+                raise UserError(
+                    f"Mixture: the reweighting at step {one.step} must have "
+                    f"{len(names)} weights, none negative and not all 0, got "
+                    f"{one.weights}"
+                )
+
+
+Corpus = PartCorpus | Mixture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from recurjax.data.config import (
     Corpus,
     EmbeddedText,
     JsonLines,
+    Mixture,
     Parquet,
     Prepared,
     TextFiles,
@@ -62,6 +63,11 @@ def read_corpus(corpus: Corpus) -> Reading:
         case Prepared():
             raise UserError(
                 f"{corpus.directory} is a prepared directory: it holds tokens, not text"
+            )
+        case Mixture():
+            raise UserError(
+                "a mixture is no one text: name one of its parts, or give it a "
+                "tokenizer that is on disk, as `recurjax data prepare` writes one"
             )
         case _:
             assert_never(corpus)

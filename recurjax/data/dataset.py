@@ -2,17 +2,19 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
 import numpy as np
 from jaxtyping import Int32
 
-from recurjax.data.config import Bpe, DataConfig, NanochatBpe, Prepared
+from recurjax.data.config import Bpe, DataConfig, Mixture, NanochatBpe, Prepared
 from recurjax.data.corpora import read_corpus
 from recurjax.data.encoding import encoded_documents
 from recurjax.data.loader import Loader
+from recurjax.data.mixture import ChainedLoader, MixtureLoader
 from recurjax.data.pipeline import Layout
 from recurjax.data.prepared import TOKENIZER, PreparedStream, read_manifest
 from recurjax.data.streams import MemoryStream, Split, TokenStream, validation_start
@@ -135,8 +137,82 @@ class Dataset:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MixtureDataset:
+    """The parts of a mixture; the counterpart of `recurjax.data.dataset.Dataset`.
+
+    Attributes:
+      config: what it was opened with; its corpus is a Mixture.
+      tokenizer: of all parts.
+      parts: by their names, in the mixture's order.
+      fingerprint: SHA-256 of the parts' fingerprints and all weights.
+    """
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    parts: Mapping[str, Dataset]
+    fingerprint: str
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tokenizer.vocabulary
+
+    def evaluation_length(self, length: int) -> int:
+        """Returns the places of a row in evaluations: as in training."""
+        return length
+
+    def slices(self, split: SplitName, *, batch: int) -> None:
+        """Returns None: rows of text are not told apart."""
+
+    def loader(
+        self,
+        split: SplitName,
+        *,
+        length: int,
+        batch: int,
+        rows: tuple[int, int] | None = None,
+        seed: int | None = None,
+        in_order: bool | None = None,
+    ) -> MixtureLoader | ChainedLoader:
+        """Makes batches of `batch` rows, each row of one part.
+
+        Row n of the mixture is the next row of the part whose turn it is, and that
+        part's rows are those that it would give alone, in the same order. In order
+        there are no shares: one part comes after the other, in batches of its own.
+
+        Args and errors are those of `Dataset.loader`.
+        """
+        if in_order is None:
+            in_order = split == "validation"
+        loaders = {}
+        for name, part in self.parts.items():
+            try:
+                loaders[name] = part.loader(
+                    split,
+                    length=length,
+                    batch=batch,
+                    rows=rows,
+                    seed=seed,
+                    in_order=in_order,
+                )
+            except UserError as error:  # too short, say
+                raise UserError(f"part {name} of the mixture: {error}") from error
+        if in_order:
+            return ChainedLoader(parts=loaders)
+        assert isinstance(self.config.corpus, Mixture)
+        return MixtureLoader(
+            mixture=self.config.corpus,
+            parts=tuple(loaders.values()),
+            fingerprint=self.fingerprint,
+        )
+
+
+AnyDataset = Dataset | MixtureDataset | TaskDataset
+"""What `open_dataset` gives: their tokenizers and loaders are alike."""
+
+
 @overload
-def open_dataset(
+def open_dataset(  # Of a Mixture it is a MixtureDataset, whose loaders are alike.
     config: DataConfig, *, tokenizer: Tokenizer | None = None
 ) -> Dataset: ...
 
@@ -149,7 +225,7 @@ def open_dataset(
 
 def open_dataset(
     config: DataConfig | TaskData, *, tokenizer: Tokenizer | None = None
-) -> Dataset | TaskDataset:
+) -> AnyDataset:
     """Opens a corpus: reads and tokenizes it, or opens the prepared shards; or a task.
 
     Args:
@@ -164,6 +240,12 @@ def open_dataset(
         return TaskDataset(config=config)
     if isinstance(config.corpus, Prepared):
         return _open_prepared(config, config.corpus, tokenizer)
+    if isinstance(config.corpus, Mixture):
+        return _open_mixture(config, config.corpus, tokenizer)
+    return _open_text(config, tokenizer)
+
+
+def _open_text(config: DataConfig, tokenizer: Tokenizer | None) -> Dataset:
     tokenizer = tokenizer or build_tokenizer(
         config.tokenizer, config.corpus, validation_fraction=config.held_out
     )
@@ -185,6 +267,42 @@ def open_dataset(
         cut=cut,
         fingerprint=_sha256_of(identity),
     )
+
+
+def _open_mixture(
+    config: DataConfig, mixture: Mixture, tokenizer: Tokenizer | None
+) -> MixtureDataset:
+    if tokenizer is None:
+        tokenizer = _shared_tokenizer(config, mixture)
+    parts: dict[str, Dataset] = {}
+    for part in mixture.parts:
+        own = replace(config, corpus=part.corpus)
+        try:
+            if isinstance(part.corpus, Prepared):
+                parts[part.name] = _open_prepared(own, part.corpus, tokenizer)
+            else:
+                parts[part.name] = _open_text(own, tokenizer)
+        except UserError as error:
+            raise UserError(f"part {part.name} of the mixture: {error}") from error
+    weights = [part.weight for part in mixture.parts]
+    later = [[one.step, *one.weights] for one in mixture.reweightings]
+    known = [[name, part.fingerprint] for name, part in parts.items()]
+    return MixtureDataset(
+        config=config,
+        tokenizer=tokenizer,
+        parts=parts,
+        fingerprint=_sha256_of([known, weights, later]),
+    )
+
+
+def _shared_tokenizer(config: DataConfig, mixture: Mixture) -> Tokenizer:
+    if isinstance(config.tokenizer, Bpe | NanochatBpe):
+        raise UserError(
+            "a mixture's tokenizer is not trained on it: train one on the part that "
+            "it is for, with `recurjax data prepare`, and name it by "
+            "TokenizerFile(path=...)"
+        )
+    return build_tokenizer(config.tokenizer, mixture, validation_fraction=0.0)
 
 
 def _open_prepared(

@@ -16,6 +16,7 @@ from recurjax.data.config import (
     Corpus,
     EmbeddedText,
     JsonLines,
+    Mixture,
     NanochatBpe,
     Parquet,
     Prepared,
@@ -150,6 +151,8 @@ def name_of(corpus: Corpus) -> str:
             return "embedded"
         case Prepared() | Tfds():
             return _slug(Path(corpus.directory).expanduser().absolute().name)
+        case Mixture():
+            return "_".join(part.name for part in corpus.parts)
         case _:
             return _slug(_named_part(corpus.patterns[0]))
 

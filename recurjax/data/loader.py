@@ -41,7 +41,7 @@ class Loader:
     fingerprint: str
 
     def __iter__(self) -> "Batches":
-        return Batches(iter(self._pipeline), self._identity)
+        return Batches(iter(self._pipeline), self.identity)
 
     @property
     def batches(self) -> int | None:
@@ -68,7 +68,7 @@ class Loader:
         return concatenated(self.part, self.layout, seed=self.seed, **ahead)
 
     @cached_property
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """All that the meaning of a position depends on, and not on the processes."""
         return {
             "data": self.fingerprint,

@@ -11,7 +11,7 @@ from grain.experimental import ThreadPrefetchIterDataset
 from jaxtyping import Int32, Int64
 
 from recurjax.data.packing import BestFit, segment_numbers
-from recurjax.data.streams import Span, Split
+from recurjax.data.streams import Span, Split, TokenStream
 from recurjax.types import IGNORED
 
 Batch = dict[str, Int32[np.ndarray, "B T"]]
@@ -123,13 +123,8 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
         if not plans[0]:
             raise StopIteration
         wanted = plans[slice(*self._layout.rows)]
-        pieces = [(int(self._starts[d]), n) for row in wanted for d, n in row]
-        spans = [(start, start + n) for start, n in pieces]
-        parts = iter(self._stream.read(spans))
-        none = np.zeros(0, np.int32)  # of a row after the documents' end
-        rows = [np.concatenate([none, *(next(parts) for _ in r)]) for r in wanted]
-        segments = [_repeated([n for _, n in row])[:-1] for row in wanted]
-        return _batch(rows, segments, self._layout)
+        rows, segments = packed_rows(self._stream, self._starts, wanted)
+        return join_rows(rows, segments, self._layout)
 
     def get_state(self) -> dict[str, Any]:
         return self._plan.get_state()
@@ -162,22 +157,46 @@ class _Batches:
     def __getitem__(self, index: int) -> Batch:
         layout, first = self._layout, index * self._layout.batch
         rows = [self._order(first + r) for r in range(*layout.rows)]
-        spans = [self._span(row) for row in rows]
+        spans = [row_span(self._split, row, layout.length) for row in rows]
         tokens = self._split.stream.read(spans)
         starts, length = self._split.stream.starts, layout.length
         segments: Sequence[np.ndarray] = ()
         if layout.segments:
             segments = [segment_numbers(starts, begin, length) for begin, _ in spans]
-        return _batch(tokens, segments, layout)
-
-    def _span(self, row: int) -> Span:
-        begin = min(self._split.start + row * self._layout.length, self._split.stop)
-        return begin, min(begin + self._layout.length + 1, self._split.stop)
+        return join_rows(tokens, segments, layout)
 
 
-def _batch(
+def row_span(split: Split, row: int, length: int) -> Span:
+    """Returns the tokens of a concatenated row: T and the last one's target."""
+    begin = min(split.start + row * length, split.stop)
+    return begin, min(begin + length + 1, split.stop)
+
+
+def packed_rows(
+    stream: TokenStream,
+    starts: Int64[np.ndarray, " N"],
+    plans: Sequence[Sequence[tuple[int, int]]],
+) -> tuple[list[Int32[np.ndarray, " _"]], list[Int32[np.ndarray, " _"]]]:
+    """Reads rows that were planned as (document, how many of its first tokens).
+
+    Returns:
+      The tokens of each row, and the documents' numbers in it, one less.
+    """
+    pieces = [(int(starts[d]), n) for row in plans for d, n in row]
+    parts = iter(stream.read([(start, start + n) for start, n in pieces]))
+    none = np.zeros(0, np.int32)  # of a row after the documents' end
+    rows = [np.concatenate([none, *(next(parts) for _ in row)]) for row in plans]
+    return rows, [_repeated([n for _, n in row])[:-1] for row in plans]
+
+
+def join_rows(
     rows: Sequence[np.ndarray], segments: Sequence[np.ndarray], layout: Layout
 ) -> Batch:
+    """Lays rows of T+1 tokens, or fewer, out as a batch: ids and their targets.
+
+    Args:
+      segments: of each row's ids; not looked at where the layout has none.
+    """
     shape = (len(rows), layout.length)
     batch = {"ids": np.zeros(shape, np.int32)}
     batch["targets"] = np.full(shape, IGNORED, np.int32)

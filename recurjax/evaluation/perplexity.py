@@ -1,7 +1,7 @@
 """Loss, perplexity and bits per byte of a text."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ class Score(NamedTuple):
       accuracy: how often the likeliest token is the answer, of a task's rows.
       passes: bits per byte of each pass of an objective that makes several over the
         text, the first over all of it, the others each over a part; else none.
+      parts: of a mixture, the scores of its parts by their names.
     """
 
     loss: float
@@ -48,6 +49,7 @@ class Score(NamedTuple):
     bytes: int
     accuracy: Accuracy | None = None
     passes: tuple[float, ...] = ()
+    parts: Mapping[str, "Score"] | None = None
 
     def metrics(self) -> dict[str, float]:
         """Returns the figures that a metrics file has: of symbols, no bits a byte."""
@@ -56,6 +58,8 @@ class Score(NamedTuple):
             named["bits_per_byte"] = self.bits_per_byte
             for number, bits in enumerate(self.passes):
                 named[f"bits_per_byte_pass_{number}"] = bits
+        for part, score in (self.parts or {}).items():
+            named |= {f"{name}/{part}": x for name, x in score.metrics().items()}
         return named if self.accuracy is None else named | self.accuracy.metrics()
 
     def sentence(self) -> str:
@@ -68,7 +72,24 @@ class Score(NamedTuple):
                 f"accuracy {self.accuracy.token:.4f}, "
                 f"{self.accuracy.sequence:.4f} of whole rows"
             )
+        told += [f"{name} {part.loss:.4f}" for name, part in (self.parts or {}).items()]
         return ", ".join(told)
+
+
+def joined(parts: Mapping[str, Score]) -> Score:
+    """Returns the score of several texts together, which keeps theirs."""
+    scores = list(parts.values())
+    tokens, size = sum(s.tokens for s in scores), sum(s.bytes for s in scores)
+    loss = sum(s.loss * s.tokens for s in scores) / tokens
+    bits = sum(s.bits_per_byte * s.bytes for s in scores if s.bytes)
+    return Score(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        bits_per_byte=bits / size if size else math.nan,
+        tokens=tokens,
+        bytes=size,
+        parts=parts,
+    )
 
 
 def score(

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from recurjax.config_json import from_json, to_json
-from recurjax.data.dataset import Dataset, SplitName, open_dataset
+from recurjax.data.dataset import AnyDataset, SplitName, open_dataset
 from recurjax.data.loader import Loader
-from recurjax.data.tasks.dataset import TaskDataset, TaskLoader
+from recurjax.data.mixture import ChainedLoader, MixtureLoader
+from recurjax.data.tasks.dataset import TaskLoader
 from recurjax.errors import UserError
-from recurjax.evaluation.perplexity import Score, score
+from recurjax.evaluation.perplexity import Score, joined, score
 from recurjax.experiment import Experiment
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
@@ -128,8 +130,19 @@ class Session:
         return self._step(state, batch, self._frozen)
 
     def evaluate(self, state: TrainState, between: Callable[[], None]) -> Score:
-        """Scores the validation split, or its first `evaluation.batches`."""
-        batches, rows = iter(self._validation), self.experiment.evaluation_batch
+        """Scores the validation split, or its first `evaluation.batches`.
+
+        Of a mixture the first of each part, which has a score of its own.
+        """
+        if isinstance(self._validation, ChainedLoader):
+            parts = self._validation.parts.items()
+            return joined({n: self._scored(state, p, between) for n, p in parts})
+        return self._scored(state, self._validation, between)
+
+    def _scored(
+        self, state: TrainState, loader: Any, between: Callable[[], None]
+    ) -> Score:
+        batches, rows = iter(loader), self.experiment.evaluation_batch
         limit = self.experiment.evaluation.batches
         limited = islice(batches, limit)
         try:
@@ -180,7 +193,9 @@ class Session:
             directory.has_checkpoint or not directory.changes(self.experiment)
         )
 
-    def _loader(self, split: SplitName, batch: int, length: int) -> Loader | TaskLoader:
+    def _loader(
+        self, split: SplitName, batch: int, length: int
+    ) -> Loader | TaskLoader | MixtureLoader | ChainedLoader:
         longest = self.experiment.model.max_length
         if longest is not None and length > longest:
             raise UserError(
@@ -201,7 +216,7 @@ class Session:
         return self._step.initialise(jax.random.key(self.experiment.training.seed))
 
 
-def _check_samples(experiment: Experiment, dataset: Dataset | TaskDataset) -> None:
+def _check_samples(experiment: Experiment, dataset: AnyDataset) -> None:
     """Refuses before training what would stop the first evaluation."""
     evaluation, longest = experiment.evaluation, experiment.model.max_length
     bos = dataset.tokenizer.bos is not None
@@ -220,7 +235,7 @@ def _check_samples(experiment: Experiment, dataset: Dataset | TaskDataset) -> No
             )
 
 
-def _check_vocabulary(experiment: Experiment, dataset: Dataset | TaskDataset) -> None:
+def _check_vocabulary(experiment: Experiment, dataset: AnyDataset) -> None:
     if dataset.vocabulary != experiment.model.vocabulary:
         raise UserError(
             f"the tokenizer has {dataset.vocabulary} tokens and the model "

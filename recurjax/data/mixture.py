@@ -1,0 +1,186 @@
+"""Several corpora as one data set: rows of each in the shares that a config says."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import grain
+import numpy as np
+from grain.experimental import ThreadPrefetchIterDataset
+
+from recurjax.data.config import Mixture
+from recurjax.data.loader import Batches, Loader
+from recurjax.data.packing import BestFit, segment_numbers
+from recurjax.data.pipeline import (
+    Batch,
+    Layout,
+    endless_order,
+    join_rows,
+    packed_rows,
+    prefetched,
+    row_span,
+)
+from recurjax.data.shares import Shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainedLoader:
+    """All batches of one part after the other; `parts` are their loaders."""
+
+    parts: Mapping[str, Loader]
+
+    def __iter__(self) -> "_Chain":
+        return _Chain(self.parts.values())
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in the pass."""
+        counts = [part.batches for part in self.parts.values()]
+        return None if None in counts else sum(c for c in counts if c is not None)
+
+
+class _Chain:
+    """Batches of several loaders in turn."""
+
+    def __init__(self, loaders: Any):
+        self._left, self._now = iter(loaders), iter(())
+
+    def __iter__(self) -> "_Chain":
+        return self
+
+    def __next__(self) -> Batch:
+        while True:
+            try:
+                return next(self._now)
+            except StopIteration:
+                self.close()
+                self._now = iter(next(self._left))
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        if isinstance(self._now, Batches):
+            self._now.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureLoader:
+    """Endless shuffled batches in shares; each `iter` begins anew.
+
+    Attributes:
+      mixture: the weights, and when they change.
+      parts: the loaders of the parts, whose rows are drawn.
+      fingerprint: of the data, to refuse a place in other data.
+    """
+
+    mixture: Mixture
+    parts: tuple[Loader, ...]
+    fingerprint: str
+
+    @property
+    def batches(self) -> None:
+        """Returns None: endless."""
+
+    def __iter__(self) -> Batches:
+        return Batches(iter(self._pipeline), self._identity)
+
+    @cached_property
+    def _pipeline(self) -> grain.IterDataset[Batch]:
+        config, layout = self.parts[0].config, self.parts[0].layout
+        weights = tuple(part.weight for part in self.mixture.parts)
+        later = [(c.step * layout.batch, c.weights) for c in self.mixture.reweightings]
+        shares = Shares([(0, weights), *later])
+        if config.packing == "best_fit":
+            made = _PackedMixture(self.parts, layout, shares)
+            return ThreadPrefetchIterDataset(made, prefetch_buffer_size=config.prefetch)
+        batches = _MixedBatches(self.parts, layout, shares)
+        return prefetched(batches, config.prefetch, config.threads)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        # What a part's place depends on is alike for all but the data.
+        return {**self.parts[0].identity, "data": self.fingerprint}
+
+
+class _MixedBatches:
+    """Batch i holds rows i*batch .. of the mixture, cut out of the parts' streams."""
+
+    def __init__(self, parts: tuple[Loader, ...], layout: Layout, shares: Shares):
+        self._parts, self._layout, self._shares = parts, layout, shares
+        self._orders = [
+            endless_order((loader.part.tokens - 1) // layout.length, loader.seed)
+            for loader in parts
+        ]
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Batch:
+        layout, first = self._layout, index * self._layout.batch
+        drawn = [self._shares.row(first + r) for r in range(*layout.rows)]
+        none = np.zeros(0, np.int32)
+        rows, segments = [none] * len(drawn), [none] * len(drawn)
+        for p in {row.part for row in drawn}:
+            mine = [r for r, row in enumerate(drawn) if row.part == p]
+            split, order = self._parts[p].part, self._orders[p]
+            spans = [
+                row_span(split, order(drawn[r].number), layout.length) for r in mine
+            ]
+            tokens = split.stream.read(spans)
+            for r, span, ids in zip(mine, spans, tokens, strict=True):
+                rows[r] = ids
+                if layout.segments:
+                    segments[r] = segment_numbers(
+                        split.stream.starts, span[0], layout.length
+                    )
+        return join_rows(rows, segments, layout)
+
+
+class _PackedMixture(grain.IterDataset[Batch]):
+    """Best-fit rows, each packed of one part's documents."""
+
+    def __init__(self, parts: tuple[Loader, ...], layout: Layout, shares: Shares):
+        super().__init__()
+        self._parts, self._layout, self._shares = parts, layout, shares
+
+    def __iter__(self) -> grain.DatasetIterator[Batch]:
+        return _PackedIterator(self._parts, self._layout, self._shares)
+
+
+class _PackedIterator(grain.DatasetIterator[Batch]):
+    def __init__(self, parts: tuple[Loader, ...], layout: Layout, shares: Shares):
+        super().__init__()
+        self._layout, self._shares, self._row = layout, shares, 0
+        self._splits = [loader.part for loader in parts]
+        self._starts = [split.document_starts() for split in self._splits]
+        self._plans = [_plan(loader) for loader in parts]
+
+    def __next__(self) -> Batch:
+        capacity, (first, stop) = self._layout.length + 1, self._layout.rows
+        rows, segments = [], []
+        for r in range(self._layout.batch):
+            # All rows are planned, on every process, and only its own are read.
+            part = self._shares.row(self._row + r).part
+            plan = self._plans[part].row(capacity)
+            if first <= r < stop:
+                stream, starts = self._splits[part].stream, self._starts[part]
+                [tokens], [numbers] = packed_rows(stream, starts, [plan])
+                rows.append(tokens)
+                segments.append(numbers)
+        self._row += self._layout.batch
+        return join_rows(rows, segments, self._layout)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"row": self._row, "parts": [plan.get_state() for plan in self._plans]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._row = int(state["row"])
+        for plan, saved in zip(self._plans, state["parts"], strict=True):
+            plan.set_state(saved)
+
+
+def _plan(loader: Loader) -> BestFit:
+    lengths = loader.part.document_lengths()
+    order: Callable[[int], int] = endless_order(len(lengths), loader.seed)
+    return BestFit(lengths, order, buffer=loader.config.packing_buffer)

@@ -1,0 +1,126 @@
+"""Which part of a mixture each row comes from: exact shares, and any row at once."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from recurjax.errors import UserError
+
+LONGEST = 100_000
+"""Rows after which shares repeat, at most: the table of parts is made up front."""
+
+
+class Drawn(NamedTuple):
+    """A row of a mixture: row `number` of part `part`'s own rows."""
+
+    part: int
+    number: int
+
+
+class Shares:
+    """The order in which parts give rows, with weights that may change at some rows.
+
+    Between two changes, after n rows a part of weight w has given w n rows to within
+    less than one. Source: Tijdeman 1980, "The chairman assignment problem": of the
+    parts that may give a row, the one whose row is due first gives it.
+    """
+
+    def __init__(self, changes: Sequence[tuple[int, Sequence[float]]]):
+        """Plans all rows.
+
+        Args:
+          changes: (first row, weights from there on), ascending; the first at row 0.
+
+        Raises:
+          UserError: weights that are no multiples of a LONGEST-th of their sum.
+        """
+        self._firsts = [row for row, _ in changes]
+        self._cycles = [_Cycle(weights) for _, weights in changes]
+        # Rows that each part has given where a cycle begins.
+        self._given = [np.zeros(len(changes[0][1]), np.int64)]
+        for at in range(1, len(changes)):
+            rows = self._firsts[at] - self._firsts[at - 1]
+            self._given.append(self._given[-1] + self._cycles[at - 1].counts(rows))
+
+    def row(self, number: int) -> Drawn:
+        """Returns where row `number`, counted from 0, comes from."""
+        at = bisect_right(self._firsts, number) - 1
+        part, before = self._cycles[at].row(number - self._firsts[at])
+        return Drawn(part, int(self._given[at][part]) + before)
+
+
+class _Cycle:
+    """Shares that repeat after as many rows as their weights' denominator."""
+
+    def __init__(self, weights: Sequence[float]):
+        parts = _whole_numbers(weights)
+        self._parts = _in_order(parts)
+        self._length = len(self._parts)
+        hit = self._parts[None, :] == np.arange(len(parts))[:, None]
+        # [P, length + 1]: rows of each part before each row.
+        self._before = np.pad(np.cumsum(hit, axis=1, dtype=np.int64), ((0, 0), (1, 0)))
+
+    def row(self, number: int) -> tuple[int, int]:
+        """Returns the part, and how many rows it has given before."""
+        cycles, at = divmod(number, self._length)
+        part = int(self._parts[at])
+        counts = self._before[part]
+        return part, cycles * int(counts[-1]) + int(counts[at])
+
+    def counts(self, rows: int) -> Int64[np.ndarray, " P"]:
+        """Counts the rows of each part among the first so many."""
+        cycles, at = divmod(rows, self._length)
+        return cycles * self._before[:, -1] + self._before[:, at]
+
+
+def _whole_numbers(weights: Sequence[float]) -> list[int]:
+    """Returns the smallest whole numbers in the same proportion.
+
+    A weight is what its decimal digits say: 0.1 is a tenth.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(weight.denominator for weight in exact))
+    parts = [int(weight * scale) for weight in exact]
+    common = int(np.gcd.reduce(parts))
+    parts = [part // common for part in parts]
+    if sum(parts) > LONGEST:
+        raise UserError(
+            f"the weights {', '.join(map(str, weights))} are no multiples of a "
+            f"{LONGEST:,}th of their sum: round them, to 0.25 or 0.001 say"
+        )
+    return parts
+
+
+def _in_order(parts: list[int]) -> Int32[np.ndarray, " N"]:
+    """Returns which part gives each row of a cycle of sum(parts) rows.
+
+    With M = sum(parts) and P parts, all times M: part p's claim before row n is
+    s = parts[p] (n + 1) - M given[p]. It may give the row once s reaches M / (2P - 2),
+    and must before s reaches M (1 - 1 / (2P - 2)); the nearest such end goes first.
+    """
+    length, known = sum(parts), [p for p, size in enumerate(parts) if size]
+    if len(known) == 1:
+        return np.full(length, known[0], np.int32)
+    gap = 2 * len(known) - 2
+    given = dict.fromkeys(known, 0)
+    order = np.zeros(length, np.int32)
+    for n in range(length):
+        best: tuple[Fraction | float, int] | None = None
+        for p in known:
+            claim = parts[p] * (n + 1) - length * given[p]
+            if gap * claim < length:
+                continue
+            # Compared as floats: two ends closer than their rounding are a tie, and
+            # which of two tied parts goes first does not matter.
+            end = ((gap - 1) * length - gap * claim) / parts[p]
+            if best is None or end < best[0]:
+                best = (end, p)
+        assert best is not None  # claims sum to M, so one reaches M / P
+        order[n] = best[1]
+        given[best[1]] += 1
+    return order
