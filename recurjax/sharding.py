@@ -95,6 +95,22 @@ def _over_slices(sizes: list[int], slices: int, devices: list[Any]) -> np.ndarra
     )
 
 
+def reading_mesh(config: MeshConfig) -> Mesh:
+    """Lays out what a trained model is read on: as few devices as the axes need.
+
+    Those are the first ones; an axis of -1 takes all that are left, and several
+    processes take part with all devices of each.
+
+    Raises:
+      UserError: there are fewer devices, or several processes have others.
+    """
+    devices = jax.devices()
+    sizes = [getattr(config, axis) for axis in AXES]
+    if -1 not in sizes and jax.process_count() == 1:
+        devices = devices[: int(np.prod(sizes))]
+    return make_mesh(config, devices)
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of [B, T] data: rows over data and fsdp, T over sequence."""
     return NamedSharding(mesh, P(("data", "fsdp"), "sequence"))

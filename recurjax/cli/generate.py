@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 
 from recurjax.cli.options import parse
+from recurjax.distributed import start_processes
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.generate import Generation, generate
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.inference.timing import Timing
 from recurjax.json_files import parse_json
+from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.training.run import load_run
 
 
@@ -44,6 +47,7 @@ class GenerateOptions:
       stream: show a single prompt's text as it comes.
       json: print one JSON object with texts, tokens, finish reasons and timing.
       step: the checkpoint of this training step; None: the newest.
+      mesh: devices that the model lies on; of several processes the first one writes.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -62,6 +66,7 @@ class GenerateOptions:
     stream: bool = True
     json: bool = False
     step: int | None = None
+    mesh: MeshConfig = MeshConfig(data=1)
 
 
 def run(argv: list[str]) -> int:
@@ -80,7 +85,9 @@ def run(argv: list[str]) -> int:
         repetition_penalty=options.repetition_penalty,
     )
     streams = options.stream and not options.json and len(prompts) == 1
-    loaded = load_run(options.run, step=options.step, report=_tell)
+    start_processes()
+    mesh = reading_mesh(options.mesh)
+    loaded = load_run(options.run, step=options.step, mesh=mesh, report=_tell)
     unshown = prompts[:1]  # Comes with the first text: only then all options are right.
 
     def show(_: int, text: str) -> None:
@@ -98,6 +105,7 @@ def run(argv: list[str]) -> int:
         seed=options.seed,
         prefill=options.prefill,
         on_text=show if streams else None,
+        mesh=mesh if mesh.size > 1 else None,
     )
     if options.json:
         _show(_as_json(prompts, made, step=loaded.step))
@@ -178,9 +186,13 @@ def _speed(timing: Timing) -> str:
 
 
 def _show(text: str) -> None:
+    if jax.process_index() > 0:
+        return
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def _tell(text: str) -> None:
+    if jax.process_index() > 0:
+        return
     print(text, file=sys.stderr)

@@ -17,14 +17,15 @@ T = TypeVar("T")
 
 
 def parse(kind: type[T], argv: Sequence[str], *, prog: str) -> T:
-    """Makes a `kind`, a dataclass of plain fields, from a command's arguments.
+    """Makes a `kind`, a dataclass, from a command's arguments.
+
+    A field whose default is a dataclass has options of its own: --mesh.data 2.
 
     Raises:
       UserError: an option that it has no field for, or a wrong value.
       SystemExit: --help (0).
     """
-    names = (field.name for field in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
-    _check_known(names, argv)
+    _check_known(_declared(kind), argv)
     return _by_tyro(kind, argv, prog=prog)
 
 
@@ -111,6 +112,14 @@ def _instead(path: str) -> str:
     if path == "data.tokenizer":
         return "; --tokenizer bpe:4096, bytes or a tokenizer.json replaces it"
     return ""
+
+
+def _declared(kind: Any) -> Iterator[str]:
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.default):
+            yield from _names(field.default, f"{field.name}.")
+        else:
+            yield field.name
 
 
 def _names(config: Any, prefix: str) -> Iterator[str]:

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float
 
 from recurjax.cross_entropy import token_losses
 from recurjax.files import write_whole
 from recurjax.model import Decoder
+from recurjax.sharding import replicated
 from recurjax.types import IGNORED, Array, Batch, Tokens
 
 
@@ -39,6 +41,7 @@ def loss_by_position(
     stretch: int,
     chunks: int = 1,
     between: Callable[[], None] = lambda: None,
+    mesh: Mesh | None = None,
 ) -> list[Stretch]:
     """Scores rows that each start without context, stretch by stretch.
 
@@ -48,6 +51,7 @@ def loss_by_position(
       stretch: positions that share one figure; the last may have fewer.
       chunks: see `token_losses`.
       between: called after each batch.
+      mesh: that the sums are gathered over; None: one device.
 
     Raises:
       ValueError: stretch < 1, or there is nothing to predict.
@@ -56,7 +60,7 @@ def loss_by_position(
         raise ValueError(f"loss_by_position: wants stretch of at least 1: {stretch}")
     sums = None
     for batch in batches:
-        new = np.asarray(_sums(model, batch, chunks=chunks), np.float64)
+        new = np.asarray(_sums(model, batch, chunks=chunks, mesh=mesh), np.float64)
         sums = new if sums is None else sums + new
         between()
     if sums is None or sums[1].sum() == 0:
@@ -103,11 +107,16 @@ def plot_by_position(
     write_whole(png, drawn.getvalue())
 
 
-@partial(jax.jit, static_argnames="chunks")
-def _sums(model: Decoder, batch: Batch, *, chunks: int) -> Float[Array, "2 T"]:
+@partial(jax.jit, static_argnames=("chunks", "mesh"))
+def _sums(
+    model: Decoder, batch: Batch, *, chunks: int, mesh: Mesh | None
+) -> Float[Array, "2 T"]:
     """Returns nats and predicted tokens of one batch, for each position."""
     cache = model.init_cache(batch.ids.shape[0], 0)
     x, _ = model.hidden(Tokens(batch.ids, batch.segments), cache)
     nats = token_losses(model, x, batch.targets, chunks=chunks).nats
     counted = (batch.targets != IGNORED).astype(jnp.float32)
-    return jnp.stack([nats.astype(jnp.float32).sum(0), counted.sum(0)])
+    sums = jnp.stack([nats.astype(jnp.float32).sum(0), counted.sum(0)])
+    if mesh is None:
+        return sums
+    return jax.lax.with_sharding_constraint(sums, replicated(mesh))

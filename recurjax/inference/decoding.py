@@ -1,15 +1,17 @@
 """The compiled programs: prefill of ragged prompts, and many decode steps at once."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key
 
 from pallas_kernels import target
 from recurjax.inference.sampling import SamplingConfig, sample
 from recurjax.model import Decoder
+from recurjax.sharding import replicated
 from recurjax.types import Array, Cache, Tokens
 
 
@@ -33,7 +35,7 @@ class DecodeState(NamedTuple):
     aux: dict[str, Float[Array, ""]]
 
 
-@partial(jax.jit, static_argnames=("sampling", "cache_length", "by"))
+@partial(jax.jit, static_argnames=("sampling", "cache_length", "by", "mesh"))
 def prefill(
     model: Decoder,
     tokens: Tokens,
@@ -43,6 +45,7 @@ def prefill(
     sampling: SamplingConfig,
     cache_length: int,
     by: str = "exact",
+    mesh: Mesh | None = None,
 ) -> DecodeState:
     """Reads the prompts and draws the first new token of every row.
 
@@ -54,6 +57,7 @@ def prefill(
       eos: the token that finishes a row; -1: none.
       cache_length: how many tokens a row's cache can hold.
       by: how the prompts are read, see `Decoder.prefill`.
+      mesh: every process of it gets the tokens of all rows; None: one device.
     """
     B, T = tokens.ids.shape
     assert tokens.lengths is not None
@@ -75,10 +79,15 @@ def prefill(
         drawn=jnp.zeros((), jnp.int32),
         aux=aux,
     )
-    return _draw(state, model.logits(last[:, 0]), keys, eos, sampling)
+    state = _draw(state, model.logits(last[:, 0]), keys, eos, sampling)
+    return state._replace(
+        newest=_everywhere(state.newest, mesh), aux=_everywhere(aux, mesh)
+    )
 
 
-@partial(jax.jit, static_argnames=("sampling", "chunk"), donate_argnames="state")
+@partial(
+    jax.jit, static_argnames=("sampling", "chunk", "mesh"), donate_argnames="state"
+)
 def decode(
     model: Decoder,
     state: DecodeState,
@@ -88,6 +97,7 @@ def decode(
     *,
     sampling: SamplingConfig,
     chunk: int,
+    mesh: Mesh | None = None,
 ) -> tuple[DecodeState, Int[Array, "B N"]]:
     """Draws up to `limit` further tokens a row; ends early when every row is finished.
 
@@ -97,6 +107,7 @@ def decode(
     Args:
       state: donated: its cache is updated in place.
       limit: at most `chunk`; a number, so that a shorter last call compiles nothing.
+      mesh: as of `prefill`.
     """
 
     def unfinished(carry) -> Bool[Array, ""]:
@@ -111,7 +122,7 @@ def decode(
     made = jnp.zeros((state.newest.shape[0], chunk), jnp.int32)
     start = (jnp.zeros((), jnp.int32), state, made)
     _, state, made = jax.lax.while_loop(unfinished, step, start)
-    return state, made
+    return state, _everywhere(made, mesh)
 
 
 def decode_step(
@@ -132,6 +143,12 @@ def decode_step(
     x, cache = model.hidden(tokens, state.cache)
     state = state._replace(cache=cache)
     return _draw(state, model.logits(x[:, 0]), keys, eos, sampling)
+
+
+def _everywhere(tree: Any, mesh: Mesh | None) -> Any:
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, replicated(mesh))
 
 
 def _cache_dtype(model: Decoder) -> str:

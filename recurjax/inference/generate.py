@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int32, Key
 
 from recurjax.data.tokenizers import Tokenizer
@@ -54,6 +55,7 @@ def generate(
     cache_length: int | None = None,
     chunk: int | None = None,
     prefill: str = "exact",
+    mesh: Mesh | None = None,
 ) -> Generation:
     """Continues texts, all in one batch.
 
@@ -71,6 +73,7 @@ def generate(
       on_text: called with the row and its next piece of text; they join to `texts`.
       cache_length, chunk: see `generate_tokens`, which looks at the tokens as seldom
         without `on_text` and `stop` as without `on_token`; prefill: its `prefill_by`.
+      mesh: see `generate_tokens`.
 
     Raises:
       UserError: see `generate_tokens`; also an empty prompt without a BOS, and a
@@ -109,6 +112,7 @@ def generate(
         cache_length=cache_length,
         chunk=chunk,
         prefill_by=prefill,
+        mesh=mesh,
     )
     for row, continuation in enumerate(rows):
         show(row, continuation.finish())

@@ -1,11 +1,15 @@
 """Continues sequences of token ids with any model."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, Int32, Key
 
 from recurjax.errors import UserError
@@ -13,6 +17,7 @@ from recurjax.inference.decoding import decode, prefill
 from recurjax.inference.sampling import PLAIN, SamplingConfig, row_keys
 from recurjax.inference.timing import Timing
 from recurjax.model import Decoder, ModelConfig
+from recurjax.sharding import replicated
 from recurjax.types import Array, Tokens
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -54,6 +59,7 @@ def generate_tokens(
     cache_length: int | None = None,
     chunk: int | None = None,
     prefill_by: str = "exact",
+    mesh: Mesh | None = None,
 ) -> TokenGeneration:
     """Continues token sequences, all in one batch.
 
@@ -73,6 +79,9 @@ def generate_tokens(
       prefill_by: "exact", or a way of the variant's own, see `Decoder.prefill`:
         "sweeps:N" reads the prompts of a latent recurrence in N parallel sweeps after
         a first one.
+      mesh: that the model lies on; its data and fsdp axes share the rows where they
+        divide them, else every device reads all. Each process must be given the same
+        prompts and gets all tokens. None: one device.
 
     Raises:
       UserError: no prompt; an empty one; a prompt and its continuation are longer than
@@ -97,7 +106,8 @@ def generate_tokens(
         raise ValueError(
             f"generate_tokens: wants one key a prompt, got {keys.shape} for {len(ids)}"
         )
-    streams = (keys, jnp.asarray(-1 if eos is None else eos, jnp.int32))
+    tokens, keys = _on_mesh((tokens, keys), len(ids), mesh)
+    streams = (keys, np.asarray(-1 if eos is None else eos, np.int32))
     timing = Timing(rows=len(ids), prompt_tokens=sum(map(len, ids)))
     rows = _Rows(len(ids), max_new_tokens, eos, on_token)
 
@@ -105,26 +115,28 @@ def generate_tokens(
         "sampling": sampling,
         "cache_length": cache_length,
         "by": prefill_by,
+        "mesh": mesh,
     }
-    with timing.measure("compile"):
-        prefill.lower(model, tokens, *streams, **static).compile()
-    with timing.measure("prefill"):
-        state = prefill(model, tokens, *streams, **static)
-        made = np.asarray(state.newest)[:, None]
-    aux = {name: float(value) for name, value in state.aux.items()}
-    rows.take(made)
-
-    static = {"sampling": sampling, "chunk": chunk}
-    if rows.unfinished:
+    with nullcontext() if mesh is None else jax.set_mesh(mesh):
         with timing.measure("compile"):
-            none = jnp.zeros((), jnp.int32)
-            decode.lower(model, state, *streams, none, **static).compile()
-    with timing.measure("decode"):
-        while rows.unfinished:
-            count = min(chunk, max_new_tokens - rows.drawn)
-            limit = jnp.asarray(count, jnp.int32)
-            state, made = decode(model, state, *streams, limit, **static)
-            rows.take(np.asarray(made)[:, :count])
+            prefill.lower(model, tokens, *streams, **static).compile()
+        with timing.measure("prefill"):
+            state = prefill(model, tokens, *streams, **static)
+            made = np.asarray(state.newest)[:, None]
+        aux = {name: float(value) for name, value in state.aux.items()}
+        rows.take(made)
+
+        static = {"sampling": sampling, "chunk": chunk, "mesh": mesh}
+        if rows.unfinished:
+            with timing.measure("compile"):
+                none = np.zeros((), np.int32)
+                decode.lower(model, state, *streams, none, **static).compile()
+        with timing.measure("decode"):
+            while rows.unfinished:
+                count = min(chunk, max_new_tokens - rows.drawn)
+                limit = np.asarray(count, np.int32)
+                state, made = decode(model, state, *streams, limit, **static)
+                rows.take(np.asarray(made)[:, :count])
 
     timing.new_tokens = sum(map(len, rows.tokens))
     return TokenGeneration(
@@ -133,6 +145,15 @@ def generate_tokens(
         timing=timing,
         aux=aux,
     )
+
+
+def _on_mesh(tree: Any, rows: int, mesh: Mesh | None) -> Any:
+    """Lays arrays of `rows` rows out over a mesh's data and fsdp axes, if they fit."""
+    if mesh is None:
+        return tree
+    divides = rows % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
+    where = NamedSharding(mesh, P(("data", "fsdp"))) if divides else replicated(mesh)
+    return jax.tree.map(lambda x: jax.device_put(x, where), tree)
 
 
 class _Rows:

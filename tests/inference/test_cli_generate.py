@@ -17,7 +17,7 @@ def loads(cycle, monkeypatch):
     """Stands for the run directory; keeps what was asked of it."""
     calls = []
 
-    def load_run(path, *, step=None, report=print):
+    def load_run(path, *, step=None, mesh=None, report=print):
         calls.append((str(path), step))
         return SimpleNamespace(model=cycle(LETTERS), tokenizer=ByteTokenizer(), step=7)
 

@@ -154,6 +154,17 @@ def test_a_sharded_model_continues_as_on_one_device(model, greedy):
     np.testing.assert_array_equal(np.stack(made.tokens), np.stack(greedy.tokens))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [3, 4], ids=["on_each_device", "over_devices"])
+def test_rows_lie_over_the_mesh_that_is_named(model, greedy, rows):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    spread = jax.device_put(model, shardings(model, mesh))
+    prompts = [*PROMPTS, PROMPTS[0]][:rows]
+    made = chunks_of_four(spread, prompts, mesh=mesh)
+    want = [*greedy.tokens, greedy.tokens[0]][:rows]
+    np.testing.assert_array_equal(np.stack(made.tokens), np.stack(want))
+
+
 def test_decoding_updates_its_cache_in_place(model):
     tokens = Tokens(jnp.ones((3, 16), jnp.int32), lengths=jnp.array([3, 1, 16]))
     streams = row_keys(0, 3), jnp.asarray(-1, jnp.int32)
