@@ -1,6 +1,7 @@
 """A model's CORE: how it reads the prompts, and the table of what it scores."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
@@ -9,7 +10,11 @@ from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.core import CoreScore, TaskScore, score_core
 from recurjax.evaluation.core_prompts import Task
-from recurjax.evaluation.scoring import Reading, Scorer
+from recurjax.evaluation.journal import Journal
+from recurjax.evaluation.remembered import remembered_scores
+from recurjax.evaluation.rows import Row, share_error
+from recurjax.evaluation.scoring import Pair, PairScore, Reading, Scorer
+from recurjax.evaluation.shown import shown_items
 from recurjax.model import Decoder
 
 AS_CALLED = "core"
@@ -28,6 +33,7 @@ def core_of(
     mesh: Mesh | None = None,
     rows: int = 16,
     report: Callable[[str, TaskScore], None] = lambda reading, score: None,
+    journal: Journal | None = None,
 ) -> dict[str, CoreScore]:
     """Scores a model in each way that it can read.
 
@@ -39,6 +45,7 @@ def core_of(
       mesh: that the model lies on; None: one device.
       rows: read at a time.
       report: called with the reading and each of its tasks' scores.
+      journal: keeps the pairs' scores; None: nothing does.
 
     Returns:
       The score under `AS_CALLED` and, of a model with a latent memory, also under
@@ -56,6 +63,15 @@ def core_of(
     def encode(texts: list[str]) -> list[list[int]]:
         return [[first, *ids.tolist()] for ids in tokenizer.encode_many(texts)]
 
+    kept = Journal(None) if journal is None else journal
+
+    def scores(reading: Reading, pairs: Sequence[Pair]) -> list[PairScore]:
+        with shown_items(f"CORE ({reading})", len(pairs)) as done:
+            scorer = Scorer(
+                model=model, mesh=mesh, rows=rows, reading=reading, report=done
+            )
+            return remembered_scores(scorer, kept, pairs)
+
     tasks = tuple(tasks)
     readings: dict[str, Reading] = {AS_CALLED: "as_called"}
     if model.has_latent_memory:
@@ -63,7 +79,7 @@ def core_of(
     return {
         name: score_core(
             tasks,
-            Scorer(model=model, mesh=mesh, rows=rows, reading=reading),
+            partial(scores, reading),
             encode,
             limit=limit,
             longest=model.config.max_length,
@@ -93,3 +109,30 @@ def markdown(scores: Mapping[str, CoreScore]) -> str:
         lines.append(f"| {row[0].label} | {row[0].items} |{told}")
     told = "".join(f" | {score.core:.4f} |" for score in scores.values())
     return "\n".join([*lines, f"| CORE | |{told}"]) + "\n"
+
+
+def rows(scores: Mapping[str, CoreScore], *, step: int, limit: int | None) -> list[Row]:
+    """Returns each task's accuracy and each reading's CORE as rows to keep."""
+    made = []
+    for name, score in scores.items():
+        common = {"step": step, "limit": limit, "settings": {"reading": name}}
+        for task in score.tasks:
+            error = share_error(task.accuracy, task.items)
+            for metric, value, stderr in (
+                ("accuracy", task.accuracy, error),
+                ("centered", task.centered, None),
+            ):
+                row = Row(
+                    task=task.label,
+                    metric=metric,
+                    value=value,
+                    stderr=stderr,
+                    n=task.items,
+                    **common,
+                )
+                made.append(row)
+        items = sum(task.items for task in score.tasks)
+        made.append(
+            Row(task="CORE", metric="core", value=score.core, n=items, **common)
+        )
+    return made

@@ -89,6 +89,17 @@ class Scorer:
         Raises:
           UserError: a pair has an empty half, or is longer than the model can read.
         """
+        scores: dict[int, PairScore] = {}
+        for done in self.batches(pairs):
+            scores |= done
+        return [scores[number] for number in range(len(pairs))]
+
+    def batches(self, pairs: Sequence[Pair]) -> Iterator[dict[int, PairScore]]:
+        """Yields the scores of a few pairs at a time, by the pairs' numbers.
+
+        Raises:
+          UserError: as `__call__`, before anything is read.
+        """
         for pair in pairs:
             self._check(pair)
         together: dict[tuple[int, ...], list[int]] = {}
@@ -98,14 +109,16 @@ class Scorer:
         shared = [group for group in together.values() if shares and len(group) > 1]
         taken = {number for group in shared for number in group}
         single = [number for number in range(len(pairs)) if number not in taken]
-        scores: dict[int, PairScore] = {}
-        here = nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
-        with here:
-            for found in (self._singly(pairs, single), self._shared(pairs, shared)):
-                for done in found:
-                    scores |= done
-                    self.report(len(done))
-        return [scores[number] for number in range(len(pairs))]
+        for found in (self._singly(pairs, single), self._shared(pairs, shared)):
+            while True:
+                # The mesh is set for each batch anew: what runs between two of them is
+                # the caller's.
+                with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+                    done = next(found, None)
+                if done is None:
+                    break
+                self.report(len(done))
+                yield done
 
     def _check(self, pair: Pair) -> None:
         if not pair.context or not pair.continuation:
@@ -144,7 +157,7 @@ class Scorer:
                 self._on_mesh(_lengths(rows, self._rows)),
                 self._on_mesh(_column(first, self._rows)),
                 self._on_mesh(
-                    _padded(wanted, self._rows, _bucket(max(map(len, wanted)), width))
+                    _padded(wanted, self._rows, bucket(max(map(len, wanted)), width))
                 ),
                 reading=self.reading,
                 mesh=self.mesh,
@@ -180,7 +193,7 @@ class Scorer:
             ]
             for part in _batches(flat, self._rows):
                 wanted = [pairs[number].continuation for _, number in part]
-                columns = _bucket(max(map(len, wanted)), room)
+                columns = bucket(max(map(len, wanted)), room)
                 nats, greedy = _score_continuations(
                     self.model,
                     state,
@@ -199,7 +212,7 @@ class Scorer:
         return -(-self.rows // shards) * shards
 
     def _bucket(self, width: int) -> int:
-        return _bucket(width, self.model.config.max_length)
+        return bucket(width, self.model.config.max_length)
 
     def _on_mesh(self, rows: np.ndarray) -> Array:
         """Puts rows on the devices; every process holds all of them."""
@@ -230,6 +243,15 @@ def rolling(tokens: Sequence[int], *, first: int, longest: int) -> list[Pair]:
         pairs.append(Pair(tuple(text[begin:done]), tuple(text[done:stop])))
         done = stop
     return pairs
+
+
+def bucket(width: int, most: int | None) -> int:
+    """Rounds up to a power of two or one and a half of one, so that few compile."""
+    power = max(SMALLEST_WIDTH, 1 << (width - 1).bit_length())
+    rounded = (
+        3 * power // 4 if power > SMALLEST_WIDTH and width <= 3 * power // 4 else power
+    )
+    return width if most is not None and rounded > most else rounded
 
 
 class _Read(NamedTuple):
@@ -334,15 +356,6 @@ def _collect(
 def _batches(items: list, size: int) -> Iterator[list]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
-
-
-def _bucket(width: int, most: int | None) -> int:
-    """Rounds up to a power of two or one and a half of one, so that few compile."""
-    power = max(SMALLEST_WIDTH, 1 << (width - 1).bit_length())
-    rounded = (
-        3 * power // 4 if power > SMALLEST_WIDTH and width <= 3 * power // 4 else power
-    )
-    return width if most is not None and rounded > most else rounded
 
 
 def _padded(rows: Sequence[Sequence[int]], count: int, width: int) -> Int32[Any, "B T"]:

@@ -19,6 +19,12 @@ def recurjax(*words):
     return code, out.getvalue(), err.getvalue()
 
 
+def without_progress(err: str) -> str:
+    """Drops the lines that tell, now and then, how far a slow machine is."""
+    lines = err.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.endswith(" items/s\n"))
+
+
 def assert_refused(answer, pattern):
     """Exit code 2 and one sentence."""
     code, _, err = answer

@@ -6,14 +6,14 @@ import pytest
 
 from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.corpora import embedded_text
-from tests.cli.commands import assert_refused, recurjax
+from tests.cli.commands import assert_refused, recurjax, without_progress
 
 TEXT = "To be, or not to be, that is the question:\n" * 3
 
 
 def evaluate(run, *options):
     code, out, err = recurjax("evaluate", run, *options)
-    assert (code, err) == (0, ""), (out, err)
+    assert (code, without_progress(err)) == (0, ""), (out, err)
     return json.loads(out)
 
 
@@ -135,3 +135,74 @@ def test_a_run_without_a_checkpoint_or_with_another_tokenizer_is_told(
     ByteTokenizer().save(run / "tokenizer")
     shutil.rmtree(run / "checkpoints")
     assert_refused(recurjax("evaluate", run), "has no checkpoint yet: train it first")
+
+
+@pytest.fixture
+def requests(tmp_path):
+    """Two questions with two choices each."""
+    folder = tmp_path / "pick" / "rc_0shot"
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "request": {"context": f"{n} and", "continuation": f" {word}"},
+            "idx": choice,
+            "doc_id": n,
+            "label": n,
+        }
+        for n in range(2)
+        for choice, word in enumerate(["yes", "nothing"])
+    ]
+    file = folder / "requests.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_request_files_are_scored_kept_and_shown_as_a_table(
+    finished, requests, tmp_path
+):
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "evaluations.jsonl").unlink(missing_ok=True)
+    assert_refused(recurjax("evaluate", run, "--table"), "has no evaluations.jsonl")
+    got = evaluate(run, "--requests", requests, "--batch", 2)
+    task = got["tasks"]["pick/rc_0shot"]
+    assert task["n"] == 2 and 0 <= task["accuracy"] <= 1
+    assert task["nats"] > task["nats_per_token"] > 0
+    assert not (run / "evaluations").exists()
+    # Over devices, in another batch: the same figures.
+    mesh = ("--mesh.data", 2, "--mesh.tensor", 2, "--batch", 4)
+    spread = evaluate(run, "--requests", requests, *mesh)["tasks"]["pick/rc_0shot"]
+    assert spread == pytest.approx(task, rel=1e-4)
+    code, out, _ = recurjax("evaluate", run, "--table")
+    assert code == 0 and out.count("| pick/rc_0shot | accuracy |") == 1
+    assert out.splitlines()[0].startswith("| task | metric | value |")
+
+
+@pytest.mark.slow
+def test_a_text_is_read_alike_on_several_devices(finished, text):
+    words = ("--text", text, "--positions", 8, "--batch", 4)
+    one = evaluate(finished, *words)
+    for mesh in ("--mesh.data=2", "--mesh.fsdp=2"), ("--mesh.tensor=2",):
+        several = evaluate(finished, *words, *mesh)
+        assert several["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        for got, want in zip(several["positions"], one["positions"], strict=True):
+            assert got == pytest.approx(want, rel=1e-5)
+    assert_refused(
+        recurjax("evaluate", finished, *words, "--mesh.data", 3),
+        "a batch of 4 rows cannot be spread",
+    )
+    assert_refused(
+        recurjax("evaluate", finished, *words, "--mesh.data", 99), "does not fit 8"
+    )
+
+
+def test_options_of_benchmarks_that_do_not_go_together_are_told(finished, requests):
+    for words, pattern in [
+        (("--requests", requests, "--core", "x"), "--core and --requests are eval"),
+        (("--requests", requests, "--text", "x"), "leave out --text"),
+        (("--requests", requests, "--limit", 0), "--limit must be at least 1"),
+        (("--limit", 2), "goes with --harness or --requests"),
+        (("--fewshot", 2), "--fewshot goes with --harness"),
+        (("--requests", requests.parent / "none"), "no request file matches"),
+        (("--mesh.dat", 2), r"no option --mesh.dat: did you mean --mesh.data\?"),
+    ]:
+        assert_refused(recurjax("evaluate", finished, *words), pattern)

@@ -1,0 +1,75 @@
+"""Answers as they come, on disk: a killed evaluation asks only what is left."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from recurjax.training.agreement import first_process
+
+
+class Journal:
+    """JSON values by what was asked, a line each, written as they come.
+
+    Every process of a run knows the same entries, so that all ask the model the same;
+    process 0 alone writes. A last line that a kill cut off is dropped.
+    """
+
+    def __init__(self, file: Path | None):
+        """Reads what an earlier call left.
+
+        Args:
+          file: None keeps everything in memory.
+        """
+        self._file = file
+        self._known: dict[str, Any] = dict(first_process(self._read))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, asked: str) -> bool:
+        return asked in self._known
+
+    def __getitem__(self, asked: str) -> Any:
+        return self._known[asked]
+
+    def add(self, answers: Iterable[tuple[str, Any]]) -> None:
+        """Keeps answers, by their `key_of` what was asked."""
+        new = dict(answers)
+        self._known |= new
+        if self._file is None or jax.process_index() > 0 or not new:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps([key, new[key]]) + "\n" for key in new)
+
+    def close(self) -> None:
+        """Removes the file: what was to be asked is answered."""
+        if self._file is None or jax.process_index() > 0:
+            return
+        self._file.unlink(missing_ok=True)
+        if self._file.parent.is_dir() and not any(self._file.parent.iterdir()):
+            self._file.parent.rmdir()
+
+    def _read(self) -> list[tuple[str, Any]]:
+        if self._file is None or not self._file.is_file():
+            return []
+        text = self._file.read_text(encoding="utf-8")
+        whole, _, cut = text.rpartition("\n")
+        if cut:  # else the next line would be written behind the half of another
+            self._file.write_text(whole + "\n" if whole else "", encoding="utf-8")
+        return list(_entries(whole))
+
+
+def key_of(*asked: Any) -> str:
+    """Returns a short name of what was asked; the parts are JSON values."""
+    return hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).hexdigest()
+
+
+def _entries(text: str) -> Iterator[tuple[str, Any]]:
+    for line in text.splitlines():
+        key, value = json.loads(line)
+        yield key, value

