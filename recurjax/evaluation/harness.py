@@ -71,7 +71,7 @@ class HarnessModel(TemplateLM):
           UserError: there is no run, or an argument that is not known.
         """
         # Above this module: only the harness' own command line opens runs from here.
-        from recurjax.training.run_directory import load_run
+        from recurjax.training.run import load_run
 
         known = dict(arg_dict)
         run = known.pop("run", None)

@@ -1,0 +1,126 @@
+"""The options of `recurjax evaluate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from recurjax.errors import UserError
+from recurjax.sharding import MeshConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluate:
+    """Scores a text or a benchmark with a trained model and prints JSON.
+
+    Without --core, --harness or --requests it is a text, or the run's own data. The
+    figures are also appended to RUN/evaluations.jsonl; an evaluation that was killed
+    goes on where it stood when the same command is given again.
+
+    Attributes:
+      run: the run directory.
+      text: a text file; without one, a split of the run's own data.
+      split: of the data, without `text`.
+      length: tokens a row; each row starts without context. None: as in training. Of
+        the harness: what is read at once of texts that are longer.
+      batch: rows at a time.
+      batches: scores the first so many batches; None: the whole split.
+      tokens: or the first batches that hold so many tokens.
+      positions: also the loss by position, one figure for this many positions; with
+        --length beyond that of training it shows how the model generalises.
+      plot: draws the loss by position into this PNG file.
+      core: scores no text but in-context learning: the folder of a CORE bundle as
+        nanochat has it, or a folder of prepared task files, or one of them.
+      core_limit: so many items of each task; None: all.
+      harness: tasks of lm-evaluation-harness with commas between; those that begin
+        with "offline_" need no network. Needs pip install 'recurjax[harness]'.
+      fewshot: of the harness: examples shown before an item; None: as the task says.
+      include: a folder with further tasks of the harness.
+      requests: files of ready requests, as 'DIR/*/rc_0shot/requests.jsonl.gz'; may be
+        given several times.
+      limit: of the harness and of requests: so many items of each task; None: all.
+      bos: put the tokenizer's BOS, if it has one, before what is asked.
+      table: print what RUN/evaluations.jsonl has as a Markdown table, and do no more.
+      step: of the checkpoint; None: the newest.
+      json: also write the JSON to this file.
+      mesh: devices that the model lies on; of several processes the first one reports.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    text: Path | None = None
+    split: Literal["validation", "train"] = "validation"
+    length: int | None = None
+    batch: int = 32
+    batches: int | None = None
+    tokens: int | None = None
+    positions: int | None = None
+    plot: Path | None = None
+    core: Path | None = None
+    core_limit: int | None = None
+    harness: str | None = None
+    fewshot: int | None = None
+    include: Path | None = None
+    requests: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    limit: int | None = None
+    bos: bool = True
+    table: bool = False
+    step: int | None = None
+    json: Path | None = None
+    mesh: MeshConfig = MeshConfig(data=1)
+
+    def __post_init__(self):
+        if self.batch < 1 or (self.length is not None and self.length < 1):
+            raise UserError(
+                "--batch and --length must be at least 1, got "
+                f"{self.batch} and {self.length}"
+            )
+        if self.batches is not None and self.tokens is not None:
+            raise UserError("--batches and --tokens both set an end: give one of them")
+        for name in ("batches", "tokens"):
+            if (given := getattr(self, name)) is not None and given < 1:
+                raise UserError(f"--{name} must be at least 1, got {given}")
+        if self.positions is not None and self.positions < 1:
+            raise UserError(f"--positions must be at least 1, got {self.positions}")
+        if self.plot is not None and self.positions is None:
+            raise UserError("--plot draws the loss by position: add --positions")
+        self._check_kind()
+        if self.core_limit is not None and (self.core is None or self.core_limit < 1):
+            raise UserError("--core-limit must be at least 1 and goes with --core")
+        asks = self.harness is not None or bool(self.requests)
+        if self.limit is not None and (not asks or self.limit < 1):
+            raise UserError(
+                "--limit must be at least 1 and goes with --harness or --requests"
+            )
+        for name in ("fewshot", "include"):
+            if getattr(self, name) is not None and self.harness is None:
+                raise UserError(f"--{name} goes with --harness")
+        if self.fewshot is not None and self.fewshot < 0:
+            raise UserError(f"--fewshot must be at least 0, got {self.fewshot}")
+        if self.include is not None and not self.include.is_dir():
+            raise UserError(f"--include: there is no directory {self.include}")
+        for name in ("json", "plot"):
+            file = getattr(self, name)
+            if file is not None and not file.parent.is_dir():
+                raise UserError(f"--{name}: there is no directory {file.parent}")
+
+    @property
+    def kinds(self) -> list[str]:
+        """What is asked for beside a text."""
+        return [name for name in ("core", "harness", "requests") if getattr(self, name)]
+
+    def _check_kind(self) -> None:
+        if len(self.kinds) > 1:
+            raise UserError(
+                f"--{' and --'.join(self.kinds)} are evaluations of their own: give "
+                "one of them"
+            )
+        of_text = ["text", "length", "positions", "batches", "tokens"]
+        if self.harness:
+            of_text.remove("length")
+        if self.kinds and any(getattr(self, name) for name in of_text):
+            words = [f"--{name}" for name in of_text]
+            raise UserError(
+                f"--{self.kinds[0]} scores tasks: leave out {', '.join(words[:-1])} "
+                f"and {words[-1]}"
+            )

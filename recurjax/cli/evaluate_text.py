@@ -1,0 +1,147 @@
+"""`recurjax evaluate RUN` of a text, or of the run's own data."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from recurjax.cli.evaluate_options import Evaluate
+from recurjax.data.config import DataConfig, TextFiles
+from recurjax.data.dataset import open_dataset
+from recurjax.data.tasks import TaskData
+from recurjax.errors import UserError
+from recurjax.evaluation.by_position import loss_by_position, plot_by_position
+from recurjax.evaluation.perplexity import Score, score
+from recurjax.evaluation.rows import Row, share_error
+from recurjax.evaluation.shown import shown_items
+from recurjax.sharding import check_batch, local_rows, reading_mesh
+from recurjax.training.objective import NextToken, Objective
+from recurjax.training.placement import placed
+from recurjax.training.run import LoadedRun
+from recurjax.types import Batch
+
+
+def of_text(
+    options: Evaluate, loaded: LoadedRun, mesh: Mesh | None
+) -> tuple[dict[str, Any], list[Row]]:
+    """Scores the text; returns what is printed, and the rows that the run keeps."""
+    experiment = loaded.experiment
+    data = experiment.data
+    if options.text is not None:
+        if isinstance(data, TaskData):
+            raise UserError(
+                f"{options.run} was trained on a task: leave --text out to test it"
+            )
+        data = DataConfig(
+            corpus=TextFiles(patterns=(str(options.text),)),
+            tokenizer=data.tokenizer,
+            validation_fraction=1.0,
+        )
+    dataset = open_dataset(data, tokenizer=loaded.tokenizer)
+    length = options.length or dataset.evaluation_length(experiment.training.length)
+    longest = experiment.model.max_length
+    if longest is not None and length > longest:
+        raise UserError(
+            f"--length {length} exceeds the model's {longest} learned positions"
+        )
+    split = "validation" if options.text is not None else options.split
+    on = reading_mesh(options.mesh)
+    check_batch(options.batch, on, name="--batch")
+    if (reason := loaded.model.stack.refuses(on, length)) is not None:
+        raise UserError(reason)
+
+    limit = options.batches
+    if options.tokens is not None:
+        limit = -(-options.tokens // (options.batch * length))
+    rows = dataset.loader(
+        split,
+        length=length,
+        batch=options.batch,
+        rows=local_rows(options.batch, on),
+        in_order=True,
+    )
+    known = [count for count in (rows.batches, limit) if count is not None]
+    text = f"{split} split" if options.text is None else str(options.text)
+
+    def batches() -> Iterator[Batch]:
+        return placed(islice(rows, limit), on, batch=options.batch)
+
+    def scored(objective: Objective) -> Score:
+        sizes = loaded.tokenizer.token_bytes
+        with (
+            jax.set_mesh(on),
+            shown_items(f"batches of {text}", min(known, default=None)) as done,
+        ):
+            return score(
+                loaded.model,
+                batches(),
+                token_bytes=sizes,
+                objective=objective,
+                between=lambda: done(1),
+                slices=dataset.slices(split, batch=options.batch),
+                mesh=mesh,
+            )
+
+    objective = experiment.objective
+    result = scored(objective)
+    report: dict[str, Any] = {"text": text, "length": length, **_told(result)}
+    kept = _rows(result, text, options, loaded, length)
+    if not isinstance(objective, NextToken):
+        # Beside training's parallel passes, the recurrence that decoding runs.
+        exact = scored(NextToken(vocabulary_chunks=objective.vocabulary_chunks))
+        report["exact"] = _told(exact)
+        kept += _rows(exact, f"{text}, exact", options, loaded, length)
+    if options.positions is not None:
+        with jax.set_mesh(on):
+            stretches = loss_by_position(
+                loaded.model,
+                batches(),
+                stretch=options.positions,
+                chunks=objective.vocabulary_chunks,
+                mesh=mesh,
+            )
+        report["positions"] = [stretch._asdict() for stretch in stretches]
+        if options.plot is not None and jax.process_index() == 0:
+            trained, curves = experiment.training.length, {experiment.name: stretches}
+            plot_by_position(curves, options.plot, trained=trained)
+    return report, kept
+
+
+def _told(result: Score) -> dict[str, Any]:
+    told = result._asdict()
+    if result.accuracy is None:
+        del told["accuracy"]
+    else:
+        told["accuracy"] = result.accuracy._asdict()
+    if not result.passes:
+        del told["passes"]
+    return told
+
+
+def _rows(
+    result: Score, text: str, options: Evaluate, loaded: LoadedRun, length: int
+) -> list[Row]:
+    settings: dict[str, Any] = {"length": length}
+    for name in ("batches", "tokens"):
+        if (given := getattr(options, name)) is not None:
+            settings[name] = given
+    rows = []
+    for name, value in result.metrics().items():
+        error, n = None, result.tokens
+        if result.accuracy is not None and name == "sequence_accuracy":
+            n = result.accuracy.rows
+            error = share_error(value, n)
+        rows.append(
+            Row(
+                step=loaded.step,
+                task=text,
+                metric=name,
+                value=value,
+                stderr=error,
+                n=n,
+                settings=settings,
+            )
+        )
+    return rows
