@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 from recurjax.cli.evaluate_options import Evaluate
 from recurjax.cli.evaluate_text import of_text
 from recurjax.cli.options import parse
+from recurjax.data.corpora import embedded_text
 from recurjax.distributed import start_processes
 from recurjax.errors import UserError
-from recurjax.evaluation import core_model
+from recurjax.evaluation import core_model, ruler
 from recurjax.evaluation.core import TaskScore
 from recurjax.evaluation.core_files import read_tasks
 from recurjax.evaluation.journal import Journal
@@ -128,6 +129,28 @@ def _measure(
             return _by_task(rows), rows
 
         return requests
+    if options.ruler is not None:
+        words = {"all": ruler.TASKS, "needles": tuple(ruler.NEEDLES)}
+        chosen = words.get(options.ruler) or options.ruler.split(",")
+        ruler.check_known(chosen)
+        text, name = _haystack(options)
+
+        def long_rows(
+            loaded: LoadedRun, mesh: Mesh | None, journal: Journal
+        ) -> Measured:
+            subject = _subject(options, loaded, mesh, journal)
+            rows = ruler.evaluate_ruler(
+                subject,
+                chosen,
+                tokens=subject.window,
+                text=text,
+                haystack=name,
+                limit=options.limit,
+                seed=options.seed,
+            )
+            return _by_task(rows), rows
+
+        return long_rows
     return lambda loaded, mesh, journal: of_text(options, loaded, mesh)
 
 
@@ -150,6 +173,17 @@ def _subject(
         bos=options.bos,
         journal=journal,
     )
+
+
+def _haystack(options: Evaluate) -> tuple[str, str]:
+    """Returns the text that needles are hidden in, and its name."""
+    if not options.haystack:
+        return embedded_text(), "embedded text"
+    try:
+        texts = [file.read_text(encoding="utf-8") for file in options.haystack]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--haystack: a file cannot be read: {error}") from error
+    return "\n".join(texts), ", ".join(file.name for file in options.haystack)
 
 
 def _by_task(rows: list[Row]) -> dict[str, Any]:

@@ -14,16 +14,17 @@ from recurjax.sharding import MeshConfig
 class Evaluate:
     """Scores a text or a benchmark with a trained model and prints JSON.
 
-    Without --core, --harness or --requests it is a text, or the run's own data. The
-    figures are also appended to RUN/evaluations.jsonl; an evaluation that was killed
-    goes on where it stood when the same command is given again.
+    Without --core, --harness, --requests or --ruler it is a text, or the run's own
+    data. The figures are also appended to RUN/evaluations.jsonl; an evaluation that was
+    killed goes on where it stood when the same command is given again.
 
     Attributes:
       run: the run directory.
       text: a text file; without one, a split of the run's own data.
       split: of the data, without `text`.
       length: tokens a row; each row starts without context. None: as in training. Of
-        the harness: what is read at once of texts that are longer.
+        the harness: what is read at once of texts that are longer; of RULER: tokens
+        of a prompt and its answer.
       batch: rows at a time.
       batches: scores the first so many batches; None: the whole split.
       tokens: or the first batches that hold so many tokens.
@@ -39,7 +40,13 @@ class Evaluate:
       include: a folder with further tasks of the harness.
       requests: files of ready requests, as 'DIR/*/rc_0shot/requests.jsonl.gz'; may be
         given several times.
-      limit: of the harness and of requests: so many items of each task; None: all.
+      ruler: tasks of RULER with commas between, "needles" for its eight kinds of
+        needles in haystacks, or "all". Needs pip install 'recurjax[ruler]'.
+      haystack: text files that its needles are hidden in; may be given several times.
+        None: the embedded text.
+      seed: of RULER's items.
+      limit: so many items of each task of the harness, of requests and of RULER; None:
+        all; of RULER 500.
       bos: put the tokenizer's BOS, if it has one, before what is asked.
       table: print what RUN/evaluations.jsonl has as a Markdown table, and do no more.
       step: of the checkpoint; None: the newest.
@@ -62,6 +69,9 @@ class Evaluate:
     fewshot: int | None = None
     include: Path | None = None
     requests: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    ruler: str | None = None
+    haystack: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    seed: int = 42
     limit: int | None = None
     bos: bool = True
     table: bool = False
@@ -87,11 +97,16 @@ class Evaluate:
         self._check_kind()
         if self.core_limit is not None and (self.core is None or self.core_limit < 1):
             raise UserError("--core-limit must be at least 1 and goes with --core")
-        asks = self.harness is not None or bool(self.requests)
+        asks = [kind for kind in self.kinds if kind != "core"]
         if self.limit is not None and (not asks or self.limit < 1):
             raise UserError(
-                "--limit must be at least 1 and goes with --harness or --requests"
+                "--limit must be at least 1 and goes with --harness, --requests or "
+                "--ruler"
             )
+        if self.haystack and self.ruler is None:
+            raise UserError("--haystack goes with --ruler")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed must be from 0 to 2^32 - 1, got {self.seed}")
         for name in ("fewshot", "include"):
             if getattr(self, name) is not None and self.harness is None:
                 raise UserError(f"--{name} goes with --harness")
@@ -107,7 +122,8 @@ class Evaluate:
     @property
     def kinds(self) -> list[str]:
         """What is asked for beside a text."""
-        return [name for name in ("core", "harness", "requests") if getattr(self, name)]
+        kinds = ("core", "harness", "requests", "ruler")
+        return [name for name in kinds if getattr(self, name)]
 
     def _check_kind(self) -> None:
         if len(self.kinds) > 1:
@@ -116,7 +132,7 @@ class Evaluate:
                 "one of them"
             )
         of_text = ["text", "length", "positions", "batches", "tokens"]
-        if self.harness:
+        if self.harness or self.ruler:
             of_text.remove("length")
         if self.kinds and any(getattr(self, name) for name in of_text):
             words = [f"--{name}" for name in of_text]
