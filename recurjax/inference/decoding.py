@@ -63,6 +63,7 @@ def prefill(
     assert tokens.lengths is not None
     cache = model.init_cache(B, cache_length, _cache_dtype(model))
     x, cache, aux = model.prefill(tokens, cache, by=by)
+    # Prompts are padded on the right: each row's next token follows its own last one.
     last = jnp.take_along_axis(x, (tokens.lengths - 1)[:, None, None], axis=1)
     seen = None
     if sampling.penalizes:
@@ -138,6 +139,8 @@ def decode_step(
     Finished rows read nothing (a length of 0): their caches stay as they are, so that
     an engine may put other requests into them at any step.
     """
+    # A length of 0 is a token that is not there, for attention and for recurrent
+    # states.
     lengths = (~state.finished).astype(jnp.int32)
     tokens = Tokens(state.newest[:, None], lengths=lengths)
     x, cache = model.hidden(tokens, state.cache)
@@ -168,6 +171,8 @@ def _draw(
     eos: Int[Array, ""],
     sampling: SamplingConfig,
 ) -> DecodeState:
+    # A draw depends on the row's own key and on how many it has drawn, not on the
+    # batch.
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, state.drawn)
     ids = sample(keys, logits, state.seen, sampling)
     ids = jnp.where(state.finished, state.newest, ids)

@@ -109,6 +109,8 @@ def filter_logits(
     if config.top_p < 1:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered, axis=-1)
+        # What all likelier tokens have together: a token stays while that is below
+        # top_p, so that the likeliest always stays.
         likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
         kept = jnp.where(likelier < config.top_p, ordered, jnp.inf)
         logits = _drop_below(logits, jnp.min(kept, axis=-1, keepdims=True))

@@ -88,8 +88,12 @@ def muon(
             lambda m, g: m + (1 - mu) * (g - m), state.momentum, gradients
         )
 
+        # Nesterov: the step is taken from where the momentum leads, not from where it
+        # was.
         ahead = jax.tree.map(lambda g, m: g + mu * (m - g), gradients, first)
         axes = dimensions(weights)
+        # All singular values become about 1: every direction of a matrix learns at one
+        # speed.
         rotations = _polar_factors(ahead, axes, dtype)
         second = jax.tree.map(
             lambda o, v, a: v + (1 - b2) * (_mean_square(o, a) - v),
@@ -101,6 +105,7 @@ def muon(
         def change(o: Array, v: Array, w: Array, a: MuonDimensionNumbers) -> Array:
             o = _equalized(o, v, a)
             inputs, outputs = _sizes(w, a)
+            # Cautious decay: a weight shrinks only where the update shrinks it as well.
             aligned = (o * w >= 0).astype(o.dtype)
             return -eta * max(1.0, outputs / inputs) ** 0.5 * (o + decays * w * aligned)
 
@@ -130,6 +135,8 @@ def _polar_factors(u: Any, axes: Any, dtype: Any) -> Any:
 
 def _equalized(o: Array, v: Array, axes: MuonDimensionNumbers) -> Array:
     """Divides o by sqrt(v) and restores each matrix's Frobenius norm."""
+    # Rows that were updated more than others get less, and the matrix as a whole what
+    # it had: only the shares change.
     scale = jax.lax.rsqrt(jnp.maximum(v, _SMALLEST))
     both = (*_tuple(axes.reduction_axis), *_tuple(axes.output_axis))
     squares = _mean_square(o, axes)
@@ -145,6 +152,7 @@ def _mean_square(o: Array, axes: MuonDimensionNumbers) -> Array:
 
 def _averaged(weight: Array, axes: MuonDimensionNumbers) -> tuple[int, ...]:
     inputs, outputs = _sizes(weight, axes)
+    # Over the shorter side: each output, or each input, then has a mean of its own.
     return _tuple(axes.reduction_axis if outputs >= inputs else axes.output_axis)
 
 

@@ -83,16 +83,20 @@ def muon_adamw(
       steps: of the whole run, over which the weight decay goes to 0.
       size: of the run; `RunSize()` leaves every rate as it is.
     """
+    # A batch k times as large has a gradient with 1/k of the noise: rates grow by sqrt
+    # k.
     batch = (size.tokens / _REFERENCE_BATCH) ** 0.5
     wide = batch * (size.width / _REFERENCE_WIDTH) ** -0.5
 
     def scheduled(peak: float) -> Callable:
+        # One schedule for all groups: its shape times each group's own peak.
         return lambda step: rate(step) * (peak / config.learning_rate)
 
     def adam(peak: float, b1: float = _BETAS[0]) -> optax.GradientTransformation:
         moments = optax.scale_by_adam(b1=b1, b2=_BETAS[1], eps=1e-10)
         return optax.chain(moments, optax.scale_by_learning_rate(scheduled(peak)))
 
+    # Decay falls with the square of the depth, as in nanochat.
     depth = (_REFERENCE_LAYERS / size.layers) ** 2
     matrices = muon(
         scheduled(config.learning_rate * batch),
@@ -124,6 +128,7 @@ def matrix_dimensions(weights: Any) -> Any:
 
     def of_leaf(path: tuple[Any, ...], weight: Any) -> MuonDimensionNumbers:
         rule = rule_of(parameter_name(path))
+        # Leading axes count layers or loops: one matrix each.
         first = weight.ndim - len(rule.spec)
         return MuonDimensionNumbers(
             reduction_axis=tuple(range(first, first + rule.inputs)),
