@@ -8,6 +8,8 @@ cancels.
 Backward: a kernel of its own reads whole rows twice, for the sums and for the result.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -107,6 +109,7 @@ def norm_back(
         launch,
         _norm_back_kernel,
         *(t, base, dn, unit, factor, scale, out),
+        refs=_NormBackRefs,
         grid=(L, B // block),
         in_specs=[
             POSITION,
@@ -127,45 +130,45 @@ def norm_back(
     )
 
 
+class _NormBackRefs(NamedTuple):
+    """References of `_norm_back_kernel`."""
+
+    t: Any  # int32 [1]: the position within the tile
+    base: Any  # [positions, rows, D]
+    dn: Any  # [b, rows, D]: gradient of what the norm returned
+    unit: Any  # [b, rows, D]: rows before the norm's scale
+    factor: Any  # [b, rows]: what the norm multiplied by
+    scale: Any  # [D], of the norm
+    before: Any  # the array that `out` is written into; not read
+    out: Any  # out, [b, rows, D]
+    scaled: Any  # out, [1, rows, D]: s times the new row of out
+
+
 # A program owns a few whole rows, read twice: for the sums and for the result.
-def _norm_back_kernel(
-    t_ref,
-    base_ref,
-    dn_ref,
-    unit_ref,
-    factor_ref,
-    scale_ref,
-    _,
-    out_ref,
-    scaled_ref,
-    *,
-    kind,
-    residual_scale,
-    depth,
-):
-    t = t_ref[0]
-    base, rows, D = slot(base_ref, t), out_ref.shape[1], out_ref.shape[2]
+def _norm_back_kernel(refs: _NormBackRefs, *, kind, residual_scale, depth):
+    t = refs.t[0]
+    base, rows, D = slot(refs.base, t), refs.out.shape[1], refs.out.shape[2]
 
     def add(c, sums):
         part = pl.ds(c * depth, depth)
-        g = dn_ref[t, :, part] * scale_ref[part][None, :]
+        g = refs.dn[t, :, part] * refs.scale[part][None, :]
         along, level = sums
-        return along + jnp.sum(g * unit_ref[t, :, part], axis=1), level + jnp.sum(
+        return along + jnp.sum(g * refs.unit[t, :, part], axis=1), level + jnp.sum(
             g, axis=1
         )
 
     none = jnp.zeros(rows, jnp.float32)
     along, level = jax.lax.fori_loop(0, D // depth, add, (none, none))
-    along, level, factor = along / D, level / D, factor_ref[t]
+    along, level, factor = along / D, level / D, refs.factor[t]
 
     # The sums are known: the same rows once more, for the result.
     def write(c, _):
         part = pl.ds(c * depth, depth)
-        g = dn_ref[t, :, part] * scale_ref[part][None, :]
-        g = standardised_back(g, unit_ref[t, :, part], factor, along, level, kind)
-        total = base_ref[base, :, part] + g
-        out_ref[t, :, part] = total
-        scaled_ref[0, :, part] = (residual_scale * total).astype(scaled_ref.dtype)
+        g = refs.dn[t, :, part] * refs.scale[part][None, :]
+        g = standardised_back(g, refs.unit[t, :, part], factor, along, level, kind)
+        total = refs.base[base, :, part] + g
+        refs.out[t, :, part] = total
+        refs.scaled[0, :, part] = (residual_scale * total).astype(refs.scaled.dtype)
         return 0
 
     jax.lax.fori_loop(0, D // depth, write, 0)

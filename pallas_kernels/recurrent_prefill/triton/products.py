@@ -8,6 +8,8 @@ program, weights once per row program, both from L2 at the sizes of one layer. W
 leaves a program is its part of the result and two statistics a row.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -96,6 +98,7 @@ def hidden_product(
         launch,
         _hidden_kernel,
         *(t, x, statistics, *norm, w_in, w_in, b_in, b_in),
+        refs=_HiddenRefs,
         grid=(L, B // block, F // columns),
         in_specs=[
             POSITION,
@@ -138,6 +141,7 @@ def pair_product(
         launch,
         _pair_kernel,
         *(t, z, statistics, *norm, w_kv, b_kv),
+        refs=_PairRefs,
         grid=(L, B // block, N // columns),
         in_specs=[
             POSITION,
@@ -200,61 +204,79 @@ def _add_product_kernel(
     write_statistics(statistics_ref, out)
 
 
+class _HiddenRefs(NamedTuple):
+    """References of `_hidden_kernel`."""
+
+    t: Any  # int32 [1]: the position within the tile
+    x: Any  # [positions, rows, D]
+    statistics: Any  # [programs, 2, rows]: of x, by the columns that wrote them
+    scale: Any  # [D], of the norm
+    shift: Any  # [D]
+    w_up: Any  # [D, columns]
+    w_gate: Any  # [D, columns]; without a gate w_up's, not read
+    b_up: Any  # [columns]
+    b_gate: Any  # [columns]
+    out: Any  # out, [rows, columns]
+
+
 # A program normalises its rows as it reads them. With a gate it has two accumulators,
 # for the same columns of both halves of w_in.
-def _hidden_kernel(*refs, kind, eps, activation, gated, columns_read, depth):
-    t_ref, x_ref, statistics_ref, scale_ref, shift_ref = refs[:5]
-    w_up_ref, w_gate_ref, b_up_ref, b_gate_ref, out_ref = refs[5:]
-    weights = (w_up_ref, w_gate_ref) if gated else (w_up_ref,)
+def _hidden_kernel(
+    refs: _HiddenRefs, *, kind, eps, activation, gated, columns_read, depth
+):
+    weights = (refs.w_up, refs.w_gate) if gated else (refs.w_up,)
     # Without a gate, w_gate's specs repeat w_up's columns and are not read.
     up, *gate = _normed_dots(
-        x_ref,
-        slot(x_ref, t_ref[0]),
+        refs.x,
+        slot(refs.x, refs.t[0]),
         read_statistics(
-            statistics_ref,
-            width=x_ref.shape[2],
+            refs.statistics,
+            width=refs.x.shape[2],
             columns=columns_read,
             kind=kind,
             eps=eps,
         ),
-        (scale_ref, shift_ref),
+        (refs.scale, refs.shift),
         weights,
         depth,
     )
-    up = up + b_up_ref[...][None, :]
+    up = up + refs.b_up[...][None, :]
     if gated:
-        hidden = activate_in_kernel(gate[0] + b_gate_ref[...][None, :], activation) * up
+        hidden = (
+            activate_in_kernel(gate[0] + refs.b_gate[...][None, :], activation) * up
+        )
     else:
         hidden = activate_in_kernel(up, activation)
-    out_ref[:] = hidden.astype(out_ref.dtype)
+    refs.out[:] = hidden.astype(refs.out.dtype)
+
+
+class _PairRefs(NamedTuple):
+    """References of `_pair_kernel`."""
+
+    t: Any  # int32 [1]: the position within the tile
+    z: Any  # [positions, rows, D]
+    statistics: Any  # [programs, 2, rows]: of z
+    scale: Any  # [D], of the norm
+    shift: Any  # [D]
+    w: Any  # [D, columns], of keys or of values
+    b: Any  # [columns]
+    out: Any  # out, float32 [rows, columns]
+    new_statistics: Any  # out, [2, rows]: of this program's columns
 
 
 # As above, without an activation; it leaves statistics for the k-norm, which the
 # attention of the next position applies.
-def _pair_kernel(
-    t_ref,
-    z_ref,
-    statistics_ref,
-    scale_ref,
-    shift_ref,
-    w_ref,
-    b_ref,
-    out_ref,
-    new_statistics_ref,
-    *,
-    kind,
-    eps,
-    columns_read,
-    depth,
-):
+def _pair_kernel(refs: _PairRefs, *, kind, eps, columns_read, depth):
     moments = read_statistics(
-        statistics_ref, width=z_ref.shape[2], columns=columns_read, kind=kind, eps=eps
+        refs.statistics, width=refs.z.shape[2], columns=columns_read, kind=kind, eps=eps
     )
-    at = slot(z_ref, t_ref[0])
-    (pairs,) = _normed_dots(z_ref, at, moments, (scale_ref, shift_ref), (w_ref,), depth)
-    pairs = pairs + b_ref[...][None, :]
-    out_ref[:] = pairs
-    write_statistics(new_statistics_ref, pairs)
+    at = slot(refs.z, refs.t[0])
+    (pairs,) = _normed_dots(
+        refs.z, at, moments, (refs.scale, refs.shift), (refs.w,), depth
+    )
+    pairs = pairs + refs.b[...][None, :]
+    refs.out[:] = pairs
+    write_statistics(refs.new_statistics, pairs)
 
 
 def _normed_dots(x_ref, at, moments, norm_refs, w_refs, depth):

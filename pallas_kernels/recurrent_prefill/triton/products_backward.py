@@ -4,6 +4,8 @@ Gradients of a tile are [L, b, B, width] and are written in place, slot by slot,
 that the weights' gradients can be formed for the whole tile at once.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -96,6 +98,7 @@ def pair_product_back(
         launch,
         _pair_product_back_kernel,
         *(t, dk, dv, sums, unit_k, factor, scale, w, out),
+        refs=_PairBackRefs,
         grid=(L, B // block, D // columns),
         in_specs=[
             POSITION,
@@ -142,46 +145,46 @@ def _transposed_product_kernel(t_ref, rows_ref, w_ref, *refs, parts, depth):
         out_ref[t, :, mine] = value.astype(out_ref.dtype)
 
 
+class _PairBackRefs(NamedTuple):
+    """References of `_pair_product_back_kernel`."""
+
+    t: Any  # int32 [1]: the position within the tile
+    dk: Any  # [b, rows, K E]
+    dv: Any  # [b, rows, K E]
+    sums: Any  # [programs, 2, rows]: what heads left for the k-norm
+    unit: Any  # [b, rows, K E]: keys before the k-norm's scale
+    factor: Any  # [b, rows]: what the k-norm multiplied by
+    scale: Any  # [K E], of the k-norm
+    w: Any  # [columns, 2 K E]: w_k, then w_v
+    before: Any  # the array that `out` is written into; not read
+    out: Any  # out, [b, rows, columns]
+
+
 # As above; the k-norm's backward is applied to the keys' cotangent as it is read.
-def _pair_product_back_kernel(
-    t_ref,
-    dk_ref,
-    dv_ref,
-    sums_ref,
-    unit_ref,
-    factor_ref,
-    scale_ref,
-    w_ref,
-    _,
-    out_ref,
-    *,
-    kind,
-    heads,
-    depth,
-):
-    t = t_ref[0]
-    KE = dk_ref.shape[2]
+def _pair_product_back_kernel(refs: _PairBackRefs, *, kind, heads, depth):
+    t = refs.t[0]
+    KE = refs.dk.shape[2]
     # What each head left of the two sums over all keys; the rest of the array, up to a
     # power of two, was never written.
-    programs, _, rows = sums_ref.shape
+    programs, _, rows = refs.sums.shape
     written = jax.lax.broadcasted_iota(jnp.int32, (programs, rows), 0) < heads
-    along = jnp.sum(jnp.where(written, sums_ref[:, 0, :], 0.0), axis=0) / KE
-    level = jnp.sum(jnp.where(written, sums_ref[:, 1, :], 0.0), axis=0) / KE
-    factor = factor_ref[t]
+    along = jnp.sum(jnp.where(written, refs.sums[:, 0, :], 0.0), axis=0) / KE
+    level = jnp.sum(jnp.where(written, refs.sums[:, 1, :], 0.0), axis=0) / KE
+    factor = refs.factor[t]
 
     def add(k, total):
         part = pl.ds(k * depth, depth)
-        g = dk_ref[t, :, part] * scale_ref[part][None, :]
+        g = refs.dk[t, :, part] * refs.scale[part][None, :]
         g = standardised_back(
-            g, unit_ref[t, :, part], factor, along, level, kind
-        ).astype(w_ref.dtype)
-        total = total + dot(g, w_ref[:, part].T)
+            g, refs.unit[t, :, part], factor, along, level, kind
+        ).astype(refs.w.dtype)
+        total = total + dot(g, refs.w[:, part].T)
         values = pl.ds(KE + k * depth, depth)
-        v = dv_ref[t, :, part].astype(w_ref.dtype)
-        return total + dot(v, w_ref[:, values].T)
+        v = refs.dv[t, :, part].astype(refs.w.dtype)
+        return total + dot(v, refs.w[:, values].T)
 
-    zero = jnp.zeros((rows, w_ref.shape[0]), jnp.float32)
-    out_ref[t] = jax.lax.fori_loop(0, KE // depth, add, zero)
+    zero = jnp.zeros((rows, refs.w.shape[0]), jnp.float32)
+    refs.out[t] = jax.lax.fori_loop(0, KE // depth, add, zero)
 
 
 def shape_of_sums(layers: int, heads: int, batch: int) -> tuple[int, ...]:
