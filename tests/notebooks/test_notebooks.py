@@ -23,15 +23,6 @@ PROMISED = {
 
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("name", NAMES)
-every_execution = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=() if name == "first_tour.ipynb" else pytest.mark.slow
-        )
-        for name in NAMES
-    ],
-)
 
 
 @pytest.fixture
@@ -50,7 +41,8 @@ def kernel(tmp_path, monkeypatch) -> str:
     return KERNEL
 
 
-@every_execution
+@pytest.mark.slow
+@every_notebook
 def test_a_notebook_runs_quietly_to_its_end_and_shows_what_it_promises(name, kernel):
     notebook = nbformat.read(FOLDER / name, as_version=4)
     deadline = time.monotonic() + LIMIT_SECONDS
