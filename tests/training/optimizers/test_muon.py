@@ -29,7 +29,7 @@ from recurjax.variants.latent_recurrent_transformer.objectives import Interleave
 from recurjax.variants.latent_recurrent_transformer.recurrence import rms
 from tests.compiling import QUICK_COMPILE
 from tests.golden.cases import golden_cases, load
-from tests.tolerances import assert_gradients_close
+from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.training.tiny_experiment import changed, config
 from tests.variants.latent_recurrent_transformer.switches import SWITCHES, build, small
 
@@ -159,7 +159,10 @@ def test_every_parameter_has_its_group():
 
 def test_each_matrix_is_one_from_its_inputs_to_its_outputs():
     shapes = {
-        "w_input_v": (8, 2, 4),  # [D, K, E]
+        "attention.w_q": (8, 4, 4),  # [D, H, E]
+        "attention.w_k": (8, 2, 4),  # [D, K, E]
+        "attention.w_v": (8, 2, 4),
+        "w_input_v": (8, 2, 4),
         "memory.w_k": (8, 2, 4),
         "w_mix": (8, 2, 3),  # [D, 2, K]
         "w_value_gate": (8, 2),
@@ -176,6 +179,9 @@ def test_each_matrix_is_one_from_its_inputs_to_its_outputs():
     }
     heads = ((1,), (2, 3))
     assert found == {
+        "attention.w_q": heads,
+        "attention.w_k": heads,
+        "attention.w_v": heads,
         "w_input_v": heads,
         "memory.w_k": heads,
         "w_mix": heads,
@@ -233,6 +239,68 @@ def test_rates_follow_width_and_batch():
     changes, _ = optimizer.update(weights, optimizer.init(weights), weights)
     for name, rate in rates.items():  # Adam's first step is its rate.
         np.testing.assert_allclose(changes[name], -rate, rtol=1e-5)
+
+
+def adams_changes(gradients, *, b1, rate):
+    """Returns Adam's change at each step, in closed form: sums instead of averages."""
+    made, b2 = [], 0.95
+    for t in range(1, len(gradients) + 1):
+        ages = np.arange(t)[::-1]
+        seen = np.asarray(gradients[:t])
+        m = (1 - b1) * (b1**ages @ seen) / (1 - b1**t)
+        v = (1 - b2) * (b2**ages @ seen**2) / (1 - b2**t)
+        made.append(-rate * m / (np.sqrt(v) + 1e-10))
+    return made
+
+
+def test_every_group_is_its_closed_form_where_no_factor_is_one():
+    """Width 48, 3 layers, 2^17 tokens: the factors are 4, 16 and 1/2."""
+    steps, wide, batch, depth = 5, 4.0, 0.5, 16.0
+    config = MuonAdamW(
+        learning_rate=0.02,
+        embedding_rate=0.3,
+        head_rate=0.004,
+        scalar_rate=0.5,
+        weight_decay=0.2,
+        momentum=(0.5, 0.9),
+        momentum_steps=4,
+    )
+    scheduled = lambda step: 0.02 * (1 - step / 10)  # noqa: E731
+    size = RunSize(width=48, layers=3, tokens=2**17)
+    optimizer = muon_adamw(config, scheduled, steps=steps, size=size)
+    adams = {
+        "w_embedding": (0.8, 0.3 * wide * batch),
+        "w_head": (0.8, 0.004 * wide * batch),
+        "final_norm.scale": (0.8, 0.5 * batch),
+        "stack.blocks.0.residual_scale": (0.8, 0.5 * batch / 100),
+        "stack.blocks.0.input_scale": (0.96, 0.5 * batch),
+    }
+    matrix = "stack.blocks.0.mlp.w_up"
+    draw = np.random.default_rng(0).normal
+    gradients = [draw(size=4) for _ in range(steps)]
+    rotated = draw(size=(steps, 1, 4, 8))
+    weights = {name: jnp.ones(4) for name in adams}
+    weights[matrix] = w = jnp.asarray(draw(size=(1, 4, 8)), jnp.float32)
+    # Muon alone, with the schedules as numbers: rate / 2, decay 16 lambda to 0.
+    alone = muon(
+        lambda step: batch * scheduled(step),
+        momentum=lambda step: 0.5 + 0.4 * step / 4,
+        decay=lambda step: 0.2 * depth * (1 - step / steps),
+        dimensions=matrix_dimensions,
+    )
+    state, state_alone = optimizer.init(weights), alone.init({matrix: w})
+    update, update_alone = jax.jit(optimizer.update), jax.jit(alone.update)
+    for step in range(steps):
+        given = {name: jnp.asarray(gradients[step], jnp.float32) for name in adams}
+        given[matrix] = jnp.asarray(rotated[step], jnp.float32)
+        changes, state = update(given, state, weights)
+        only = {matrix: given[matrix]}
+        want, state_alone = update_alone(only, state_alone, {matrix: w})
+        assert_values_close(changes[matrix], want[matrix])
+        for name, (b1, rate) in adams.items():
+            rate *= 1 - step / 10
+            want_here = adams_changes(gradients, b1=b1, rate=rate)[step]
+            np.testing.assert_allclose(changes[name], want_here, rtol=2e-5)
 
 
 def test_every_variant_says_its_size():
