@@ -1,0 +1,152 @@
+"""Mutations: one wrong line at a time, and the tests that should notice it.
+
+Reproduces no table. Each row of mutations.jsonl replaces one piece of one file in a
+copy of the working tree and runs the tests named beside it there: a mutation that no
+test notices is a hole in the suite. Answers are kept in the file `--into`, so that a
+run that was stopped goes on where it was. Expect a line a mutation and at last how many
+were found; 95 of 100 is the least. A mutation takes about half a minute on one core;
+`--only TEXT` runs those whose file, line or tests hold a text.
+
+    python experiments/mutations.py --into mutations.json --only spikes
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import tyro
+
+from recurjax.files import write_whole
+
+ROOT = Path(__file__).parents[1]
+TABLE = Path(__file__).with_suffix(".jsonl")
+
+
+class Mutation(NamedTuple):
+    """One wrong line.
+
+    Attributes:
+      file: from the root of the tree.
+      line: a piece of it that is there exactly once.
+      instead: what takes its place.
+      tests: words for pytest, of which one test at least should fail.
+    """
+
+    file: str
+    line: str
+    instead: str
+    tests: str
+
+    @property
+    def name(self) -> str:
+        """Names it in the file of answers."""
+        return f"{self.file}: {self.line} -> {self.instead}"
+
+
+def mutations() -> list[Mutation]:
+    """Reads the table, one JSON object a line."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    return [Mutation(**json.loads(line)) for line in lines]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What to run.
+
+    Attributes:
+      into: the file of answers; what it holds is not run again.
+      only: mutations whose file, line or tests hold this text.
+      most: stops after so many.
+      seconds: for the tests of one mutation; what takes longer counts as found.
+    """
+
+    into: Path = Path("mutations.json")
+    only: str = ""
+    most: int | None = None
+    seconds: int = 600
+
+
+def apply(mutation: Mutation, root: Path) -> str:
+    """Changes the file below `root`; returns what it held.
+
+    Raises:
+      ValueError: the line is not there, or more than once.
+    """
+    file = root / mutation.file
+    text = file.read_text(encoding="utf-8")
+    if text.count(mutation.line) != 1:
+        raise ValueError(f"{mutation.name}: found {text.count(mutation.line)} times")
+    file.write_text(text.replace(mutation.line, mutation.instead), encoding="utf-8")
+    return text
+
+
+def is_found(mutation: Mutation, root: Path, seconds: int) -> bool:
+    """Runs the tests on a tree that has the mutation, and mends the tree."""
+    held = apply(mutation, root)
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    words += _words(mutation.tests)
+    settings = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            words,
+            cwd=root,
+            env={**os.environ, **settings},
+            capture_output=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        (root / mutation.file).write_text(held, encoding="utf-8")
+    if done.returncode not in (0, 1, 2):  # 2: it does not even import
+        raise SystemExit(f"pytest {mutation.tests}: {done.stdout.decode()[-2000:]}")
+    return done.returncode != 0
+
+
+def _words(tests: str) -> list[str]:
+    """Splits words for pytest; what follows -k is one."""
+    places, key, expression = tests.partition(" -k ")
+    return [*places.split(), *(["-k", expression.strip("'")] if key else [])]
+
+
+def copy_tree(to: Path) -> None:
+    """Copies what git would: tracked files and new ones that it does not ignore."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def main(options: Options) -> int:
+    """Runs what has no answer yet."""
+    answers: dict[str, bool] = {}
+    if options.into.is_file():
+        answers = json.loads(options.into.read_text(encoding="utf-8"))
+    wanted = [one for one in mutations() if options.only in f"{one.name} {one.tests}"]
+    left = [one for one in wanted if one.name not in answers][: options.most]
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        copy_tree(Path(folder))
+        for mutation in left:
+            answers[mutation.name] = is_found(mutation, Path(folder), options.seconds)
+            told = "found    " if answers[mutation.name] else "NOT FOUND"
+            print(f"{told} {mutation.name}", flush=True)
+            write_whole(options.into, json.dumps(answers, indent=1) + "\n")
+    known = [answers[one.name] for one in wanted if one.name in answers]
+    print(f"{sum(known)} of {len(known)} found, {len(wanted) - len(known)} not run")
+    return int(sum(known) < 0.95 * len(known))
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
