@@ -7,6 +7,12 @@ scaling.md (a table) and scaling.png (both axes logarithmic). Times are the best
 few repeats; memory is what the compiled backward pass needs beside its arguments.
 Expect memory linear in N for every schedule; time at these sizes is almost linear too,
 naive and the Transformer bending up first.
+
+The paper's plot of one layer's latency over N, at its width and batch, on a GPU:
+
+    python experiments/recurrent_transformer/scaling.py --out runs/rt_latency \
+        --batch 512 --width 1024 --heads 16 --dtype bfloat16 --lengths 64 128 256 512 \
+        --schedules prefix transformer
 """
 
 import argparse
@@ -18,12 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from recurjax import host
-from recurjax.bench.recurrent_transformer import SCHEDULES, Programs, layers, programs
+from recurjax.bench.recurrent_transformer import (
+    SCHEDULES,
+    Dtype,
+    Programs,
+    layers,
+    programs,
+)
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-SHAPE = {"B": 2, "D": 64, "H": 2}
 NAMES = (*SCHEDULES, "transformer")
 COLUMNS = ("forward_ms", "forward_backward_ms", "backward_mib")
 
@@ -39,10 +50,12 @@ class Point:
     backward_mib: float
 
 
-def measure(length: int, name: str, *, repeats: int) -> Point:
+def measure(
+    length: int, name: str, shape: dict[str, int], dtype: Dtype, *, repeats: int
+) -> Point:
     """Compiles and times both passes of one schedule at one length."""
-    shape = SHAPE | {"T": length}
-    made: Programs = programs(layers(shape)[name], shape, "float32")
+    shape = shape | {"T": length}
+    made: Programs = programs(layers(shape)[name], shape, dtype)
     forward = made.forward.lower(made.stack, made.x).compile()
     gradient = made.forward_backward.lower(made.stack, made.x).compile()
     times = [
@@ -59,7 +72,7 @@ def measure(length: int, name: str, *, repeats: int) -> Point:
     )
 
 
-def table(points: list[Point]) -> str:
+def table(points: list[Point], shape: dict[str, int], dtype: Dtype) -> str:
     """Returns Markdown: a row a length, and per schedule its three figures."""
     lengths = sorted({point.length for point in points})
     names = list(dict.fromkeys(point.schedule for point in points))
@@ -75,7 +88,10 @@ def table(points: list[Point]) -> str:
             if (point.schedule, point.length) == (name, length)
         ]
         lines.append(f"| {length} | " + " | ".join(cells) + " |")
-    head = f"Forward / forward and backward (ms) / backward's memory (MiB); {SHAPE}."
+    head = (
+        "Forward / forward and backward (ms) / backward's memory (MiB); "
+        f"{', '.join(f'{axis} {size}' for axis, size in shape.items())}, {dtype}."
+    )
     return "\n".join([head, "", *lines, ""])
 
 
@@ -106,18 +122,26 @@ def main(arguments: list[str] | None = None) -> list[Point]:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--schedules", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     options: Any = parser.parse_args(arguments)
+    if min(options.batch, options.heads) < 1 or options.width % options.heads:
+        parser.error("--width must be a multiple of --heads, and --batch at least 1")
+    shape = {"B": options.batch, "D": options.width, "H": options.heads}
     options.out.mkdir(parents=True, exist_ok=True)
     points = []
     for length in options.lengths:
         for name in options.schedules:
-            points.append(measure(length, name, repeats=options.repeats))
+            point = measure(length, name, shape, options.dtype, repeats=options.repeats)
+            points.append(point)
             print(points[-1], file=sys.stderr)
-    made = {"device": device_name(), "shape": SHAPE} | {
+    made = {"device": device_name(), "shape": shape, "dtype": options.dtype} | {
         "points": [dataclasses.asdict(point) for point in points]
     }
     (options.out / "scaling.json").write_text(json.dumps(made, indent=2) + "\n")
-    (options.out / "scaling.md").write_text(table(points))
+    (options.out / "scaling.md").write_text(table(points, shape, options.dtype))
     draw(points, options.out / "scaling.png")
     return points
 

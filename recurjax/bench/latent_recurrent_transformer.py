@@ -18,7 +18,7 @@ from recurjax.bench.training_step import (
 from recurjax.model import Decoder, ModelConfig
 from recurjax.training.objective import Interleaved, NextToken, Objective
 from recurjax.training.optimizers import MuonAdamW
-from recurjax.types import Tokens
+from recurjax.types import Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer.presets import (
     FINAL_NORM,
     layerwise,
@@ -43,10 +43,11 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     """Measures every row; nothing is rematerialised."""
     shape = LARGE if large else SMALL
     measure = partial(_training, shape=shape, dtype=dtype, repeats=repeats)
-    yield measure("base", NextToken())
+    yield from measure("base", NextToken())
     for subsets in SUBSETS:
-        yield measure("shared", Interleaved(subsets=subsets), suffix=f"_s{subsets}")
-    yield measure("layerwise", Interleaved(subsets=2), suffix="_s2")
+        objective = Interleaved(subsets=subsets)
+        yield from measure("shared", objective, suffix=f"_s{subsets}")
+    yield from measure("layerwise", Interleaved(subsets=2), suffix="_s2")
     for kind in ("base", "shared", "layerwise"):
         yield from _inference(kind, shape, dtype, repeats)
 
@@ -54,19 +55,23 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
 def summary(rows: list[Row]) -> str:
     """Says what the memory costs, in training and in decoding."""
     times = {row.name.removeprefix(f"{_NAME}/"): row.min_ms for row in rows}
-    steps = [
-        f"S = {s}: {times[f'shared_s{s}/train_step'] / times['base/train_step']:.2f}"
-        for s in SUBSETS
-    ]
+
+    def over_the_baseline(what: str) -> str:
+        base = times[f"base/{what}"]
+        told = [f"S = {s}: {times[f'shared_s{s}/{what}'] / base:.2f}" for s in SUBSETS]
+        return ", ".join(told)
+
     tokens = [
         f"{kind}: {times[f'{kind}/decode'] / times['base/decode']:.2f}"
         for kind in ("shared", "layerwise")
     ]
     exact = times["shared/prefill"] / times[f"shared_sweeps{SWEEPS}/prefill"]
     return (
-        f"training step over the baseline's, {', '.join(steps)}; a decoded token over "
-        f"the baseline's, {', '.join(tokens)}; an exact prefill takes {exact:.1f} "
-        f"times as long as {SWEEPS} sweeps"
+        f"forward and backward over the baseline's, "
+        f"{over_the_baseline('forward_backward')}; a training step with its optimizer, "
+        f"{over_the_baseline('train_step')}; a decoded token over the baseline's, "
+        f"{', '.join(tokens)}; an exact prefill takes {exact:.1f} times as long as "
+        f"{SWEEPS} sweeps"
     )
 
 
@@ -78,8 +83,8 @@ def _training(
     dtype: Dtype,
     repeats: int,
     suffix: str = "",
-) -> Row:
-    """One whole step with MuonAdamW."""
+) -> Iterator[Row]:
+    """Forward and backward of all passes, and a whole step with MuonAdamW."""
     config = _model(kind, shape, dtype)
     B, T = shape["B"], shape["T"]
     run = BenchedRun(
@@ -90,11 +95,21 @@ def _training(
         length=T,
     )
     step = one_device_step(run)
-    return step_row(
-        f"{_NAME}/{kind}{suffix}/train_step",
+    state, rows = step.initialise(jax.random.key(0)), random_batch(run)
+
+    @jax.jit
+    @jax.grad
+    def gradient(model: Decoder, rows: Batch) -> jax.Array:
+        return objective(model, rows)[0]
+
+    times = repeat(lambda: gradient(state.model, rows), repeats=repeats)
+    name = f"{_NAME}/{kind}{suffix}"
+    yield row(f"{name}/forward_backward", shape, dtype, times, tokens=B * T)
+    yield step_row(
+        f"{name}/train_step",
         step,
-        step.initialise(jax.random.key(0)),
-        random_batch(run),
+        state,
+        rows,
         shape=shape,
         dtype=dtype,
         repeats=repeats,

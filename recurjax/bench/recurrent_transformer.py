@@ -59,6 +59,16 @@ def summary(rows: list[Row]) -> str:
                 f"naive's time over that of other schedules, forward and backward, T "
                 f"{T}: {', '.join(told)}"
             )
+    decoded = {(r.shape["S"], r.name): r.min_ms for r in rows if "S" in r.shape}
+    told = [
+        f"{decoded[S, f'{_PREFIX}/prefix/decode'] / theirs:.2f} at {S}"
+        for (S, name), theirs in decoded.items()
+        if name == f"{_PREFIX}/transformer/decode"
+    ]
+    if told:
+        lines.append(
+            f"a decoded token over the Transformer layer's: {', '.join(told)} positions"
+        )
     shapes = [shape for shape in SMALL if shape["T"] in PYTORCH]
     for shape in shapes:
         times = {

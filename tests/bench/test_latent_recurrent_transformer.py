@@ -8,14 +8,18 @@ from tests.training.compilation import unoptimized
 __all__ = ["unoptimized"]
 
 
-@pytest.mark.slow  # Ten programs to compile.
+@pytest.mark.slow  # Thirteen programs to compile.
 def test_every_schedule_and_pass_has_a_row(unoptimized, monkeypatch):
     sizes = {"B": 1, "T": 8, "D": 8, "L": 1, "V": 8}
     monkeypatch.setattr(bench, "SMALL", sizes)
     monkeypatch.setattr(bench, "SUBSETS", (2,))
     rows = list(bench.rows(large=False, dtype="float32", repeats=1))
     steps = ("base", "shared_s2", "layerwise_s2")
-    wanted = [f"latent_recurrent_transformer/{name}/train_step" for name in steps]
+    wanted = [
+        f"latent_recurrent_transformer/{name}/{what}"
+        for name in steps
+        for what in ("forward_backward", "train_step")
+    ]
     for kind in ("base", "shared", "layerwise"):
         wanted.append(f"latent_recurrent_transformer/{kind}/prefill")
         if kind == "shared":
@@ -23,4 +27,6 @@ def test_every_schedule_and_pass_has_a_row(unoptimized, monkeypatch):
         wanted.append(f"latent_recurrent_transformer/{kind}/decode")
     assert [row.name for row in rows] == wanted
     assert all(row.min_ms > 0 for row in rows)
-    assert "training step over the baseline's, S = 2" in bench.summary(rows)
+    told = bench.summary(rows)
+    assert "forward and backward over the baseline's, S = 2" in told
+    assert "a training step with its optimizer, S = 2" in told

@@ -23,7 +23,7 @@ def test_every_promised_layer_is_there():
 @pytest.mark.slow  # Six programs to compile.
 def test_every_pass_of_a_layer_has_a_row(unoptimized, monkeypatch):
     shape = {"B": 1, "T": 16, "D": 8, "H": 2}
-    some = {name: bench.layers(shape)[name] for name in ("naive", "transformer")}
+    some = {name: bench.layers(shape)[name] for name in ("prefix", "transformer")}
     monkeypatch.setattr(bench, "SMALL", (shape,))
     monkeypatch.setattr(bench, "layers", lambda shape: some)
     rows = list(bench.rows(large=False, dtype="float32", repeats=1))
@@ -41,7 +41,13 @@ def test_the_summary_compares_with_naive_and_with_the_authors():
         for name, s in (("naive", 8.0), ("prefix", 1.0), ("wavefront", 2.0))
         for what in PASSES[:2]
     ]
+    one = {"B": 8, "T": 1, "S": 1024}
+    rows += [
+        row(f"recurrent_transformer/{name}/decode", one, "float32", [s], tokens=1)
+        for name, s in (("prefix", 3.0), ("transformer", 2.0))
+    ]
     told = bench.summary(rows)
+    assert "a decoded token over the Transformer layer's: 1.50 at 1024" in told
     assert "T 1024: prefix 8.0, wavefront 4.0" in told
     assert (
         "prefix/forward 0.8, prefix/forward_backward 3.0, wavefront/forward 0.4" in told
