@@ -23,7 +23,7 @@ _CREDENTIALS = {
 }
 _WRITABLE = {"gs": "gcsfs", "s3": "s3fs", "memory": None}
 _READABLE = {**_WRITABLE, "https": "aiohttp"}
-_EXTRA = "cloud"
+_EXTRA = {"gs": "cloud", "https": "cloud", "s3": "s3"}
 _WORDS = ("credential", "anonymous", "401", "403", "forbidden", "denied", "unauthor")
 
 
@@ -59,7 +59,8 @@ def open_store(url: str, *, write: bool = False) -> "Store":
         system = fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
         raise UserError(
-            f"{scheme}:// needs {known[scheme]}: pip install 'recurjax[{_EXTRA}]'"
+            f"{scheme}:// needs {known[scheme]}: "
+            f"pip install 'recurjax[{_EXTRA[scheme]}]'"
         ) from error
     except Exception as error:  # of each store's own classes
         raise _told(url, error) from error

@@ -62,10 +62,14 @@ def test_a_scheme_that_cannot_is_told(url, write, said):
         open_store(url, write=write)
 
 
-@pytest.mark.parametrize(("url", "package"), [("gs://b", "gcsfs"), ("s3://b", "s3fs")])
-def test_a_missing_package_names_the_extra(url, package, monkeypatch):
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [("gs://b", "gcsfs", "cloud"), ("s3://b", "s3fs", "s3")],
+)
+def test_a_missing_package_names_the_extra(url, package, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"{package}: pip install 'recurjax\[cloud\]'"):
+    said = rf"{package}: pip install 'recurjax\[{extra}\]'"
+    with pytest.raises(UserError, match=said):
         open_store(url)
 
 
