@@ -18,7 +18,10 @@ from recurjax.run_table import Run, load_experiment, load_runs
 
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
-TABLES = ("recurrent_transformer", "rat", "latent_recurrent_transformer")
+TABLES = (
+    *("recurrent_transformer", "rat", "latent_recurrent_transformer"),
+    "recurformer",
+)
 
 
 def table(paper: str) -> str:

@@ -1,0 +1,220 @@
+"""HashHop in miniature: which heads can go, and does their recency tell?
+
+The paper's table 4 for two CPU cores, with controls that it lacks. A base (row
+small_hash_hop of runs.py: four layers, strings of 4, chains of 4 among 12 pairs) is
+trained until it follows chains; then shares of its heads are replaced and each model,
+the base too, is trained on for a quarter of the steps. `recent` replaces the heads of
+highest RA-I, `groups` whole groups by their mean, `least` those of lowest RA-I, and
+`random` heads drawn by the seed: if RA-I chooses better than chance, recent stands
+above both. The score is the longest right beginning of the chain over its length. A
+stopped set goes on with the same command.
+
+    python experiments/recurformer/hash_hop.py --runs runs/recurformer_hash_hop
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from small_set import table_of
+
+from recurjax import host
+from recurjax.cli.options import parse
+from recurjax.convert.imported_run import write_run
+from recurjax.data.tasks import HashHop, TaskDataset
+from recurjax.errors import UserError
+from recurjax.evaluation.accuracy import likeliest
+from recurjax.experiment import Experiment
+from recurjax.files import write_whole
+from recurjax.model import Decoder
+from recurjax.run_table import load_experiment
+from recurjax.surgery.recency import HeadRecency, choose_heads, measure_recency
+from recurjax.surgery.recurformer import to_recurformer
+from recurjax.training.loop import train
+from recurjax.training.run import LoadedRun, load_run
+from recurjax.types import IGNORED, Tokens
+from recurjax.variants.recurformer import MambaConfig
+
+TABLE = Path(__file__).with_name("runs.py")
+CHOICES = ("recent", "groups", "random", "least")
+TEXTS = 32
+"""Rows on which heads are measured; of the test, which nothing is trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Trains base and replacements and prints the score of each.
+
+    Attributes:
+      runs: one run directory each, and results.md.
+      betas: shares of heads to replace.
+      choices: which heads: recent, groups, random, least.
+      steps: of the base; None: the table's. All others get a quarter of it.
+      seeds: how many bases, each with all that is made of it.
+      window: how far back counts as recent, in tokens.
+    """
+
+    runs: Path = Path("runs/recurformer_hash_hop")
+    betas: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.0)
+    choices: tuple[str, ...] = CHOICES
+    steps: int | None = None
+    seeds: int = 3
+    window: int = 17
+
+    def __post_init__(self):
+        if self.seeds < 1 or self.window < 1:
+            raise UserError("--seeds and --window must be at least 1")
+        unknown = [name for name in self.choices if name not in CHOICES]
+        if unknown:
+            raise UserError(
+                f"--choices {', '.join(unknown)}: there are {', '.join(CHOICES)}"
+            )
+
+
+def base(seed: int, *, steps: int | None) -> Experiment:
+    """Returns the base of a seed."""
+    run = load_experiment(f"{TABLE}:small_hash_hop")
+    steps = run.training.steps if steps is None else steps
+    return replace(
+        run,
+        name=f"base_seed{seed}",
+        data=replace(run.data, seed=seed),
+        schedule=replace(run.schedule, warmup_steps=steps // 10),
+        training=replace(run.training, seed=seed, steps=steps),
+    )
+
+
+def further(run: Experiment, start: Path, name: str) -> Experiment:
+    """Returns a quarter as many steps on the model of another directory."""
+    steps = max(1, run.training.steps // 4)
+    return replace(
+        run,
+        name=name,
+        model=load_run(start, report=_quiet).model.config,
+        # Other rows than the base learned from.
+        data=replace(run.data, seed=run.data.seed + 1000),
+        optimizer=replace(run.optimizer, learning_rate=5e-4),
+        schedule=replace(run.schedule, warmup_steps=steps // 10),
+        training=replace(run.training, steps=steps, start_from=str(start)),
+    )
+
+
+def chosen(
+    recency: HeadRecency, choice: str, beta: float, *, seed: int
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the heads that go."""
+    if choice == "groups":
+        return choose_heads(recency, beta, scope="groups")
+    if choice == "least":
+        recency = recency._replace(count=-recency.count, ratio=-recency.ratio)
+    elif choice == "random":
+        order = np.random.default_rng(seed).permutation(recency.count.size)
+        recency = recency._replace(count=order.reshape(recency.count.shape))
+    return choose_heads(recency, beta, scope="heads")
+
+
+def chain_score(model: Decoder, run: Experiment) -> float:
+    """Returns the longest right beginning of the chain over its length, on the test.
+
+    What is generated greedily is right as long as each likeliest token after the right
+    ones is right: so the rows are read once, with their answers.
+    """
+    task = run.data.task
+    assert isinstance(task, HashHop)
+    batch = run.evaluation_batch
+    element = len(" = ") + task.size
+
+    @jax.jit
+    def right(model: Decoder, ids: jax.Array, targets: jax.Array) -> jax.Array:
+        x, _ = model.hidden(Tokens(ids), model.init_cache(len(ids), 0))
+        asked = targets != IGNORED
+        good = ~asked | (likeliest(model, x) == targets)
+        # Asked places up to the first that is wrong; one beyond an element ends it.
+        reached = (asked & (jnp.cumprod(good, axis=1) > 0)).sum(1)
+        return jnp.maximum(reached - 1, 0) // element
+
+    loader = TaskDataset(config=run.data).loader(
+        "validation", length=run.training.length, batch=batch
+    )
+    total = sum(
+        int(right(model, rows["ids"], rows["targets"]).sum()) for rows in loader
+    )
+    return total / (task.hops * task.validation_rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains what is not trained yet and prints the table."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="hash_hop.py")
+    console = Console(stderr=True)
+    found: dict[str, list[dict[str, float]]] = {}
+
+    def finish(run: Experiment) -> LoadedRun | None:
+        console.rule(run.name)
+        root = options.runs / run.name
+        if train(run, root, console=console).outcome != "finished":
+            console.print("stopped: the same command goes on from here")
+            return None
+        return load_run(root, report=_quiet)
+
+    def tell(name: str, column: str, run: LoadedRun, seed: int) -> None:
+        rows = found.setdefault(name, [])
+        rows += [{} for _ in range(seed + 1 - len(rows))]
+        rows[seed][column] = chain_score(run.model, run.experiment)
+        write_whole(options.runs / "results.md", table_of("h_gq at beta", found))
+
+    for seed in range(options.seeds):
+        start = base(seed, steps=options.steps)
+        trained = finish(start)
+        if trained is None:
+            return 130
+        tell("base", "0", trained, seed)
+        root = options.runs / start.name
+        on = finish(further(start, root, f"on_seed{seed}"))
+        if on is None:
+            return 130
+        tell("base, trained on", "0", on, seed)
+        recency = _measured(trained, options.window)
+        for beta in options.betas:
+            for choice in options.choices:
+                name = f"{choice}_{beta}_seed{seed}"
+                changed = options.runs / f"start_{name}"
+                if not changed.exists():
+                    heads = chosen(recency, choice, beta, seed=seed)
+                    _write(trained, heads, changed)
+                run = finish(further(start, changed, name))
+                if run is None:
+                    return 130
+                tell(choice, str(beta), run, seed)
+    print(table_of("h_gq at beta", found), end="")
+    return 0
+
+
+def _measured(run: LoadedRun, window: int) -> HeadRecency:
+    data = TaskDataset(config=run.experiment.data)
+    rows = [data.row("validation", number).ids for number in range(TEXTS)]
+    batches = np.stack(rows).reshape(-1, 4, len(rows[0]))
+    return measure_recency(run.model, list(batches), window=window)
+
+
+def _write(run: LoadedRun, heads: tuple[tuple[int, ...], ...], out: Path) -> None:
+    mamba = MambaConfig(dt_rank=16)
+    model = to_recurformer(run.model, heads, mamba=mamba)
+    experiment = replace(run.experiment, name=out.name, model=model.config)
+    write_run(out, model, experiment, run.tokenizer)
+
+
+def _quiet(_: str) -> None:
+    """Says nothing."""
+
+
+if __name__ == "__main__":
+    host.prepare()
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"hash_hop.py: {error}")

