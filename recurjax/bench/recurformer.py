@@ -1,4 +1,4 @@
-"""RecurFormer's rows: the selective scan, by every backend that runs here."""
+"""RecurFormer's rows: the selective scan by every backend, the mixer, and layers."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -7,11 +7,21 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.selective_scan import api, selective_scan
 from pallas_kernels.selective_scan.reference import selective_scan_reference
 from recurjax.bench.timing import Row, repeat, row
+from recurjax.layers.attention import AttentionConfig
+from recurjax.layers.mlp import MlpConfig
+from recurjax.types import Tokens
+from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
+from recurjax.variants.recurformer.block import RecurFormerBlock
+from recurjax.variants.recurformer.cost import cache_bytes
+from recurjax.variants.recurformer.mamba import Mamba
+from recurjax.variants.recurformer.stack import layer_cache
+from recurjax.variants.transformer import TransformerConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -25,11 +35,115 @@ SMALL_LENGTHS = (512, 2048, 16384)
 LARGE_LENGTHS = (4096, 65536)
 REFERENCE_UP_TO = 2048
 """The reference's gradient keeps every state: 32 kB a position at the small shapes."""
+SMALL_LAYER = {"B": 1, "D": 256, "H": 8}
+LARGE_LAYER = {"B": 8, "D": 2048, "H": 16}
+"""One layer's attention: its mixer at beta 1 has the scan's channels above."""
+
+SMALL_LAYER_LENGTHS = (1024, 4096, 16384)
+LARGE_LAYER_LENGTHS = (4096, 16384)
+BETAS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+MIXER_LENGTHS = (2048,)
+DT_RANK = 16
+"""Of Mamba; the paper's 256 is for layers of width 4,096."""
+
 _NAME = "selective_scan"
 
 
 def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
-    """Measures every backend at every length; decode is one position."""
+    """Measures the scan, then the mixer, then a layer at every beta and length.
+
+    The decode of a scan is one position; that of a layer the last of S, and its
+    shape's `bytes` are what the layer keeps of S tokens.
+    """
+    yield from _scan_rows(large, dtype, repeats)
+    layer = LARGE_LAYER if large else SMALL_LAYER
+    for length in MIXER_LENGTHS:
+        yield from mixer_rows(layer | {"T": length}, dtype, repeats)
+    for length in LARGE_LAYER_LENGTHS if large else SMALL_LAYER_LENGTHS:
+        for beta in BETAS:
+            yield from layer_rows(beta, layer | {"T": length}, dtype, repeats)
+
+
+def mixer_rows(sizes: dict[str, int], dtype: Dtype, repeats: int) -> Iterator[Row]:
+    """Measures a Mamba of width D by itself."""
+    mamba = Mamba(MambaConfig(dt_rank=DT_RANK), sizes["D"], rngs=nnx.Rngs(0))
+
+    def run(mamba: Mamba, x: jax.Array) -> jax.Array:
+        return mamba(x, mamba.init_cache(len(x)))[0]
+
+    shape = {letter: sizes[letter] for letter in "BTD"}
+    yield from _module_rows("mamba", run, mamba, shape, dtype, repeats)
+
+
+def layer_rows(
+    beta: float, sizes: dict[str, int], dtype: Dtype, repeats: int
+) -> Iterator[Row]:
+    """Measures one layer's attention with round(beta H) heads replaced."""
+    config = _layer_config(beta, sizes)
+    block = RecurFormerBlock(config, layer=0, rngs=nnx.Rngs(0))
+    layer, B, T = block.attention, sizes["B"], sizes["T"]
+    name = f"layer/beta_{round(100 * beta)}" if beta else "layer/attention"
+
+    def run(layer: Any, x: jax.Array) -> jax.Array:
+        tokens = Tokens(jnp.zeros(x.shape[:2], jnp.int32))
+        return layer(x, layer_cache(config, 0, len(x), 0, x.dtype), tokens)[0]
+
+    yield from _module_rows(name, run, layer, sizes, dtype, repeats)
+    cache = layer_cache(config, 0, B, T, jnp.dtype(dtype))
+    keys_values = cache.keys_values._replace(position=jnp.full(B, T - 1, jnp.int32))
+    cache = cache._replace(keys_values=keys_values)
+    x = _drawn((B, 1, sizes["D"]), dtype)
+
+    @jax.jit
+    def step(layer: Any, x: jax.Array, cache: Any) -> Any:
+        return layer(x, cache, Tokens(jnp.zeros((B, 1), jnp.int32)))
+
+    times = repeat(partial(step, layer, x, cache), repeats=repeats)
+    kept = cache_bytes(config, T, value_bytes=jnp.dtype(dtype).itemsize)
+    shape = {letter: sizes[letter] for letter in "BDH"} | {"S": T}
+    shape |= {"bytes": B * (kept.keys_values + kept.states)}
+    yield row(f"{name}/decode", shape, dtype, times, tokens=B)
+
+
+def _layer_config(beta: float, sizes: dict[str, int]) -> RecurFormerConfig:
+    D, H = sizes["D"], sizes["H"]
+    base = TransformerConfig(
+        layers=1,
+        width=D,
+        attention=AttentionConfig(heads=H, key_heads=H, head_width=D // H),
+        mlp=MlpConfig(width=1),
+    )
+    return RecurFormerConfig(
+        transformer=base,
+        replaced=(tuple(range(round(beta * H))),),
+        mamba=MambaConfig(dt_rank=DT_RANK),
+    )
+
+
+def _module_rows(
+    name: str,
+    run: Callable[..., jax.Array],
+    module: Any,
+    sizes: dict[str, int],
+    dtype: Dtype,
+    repeats: int,
+) -> Iterator[Row]:
+    x = _drawn((sizes["B"], sizes["T"], sizes["D"]), dtype)
+    forward = jax.jit(run)
+    both = jax.jit(jax.grad(lambda module, x: jnp.sum(run(module, x)), argnums=(0, 1)))
+    for what, program in (("forward", forward), ("forward_backward", both)):
+        times = repeat(partial(program, module, x), repeats=repeats)
+        tokens = sizes["B"] * sizes["T"]
+        yield row(f"{name}/{what}", sizes, dtype, times, tokens=tokens)
+
+
+def _drawn(shape: tuple[int, ...], dtype: str) -> jax.Array:
+    draw = np.random.default_rng(0).normal(size=shape)
+    return jnp.asarray(draw.astype(np.float32), dtype)
+
+
+def _scan_rows(large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+    """Measures every backend at every length."""
     shape = LARGE if large else SMALL
     for length in LARGE_LENGTHS if large else SMALL_LENGTHS:
         for name, scan in _scans(length).items():
@@ -39,15 +153,24 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
 
 
 def summary(rows: list[Row]) -> str:
-    """Compares the backends with the reference where both were measured."""
-    times = {(row.name, row.shape["T"]): row.min_ms for row in rows}
-    found = []
+    """Compares scans with the reference, and layers with attention."""
+    times = {
+        (row.name, row.shape.get("T", row.shape.get("S", 0))): row.min_ms
+        for row in rows
+    }
+    found, layers = [], []
     for (name, length), time in times.items():
+        if name.startswith("layer/") and "/attention/" not in name:
+            attention = times[f"layer/attention/{name.split('/')[-1]}", length]
+            layers.append(f"{name} at {length} {attention / time:.2f}")
         what = name.split("/")[-1]
         theirs = times.get((f"{_NAME}/reference/{what}", length))
         if theirs is not None and "/reference/" not in name:
             found.append(f"{name} at T {length} {theirs / time:.1f}")
-    return "the reference's time over " + ", ".join(found)
+    return (
+        f"the reference's time over {', '.join(found)}\n"
+        f"attention's time over {', '.join(layers)}"
+    )
 
 
 def _scans(length: int) -> dict[str, Callable[..., Any]]:

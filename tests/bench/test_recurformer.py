@@ -6,13 +6,27 @@ from tests.training.compilation import unoptimized
 __all__ = ["unoptimized"]
 
 
-def test_the_scan_has_a_row_for_every_backend_and_pass(unoptimized, monkeypatch):
+def test_the_promised_rows_are_there(unoptimized, monkeypatch):
     monkeypatch.setattr(recurformer, "SMALL", {"B": 1, "I": 8, "N": 4})
     monkeypatch.setattr(recurformer, "SMALL_LENGTHS", (32,))
     monkeypatch.setattr(recurformer, "REFERENCE_UP_TO", 16)
+    monkeypatch.setattr(recurformer, "SMALL_LAYER", {"B": 1, "D": 8, "H": 2})
+    monkeypatch.setattr(recurformer, "SMALL_LAYER_LENGTHS", (16,))
+    monkeypatch.setattr(recurformer, "MIXER_LENGTHS", (8,))
+    monkeypatch.setattr(recurformer, "BETAS", (0.0, 0.5))
     rows = list(recurformer.rows(large=False, dtype="float32", repeats=1))
-    wanted = ["xla/forward", "xla/forward_backward", "reference/decode", "xla/decode"]
-    assert [row.name for row in rows] == [f"selective_scan/{one}" for one in wanted]
+    both = ("forward", "forward_backward")
+    scans = ["xla/forward", "xla/forward_backward", "reference/decode", "xla/decode"]
+    wanted = [f"selective_scan/{one}" for one in scans]
+    wanted += [f"mamba/{one}" for one in both]
+    for layer in ("attention", "beta_50"):
+        wanted += [f"layer/{layer}/{one}" for one in (*both, "decode")]
+    assert [row.name for row in rows] == wanted
     assert all(row.min_ms > 0 for row in rows)
+    # 2 K E T 4 bytes of keys and values; of Mamba 2 n E (4 + 16) 4 of each channel.
+    kept = {row.name: row.shape["bytes"] for row in rows if "bytes" in row.shape}
+    assert kept["layer/attention/decode"] == 2 * 8 * 16 * 4
+    assert kept["layer/beta_50/decode"] == 2 * 4 * 16 * 4 + 8 * 20 * 4
     said = recurformer.summary(rows)
     assert "the reference's time over selective_scan/xla/decode at T 1" in said
+    assert "attention's time over layer/beta_50/forward at 16" in said
