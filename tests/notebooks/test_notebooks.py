@@ -19,6 +19,7 @@ PROMISED = {
     "recurrent_transformer.ipynb": {"pictures": 3, "comparisons": 4},
     "rat.ipynb": {"pictures": 3, "comparisons": 2},
     "latent_recurrent_transformer.ipynb": {"pictures": 3, "comparisons": 6},
+    "recurformer.ipynb": {"pictures": 3, "comparisons": 3},
 }
 
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
