@@ -11,6 +11,8 @@ from flax import nnx
 from recurjax.layers.position import Alibi, LearnedPositions
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
+from recurjax.sharding import MeshConfig, batch_sharding, make_mesh, shardings
+from recurjax.types import Tokens
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from tests.laws import B, StackLaws, T, draw_ids, pull_back, run
 from tests.tolerances import assert_gradients_close, assert_values_close
@@ -102,6 +104,34 @@ def test_a_cut_within_the_convolutions_reach_changes_nothing(ids, cut):
         parts.append(logits)
         start += piece
     assert_values_close(np.concatenate(parts, axis=1), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
+def test_eight_devices_give_what_one_gives(shape):
+    """Rows over data and fsdp, Mamba's channels and the heads over tensor."""
+    model = build(SWITCHES["ragged_groups"])
+    draw = np.random.default_rng(5)
+    ids = draw.integers(VOCABULARY, size=(8, T)).astype(np.int32)
+    weights = draw.normal(size=(8, T, VOCABULARY)).astype(np.float32)
+
+    @jax.jit
+    @jax.value_and_grad
+    def pull(model, ids):
+        logits, _ = model(Tokens(ids), model.init_cache(len(ids), 0))
+        return jnp.mean(logits * weights)
+
+    want, want_gradient = pull(model, jnp.asarray(ids))
+    data, fsdp, tensor = shape
+    config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+    mesh = make_mesh(config, jax.devices()[:8])
+    placed = jax.device_put(model, shardings(model, mesh))
+    w_u = placed.stack.layers[0].attention.mamba.w_u[...]
+    assert w_u.addressable_shards[0].data.size * fsdp * tensor == w_u.size
+    with jax.set_mesh(mesh):
+        got, gradient = pull(placed, jax.device_put(ids, batch_sharding(mesh)))
+    assert_values_close(got, want)
+    assert_gradients_close(to_nested_dict(gradient), to_nested_dict(want_gradient))
 
 
 @pytest.mark.slow
