@@ -25,7 +25,7 @@ from small_set import table_of
 from recurjax import host
 from recurjax.cli.options import parse
 from recurjax.convert.imported_run import write_run
-from recurjax.data.tasks import HashHop, TaskDataset
+from recurjax.data.tasks import HashHop, TaskData, TaskDataset
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import likeliest
 from recurjax.experiment import Experiment
@@ -123,8 +123,9 @@ def chain_score(model: Decoder, run: Experiment) -> float:
     What is generated greedily is right as long as each likeliest token after the right
     ones is right: so the rows are read once, with their answers.
     """
-    task = run.data.task
-    assert isinstance(task, HashHop)
+    data = run.data
+    assert isinstance(data, TaskData) and isinstance(data.task, HashHop)
+    task = data.task
     batch = run.evaluation_batch
     element = len(" = ") + task.size
 
@@ -137,7 +138,7 @@ def chain_score(model: Decoder, run: Experiment) -> float:
         reached = (asked & (jnp.cumprod(good, axis=1) > 0)).sum(1)
         return jnp.maximum(reached - 1, 0) // element
 
-    loader = TaskDataset(config=run.data).loader(
+    loader = TaskDataset(config=data).loader(
         "validation", length=run.training.length, batch=batch
     )
     total = sum(
@@ -195,8 +196,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measured(run: LoadedRun, window: int) -> HeadRecency:
-    data = TaskDataset(config=run.experiment.data)
-    rows = [data.row("validation", number).ids for number in range(TEXTS)]
+    data = run.experiment.data
+    assert isinstance(data, TaskData)
+    dataset = TaskDataset(config=data)
+    rows = [dataset.row("validation", number).ids for number in range(TEXTS)]
     batches = np.stack(rows).reshape(-1, 4, len(rows[0]))
     return measure_recency(run.model, list(batches), window=window)
 

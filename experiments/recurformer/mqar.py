@@ -17,6 +17,7 @@ from small_set import last_validation, table_of
 
 from recurjax import host
 from recurjax.cli.options import parse
+from recurjax.data.tasks import Mqar, TaskData
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files import write_whole
@@ -74,12 +75,13 @@ def main(argv: list[str] | None = None) -> int:
             if train(run, root, console=console).outcome != "finished":
                 console.print("stopped: the same command goes on from here")
                 return 130
-            row = last_validation(root)
+            row, data = last_validation(root), run.data
+            assert isinstance(data, TaskData) and isinstance(data.task, Mqar)
             shares = {
                 f"{setting.length}; {setting.pairs}": row[
                     f"accuracy/pairs={setting.pairs}"
                 ]
-                for setting in run.data.task.validation
+                for setting in data.task.validation
             }
             found.setdefault(f"beta {int(beta) / 100}", []).append(shares)
             text = table_of("accuracy at (tokens; pairs)", found)

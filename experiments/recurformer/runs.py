@@ -86,6 +86,7 @@ def base(name: str) -> ModelConfig:
 def recurrent(model: ModelConfig, beta: float, *, mamba: MambaConfig) -> ModelConfig:
     """Replaces round(beta L H) heads, spread evenly over the layers."""
     stack = model.stack
+    assert isinstance(stack, TransformerConfig)
     L, H = stack.layers, stack.attention.heads
     each, more = divmod(round(beta * L * H), L)
     replaced = tuple(tuple(range(each + (layer < more))) for layer in range(L))
@@ -199,6 +200,7 @@ def _from_nothing(
 ) -> Experiment:
     if beta:
         stack = model.stack
+        assert isinstance(stack, TransformerConfig)
         replaced = first_heads(stack.layers, stack.attention.heads, beta)
         model = replace(
             model,

@@ -116,7 +116,7 @@ def test_the_cache_table_has_the_papers_llama_and_keeps_the_bound(script):
     ):
         for whole_groups in (True, False):
             found, _ = cache_table.shares("llama2_7b", beta, whole_groups=whole_groups)
-            np.testing.assert_allclose(found, paper, rtol=0, atol=4e-4)
+            np.testing.assert_allclose(found, paper, rtol=0, atol=6e-4)
         for model in ("qwen2_0_5b", "qwen2_7b"):
             whole, _ = cache_table.shares(model, beta, whole_groups=True)
             spread, _ = cache_table.shares(model, beta, whole_groups=False)
