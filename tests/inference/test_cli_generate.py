@@ -95,7 +95,7 @@ def test_mistakes_are_told_in_a_sentence(options, message):
     ("name", "text", "message"),
     [
         ("a.txt", "\n \n", "no prompt in"),
-        ("a.jsonl", '"a"\n{"b"\n', "not JSON"),
+        ("a.jsonl", '"a"\n{"b"\n', "is not valid JSON"),
         ("a.jsonl", '{"prompt": "a"}\n', "must be a JSON string"),
     ],
 )
