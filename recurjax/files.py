@@ -86,9 +86,10 @@ def inside(folder: Path, name: object, *, told_by: Path) -> Path:
 
     Raises:
       UserError: what names the file, `told_by`, would lead out of the folder: a path,
-        "..", or no name at all.
+        "..", no name at all, or one that no folder takes.
     """
     plain = isinstance(name, str) and name not in ("", ".", "..")
+    plain = plain and len(str(name).encode("utf-8", "replace")) <= 255
     if not plain or any(sign in str(name) for sign in "/\\\0"):
         raise UserError(
             f"{told_by} names {name!r}, which is no file's name in {folder}: nothing "
