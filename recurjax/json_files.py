@@ -6,6 +6,8 @@ ends here, so that no reader meets it later, far from the file's name.
 """
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,25 @@ def _has_half_character(values: Any) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def json_text(
+    value: Any, *, indent: int | None = None, ensure_ascii: bool = True
+) -> str:
+    """Writes JSON; a number that is not finite becomes null, which is what JSON has.
+
+    Python's own writer puts NaN and Infinity there, which other readers refuse.
+    """
+    return json.dumps(
+        _finite(value), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return (
+        [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    )

@@ -16,6 +16,7 @@ from recurjax.layers.embedding import look_up
 from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.mesh import keep_rows_apart
 from recurjax.layers.norm import Norm, NormConfig
+from recurjax.ranges import require_numbers
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
@@ -126,6 +127,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
 
     def __post_init__(self):
+        require_numbers(self)
         if self.vocabulary < 1 or self.pad_vocabulary_to < 1:
             raise ValueError(
                 "ModelConfig: vocabulary and pad_vocabulary_to must be at least 1"

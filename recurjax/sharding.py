@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from recurjax.errors import UserError
 from recurjax.parameters import find_rule, parameter_name
+from recurjax.ranges import require_numbers
 
 AXES = ("data", "fsdp", "stage", "sequence", "tensor")
 """data: batch; fsdp: batch and parameters; stage: layers (the Recurrent Transformer's
@@ -39,6 +40,7 @@ class MeshConfig:
     tensor: int = 1
 
     def __post_init__(self):
+        require_numbers(self)
         sizes = tuple(getattr(self, axis) for axis in AXES)
         if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
             raise ValueError(

@@ -18,9 +18,9 @@ ORDER = (
     ("config_changes",),
     (
         *("parameters", "devices", "host", "files", "json_files"),
-        *("peers", "compiled_programs", "storage"),
+        *("peers", "compiled_programs", "storage", "ranges"),
     ),
-    ("layers", "data", "sharding", "distributed", "config_json", "ranges"),
+    ("layers", "data", "sharding", "distributed", "config_json"),
     ("variants",),
     ("model",),
     ("cross_entropy", "training.spikes", "training.agreement"),
@@ -38,10 +38,12 @@ ORDER = (
 )
 # Where the order alone would allow more than the design does.
 ONLY = {
-    "data": {"errors", "files", "json_files", "storage", "types", "version"},
-    "layers": {"errors", "types"},
-    "variants": {"layers", "errors", "types"},
-    "model": {"variants", "layers", "errors", "types"},
+    "data": {
+        *("errors", "files", "json_files", "ranges", "storage", "types", "version"),
+    },
+    "layers": {"errors", "ranges", "types"},
+    "variants": {"layers", "errors", "ranges", "types"},
+    "model": {"variants", "layers", "errors", "ranges", "types"},
 }
 # What asks a model by protocol imports no variant; converters and benches are of one.
 BY_PROTOCOL = {"experiment", "inference", "evaluation", "training", "plan", "cli"}

@@ -10,7 +10,6 @@ shown in brackets. Writes latency.json and latency.md. `--tiny` runs it on any C
     python experiments/rat/latency.py --out results
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from recurjax.bench.timing import repeat
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.files import write_whole
+from recurjax.json_files import json_text
 from recurjax.layers.initialization import InitConfig
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import MixerConfig, presets
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         where = f"{cell.table} {cell.layer} T {cell.length} batch {cell.batch}"
         print(f"{where}: {told}", flush=True)
         found = {"device": device_name(), "rows": [asdict(cell) for cell in cells]}
-        write_whole(options.out / "latency.json", json.dumps(found, indent=2) + "\n")
+        write_whole(options.out / "latency.json", json_text(found, indent=2) + "\n")
         write_whole(options.out / "latency.md", markdown(cells))
     print(markdown(cells), end="")
     return 0

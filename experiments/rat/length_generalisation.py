@@ -11,7 +11,6 @@ trained likewise. Writes length.json and length.png there and prints a table.
 For any other run: `recurjax evaluate RUN --length 1024 --positions 64 --plot FILE`.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from recurjax.evaluation.by_position import (
 )
 from recurjax.experiment import Experiment
 from recurjax.files import write_whole
+from recurjax.json_files import json_text
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.loop import train
 from recurjax.training.placement import placed
@@ -117,7 +117,7 @@ def _mean(stretches: list[Stretch], start: int, stop: int) -> float:
 
 def _write(file: Path, curves: dict[str, list[Stretch]]) -> None:
     told = {name: [part._asdict() for part in parts] for name, parts in curves.items()}
-    write_whole(file, json.dumps(told, indent=2) + "\n")
+    write_whole(file, json_text(told, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ attention-SWA 4,605, RAT(16)-SWA 13,582 at T 4096. `--tiny` runs the same on any
     python experiments/rat/throughput.py --json throughput.json
 """
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from recurjax.errors import UserError
 from recurjax.files import write_whole
 from recurjax.inference.decoding import DecodeState, decode
 from recurjax.inference.sampling import SamplingConfig
+from recurjax.json_files import json_text
 from recurjax.model import Decoder, ModelConfig
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.rat import MixerConfig, presets
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(row)
         if options.json is not None:
             told = {"device": device_name(), "rows": [asdict(row) for row in rows]}
-            write_whole(options.json, json.dumps(told, indent=2) + "\n")
+            write_whole(options.json, json_text(told, indent=2) + "\n")
     return 0
 
 

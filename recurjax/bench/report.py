@@ -1,7 +1,6 @@
 """Shows rows as a table and writes them as JSON."""
 
 import dataclasses
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from recurjax.bench.timing import Row
 from recurjax.files import write_whole
+from recurjax.json_files import json_text
 
 
 def report(rows: Sequence[Row]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def device_name() -> str:
 
 def write(rows: Sequence[Row], file: Path) -> None:
     """Writes the report, whole or not at all."""
-    write_whole(file, json.dumps(report(rows), indent=2) + "\n")
+    write_whole(file, json_text(report(rows), indent=2) + "\n")
 
 
 def show(rows: Sequence[Row], console: Console) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from recurjax.evaluation.requests import evaluate_requests, read_requests
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
 from recurjax.evaluation.subject import Subject
 from recurjax.files import write_whole
+from recurjax.json_files import json_text
 from recurjax.sharding import reading_mesh
 from recurjax.training.run import LoadedRun, load_run
 
@@ -54,13 +56,19 @@ def run(argv: list[str]) -> int:
     found, rows = measure(loaded, mesh if mesh.size > 1 else None, journal)
     report = {"run": str(options.run), "step": loaded.step} | found
     if jax.process_index() == 0:
-        text = json.dumps(report, indent=2)
+        text = json_text(report, indent=2)
         print(text)
         if options.json is not None:
             write_whole(options.json, text + "\n")
         if keeps:
             append_rows(options.run, rows)
     journal.close()
+    if not math.isfinite(report.get("loss", 0.0)):
+        raise UserError(
+            f"the loss of {options.run} at step {loaded.step} is not finite: its "
+            "parameters hold NaN or infinities, or its activations overflow; take a "
+            "checkpoint from before it diverged (--step)"
+        )
     return 0
 
 

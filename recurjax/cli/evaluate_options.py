@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from recurjax.errors import UserError
+from recurjax.ranges import LARGEST_BATCH
 from recurjax.sharding import MeshConfig
 
 
@@ -84,6 +85,11 @@ class Evaluate:
             raise UserError(
                 "--batch and --length must be at least 1, got "
                 f"{self.batch} and {self.length}"
+            )
+        if self.batch * (self.length or 1) > LARGEST_BATCH:
+            raise UserError(
+                f"--batch {self.batch} x --length {self.length or 1} is more than "
+                "2^28 tokens at a time: lower one of them"
             )
         if self.batches is not None and self.tokens is not None:
             raise UserError("--batches and --tokens both set an end: give one of them")

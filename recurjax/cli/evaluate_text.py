@@ -16,6 +16,7 @@ from recurjax.evaluation.by_position import loss_by_position, plot_by_position
 from recurjax.evaluation.perplexity import Score, score
 from recurjax.evaluation.rows import Row, share_error
 from recurjax.evaluation.shown import shown_items
+from recurjax.ranges import LARGEST_BATCH
 from recurjax.sharding import check_batch, local_rows, reading_mesh
 from recurjax.training.objective import NextToken, Objective
 from recurjax.training.placement import placed
@@ -45,6 +46,11 @@ def of_text(
     if longest is not None and length > longest:
         raise UserError(
             f"--length {length} exceeds the model's {longest} learned positions"
+        )
+    if options.batch * length > LARGEST_BATCH:
+        raise UserError(
+            f"--batch {options.batch} x {length} tokens a row is more than "
+            "2^28 tokens at a time: lower it"
         )
     split = "validation" if options.text is not None else options.split
     on = reading_mesh(options.mesh)

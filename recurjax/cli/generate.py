@@ -1,7 +1,6 @@
 """`recurjax generate`: continues prompts with the model of a run directory."""
 
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.generate import Generation, generate
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.inference.timing import Timing
-from recurjax.json_files import parse_json
+from recurjax.json_files import json_text, parse_json
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.training.run import load_run
 
@@ -172,7 +171,7 @@ def _as_json(prompts: list[str], made: Generation, *, step: int) -> str:
         for prompt, text, ids, reason in rows
     ]
     whole = {"step": step, "generations": generations, "timing": timing}
-    return json.dumps(whole, ensure_ascii=False, indent=1) + "\n"
+    return json_text(whole, ensure_ascii=False, indent=1) + "\n"
 
 
 def _speed(timing: Timing) -> str:

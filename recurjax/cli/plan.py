@@ -1,6 +1,5 @@
 """`recurjax plan EXPERIMENT --topology ...`: compile for hardware that is not there."""
 
-import json
 import os
 import re
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from recurjax.cli.options import override, parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files import write_whole
+from recurjax.json_files import json_text
 from recurjax.plan.changes import find_changes
 from recurjax.plan.compilation import check_compilers
 from recurjax.plan.planning import Plan, make_plan
@@ -207,4 +207,4 @@ def _console() -> Console:
 
 
 def _write(file: Path, report: object) -> None:
-    write_whole(file, json.dumps(report, indent=2) + "\n")
+    write_whole(file, json_text(report, indent=2) + "\n")

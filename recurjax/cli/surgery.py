@@ -1,6 +1,5 @@
 """`recurjax convert to-recurformer | to-recursive | to-transformer`: model to model."""
 
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from recurjax.cli.options import parse
 from recurjax.convert.imported_run import write_run
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
-from recurjax.json_files import read_json
+from recurjax.json_files import json_text, read_json
 from recurjax.model import Decoder, count_parameters
 from recurjax.surgery.fitted_mixers import MixerFit, fit_mixers
 from recurjax.surgery.recency import (
@@ -223,7 +222,7 @@ def run_to_recursive(argv: list[str]) -> int:
     }
 
     def report(folder: Path) -> None:
-        text = json.dumps(told, indent=1) + "\n"
+        text = json_text(told, indent=1) + "\n"
         (folder / "report.json").write_text(text, encoding="utf-8")
         plot_energy(energies, folder / "energy.png")
 
@@ -368,7 +367,7 @@ def _write(
 def _write_heads(
     folder: Path, told: dict[str, Any], recency: HeadRecency | None, replaced: Any
 ) -> None:
-    text = json.dumps(told, indent=1) + "\n"
+    text = json_text(told, indent=1) + "\n"
     (folder / "heads.json").write_text(text, encoding="utf-8")
     if recency is not None:
         plot_heads(recency, replaced, folder / "heads.png")

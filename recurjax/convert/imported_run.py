@@ -1,6 +1,5 @@
 """A model from elsewhere as a run directory: what `generate` and `evaluate` read."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from recurjax.convert.output_directory import whole_directory
 from recurjax.data.config import DataConfig, EmbeddedText, TokenizerFile
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.experiment import Experiment
+from recurjax.json_files import json_text
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import to_nested_dict
 from recurjax.training.checkpoint import Checkpoints
@@ -84,6 +84,6 @@ def write_run(
         finally:
             checkpoints.close()
         if parity is not None:
-            text = json.dumps(parity, indent=2) + "\n"
+            text = json_text(parity, indent=2) + "\n"
             (aside / "parity.json").write_text(text, encoding="utf-8")
         extra(aside)

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recurjax.errors import UserError
+from recurjax.ranges import require_numbers, require_range
+
+MOST_AHEAD = 1024
+"""Batches made ahead, and threads that make them: more only fills the memory."""
+
+_LARGEST_BPE = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +199,8 @@ class Bpe:
     train_bytes: int = 200_000_000
 
     def __post_init__(self):
+        require_numbers(self)
+        require_range(self, "vocabulary", most=_LARGEST_BPE)
         _require_size(self, self.vocabulary, 257, "256 bytes and BOS")
         _require_text(self, self.train_bytes)
 
@@ -212,6 +220,8 @@ class NanochatBpe:
     train_bytes: int = 2_000_000_000
 
     def __post_init__(self):
+        require_numbers(self)
+        require_range(self, "vocabulary", most=_LARGEST_BPE)
         _require_size(self, self.vocabulary, 265, "256 bytes and 9 special tokens")
         _require_text(self, self.train_bytes)
 
@@ -266,6 +276,7 @@ class DataConfig:
     threads: int = 2
 
     def __post_init__(self):
+        require_numbers(self)
         if self.packing not in ("concat", "best_fit"):
             raise UserError(
                 f"data: packing must be concat or best_fit, got {self.packing!r}"
@@ -277,6 +288,8 @@ class DataConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise UserError(f"data: seed must lie in [0, 2**32), got {self.seed}")
+        require_range(self, "prefetch", "threads", most=MOST_AHEAD)
+        require_range(self, "packing_buffer", most=2**24)
         for name, least in (("packing_buffer", 1), ("prefetch", 0), ("threads", 1)):
             if getattr(self, name) < least:
                 raise UserError(

@@ -83,7 +83,8 @@ class Manifest:
     version: str = ""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        values = json.loads(json.dumps(asdict(self)))
+        return json.dumps({**values, "digest": _digest(values)}, indent=1) + "\n"
 
 
 class PreparedStream:
@@ -184,6 +185,8 @@ def read_manifest(directory: Path) -> Manifest:
             f"{FORMAT}: prepare the data again"
         )
     refuse_newer(values.get("version", ""), file)
+    digest = values.pop("digest", None)
+    written = dict(values)
     values.setdefault("version", "")
     shards = values.get("shards")
     if not isinstance(shards, list) or not shards:
@@ -196,6 +199,12 @@ def read_manifest(directory: Path) -> Manifest:
         )
     if manifest.train_tokens + manifest.validation_tokens > manifest.tokens:
         raise UserError(f"{file} is damaged: its splits are more than its tokens")
+    # Directories from before have none.
+    if digest not in (None, _digest(written)):
+        raise UserError(
+            f"{file} is damaged: it is not what was written, by its digest; prepare "
+            "the data again or put the manifest back"
+        )
     return manifest
 
 
@@ -234,6 +243,11 @@ def verify_checksums(directory: Path) -> None:
             raise UserError(f"shard {path} is missing: prepare the data again")
         if sha256_of(path) != shard.sha256:
             raise UserError(f"shard {path} is damaged: prepare the data again")
+
+
+def _digest(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def sha256_of(path: Path) -> str:

@@ -113,11 +113,48 @@ def _task(file: Path, items: Sequence[Any], settings: Mapping[str, Any]) -> Task
                 f"{file}: item {number} lacks {', '.join(sorted(lacks))}, which a "
                 f"{kind} task wants"
             )
+        if wrong := _wrong(item, kind):
+            raise UserError(f"{file}: item {number}: {wrong}")
+    fewshot, baseline = settings["fewshot"], float(settings["baseline"])
+    if type(fewshot) is not int or not 0 <= fewshot <= _MOST_EXAMPLES:
+        raise UserError(
+            f"{file}: fewshot must be 0 to {_MOST_EXAMPLES}, got {fewshot!r:.60}"
+        )
+    if not 0 <= baseline <= 100:
+        raise UserError(
+            f"{file}: baseline must be an accuracy of 0 to 100 %, got {baseline}"
+        )
+    if not isinstance(settings["delimiter"], str):
+        raise UserError(f"{file}: delimiter must be a string")
     return Task(
         label=label,
         kind=kind,
         items=tuple(items),
-        fewshot=int(settings["fewshot"]),
-        delimiter=str(settings["delimiter"]),
-        baseline=float(settings["baseline"]),
+        fewshot=fewshot,
+        delimiter=settings["delimiter"],
+        baseline=baseline,
     )
+
+
+_MOST_EXAMPLES = 1000
+
+
+def _wrong(item: Mapping[str, Any], kind: str) -> str | None:
+    """Says what of an item's fields is not as its kind of task wants it."""
+    lists = {"multiple_choice": "choices", "schema": "context_options"}
+    for name in sorted(_KEYS[kind] - {"gold", *lists.values()}):
+        if not isinstance(item[name], str):
+            return f"{name} must be a string, got {item[name]!r:.60}"
+    if kind not in lists:
+        return None
+    options, gold = item[lists[kind]], item["gold"]
+    if not isinstance(options, list) or not options:
+        return f"{lists[kind]} must be a list of strings, got {options!r:.60}"
+    if not all(isinstance(option, str) for option in options):
+        return f"{lists[kind]} must be strings, got {options!r:.60}"
+    if type(gold) is not int or not 0 <= gold < len(options):
+        return (
+            f"gold must be 0 to {len(options) - 1}, the place of one of {lists[kind]}, "
+            f"got {gold!r:.60}"
+        )
+    return None

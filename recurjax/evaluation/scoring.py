@@ -8,6 +8,7 @@ for each of them, which is the same function, since any cut of a sequence equals
 whole.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -59,6 +60,16 @@ Score = Callable[[Sequence[Pair]], list[PairScore]]
 """Scores pairs, in their order. What an evaluation asks of a model."""
 
 
+def _require_finite(scores: dict[int, PairScore]) -> None:
+    for number, found in scores.items():
+        if not math.isfinite(found.log_p):
+            raise UserError(
+                f"the model's log-probability of text {number + 1} is {found.log_p}: "
+                "its parameters hold NaN or infinities, or its activations overflow; "
+                "take a checkpoint from before it diverged"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scorer:
     """Scores pairs with a model; callable as `Score`.
@@ -87,7 +98,8 @@ class Scorer:
         """Scores pairs.
 
         Raises:
-          UserError: a pair has an empty half, or is longer than the model can read.
+          UserError: a pair has an empty half, or is longer than the model can read, or
+            the model's logits are not finite.
         """
         scores: dict[int, PairScore] = {}
         for done in self.batches(pairs):
@@ -117,6 +129,7 @@ class Scorer:
                     done = next(found, None)
                 if done is None:
                     break
+                _require_finite(done)
                 self.report(len(done))
                 yield done
 

@@ -14,6 +14,9 @@ from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.types import Array, Cache, Tokens
 
+NOT_FINITE = -1
+"""In place of a token: the logits that it was to be drawn from were not finite."""
+
 
 class DecodeState(NamedTuple):
     """Where a batch of texts stands between two calls.
@@ -175,6 +178,8 @@ def _draw(
     # batch.
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, state.drawn)
     ids = sample(keys, logits, state.seen, sampling)
+    # Of NaN any token is as likely: none is drawn, and the host finds the mark.
+    ids = jnp.where(jnp.isfinite(logits).all(-1), ids, NOT_FINITE)
     ids = jnp.where(state.finished, state.newest, ids)
     seen = state.seen
     if seen is not None:

@@ -1,5 +1,6 @@
 """Continues sequences of token ids with any model."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, Int32, Key
 
+from pallas_kernels import target
 from recurjax.errors import UserError
-from recurjax.inference.decoding import decode, prefill
+from recurjax.inference.decoding import NOT_FINITE, decode, prefill
 from recurjax.inference.sampling import PLAIN, SamplingConfig, row_keys
 from recurjax.inference.timing import Timing
 from recurjax.model import Decoder, ModelConfig
+from recurjax.ranges import LARGEST_SIZE
 from recurjax.sharding import replicated
 from recurjax.types import Array, Tokens
 
@@ -31,6 +34,10 @@ LONG_CHUNK = 64
 
 _CACHE_STEP = 64
 _SMALLEST_BUCKET = 16
+
+
+class NotFinite(UserError):
+    """Logits are NaN or infinite, so that nothing can be drawn from them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +93,7 @@ def generate_tokens(
     Raises:
       UserError: no prompt; an empty one; a prompt and its continuation are longer than
         the model or the cache allows; a token that the model does not have.
+      NotFinite: logits are NaN or infinite.
     """
     if chunk is None:
         chunk = LONG_CHUNK if on_token is None else CHUNK
@@ -97,9 +105,11 @@ def generate_tokens(
     reason = model.refuses_prefill(prefill_by)
     if reason is not None:
         raise UserError(reason)
-    ids = [np.asarray(prompt, np.int32) for prompt in prompts]
-    _check_tokens(ids, model.config.vocabulary)
+    read = [np.asarray(prompt, _id_dtype(prompt)) for prompt in prompts]
+    _check_tokens(read, model.config.vocabulary)
+    ids = [prompt.astype(np.int32) for prompt in read]
     cache_length = _fitting_cache(ids, max_new_tokens, cache_length, model.config)
+    _check_memory(model, len(ids), cache_length)
     tokens = _padded(ids, longest=cache_length)
     keys = row_keys(seed, len(ids)) if isinstance(seed, int) else seed
     if keys.shape != (len(ids),):
@@ -179,6 +189,13 @@ class _Rows:
                     self._take_one(row, token)
 
     def _take_one(self, row: int, token: int) -> None:
+        if token == NOT_FINITE:
+            raise NotFinite(
+                f"the model's logits are not finite at new token "
+                f"{len(self.tokens[row]) + 1} of prompt {row + 1}: its parameters hold "
+                "NaN or infinities, or its activations overflow; take a checkpoint "
+                "from before it diverged"
+            )
         self.tokens[row].append(token)
         stopped = self._on_token is not None and self._on_token(row, token)
         if token == self._eos:
@@ -187,7 +204,38 @@ class _Rows:
             self.reasons[row] = "stop"
 
 
-def _check_tokens(prompts: list[Int32[np.ndarray, " _"]], vocabulary: int) -> None:
+def _id_dtype(prompt: Sequence[int] | Int[np.ndarray, " _"]) -> Any:
+    """Returns a dtype that ids fit into also when they are no token's."""
+    if isinstance(prompt, np.ndarray):
+        return prompt.dtype
+    return np.int64 if all(abs(i) < 2**63 for i in prompt) else object
+
+
+def _check_memory(model: Decoder, rows: int, length: int) -> None:
+    """Refuses a cache that this machine cannot hold, before it is asked for.
+
+    Of an accelerator XLA says so itself; a host's memory is promised and then taken by
+    ending the process.
+    """
+    if length > LARGEST_SIZE:
+        raise UserError(
+            f"prompt and new tokens take {length} positions, more than {LARGEST_SIZE}: "
+            "ask for fewer new tokens"
+        )
+    if target.current().platform != "cpu":
+        return
+    cache = jax.eval_shape(lambda: model.init_cache(rows, length, model.config.dtype))
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise UserError(
+            f"{rows} prompts of up to {length} positions need a cache of "
+            f"{needed / 2**30:,.0f} GiB, this machine has {there / 2**30:,.0f}: ask "
+            "for fewer new tokens or prompts at a time"
+        )
+
+
+def _check_tokens(prompts: list[np.ndarray], vocabulary: int) -> None:
     if not prompts:
         raise UserError("there is no prompt: give at least one")
     for row, ids in enumerate(prompts):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from recurjax.ranges import require_numbers
 from recurjax.types import Array
 
 
@@ -42,6 +43,7 @@ class InitConfig:
     head_std: float | None = None
 
     def __post_init__(self):
+        require_numbers(self)
         for name in ("std", "truncate", "embedding_std", "head_std"):
             value = getattr(self, name)
             if value is not None and value <= 0:

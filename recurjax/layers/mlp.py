@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import LowRank, linear
+from recurjax.ranges import require_numbers
 from recurjax.types import Array
 
 MlpKind = Literal["gelu", "gelu_tanh", "relu_squared", "swiglu", "geglu", "geglu_tanh"]
@@ -33,6 +34,7 @@ class MlpConfig:
     bias: bool = False
 
     def __post_init__(self):
+        require_numbers(self)
         if self.width < 1:
             raise ValueError(f"MlpConfig: width must be at least 1, got {self.width}")
 

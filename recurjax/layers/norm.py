@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
+from recurjax.ranges import require_numbers
 from recurjax.types import Array
 
 
@@ -30,6 +31,7 @@ class NormConfig:
     one_plus: bool = False
 
     def __post_init__(self):
+        require_numbers(self)
         if self.eps < 0:
             raise ValueError(f"NormConfig: eps must not be negative, got {self.eps}")
         if self.one_plus and not self.scale:

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.initialization import InitConfig, draw_embedding
+from recurjax.ranges import require_numbers, require_range
 from recurjax.types import Array
 
 
@@ -25,6 +26,7 @@ class Rope:
     fraction: float = 1.0
 
     def __post_init__(self):
+        require_numbers(self)
         if not 0 < self.fraction <= 1:
             raise ValueError(f"Rope: fraction must be in (0, 1], got {self.fraction}")
         if self.base <= 1:
@@ -41,6 +43,10 @@ class Alibi:
 
     max_bias: float = 8.0
 
+    def __post_init__(self):
+        require_numbers(self)
+        require_range(self, "max_bias", above=0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnedPositions:
@@ -53,6 +59,7 @@ class LearnedPositions:
     length: int
 
     def __post_init__(self):
+        require_numbers(self)
         if self.length < 1:
             raise ValueError(f"LearnedPositions: length must be >= 1: {self.length}")
 

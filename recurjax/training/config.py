@@ -3,7 +3,8 @@
 import re
 from dataclasses import dataclass, field
 
-from recurjax.ranges import require_range
+from recurjax.errors import UserError
+from recurjax.ranges import LARGEST_BATCH, require_numbers, require_range
 from recurjax.training.spikes import SpikeConfig
 
 
@@ -58,6 +59,7 @@ class TrainingConfig:
     mlflow_experiment: str | None = None
 
     def __post_init__(self):
+        require_numbers(self)
         least_one = (
             "steps",
             "batch",
@@ -72,6 +74,11 @@ class TrainingConfig:
                 raise ValueError(
                     f"training.{name} must be at least 1, got {getattr(self, name)}"
                 )
+        if self.tokens_per_step > LARGEST_BATCH:
+            raise UserError(
+                f"training.batch {self.batch} x training.length {self.length} is more "
+                "than 2^28 tokens a step: lower one of them"
+            )
         if self.batch % self.accumulation:
             raise ValueError(
                 f"training.batch must be a multiple of training.accumulation, got "
@@ -119,6 +126,7 @@ class EvaluationConfig:
     temperature: float = 0.8
 
     def __post_init__(self):
+        require_numbers(self)
         for name in ("batch", "batches"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -17,21 +17,22 @@ from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score
 from recurjax.experiment import Experiment
 from recurjax.inference.generate import generate
+from recurjax.inference.generate_tokens import NotFinite
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.training.agreement import first_process
 from recurjax.training.interruption import Interruption
 from recurjax.training.run import (
     Description,
     MetricsWriter,
-    RunLock,
     TrainingProgress,
     device_memory,
-    held,
+    hold,
     note_start,
     open_trackers,
     plot_losses,
 )
 from recurjax.training.session import Metrics, Session
+from recurjax.training.spikes import fault, skip_message
 from recurjax.training.step import TrainState
 
 _IN_FLIGHT = 2  # Steps given to the device before the host waits for the oldest.
@@ -104,7 +105,7 @@ def _train(
 ) -> TrainingResult:
     quiet = jax.process_index() != 0
     console = Console(quiet=True) if quiet else console or Console()
-    check_lock = _hold(root, stack, console)
+    check_lock = hold(root, stack, console)
     session = Session(experiment, root, after_write=after_write)
     stack.callback(session.close)
     stack.enter_context(peers.last_words(session.finish_save))
@@ -127,19 +128,6 @@ def _train(
     loop = _Loop(session, progress, writer, interruption, check_lock)
     stack.callback(loop.stop_trace)
     return loop.run(state, start)
-
-
-def _hold(root: Path, stack: ExitStack, console: Console) -> Callable[[], None]:
-    """Has process 0 hold the run directory; returns the check that it still does."""
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-    locks: list[RunLock] = []
-    # Released last: until then what is being saved is on its way to the disk.
-    stack.enter_context(peers.last_words(lambda: [lock.release() for lock in locks]))
-    first_process(lambda: locks.append(stack.enter_context(held(root, say))))
-    return lambda: first_process(lambda: locks[0].check())
 
 
 def _open_writer(
@@ -182,6 +170,8 @@ class _Loop:
         self.sample: str | None = None
         self.tracing = False
         self.cut_short = False
+        self.skipped = 0  # in a row, at the last step that was reported
+        self.owes_save = False
 
     def run(self, state: TrainState, start: int) -> TrainingResult:
         training = self.experiment.training
@@ -199,7 +189,7 @@ class _Loop:
                 self._report(in_flight=0)
                 compiled = time.monotonic() - began
             self._report(in_flight=_IN_FLIGHT)
-            if self._is_due(step):
+            if self._is_due(step) or self.owes_save:
                 # Everything before this point is shown and written before it is saved.
                 self._report(in_flight=0)
                 pause = time.monotonic()
@@ -220,6 +210,8 @@ class _Loop:
             plot_losses(
                 self.session.directory.metrics, self.session.directory.loss_plot
             )
+        if finished:
+            self._refuse_a_bad_end(state, step)
         interrupted = self.interruption.wish == "interrupt"
         stopped = "interrupted" if interrupted else "terminated"
         return TrainingResult(
@@ -231,6 +223,27 @@ class _Loop:
             compile_seconds=compiled,
             train_seconds=seconds,
         )
+
+    def _refuse_a_bad_end(self, state: TrainState, step: int) -> None:
+        """Tells of a run that reached its last step and no model.
+
+        Raises:
+          UserError: no step counted, or the last validation loss is not finite.
+        """
+        if int(state.spikes.accepted) == 0:
+            raise UserError(
+                f"the run ended at step {step}, but none of its steps counted (see the "
+                f"lines above or in {self.session.directory.log}): the parameters are "
+                "those it began with; lower the learning rate or look at the data, and "
+                "start again under another --name"
+            )
+        directory = self.session.directory
+        if first_process(lambda: directory.has_no_finite_loss(step)):
+            raise UserError(
+                f"the run ended at step {step} with a validation loss that is not "
+                "finite: it diverged; lower the learning rate, lengthen the warm-up, "
+                "and start again under another --name"
+            )
 
     def _is_due(self, step: int) -> bool:
         return self._evaluates_at(step) or (
@@ -248,10 +261,10 @@ class _Loop:
         while len(self.pending) > in_flight:
             step, arrays = self.pending.popleft()
             metrics = {name: float(x) for name, x in jax.device_get(arrays).items()}
-            skipped = int(metrics["skipped"])
+            skipped = self.skipped = int(metrics["skipped"])
             self.progress.advance(step, metrics["loss"])
             if skipped:
-                self.progress.say(_skip_message(step, skipped, metrics))
+                self.progress.say(skip_message(step, skipped, metrics))
             if step % training.log_every == 0 or step == training.steps:
                 self.progress.line(step, metrics)
                 if self.writer is not None:
@@ -262,24 +275,26 @@ class _Loop:
 
     def _give_up(self, step: int, skipped: int, metrics: dict[str, float]) -> None:
         self.session.wait()
-        good = self.session.last_checkpoint()
+        # The update before the first bad step is what made it bad, as far as anybody
+        # knows: good is a checkpoint whose next step counted.
+        first = step - skipped + 1
+        good = [at for at in self.session.checkpoints() if at < first - 1]
         where = (
-            "no checkpoint was made yet"
-            if good is None
-            else f"the last good checkpoint is step {good} in "
+            f"the last good checkpoint is step {good[-1]} in "
             f"{self.session.directory.checkpoints}"
+            if good
+            else "no checkpoint was made that a step which counts came after"
         )
         raise UserError(
-            f"training stopped at step {step}: the loss ({metrics['loss']:.4g}) was "
-            f"not finite or far above the last ones for {skipped} steps "
-            f"in a row; {where}; "
+            f"training stopped at step {step}: {skipped} steps in a row did not count "
+            f"({fault(metrics)}); {where}; "
             "lower the learning rate, lengthen the warm-up or change "
             "--training.spikes.sigma, and start again under another --name"
         )
 
     def _evaluate_and_save(self, state: TrainState, step: int) -> None:
         if not self._evaluates_at(step):
-            self._save(state, step)
+            self._save_if_sound(state, step)
             return
         try:
             score = self.session.evaluate(state, between=self._poll)
@@ -293,7 +308,20 @@ class _Loop:
         try:
             self._write_samples(state, step)
         finally:  # Whatever drawing samples may meet, the step is on disk.
-            self._save(state, step, score.loss)
+            self._save_if_sound(state, step, score.loss)
+
+    def _save_if_sound(
+        self, state: TrainState, step: int, loss: float | None = None
+    ) -> None:
+        """Saves, but not while steps are skipped: then after the next that counts.
+
+        A model that diverged would take the place of the last ones that did not. The
+        last step is saved in any case: the run would otherwise never end.
+        """
+        last = step == self.experiment.training.steps
+        self.owes_save = self.skipped > 0 and not last
+        if not self.owes_save:
+            self._save(state, step, loss)
 
     def _save(self, state: TrainState, step: int, loss: float | None = None) -> None:
         self.check_lock()
@@ -322,14 +350,18 @@ class _Loop:
         if jax.process_count() > 1:
             self.progress.say("samples are not drawn while several processes train")
             return
-        made = generate(
-            state.model,
-            list(evaluation.sample_prompts),
-            tokenizer=self.session.dataset.tokenizer,
-            max_new_tokens=evaluation.sample_tokens,
-            sampling=SamplingConfig(temperature=evaluation.temperature),
-            seed=self.experiment.training.seed,
-        )
+        try:
+            made = generate(
+                state.model,
+                list(evaluation.sample_prompts),
+                tokenizer=self.session.dataset.tokenizer,
+                max_new_tokens=evaluation.sample_tokens,
+                sampling=SamplingConfig(temperature=evaluation.temperature),
+                seed=self.experiment.training.seed,
+            )
+        except NotFinite as error:  # Training may find back; what it is, is said.
+            self.progress.say(f"no samples: {error}")
+            return
         self.sample = evaluation.sample_prompts[0] + made.texts[0]
         pairs = zip(evaluation.sample_prompts, made.texts, strict=True)
         texts = [prompt + text for prompt, text in pairs]
@@ -359,10 +391,3 @@ class _Loop:
 
 class _Interrupted(Exception):
     """An evaluation was left because the run is to stop."""
-
-
-def _skip_message(step: int, skipped: int, metrics: dict[str, float]) -> str:
-    return (
-        f"step {step} was skipped ({skipped} in a row): loss {metrics['loss']:.4g}, "
-        f"gradient norm {metrics['gradient_norm']:.4g}"
-    )

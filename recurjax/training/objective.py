@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from recurjax.cross_entropy import token_losses
 from recurjax.model import Decoder, ModelConfig
-from recurjax.ranges import require_range
+from recurjax.ranges import require_numbers, require_range
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 from recurjax.variants.latent_recurrent_transformer.objectives import (
     Chunked,
@@ -51,6 +51,7 @@ class NextToken:
     frozen: ClassVar[FrozenModel | None] = None
 
     def __post_init__(self):
+        require_numbers(self)
         require_range(self, "z_loss", least=0)
         if self.vocabulary_chunks < 1:
             raise ValueError(

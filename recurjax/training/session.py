@@ -8,9 +8,11 @@ from typing import Any
 import jax
 
 from recurjax.config_json import from_json, to_json
+from recurjax.data.config import Prepared
 from recurjax.data.dataset import AnyDataset, SplitName, open_dataset
 from recurjax.data.loader import Loader
 from recurjax.data.mixture import ChainedLoader, MixtureLoader
+from recurjax.data.prepared import verify_checksums
 from recurjax.data.tasks.dataset import TaskLoader
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score, joined, score
@@ -76,6 +78,11 @@ class Session:
             check_start(experiment, self.dataset.tokenizer)
         check_frozen(experiment, self.dataset.tokenizer)
         if not claimed:
+            # Once a run: shards of one size in each other's place are other text.
+            corpus = getattr(experiment.data, "corpus", None)
+            if isinstance(corpus, Prepared):
+                there = Path(corpus.directory).expanduser()
+                first_process(lambda: verify_checksums(there))
             first_process(
                 lambda: self.directory.claim(experiment, self.dataset.tokenizer)
             )
@@ -176,10 +183,9 @@ class Session:
         """Waits until a save in the background is on disk, and removes nothing."""
         self._checkpoints.finish()
 
-    def last_checkpoint(self) -> int | None:
-        """Names the newest complete step."""
-        steps = self._checkpoints.steps()
-        return steps[-1] if steps else None
+    def checkpoints(self) -> list[int]:
+        """Lists the complete steps, oldest first."""
+        return self._checkpoints.steps()
 
     def close(self) -> None:
         """Ends what runs in the background; waits for a save."""

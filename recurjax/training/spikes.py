@@ -1,12 +1,19 @@
 """Steps that must not count: a loss that is not finite, or far above its neighbours."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from recurjax.ranges import require_numbers, require_range
 from recurjax.types import Array, Scalar
+
+LARGEST_WINDOW = 2**16
+_FEWEST = 16
+"""Losses that must be known before one can be far above them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,8 +23,8 @@ class SpikeConfig:
     Attributes:
       enabled: False skips nothing and stops at nothing.
       window: the last losses that were not skipped, to compare with.
-      sigma: skip when a loss is this many standard deviations above their mean. A loss,
-        gradient or update that is not finite is always skipped.
+      sigma: skip when a loss is this many deviations above their median, see `judge`. A
+        loss, gradient or update that is not finite is always skipped.
       patience: this many skips in a row end the run.
     """
 
@@ -27,11 +34,10 @@ class SpikeConfig:
     patience: int = 10
 
     def __post_init__(self):
-        if self.window < 2 or self.sigma <= 0 or self.patience < 1:
-            raise ValueError(
-                "SpikeConfig: window must be >= 2, sigma > 0 and patience >= 1, got "
-                f"{self.window}, {self.sigma}, {self.patience}"
-            )
+        require_numbers(self)
+        require_range(self, "window", least=2, most=LARGEST_WINDOW)
+        require_range(self, "sigma", above=0)
+        require_range(self, "patience", least=1)
 
 
 class SpikeState(NamedTuple):
@@ -61,12 +67,23 @@ def judge(
     """Says whether the step counts, and remembers it.
 
     The step counts when the loss is finite, gradient and update are (`finite`) and,
-    once `window` losses are known, loss <= mean + sigma * std of them.
+    once 16 losses x are known (or a whole smaller window),
+
+        loss <= m + sigma * max(1.4826 * median |x - m|, max(1, m) / 100),
+
+    m = median x. 1.4826 makes the deviation that of a normal distribution. Medians,
+    since one huge loss that was let in at the start would raise a mean and a standard
+    deviation so far that no later one is seen, and a loss that grows by half every step
+    would stay near them. The last term keeps losses that hardly differ from making a
+    spike of nothing.
     """
     good = jnp.isfinite(loss) & finite
-    full = state.accepted >= config.window
-    limit = state.losses.mean() + config.sigma * state.losses.std()
-    good &= ~full | (loss <= limit)
+    known = jnp.minimum(state.accepted, config.window)
+    middle = _median(state.losses, known)
+    deviation = 1.4826 * _median(jnp.abs(state.losses - middle), known)
+    least = jnp.maximum(1.0, middle) / 100
+    limit = middle + config.sigma * jnp.maximum(deviation, least)
+    good &= (known < min(_FEWEST, config.window)) | (loss <= limit)
     good |= not config.enabled
     # Only accepted losses enter the ring: a spike does not raise the next one's limit.
     slot = state.accepted % config.window
@@ -76,3 +93,36 @@ def judge(
         accepted=state.accepted + good,
         skipped=jnp.where(good, 0, state.skipped + 1),
     )
+
+
+def _median(values: Float[Array, " window"], known: Int[Array, ""]) -> Scalar:
+    """Computes the median of the first `known` values; 0 of none."""
+    # What is not known yet is sorted to the end.
+    slots = jnp.arange(values.size)
+    ordered = jnp.sort(jnp.where(slots < known, values, jnp.inf))
+    low, high = (known - 1) // 2, known // 2
+    return jnp.where(known > 0, (ordered[low] + ordered[high]) / 2, 0.0)
+
+
+def skip_message(step: int, skipped: int, metrics: Mapping[str, float]) -> str:
+    """Tells of a step that did not count, from the metrics of `train_step`."""
+    return (
+        f"step {step} was skipped ({skipped} in a row): {fault(metrics)} (loss "
+        f"{metrics['loss']:.4g}, gradient norm {metrics['gradient_norm']:.4g})"
+    )
+
+
+def fault(metrics: Mapping[str, float]) -> str:
+    """Names what made a step not count."""
+    names = {
+        "loss": "the loss",
+        "gradient_norm": "the gradient's norm",
+        "update_norm": "the update's norm",
+    }
+    told = [
+        f"{said} is {metrics[name]}"
+        for name, said in names.items()
+        if not math.isfinite(metrics[name])
+    ]
+    far = f"the loss, {metrics['loss']:.4g}, is far above the last ones"
+    return ", ".join(told) or far

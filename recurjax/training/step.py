@@ -82,7 +82,8 @@ def train_step(
 
     Returns:
       The next state, and metrics: the objective's own, `gradient_norm` (of what is
-      trained, before clipping), `skipped` (in a row) and `updates` (made before this).
+      trained, before clipping), `update_norm` (of what is added to them), `skipped`
+      (in a row) and `updates` (made before this).
     """
     if frozen is not None:
         objective = _with_frozen(objective, frozen)
@@ -94,7 +95,8 @@ def train_step(
     updates, moments = optimizer.update(gradient, state.optimizer, trained)
     # A finite gradient can still give an update that is not: a second moment that
     # overflowed, say. Both are asked.
-    finite = jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
+    update_norm = optax.tree.norm(updates)
+    finite = jnp.isfinite(norm) & jnp.isfinite(update_norm)
     good, seen = judge(state.spikes, metrics["loss"], finite, spikes)
     model = whole_model(optax.apply_updates(trained, updates), state.model)
     # Old and new are both at hand and one is chosen: a step that does not count costs
@@ -105,6 +107,7 @@ def train_step(
         moments = keep(moments, state.optimizer)
     metrics |= {
         "gradient_norm": norm,
+        "update_norm": update_norm,
         "skipped": seen.skipped,
         "updates": state.spikes.accepted,
     }

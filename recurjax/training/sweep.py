@@ -4,7 +4,6 @@ Each run resumes by itself, so a sweep that was stopped goes on where it stood. 
 told of a run is read from its own files.
 """
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from rich.console import Console
 from recurjax.data.config import DataConfig
 from recurjax.experiment import Experiment
 from recurjax.files import write_whole
+from recurjax.json_files import json_text
 from recurjax.model import count_parameters
 from recurjax.training.loop import train
 from recurjax.training.run import RunDirectory
@@ -158,4 +158,4 @@ def markdown(reached: Sequence[Reached]) -> str:
 
 
 def _json(reached: Sequence[Reached]) -> str:
-    return json.dumps([run._asdict() for run in reached], indent=2) + "\n"
+    return json_text([run._asdict() for run in reached], indent=2) + "\n"

@@ -5,6 +5,8 @@ import shutil
 import pytest
 
 from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.config import TextFiles
+from recurjax.data.prepare import prepare
 from recurjax.training.run import RunDirectory
 from tests.cli.commands import TINY, assert_refused, experiment_file, recurjax
 from tests.training.tiny_experiment import config
@@ -194,3 +196,28 @@ def test_options_replace_what_the_file_says():
         schedule=config().schedule,
     )
     assert same == config()
+
+
+def test_swapped_shards_of_one_size_are_found_when_a_run_begins(tmp_path):
+    text = "".join(chr(97 + i * i % 26) for i in range(3 * 65536))
+    (tmp_path / "text.txt").write_text(text)
+    data = tmp_path / "data"
+    prepare(
+        TextFiles(patterns=(str(tmp_path / "text.txt"),)),
+        ByteTokenizer(),
+        data,
+        shard_tokens=65536,
+        validation_fraction=0.1,
+    )
+    one, two = sorted(data.glob("tokens-*"))[:2]
+    assert one.stat().st_size == two.stat().st_size
+    moved = one.rename(data / "aside")
+    two.rename(one)
+    moved.rename(two)
+    body = (
+        f"return changed(tiny(), data={{'corpus': Prepared(directory={str(data)!r})}})"
+    )
+    file = experiment_file(tmp_path, body)
+    answer = recurjax("train", file, "--runs", tmp_path / "runs")
+    assert_refused(answer, "shard .*tokens-00000.* is damaged")
+    assert not (tmp_path / "runs").exists()

@@ -1,5 +1,6 @@
 """Training at the command line: stopped by a signal, out of space, damaged on disk."""
 
+import json
 import os
 import re
 import shutil
@@ -66,6 +67,49 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch, tmp_path):
 
     monkeypatch.setattr(Session, "next_batch", twice)
     assert resume(tmp_path / "tiny")[::2] == (130, "recurjax: interrupted\n")
+
+
+def saved(run):
+    return sorted(int(p.name) for p in (run / "checkpoints").iterdir())
+
+
+def test_a_run_that_diverges_names_a_checkpoint_from_before(
+    quick_compilation, tmp_path
+):
+    # At a rate of 1e9 the first update destroys the model: no checkpoint is good, and
+    # while steps are skipped none takes the place of those before.
+    often = ["--training.steps", 40, "--training.checkpoint-every", 1]
+    answer = resume(tmp_path / "tiny", *often, "--optimizer.learning-rate", 1e9)
+    assert_refused(
+        answer, r"stopped at step \d+: 10 steps in a row did not count \(the"
+    )
+    assert re.search("norm is (inf|nan)|loss is nan|far above", answer[2])
+    assert "the last good checkpoint" not in answer[2]
+    step = int(re.search(r"at step (\d+)", answer[2])[1])
+    assert max(saved(tmp_path / "tiny")) <= step - 10
+
+
+def test_a_run_of_which_no_step_counted_does_not_end_well(quick_compilation, tmp_path):
+    few = ["--training.steps", 5, "--optimizer.learning-rate", 1e30]
+    answer = resume(tmp_path / "tiny", *few)
+    assert_refused(answer, "ended at step 5, but none of its steps counted")
+    assert "(1 in a row): the update's norm is inf" in answer[1].replace("\n", " ")
+    assert_refused(resume(tmp_path / "tiny", *few), "none of its steps counted")
+
+
+def test_a_run_without_a_finite_loss_ends_with_2_and_draws_nothing(
+    quick_compilation, tmp_path
+):
+    wild = ["--training.steps", 4, "--optimizer.learning-rate", 1e30]
+    run = tmp_path / "tiny"
+    answer = resume(run, *wild, "--training.spikes.no-enabled")
+    assert_refused(answer, "ended at step 4 with a validation loss that is not finite")
+    assert_refused(resume(run, *wild, "--training.spikes.no-enabled"), "not finite")
+    answer = recurjax("evaluate", run)
+    assert answer[0] == 2 and "the loss of" in answer[2]
+    assert json.loads(answer[1])["loss"] is None and "NaN" not in answer[1]
+    answer = recurjax("generate", run, "--prompt", "a")
+    assert (answer[0], answer[1]) == (2, "") and "logits are not finite" in answer[2]
 
 
 def test_a_second_process_in_a_run_directory_changes_nothing(finished, tmp_path):

@@ -201,6 +201,7 @@ def test_a_manifest_cannot_name_a_file_outside_the_folder(folder, name):
     manifest = folder / "manifest.json"
     values = json.loads(manifest.read_text())
     values["shards"][0]["file"] = name
+    del values["digest"]  # Whoever forges a manifest can forge its digest too.
     manifest.write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"nothing outside the folder|file is 3"):
         opened(folder)
@@ -222,6 +223,29 @@ def test_a_manifest_with_wrong_values_is_named(folder, field, value):
     manifest.write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"manifest\.json is damaged"):
         opened(folder)
+
+
+def test_a_manifest_that_was_changed_is_told_and_one_without_a_digest_is_read(folder):
+    file = folder / "manifest.json"
+    text = file.read_text()
+    number = json.loads(text)["train_tokens"]
+    file.write_text(text.replace(f'"train_tokens": {number}', '"train_tokens": 7'))
+    with pytest.raises(UserError, match="manifest.json is damaged: it is not what"):
+        read_manifest(folder)
+    values = json.loads(text)
+    del values["digest"]
+    file.write_text(json.dumps(values))
+    assert read_manifest(folder).train_tokens == number
+
+
+def test_shards_in_each_others_place_are_found_by_their_checksums(folder):
+    one, two = shards_of(folder)[:2]
+    aside = one.with_name("aside")
+    one.rename(aside)
+    two.rename(one)
+    aside.rename(two)
+    with pytest.raises(UserError, match="tokens-00000.* is damaged"):
+        verify_checksums(folder)
 
 
 def test_a_truncated_or_missing_shard_is_named(folder):

@@ -168,7 +168,10 @@ def test_a_bundle_is_read(tmp_path):
         (lambda b: (b / "core.yaml").unlink(), "is no CORE bundle: no .*core.yaml"),
         (lambda b: (b / "core.yaml").write_text("- 1"), "is no CORE bundle"),
         (lambda b: (b / "eval_data" / "one.jsonl").unlink(), "lacks files of CORE"),
-        (lambda b: (b / "eval_data" / "one.jsonl").write_text("{"), "as JSON lines"),
+        (
+            lambda b: (b / "eval_data" / "one.jsonl").write_text("{"),
+            "not valid JSON",
+        ),
         (lambda b: (b / "eval_data" / "one.jsonl").write_text(""), "holds no items"),
         (
             lambda b: (b / "eval_meta_data.csv").write_text(
@@ -205,6 +208,32 @@ def test_a_prepared_file_is_a_task(tmp_path):
         ({"items": []}, "a.json holds no items"),
         ({"items": [{"query": ""}]}, "item 0 lacks choices, gold, which a multiple"),
         ({"baseline": "half"}, "a.json is no CORE task: .*half"),
+        ({"baseline": float("nan")}, "baseline must be an accuracy"),
+        ({"fewshot": 1e9}, "fewshot must be 0 to 1000"),
+        ({"fewshot": None}, "fewshot must be 0 to 1000"),
+        ({"delimiter": 7}, "delimiter must be a string"),
+        *[
+            ({"items": [item, item | {"gold": gold}]}, "item 1: gold must be 0 to 1")
+            for gold in (9, 2, -1, None, "0", 0.0, True)
+        ],
+        ({"items": [item | {"query": 5}]}, "item 0: query must be a string, got 5"),
+        ({"items": [item | {"choices": "ab"}]}, "item 0: choices must be a list of st"),
+        ({"items": [item | {"choices": ["a", 1]}]}, "item 0: choices must be strings"),
+        ({"items": [item | {"choices": []}]}, "item 0: choices must be a list of stri"),
+        (
+            {
+                "kind": "schema",
+                "items": [{"context_options": ["a"], "continuation": "b", "gold": 1}],
+            },
+            "item 0: gold must be 0 to 0, the place of one of context_options, got 1",
+        ),
+        (
+            {
+                "kind": "language_modeling",
+                "items": [{"context": "a", "continuation": None}],
+            },
+            "item 0: continuation must be a string, got None",
+        ),
     ]:
         (tmp_path / "a.json").write_text(json.dumps(task | {"label": "a"} | change))
         with pytest.raises(UserError, match=message):

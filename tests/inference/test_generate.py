@@ -9,7 +9,7 @@ from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.inference.decoding import decode, prefill
 from recurjax.inference.generate import generate
-from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.generate_tokens import NotFinite, generate_tokens
 from recurjax.inference.sampling import SamplingConfig, row_keys
 from recurjax.layers.position import LearnedPositions
 from recurjax.sharding import MeshConfig, make_mesh, shardings
@@ -44,6 +44,27 @@ def test_greedy_text_is_the_argmax_of_the_plain_forward(model, greedy):
     assert greedy.finish_reasons == ["length"] * 3
     assert_greedy(model, PROMPTS, greedy)
     assert len({int(token) for ids in greedy.tokens for token in ids}) > 10
+
+
+def test_parameters_that_are_not_finite_are_told_and_not_drawn_from(model):
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, model)
+    with pytest.raises(NotFinite, match="not finite at new token 1 of prompt 1: its"):
+        chunks_of_four(broken)
+    drawn = SamplingConfig(temperature=1.0, top_k=3, repetition_penalty=1.1)
+    with pytest.raises(NotFinite, match="not finite at new token 1 of prompt 1: its"):
+        chunks_of_four(broken, sampling=drawn)
+
+
+@pytest.mark.parametrize("wish", [2**31, 10**12, 2**62])
+def test_more_than_the_machine_holds_is_refused_before_it_is_asked_for(model, wish):
+    with pytest.raises(UserError, match="ask for fewer new tokens|fewer new tokens"):
+        chunks_of_four(model, max_new_tokens=wish)
+
+
+@pytest.mark.parametrize("wrong", [2**31, -(2**31) - 1, 2**40, 10**30])
+def test_an_id_that_no_integer_of_the_device_holds_is_no_token(model, wrong):
+    with pytest.raises(UserError, match=r"prompt 2 has tokens from .* the model knows"):
+        chunks_of_four(model, [[1, 2], [3, wrong]])
 
 
 def test_rings_serve_past_their_window():

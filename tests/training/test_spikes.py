@@ -29,17 +29,55 @@ def test_a_loss_or_gradient_that_is_not_finite_never_counts(bad):
     assert verdicts([1.0, 1.0], finite=[False, True])[0] == [False, True]
 
 
-def test_a_loss_counts_up_to_sigma_deviations_above_the_window():
+def limit_of(window, sigma=3.0):
+    middle = np.median(window)
+    deviation = 1.4826 * np.median(np.abs(window - middle))
+    return middle + sigma * max(deviation, max(1.0, middle) / 100)
+
+
+def test_a_loss_counts_up_to_sigma_deviations_above_the_median():
     window = noise(8)
-    limit = np.mean(window) + 3.0 * np.std(window)
+    limit = limit_of(np.array(window))
     assert verdicts([*window, limit - 1e-3])[0][-1]
     assert not verdicts([*window, limit + 1e-3])[0][-1]
     assert verdicts([*window, 0.0])[0][-1]  # far below is good news
 
 
-def test_the_window_must_be_full_before_it_judges():
+@pytest.mark.parametrize("known", [16, 17, 40, 127, 200])
+def test_a_window_that_is_not_full_judges_by_what_is_known(known):
+    losses = noise(known) + np.linspace(2.0, 0.0, known)
+    limit = limit_of(losses[-128:], sigma=6.0)
+    wide = SpikeConfig()
+    assert verdicts([*losses, limit - 1e-3], config=wide)[0][-1]
+    assert not verdicts([*losses, limit + 1e-3], config=wide)[0][-1]
+
+
+def test_sixteen_losses_or_a_smaller_window_are_enough_to_judge():
     assert verdicts([*noise(7), 100.0])[0][-1]
     assert not verdicts([*noise(8), 100.0])[0][-1]
+    assert verdicts([*noise(15), 100.0], config=SpikeConfig())[0][-1]
+    assert not verdicts([*noise(16), 100.0], config=SpikeConfig())[0][-1]
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.5, 4.0])
+def test_a_loss_that_grows_at_every_step_is_stopped(factor):
+    losses = list(3.0 * factor ** np.arange(60))
+    found = verdicts(losses, config=SpikeConfig())[0]
+    assert not any(found[-10:])
+    if factor == 1.5:
+        assert max(loss for loss, good in zip(losses, found, strict=True) if good) < 1e4
+
+
+def test_one_huge_loss_that_was_let_in_hides_no_later_one():
+    losses = [*noise(3), 1e30, *noise(30), 20.0, *noise(3)]
+    assert (
+        verdicts(losses, config=SpikeConfig())[0] == [True] * 34 + [False] + [True] * 3
+    )
+
+
+def test_losses_that_hardly_differ_make_no_spike_of_nothing():
+    assert all(verdicts([*[1e-6] * 40, 1e-2], config=SpikeConfig())[0])
+    assert all(verdicts([*[2.0] * 40, 2.1], config=SpikeConfig())[0])
 
 
 def test_the_window_holds_the_last_losses_that_counted():
@@ -61,7 +99,9 @@ def test_a_rule_that_is_off_lets_everything_count():
     assert all(verdicts([*noise(8), 100.0, np.nan], config=off)[0])
 
 
-@pytest.mark.parametrize("field", [{"window": 1}, {"sigma": 0.0}, {"patience": 0}])
+@pytest.mark.parametrize(
+    "field", [{"window": 1}, {"sigma": 0.0}, {"patience": 0}, {"sigma": np.nan}]
+)
 def test_a_rule_without_sense_is_refused(field):
-    with pytest.raises(ValueError, match="SpikeConfig: window must be >= 2"):
+    with pytest.raises(ValueError, match=f"SpikeConfig: {next(iter(field))} must be"):
         SpikeConfig(**field)

@@ -19,6 +19,7 @@ from recurjax.convert.saving import write_tensors
 from recurjax.convert.torch.names import torch_pieces
 from recurjax.convert.torch.source import HF_REFERENCE, TEMPLATES, torch_source
 from recurjax.errors import UserError
+from recurjax.json_files import json_text
 from recurjax.training.run import LoadedRun
 
 FORMAT = "recurjax-torch-1"
@@ -143,4 +144,4 @@ def _name_tokenizer_class(file: Path) -> None:
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    file.write_text(json_text(values, indent=2) + "\n", encoding="utf-8")

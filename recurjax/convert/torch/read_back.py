@@ -15,6 +15,7 @@ from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, model_differences
 from recurjax.model import ModelConfig
+from recurjax.ranges import LARGEST_SIZE
 from recurjax.training.run import LoadedRun
 
 
@@ -45,6 +46,9 @@ def from_torch(
     missing = [name for name in ("model", "experiment", "step") if name not in keys]
     if missing:
         raise UserError(f"{file} lacks {', '.join(missing)}")
+    step = keys["step"]
+    if type(step) is not int or not 0 <= step <= LARGEST_SIZE:
+        raise UserError(f"{file}: step must be a number of steps, got {step!r:.60}")
     config = from_json(ModelConfig, keys["model"], path="model")
     experiment = from_json(Experiment, keys["experiment"], path="experiment")
     if changed := model_differences(config, experiment.model):
@@ -54,4 +58,4 @@ def from_torch(
     tokenizer = load_tokenizer(directory)
     source = open_directory(directory)
     model = load_model(config, torch_pieces(config), source, mesh=mesh, report=report)
-    return LoadedRun(experiment, model, tokenizer, keys["step"])
+    return LoadedRun(experiment, model, tokenizer, step)

@@ -11,6 +11,7 @@ import numpy as np
 
 from recurjax.data.tasks.rows import Row, Split, asked_at
 from recurjax.errors import UserError
+from recurjax.ranges import require_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,7 @@ class Copy:
     validation_rows: int = 1000
 
     def __post_init__(self):
+        require_numbers(self)
         if self.letters < 1:
             raise UserError("Copy: letters must be at least 1")
         for split in ("train", "validation"):

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.config import MOST_AHEAD
 from recurjax.data.loader import Batches
 from recurjax.data.pipeline import Batch, Layout, endless_order, prefetched
 from recurjax.data.symbols import Symbols
@@ -28,6 +29,7 @@ from recurjax.data.tasks.rows import Row, Split, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
+from recurjax.ranges import require_numbers, require_range
 from recurjax.types import IGNORED
 
 TaskConfig = (
@@ -61,8 +63,10 @@ class TaskData:
     threads: int = 1
 
     def __post_init__(self):
+        require_numbers(self)
         if not 0 <= self.seed < 2**32:
             raise UserError(f"data: seed must lie in [0, 2**32), got {self.seed}")
+        require_range(self, "prefetch", "threads", most=MOST_AHEAD)
         for name, least in (("prefetch", 0), ("threads", 1)):
             if getattr(self, name) < least:
                 raise UserError(

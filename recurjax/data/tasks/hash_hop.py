@@ -15,6 +15,7 @@ import numpy as np
 
 from recurjax.data.tasks.rows import Row, Split
 from recurjax.errors import UserError
+from recurjax.ranges import require_numbers
 from recurjax.types import IGNORED
 
 ALPHABET = string.ascii_lowercase + string.ascii_uppercase
@@ -58,6 +59,7 @@ class HashHop:
     validation_rows: int = 1000
 
     def __post_init__(self):
+        require_numbers(self)
         if self.size < 1 or self.hops < 1:
             raise UserError("HashHop: size and hops must be at least 1")
         if self.pairs < self.hops:

@@ -17,6 +17,7 @@ from jaxtyping import Int32
 
 from recurjax.data.tasks.rows import Row, Split, asked_at, next_token_targets
 from recurjax.errors import UserError
+from recurjax.ranges import require_numbers
 from recurjax.types import IGNORED
 
 TEST_ROWS = 1280
@@ -76,6 +77,7 @@ class InContextRecall(_Mad):
     noise: float = 0.0
 
     def __post_init__(self):
+        require_numbers(self)
         _Mad.__post_init__(self)
         _require_even(self, self.length)
         _require_noise(self, self.noise, self.noise_vocabulary)
@@ -124,6 +126,7 @@ class FuzzyRecall(_Mad):
     value_size: int = 3
 
     def __post_init__(self):
+        require_numbers(self)
         _Mad.__post_init__(self)
         words = self.vocabulary - 1
         if min(self.key_size, self.value_size) < 1:
@@ -197,6 +200,7 @@ class Memorization(_Mad):
     map_seed: int = 12345
 
     def __post_init__(self):
+        require_numbers(self)
         _Mad.__post_init__(self)
         _require_even(self, self.length)
         _require_pairs(self, self.vocabulary - 1)
@@ -242,6 +246,7 @@ class SelectiveCopying(_Mad):
     tokens_to_copy: int = 16
 
     def __post_init__(self):
+        require_numbers(self)
         _Mad.__post_init__(self)
         if self.tokens_to_copy < 1 or self.vocabulary < 4:
             raise UserError(
@@ -276,6 +281,7 @@ class Compression(_Mad):
     length: int = 32
 
     def __post_init__(self):
+        require_numbers(self)
         _Mad.__post_init__(self)
         if self.vocabulary < 3:
             raise UserError("Compression: vocabulary must be at least 3")

@@ -10,6 +10,7 @@ import numpy as np
 
 from recurjax.data.tasks.rows import Row, Split
 from recurjax.errors import UserError
+from recurjax.ranges import require_numbers
 from recurjax.types import IGNORED
 
 
@@ -22,6 +23,7 @@ class Setting:
     rows: int
 
     def __post_init__(self):
+        require_numbers(self)
         if self.length % 2 or min(self.length, self.pairs, self.rows) < 1:
             raise UserError(
                 f"Setting: want an even length, pairs and rows >= 1, got {self}"
@@ -62,6 +64,7 @@ class Mqar:
     power: float = 0.01
 
     def __post_init__(self):
+        require_numbers(self)
         if not self.power > 0:
             raise UserError(f"Mqar: power must be > 0, got {self.power}")
         for settings in (self.train, self.validation):

@@ -15,6 +15,7 @@ from jaxtyping import Int32
 
 from recurjax.data.tasks.rows import Row, Split
 from recurjax.errors import UserError
+from recurjax.ranges import require_numbers
 
 Group = Literal["parity", "S3", "S5"]
 
@@ -39,6 +40,7 @@ class StateTracking:
     validation_rows: int = 1000
 
     def __post_init__(self):
+        require_numbers(self)
         for name in ("length", "validation_length", "train_rows", "validation_rows"):
             size = getattr(self, name)
             if size is not None and size < 1:

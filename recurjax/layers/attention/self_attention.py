@@ -23,6 +23,7 @@ from recurjax.layers.position import (
     rotary_width,
     rotate,
 )
+from recurjax.ranges import require_numbers
 from recurjax.types import Array, Tokens
 
 
@@ -58,6 +59,7 @@ class AttentionConfig:
     implementation: AttentionImplementation | None = None
 
     def __post_init__(self):
+        require_numbers(self)
         for name in ("heads", "key_heads", "head_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"AttentionConfig: {name} must be at least 1")

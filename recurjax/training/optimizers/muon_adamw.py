@@ -10,7 +10,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from recurjax.parameters import parameter_name, rule_of
-from recurjax.ranges import require_range
+from recurjax.ranges import require_numbers, require_range
 from recurjax.training.optimizers.muon import muon
 
 _REFERENCE_WIDTH, _REFERENCE_BATCH, _REFERENCE_LAYERS = 768, 2**19, 12
@@ -48,6 +48,7 @@ class MuonAdamW:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
+        require_numbers(self)
         rates = ("learning_rate", "embedding_rate", "head_rate", "scalar_rate")
         require_range(self, *rates, above=0)
         require_range(self, "weight_decay", least=0)

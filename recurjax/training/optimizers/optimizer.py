@@ -8,7 +8,7 @@ import jax
 import optax
 
 from recurjax.parameters import parameter_name, rule_of
-from recurjax.ranges import require_range
+from recurjax.ranges import require_numbers, require_range
 from recurjax.training.optimizers.muon_adamw import MuonAdamW, RunSize, muon_adamw
 
 
@@ -31,6 +31,7 @@ class AdamW:
     decay: Literal["matrices", "all"] = "matrices"
 
     def __post_init__(self):
+        require_numbers(self)
         _check_adam(self)
         require_range(self, "weight_decay", least=0)
 
@@ -50,6 +51,7 @@ class Adam:
     eps: float = 1e-8
 
     def __post_init__(self):
+        require_numbers(self)
         _check_adam(self)
 
 

@@ -8,7 +8,7 @@ import optax
 from jaxtyping import Float
 
 from recurjax.errors import UserError
-from recurjax.ranges import require_range
+from recurjax.ranges import require_numbers, require_range
 from recurjax.types import Array
 
 
@@ -25,6 +25,7 @@ class Constant:
     start: float = 0.0
 
     def __post_init__(self):
+        require_numbers(self)
         require_range(self, "start", least=0, most=1)
 
 
@@ -43,6 +44,7 @@ class Cosine:
     end: float = 0.1
 
     def __post_init__(self):
+        require_numbers(self)
         require_range(self, "start", "end", least=0, most=1)
 
 
@@ -63,6 +65,7 @@ class LinearWarmdown:
     end: float = 0.0
 
     def __post_init__(self):
+        require_numbers(self)
         require_range(self, "start", "warmdown", "end", least=0, most=1)
 
 

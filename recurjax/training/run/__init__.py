@@ -5,7 +5,7 @@ from recurjax.training.run.mirror import Mirror, mirrored
 from recurjax.training.run.plots import plot_losses
 from recurjax.training.run.progress import TrainingProgress
 from recurjax.training.run.run_directory import LoadedRun, RunDirectory, load_run
-from recurjax.training.run.run_lock import RunLock, held
+from recurjax.training.run.run_lock import held, hold
 from recurjax.training.run.shared_directory import check_shared
 from recurjax.training.run.start_from import (
     check_frozen,
@@ -22,13 +22,13 @@ __all__ = [
     "MetricsWriter",
     "Mirror",
     "RunDirectory",
-    "RunLock",
     "TrainingProgress",
     "check_frozen",
     "check_shared",
     "check_start",
     "device_memory",
     "held",
+    "hold",
     "load_frozen",
     "load_run",
     "load_start",

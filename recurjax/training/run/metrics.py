@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from recurjax.json_files import json_text
 from recurjax.training.run.trackers import Description, Tracker
 
 
@@ -87,8 +88,8 @@ class MetricsWriter:
 
     def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
         """Writes one row."""
-        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        self._file.write(json.dumps({"step": step, "kind": kind, **finite}) + "\n")
+        row = {"step": step, "kind": kind, **metrics}
+        self._file.write(json_text(row) + "\n")
         for name, value in metrics.items():
             if not math.isfinite(value):
                 continue

@@ -1,7 +1,6 @@
 """A run directory: what lies where, and loading a trained model from one."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from itertools import chain, count
@@ -20,6 +19,7 @@ from recurjax.experiment import (
     write_experiment,
 )
 from recurjax.files import write_whole
+from recurjax.json_files import json_text
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
@@ -134,13 +134,23 @@ class RunDirectory:
                 f"file as it was is kept as {kept.name}"
             )
         rows = (row for row in found.rows if row["step"] <= step)
-        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        write_whole(self.metrics, "".join(json_text(row) + "\n" for row in rows))
         return told
 
     def was_evaluated(self, step: int) -> bool:
         """Whether metrics.jsonl has a validation row of this step."""
         rows = read_rows(self.metrics).rows if self.metrics.is_file() else []
         return any(r["kind"] == "validation" and r["step"] == step for r in rows)
+
+    def has_no_finite_loss(self, step: int) -> bool:
+        """Whether this step was evaluated, and the loss was NaN or infinite."""
+        rows = read_rows(self.metrics).rows if self.metrics.is_file() else []
+        losses = [
+            row.get("loss")
+            for row in rows
+            if row["kind"] == "validation" and row["step"] == step
+        ]
+        return bool(losses) and losses[-1] is None
 
     def append_samples(self, step: int, texts: list[str]) -> None:
         """Adds one evaluation's samples to samples.txt."""

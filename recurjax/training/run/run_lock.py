@@ -26,13 +26,16 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from rich.console import Console
+
 from recurjax.config_json import from_json
 from recurjax.errors import UserError
+from recurjax.training.agreement import first_process
 
 LOCK = "lock"
 _BEAT, _SILENCE = 10.0, 90.0
@@ -245,6 +248,20 @@ def held(root: Path, say: Callable[[str], None]) -> Iterator[RunLock]:
         for folder in made:
             with suppress(OSError):  # not empty: a run lies there now
                 folder.rmdir()
+
+
+def hold(root: Path, stack: ExitStack, console: Console) -> Callable[[], None]:
+    """Has process 0 hold the run directory; returns the check that it still does.
+
+    Every process calls both at the same point.
+    """
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    locks: list[RunLock] = []
+    first_process(lambda: locks.append(stack.enter_context(held(root, say))))
+    return lambda: first_process(lambda: locks[0].check())
 
 
 def _acquire(root: Path, say: Callable[[str], None]) -> RunLock:

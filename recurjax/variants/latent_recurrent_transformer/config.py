@@ -5,6 +5,7 @@ from typing import Literal
 
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.stack import Remat
+from recurjax.ranges import require_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,7 @@ class MemoryConfig:
     reset_token: int | None = None
 
     def __post_init__(self):
+        require_numbers(self)
         if not self.sources or not self.lags:
             raise ValueError("MemoryConfig: sources and lags must name at least one")
         if len(set(self.sources)) < len(self.sources):
@@ -129,6 +131,7 @@ class LatentRecurrentTransformerConfig:
     unroll: int = 1
 
     def __post_init__(self):
+        require_numbers(self)
         sizes = ("layers", "width", "heads", "key_heads", "head_width", "mlp_width")
         for name in (*sizes, "vocabulary", "length", "unroll"):
             if getattr(self, name) < 1:

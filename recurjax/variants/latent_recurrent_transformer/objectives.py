@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from recurjax.cross_entropy import token_losses
 from recurjax.model import Decoder
+from recurjax.ranges import require_numbers
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerStack,
@@ -43,6 +44,7 @@ class Interleaved:
     frozen: ClassVar[None] = None
 
     def __post_init__(self):
+        require_numbers(self)
         if self.subsets < 1 or self.vocabulary_chunks < 1:
             raise ValueError(
                 "Interleaved: subsets and vocabulary_chunks must be at least 1, got "
@@ -111,6 +113,7 @@ class Chunked:
     frozen: ClassVar[None] = None
 
     def __post_init__(self):
+        require_numbers(self)
         if self.chunk < 1 or self.vocabulary_chunks < 1:
             raise ValueError(
                 "Chunked: chunk and vocabulary_chunks must be at least 1, got "

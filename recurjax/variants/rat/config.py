@@ -10,6 +10,7 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions, Rope, rotary_width
 from recurjax.layers.stack import Remat
+from recurjax.ranges import require_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,7 @@ class RatMixerConfig:
     output_rank: int | None = None
 
     def __post_init__(self):
+        require_numbers(self)
         _check_positive(self, "heads", "head_width", "chunk", "groups")
         _check_heads(self)
 
@@ -73,6 +75,7 @@ class RnnMixerConfig:
     output_rank: int | None = None
 
     def __post_init__(self):
+        require_numbers(self)
         _check_positive(self, "heads", "head_width", "gate_horizon")
         _check_ranks(self)
 
@@ -111,6 +114,7 @@ class ReversedRatMixerConfig:
     output_rank: int | None = None
 
     def __post_init__(self):
+        require_numbers(self)
         _check_positive(self, "heads", "head_width", "chunk", "groups", "gate_horizon")
         _check_heads(self)
 
@@ -138,6 +142,7 @@ class AttentionMixerConfig:
     window: int | None = None
 
     def __post_init__(self):
+        require_numbers(self)
         if self.window is not None and self.window < 0:
             raise ValueError(
                 f"AttentionMixerConfig: window must not be negative, got {self.window}"
@@ -196,6 +201,7 @@ class RatConfig:
     unroll: int = 1
 
     def __post_init__(self):
+        require_numbers(self)
         _check_positive(self, "layers", "width", "unroll")
         if not self.pattern or self.layers % len(self.pattern):
             raise ValueError(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.position import Alibi
+from recurjax.ranges import require_numbers
 from recurjax.variants.transformer.config import TransformerConfig
 
 
@@ -28,6 +29,7 @@ class MambaConfig:
     expand: int = 2
 
     def __post_init__(self):
+        require_numbers(self)
         for name in ("conv", "state", "dt_rank", "expand"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -51,6 +53,7 @@ class RecurFormerConfig:
     mamba: MambaConfig
 
     def __post_init__(self):
+        require_numbers(self)
         base, H = self.transformer, self.transformer.attention.heads
         if len(self.replaced) != base.layers:
             raise ValueError(

@@ -13,6 +13,7 @@ from recurjax.layers.position import (
     Rope,
     rotary_width,
 )
+from recurjax.ranges import require_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,7 @@ class RecurrentTransformerConfig:
     tile: int | None = None
 
     def __post_init__(self):
+        require_numbers(self)
         sizes = ("layers", "width", "heads", "key_heads", "head_width", "block")
         for name in sizes:
             if getattr(self, name) < 1:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recurjax.layers.initialization import InitConfig
+from recurjax.ranges import require_numbers
 from recurjax.variants.transformer import TransformerConfig
 
 Sharing = Literal["cycle", "sequence", "cycle_rev"]
@@ -38,6 +39,7 @@ class RelaxedRecursiveTransformerConfig:
     loop_cache: Literal["own", "first"] = "own"
 
     def __post_init__(self):
+        require_numbers(self)
         name, L, B = type(self).__name__, self.transformer.layers, self.loops
         if B < 1 or L % B:
             raise ValueError(

@@ -9,6 +9,7 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions
 from recurjax.layers.stack import Remat
+from recurjax.ranges import require_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,7 @@ class TransformerConfig:
     unroll: int = 1
 
     def __post_init__(self):
+        require_numbers(self)
         if self.layers < 1 or self.width < 1:
             raise ValueError("TransformerConfig: layers and width must be at least 1")
         if self.unroll < 1:

@@ -1,0 +1,48 @@
+"""Sizes that no machine has are refused in a sentence before memory is taken."""
+
+import pytest
+
+from recurjax.data.config import Bpe, DataConfig, EmbeddedText
+from recurjax.errors import UserError
+from tests.cli.commands import TINY, assert_refused, recurjax
+
+
+@pytest.mark.parametrize(
+    "option, value, pattern",
+    [
+        ("--training.batch", 10**9, "more than 2.28 tokens a step"),
+        ("--training.batch", 10**12, "TrainingConfig: batch must be below 2.31"),
+        ("--training.length", 10**12, "TrainingConfig: length must be below 2.31"),
+        ("--data.prefetch", 10**8, "DataConfig: prefetch must be <= 1024"),
+        ("--data.threads", 10**8, "DataConfig: threads must be <= 1024"),
+        ("--training.steps", 10**12, "TrainingConfig: steps must be below 2.31"),
+        ("--training.spikes.window", 10**9, "SpikeConfig: window must be >= 2 and <="),
+        ("--optimizer.learning-rate", "nan", "AdamW: learning_rate must be finite"),
+    ],
+)
+def test_training_refuses_it_and_leaves_nothing(option, value, pattern, tmp_path):
+    answer = recurjax("train", TINY, "--runs", tmp_path / "runs", option, value)
+    assert_refused(answer, pattern)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [["--batch", 10**12], ["--length", 10**12], ["--batch", 10**8]]
+)
+def test_an_evaluation_refuses_it(options, finished):
+    answer = recurjax("evaluate", finished, *options)
+    assert_refused(answer, "more than 2.28 tokens at a time")
+
+
+def test_a_generation_refuses_it(finished):
+    answer = recurjax("generate", finished, "--prompt", "a", "--max-new-tokens", 10**12)
+    assert_refused(answer, "fewer new tokens")
+
+
+@pytest.mark.parametrize("size", [5_000_000_000, 2_000_000_000])
+def test_a_tokenizer_refuses_it(size, tmp_path):
+    with pytest.raises(UserError, match="Bpe: vocabulary must be "):
+        DataConfig(corpus=EmbeddedText(), tokenizer=Bpe(vocabulary=size))
+    words = ["--corpus", "embedded", "--out", tmp_path / "out"]
+    words += ["--tokenizer", f"bpe:{size}"]
+    assert_refused(recurjax("data", "prepare", *words), "vocabulary must be ")

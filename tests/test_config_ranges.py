@@ -1,0 +1,97 @@
+"""Every number of every config: what is not finite, or absurd, is refused in words."""
+
+import dataclasses
+import math
+import types
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.ranges import require_range
+
+
+def reachable(config: Any) -> list[Any]:
+    """Lists the config classes that an experiment can be made of."""
+    found: list[Any] = []
+
+    def walk(hint: Any) -> None:
+        if dataclasses.is_dataclass(hint):
+            if hint in found:
+                return
+            found.append(hint)
+            for inner in get_type_hints(hint).values():
+                walk(inner)
+        for inner in get_args(hint):
+            walk(inner)
+
+    walk(config)
+    return found
+
+
+def places(hint: Any, kind: type) -> list[Any]:
+    """Returns functions that put a number of a kind where a field's type has one."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return [put for one in inner for put in places(one, kind)]
+    if origin is tuple:
+        return [lambda x, put=put: (put(x),) for put in places(inner[0], kind)]
+    return [lambda x: x] if hint is kind else []
+
+
+def fields_of(kind: type) -> list[Any]:
+    return [
+        pytest.param(config, field.name, put, id=f"{config.__name__}.{field.name}")
+        for config in reachable(Experiment)
+        for field in dataclasses.fields(config)
+        for put in places(get_type_hints(config)[field.name], kind)
+    ]
+
+
+def refused(config: Any, name: str, value: Any) -> None:
+    """Checks what a config says of one field, the first that it looks at.
+
+    The others may be of no use, and `__init__` is not called: in tests it would check
+    types before.
+    """
+    one = object.__new__(config)
+    for field in dataclasses.fields(config):
+        default = None if field.default is dataclasses.MISSING else field.default
+        object.__setattr__(one, field.name, default)
+    object.__setattr__(one, name, value)
+    with pytest.raises(UserError, match=f"^{config.__name__}: {name} must be .*, got"):
+        one.__post_init__()
+
+
+def test_the_walk_finds_the_configs():
+    names = {config.__name__ for config in reachable(Experiment)}
+    assert {"SpikeConfig", "NormConfig", "Rope", "Alibi", "InitConfig"} <= names
+    assert len(fields_of(float)) > 40 and len(fields_of(int)) > 100
+
+
+@pytest.mark.parametrize("config, name, put", fields_of(float))
+def test_a_number_that_is_not_finite_is_refused(config, name, put):
+    for bad in (math.nan, math.inf, -math.inf, 1e39, -1e300):
+        refused(config, name, put(bad))
+
+
+@pytest.mark.parametrize("config, name, put", fields_of(int))
+def test_an_integer_that_is_no_size_is_refused(config, name, put):
+    wide = name in ("seed", "map_seed", "train_bytes")
+    for bad in (2**63, -(2**63), 10**400) + (() if wide else (2**31, -(2**31))):
+        refused(config, name, put(bad))
+    for bad in (math.nan, math.inf):
+        refused(config, name, put(bad))
+
+
+@dataclasses.dataclass
+class One:
+    x: Any
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_lies_in_no_range(bad):
+    for bounds in ({}, {"least": 0}, {"above": 0}, {"most": 1}, {"below": 1}):
+        with pytest.raises(UserError, match="^One: x must be "):
+            require_range(One(bad), "x", **bounds)
