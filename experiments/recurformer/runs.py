@@ -213,7 +213,7 @@ def _from_nothing(
         optimizer=AdamW(learning_rate=1e-3, weight_decay=0.1),
         schedule=Cosine(warmup_steps=training.steps // 10, end=0.01),
         training=training,
-        evaluation=EvaluationConfig(batch=50),
+        evaluation=EvaluationConfig(batch=40),
     )
 
 
