@@ -62,6 +62,9 @@ class Experiment:
                 f"training.length {self.training.length} is not model.stack.length "
                 f"{windows}, from which the model's windows come: set both alike"
             )
+        refused = self.objective.refuses(self.model)
+        if refused is not None:
+            raise ValueError(refused)
 
     @property
     def evaluation_batch(self) -> int:
@@ -71,8 +74,10 @@ class Experiment:
 
     @property
     def flops_per_token(self) -> float:
-        """Counts training FLOPs a token, in all passes of the objective."""
-        return self.objective.passes * self.model.flops_per_token(self.training.length)
+        """Counts training FLOPs a token: all passes, and what is beside them."""
+        length, objective = self.training.length, self.objective
+        own = objective.passes * self.model.flops_per_token(length)
+        return own + objective.beside_flops(self.model, length)
 
 
 def _learned_positions(config: Any, path: str) -> str | None:

@@ -23,7 +23,10 @@ ORDER = (
     ("layers", "data", "sharding", "distributed", "config_json"),
     ("variants",),
     ("model",),
-    ("cross_entropy", "training.spikes", "training.agreement"),
+    (
+        *("cross_entropy", "divergence", "exits", "frozen_model"),
+        *("training.spikes", "training.agreement"),
+    ),
     ("objectives",),
     ("training.config", "training.objective", "training.optimizers"),
     ("experiment",),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from recurjax.cross_entropy import token_losses
+from recurjax.frozen_model import FrozenModel
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import require_numbers, require_range
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
@@ -14,22 +15,10 @@ from recurjax.variants.latent_recurrent_transformer.objectives import (
     Chunked,
     Interleaved,
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FrozenModel:
-    """A trained model that an objective reads and no step changes, such as a teacher.
-
-    Its parameters are an argument of the step, lie on the mesh as the trained model's
-    do, and are in no checkpoint.
-
-    Attributes:
-      run: the run directory whose newest good checkpoint has the parameters.
-      model: its config: what a step is built from, so that planning reads no files.
-    """
-
-    run: str
-    model: ModelConfig
+from recurjax.variants.relaxed_recursive_transformer.objectives import (
+    Distilled,
+    Exits,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +48,14 @@ class NextToken:
                 f"{self.vocabulary_chunks}"
             )
 
+    def refuses(self, model: ModelConfig) -> str | None:
+        """Every model predicts next tokens."""
+        return None
+
+    def beside_flops(self, model: ModelConfig, length: int) -> float:
+        """Counts FLOPs a token beside the model's own: none."""
+        return 0.0
+
     def __call__(
         self, model: Decoder, batch: Batch
     ) -> tuple[Scalar, dict[str, Scalar]]:
@@ -85,10 +82,12 @@ class NextToken:
         return [(batch.targets, self.states(model, batch))]
 
 
-Objective = NextToken | Interleaved | Chunked
+Objective = NextToken | Interleaved | Chunked | Distilled | Exits
 """Every objective: a closed union, told apart by class in JSON.
 
 Each is callable as `NextToken` is, names its cross-entropy "loss" among its metrics,
 and has `states`, `each_pass` and `vocabulary_chunks`, which evaluations use, `passes`,
 how often the model reads each token, and `frozen`: None, or a `FrozenModel`. With one
-it is called with that model, a `Decoder`, as its third argument."""
+it is called with that model, a `Decoder`, as its third argument. `refuses` says why a
+model cannot be trained so; `beside_flops` counts what a step computes beside the
+model's passes."""

@@ -102,7 +102,9 @@ class Session:
           report: gets a sentence for each checkpoint that is damaged, and for metrics
             that are.
         """
-        self._frozen = load_frozen(self.experiment, self.mesh, report)
+        self._frozen = load_frozen(
+            self.experiment, self.mesh, report, record=self.directory
+        )
         wanted = self._step.state
         restored = self._checkpoints.restore(to_nested_dict(wanted), report=report)
         # A killed run may have written rows of steps after its last checkpoint: those

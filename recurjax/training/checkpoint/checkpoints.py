@@ -28,11 +28,13 @@ class Restored(NamedTuple):
       step: training steps done.
       tree: the arrays, placed as `abstract` asked.
       data_states: the data iterator's state in each process of the run that saved.
+      digest: of the arrays' values, see `Manifest.digest`.
     """
 
     step: int
     tree: dict[str, Any]
     data_states: list[dict[str, Any]]
+    digest: str = ""
 
     @property
     def data_state(self) -> dict[str, Any]:
@@ -191,7 +193,12 @@ class Checkpoints:
                     f" {fault}."
                 )
                 continue
-            return Restored(candidate, filled(abstract, arrays), manifest.data_states)
+            return Restored(
+                candidate,
+                filled(abstract, arrays),
+                manifest.data_states,
+                manifest.digest(wanted),
+            )
         if not faults:
             return None
         reasons = "; ".join(f"{number}: {fault}" for number, fault in faults.items())

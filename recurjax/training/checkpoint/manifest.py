@@ -69,6 +69,14 @@ class Manifest:
         }
         return cls(arrays=arrays, **content)
 
+    def digest(self, wanted: Mapping[str, Any]) -> str:
+        """Returns what names the values of these arrays: a SHA-256 of their checksums.
+
+        It does not depend on the mesh, nor on what else the checkpoint holds.
+        """
+        sums = {name: self.arrays[name].checksum for name in wanted}
+        return _digest(sums)
+
     def differences(self, wanted: Mapping[str, Any]) -> list[str]:
         """Lists how the saved arrays differ from the `wanted` ones (shape, dtype).
 

@@ -48,6 +48,7 @@ class RunDirectory:
         self.imported = root / "imported"
         self.starts = root / "starts.jsonl"
         self.trackers = root / "trackers.json"
+        self.frozen = root / "frozen.json"
 
     @property
     def is_claimed(self) -> bool:
@@ -110,6 +111,32 @@ class RunDirectory:
             )
         return tokenizer
 
+    def frozen_step(self) -> int | None:
+        """Returns which step of its objective's frozen model the run began with."""
+        return json.loads(self.frozen.read_text())["step"] if self._has_frozen else None
+
+    def record_frozen(self, run: str, step: int, digest: str) -> None:
+        """Writes down which frozen model a run is trained with, or compares with that.
+
+        Raises:
+          UserError: the run was begun with other parameters.
+        """
+        now = {"run": run, "step": step, "digest": digest}
+        if not self._has_frozen:
+            write_whole(self.frozen, json.dumps(now, indent=2) + "\n")
+            return
+        before = json.loads(self.frozen.read_text())
+        if before["digest"] != digest:
+            raise UserError(
+                f"{self.root} was begun with other parameters of {before['run']} (step "
+                f"{before['step']}, digest {before['digest'][:12]}) than {run} has now "
+                f"({digest[:12]}): put those back, or start another run"
+            )
+
+    @property
+    def _has_frozen(self) -> bool:
+        return self.frozen.is_file()
+
     def rewind(self, step: int) -> str | None:
         """Drops metrics and samples of steps after `step`: they will be made again.
 
@@ -165,12 +192,18 @@ def _unused(file: Path) -> Path:
 
 
 class LoadedRun(NamedTuple):
-    """A trained model and what it was made with."""
+    """A trained model and what it was made with.
+
+    Attributes:
+      digest: names the parameters' values, see `Manifest.digest`; empty where they come
+        from no checkpoint.
+    """
 
     experiment: Experiment
     model: Decoder
     tokenizer: Tokenizer
     step: int
+    digest: str = ""
 
 
 def load_run(
@@ -211,7 +244,7 @@ def load_run(
     if restored is None:
         raise UserError(f"{run.root} has no checkpoint yet: train it first")
     model = from_nested_dict(shapes, restored.tree["model"])
-    return LoadedRun(experiment, model, tokenizer, restored.step)
+    return LoadedRun(experiment, model, tokenizer, restored.step, restored.digest)
 
 
 def _comparable(experiment: Experiment) -> Experiment:

@@ -10,6 +10,7 @@ from recurjax.errors import UserError
 from recurjax.experiment import Experiment, model_differences, read_experiment
 from recurjax.model import Decoder, ModelConfig
 from recurjax.storage import url_of
+from recurjax.training.agreement import first_process
 from recurjax.training.run.mirror import NO_STEP, fetched
 from recurjax.training.run.run_directory import RunDirectory, load_run
 
@@ -63,13 +64,29 @@ def load_start(
 
 
 def load_frozen(
-    experiment: Experiment, mesh: Mesh, report: Callable[[str], None]
+    experiment: Experiment,
+    mesh: Mesh,
+    report: Callable[[str], None],
+    *,
+    record: RunDirectory | None = None,
 ) -> Decoder | None:
-    """Loads the objective's frozen model onto the run's mesh; None: it has none."""
+    """Loads the objective's frozen model onto the run's mesh; None: it has none.
+
+    Args:
+      record: of the run, where the model's path, step and digest are written down the
+        first time. Later that step is loaded, whatever was trained since.
+
+    Raises:
+      UserError: the run was begun with other parameters.
+    """
     frozen = experiment.objective.frozen
     if frozen is None:
         return None
-    found = load_run(frozen.run, mesh=mesh, report=report)
+    step = None if record is None else first_process(record.frozen_step)
+    found = load_run(frozen.run, step=step, mesh=mesh, report=report)
+    if record is not None:
+        told = frozen.run, found.step, found.digest
+        first_process(lambda: record.record_frozen(*told))
     report(f"the objective reads the frozen model of {frozen.run} at step {found.step}")
     return found.model
 

@@ -1,17 +1,18 @@
 """Objectives of the Latent Recurrent Transformer: passes over parts of a sequence."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from recurjax.cross_entropy import token_losses
-from recurjax.model import Decoder
+from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import require_numbers
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
     LatentRecurrentTransformerStack,
 )
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
@@ -50,6 +51,14 @@ class Interleaved:
                 "Interleaved: subsets and vocabulary_chunks must be at least 1, got "
                 f"{self.subsets} and {self.vocabulary_chunks}"
             )
+
+    def refuses(self, model: ModelConfig) -> str | None:
+        """Says why a model cannot be trained so: it has no latent memory."""
+        return _refuses(model.stack)
+
+    def beside_flops(self, model: ModelConfig, length: int) -> float:
+        """Counts FLOPs a token beside the model's passes: none."""
+        return 0.0
 
     def __call__(
         self, model: Decoder, batch: Batch
@@ -119,6 +128,14 @@ class Chunked:
                 "Chunked: chunk and vocabulary_chunks must be at least 1, got "
                 f"{self.chunk} and {self.vocabulary_chunks}"
             )
+
+    def refuses(self, model: ModelConfig) -> str | None:
+        """Says why a model cannot be trained so: it has no latent memory."""
+        return _refuses(model.stack)
+
+    def beside_flops(self, model: ModelConfig, length: int) -> float:
+        """Counts FLOPs a token beside the model's passes: none."""
+        return 0.0
 
     def __call__(
         self, model: Decoder, batch: Batch
@@ -191,13 +208,20 @@ def interleaved_passes(
 
 
 def _stack_of(model: Decoder) -> LatentRecurrentTransformerStack:
-    stack = model.stack
-    if not isinstance(stack, LatentRecurrentTransformerStack):
-        raise ValueError(
-            "objective: passes over parts of a sequence are for a model with a latent "
-            f"memory, not for {type(model.config.stack).__name__}; use NextToken"
-        )
-    return stack
+    reason = _refuses(model.config.stack)
+    if reason is not None:
+        raise ValueError(reason)
+    assert isinstance(model.stack, LatentRecurrentTransformerStack)
+    return model.stack
+
+
+def _refuses(stack: Any) -> str | None:
+    if isinstance(stack, LatentRecurrentTransformerConfig):
+        return None
+    return (
+        "objective: passes over parts of a sequence are for a model with a latent "
+        f"memory, not for {type(stack).__name__}; use NextToken"
+    )
 
 
 def _mean(

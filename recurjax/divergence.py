@@ -1,0 +1,214 @@
+"""Losses of several predictions of the same tokens, and how far they lie apart.
+
+A model with exits predicts each token after every loop, and a teacher predicts it too.
+All their logits are made together, in one piece or in chunks of the vocabulary, so that
+each product with a head is made once whatever is compared with what.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from recurjax.layers.mesh import as_matrix
+from recurjax.model import Decoder
+from recurjax.types import IGNORED, Array
+
+
+class Teacher(NamedTuple):
+    """Another model's view of the same tokens.
+
+    Attributes:
+      model: gives head, padding and soft cap; of the same vocabulary.
+      x: its states, from `model.hidden`; their width may be another.
+      temperature: t of softmax(logits / t), on both sides of the comparison.
+    """
+
+    model: Decoder
+    x: Float[Array, "B T W"]
+    temperature: float
+
+
+class ExitLosses(NamedTuple):
+    """Per-position values, 0 where the target is `IGNORED`; N predictions of one model.
+
+    Attributes:
+      nats: -log p_i(target).
+      from_last: KL(p_N || p_i) of all but the last, no gradient in p_N; None unless
+        asked for.
+      from_teacher: t^2 KL(q || p_i) at the teacher's temperature t; None without one.
+    """
+
+    nats: Float[Array, "N B T"]
+    from_last: Float[Array, "M B T"] | None
+    from_teacher: Float[Array, "N B T"] | None
+
+
+def exit_losses(
+    model: Decoder,
+    states: Sequence[Float[Array, "B T D"]],
+    targets: Int[Array, "B T"],
+    *,
+    to_last: bool = False,
+    teacher: Teacher | None = None,
+    chunks: int = 1,
+) -> ExitLosses:
+    """Computes cross-entropies of several states, and divergences between them.
+
+    KL(q || p) = sum_v q_v (log q_v - log p_v): the forward one, of Hinton et al. 2015,
+    whose factor t^2 keeps the gradient's size apart from the temperature. At least
+    float32. Nothing here has a gradient in the teacher.
+
+    Args:
+      model: gives head, padding and soft cap.
+      states: of N predictions, after the final norm; the last is the model's own.
+      targets: token ids, or IGNORED.
+      to_last: compare each earlier prediction with the last.
+      teacher: compare every prediction with this one.
+      chunks: pieces of the vocabulary, as of `token_losses`: the logits of all
+        predictions then exist for one piece at a time.
+    """
+    N = len(states)
+    views = [_View(model, as_matrix(x)) for x in states]
+    pairs = [_Pair(N - 1, i, 1.0) for i in range(N - 1)] if to_last else []
+    if teacher is not None:
+        x = jax.lax.stop_gradient(teacher.x)
+        views.append(_View(teacher.model, as_matrix(x)))
+        pairs += [_Pair(N, i, teacher.temperature) for i in range(N)]
+    counted = targets != IGNORED
+    labels = jnp.where(counted, targets, 0).reshape(views[0].x.shape[:-1])
+    sums = _streamed(views, pairs, labels, N, chunks)
+
+    def where_counted(values: list[Array]) -> Array:
+        shaped = jnp.stack([value.reshape(targets.shape) for value in values])
+        return jnp.where(counted, shaped, 0)
+
+    nats = [sums.normalizer(i, 1.0) - sums.chosen[i] for i in range(N)]
+    apart = [sums.divergence(pair) * pair.temperature**2 for pair in pairs]
+    inner, outer = (apart[: N - 1], apart[N - 1 :]) if to_last else ([], apart)
+    return ExitLosses(
+        nats=where_counted(nats),
+        from_last=where_counted(inner) if inner else None,
+        from_teacher=where_counted(outer) if outer else None,
+    )
+
+
+class _View(NamedTuple):
+    """A model's head and the states [..., D] that it reads."""
+
+    model: Decoder
+    x: Array
+
+
+class _Pair(NamedTuple):
+    """KL(near || far) at a temperature; both are numbers of views."""
+
+    near: int
+    far: int
+    temperature: float
+
+
+class _Sums(NamedTuple):
+    """What has been summed over the vocabulary so far.
+
+    Attributes:
+      peaks, totals: of view i at temperature t, by (i, t): the largest z = logit / t,
+        and the sum of exp(z - peak).
+      chosen: the target's logit, of each view with targets.
+      apart: of each pair the sum of exp(z_near - peak) (z_near - z_far).
+    """
+
+    peaks: dict[tuple[int, float], Array]
+    totals: dict[tuple[int, float], Array]
+    chosen: list[Array]
+    apart: dict[_Pair, Array]
+
+    def normalizer(self, view: int, temperature: float) -> Array:
+        """Returns log sum exp of a view's z."""
+        key = view, temperature
+        return self.peaks[key] + jnp.log(self.totals[key])
+
+    def divergence(self, pair: _Pair) -> Array:
+        """Returns KL: the mean of z_near - z_far under near, and the normalizers."""
+        total = jax.lax.stop_gradient(self.totals[pair.near, pair.temperature])
+        near = jax.lax.stop_gradient(self.normalizer(pair.near, pair.temperature))
+        far = self.normalizer(pair.far, pair.temperature)
+        return self.apart[pair] / total - near + far
+
+
+def _streamed(
+    views: list[_View], pairs: list[_Pair], labels: Array, predictions: int, chunks: int
+) -> _Sums:
+    """Sums over the vocabulary, the logits of one piece at a time."""
+    V = views[0].model.config.vocabulary
+    heads = [view.model.head_weight() for view in views]  # [D, W]
+    width = -(-max(head.shape[1] for head in heads) // chunks)
+    dtype = jnp.promote_types(views[0].x.dtype, jnp.float32)
+    scales = {(i, 1.0) for i in range(predictions)}
+    for pair in pairs:
+        scales |= {(pair.near, pair.temperature), (pair.far, pair.temperature)}
+
+    def add(sums: _Sums, pieces: list[Array], number: Array | int) -> _Sums:
+        """Adds the columns number, number + chunks, ... of every view."""
+        known = number + chunks * jnp.arange(width) < V
+        logits = []
+        for view, piece in zip(views, pieces, strict=True):
+            product = jnp.einsum(
+                "...d,dv->...v",
+                view.x,
+                piece.astype(view.x.dtype),
+                preferred_element_type=dtype,
+            )
+            logits.append(view.model.cap(product))
+        peaks, totals, fading = {}, {}, {}
+        for key in scales:
+            i, temperature = key
+            z = jnp.where(known, logits[i] / temperature, -jnp.inf)
+            # The peak only keeps the exponentials in range: it cancels.
+            peaks[key] = jax.lax.stop_gradient(jnp.maximum(sums.peaks[key], z.max(-1)))
+            fading[key] = jnp.exp(sums.peaks[key] - peaks[key])
+            added = jnp.exp(z - peaks[key][..., None]).sum(-1)
+            totals[key] = sums.totals[key] * fading[key] + added
+        apart = {}
+        for pair in pairs:
+            key = pair.near, pair.temperature
+            near = jax.lax.stop_gradient(logits[pair.near]) / pair.temperature
+            far = logits[pair.far] / pair.temperature
+            weight = jnp.where(known, jnp.exp(near - peaks[key][..., None]), 0)
+            added = (weight * (near - far)).sum(-1)
+            apart[pair] = sums.apart[pair] * fading[key] + added
+        here = labels % chunks == number
+        at = (labels // chunks)[..., None]
+        own = [
+            jnp.take_along_axis(z, at, axis=-1)[..., 0] for z in logits[:predictions]
+        ]
+        chosen = [
+            jnp.where(here, new, old) for new, old in zip(own, sums.chosen, strict=True)
+        ]
+        return _Sums(peaks, totals, chosen, apart)
+
+    # Chunk i holds the columns i, i + chunks, ...: the long axis stays the sharded one.
+    def cut(head: Array) -> Array:
+        D, W = head.shape
+        padded = jnp.pad(head, ((0, 0), (0, width * chunks - W)))
+        return jnp.moveaxis(padded.reshape(D, width, chunks), 2, 0)  # [chunks, D, V/n]
+
+    zeros = jnp.zeros(labels.shape, dtype)
+    least = jnp.full(labels.shape, jnp.finfo(dtype).min, dtype)
+    start = _Sums(
+        peaks=dict.fromkeys(scales, least),
+        totals=dict.fromkeys(scales, zeros),
+        chosen=[zeros] * predictions,
+        apart=dict.fromkeys(pairs, zeros),
+    )
+    pieces = [cut(head) for head in heads]
+    if chunks == 1:
+        return add(start, [piece[0] for piece in pieces], 0)
+
+    @jax.checkpoint
+    def body(sums: _Sums, turn: tuple[list[Array], Array]) -> tuple[_Sums, None]:
+        return add(sums, *turn), None
+
+    return jax.lax.scan(body, start, (pieces, jnp.arange(chunks)))[0]

@@ -1,0 +1,240 @@
+"""Objectives of uptraining: distillation from a teacher, losses at the exits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from recurjax.divergence import ExitLosses, Teacher, exit_losses
+from recurjax.frozen_model import FrozenModel
+from recurjax.model import Decoder, ModelConfig
+from recurjax.ranges import require_range
+from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
+
+
+class _Uptraining:
+    """What the objectives of uptraining have in common: the model as it is called."""
+
+    __slots__ = ()
+    passes = 1
+
+    def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
+        """Returns what the head reads in evaluations: the model as it is called."""
+        tokens = Tokens(batch.ids, batch.segments)
+        return model.hidden(tokens, model.init_cache(batch.ids.shape[0], 0))[0]
+
+    def each_pass(
+        self, model: Decoder, batch: Batch
+    ) -> list[tuple[Int[Array, "B T"], Float[Array, "B T D"]]]:
+        """Returns the one pass' targets and `states`."""
+        return [(batch.targets, self.states(model, batch))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distilled(_Uptraining):
+    """Cross-entropy, and the divergence from a teacher: section 3.6.
+
+    loss = CE + weight t^2 KL(teacher || student), both at softmax(logits / t). Weight
+    and temperature are in no paper: 1 and 1 are this project's choice.
+
+    Attributes:
+      teacher: of the same vocabulary and tokenizer; any variant.
+      weight: of the divergence, at least 0.
+      temperature: t, above 0.
+      vocabulary_chunks: see `exit_losses`.
+    """
+
+    teacher: FrozenModel
+    weight: float = 1.0
+    temperature: float = 1.0
+    vocabulary_chunks: int = 1
+
+    def __post_init__(self):
+        require_range(self, "weight", least=0)
+        require_range(self, "temperature", above=0)
+        _check_chunks(self)
+
+    @property
+    def frozen(self) -> FrozenModel:
+        """The teacher."""
+        return self.teacher
+
+    def refuses(self, model: ModelConfig) -> str | None:
+        """Says why a model cannot be trained so."""
+        return _refuses_teacher(self.teacher, model)
+
+    def beside_flops(self, model: ModelConfig, length: int) -> float:
+        """Counts FLOPs a token beside the model's: the teacher's pass forward."""
+        return _forward_flops(self.teacher, length)
+
+    def __call__(
+        self, model: Decoder, batch: Batch, teacher: Decoder
+    ) -> tuple[Scalar, dict[str, Scalar]]:
+        """Returns the loss; as metrics `loss`, the cross-entropy, and `divergence`."""
+        losses = exit_losses(
+            model,
+            [self.states(model, batch)],
+            batch.targets,
+            teacher=self.view(teacher, batch),
+            chunks=self.vocabulary_chunks,
+        )
+        assert losses.from_teacher is not None
+        loss, divergence = (
+            _mean(values[0], batch) for values in (losses.nats, losses.from_teacher)
+        )
+        metrics = {"loss": loss, "divergence": divergence}
+        return loss + self.weight * divergence, metrics
+
+    def view(self, teacher: Decoder, batch: Batch) -> Teacher:
+        """Returns what the teacher says of a batch."""
+        return Teacher(teacher, self.states(teacher, batch), self.temperature)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exits(_Uptraining):
+    """Cross-entropies after every loop, and each one's divergence from the last.
+
+    loss = sum_i a_i (CE_i + s KL(p_B || p_i)), p_B without gradient. Source: section
+    3.8's ablation, appendix J. A teacher joins each loop's cross-entropy with the same
+    a_i, which is this project's reading.
+
+    Attributes:
+      weights: "weighted": a_i = i / (1 + ... + B), of loop i = 1 .. B. "aggressive":
+        `coefficient`, and 1 for the last loop.
+      coefficient: of the loops before the last; "weighted" does not read it.
+      self_distillation: s.
+      distilled: the teacher, or None. Its own `vocabulary_chunks` is not read.
+      vocabulary_chunks: see `exit_losses`.
+    """
+
+    weights: Literal["weighted", "aggressive"] = "aggressive"
+    coefficient: float = 0.1
+    self_distillation: float = 1.0
+    distilled: Distilled | None = None
+    vocabulary_chunks: int = 1
+
+    def __post_init__(self):
+        require_range(self, "coefficient", least=0)
+        require_range(self, "self_distillation", least=0)
+        _check_chunks(self)
+
+    @property
+    def frozen(self) -> FrozenModel | None:
+        """The teacher, if there is one."""
+        return None if self.distilled is None else self.distilled.teacher
+
+    def refuses(self, model: ModelConfig) -> str | None:
+        """Says why a model cannot be trained so."""
+        stack = model.stack
+        if not isinstance(stack, RelaxedRecursiveTransformerConfig):
+            return (
+                "Exits is for a recursive model, which has loops to leave after, not "
+                f"for {type(stack).__name__}: use NextToken or Distilled"
+            )
+        if stack.sharing != "cycle" and stack.loops > 1:
+            return (
+                "Exits needs model.stack.sharing 'cycle', where fewer loops are a "
+                f"model too, got {stack.sharing!r}"
+            )
+        return None if self.frozen is None else _refuses_teacher(self.frozen, model)
+
+    def beside_flops(self, model: ModelConfig, length: int) -> float:
+        """Counts FLOPs a token beside the model's: the exits' heads, the teacher."""
+        loops = getattr(model.stack, "loops", 1)
+        heads = 6.0 * (loops - 1) * model.stack.width * model.padded_vocabulary
+        teacher = self.frozen
+        return heads + (0.0 if teacher is None else _forward_flops(teacher, length))
+
+    def coefficients(self, loops: int) -> list[float]:
+        """Returns a_1 .. a_B."""
+        if self.weights == "aggressive":
+            return [self.coefficient] * (loops - 1) + [1.0]
+        whole = loops * (loops + 1) / 2
+        return [loop / whole for loop in range(1, loops + 1)]
+
+    def __call__(
+        self, model: Decoder, batch: Batch, teacher: Decoder | None = None
+    ) -> tuple[Scalar, dict[str, Scalar]]:
+        """Returns the loss; as metrics the cross-entropies, and the divergences.
+
+        They are `loss`, of the last loop, `exit_1` .. of the others, `self_divergence`
+        and `divergence`, summed over loops with a_i.
+        """
+        view = None
+        if self.distilled is not None:
+            assert teacher is not None, "an objective with a teacher is given it"
+            view = self.distilled.view(teacher, batch)
+        states = exit_states(model, batch)
+        losses = exit_losses(
+            model,
+            states,
+            batch.targets,
+            to_last=self.self_distillation > 0,
+            teacher=view,
+            chunks=self.vocabulary_chunks,
+        )
+        return self._joined(losses, self.coefficients(len(states)), batch)
+
+    def _joined(
+        self, losses: ExitLosses, coefficients: Sequence[float], batch: Batch
+    ) -> tuple[Scalar, dict[str, Scalar]]:
+        entropies = [_mean(nats, batch) for nats in losses.nats]
+        metrics = {"loss": entropies[-1]}
+        metrics |= {f"exit_{i}": e for i, e in enumerate(entropies[:-1], start=1)}
+        total = _weighted(coefficients, entropies)
+        if losses.from_last is not None:
+            apart = [_mean(values, batch) for values in losses.from_last]
+            metrics["self_divergence"] = _weighted(coefficients, apart)
+            total += self.self_distillation * metrics["self_divergence"]
+        if losses.from_teacher is not None:
+            assert self.distilled is not None
+            apart = [_mean(values, batch) for values in losses.from_teacher]
+            metrics["divergence"] = _weighted(coefficients, apart)
+            total += self.distilled.weight * metrics["divergence"]
+        return total, metrics
+
+
+def exit_states(model: Decoder, batch: Batch) -> list[Float[Array, "B T D"]]:
+    """Returns what the head reads after each loop, of whole rows."""
+    stack: Any = model.stack
+    tokens = Tokens(batch.ids, batch.segments)
+    cache = model.init_cache(batch.ids.shape[0], 0)
+    after, _ = stack.states(model.embed(batch.ids), cache, tokens)
+    return [model.final_norm(after[b]) for b in range(after.shape[0])]
+
+
+def _mean(values: Float[Array, "B T"], batch: Batch) -> Scalar:
+    return values.sum() / jnp.maximum(jnp.sum(batch.targets != IGNORED), 1)
+
+
+def _weighted(coefficients: Sequence[float], values: Sequence[Scalar]) -> Scalar:
+    """Sums a_i v_i; of divergences from the last loop there is one fewer."""
+    pairs = zip(coefficients, values, strict=False)
+    return jnp.stack([weight * value for weight, value in pairs]).sum()
+
+
+def _refuses_teacher(teacher: FrozenModel, model: ModelConfig) -> str | None:
+    if teacher.model.vocabulary == model.vocabulary:
+        return None
+    return (
+        f"objective.frozen {teacher.run} predicts {teacher.model.vocabulary} tokens "
+        f"and the model {model.vocabulary}: only a teacher of the same vocabulary can "
+        "be compared with"
+    )
+
+
+def _forward_flops(teacher: FrozenModel, length: int) -> float:
+    return teacher.model.flops_per_token(length) / 3
+
+
+def _check_chunks(objective: Any) -> None:
+    if objective.vocabulary_chunks < 1:
+        raise ValueError(
+            f"{type(objective).__name__}: vocabulary_chunks must be at least 1, got "
+            f"{objective.vocabulary_chunks}"
+        )
