@@ -10,11 +10,8 @@ import numpy as np
 import tyro
 
 from recurjax.cli.options import parse
-from recurjax.cli.surgery import (
-    run_to_recurformer,
-    run_to_recursive,
-    run_to_transformer,
-)
+from recurjax.cli.recursive import run_to_recursive, run_to_transformer
+from recurjax.cli.surgery import run_to_recurformer
 from recurjax.convert.authors import as_trained, from_authors
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run

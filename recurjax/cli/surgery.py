@@ -1,4 +1,4 @@
-"""`recurjax convert to-recurformer | to-recursive | to-transformer`: model to model."""
+"""`recurjax convert to-recurformer`, and what conversions of a run have in common."""
 
 import math
 import sys
@@ -15,7 +15,7 @@ from recurjax.convert.imported_run import write_run
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
 from recurjax.json_files import json_text, read_json
-from recurjax.model import Decoder, count_parameters
+from recurjax.model import Decoder
 from recurjax.surgery.fitted_mixers import MixerFit, fit_mixers
 from recurjax.surgery.recency import (
     HeadRecency,
@@ -26,14 +26,6 @@ from recurjax.surgery.recency import (
     plot_heads,
 )
 from recurjax.surgery.recurformer import MambaConfig, changes, to_recurformer
-from recurjax.surgery.relaxed_recursive import (
-    kept_energy,
-    plot_energy,
-    recursive_stack,
-    to_recursive,
-    to_transformer,
-)
-from recurjax.surgery.shared_block import BlockInit
 from recurjax.training.run import LoadedRun, load_run
 
 BATCH = 4
@@ -121,9 +113,13 @@ def run_to_recurformer(argv: list[str]) -> int:
     options = parse(ToRecurFormer, argv, prog="recurjax convert to-recurformer")
     refuse_existing(options.out)
     given = None if options.heads is None else read_heads(options.heads)
-    loaded = load_run(options.run, step=options.step, report=_say)
+    loaded = load_run(options.run, step=options.step, report=say)
     recency = None
-    texts = None if options.text is None else _texts(options, loaded)
+    texts = (
+        None
+        if options.text is None
+        else cut_text(options.text, options.samples, options.length, loaded)
+    )
     if given is None:
         assert texts is not None
         recency = _measured(options, loaded, texts)
@@ -152,115 +148,10 @@ def run_to_recurformer(argv: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToRecursive:
-    """Makes a Transformer recursive: one block, run several times.
-
-    Writes a run directory with report.json and energy.png: for each matrix how far it
-    lay from the shared one, and how much of that its addition makes up for. Train on
-    with --training.start-from.
-
-    Attributes:
-      run: a run or an imported directory with a Transformer.
-      out: the new run directory; it appears whole or not at all.
-      loops: how often the block runs; divides the layers.
-      init: which layers the block starts from: stepwise, average, lower, upper or
-        fixed_start.
-      rank: of the additions at each depth; 0: none.
-      adapters: svd: the best of their rank; zero: they add nothing yet.
-      sharing: cycle, sequence or cycle_rev.
-      tie_norms: one loop's norms and biases serve all (the paper's).
-      loop_cache: own, or first: deeper loops read the first one's keys and values.
-      fused_qkv: q, k and v share the first factor.
-      seed: of additions that start from nothing.
-      step: of the checkpoint; None: the newest.
-    """
-
-    run: Annotated[Path, tyro.conf.Positional]
-    out: Annotated[Path, tyro.conf.Positional]
-    loops: int
-    init: BlockInit = "stepwise"
-    rank: int = 0
-    adapters: Literal["svd", "zero"] = "svd"
-    sharing: Literal["cycle", "sequence", "cycle_rev"] = "cycle"
-    tie_norms: bool = True
-    loop_cache: Literal["own", "first"] = "own"
-    fused_qkv: bool = False
-    seed: int = 0
-    step: int | None = None
-
-
-def run_to_recursive(argv: list[str]) -> int:
-    """Runs `recurjax convert to-recursive ARGV`."""
-    options = parse(ToRecursive, argv, prog="recurjax convert to-recursive")
-    refuse_existing(options.out)
-    loaded = load_run(options.run, step=options.step, report=_say)
-    stack = recursive_stack(
-        loaded.model,
-        loops=options.loops,
-        sharing=options.sharing,
-        rank=options.rank,
-        tie_norms=options.tie_norms,
-        loop_cache=options.loop_cache,
-    )
-    model = to_recursive(
-        loaded.model,
-        stack,
-        init=options.init,
-        adapters=options.adapters,
-        fused_qkv=options.fused_qkv,
-        seed=options.seed,
-    )
-    energies = kept_energy(loaded.model, model)
-    before, after = (
-        count_parameters(one.config).total for one in (loaded.model, model)
-    )
-    told = {
-        "parameters": after,
-        "parameters_before": before,
-        "matrices": [energy._asdict() for energy in energies],
-    }
-
-    def report(folder: Path) -> None:
-        text = json_text(told, indent=1) + "\n"
-        (folder / "report.json").write_text(text, encoding="utf-8")
-        plot_energy(energies, folder / "energy.png")
-
-    _write_run(options.out, loaded, model, report)
-    print(f"{options.out}: {after:,} parameters, {before:,} before")
-    return 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToTransformer:
-    """Writes a recursive model out as an ordinary Transformer of all its layers.
-
-    Attributes:
-      run: the run directory of a recursive model.
-      out: the new run directory; it appears whole or not at all.
-      step: of the checkpoint; None: the newest.
-    """
-
-    run: Annotated[Path, tyro.conf.Positional]
-    out: Annotated[Path, tyro.conf.Positional]
-    step: int | None = None
-
-
-def run_to_transformer(argv: list[str]) -> int:
-    """Runs `recurjax convert to-transformer ARGV`."""
-    options = parse(ToTransformer, argv, prog="recurjax convert to-transformer")
-    refuse_existing(options.out)
-    loaded = load_run(options.run, step=options.step, report=_say)
-    model = to_transformer(loaded.model)
-    _write_run(options.out, loaded, model, lambda folder: None)
-    layers = model.config.stack.layers
-    print(f"{options.out}: a Transformer of {layers} layers")
-    return 0
-
-
-def _write_run(
+def write_changed_run(
     out: Path, loaded: LoadedRun, model: Decoder, extra: Callable[[Path], None]
 ) -> None:
+    """Writes what a run has become as a run directory, whole or not at all."""
     experiment = replace(
         loaded.experiment, name=out.absolute().name, model=model.config
     )
@@ -286,29 +177,26 @@ def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(heads)) for heads in layers)
 
 
-def _texts(options: ToRecurFormer, loaded: LoadedRun) -> np.ndarray:
-    """Cuts the text into rows [samples, length], from its beginning."""
-    assert options.text is not None
+def cut_text(text: Path, samples: int, length: int, loaded: LoadedRun) -> np.ndarray:
+    """Cuts a file's text into rows [samples, length], from its beginning."""
     longest = loaded.model.config.max_length
-    if longest is not None and options.length > longest:
-        raise UserError(
-            f"--length {options.length} exceeds the model's {longest} positions"
-        )
+    if longest is not None and length > longest:
+        raise UserError(f"--length {length} exceeds the model's {longest} positions")
     try:
-        text = options.text.read_text(encoding="utf-8")
+        words = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text: {options.text} cannot be read as UTF-8") from error
-    ids = loaded.tokenizer.encode(text)
-    count = len(ids) // options.length
+        raise UserError(f"--text: {text} cannot be read as UTF-8") from error
+    ids = loaded.tokenizer.encode(words)
+    count = len(ids) // length
     if count < 1:
         raise UserError(
-            f"{options.text} has {len(ids)} tokens, a sample needs {options.length}: "
+            f"{text} has {len(ids)} tokens, a sample needs {length}: "
             "use more text or a shorter --length"
         )
-    if count < options.samples:
-        _say(f"{options.text} has {count} samples of {options.length} tokens only")
-    count = min(count, options.samples)
-    return ids[: count * options.length].reshape(count, options.length)
+    if count < samples:
+        say(f"{text} has {count} samples of {length} tokens only")
+    count = min(count, samples)
+    return ids[: count * length].reshape(count, length)
 
 
 def _measured(
@@ -351,7 +239,7 @@ def _write(
         }
     if fits:
         told["fits"] = [fit._asdict() for fit in fits]
-    _write_run(
+    write_changed_run(
         options.out,
         loaded,
         model,
@@ -374,11 +262,12 @@ def _write_heads(
 
 
 def _say_fit(fit: MixerFit) -> None:
-    _say(
+    say(
         f"layer {fit.layer}: Mamba's error, as a share of the heads' outputs, "
         f"{fit.before:.3f} before the fit and {fit.after:.3f} after"
     )
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tells beside the output."""
     print(text, file=sys.stderr)

@@ -1,11 +1,11 @@
-"""A Transformer made recursive, a recursive model made a Transformer, or cut shorter.
+"""A Transformer made recursive, and a recursive model made a Transformer.
 
 All in memory and in numpy, parameter by parameter; nothing here is differentiated.
 """
 
 import dataclasses
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,11 @@ from recurjax.variants.relaxed_recursive_transformer.sharing import depths_of
 from recurjax.variants.transformer import TransformerConfig
 
 Parameters = dict[str, np.ndarray]
+TiedNorms = Literal["average", "choice", "zero"]
+"""How the norms that loops share start: the mean of the layers that share them, one
+layer's, or zeros (the paper's appendix F; with one_plus norms, zeros scale by 1)."""
 
-_MAPS = {
+MAPS = {
     "q": "attention.w_q",
     "k": "attention.w_k",
     "v": "attention.w_v",
@@ -44,6 +47,7 @@ def to_recursive(
     init: BlockInit,
     adapters: Literal["svd", "zero"] = "svd",
     fused_qkv: bool = False,
+    norms: TiedNorms | None = None,
     seed: int = 0,
 ) -> Decoder:
     """Makes a Transformer recursive: a shared block, and additions towards its layers.
@@ -59,7 +63,8 @@ def to_recursive(
         nothing yet. Where there is nothing to add, they start as "zero" either way.
       fused_qkv: take the factors of q, k and v side by side, so that they share A; for
         models that have them as one matrix.
-      seed: of the drawn A where nothing is added.
+      norms: how tied norms start; None: as the matrices do. Biases of linear maps do.
+      seed: of a random block, and of the drawn A where nothing is added.
 
     Raises:
       UserError: the model is no Transformer, or another one than `stack` says.
@@ -74,21 +79,42 @@ def to_recursive(
         raise UserError("stack.transformer must be the model's own stack, unchanged")
     config = dataclasses.replace(model.config, stack=stack)
     ours = parameters(model)
-    layers = [_layer(ours, base, depth) for depth in range(base.layers)]
-    sources = source_layers(init, base.layers, stack.loops, stack.sharing)
-    shared = [
-        {name: np.mean([layers[l][name] for l in chosen], 0) for name in layers[0]}
-        for chosen in sources
-    ]
+    layers = [layer_of(ours, base, depth) for depth in range(base.layers)]
     depths = depths_of(base.layers, stack.loops, stack.sharing)
+    if norms is not None and not stack.tie_norms:
+        raise UserError(
+            f"norms {norms!r} is for norms that the loops share: own ones (tie_norms "
+            "off) are each layer's"
+        )
+    if init == "random":
+        sources, shared = (), _drawn_block(config, stack, seed)
+    else:
+        sources = source_layers(init, base.layers, stack.loops, stack.sharing)
+        shared = [_mean(layers, chosen) for chosen in sources]
+    for k, block in enumerate(shared):
+        if norms is not None:
+            sharing = depths[:, k].tolist()
+            if norms == "choice":
+                # A block that is one layer's already keeps that layer's norms.
+                single = init not in ("average", "random")
+                sharing = sources[k] if single else sharing[:1]
+            chosen = _mean(layers, sharing)
+            for name in block:
+                if _is_norm(name):
+                    block[name] = chosen[name] * (norms != "zero")
     made = {n: leaf for n, leaf in ours.items() if not n.startswith("stack.blocks.")}
     P = len(base.windows)
     for name in layers[0]:
-        by_use = not stack.tie_norms and not _is_matrix(name)
+        # A random block's norms start as a new model's, own ones too.
+        by_use = not stack.tie_norms and not is_matrix(name)
         for place in range(P):
             block = range(place, stack.block_layers, P)
             made[f"stack.blocks.{place}.{name}"] = np.stack(
-                [np.stack([layers[l][name] for l in row[place::P]]) for row in depths]
+                [np.stack([shared[k][name] for k in block])] * stack.loops
+                if by_use and init == "random"
+                else [
+                    np.stack([layers[l][name] for l in row[place::P]]) for row in depths
+                ]
                 if by_use
                 else [shared[k][name] for k in block]
             )
@@ -115,7 +141,7 @@ def to_transformer(model: Decoder) -> Decoder:
       UserError: the model is not recursive, or its deeper loops read loop 1's keys and
         values, which no Transformer does.
     """
-    stack = _recursive(model)
+    stack = recursive_config(model)
     if stack.loop_cache == "first" and stack.loops > 1:
         raise UserError(
             "a model with loop_cache 'first' is no Transformer: its deeper loops have "
@@ -127,7 +153,7 @@ def to_transformer(model: Decoder) -> Decoder:
     depths = depths_of(L, stack.loops, stack.sharing)
     for b, row in enumerate(depths):
         for k, depth in enumerate(row):
-            layers[depth] = _use(ours, stack, b, k)
+            layers[depth] = use_of(ours, stack, b, k)
     made = {
         name: leaf
         for name, leaf in ours.items()
@@ -161,104 +187,6 @@ def recursive_stack(
         return RelaxedRecursiveTransformerConfig(transformer=base, **settings)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-class Energy(NamedTuple):
-    """How far one depth's matrix lies from the shared one, and what is made up for.
-
-    Attributes:
-      depth: of the layer, from 0.
-      name: q, k, v, out, up, gate or down.
-      residual: Frobenius norm of W_l - W'.
-      kept: share of its square that the addition has; 1 where there is no residual.
-    """
-
-    depth: int
-    name: str
-    residual: float
-    kept: float
-
-
-def kept_energy(model: Decoder, recursive: Decoder) -> list[Energy]:
-    """Compares a recursive model with the Transformer that it was made of.
-
-    What is left over is ||W_l - W' - A B||^2, so kept = 1 - left / ||W_l - W'||^2; an
-    addition of low rank by singular values can only keep, one not trained for it may
-    also lose.
-    """
-    stack, base = _recursive(recursive), model.config.stack
-    assert isinstance(base, TransformerConfig)
-    ours, theirs = parameters(recursive), parameters(model)
-    bare = {n: leaf for n, leaf in ours.items() if not n.startswith("stack.adapters.")}
-    plain = dataclasses.replace(stack, rank=0)
-    found = []
-    for b, row in enumerate(depths_of(base.layers, stack.loops, stack.sharing)):
-        for k, depth in enumerate(row):
-            wanted = _layer(theirs, base, int(depth))
-            shared, joined = _use(bare, plain, b, k), _use(ours, stack, b, k)
-            for name, weight in _MAPS.items():
-                if weight not in wanted:
-                    continue
-                whole = wanted[weight].astype(np.float64)
-                before = float(np.sum((whole - shared[weight]) ** 2))
-                left = float(np.sum((whole - joined[weight]) ** 2))
-                kept = 1.0 - left / before if before else 1.0
-                found.append(Energy(int(depth), name, before**0.5, kept))
-    return sorted(found, key=lambda energy: energy.depth)
-
-
-def plot_energy(energies: list[Energy], file: Path) -> None:
-    """Draws the kept share of each matrix' residual, depths down, matrices across."""
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(energy.name for energy in energies))
-    depths = 1 + max(energy.depth for energy in energies)
-    shares = np.full((depths, len(names)), np.nan)
-    for energy in energies:
-        shares[energy.depth, names.index(energy.name)] = energy.kept
-    figure = Figure(figsize=(1.8 + 0.6 * len(names), 1.2 + 0.26 * depths))
-    figure.set_layout_engine("constrained")
-    axes = figure.subplots()
-    image = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(len(names)), names)
-    axes.set(ylabel="depth", title="kept share of the residual")
-    figure.colorbar(image)
-    figure.savefig(file, dpi=120)
-
-
-def truncated(model: Decoder, loops: int) -> Decoder:
-    """Returns the model of the first loops: what an exit after them computes.
-
-    Raises:
-      UserError: the model is not recursive, has fewer loops, shares otherwise than by
-        "cycle", or scales its branches by its depth.
-    """
-    stack = _recursive(model)
-    if not 1 <= loops <= stack.loops:
-        raise UserError(f"loops must lie in 1..{stack.loops}, got {loops}")
-    if loops == stack.loops:
-        return model
-    if stack.sharing != "cycle":
-        raise UserError(
-            f"only with sharing 'cycle' can loops be left out, not {stack.sharing!r}"
-        )
-    base = stack.transformer
-    if base.residual_scale != "one":
-        raise UserError(
-            "loops cannot be left out of a model whose residual_scale depends on its "
-            f"depth: {base.residual_scale!r}"
-        )
-    shorter = dataclasses.replace(base, layers=loops * stack.block_layers)
-    cut = dataclasses.replace(stack, transformer=shorter, loops=loops)
-
-    def leaf_of(name: str, leaf: np.ndarray) -> np.ndarray:
-        own = name.startswith("stack.adapters.")
-        untied = name.startswith("stack.blocks.") and not _is_matrix(name)
-        by_loop = own or (untied and not stack.tie_norms)
-        return leaf[:loops] if by_loop else leaf
-
-    made = {name: leaf_of(name, leaf) for name, leaf in parameters(model).items()}
-    return with_parameters(dataclasses.replace(model.config, stack=cut), made)
 
 
 def parameters(model: Decoder) -> Parameters:
@@ -295,7 +223,7 @@ class _AdapterBuilder:
     def __call__(self, layer: Parameters, shared: Parameters) -> Parameters:
         residuals = {
             name: flat(weight, layer[weight]) - flat(weight, shared[weight])
-            for name, weight in _MAPS.items()
+            for name, weight in MAPS.items()
             if weight in layer
         }
         factors: dict[str, Factors] = {}
@@ -345,7 +273,7 @@ def flat(name: str, weight: np.ndarray) -> np.ndarray:
     return weight.astype(np.float64).reshape(inputs, outputs)
 
 
-def _layer(ours: Parameters, base: TransformerConfig, depth: int) -> Parameters:
+def layer_of(ours: Parameters, base: TransformerConfig, depth: int) -> Parameters:
     """Returns one layer's parameters by their names inside the block."""
     repeat, place = divmod(depth, len(base.windows))
     prefix = f"stack.blocks.{place}."
@@ -356,7 +284,7 @@ def _layer(ours: Parameters, base: TransformerConfig, depth: int) -> Parameters:
     }
 
 
-def _use(
+def use_of(
     ours: Parameters, stack: RelaxedRecursiveTransformerConfig, b: int, k: int
 ) -> Parameters:
     """Returns layer k of the block as its b-th use has it, additions joined in."""
@@ -366,10 +294,10 @@ def _use(
     for name, leaf in ours.items():
         if name.startswith(block):
             inner = name.removeprefix(block)
-            by_use = not stack.tie_norms and not _is_matrix(name)
+            by_use = not stack.tie_norms and not is_matrix(name)
             layer[inner] = leaf[b, repeat] if by_use else leaf[repeat]
     if stack.rank:
-        for name, weight in _MAPS.items():
+        for name, weight in MAPS.items():
             if weight in layer:
                 pair = (f"{adapters}{name}.w_{side}" for side in ("reduce", "expand"))
                 reduce, expand = (ours[n][b, repeat].astype(np.float64) for n in pair)
@@ -378,11 +306,36 @@ def _use(
     return layer
 
 
-def _is_matrix(name: str) -> bool:
+def _mean(layers: list[Parameters], chosen: Sequence[int]) -> Parameters:
+    return {name: np.mean([layers[l][name] for l in chosen], 0) for name in layers[0]}
+
+
+def _drawn_block(
+    config: ModelConfig, stack: RelaxedRecursiveTransformerConfig, seed: int
+) -> list[Parameters]:
+    """Returns the layers of a block as a new model draws them."""
+    plain = dataclasses.replace(stack, rank=0, tie_norms=True)
+    fresh = dataclasses.replace(config, stack=plain)
+    draw = jax.jit(lambda key: Decoder(fresh, rngs=nnx.Rngs(key)))
+    ours = parameters(draw(jax.random.key(seed)))
+    return [use_of(ours, plain, 0, k) for k in range(stack.block_layers)]
+
+
+def _is_norm(name: str) -> bool:
+    return "_norm." in name
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a parameter is a linear map's weight, no norm and no bias."""
     return name.rpartition(".")[2].startswith("w_")
 
 
-def _recursive(model: Decoder) -> RelaxedRecursiveTransformerConfig:
+def recursive_config(model: Decoder) -> RelaxedRecursiveTransformerConfig:
+    """Returns a recursive model's stack.
+
+    Raises:
+      UserError: the model is not recursive.
+    """
     stack = model.config.stack
     if not isinstance(stack, RelaxedRecursiveTransformerConfig):
         raise UserError(

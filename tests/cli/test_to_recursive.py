@@ -88,3 +88,20 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
 def test_only_a_recursive_model_is_written_out(base, tmp_path):
     answer = recurjax("convert", "to-transformer", base / "base", tmp_path / "out")
     assert_refused(answer, "the model is not recursive")
+
+
+def test_the_report_has_the_loss_before_and_after_on_a_text(base, tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("It was a bright cold day in April. " * 20)
+    options = ("--loops", "3", "--keep", "evenly", "--init", "average")
+    options += ("--norms", "choice", "--text", text, "--samples", "3", "--length", "20")
+    code, said, err = convert(base / "base", out, *options)
+    assert code == 0 and "nats a token" in said, err
+    told = json.loads((out / "report.json").read_text())
+    assert told["tokens"] == 3 * 19
+    assert told["loss_before"] > 0 and told["loss_after"] > 0
+    assert told["loss_before"] != told["loss_after"]
+    assert load_run(out).model.config.stack.transformer.layers == 3
+    refused = convert(base / "base", tmp_path / "no", "--loops", "3")
+    assert_refused(refused, "divide the 4 layers")
+    assert not (tmp_path / "no").exists()

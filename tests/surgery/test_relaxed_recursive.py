@@ -9,11 +9,13 @@ import pytest
 
 from recurjax.convert.hugging_face import from_hf
 from recurjax.errors import UserError
+from recurjax.surgery.fewer_layers import with_evenly_kept_layers
 from recurjax.surgery.relaxed_recursive import (
     parameters,
     to_recursive,
     to_transformer,
 )
+from recurjax.surgery.shared_block import evenly_kept
 from recurjax.types import Tokens
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
@@ -28,11 +30,7 @@ ABSOLUTE = 2e-5
 WHOLE = 10**6
 """A rank that every matrix caps at its own."""
 
-CASES = [
-    case
-    for case in golden_cases("relaxed_recursive_transformers/*.npz")
-    if not case.values[0].name.startswith("exits_")
-]
+CASES = golden_cases("relaxed_recursive_transformers/[!e]*.npz")
 KEY = re.compile(
     r"B(?P<loops>\d+)_(?P<sharing>cycle_rev|cycle|sequence)"
     r"_(?P<init>stepwise|average|lower)"
@@ -119,3 +117,59 @@ def test_only_the_models_own_transformer_is_made_recursive():
         to_recursive(made, stack, init="stepwise")
     with pytest.raises(UserError, match="not recursive"):
         to_transformer(model)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return from_hf(GOLDEN / "hf" / "llama").model
+
+
+def norm_of(made):
+    return parameters(made)["stack.blocks.0.attention_norm.scale"]
+
+
+@pytest.mark.parametrize("init", ["stepwise", "average", "lower"])
+def test_tied_norms_start_as_they_are_told(init, llama):
+    stack = recursive(llama, loops=2)
+    theirs = norm_of(llama)  # [6, D]; layer k of the block serves k and k + 3
+    mean = (theirs[:3] + theirs[3:]) / 2
+    rows = {"stepwise": [0, 2, 5], "average": [0, 1, 2], "lower": [0, 1, 2]}[init]
+    for norms, want in (
+        ("average", mean),
+        ("choice", theirs[rows]),
+        ("zero", np.zeros_like(mean)),
+    ):
+        made = to_recursive(llama, stack, init=init, norms=norms)
+        np.testing.assert_allclose(norm_of(made), want, rtol=1e-6)
+    plain = to_recursive(llama, stack, init=init)
+    for name, leaf in parameters(plain).items():
+        if "_norm." not in name:
+            np.testing.assert_array_equal(leaf, parameters(made)[name])
+    untied = recursive(llama, loops=2, tie_norms=False)
+    with pytest.raises(UserError, match="each layer's"):
+        to_recursive(llama, untied, init=init, norms="zero")
+
+
+def test_a_random_block_is_drawn_and_the_rest_is_kept(llama):
+    stack = recursive(llama, loops=2, rank=2, tie_norms=False)
+    made, other = (
+        parameters(to_recursive(llama, stack, init="random", seed=seed))
+        for seed in (0, 1)
+    )
+    theirs = parameters(llama)
+    for name in ("w_embedding", "final_norm.scale"):
+        np.testing.assert_array_equal(made[name], theirs[name])
+    w_q = "stack.blocks.0.attention.w_q"
+    assert np.abs(made[w_q] - other[w_q]).max() > 1e-3
+    assert np.all(norm_of(to_recursive(llama, stack, init="random")) == 1)
+
+
+def test_layers_are_left_out_at_equal_steps_where_loops_do_not_divide(llama):
+    assert evenly_kept(7, 6) == (0, 1, 2, 4, 5, 6)  # 2.4 down, 3.6 up
+    assert evenly_kept(6, 4) == (0, 2, 3, 5)
+    shorter = with_evenly_kept_layers(llama, 4)
+    assert shorter.config.stack.layers == 4
+    np.testing.assert_array_equal(norm_of(shorter), norm_of(llama)[[0, 2, 3, 5]])
+    assert with_evenly_kept_layers(llama, 3) is llama
+    with pytest.raises(UserError, match=r"1\.\.6, got 7"):
+        with_evenly_kept_layers(llama, 7)

@@ -11,10 +11,10 @@ import pytest
 from recurjax.errors import UserError
 from recurjax.layers.position import LearnedPositions
 from recurjax.sharding import MeshConfig, batch_sharding, make_mesh, shardings
+from recurjax.surgery.fewer_layers import truncated
 from recurjax.surgery.relaxed_recursive import (
     parameters,
     to_transformer,
-    truncated,
     with_parameters,
 )
 from recurjax.types import Tokens

@@ -1,0 +1,182 @@
+"""`recurjax convert to-recursive | to-transformer`: one block looped, and back."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from recurjax.cli.options import parse
+from recurjax.cli.surgery import cut_text, say, write_changed_run
+from recurjax.errors import UserError
+from recurjax.evaluation.perplexity import score
+from recurjax.files import refuse_existing
+from recurjax.json_files import json_text
+from recurjax.model import Decoder, count_parameters
+from recurjax.surgery.fewer_layers import with_evenly_kept_layers
+from recurjax.surgery.kept_energy import kept_energy, plot_energy
+from recurjax.surgery.relaxed_recursive import (
+    TiedNorms,
+    recursive_stack,
+    to_recursive,
+    to_transformer,
+)
+from recurjax.surgery.shared_block import BlockInit
+from recurjax.training.run import LoadedRun, load_run
+from recurjax.types import Batch
+
+ROWS = 4
+"""Of the text that are scored at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToRecursive:
+    """Makes a Transformer recursive: one block, run several times.
+
+    Writes a run directory with report.json and energy.png: for each matrix how far it
+    lay from the shared one, and how much of that its addition makes up for. Train on
+    with --training.start-from.
+
+    Attributes:
+      run: a run or an imported directory with a Transformer.
+      out: the new run directory; it appears whole or not at all.
+      loops: how often the block runs; divides the layers.
+      init: which layers the block starts from: stepwise, average, lower, upper,
+        fixed_start, or random: none.
+      rank: of the additions at each depth; 0: none.
+      adapters: svd: the best of their rank; zero: they add nothing yet.
+      sharing: cycle, sequence or cycle_rev.
+      tie_norms: one loop's norms and biases serve all (the paper's).
+      loop_cache: own, or first: deeper loops read the first one's keys and values.
+      fused_qkv: q, k and v share the first factor.
+      norms: how norms that the loops share start: average, choice (one layer's) or
+        zero; None: as the matrices do.
+      keep: evenly: where the loops do not divide the layers, first leave some out at
+        equal steps; all: refuse.
+      text: a UTF-8 file; report.json then has the loss on it before and after.
+      samples, length: how much of that text: rows, and tokens of each.
+      seed: of a random block, and of additions that start from nothing.
+      step: of the checkpoint; None: the newest.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    loops: int
+    init: BlockInit = "stepwise"
+    rank: int = 0
+    adapters: Literal["svd", "zero"] = "svd"
+    sharing: Literal["cycle", "sequence", "cycle_rev"] = "cycle"
+    tie_norms: bool = True
+    loop_cache: Literal["own", "first"] = "own"
+    fused_qkv: bool = False
+    norms: TiedNorms | None = None
+    keep: Literal["all", "evenly"] = "all"
+    text: Path | None = None
+    samples: int = 64
+    length: int = 512
+    seed: int = 0
+    step: int | None = None
+
+    def __post_init__(self):
+        if self.samples < 1 or self.length < 2:
+            raise UserError(
+                "--samples must be at least 1 and --length 2, got "
+                f"{self.samples} and {self.length}"
+            )
+
+
+def run_to_recursive(argv: list[str]) -> int:
+    """Runs `recurjax convert to-recursive ARGV`."""
+    options = parse(ToRecursive, argv, prog="recurjax convert to-recursive")
+    refuse_existing(options.out)
+    loaded = load_run(options.run, step=options.step, report=say)
+    rows = (
+        None
+        if options.text is None
+        else cut_text(options.text, options.samples, options.length, loaded)
+    )
+    base = loaded.model
+    if options.keep == "evenly":
+        base = with_evenly_kept_layers(base, options.loops)
+    stack = recursive_stack(
+        base,
+        loops=options.loops,
+        sharing=options.sharing,
+        rank=options.rank,
+        tie_norms=options.tie_norms,
+        loop_cache=options.loop_cache,
+    )
+    model = to_recursive(
+        base,
+        stack,
+        init=options.init,
+        adapters=options.adapters,
+        fused_qkv=options.fused_qkv,
+        norms=options.norms,
+        seed=options.seed,
+    )
+    energies = kept_energy(base, model)
+    before, after = (
+        count_parameters(one.config).total for one in (loaded.model, model)
+    )
+    told: dict[str, Any] = {
+        "parameters": after,
+        "parameters_before": before,
+        "matrices": [energy._asdict() for energy in energies],
+    }
+    if rows is not None:
+        told["text"] = str(options.text)
+        told["tokens"] = int(rows[:, 1:].size)
+        told["loss_before"], told["loss_after"] = (
+            _loss(one, rows, loaded) for one in (loaded.model, model)
+        )
+
+    def report(folder: Path) -> None:
+        text = json_text(told, indent=1) + "\n"
+        (folder / "report.json").write_text(text, encoding="utf-8")
+        plot_energy(energies, folder / "energy.png")
+
+    write_changed_run(options.out, loaded, model, report)
+    print(f"{options.out}: {after:,} parameters, {before:,} before")
+    if rows is not None:
+        change = f"{told['loss_before']:.4f} to {told['loss_after']:.4f}"
+        print(f"loss on {options.text}: {change} nats a token")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToTransformer:
+    """Writes a recursive model out as an ordinary Transformer of all its layers.
+
+    Attributes:
+      run: the run directory of a recursive model.
+      out: the new run directory; it appears whole or not at all.
+      step: of the checkpoint; None: the newest.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    step: int | None = None
+
+
+def run_to_transformer(argv: list[str]) -> int:
+    """Runs `recurjax convert to-transformer ARGV`."""
+    options = parse(ToTransformer, argv, prog="recurjax convert to-transformer")
+    refuse_existing(options.out)
+    loaded = load_run(options.run, step=options.step, report=say)
+    model = to_transformer(loaded.model)
+    write_changed_run(options.out, loaded, model, lambda folder: None)
+    layers = model.config.stack.layers
+    print(f"{options.out}: a Transformer of {layers} layers")
+    return 0
+
+
+def _loss(model: Decoder, rows: np.ndarray, loaded: LoadedRun) -> float:
+    """Returns nats a token; every row starts without context."""
+    batches = (
+        Batch(jnp.asarray(part[:, :-1]), jnp.asarray(part[:, 1:]))
+        for part in np.array_split(rows, -(-len(rows) // ROWS))
+    )
+    return score(model, batches, token_bytes=loaded.tokenizer.token_bytes).loss
