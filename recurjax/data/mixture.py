@@ -1,7 +1,7 @@
 """Several corpora as one data set: rows of each in the shares that a config says."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,10 +42,11 @@ class ChainedLoader:
 
 
 class _Chain:
-    """Batches of several loaders in turn."""
+    """Batches of several loaders in turn, with a place that can be saved."""
 
-    def __init__(self, loaders: Any):
-        self._left, self._now = iter(loaders), iter(())
+    def __init__(self, loaders: Iterable[Loader]):
+        self._loaders, self._at = list(loaders), 0
+        self._now = iter(self._loaders[0])
 
     def __iter__(self) -> "_Chain":
         return self
@@ -55,13 +56,26 @@ class _Chain:
             try:
                 return next(self._now)
             except StopIteration:
-                self.close()
-                self._now = iter(next(self._left))
+                if self._at + 1 == len(self._loaders):
+                    raise
+            self._enter(self._at + 1)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the part, and the position in it after the last batch delivered."""
+        return {"part": self._at, "position": self._now.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues at a saved position."""
+        self._enter(int(state["part"]))
+        self._now.set_state(state["position"])
 
     def close(self) -> None:
         """Ends the threads that read ahead."""
-        if isinstance(self._now, Batches):
-            self._now.close()
+        self._now.close()
+
+    def _enter(self, part: int) -> None:
+        self._now.close()
+        self._at, self._now = part, iter(self._loaders[part])
 
 
 @dataclass(frozen=True, kw_only=True)

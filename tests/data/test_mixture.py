@@ -175,6 +175,12 @@ def test_validation_is_every_parts_own_and_one_after_the_other(parts):
     loader = open_dataset(mixture).loader("validation", length=LENGTH, batch=BATCH)
     taken = list(loader)
     assert len(taken) == loader.batches
+    for done in (1, len(taken) // 2, len(taken) - 1):  # in each of the parts
+        first, resumed = iter(loader), iter(loader)
+        for _ in range(done):
+            next(first)
+        resumed.set_state(first.get_state())
+        np.testing.assert_array_equal(rows_of(resumed), rows_of(taken[done:]))
     want = [
         batch
         for part in parts
