@@ -1,8 +1,11 @@
-"""`recurjax data prepare`: tokenizes a corpus once, for any number of runs."""
+"""`recurjax data`: prepares token shards, checks them and shows what is in them."""
 
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
 
 from recurjax.cli.options import parse
 from recurjax.data.config import Bpe, Corpus, NanochatBpe, Prepared
@@ -10,9 +13,15 @@ from recurjax.data.described import Format, describe_corpus, describe_tokenizer
 from recurjax.data.encoding import closing
 from recurjax.data.json_tokenizer import NONE
 from recurjax.data.prepare import prepare
-from recurjax.data.prepared import TOKENIZER, Manifest
+from recurjax.data.prepared import (
+    TOKENIZER,
+    Manifest,
+    PreparedStream,
+    read_manifest,
+    verify_checksums,
+)
 from recurjax.data.progress import shown_progress
-from recurjax.data.tokenizers import Tokenizer, build_tokenizer
+from recurjax.data.tokenizers import Tokenizer, build_tokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
 
@@ -41,6 +50,7 @@ class PrepareOptions:
       shard_tokens: tokens in one file.
       max_tokens: stops after the document that reaches so many; default: the whole
         corpus. The validation split is a share of what was taken.
+      workers: processes that tokenize; the result is the same for any number.
     """
 
     out: Path
@@ -55,10 +65,35 @@ class PrepareOptions:
     validation_fraction: float = 0.1
     shard_tokens: int = 1 << 26
     max_tokens: int | None = None
+    workers: int = 1
 
     def __post_init__(self):
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UserError(f"--max-tokens must be at least 1, got {self.max_tokens}")
+        if self.workers < 1:
+            raise UserError(f"--workers must be at least 1, got {self.workers}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowOptions:
+    """Prints rows of a prepared directory as text, with what separates documents.
+
+    Attributes:
+      rows: how many.
+      first: the first of them, counted from 0; rows are stretches of `length` tokens.
+      length: tokens in a row.
+    """
+
+    rows: int = 3
+    first: int = 0
+    length: int = 256
+
+    def __post_init__(self):
+        for name, least in (("rows", 1), ("first", 0), ("length", 1)):
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"--{name} must be at least {least}, got {getattr(self, name)}"
+                )
 
 
 def run(args: list[str]) -> int:
@@ -67,10 +102,14 @@ def run(args: list[str]) -> int:
     Raises:
       UserError: something the user can put right, said in one sentence.
     """
-    commands = {"prepare": run_prepare}
+    commands = {"prepare": run_prepare, "show": run_show, "verify": run_verify}
     if not args or args[0] in ("-h", "--help"):
         print("usage: recurjax data prepare --out DIR --corpus FILES [options]")
-        print("       recurjax data prepare --help lists the options")
+        print("       recurjax data verify DIR      every file against its checksum")
+        print(
+            "       recurjax data show DIR        rows as text, with document borders"
+        )
+        print("recurjax data prepare --help lists the options")
         return 0 if args else 2
     if args[0] not in commands:
         raise UserError(
@@ -104,10 +143,78 @@ def run_prepare(args: list[str]) -> int:
             shard_tokens=options.shard_tokens,
             ends=ends,
             max_tokens=options.max_tokens,
+            workers=options.workers,
             progress=progress,
         )
     print(_summary(options.out, manifest, _separated(tokenizer, ends)))
     return 0
+
+
+def run_verify(args: list[str]) -> int:
+    """Runs `recurjax data verify DIR`."""
+    folder, options = _folder(args, "verify")
+    if options:
+        raise UserError(f"recurjax data verify takes a folder, got {options[0]} too")
+    manifest = read_manifest(folder)
+    verify_checksums(folder)
+    PreparedStream(folder, manifest)  # counts of records, and the index
+    if load_tokenizer(folder / TOKENIZER).hash != manifest.tokenizer_hash:
+        raise UserError(
+            f"{folder / TOKENIZER} is not the tokenizer that made the tokens: prepare "
+            "the data again"
+        )
+    print(
+        f"{folder} is whole: {manifest.tokens:,} tokens of {manifest.documents:,} "
+        f"documents in {len(manifest.shards)} shards"
+    )
+    return 0
+
+
+def run_show(args: list[str]) -> int:
+    """Runs `recurjax data show DIR`."""
+    folder, words = _folder(args, "show")
+    options = parse(ShowOptions, words, prog="recurjax data show")
+    manifest = read_manifest(folder)
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    stream = PreparedStream(folder, manifest)
+    for row in range(options.first, options.first + options.rows):
+        start = row * options.length
+        stop = min(start + options.length, stream.tokens)
+        if start >= stop:
+            last = (stream.tokens - 1) // options.length
+            raise UserError(f"{folder} has no row {row}: its last one is {last}")
+        split = "train" if start < manifest.train_tokens else "validation"
+        print(f"=== row {row}: tokens {start:,} to {stop - 1:,}, {split} ===")
+        print(_shown(stream, tokenizer, start, stop))
+    return 0
+
+
+def _shown(stream: PreparedStream, tokenizer: Tokenizer, start: int, stop: int) -> str:
+    """Returns a stretch of tokens as text: a line ||| where a document begins."""
+    first, last = np.searchsorted(stream.starts, [start, stop])
+    begins = stream.starts[first:last].tolist()
+    borders = [start, *(b for b in begins if b > start), stop]
+    [ids] = stream.read([(start, stop)])
+    names = {tokenizer.bos: "<BOS>", tokenizer.eos: "<EOS>"}
+    if tokenizer.bos == tokenizer.eos:
+        names = {tokenizer.bos: "<BOS>"}
+    pieces = []
+    for begin, end in pairwise(borders):
+        text, plain = "", []
+        for token in [*ids[begin - start : end - start].tolist(), None]:
+            if token is None or token in names:
+                text += tokenizer.decode(plain) + names.get(token, "")
+                plain = []
+            else:
+                plain.append(token)
+        pieces.append(("||| " if begin in begins else "... ") + text)
+    return "\n".join(pieces)
+
+
+def _folder(args: list[str], command: str) -> tuple[Path, list[str]]:
+    if not args or args[0].startswith("-"):
+        raise UserError(f"name a prepared folder: recurjax data {command} DIR")
+    return Path(args[0]).expanduser(), args[1:]
 
 
 def _corpus(options: PrepareOptions) -> Corpus:

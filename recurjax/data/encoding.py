@@ -45,17 +45,31 @@ def encoded_documents(
     Raises:
       UserError: EOS is asked for, and the tokenizer has none.
     """
-    after = closing(tokenizer, ends)
-    before = [] if tokenizer.bos is None else [tokenizer.bos]
-    around = np.array(before, np.int32), np.array(after, np.int32)
+    for group in groups_of(reading):
+        yield from encode_group(group, tokenizer, ends=ends)
+
+
+def groups_of(reading: Reading) -> Iterator[list[Document]]:
+    """Yields the documents in order, as many at a time as one call should encode."""
     group: list[Document] = []
     size = 0
     for document in reading.documents:
         group.append(document)
         size += len(document.text)
         if size >= _AT_ONCE:
-            yield from _encoded(group, tokenizer, *around)
+            yield group
             group, size = [], 0
+    if group:
+        yield group
+
+
+def encode_group(
+    group: list[Document], tokenizer: Tokenizer, *, ends: bool | None
+) -> Iterator[EncodedDocument]:
+    """Encodes documents by one call; see `encoded_documents`."""
+    after = closing(tokenizer, ends)
+    before = [] if tokenizer.bos is None else [tokenizer.bos]
+    around = np.array(before, np.int32), np.array(after, np.int32)
     yield from _encoded(group, tokenizer, *around)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from recurjax.data.config import Corpus
-from recurjax.data.corpora import read_corpus
+from recurjax.data.corpora import Reading, read_corpus
 from recurjax.data.encoding import EncodedDocument, closing, encoded_documents
 from recurjax.data.prepared import (
     FORMAT,
@@ -28,6 +28,7 @@ from recurjax.data.prepared import (
 )
 from recurjax.data.streams import token_dtype, validation_start
 from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.workers import encode_in_processes
 from recurjax.errors import UserError
 from recurjax.files import new_folder
 from recurjax.version import VERSION
@@ -54,6 +55,7 @@ def prepare(
     shard_tokens: int = 1 << 26,
     ends: bool | None = None,
     max_tokens: int | None = None,
+    workers: int = 1,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
     """Writes a prepared directory: see `recurjax.data.prepared` for what is in it.
@@ -68,6 +70,7 @@ def prepare(
       shard_tokens: tokens in a file, rounded up to whole records.
       ends: whether EOS comes after each document: see `encoded_documents`.
       max_tokens: no document is begun after so many tokens; None: all are taken.
+      workers: processes that tokenize; what is written does not depend on it.
       progress: is called after each document.
 
     Raises:
@@ -81,6 +84,8 @@ def prepare(
         raise UserError(f"shard_tokens must be positive, got {shard_tokens}")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens must be positive, got {max_tokens}")
+    if workers < 1:
+        raise UserError(f"workers must be positive, got {workers}")
     closing(tokenizer, ends)
     out = Path(out).expanduser()
     reading = read_corpus(corpus)
@@ -88,7 +93,9 @@ def prepare(
         tokenizer.save(folder / TOKENIZER)
         written = _write_tokens(
             folder,
-            encoded_documents(reading, tokenizer, ends=ends),
+            _encoded(
+                reading, tokenizer, folder / TOKENIZER, ends=ends, workers=workers
+            ),
             vocabulary=tokenizer.vocabulary,
             shard_tokens=shard_tokens,
             max_tokens=max_tokens,
@@ -127,6 +134,19 @@ def prepare(
         )
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def _encoded(
+    reading: Reading,
+    tokenizer: Tokenizer,
+    saved: Path,
+    *,
+    ends: bool | None,
+    workers: int,
+) -> Iterator[EncodedDocument]:
+    if workers == 1:
+        return encoded_documents(reading, tokenizer, ends=ends)
+    return encode_in_processes(reading, saved, workers=workers, ends=ends)
 
 
 class _Written(NamedTuple):

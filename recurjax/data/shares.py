@@ -42,16 +42,17 @@ class Shares:
         self._firsts = [row for row, _ in changes]
         self._cycles = [_Cycle(weights) for _, weights in changes]
         # Rows that each part has given where a cycle begins.
-        self._given = [np.zeros(len(changes[0][1]), np.int64)]
+        given = [np.zeros(len(changes[0][1]), np.int64)]
         for at in range(1, len(changes)):
             rows = self._firsts[at] - self._firsts[at - 1]
-            self._given.append(self._given[-1] + self._cycles[at - 1].counts(rows))
+            given.append(given[-1] + self._cycles[at - 1].counts(rows))
+        self._given: list[list[int]] = [counts.tolist() for counts in given]
 
     def row(self, number: int) -> Drawn:
         """Returns where row `number`, counted from 0, comes from."""
         at = bisect_right(self._firsts, number) - 1
         part, before = self._cycles[at].row(number - self._firsts[at])
-        return Drawn(part, int(self._given[at][part]) + before)
+        return Drawn(part, self._given[at][part] + before)
 
 
 class _Cycle:
@@ -59,18 +60,21 @@ class _Cycle:
 
     def __init__(self, weights: Sequence[float]):
         parts = _whole_numbers(weights)
-        self._parts = _in_order(parts)
-        self._length = len(self._parts)
-        hit = self._parts[None, :] == np.arange(len(parts))[:, None]
+        order = _in_order(parts)
+        self._length = len(order)
+        hit = order[None, :] == np.arange(len(parts))[:, None]
         # [P, length + 1]: rows of each part before each row.
         self._before = np.pad(np.cumsum(hit, axis=1, dtype=np.int64), ((0, 0), (1, 0)))
+        # Looked up row by row, which lists are faster at.
+        self._parts: list[int] = order.tolist()
+        self._earlier: list[int] = self._before[order, np.arange(len(order))].tolist()
+        self._whole: list[int] = self._before[:, -1].tolist()
 
     def row(self, number: int) -> tuple[int, int]:
         """Returns the part, and how many rows it has given before."""
         cycles, at = divmod(number, self._length)
-        part = int(self._parts[at])
-        counts = self._before[part]
-        return part, cycles * int(counts[-1]) + int(counts[at])
+        part = self._parts[at]
+        return part, cycles * self._whole[part] + self._earlier[at]
 
     def counts(self, rows: int) -> Int64[np.ndarray, " P"]:
         """Counts the rows of each part among the first so many."""

@@ -121,3 +121,60 @@ def test_an_unknown_option_is_named(tmp_path):
 def test_help_is_printed(capsys):
     assert run(["--help"]) == 0 and run([]) == 2
     assert "recurjax data prepare" in capsys.readouterr().out
+
+
+def test_the_result_does_not_depend_on_the_number_of_workers(files, monkeypatch):
+    # Small groups, so that several are on the way at once.
+    monkeypatch.setattr("recurjax.data.encoding._AT_ONCE", 500)
+    args = ["--corpus", str(files / "a.txt"), "--separator", "\\n\\n"]
+    args += ["--tokenizer", "bpe:300", "--shard-tokens", "1024"]
+    for workers in ("1", "2"):
+        out = ["--out", str(files / workers), "--workers", workers]
+        assert run(["prepare", *out, *args]) == 0
+    one, two = (sorted((files / name).rglob("*.*")) for name in "12")
+    assert [file.name for file in one] == [file.name for file in two]
+    assert [f.read_bytes() for f in one] == [f.read_bytes() for f in two]
+
+
+def test_rows_are_shown_with_what_separates_documents(files, capsys):
+    out = prepared_folder(files)
+    capsys.readouterr()
+    assert run(["show", out, "--rows", "2", "--first", "1", "--length", "3000"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("=== row 1: tokens 3,000 to 5,999, train ===\n... ")
+    assert f"\n||| <BOS>{TEXTS[1][:50]}" in shown
+    with pytest.raises(UserError, match="has no row 9: its last one is 3"):
+        run(["show", out, "--first", "9", "--length", "3000"])
+
+
+def test_a_prepared_folder_is_verified(files, capsys):
+    out = prepared_folder(files)
+    assert run(["verify", out]) == 0
+    told = capsys.readouterr().out
+    assert "is whole: 9,002 tokens of 2 documents in 1 shards" in told
+    [shard] = (files / "out").glob("*.arrayrecord")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(bytes(data))
+    with pytest.raises(UserError, match="is damaged: prepare the data again"):
+        run(["verify", out])
+
+
+def test_what_cannot_be_shown_or_prepared_is_one_sentence(files):
+    for words, message in (
+        (["show"], "name a prepared folder: recurjax data show DIR"),
+        (["verify", str(files)], "is not a prepared directory"),
+        (["verify", str(files), "more"], "takes a folder, got more too"),
+        (["show", str(files), "--rows", "0"], "--rows must be at least 1, got 0"),
+        (
+            ["prepare", "--out", "x", "--corpus", "embedded", "--workers", "0"],
+            "--workers must be at least 1, got 0",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(words)
+
+
+def prepared_folder(files) -> str:
+    prepared(files, "--corpus", str(files / "a.txt"), str(files / "b.txt"))
+    return str(files / "out")
