@@ -16,7 +16,7 @@ from recurjax.bench.training_step import (
     step_row,
 )
 from recurjax.model import Decoder, ModelConfig
-from recurjax.training.objective import Interleaved, NextToken, Objective
+from recurjax.training.objective import Interleaved, NextToken
 from recurjax.training.optimizers import MuonAdamW
 from recurjax.types import Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer.presets import (
@@ -77,7 +77,7 @@ def summary(rows: list[Row]) -> str:
 
 def _training(
     kind: str,
-    objective: Objective,
+    objective: NextToken | Interleaved,
     *,
     shape: dict[str, int],
     dtype: Dtype,

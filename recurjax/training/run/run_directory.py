@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from itertools import chain, count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -19,7 +19,7 @@ from recurjax.experiment import (
     write_experiment,
 )
 from recurjax.files import write_whole
-from recurjax.json_files import json_text
+from recurjax.json_files import json_text, read_json_object
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
@@ -113,7 +113,7 @@ class RunDirectory:
 
     def frozen_step(self) -> int | None:
         """Returns which step of its objective's frozen model the run began with."""
-        return json.loads(self.frozen.read_text())["step"] if self._has_frozen else None
+        return self._frozen_before()["step"] if self._has_frozen else None
 
     def record_frozen(self, run: str, step: int, digest: str) -> None:
         """Writes down which frozen model a run is trained with, or compares with that.
@@ -123,9 +123,9 @@ class RunDirectory:
         """
         now = {"run": run, "step": step, "digest": digest}
         if not self._has_frozen:
-            write_whole(self.frozen, json.dumps(now, indent=2) + "\n")
+            write_whole(self.frozen, json_text(now, indent=2) + "\n")
             return
-        before = json.loads(self.frozen.read_text())
+        before = self._frozen_before()
         if before["digest"] != digest:
             raise UserError(
                 f"{self.root} was begun with other parameters of {before['run']} (step "
@@ -136,6 +136,16 @@ class RunDirectory:
     @property
     def _has_frozen(self) -> bool:
         return self.frozen.is_file()
+
+    def _frozen_before(self) -> dict[str, Any]:
+        found = read_json_object(self.frozen, "what a run was frozen with")
+        wanted = {"run": str, "step": int, "digest": str}
+        if any(not isinstance(found.get(name), kind) for name, kind in wanted.items()):
+            raise UserError(
+                f"{self.frozen} must have run, step and digest of the frozen model: "
+                "put the file back, or start another run"
+            )
+        return found
 
     def rewind(self, step: int) -> str | None:
         """Drops metrics and samples of steps after `step`: they will be made again.
