@@ -111,6 +111,7 @@ class Part:
     name: str
 
     def __post_init__(self):
+        require_numbers(self)
         if not re.fullmatch(r"[\w-]+", self.name):
             raise UserError(
                 f"Part: name must have letters, digits, _ and -, got {self.name!r}"
@@ -128,6 +129,9 @@ class Reweighting:
 
     step: int
     weights: tuple[float, ...]
+
+    def __post_init__(self):
+        require_numbers(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

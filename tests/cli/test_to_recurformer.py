@@ -108,7 +108,7 @@ def test_no_head_replaced_is_the_base(base, tmp_path):
         (("--heads", "{far}", "--start", "fitted"), "--start fitted needs a text"),
         (("--heads", "{far}", "--fit-steps", "0"), "--fit-steps must be at least 1"),
         (("--heads", "{far}", "--fit-rate", "nan"), "--fit-rate above 0"),
-        (("--heads", "{text}"), "no JSON file of heads"),
+        (("--heads", "{text}"), "the file of --heads .* is not valid JSON"),
         (("--heads", "{bad}"), "a list of heads for each layer"),
         (("--heads", "{far}"), "heads from 0 to 3"),
     ],

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from recurjax.divergence import ExitLosses, Teacher, exit_losses
 from recurjax.frozen_model import FrozenModel
 from recurjax.model import Decoder, ModelConfig
-from recurjax.ranges import require_range
+from recurjax.ranges import require_numbers, require_range
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
@@ -55,6 +55,7 @@ class Distilled(_Uptraining):
     vocabulary_chunks: int = 1
 
     def __post_init__(self):
+        require_numbers(self)
         require_range(self, "weight", least=0)
         require_range(self, "temperature", above=0)
         _check_chunks(self)
@@ -119,6 +120,7 @@ class Exits(_Uptraining):
     vocabulary_chunks: int = 1
 
     def __post_init__(self):
+        require_numbers(self)
         require_range(self, "coefficient", least=0)
         require_range(self, "self_distillation", least=0)
         _check_chunks(self)
