@@ -22,6 +22,7 @@ MAY_ASK = {
     "pallas_kernels.target",
     "recurjax.devices",  # a table of peak rates, by kind
     "recurjax.bench.report",  # prints where a row was measured
+    "recurjax.cli.doctor",  # prints what there is
 }
 
 

@@ -130,7 +130,7 @@ print(digest.hexdigest())
         (lambda: InContextRecall(length=7), "even"),
         (lambda: InContextRecall(noise=0.5), "noise_vocabulary"),
         (lambda: InContextRecall(vocabulary=3, noise_vocabulary=2), "no words"),
-        (lambda: InContextRecall(noise=float("nan")), "noise must lie"),
+        (lambda: InContextRecall(noise=float("nan")), "noise must be finite"),
         (lambda: FuzzyRecall(length=18), "length must exceed"),
         (lambda: FuzzyRecall(vocabulary=6), "too few words"),
         (lambda: SelectiveCopying(length=33), "length must exceed"),
