@@ -124,3 +124,11 @@ def peak_flops(device: Any) -> float | None:
         if kind in device.device_kind
     ]
     return max(found)[1] if found else None
+
+
+def is_flat_slice(device: Any) -> bool:
+    """Whether its slices are flat (v5e): axes of a mesh may then be cut in pieces.
+
+    As `jax.make_mesh` decides it.
+    """
+    return device.device_kind in ("TPU v5 lite", "TPU v5e")

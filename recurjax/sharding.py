@@ -9,6 +9,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from recurjax.devices import is_flat_slice
 from recurjax.errors import UserError
 from recurjax.parameters import find_rule, parameter_name
 from recurjax.ranges import require_numbers
@@ -90,10 +91,8 @@ def _over_slices(sizes: list[int], slices: int, devices: list[Any]) -> np.ndarra
         )
     within = (sizes[0] // slices, *sizes[1:])
     across = (slices,) + (1,) * (len(AXES) - 1)
-    # v5e slices are flat: as `jax.make_mesh` does, their axes may be cut in pieces.
-    flat = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
     return mesh_utils.create_hybrid_device_mesh(
-        within, across, devices, allow_split_physical_axes=flat
+        within, across, devices, allow_split_physical_axes=is_flat_slice(devices[0])
     )
 
 
