@@ -12,7 +12,7 @@ on with the same command.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from recurjax import host
@@ -20,7 +20,7 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.run_table import load_experiment
-from recurjax.training.sweep import sweep_and_print
+from recurjax.training.sweep import shortened, sweep_and_print
 
 TABLE = Path(__file__).with_name("runs.py")
 
@@ -49,10 +49,7 @@ class Options:
 def small(model: str, *, steps: int | None) -> Experiment:
     """Returns a row shakespeare_*, as long as is said."""
     run = load_experiment(f"{TABLE}:shakespeare_{model}")
-    if steps is None:
-        return run
-    schedule = replace(run.schedule, warmup_steps=steps // 10)
-    return replace(run, schedule=schedule, training=replace(run.training, steps=steps))
+    return shortened(run, steps)
 
 
 def main(argv: list[str] | None = None) -> int:

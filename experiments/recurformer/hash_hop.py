@@ -36,6 +36,7 @@ from recurjax.surgery.recency import HeadRecency, choose_heads, measure_recency
 from recurjax.surgery.recurformer import to_recurformer
 from recurjax.training.loop import train
 from recurjax.training.run import LoadedRun, load_run
+from recurjax.training.sweep import seeded, shortened
 from recurjax.types import IGNORED, Tokens
 from recurjax.variants.recurformer import MambaConfig
 
@@ -78,28 +79,20 @@ class Options:
 def base(seed: int, *, steps: int | None) -> Experiment:
     """Returns the base of a seed."""
     run = load_experiment(f"{TABLE}:small_hash_hop")
-    steps = run.training.steps if steps is None else steps
-    return replace(
-        run,
-        name=f"base_seed{seed}",
-        data=replace(run.data, seed=seed),
-        schedule=replace(run.schedule, warmup_steps=steps // 10),
-        training=replace(run.training, seed=seed, steps=steps),
-    )
+    return replace(seeded(shortened(run, steps), seed), name=f"base_seed{seed}")
 
 
 def further(run: Experiment, start: Path, name: str) -> Experiment:
     """Returns a quarter as many steps on the model of another directory."""
-    steps = max(1, run.training.steps // 4)
+    short = shortened(run, max(1, run.training.steps // 4))
     return replace(
-        run,
+        short,
         name=name,
         model=load_run(start, report=_quiet).model.config,
         # Other rows than the base learned from.
         data=replace(run.data, seed=run.data.seed + 1000),
         optimizer=replace(run.optimizer, learning_rate=5e-4),
-        schedule=replace(run.schedule, warmup_steps=steps // 10),
-        training=replace(run.training, steps=steps, start_from=str(start)),
+        training=replace(short.training, start_from=str(start)),
     )
 
 

@@ -23,6 +23,7 @@ from recurjax.experiment import Experiment
 from recurjax.files import write_whole
 from recurjax.run_table import load_experiment
 from recurjax.training.loop import train
+from recurjax.training.sweep import seeded, shortened
 
 TABLE = Path(__file__).with_name("runs.py")
 
@@ -51,14 +52,7 @@ class Options:
 def small(beta: str, seed: int, *, steps: int | None) -> Experiment:
     """Returns a row small_mqar_beta_*, of a seed and as long as is said."""
     run = load_experiment(f"{TABLE}:small_mqar_beta_{beta}")
-    steps = run.training.steps if steps is None else steps
-    return replace(
-        run,
-        name=f"beta_{beta}_seed{seed}",
-        data=replace(run.data, seed=seed),
-        schedule=replace(run.schedule, warmup_steps=steps // 10),
-        training=replace(run.training, seed=seed, steps=steps),
-    )
+    return replace(seeded(shortened(run, steps), seed), name=f"beta_{beta}_seed{seed}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ table of validation bits per byte; a stopped set goes on with the same command.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from recurjax import host
@@ -18,7 +18,7 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.run_table import load_experiment
-from recurjax.training.sweep import sweep_and_print
+from recurjax.training.sweep import shortened, sweep_and_print
 
 TABLE = Path(__file__).with_name("runs.py")
 MODELS = ("transformer", "recurrent")
@@ -47,17 +47,7 @@ class Options:
 def rows(*, steps: int | None) -> list[Experiment]:
     """Returns the four rows of the table, as long as is said."""
     names = [f"shakespeare_{model}{init}" for model in MODELS for init in INITS]
-    found = [load_experiment(f"{TABLE}:{name}") for name in names]
-    if steps is None:
-        return found
-    return [
-        replace(
-            row,
-            schedule=replace(row.schedule, warmup_steps=steps // 10),
-            training=replace(row.training, steps=steps),
-        )
-        for row in found
-    ]
+    return [shortened(load_experiment(f"{TABLE}:{name}"), steps) for name in names]
 
 
 def main(argv: list[str] | None = None) -> int:

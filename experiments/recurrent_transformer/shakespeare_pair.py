@@ -37,6 +37,7 @@ from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.program import build_step
 from recurjax.training.step import TrainState
+from recurjax.training.sweep import shortened
 from recurjax.types import Array, Batch
 
 MODELS = {"transformer": "Transformer", "recurrent": "Recurrent Transformer"}
@@ -115,14 +116,9 @@ def pair(options: Options) -> dict[str, Experiment]:
         model: load_experiment(f"{table}:shakespeare_{model}") for model in MODELS
     }
     for model, experiment in experiments.items():
-        steps = options.steps or experiment.training.steps
-        batches = options.evaluation_batches
-        experiments[model] = replace(
-            experiment,
-            schedule=replace(experiment.schedule, warmup_steps=steps // 10),
-            training=replace(experiment.training, steps=steps),
-            evaluation=replace(experiment.evaluation, batches=batches),
-        )
+        evaluation = replace(experiment.evaluation, batches=options.evaluation_batches)
+        short = shortened(experiment, options.steps)
+        experiments[model] = replace(short, evaluation=evaluation)
     return experiments
 
 

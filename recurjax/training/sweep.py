@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from recurjax.data.config import DataConfig
 from recurjax.experiment import Experiment
 from recurjax.files import write_whole
 from recurjax.json_files import json_text
@@ -55,14 +54,21 @@ def seeded(experiment: Experiment, seed: int) -> Experiment:
     """
     if seed == 0:
         return experiment
-    if not isinstance(experiment.data, DataConfig):
-        raise NotImplementedError("a task's rows have a seed of their own")
     return replace(
         experiment,
         name=f"{experiment.name}_seed{seed}",
         training=replace(experiment.training, seed=seed),
         data=replace(experiment.data, seed=seed),
     )
+
+
+def shortened(experiment: Experiment, steps: int | None) -> Experiment:
+    """Returns a run of so many steps, a tenth of them warm-up; None: as it stands."""
+    if steps is None:
+        return experiment
+    schedule = replace(experiment.schedule, warmup_steps=steps // 10)
+    training = replace(experiment.training, steps=steps)
+    return replace(experiment, schedule=schedule, training=training)
 
 
 def sweep(

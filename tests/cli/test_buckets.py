@@ -1,30 +1,16 @@
 """Runs in a bucket, at the command line; the bucket is fsspec's store in memory."""
 
-import fsspec
-import pytest
-
 from recurjax.errors import UserError
 from recurjax.storage import Store
 from recurjax.training.run import load_run
 from recurjax.training.session import Session
 from tests.cli.commands import TINY, assert_refused, recurjax
+from tests.training.bucket import URL, bucket
 from tests.training.run_contents import assert_same_run
 
-URL = "memory://bucket/runs/tiny"
 RUNS = "memory://bucket/runs"
 
-
-@pytest.fixture(autouse=True)
-def bucket():
-    """An empty store; gives its objects' contents by name below the run."""
-    memory = fsspec.filesystem("memory")
-    memory.store.clear()
-    memory.pseudo_dirs[:] = [""]
-    yield lambda: {
-        name.removeprefix("/bucket/runs/tiny/"): file.getvalue()
-        for name, file in memory.store.items()
-    }
-    memory.store.clear()
+__all__ = ["bucket"]
 
 
 def kill_at(monkeypatch, step):

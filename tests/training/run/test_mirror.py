@@ -1,25 +1,12 @@
 """Runs in a bucket: a copy here, sent at each save, commit files last."""
 
 import fsspec
-import pytest
 
 from recurjax.storage import Store
 from recurjax.training.run import mirrored
+from tests.training.bucket import URL, bucket
 
-URL = "memory://bucket/runs/tiny"
-
-
-@pytest.fixture(autouse=True)
-def bucket():
-    """An empty store; gives its objects' contents by name below the run."""
-    memory = fsspec.filesystem("memory")
-    memory.store.clear()
-    memory.pseudo_dirs[:] = [""]
-    yield lambda: {
-        name.removeprefix("/bucket/runs/tiny/"): file.getvalue()
-        for name, file in memory.store.items()
-    }
-    memory.store.clear()
+__all__ = ["bucket"]
 
 
 def fill(folder, files):
