@@ -65,7 +65,7 @@ class ArrayStore:
             MANIFEST: ocp.args.JsonSave(manifest),
         }
         try:
-            self._writer.save(path, args=ocp.args.Composite(**items))
+            self._save(path, ocp.args.Composite(**items))
         except Exception:
             self._drop_errors()
             raise
@@ -105,6 +105,16 @@ class ArrayStore:
     def close(self) -> None:
         """Waits for the write and ends the background threads."""
         self._writer.close()
+
+    def _save(self, path: epath.Path, args: ocp.args.Composite) -> None:
+        try:
+            self._writer.save(path, args=args)
+        except FileExistsError:
+            # Tensorstore's threads outlive a write that failed for a full disk, and make
+            # its directory anew after it was removed. Where they do so between orbax's
+            # look and its mkdir, the next look finds that directory and removes it.
+            self._drop_errors()
+            self._writer.save(path, args=args)
 
     def _drop_errors(self) -> None:
         """Ends a failed write's other parts, lest the next call raise their errors.

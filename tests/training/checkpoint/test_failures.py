@@ -112,6 +112,28 @@ def test_a_directory_that_cannot_be_made_is_a_user_error(tmp_path):
     checkpoints.close()
 
 
+def test_a_directory_that_a_failed_writer_makes_at_the_last_moment_is_no_hindrance(
+    tmp_path, monkeypatch
+):
+    paths = sys.modules["orbax.checkpoint._src.path.async_path"]
+    look, made = paths.exists, []
+
+    async def look_before_it_is_made(path):
+        there = await look(path)
+        if not made and path.name.endswith("-tmp"):
+            made.append(path)
+            path.mkdir(parents=True)
+        return there
+
+    monkeypatch.setattr(paths, "exists", look_before_it_is_made)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state(1), data_state={})
+    checkpoints.close()
+    assert [path.name for path in made] == ["1.orbax-checkpoint-tmp"]
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert_same(Checkpoints(tmp_path).restore(abstract(state(1))).tree, state(1))
+
+
 def test_what_a_killed_save_leaves_is_ignored_and_removed_by_the_next_save(tmp_path):
     done = child("killed_while_saving", tmp_path, check=False)
     assert done.returncode == -9, done.stderr
