@@ -43,7 +43,10 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     """Measures every row; nothing is rematerialised."""
     shape = LARGE if large else SMALL
     measure = partial(_training, shape=shape, dtype=dtype, repeats=repeats)
+    # Every ratio of the summary is over this row: the same layers without a memory.
     yield from measure("base", NextToken())
+    # Interleaved training makes one pass a subset after the first, so its time should
+    # grow in proportion to S; the rows show how far it does.
     for subsets in SUBSETS:
         objective = Interleaved(subsets=subsets)
         yield from measure("shared", objective, suffix=f"_s{subsets}")
@@ -54,6 +57,8 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
 
 def summary(rows: list[Row]) -> str:
     """Says what the memory costs, in training and in decoding."""
+    # The minimum of the repeats, here and in every summary: a busy machine only ever
+    # adds time, so the least disturbed call is the one to compare.
     times = {row.name.removeprefix(f"{_NAME}/"): row.min_ms for row in rows}
 
     def over_the_baseline(what: str) -> str:
@@ -94,9 +99,13 @@ def _training(
         batch=B,
         length=T,
     )
+    # The whole step comes from where `recurjax train` takes it, so that both time one
+    # program.
     step = one_device_step(run)
     state, rows = step.initialise(jax.random.key(0)), random_batch(run)
 
+    # The gradient alone shows what the passes cost: MuonAdamW's products with the
+    # weights do not grow with S and would hide it in a small model.
     @jax.jit
     @jax.grad
     def gradient(model: Decoder, rows: Batch) -> jax.Array:
@@ -122,12 +131,16 @@ def _inference(
     """Prefill of T tokens, exact and swept, and one more token after them."""
     config = _model(kind, shape, dtype)
     B, T = shape["B"], shape["T"]
+    # Made under jit: without it every initialiser would be compiled by itself.
     model = jax.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
     ids = jnp.ones((B, T), jnp.int32)
 
     @jax.jit
     def prefill(model: Decoder, ids: jax.Array) -> Any:
+        # T + 64 entries: room for the decoded tokens that are timed after the prompt.
         x, cache = model.hidden(Tokens(ids), model.init_cache(B, T + 64))
+        # Only the last position's logits, as in generation: the head over all T
+        # positions would outweigh the stack in a small model.
         return model.logits(x[:, -1]), cache
 
     @jax.jit
@@ -136,6 +149,8 @@ def _inference(
         x, cache, aux = model.prefill(Tokens(ids), cache, by=f"sweeps:{SWEEPS}")
         return model.logits(x[:, -1]), cache, aux
 
+    # The cache is donated and written in place; a copy of it at every token would be
+    # what the row measures.
     @partial(jax.jit, donate_argnums=2)
     def decode(model: Decoder, ids: jax.Array, cache: Any) -> Any:
         x, cache = model.hidden(Tokens(ids), cache)
@@ -144,16 +159,20 @@ def _inference(
     measure = partial(repeat, repeats=repeats)
     times = measure(lambda: prefill(model, ids))
     yield row(f"{_NAME}/{kind}/prefill", shape, dtype, times, tokens=B * T)
+    # Sweeps need the shared memory; they are what the exact prefill is compared with.
     if kind == "shared":
         times = measure(lambda: sweep(model, ids))
         name = f"{_NAME}/{kind}_sweeps{SWEEPS}/prefill"
         yield row(name, shape, dtype, times, tokens=B * T)
+    # A donated cache is gone after the call, so the newest one is held here for the
+    # next.
     held = [prefill(model, ids)[1]]
 
     def advance() -> jax.Array:
         logits, held[0] = decode(model, ids[:, :1], held[0])
         return logits
 
+    # T is what one call reads, S what lies behind it in the cache.
     sizes = shape | {"T": 1, "S": T}
     times = measure(advance)
     yield row(f"{_NAME}/{kind}/decode", sizes, dtype, times, tokens=B)

@@ -7,6 +7,8 @@ import jax
 
 T = TypeVar("T")
 
+# XLA has no error class of its own for this; on all backends one of these stands in the
+# text of the error.
 _SIGNS = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
 
 
@@ -16,6 +18,8 @@ def unless_out_of_memory(call: Callable[[], T]) -> T | None:
     Any other failure is raised as it is.
     """
     try:
+        # Calls return before the device has run them: without the wait a failed
+        # allocation would be raised later, outside of this try.
         return jax.block_until_ready(call())
     except jax.errors.JaxRuntimeError as error:
         if not any(sign in str(error) for sign in _SIGNS):
@@ -41,8 +45,10 @@ def largest_batch(
             best, batch = batch, 2 * batch
         else:
             failed = batch
+    # Either all batches up to `most` fit, or not even the first one does.
     if failed is None or best == 0:
         return best
+    # best fits and 2 best = failed does not: three halvings of the gap leave an eighth.
     step, last = best // 2, max(best // 8, 1)
     while step >= last:
         if best + step < failed and fits(best + step):

@@ -44,6 +44,8 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     """Measures every layer at every length; decode is of the last position."""
     shape = LARGE if large else SMALL
     for length in LARGE_LENGTHS if large else SMALL_LENGTHS:
+        # Fewer rows for longer ones, so that every length has the same number of tokens
+        # and rates can be compared down a column.
         batch = max(1, LARGE_TOKENS // length) if large else shape["B"]
         sizes = shape | {"B": batch, "T": length}
         for name, mixer in mixers(sizes).items():
@@ -53,6 +55,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
 def summary(rows: list[Row]) -> str:
     """Compares RAT(16) with attention, and all with PyTorch where shapes agree."""
     times = {
+        # A decode has T = 1; what tells its rows apart is S, the tokens before.
         (row.name, row.shape["S" if "decode" in row.name else "T"]): row.min_ms
         for row in rows
     }
@@ -71,6 +74,8 @@ def summary(rows: list[Row]) -> str:
         for name, figures in PYTORCH.items()
         for what, theirs in zip(_PASSES, figures, strict=True)
     ]
+    # PyTorch's figures were taken at these shapes, in this dtype: elsewhere a ratio to
+    # them would mean nothing.
     if rows[0].shape["D"] == SMALL["D"] and rows[0].dtype == "float32":
         told = ", ".join(
             f"{name}/{what} {ours / theirs:.2f}"
@@ -105,12 +110,15 @@ def layer_rows(
 
     @jax.jit
     def forward(layer, x):
+        # A cache of length 0 is what training uses: nothing is kept.
         empty = layer.mixer.init_cache(1, B, 0, dtype)
         return layer(x, empty, Tokens(ids))[0]
 
     @jax.jit
     @partial(jax.grad, argnums=(0, 1))
     def gradient(layer, x):
+        # Summed in float32: a bfloat16 sum over B T D entries would lose most of them.
+        # Every entry of the output then has the gradient 1.
         return jnp.sum(forward(layer, x).astype(jnp.float32))
 
     @partial(jax.jit, donate_argnums=2)
@@ -122,6 +130,8 @@ def layer_rows(
         times = repeat(partial(program, layer, x), repeats=repeats)
         yield measure(f"rat/{name}/{what}", shape, times=times, tokens=B * T)
     cache = layer.mixer.init_cache(1, B, T, dtype)
+    # The cache says that T - 1 tokens are behind, whatever its entries hold: time does
+    # not depend on their values.
     held = [cache._replace(position=jnp.full(B, T - 1, jnp.int32))]
     token = x[:, :1]
 
@@ -130,6 +140,7 @@ def layer_rows(
         y, held[0] = step(layer, token, held[0])
         return y
 
+    # A decode takes microseconds to milliseconds: more repeats, or noise decides.
     times = repeat(advance, repeats=max(repeats, 20), warmup=5)
     yield measure(f"rat/{name}/decode", shape | {"T": 1, "S": T}, times=times, tokens=B)
 
@@ -150,8 +161,11 @@ class Layer(nnx.Module):
 def _cache_bytes(row: Row) -> str:
     """Says how many bytes of cache each layer's token costs, states aside."""
     shape = {letter: row.shape[letter] for letter in "BDH"} | {"T": row.shape["T"]}
+    # Long enough that what a layer keeps once, such as a recurrent state or a window,
+    # all but vanishes beside what it keeps a token.
     length, told = 65536, []
     for name, mixer in mixers(shape).items():
+        # Shapes suffice to count bytes; nothing of 65,536 tokens is allocated.
         layer = jax.eval_shape(partial(Layer, mixer, shape["D"]), jax.random.key(0))
         cache = jax.eval_shape(
             lambda layer=layer: layer.mixer.init_cache(1, 1, length, row.dtype)

@@ -91,9 +91,12 @@ def layer_rows(
     yield from _module_rows(name, run, layer, sizes, dtype, repeats)
     cache = layer_cache(config, 0, B, T, jnp.dtype(dtype))
     keys_values = cache.keys_values._replace(position=jnp.full(B, T - 1, jnp.int32))
+    # T - 1 tokens lie behind the one that is decoded: the last of S.
     cache = cache._replace(keys_values=keys_values)
     x = _drawn((B, 1, sizes["D"]), dtype)
 
+    # Without donation, unlike the other benches: the cache of one layer is small, and
+    # the same one can be used for every call.
     @jax.jit
     def step(layer: Any, x: jax.Array, cache: Any) -> Any:
         return layer(x, cache, Tokens(jnp.zeros((B, 1), jnp.int32)))
@@ -101,6 +104,7 @@ def layer_rows(
     times = repeat(partial(step, layer, x, cache), repeats=repeats)
     kept = cache_bytes(config, T, value_bytes=jnp.dtype(dtype).itemsize)
     shape = {letter: sizes[letter] for letter in "BDH"} | {"S": T}
+    # Bytes of all B rows, in the shape so that they stand in the table beside the time.
     shape |= {"bytes": B * (kept.keys_values + kept.states)}
     yield row(f"{name}/decode", shape, dtype, times, tokens=B)
 
@@ -114,6 +118,7 @@ def _layer_config(beta: float, sizes: dict[str, int]) -> RecurFormerConfig:
         mlp=MlpConfig(width=1),
     )
     return RecurFormerConfig(
+        # The first heads are replaced: which ones makes no difference to the time.
         transformer=base,
         replaced=(tuple(range(round(beta * H))),),
         mamba=MambaConfig(dt_rank=DT_RANK),
@@ -130,6 +135,7 @@ def _module_rows(
 ) -> Iterator[Row]:
     x = _drawn((sizes["B"], sizes["T"], sizes["D"]), dtype)
     forward = jax.jit(run)
+    # Gradients in the weights and in x: a layer inside a stack needs both.
     both = jax.jit(jax.grad(lambda module, x: jnp.sum(run(module, x)), argnums=(0, 1)))
     for what, program in (("forward", forward), ("forward_backward", both)):
         times = repeat(partial(program, module, x), repeats=repeats)
@@ -138,6 +144,7 @@ def _module_rows(
 
 
 def _drawn(shape: tuple[int, ...], dtype: str) -> jax.Array:
+    # Drawn by numpy: the same numbers on every device and version of jax.
     draw = np.random.default_rng(0).normal(size=shape)
     return jnp.asarray(draw.astype(np.float32), dtype)
 
@@ -160,6 +167,8 @@ def summary(rows: list[Row]) -> str:
     }
     found, layers = [], []
     for (name, length), time in times.items():
+        # Layers are compared with attention's row of the same pass and length, scans
+        # with the reference's.
         if name.startswith("layer/") and "/attention/" not in name:
             attention = times[f"layer/attention/{name.split('/')[-1]}", length]
             layers.append(f"{name} at {length} {attention / time:.2f}")
@@ -176,8 +185,11 @@ def summary(rows: list[Row]) -> str:
 def _scans(length: int) -> dict[str, Callable[..., Any]]:
     """Returns the backends that can run here, by name, and the reference."""
     found: dict[str, Callable[..., Any]] = {}
+    # A step of the reference keeps B I N floats; above this length a gradient of it
+    # takes more memory than what is compared with it.
     if length <= REFERENCE_UP_TO:
         found["reference"] = selective_scan_reference
+    # Asking costs nothing: shapes are traced and no backend is compiled.
     shapes = jax.eval_shape(partial(_arrays, SMALL | {"T": 2}, "float32"))
     for name in api.OP.backends:
         scan = partial(selective_scan, implementation=cast(Implementation, name))
@@ -198,6 +210,7 @@ def _passes(
 ) -> Iterator[Row]:
     arrays = jax.tree.map(jnp.asarray, _arrays(sizes, dtype))
 
+    # The states behind the output are not used: [0] leaves the last one out.
     @jax.jit
     def forward(arrays: dict[str, jax.Array]) -> Any:
         return scan(**arrays)[0]
@@ -237,6 +250,9 @@ def _arrays(sizes: dict[str, int], dtype: str) -> dict[str, np.ndarray]:
     return {
         "u": normal(B, T, I),
         "dt": normal(B, T, I),
+        # Mamba's start, A = -1 ... -N in each channel: decays that stay inside (0, 1],
+        # so that long sequences neither vanish nor overflow and time is that of a real
+        # mixer.
         "a": -np.tile(np.arange(1, N + 1, dtype="float32"), (I, 1)),
         "b": normal(B, T, N),
         "c": normal(B, T, N),

@@ -93,6 +93,8 @@ def layers(shape: dict[str, int]) -> dict[str, Layer]:
     D, H = shape["D"], shape["H"]
     recurrent = partial(
         RecurrentTransformerConfig,
+        # One layer: its cost is what the paper's table has, and a stack's is L times
+        # that.
         layers=1,
         width=D,
         heads=H,
@@ -101,7 +103,13 @@ def layers(shape: dict[str, int]) -> dict[str, Layer]:
         mlp=MlpConfig(width=4 * D),
     )
     configs: dict[str, Layer] = {name: recurrent(schedule=name) for name in SCHEDULES}
+    # How many positions the default schedule takes at a time: small blocks wait for
+    # each other more often, large ones do more of their work inside the sequential
+    # part.
     configs |= {f"block{c}": recurrent(block=c) for c in BLOCKS}
+    # The baseline has the same products: as many heads, the same feed-forward layer,
+    # ALiBi and the norm of q and k over all heads, as the recurrent layer has by the
+    # paper.
     configs["transformer"] = TransformerConfig(
         layers=1,
         width=D,
@@ -141,6 +149,8 @@ def programs(config: Layer, shape: dict[str, int], dtype: Dtype) -> Programs:
     @jax.jit
     @partial(jax.grad, argnums=(0, 1))
     def gradient(stack: Any, x: jax.Array) -> jax.Array:
+        # Squares, as the gradient of a plain sum is the same at every position and a
+        # compiler may make use of that.
         return jnp.sum(forward(stack, x).astype(jnp.float32) ** 2)
 
     return Programs(forward, gradient, stack, x)
@@ -163,6 +173,7 @@ def _layer(
         return stack(x, cache, Tokens(jnp.zeros((B, 1), jnp.int32)))
 
     cache = stack.init_cache(B, T, x.dtype)
+    # Half of the cache is filled: the mean of what a generated token finds.
     cache = cache._replace(position=jnp.full(B, T // 2, jnp.int32))
     held = [cache]
 
@@ -170,6 +181,8 @@ def _layer(
         z, held[0] = step(stack, x[:, :1], held[0])
         return z
 
+    # A decoded token moves the position on: at most as many as the cache has room for,
+    # less the two of the warm-up.
     times = repeat(advance, repeats=min(repeats, T // 2 - 2))
     sizes = {"B": B, "T": 1, "S": T, "D": shape["D"], "H": shape["H"]}
     yield row(f"{name}/decode", sizes, dtype, times, tokens=B)

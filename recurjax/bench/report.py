@@ -34,6 +34,8 @@ def device_name() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
+    # The cores that this process may use, which in a container are fewer than the
+    # machine's.
     return f"cpu, {len(os.sched_getaffinity(0))} cores, {_processor()}"
 
 
@@ -58,6 +60,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 
 def _processor() -> str:
+    # Python names only the architecture on Linux; the model stands in this file.
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if "model name" in line]

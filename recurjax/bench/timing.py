@@ -31,6 +31,8 @@ class Row:
 
 def row(
     name: str, shape: Mapping[str, int], dtype: str, times: list[float], *, tokens: int
+# Rates come from the median, what a user will see; comparisons from the minimum, which
+# a busy machine disturbs least.
 ) -> Row:
     """Makes a row from the seconds that each repeat took."""
     median = statistics.median(times)
@@ -53,6 +55,7 @@ def repeat(call: Callable[[], Any], *, repeats: int, warmup: int = 2) -> list[fl
       warmup: calls before them; the first one compiles.
     """
     for _ in range(warmup):
+        # jax returns before the device is done: only a wait for the result measures it.
         jax.block_until_ready(call())
     times = []
     for _ in range(repeats):

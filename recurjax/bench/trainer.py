@@ -36,6 +36,7 @@ def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[Row]:
     loop, bare = [], []
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(_ROUNDS):
+            # A directory for each turn: a run that finds a checkpoint would resume it.
             loop.append(_loop(experiment, Path(folder) / f"loop{turn}"))
             bare.append(_bare(experiment, Path(folder) / f"bare{turn}"))
         pipeline = _pipeline(experiment, Path(folder) / "data")
@@ -62,6 +63,7 @@ def summary(rows: list[Row]) -> str:
 def _loop(experiment: Experiment, root: Path) -> float:
     """Returns seconds a step of `train`, after the first one."""
     result = train(experiment, root, console=Console(quiet=True))
+    # `train_seconds` begins after the first step, which compiles.
     return result.train_seconds / (result.step - 1)
 
 
@@ -70,13 +72,16 @@ def _bare(experiment: Experiment, root: Path) -> float:
     session = Session(experiment, root)
     try:
         state = session.start(print)
+        # One batch for all steps: the pipeline is measured by itself below.
         batch = session.next_batch()
         state, metrics = session.step_on(state, batch)
+        # The first step compiles; its end is waited for so that it is not timed.
         jax.block_until_ready(metrics)
         steps = experiment.training.steps - 1
         began = time.perf_counter()
         for _ in range(steps):
             state, metrics = session.step_on(state, batch)
+        # Steps are queued without a wait, as the loop does: one wait at the end.
         jax.block_until_ready((state, metrics))
         return (time.perf_counter() - began) / steps
     finally:
@@ -87,10 +92,13 @@ def _pipeline(experiment: Experiment, root: Path) -> list[float]:
     """Returns seconds a batch, from the loader to the devices, in five stretches."""
     session = Session(experiment, root)
     try:
+        # The first batch starts the loader's threads and encodes the corpus.
         jax.block_until_ready(session.next_batch())
         stretches = []
         for _ in range(_ROUNDS):
             began = time.perf_counter()
+            # 200 batches a stretch: one alone takes less than the clock can tell from
+            # noise.
             for _ in range(200):
                 batch = session.next_batch()
             jax.block_until_ready(batch)
@@ -119,6 +127,8 @@ def _experiment(steps: int, dtype: str, *, wide: bool) -> Experiment:
         data=DataConfig(corpus=EmbeddedText(), tokenizer=Bytes()),
         optimizer=AdamW(learning_rate=1e-3),
         training=TrainingConfig(
+            # One step more than is timed, for the first one compiles; no checkpoint
+            # falls into the timed part.
             steps=steps + 1, batch=8, length=256, checkpoint_every=1_000_000
         ),
         evaluation=EvaluationConfig(batches=1),

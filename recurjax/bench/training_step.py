@@ -60,6 +60,7 @@ def one_device_step(run: BenchedRun) -> Step:
 
 def random_batch(run: BenchedRun) -> Batch:
     """Draws rows of tokens; the next ones are their targets."""
+    # T + 1 tokens a row give T inputs and, one place further, their T targets.
     shape = (run.batch, run.length + 1)
     ids = jax.random.randint(jax.random.key(1), shape, 0, run.model.vocabulary)
     return Batch(ids[:, :-1], ids[:, 1:])
@@ -84,6 +85,8 @@ def step_row(
       batch: from `random_batch`.
       shape, dtype, repeats: as every row's.
     """
+    # A step uses its state up (its buffers are donated), so each call gives the next
+    # one its own.
     held = [state]
 
     def advance() -> Any:

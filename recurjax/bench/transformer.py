@@ -60,6 +60,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     yield measure(
         f"{name}/forward_backward", gradient, state.model, batch, tokens=tokens
     )
+    # Before the training step's row, which uses the parameters up.
     yield from _decoding(state.model, shape, dtype, repeats)
 
     yield step_row(
@@ -91,6 +92,7 @@ def _decoding(
     ids = jnp.ones((B, _PREFIX), jnp.int32)
 
     @jax.jit
+    # 64 places for the decoded tokens behind the prompt.
     def prefill(model: Decoder, ids: jax.Array) -> tuple[jax.Array, Cache]:
         x, cache = model.hidden(Tokens(ids), model.init_cache(B, _PREFIX + 64))
         return model.logits(x[:, -1]), cache
@@ -102,6 +104,7 @@ def _decoding(
 
     @jax.jit
     def rerun(model: Decoder, ids: jax.Array) -> jax.Array:
+        # What generation without a cache would do for each token.
         x, _ = model.hidden(Tokens(ids), model.init_cache(B, 0))
         return model.logits(x[:, -1])
 
@@ -143,6 +146,8 @@ def _model(shape: dict[str, int], dtype: Dtype) -> ModelConfig:
             width=width,
             attention=AttentionConfig(heads=heads, key_heads=heads, head_width=128),
             mlp=MlpConfig(kind="relu_squared", width=4 * width),
+            # All layers in one turn of the scan: at this depth the loop itself would be
+            # seen.
             unroll=shape["L"],
         ),
     )
