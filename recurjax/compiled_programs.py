@@ -89,6 +89,8 @@ class Programs:
         file = self._file(key)
         try:
             content = file.read_bytes()
+            # Not every file system keeps access times; the modification time serves as
+            # one.
             now = time.time()
             os.utime(file, (now, now))  # when it was used last
         except OSError:
@@ -145,6 +147,7 @@ def _kind() -> str:
     told = [platform.machine()]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
+        # What /proc/cpuinfo calls the instruction sets, on x86 and on ARM.
         told += sorted({x for x in lines if x.startswith(("flags", "Features"))})
     digest = hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
     return f"jaxlib-{version('jaxlib')}-{platform.machine() or 'any'}-{digest}"

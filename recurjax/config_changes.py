@@ -74,6 +74,7 @@ def _changed(value: Any, change: Change, file: Path) -> Any:
         return [_changed(item, change, file) for item in value]
     if not isinstance(value, dict):
         return value
+    # Inner objects first: a field may move out of one that moved itself.
     value = {name: _changed(item, change, file) for name, item in value.items()}
     if value.get("type") != change.type or change.field not in value:
         return value

@@ -70,10 +70,13 @@ def _decode(wanted: Any, data: Any, path: str) -> Any:
         return data
     if wanted is type(None) and data is None:
         return None
+    # JSON may write 1.0 as 1; the field's type decides. The other way round, 1.5 for an
+    # integer, is an error.
     if wanted is float and type(data) in (int, float):
         return float(data)
     if wanted is int and type(data) is int and abs(data) >= _TOO_LARGE:
         raise UserError(f"{path} must fit 64 bits, got {data}")
+    # `type(...) is` and not isinstance: True would pass as an integer.
     if wanted in (bool, int, str) and type(data) is wanted:
         return data
     name = getattr(wanted, "__name__", str(wanted))
@@ -91,6 +94,8 @@ def _decode_union(members: tuple[Any, ...], data: Any, path: str) -> Any:
         return _decode(named[kind], data, path)
     if data is None and type(None) in members:
         return None
+    # Of plain members the first that takes the value wins: `int | float` keeps 1 an
+    # integer.
     plain = [
         m for m in members if not dataclasses.is_dataclass(m) and m is not type(None)
     ]
@@ -124,6 +129,8 @@ def _decode_dataclass(wanted: Any, data: Any, path: str) -> Any:
     values = {n: _decode(hints[n], v, f"{path}.{n}") for n, v in data.items()}
     try:
         return wanted(**values)
+    # A config's own check says what is wrong; where in the file it stands is added
+    # here.
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -136,6 +143,7 @@ def _required(field: dataclasses.Field) -> bool:
 def _decode_tuple(members: tuple[Any, ...], data: Any, path: str) -> Any:
     if not isinstance(data, list):
         raise UserError(f"{path} must be a list, got {data!r}")
+    # tuple[X, ...] has as many entries as the list.
     if len(members) == 2 and members[1] is Ellipsis:
         members = (members[0],) * len(data)
     if len(members) != len(data):

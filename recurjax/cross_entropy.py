@@ -43,6 +43,8 @@ def token_losses(
     """
     # Rows of one matrix, for the reason given in `linear`.
     x = as_matrix(x)  # [B T, D]
+    # An ignored position looks up label 0, any valid row, and is set to 0 at the end: a
+    # gather of -1 would take the last column instead.
     counted = (targets != IGNORED).reshape(x.shape[:-1])
     labels = jnp.where(counted, targets.reshape(x.shape[:-1]), 0)
     if chunks == 1:
@@ -63,12 +65,15 @@ def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
     V = model.config.vocabulary
     head = model.head_weight()  # [D, W]
     D, W = head.shape
+    # Rounded up: the last pieces may have columns beyond the head, which are padding.
     width = -(-W // chunks)
     head = jnp.pad(head, ((0, 0), (0, width * chunks - W)))
     # Chunk i holds the columns i, i + chunks, ...: the long axis stays the sharded one.
     pieces = jnp.moveaxis(head.reshape(D, width, chunks), 2, 0)  # [chunks, D, V/chunks]
     dtype = jnp.promote_types(x.dtype, jnp.float32)
 
+    # Under checkpoint a piece's logits are made again in the backward pass; kept, those
+    # of all pieces would fill the memory that chunks are there to save.
     @jax.checkpoint
     def add_piece(carry, piece_and_number):
         piece, number = piece_and_number
@@ -79,14 +84,20 @@ def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
         logits = model.cap(logits)
         columns = number + chunks * jnp.arange(width)
         logits = jnp.where(columns < V, logits, -jnp.inf)
+        # The streaming log-sum-exp: the sum so far is in units of exp(largest so far),
+        # and is rescaled whenever a piece has a larger logit. The peak cancels in the
+        # result, so it needs no gradient.
         peak = jax.lax.stop_gradient(jnp.maximum(largest, logits.max(-1)))
         total = total * jnp.exp(largest - peak)
         total += jnp.exp(logits - peak[..., None]).sum(-1)
+        # The target lies in one piece only; the other pieces look up a wrong column of
+        # their own, whose value is dropped.
         here = labels % chunks == number
         own = jnp.take_along_axis(logits, (labels // chunks)[..., None], axis=-1)
         chosen = jnp.where(here, own[..., 0], chosen)
         return (peak, total, chosen), None
 
+    # The least finite number rather than -inf: exp(-inf - -inf) would be NaN.
     start = jnp.full(labels.shape, jnp.finfo(dtype).min, dtype)
     zeros = jnp.zeros(labels.shape, dtype)
     (largest, total, chosen), _ = jax.lax.scan(

@@ -117,6 +117,8 @@ def peak_flops(device: Any) -> float | None:
     Of several names that are parts of the device's, the longest counts: "H100 PCIe"
     before "H100", "TPU v5 lite" before "TPU v5".
     """
+    # A part of a name is enough, for drivers append form factor and memory ("NVIDIA
+    # H100 80GB HBM3").
     found = [
         (len(kind), hardware.flops)
         for hardware in HARDWARE.values()

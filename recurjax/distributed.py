@@ -33,12 +33,15 @@ def start_processes() -> None:
     Raises:
       UserError: the variables are incomplete or the processes do not find each other.
     """
+    # A caller may have joined the processes already; only the listening is left to
+    # start.
     if jax.distributed.is_initialized():
         return peers.watch()
     names = (_COORDINATOR, _COUNT, _RANK)
     given = [name for name in names if name in os.environ]
     if given == [_COUNT] and os.environ[_COUNT] == "1":
         return
+    # Two of three would have jax guess the third, and guess wrongly without a word.
     if given and len(given) < len(names):
         missing = ", ".join(name for name in names if name not in given)
         raise UserError(
@@ -82,6 +85,7 @@ def require_joined() -> None:
 def _has_peers() -> bool:
     """Whether the environment is that of a job with more than one process."""
     tasks = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+    # What follows asks nothing over the network until the environment has said nothing.
     if any(int(os.environ.get(name, "1")) > 1 for name in tasks):
         # An interactive shell inside an allocation has SLURM_NTASKS but no rank.
         return "SLURM_PROCID" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ

@@ -72,6 +72,8 @@ def exit_losses(
     """
     N = len(states)
     views = [_View(model, as_matrix(x)) for x in states]
+    # Pairs of views, near first: the last exit is what earlier exits approach, and the
+    # teacher, view N, is what all of them approach.
     pairs = [_Pair(N - 1, i, 1.0) for i in range(N - 1)] if to_last else []
     if teacher is not None:
         x = jax.lax.stop_gradient(teacher.x)
@@ -85,6 +87,8 @@ def exit_losses(
         shaped = jnp.stack([value.reshape(targets.shape) for value in values])
         return jnp.where(counted, shaped, 0)
 
+    # The log-normalizer at temperature 1 is cross-entropy's; divergences have their own
+    # at the teacher's temperature.
     nats = [sums.normalizer(i, 1.0) - sums.chosen[i] for i in range(N)]
     apart = [sums.divergence(pair) * pair.temperature**2 for pair in pairs]
     inner, outer = (apart[: N - 1], apart[N - 1 :]) if to_last else ([], apart)
@@ -132,6 +136,8 @@ class _Sums(NamedTuple):
 
     def divergence(self, pair: _Pair) -> Array:
         """Returns KL: the mean of z_near - z_far under near, and the normalizers."""
+        # KL = sum p_near (z_near - z_far) - logZ_near + logZ_far, where `apart` is that
+        # sum before the division by near's total. near is a constant of the comparison.
         total = jax.lax.stop_gradient(self.totals[pair.near, pair.temperature])
         near = jax.lax.stop_gradient(self.normalizer(pair.near, pair.temperature))
         far = self.normalizer(pair.far, pair.temperature)
@@ -144,8 +150,11 @@ def _streamed(
     """Sums over the vocabulary, the logits of one piece at a time."""
     V = views[0].model.config.vocabulary
     heads = [view.model.head_weight() for view in views]  # [D, W]
+    # Heads may be padded differently; the widest decides, and the rest is padding.
     width = -(-max(head.shape[1] for head in heads) // chunks)
     dtype = jnp.promote_types(views[0].x.dtype, jnp.float32)
+    # One running sum for each view at each temperature that is asked for, however many
+    # pairs read it.
     scales = {(i, 1.0) for i in range(predictions)}
     for pair in pairs:
         scales |= {(pair.near, pair.temperature), (pair.far, pair.temperature)}
@@ -166,6 +175,8 @@ def _streamed(
         for key in scales:
             i, temperature = key
             z = jnp.where(known, logits[i] / temperature, -jnp.inf)
+            # Only columns of the vocabulary count: padding of the head is -inf here,
+            # and gets the weight 0 below, as -inf - -inf would be NaN.
             # The peak only keeps the exponentials in range: it cancels.
             peaks[key] = jax.lax.stop_gradient(jnp.maximum(sums.peaks[key], z.max(-1)))
             fading[key] = jnp.exp(sums.peaks[key] - peaks[key])
@@ -179,6 +190,7 @@ def _streamed(
             weight = jnp.where(known, jnp.exp(near - peaks[key][..., None]), 0)
             added = (weight * (near - far)).sum(-1)
             apart[pair] = sums.apart[pair] * fading[key] + added
+        # Column v lies in piece v mod chunks, at v // chunks.
         here = labels % chunks == number
         at = (labels // chunks)[..., None]
         own = [
@@ -204,6 +216,8 @@ def _streamed(
         apart=dict.fromkeys(pairs, zeros),
     )
     pieces = [cut(head) for head in heads]
+    # In one piece there is nothing to make again: the logits stay for the backward
+    # pass.
     if chunks == 1:
         return add(start, [piece[0] for piece in pieces], 0)
 

@@ -56,6 +56,8 @@ class Experiment:
                 "learned positions: shorten it or raise "
                 f"{_learned_positions(self.model, 'model')}.length"
             )
+        # Windows of a pattern such as "half of the length" were computed for one
+        # length.
         windows = self.model.training_length
         if windows not in (None, self.training.length):
             raise ValueError(

@@ -30,6 +30,7 @@ def prepare() -> None:
     if sys.platform == "linux":
         _keep_freed_memory()
     flags = os.environ.get("XLA_FLAGS", "")
+    # A flag that this jaxlib does not know would end the process.
     if _FUSIONS not in flags and version("jaxlib").startswith(_KNOWN):
         os.environ["XLA_FLAGS"] = f"{flags} {_FUSIONS}=".strip()
 

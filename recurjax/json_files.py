@@ -87,6 +87,7 @@ def _whole_number(digits: str) -> int:
 
 
 def _is_deeper(values: Any, most: int) -> bool:
+    # Level by level, for a recursion could itself be taken too deep.
     level = [values] if isinstance(values, (dict, list)) else []
     for _ in range(most):
         level = [

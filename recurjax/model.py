@@ -136,6 +136,8 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig: logit_soft_cap must be > 0: {self.logit_soft_cap}"
             )
+        # A stack with tables of its own by token (value embeddings) must count them
+        # alike.
         rows = getattr(self.stack, "vocabulary", self.padded_vocabulary)
         if rows != self.padded_vocabulary:
             raise ValueError(
@@ -161,6 +163,7 @@ class ModelConfig:
 
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs a token: the stack's count and 6 D V for the head."""
+        # Two FLOPs a multiply-add, and the backward pass makes two products of each: 6.
         head = 6.0 * self.stack.width * self.padded_vocabulary
         return self.stack.flops_per_token(length) + head
 
@@ -317,6 +320,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0)
     )
     total = sum(leaf.size for leaf in jax.tree.leaves(model))
+    # An untied head is a second table of the same size.
     tables = 1 if config.tied_head else 2
     embedding = tables * config.padded_vocabulary * config.stack.width
     return ParameterCount(total=total, embedding=embedding)

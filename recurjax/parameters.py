@@ -156,6 +156,7 @@ def rule_of(name: str) -> Rule:
 def torch_word(name: str) -> str:
     """Returns what takes the place of a parameter's last word in a PyTorch module."""
     rule = rule_of(name)
+    # Only the last word is renamed; the parents keep their names in PyTorch.
     match = re.search(rule.pattern, name)
     assert match is not None
     return match.expand(rule.torch)
@@ -200,6 +201,7 @@ def from_nested_dict(like: Module, nested: dict[str, Any]) -> Module:
     leaves, differences = [], []
     for path, leaf in wanted:
         name = parameter_name(path)
+        # What is taken away here leaves, at the end, what no parameter asked for.
         value = given.pop(name, None)
         if value is None:
             differences.append(f"{name} is missing")
@@ -207,6 +209,7 @@ def from_nested_dict(like: Module, nested: dict[str, Any]) -> Module:
             differences.append(f"{name} has shape {value.shape}, not {leaf.shape}")
         leaves.append(value)
     differences += [f"{name} is not a parameter of the model" for name in given]
+    # All differences in one message: they mostly have one cause, which the list shows.
     if differences:
         raise ValueError("from_nested_dict: " + "; ".join(differences))
     return jax.tree_util.tree_unflatten(structure, leaves)

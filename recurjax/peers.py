@@ -113,6 +113,7 @@ class _Peers:
     def leave(self, error: BaseException) -> bool:
         if self.leaving:
             return True
+        # The messages of a broken connection look alike, whoever broke it.
         if _may_be_of_another(error):
             # Another's end may have made this error. Then its sentence is better than
             # ours, and the thread that has it ends the process meanwhile.
@@ -123,6 +124,7 @@ class _Peers:
         self.leaving = True
         news = json.dumps({"process": self._rank, "sentence": _sentence(error)})
         for rank in range(self._count):
+            # Each process has a key of its own, so that a late reader misses nothing.
             if rank != self._rank:
                 with suppress(Exception):  # the service may be what is gone
                     self._client.key_value_set(_news(rank), news, allow_overwrite=True)
@@ -133,6 +135,7 @@ class _Peers:
         """Process 0 holds the service: it goes last, once all have read the news."""
         sys.stdout.flush()
         sys.stderr.flush()
+        # Without this an answer that is still in the buffers is lost at `_exit`.
         with suppress(Exception):
             self._client.key_value_set(_left(self._rank), "", allow_overwrite=True)
             if self._rank == 0:
@@ -145,11 +148,14 @@ class _Peers:
     def _listen(self) -> None:
         while True:
             try:
+                # A wait of a minute, again and again: the client offers none without an
+                # end.
                 text = self._client.blocking_key_value_get(_news(self._rank), 60_000)
                 break
             except Exception as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     return  # the service is gone: jax aborts
+        # Empty news is what `_close` sends itself to end this thread.
         if not text or not self._speaking.acquire(blocking=False):
             return
         news = json.loads(text)
@@ -160,6 +166,8 @@ class _Peers:
     def _aborted(self) -> None:
         """What happens in place of the abort by which native code ends the process."""
         said = self._errors.fatal()
+        # An abort that has nothing to do with the service keeps its own message and its
+        # core dump.
         if "JAX distributed service detected fatal errors" not in said:
             self._errors.forward()
             signal.signal(signal.SIGABRT, signal.SIG_DFL)
@@ -202,6 +210,7 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, UserError | OSError):
         return str(error)
     if isinstance(error, KeyboardInterrupt | SystemExit):
+        # Python's message for these is empty or a bare number.
         return "it was stopped"
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
@@ -216,6 +225,7 @@ def _may_be_of_another(error: BaseException | None) -> bool:
         if any(word in text for word in words):
             return True
         error = error.__cause__ or error.__context__
+    # A collective's failure is often wrapped in an error of the program around it.
     return False
 
 
@@ -262,6 +272,7 @@ def _set_abort_handler(action: Callable[[], None]) -> Any:
 
 
 class _NativeErrors:
+    # Who has file descriptor 2 reads what C++ code prints; `sys.stderr` would not.
     """Standard error of native code, passed on line by line.
 
     What jax's coordination service says of lost processes, and the stack trace after

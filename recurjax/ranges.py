@@ -26,6 +26,7 @@ def require_range(
         value = getattr(config, name)
         if value is None:
             continue
+        # NaN compares false with everything, so it is outside of every range.
         inside = least <= value <= most and above < value < below
         if not (inside and math.isfinite(value)):
             bounds = [
@@ -77,6 +78,7 @@ def require_numbers(config: Any) -> None:
 
 
 def _numbers(value: Any) -> list[int | float]:
+    # Booleans are integers for Python and pass as 0 and 1.
     if isinstance(value, tuple):
         return [number for item in value for number in _numbers(item)]
     return [value] if isinstance(value, int | float) else []

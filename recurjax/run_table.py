@@ -113,6 +113,7 @@ def shipped_experiments() -> dict[str, Path]:
     """Lists the files of `experiments_folder` by their names, sorted."""
     folder = experiments_folder()
     tables = {file.parent.name: file for file in folder.glob("*/runs.py")}
+    # Read as text: listing experiments must not run them.
     files = {f.stem: f for f in folder.glob("*.py") if _makes_one(f.read_text())}
     return dict(sorted((files | tables).items()))
 
@@ -124,6 +125,7 @@ def find_experiment(where: str | Path) -> tuple[Path, str | None]:
       UserError: it is neither a file nor a name of `shipped_experiments`.
     """
     path, row = _split(where)
+    # A path, even to a file that is missing, is no name: the error will say which file.
     if path.is_file() or path.suffix or len(path.parts) != 1:
         return path, row
     known = shipped_experiments()
@@ -150,6 +152,7 @@ def _makes_one(text: str) -> bool:
 def _split(where: str | Path) -> tuple[Path, str | None]:
     """Takes the row's name from behind the file's."""
     path = Path(where)
+    # Only behind the last slash: a drive or a bucket has its colon in front.
     file, colon, name = path.name.partition(":")
     return (path.with_name(file), name) if colon else (path, None)
 
@@ -201,6 +204,8 @@ def _checked(experiment: Any, maker: str) -> Experiment:
         raise UserError(
             f"{maker} must return an Experiment, not {type(experiment).__name__}"
         )
+    # Types of a dataclass' fields are not checked when it is made. Written to JSON and
+    # read back, each value meets its declared type, as it would on resuming.
     return from_json(Experiment, to_json(experiment), path="config")
 
 
@@ -223,6 +228,7 @@ def _imported(path: Path) -> Iterator[ModuleType]:
     folder, modules, places = path.parent.absolute(), dict(sys.modules), list(sys.path)
     sys.modules[name] = module  # dataclasses of the file look their module up
     sys.path.insert(0, str(folder))
+    # While the file runs, and while its function makes the experiment: both may import.
     try:
         with _told(path):
             spec.loader.exec_module(module)
@@ -250,6 +256,7 @@ def _told(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from error
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
+        # The last line of the user's file in the trace, not one inside the library.
         own = [f.lineno for f in frames if Path(f.filename) == path.absolute()]
         where = f"{path}, line {own[-1]}" if own else f"{path}"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

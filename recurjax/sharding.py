@@ -61,6 +61,7 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(config, axis) for axis in AXES]
+    # The sizes that are given; what is left over goes to the axis of -1.
     fixed = int(np.prod([size for size in sizes if size != -1]))
     if -1 in sizes and len(devices) % fixed == 0:
         sizes[sizes.index(-1)] = len(devices) // fixed
@@ -89,6 +90,8 @@ def _over_slices(sizes: list[int], slices: int, devices: list[Any]) -> np.ndarra
             f"the devices are {slices} TPU slices and mesh.data is {sizes[0]}: only "
             f"data spans slices, so make it a multiple of {slices}"
         )
+    # Within a slice the mesh is laid out as for one slice; `data`, the first axis, then
+    # counts slices outermost.
     within = (sizes[0] // slices, *sizes[1:])
     across = (slices,) + (1,) * (len(AXES) - 1)
     return mesh_utils.create_hybrid_device_mesh(
@@ -135,6 +138,7 @@ def check_batch(rows: int, mesh: Mesh, *, name: str) -> None:
 def local_rows(rows: int, mesh: Mesh) -> tuple[int, int]:
     """Returns the half-open range of a batch's rows that hold all of this process'."""
     sharding = batch_sharding(mesh)
+    # Any multiple of the parts would do: only the range of the first axis is read.
     shape = (rows, mesh.shape["sequence"])
     spans = [
         index[0].indices(rows)[:2]
@@ -163,6 +167,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+    # Stacked layers have their axes in front of what the rule names.
     leading = len(shape) - len(spec)
     if leading < 0:  # a factored or scalar statistic of the parameter
         return P()
@@ -171,6 +176,7 @@ def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
         layers[0] = "stage"
     axes = layers + list(spec)
     divides = [
+        # A dimension that does not divide is held whole: right, and only larger.
         axis if axis is not None and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(axes, shape, strict=True)
     ]

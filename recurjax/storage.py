@@ -32,6 +32,7 @@ def url_of(path: str | Path) -> str | None:
 
     A `Path` made of a URL has lost one of its slashes; it gets it back.
     """
+    # `Path("gs://b/x")` is gs:/b/x: any number of slashes is taken.
     found = re.match(r"([a-z][a-z0-9+.-]+):/+(?=[^/])", str(path))
     return None if found is None else f"{found[1]}://{str(path)[found.end() :]}"
 
@@ -52,6 +53,7 @@ def open_store(url: str, *, write: bool = False) -> "Store":
             f"{url}: nothing can be {what} at {scheme}://, only at {names} and on "
             "file systems of this machine"
         )
+    # Imported here: most runs never see a bucket, and the import takes a while.
     import fsspec
 
     try:
@@ -79,6 +81,8 @@ class Store:
         root = self._inner("").rstrip("/")
         found = self._ask(lambda: self.system.find(root, detail=True))
         return {
+            # Stores answer with the bucket in front, some with a slash; names here are
+            # relative.
             name.removeprefix("/")[len(root.removeprefix("/")) + 1 :]: int(info["size"])
             for name, info in found.items()
             if info["type"] == "file"
@@ -106,6 +110,7 @@ class Store:
 
     def glob(self, pattern: str) -> dict[str, int]:
         """Lists the objects of a URL with `*` and `**`, as URLs with their sizes."""
+        # fsspec's own way to take the scheme off, different for each store.
         inner = self.system._strip_protocol(pattern)
         found = self._ask(lambda: self.system.glob(inner, detail=True))
         return {
@@ -141,6 +146,7 @@ def _told(url: str, error: Exception) -> UserError:
     text = " ".join(str(error).split()) or type(error).__name__
     whole = f"{type(error).__name__} {text}".lower()
     scheme = url.partition("://")[0]
+    # Each store has its own class for this; words of the message are what they share.
     if scheme in _CREDENTIALS and any(word in whole for word in _WORDS):
         return UserError(
             f"{url} cannot be used without credentials that may: "

@@ -31,10 +31,10 @@ class Row:
 
 def row(
     name: str, shape: Mapping[str, int], dtype: str, times: list[float], *, tokens: int
-# Rates come from the median, what a user will see; comparisons from the minimum, which
-# a busy machine disturbs least.
 ) -> Row:
     """Makes a row from the seconds that each repeat took."""
+    # Rates come from the median, what a user will see; comparisons from the minimum,
+    # which a busy machine disturbs least.
     median = statistics.median(times)
     return Row(
         name=name,

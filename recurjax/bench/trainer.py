@@ -129,7 +129,10 @@ def _experiment(steps: int, dtype: str, *, wide: bool) -> Experiment:
         training=TrainingConfig(
             # One step more than is timed, for the first one compiles; no checkpoint
             # falls into the timed part.
-            steps=steps + 1, batch=8, length=256, checkpoint_every=1_000_000
+            steps=steps + 1,
+            batch=8,
+            length=256,
+            checkpoint_every=1_000_000,
         ),
         evaluation=EvaluationConfig(batches=1),
     )

@@ -53,6 +53,7 @@ def _look_up_share(share: Array, ids: Array, dtype) -> Array:
         share = _exchange(share, split_axis=1, concat_axis=0)
     # Ids are small: each device gets those of its whole group, reads its columns for
     # all of their rows, and swaps columns for rows.
+    # Ids are needed of all rows of the group, for this device's columns of each.
     of_group = jax.lax.all_gather(ids, _SHARED, axis=0, tiled=True)
     return _exchange(share[of_group].astype(dtype), split_axis=0, concat_axis=2)
 

@@ -77,6 +77,8 @@ def draw_output_weight(
         return jnp.zeros(shape, jnp.float32)
     weight = draw_weight(key, shape, fan_in=fan_in, config=config)
     if config.output == "depth":
+        # Two layers' outputs, attention's and the MLP's, are added to the residual
+        # stream at every depth: 2 L of them (GPT-2, section 2.3).
         return weight / math.sqrt(2 * layers)
     if config.output == "layer":
         return weight / jnp.sqrt(jnp.asarray(2 * (layer + 1), jnp.float32))
@@ -107,6 +109,7 @@ def _normal(config: InitConfig) -> InitConfig:
 
 def _draw(key: Array, shape: tuple[int, ...], std: float, config: InitConfig) -> Array:
     if config.distribution == "uniform":
+        # A uniform variable on +-b has the standard deviation b / sqrt(3).
         bound = math.sqrt(3.0) * std
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
     if config.truncate is None:

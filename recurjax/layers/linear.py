@@ -42,6 +42,7 @@ def linear(
     """
     y = _product(x, weight[...])
     if addition is not None:
+        # (x A) B in this order: two thin products of rank R.
         y = y + _product(_product(x, addition.reduce), addition.expand)
     return y if bias is None else (y + bias[...]).astype(x.dtype)
 

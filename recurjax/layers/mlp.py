@@ -77,6 +77,7 @@ class Mlp(nnx.Module):
     ):
         self.config = config
         draw = partial(draw_weight, fan_in=width, config=init)
+        # F is the inner width; the gate's matrix has the shape of `up`.
         up, down = (width, config.width), (config.width, width)
         self.w_up = nnx.Param(draw(rngs.params(), up))
         self.w_gate = nnx.Param(draw(rngs.params(), up)) if config.gated else None
@@ -91,6 +92,7 @@ class Mlp(nnx.Module):
             )
         )
         zeros = partial(jnp.zeros, dtype=jnp.float32)
+        # Only the gated kinds have a second map from D to F.
         gate_bias = config.bias and config.gated
         self.b_up = nnx.Param(zeros(config.width)) if config.bias else None
         self.b_gate = nnx.Param(zeros(config.width)) if gate_bias else None

@@ -57,11 +57,13 @@ class Norm(nnx.Module):
 
     def __init__(self, config: NormConfig, width: int):
         self.config = config
+        # Either way the norm multiplies by 1 at the start.
         start = jnp.zeros if config.one_plus else jnp.ones
         self.scale = nnx.Param(start(width, jnp.float32)) if config.scale else None
         self.bias = nnx.Param(jnp.zeros(width, jnp.float32)) if config.bias else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        # The scale is applied in float32 too; only the result is rounded to x's dtype.
         normalise = rms_norm if self.config.kind == "rms" else layer_norm
         y = normalise(x, eps=self.config.eps)
         if self.scale is not None:

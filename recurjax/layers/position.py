@@ -79,11 +79,14 @@ def rotate(
     """
     rotary = rotary_width(x.shape[-1], config)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
+    # Frequencies in float64 by numpy: they are constants, and float32 powers would move
+    # the angle of a far position visibly.
     theta = config.base ** (-np.arange(0, rotary, 2, dtype=np.float64) / rotary)
     angles = positions[..., None].astype(dtype) * theta.astype(dtype)
     cos, sin = (
         _once(table)[:, :, None] for table in (jnp.cos(angles), jnp.sin(angles))
     )  # [B, T, 1, r/2]
+    # Half-split: dimension i turns with i + r/2, not with its neighbour.
     x1, x2, rest = jnp.split(x, [rotary // 2, rotary], axis=-1)
     y1 = (x1 * cos - x2 * sin).astype(x.dtype)
     y2 = (x2 * cos + x1 * sin).astype(x.dtype)
@@ -158,6 +161,7 @@ def with_positions(
     """
     if table is None:
         return x
+    # In training every row has the same positions, one lookup for all.
     start = jnp.zeros(1, jnp.int32) if training else position
     return table(x, start[:, None] + jnp.arange(x.shape[1]))
 

@@ -41,6 +41,8 @@ def find_changes(
         _more_recomputation(experiment),
         _other_meshes(experiment, plan),
     ):
+        # Options are tried until one fits; without one the last try is shown, which
+        # comes nearest.
         tried = None
         for option, changed in options:
             tried = Change(option, again(changed))
@@ -56,8 +58,11 @@ def _smaller_batches(
 ) -> Iterator[tuple[str, Experiment]]:
     training = experiment.training
     shards = plan.mesh["data"] * plan.mesh["fsdp"]
+    # Accumulation keeps the optimization as it is: the same rows a step, in more parts.
     parts = 2 * training.accumulation
     while parts <= _MOST_PARTS * training.accumulation:
+        # From here on the parts would be uneven, or smaller than the devices that share
+        # them.
         if training.batch % parts or (training.batch // parts) % shards:
             return
         changed = replace(training, accumulation=parts)
@@ -70,6 +75,7 @@ def _smaller_batches(
 
 def _more_recomputation(experiment: Experiment) -> Iterator[tuple[str, Experiment]]:
     model, stack = experiment.model, experiment.model.stack
+    # Not every variant has the policy; asked by the config's own fields.
     has_remat = "remat" in {field.name for field in fields(stack)}
     if has_remat and stack.remat != "block":  # pyright: ignore[reportAttributeAccessIssue]
         changed = replace(model, stack=replace(stack, remat="block"))  # pyright: ignore[reportCallIssue]
@@ -90,11 +96,13 @@ def _other_meshes(
     """Yields meshes that cut parameters further: first over rows, which sends least."""
     mesh, training = plan.mesh, experiment.training
     rows, tensor = mesh["data"] * mesh["fsdp"], mesh["tensor"]
+    # Parameters over all devices; over all that had rows; the tensor axis doubled.
     cuts = [(rows * tensor, 1), (rows, tensor)]
     if rows % 2 == 0:
         cuts.append((rows // 2, 2 * tensor))
     for fsdp, tensor in dict.fromkeys(cuts):
         rows_of_a_part = training.batch // training.accumulation
+        # Evaluation runs on the same mesh, so its batch has to divide as well.
         divides = rows_of_a_part % fsdp == experiment.evaluation_batch % fsdp == 0
         now = (mesh["data"], mesh["fsdp"], mesh["tensor"]) == (1, fsdp, tensor)
         if divides and not now:

@@ -57,9 +57,11 @@ def end_with_parent() -> None:
     """
     parent = os.getppid()
 
+    # An orphan is handed to another parent: the number of the parent changes.
     def watch():
         while os.getppid() == parent:
             time.sleep(1)
+        # Without cleaning up: a compiler's threads could hold an ordinary exit back.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -84,6 +86,7 @@ def respond(
       UserError: the experiment does not go with the mesh.
     """
     topology = parse_topology(request["topology"])
+    # Before the first use of a device: later the number of CPU devices is fixed.
     if topology.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", topology.devices)
     experiment = from_json(Experiment, request["experiment"], path="experiment")
@@ -111,6 +114,7 @@ def respond(
             length=request.get("length"),
         )
         answer |= {"tokens": program.tokens, "own_flops": program.own_flops}
+        # The sizes of the arguments are known without a compiler.
         answer["parts"] = {k: device_bytes(v) for k, v in program.parts.items()}
         before_compiling(answer)
         try:
@@ -131,10 +135,12 @@ def versions() -> dict[str, str]:
 def _compiled(
     program: Program, topology: Topology, mesh: Any, request: dict[str, Any], began
 ) -> dict[str, Any]:
+    # Counted on the jaxpr, before a compiler merges or drops anything.
     traced = program.function.trace(*program.arguments)
     counted = count_flops(traced.jaxpr, platform=topology.platform)
     answer: dict[str, Any] = {"flops": dataclasses.asdict(counted)}
     lowered = traced.lower()
+    # What is asked again and again while a mesh is looked for is compiled once.
     stored = _stored(lowered, topology, mesh, request)
     if stored is not None and stored.is_file():
         seconds = time.perf_counter() - began
@@ -155,6 +161,7 @@ def _compiled(
         found = {
             "memory": dataclasses.asdict(memory),
             "traffic": dataclasses.asdict(traffic),
+            # Sums by kind and axes; a program may have thousands of collectives.
         }
     found["seconds"] = {
         "lower": lowering,
@@ -174,6 +181,8 @@ def _stored(
         return None
     readers = sorted(Path(__file__).parent.glob("*.py"))
     key = hashlib.sha256(lowered.as_text().encode())
+    # The code that reads the compiler's answer is part of the key: a mended reader must
+    # not show what its predecessor read.
     for reader in readers:
         key.update(reader.read_bytes())
     around = [topology.name, request["program"], mesh.axis_sizes, versions()]
@@ -192,6 +201,7 @@ def read_failure(error: Exception, parts: dict[str, int]) -> dict[str, Any]:
     told = [line.strip() for line in text.splitlines() if line.strip()]
     lines = [line for line in told if "RESOURCE_EXHAUSTED" in line or "Used " in line]
     reason = " ".join(lines[:2] or told[:1]) or type(error).__name__
+    # Either message comes, depending on where the compiler gives up.
     needed = None
     if wanted := _WHOLE.search(text):
         needed = int(float(wanted[1]) * _UNITS[wanted[2]])

@@ -82,13 +82,17 @@ def read_collective(
     """
     kind = instruction.opcode.removesuffix("-start")
     operand = sum(
-        array_bytes(around[name].type, on_chip=True) for name in instruction.operands
+        array_bytes(around[name].type, on_chip=True)
+        for name in instruction.operands
+        # A start's type is a tuple with the result; what one gives is the operands' bytes.
     )
     # Who talks to whom, as the program's partition numbers; the axes follow from it.
     groups = _groups(instruction.attributes, int(np.prod(sizes)))
     members = max((len(group) for group in groups), default=1)
     is_reduce_scatter = kind == "all-reduce" and _is_scattered(around, instruction)
     if is_reduce_scatter:
+        # The schedule of an all-reduce whose result is sliced at once sends only the
+        # half.
         kind = "reduce-scatter"
     return Collective(
         kind=kind,
@@ -157,6 +161,7 @@ def _groups_of_mesh(named: re.Match[str], devices: int) -> list[list[int]]:
         ids = ids.reshape(_numbers(named["shape"]))
         if named["order"]:
             ids = ids.transpose(_numbers(named["order"]))
+    # From here on ids are laid out as the mesh is, one axis each.
     ids = ids.reshape(list(sizes.values()))
     # The named axes go last and are joined: each row is then one group.
     chosen = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named["axes"])]

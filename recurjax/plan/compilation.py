@@ -57,6 +57,8 @@ def compile_elsewhere(
         "cache": None if cache is None else str(cache.absolute()),
     }
     child = subprocess.run(
+        # A process of its own: a compiler that aborts takes down only this one, and
+        # plugins of other platforms never enter the caller.
         [sys.executable, "-m", "recurjax.plan.child"],
         input=json.dumps(request),
         env=environment(topology),
@@ -65,6 +67,7 @@ def compile_elsewhere(
         check=False,
     )
     lines = child.stdout.splitlines()
+    # Ended by a signal, but what it said before that still counts.
     if child.returncode < 0 and lines:
         return json.loads(lines[-1]) | _crash(child)
     if child.returncode != 0:
@@ -81,6 +84,7 @@ def compile_elsewhere(
 def _crash(child: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """Returns the failure of a compiler that a signal ended."""
     name = signal.Signals(-child.returncode).name
+    # glog's stack trace names the function at the top in this line.
     place = re.search(r"^PC: @ +\S+ +\S+ +(\S.*)$", child.stderr, re.MULTILINE)
     where = f" in {place[1].strip()}" if place else ""
     reason = (
@@ -114,6 +118,8 @@ def environment(topology: Topology) -> dict[str, str]:
         paths.append(str(place.absolute()))
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
+    # The child is a CPU process that owns a compiler: without these it would look for a
+    # TPU's metadata server, or refuse a second user of libtpu.
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

@@ -57,6 +57,8 @@ def wanted(constraints: Path | None = None) -> list[Requirement]:
     Raises:
       UserError: this jax names no compilers, or there is no such file.
     """
+    # jax' own metadata says which versions go with it; "cuda12-local" is the plugin
+    # without CUDA's libraries, which a compiler does not need.
     asked = {
         requirement.name: requirement
         for extra in ("tpu", "cuda12-local")
@@ -83,6 +85,7 @@ def wanted(constraints: Path | None = None) -> list[Requirement]:
 def are_there(folder: Path, requirements: list[Requirement]) -> bool:
     """Whether a folder holds all of them, in versions that serve."""
     have = {
+        # Packages write their names with either sign.
         one.metadata["Name"].replace("_", "-"): one.version
         for one in metadata.distributions(path=[str(folder)])
     }
@@ -98,6 +101,7 @@ def fetch(folder: Path, requirements: list[Requirement]) -> None:
       UserError: pip is not here, or could not.
     """
     folder = folder.expanduser()
+    # Without dependencies: jax itself must not come a second time.
     words = ["--target", "", "--no-deps", *map(str, requirements)]
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     pip.append("--disable-pip-version-check")
@@ -115,6 +119,7 @@ def fetch(folder: Path, requirements: list[Requirement]) -> None:
                 f"install {' '.join(map(str, requirements))} into {folder}, without "
                 "their dependencies"
             )
+    # The old folder goes only now, when the new one is whole.
     shutil.rmtree(folder, ignore_errors=True)
     ahead.rename(folder)
 
@@ -123,6 +128,7 @@ def _pins(file: Path) -> dict[str, SpecifierSet]:
     if not file.is_file():
         raise UserError(f"no constraints file at {file}")
     lines = (line.strip() for line in file.read_text().splitlines())
+    # Options of pip and comments are no requirements.
     found = [Requirement(line) for line in lines if line and line[0] not in "#-"]
     return {
         pin.name: pin.specifier

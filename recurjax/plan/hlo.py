@@ -98,6 +98,7 @@ def array_bytes(shape: str, *, on_chip: bool = False) -> int:
         if dtype not in BITS or (elsewhere and elsewhere[1] != "0" and not on_chip):
             continue
         # Elements of less than a byte are packed.
+        # An empty list of sizes is a scalar: the product is 1.
         count = math.prod(int(size) for size in sizes.split(",") if size)
         total += -(-count * BITS[dtype] // 8)
     return total
@@ -149,6 +150,7 @@ def _instruction(line: str) -> Instruction | None:
         return None
     rest = line[start.end() :]
     # `%name = type opcode(operands), attributes`: a tuple's type is in brackets.
+    # Layouts of a type have brackets too, so the end is looked for by depth.
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
     opening = rest.find("(")
@@ -190,6 +192,7 @@ def _walk(module: Module, name: str, times: int) -> Iterator[Run | Unknown]:
             assert body is not None
             yield from _walk(module, body, times * (1 if trips is None else trips))
         elif opcode == "conditional":
+            # Which branch runs is known on the device only.
             branches = [list(_walk(module, b, times)) for b in _branches(instruction)]
             yield from max(branches, key=len, default=[])
         elif opcode == "call":
@@ -223,5 +226,6 @@ def _branches(instruction: Instruction) -> list[str]:
     listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
     if listed:
         return re.findall(r"%?([\w.\-]+)", listed[1])
+    # A conditional of two branches names them in words.
     named = (instruction.attribute(f"{side}_computation") for side in ("true", "false"))
     return [name for name in named if name is not None]

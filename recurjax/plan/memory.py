@@ -57,6 +57,7 @@ def read_memory(compiled: Any, parts: dict[str, Any], *, made_caches: bool) -> M
     known = sum(sizes.values())
     # Padding of tiles, and arguments that no part names.
     rest = max(analysis.argument_size_in_bytes - known, 0)
+    # A donated argument's buffer is used again for a result: counted once, above.
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return Memory(
         parameters=sizes.get("parameters", 0),
@@ -72,6 +73,7 @@ def read_memory(compiled: Any, parts: dict[str, Any], *, made_caches: bool) -> M
 def device_bytes(tree: Any) -> int:
     """Sums the bytes that the leaves of a tree take on one device."""
     return sum(
+        # A leaf that is replicated has its whole shape on every device.
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )

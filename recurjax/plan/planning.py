@@ -32,6 +32,7 @@ class Bounds:
     def seconds(self) -> float | None:
         """The largest of them: nothing runs faster, however well it overlaps."""
         known = [one for one in self._by_name().values() if one is not None]
+        # Without a peak of compute a largest of the others would be no bound.
         return max(known) if self.compute is not None else None
 
     @property
@@ -86,6 +87,7 @@ class Plan:
     def fits(self) -> bool:
         """Whether it compiles into a device's memory."""
         capacity = self.topology.hardware.memory
+        # What the compiler refused has no place on any device.
         if "failed" in self.answer or self.needed is None:
             return False
         return capacity is None or self.needed <= capacity
@@ -117,6 +119,7 @@ class Plan:
         peak = self.topology.hardware.flops
         if not seconds or peak is None:
             return None
+        # The peak of all devices together, as the FLOPs are of all of them.
         return self.answer["own_flops"] / (seconds * peak * self.topology.devices)
 
     @property
@@ -211,8 +214,10 @@ def find_bounds(answer: dict[str, Any], topology: Topology) -> Bounds | None:
     if "traffic" not in answer:
         return None
     hardware, traffic = topology.hardware, answer["traffic"]
+    # Other arithmetic is not counted here: a vector unit does it beside the products.
     flops = answer["flops"]["products"] / topology.devices
     sent = sum(one["sent"] for one in traffic["collectives"])
+    # One axis of the interconnect a time; collectives over two axes could use both.
     speed = topology.collective_bandwidth
     bandwidth = hardware.memory_bandwidth
     return Bounds(

@@ -98,6 +98,7 @@ def _training(experiment: Experiment, mesh: Mesh) -> Program:
 
 def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
     length, rows = experiment.training.length, experiment.evaluation_batch
+    # A batch that training would refuse has no plan either.
     check_batch(rows, mesh, name="evaluation.batch")
     model = _model(experiment, mesh, length)
     batch = batch_shapes(rows, length, mesh)
@@ -117,6 +118,7 @@ def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
 
 def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
     model = _model(experiment, mesh, length)
+    # Generation shards rows only: the tokens of a prompt stay together.
     by_row = NamedSharding(mesh, P(("data", "fsdp")))
     lengths = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
     ids: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_row)
@@ -155,8 +157,10 @@ def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Progr
     return Program(
         function=jax.jit(one_token, donate_argnums=1),
         arguments=(model, state, keys, eos, limit),
+        # Its prefill is compiled first: only the compiler decides where caches lie.
         parts={"parameters": model, "caches": state.cache},
         tokens=rows,
+        # One token of each row: the count is by token.
         own_flops=_forward_flops(experiment, rows, length) / length,
     )
 
@@ -175,6 +179,7 @@ def _streams(rows: int, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def _place(tree: Any, where: Any) -> Any:
+    # One sharding for all leaves, or a tree of them.
     if isinstance(where, NamedSharding):
         where = jax.tree.map(lambda _: where, tree)
     return jax.tree.map(

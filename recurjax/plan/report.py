@@ -90,9 +90,11 @@ def plot_roofline(named: Sequence[tuple[str, Plan]], file: Path) -> None:
 
     hardware = shown[0][1].topology.hardware
     assert hardware.flops is not None and hardware.memory_bandwidth is not None
+    # Left of the ridge memory binds, right of it compute.
     ridge = hardware.flops / hardware.memory_bandwidth
     points = [point for _, plan in shown if (point := _point(plan)) is not None]
     places = [x for x, _ in points]
+    # Four times beyond the outermost points on either side, evenly on a log scale.
     x = np.geomspace(min([*places, ridge]) / 4, max([*places, ridge]) * 4, 200)
     figure, axes = plt.subplots(figsize=(7.5, 4.8))
     roof = np.minimum(hardware.flops, x * hardware.memory_bandwidth)
@@ -112,6 +114,7 @@ def plot_roofline(named: Sequence[tuple[str, Plan]], file: Path) -> None:
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
+    # Drawn into memory first, so that the file appears whole or not at all.
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=130, format="png")
     write_whole(file, drawn.getvalue())
@@ -125,6 +128,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "fits", f"{'yes' if plan.fits else 'no'}: {needed}{room} GiB a device"
     if plan.reason is not None:
         yield "reason", plan.reason
+    # Where compilation failed, the arguments' sizes are known all the same.
     memory = plan.answer.get("memory", plan.answer.get("parts", {}))
     for part in _PARTS:
         if memory.get(part):
@@ -154,6 +158,7 @@ def _work(plan: Plan) -> Iterator[tuple[str, str]]:
         intensity = flops["products"] / plan.topology.devices / traffic["bytes"]
         yield "arithmetic intensity", f"{intensity:,.1f} FLOPs a byte"
     yield "launches", f"{traffic['launches']:,}"
+    # The kernels that run most often.
     kernels = sorted(traffic["kernels"].items(), key=lambda one: -one[1])
     for name, count in kernels[:_MOST_KERNELS]:
         yield f"  {name}"[:44], f"{count:,}"

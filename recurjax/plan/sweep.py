@@ -61,6 +61,7 @@ def candidates(
     """
     found = []
     for batch in batches:
+        # The parts of an accumulated step must be even.
         parts = experiment.training.accumulation
         if batch % parts:
             continue
@@ -110,6 +111,8 @@ def run_sweep(
                 yield waiting[done], done.result()
         finally:
             for future in waiting:
+                # Those that wait are dropped when the caller stops; those that run end
+                # by themselves.
                 future.cancel()
 
 
@@ -128,6 +131,7 @@ def pareto(
         if plan.fits and plan.needed is not None
         if limit is None or plan.needed <= limit
     ]
+    # From the fastest down, each of which must need less memory than all before it.
     fitting.sort(key=lambda pair: (-(pair[1].tokens_per_second or 0), pair[1].needed))
     kept: list[tuple[Candidate, Plan]] = []
     least = None
@@ -200,6 +204,7 @@ def _factorisations(
     experiment: Experiment, devices: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yields (data, fsdp, tensor) whose product is what the other axes leave."""
+    # A sweep leaves `stage` and `sequence` as the experiment has them.
     fixed = experiment.mesh.stage * experiment.mesh.sequence
     if fixed < 1 or devices % fixed:
         raise UserError(
@@ -210,6 +215,7 @@ def _factorisations(
     left = devices // fixed
     width = experiment.model.stack.width
     for tensor in _divisors(left):
+        # A width that does not divide would be replicated, and the axis wasted.
         if width % tensor:
             continue
         for fsdp in _divisors(left // tensor):

@@ -31,6 +31,7 @@ def open_devices(topology: Topology) -> list[Any]:
     if topology.platform == "cuda":
         return _gpus(topology.devices)
     options: dict[str, Any] = {}
+    # The compiler describes whole hosts unless told otherwise.
     if topology.devices == 1:  # part of a host: the default host has four chips
         options["chips_per_host_bounds"] = [1, 1, 1]
     if topology.kind == "v4":  # as on the pod: a chip's two cores are one device
@@ -69,6 +70,7 @@ def as_if_on(devices: list[Any], topology: Topology, mesh: Mesh) -> Iterator[Non
         with jax.set_mesh(mesh):
             yield
         return
+    # Without cuDNN: the compiler would look for the library when it compiles.
     planned = target.Target.of(devices[0], cudnn=False)
     with (
         target.as_if(planned),

@@ -68,6 +68,7 @@ def parse_topology(name: str) -> Topology:
     Raises:
       UserError: no such kind, or a shape that it does not come in.
     """
+    # Only the kind is before the colon; the shape is checked for each kind below.
     kind, _, shape = name.partition(":")
     if kind not in PLANNED:
         raise UserError(

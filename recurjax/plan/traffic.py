@@ -51,6 +51,7 @@ def read_traffic(
     moved, launches, unknown = 0, 0, 0
     kernels: Counter[str] = Counter()
     collectives: list[Collective] = []
+    # Steps of one collective that were counted already.
     fused: set[tuple[str, str]] = set()
     for run in executed(module):
         if isinstance(run, Unknown):
@@ -71,6 +72,7 @@ def read_traffic(
                 if step in fused:
                     continue
                 fused.add(step)
+            # Once a call of the computation; a loop's trips multiply it.
             found = read_collective(one, around, axes=axes, sizes=sizes)
             collectives.append(found.times(times))
     return Traffic(
@@ -152,6 +154,8 @@ def _moved_by_fusion(
         if name in seen or whole == 0:
             continue
         seen.add(name)
+        # A slice that several users read can add up to more than the array: then the
+        # whole.
         read += min(whole, _read(inside, parameters[place], whole))
     return read + min(written, array_bytes(fusion.type))
 
@@ -165,6 +169,7 @@ def _read(inside: dict[str, Instruction], name: str, whole: int) -> int:
         if user.opcode == "bitcast":
             # The same bytes under another shape: what reads those counts.
             total += _read(inside, user.name, whole)
+        # The slice's start indices are operands too; only the sliced array counts so.
         elif user.opcode in _SLICES and user.operands[0] == name:
             total += array_bytes(user.type, on_chip=True)
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
@@ -177,6 +182,7 @@ def _read(inside: dict[str, Instruction], name: str, whole: int) -> int:
 def _written(
     inside: dict[str, Instruction], result: Instruction, fusion: Instruction
 ) -> int:
+    # What a bitcast shows under another shape was written by what made it.
     while result.opcode == "bitcast" and result.operands[0] in inside:
         result = inside[result.operands[0]]
     if result.opcode == "dynamic-update-slice":

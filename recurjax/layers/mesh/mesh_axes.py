@@ -33,6 +33,7 @@ def refuse_stages(mesh: Mesh | AbstractMesh, variant: str) -> str | None:
       mesh: with the axis `stage`.
       variant: what the reader knows the stack by: its config's class.
     """
+    # Every mesh has all axes; 1 means that it does not cut this one.
     stages = mesh.shape[STAGE_AXIS]
     if stages == 1:
         return None

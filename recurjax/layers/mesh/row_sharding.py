@@ -31,5 +31,6 @@ def keep_rows_apart(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
     # would fail.
     if x.shape[0] % shards or x.shape[1] % cut.get(SEQUENCE_AXIS, 1):
         return x
+    # None keeps an axis whole: widths are never cut here.
     spec = P(rows or None, tokens, *[None] * (x.ndim - 2))
     return jax.lax.with_sharding_constraint(x, spec)

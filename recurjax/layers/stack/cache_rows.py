@@ -84,4 +84,5 @@ class CacheRows:
 
 def _grown_axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
     sizes = zip(one.shape, two.shape, strict=True)
+    # What has no axis of rows, such as a counter of all of them, is left as it is.
     return next((axis for axis, (a, b) in enumerate(sizes) if a != b), -1)

@@ -38,6 +38,8 @@ def scan_layers(
     scan = partial(jax.lax.scan, unroll=unroll, reverse=reverse)
     narrow = jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, layers)
     on_cpu = target.current().platform == "cpu"
+    # Training differentiates, and integers have no gradient: bits are for calls with a
+    # cache.
     if not cached or not on_cpu or not any(jax.tree.leaves(narrow)):
         return scan(body, carry, layers)
 

@@ -51,6 +51,8 @@ def make_blocks(
       layers: L, a multiple of P.
       pattern: P.
     """
+    # Place p of the pattern serves the layers p, p + P, p + 2 P, ...: `repeats` of
+    # them.
     repeats = layers // pattern
     groups = []
     for place in range(pattern):

@@ -24,4 +24,5 @@ def rematerialize(body: Callable, remat: Remat, *, scanned: bool = True) -> Call
         return body
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     policy = dots if remat == "dots" else None
+    # No policy keeps nothing but the body's input.
     return jax.checkpoint(body, policy=policy, prevent_cse=not scanned)
