@@ -81,10 +81,9 @@ def read_collective(
       axes, sizes: of the mesh; partition i is device i of the mesh in row-major order.
     """
     kind = instruction.opcode.removesuffix("-start")
+    # A start's type is a tuple with the result; what a device gives is the operands'.
     operand = sum(
-        array_bytes(around[name].type, on_chip=True)
-        for name in instruction.operands
-        # A start's type is a tuple with the result; what one gives is the operands' bytes.
+        array_bytes(around[name].type, on_chip=True) for name in instruction.operands
     )
     # Who talks to whom, as the program's partition numbers; the axes follow from it.
     groups = _groups(instruction.attributes, int(np.prod(sizes)))

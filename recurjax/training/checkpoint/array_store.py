@@ -110,9 +110,10 @@ class ArrayStore:
         try:
             self._writer.save(path, args=args)
         except FileExistsError:
-            # Tensorstore's threads outlive a write that failed for a full disk, and make
-            # its directory anew after it was removed. Where they do so between orbax's
-            # look and its mkdir, the next look finds that directory and removes it.
+            # Tensorstore's threads outlive a write that failed for a full disk, and may
+            # make its directory anew after it was removed. Where they do so between
+            # orbax's look and its mkdir, the next look finds that directory and removes
+            # it.
             self._drop_errors()
             self._writer.save(path, args=args)
 
