@@ -38,8 +38,11 @@ class TrainingPart:
           limit: in bytes of what is yielded.
           crop: characters of a document that are yielded, its first; None: all.
         """
+        # The part ends at a share of the corpus on disk; where only the beginning of
+        # the corpus will be used, also at that share of its text.
         end, before, seen, yielded = self.share * reading.total, 0, 0, 0
         reach = math.inf if self.used_bytes is None else self.share * self.used_bytes
+        # `done` is where this document ends, `before` where the one before it ended.
         for text, done in reading.documents:
             if before >= end or seen >= reach or yielded >= limit:
                 return
@@ -47,9 +50,12 @@ class TrainingPart:
                 text = text[: int(len(text) * (end - before) / (done - before))]
             size = len(text.encode("utf-8"))
             if seen + size > reach:
+                # Characters and bytes are taken as proportional: the end need not fall
+                # on an exact byte, only always on the same one.
                 text = text[: int(len(text) * (reach - seen) / size)]
             if not text:
                 return
+            # A crop shortens what is counted, not how far into the corpus it is.
             shown = text if crop is None else text[:crop]
             yielded += len(shown.encode("utf-8"))
             yield shown
@@ -80,6 +86,8 @@ def train_bpe(
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocabulary,
         special_tokens=[BOS],
+        # All 256 bytes from the start, sorted: every text can be encoded, and the
+        # numbers do not depend on the order in which bytes come.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

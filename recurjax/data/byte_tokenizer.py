@@ -25,6 +25,7 @@ class ByteTokenizer:
         self.bos = 256 if bos else None
         self.eos = self.bos
         self.token_bytes = np.ones(self.vocabulary, np.int32)
+        # BOS stands for no text: losses in bits per byte do not count it.
         self.token_bytes[256:] = 0
         self._definition = json.dumps({"bos": bos, "type": "bytes"})
         self.hash = hashlib.sha256(self._definition.encode()).hexdigest()
@@ -52,11 +53,14 @@ class ByteStream:
 
     def __init__(self, pieces: Sequence[bytes]):
         """Begins a text; `pieces[i]` is what token i stands for, later ids nothing."""
+        # A character of several bytes may be split between two pushes; the decoder
+        # waits for its rest, and bytes that can be no character become U+FFFD.
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
         known = len(self._pieces)
+        # BOS and ids beyond the vocabulary have no text.
         data = b"".join(self._pieces[int(i)] for i in ids if 0 <= i < known)
         return self._decoder.decode(data)
 

@@ -131,6 +131,7 @@ class Reweighting:
     weights: tuple[float, ...]
 
     def __post_init__(self):
+        # Whether the weights fit the parts is asked by the mixture, which knows them.
         require_numbers(self)
 
 
@@ -163,6 +164,7 @@ class Mixture:
                     f"Mixture: the weight of part {part.name} must be positive, got "
                     f"{part.weight}: leave the part out"
                 )
+        # Step 0 has the parts' own weights: reweightings come after it.
         last = 0
         for one in self.reweightings:
             if one.step <= last:
@@ -290,6 +292,7 @@ class DataConfig:
                 "data: validation_fraction must lie between 0 and 1, "
                 f"got {self.validation_fraction}"
             )
+        # What the generator of the shuffle takes as a seed.
         if not 0 <= self.seed < 2**32:
             raise UserError(f"data: seed must lie in [0, 2**32), got {self.seed}")
         require_range(self, "prefetch", "threads", most=MOST_AHEAD)
@@ -307,6 +310,7 @@ class DataConfig:
 
 
 def _require_patterns(corpus: object, patterns: tuple[str, ...]) -> None:
+    # One string would be read as a list of patterns of one letter each.
     if isinstance(patterns, str) or not patterns or not all(patterns):
         raise UserError(
             f"{type(corpus).__name__}: patterns must name at least one file or glob, "

@@ -49,6 +49,7 @@ def read_corpus(corpus: Corpus) -> Reading:
     """
     match corpus:
         case EmbeddedText():
+            # ASCII: characters and bytes are the same count.
             text = embedded_text()
             total, documents = len(text), iter((Document(text, len(text)),))
         case TextFiles():
@@ -60,6 +61,7 @@ def read_corpus(corpus: Corpus) -> Reading:
 
             total, pairs = records.read_records(corpus)
             documents = (Document(text, done) for text, done in pairs)
+        # Tokens cannot be turned back into the text that another tokenizer would need.
         case Prepared():
             raise UserError(
                 f"{corpus.directory} is a prepared directory: it holds tokens, not text"
@@ -82,6 +84,7 @@ def embedded_text() -> str:
 
 def _with_text(documents: Iterator[Document], corpus: Corpus) -> Iterator[Document]:
     empty = True
+    # An empty document would be a lone BOS in the stream; an empty corpus is an error.
     for document in documents:
         if document.text:
             empty = False
@@ -96,12 +99,14 @@ def _per_file(
     corpus: TextFiles | JsonLines,
 ) -> tuple[int, Iterator[Document]]:
     files = matching_files(patterns)
+    # Asked at the start, so that the total is known before the first document.
     sizes = [file.size for file in files]
 
     def documents() -> Iterator[Document]:
         before = 0
         for file, size in zip(files, sizes, strict=True):
             for text, done in documents_of(file, corpus):
+                # A file that has grown meanwhile must not count beyond its end.
                 yield Document(text, before + min(done, size))
             before += size
 
@@ -111,6 +116,7 @@ def _per_file(
 def _text_documents(file: CorpusFile, corpus: TextFiles) -> Iterator[tuple[str, int]]:
     with _opened(file) as (stream, _):
         data = stream.read()
+    # Decoded whole, as a separator may lie anywhere; JSON lines are read one by one.
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -118,6 +124,7 @@ def _text_documents(file: CorpusFile, corpus: TextFiles) -> Iterator[tuple[str, 
             f"{file} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}"
         ) from error
     parts = [text] if corpus.separator is None else text.split(corpus.separator)
+    # Characters become bytes on disk, packed or not, by one average for the file.
     done, share = 0, file.size / max(1, len(text))
     for part in parts:
         done += len(part) + len(corpus.separator or "")
@@ -141,6 +148,7 @@ def _json_documents(file: CorpusFile, corpus: JsonLines) -> Iterator[tuple[str, 
                     f"{file}:{number}: field {corpus.field!r} must be a string, "
                     f"got {type(text).__name__}"
                 )
+            # For gzip the position in the packed file: what the total counts as well.
             yield _without_lone_surrogates(text), position()
 
 
@@ -160,6 +168,7 @@ def _opened(file: CorpusFile) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     try:
         with open(file.local(), "rb") as raw:
             if file.suffix == ".gz":
+                # gzip knows no place in the packed file; the file below it does.
                 with gzip.open(raw) as unpacked:
                     yield cast(IO[bytes], unpacked), raw.tell
             else:
@@ -173,6 +182,8 @@ def _without_lone_surrogates(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
+        # UTF-16 has surrogates in pairs: written so, two halves that belong together
+        # join, and a lone one is replaced.
         pairs = text.encode("utf-16-le", "surrogatepass")
         return pairs.decode("utf-16-le", "replace")
     return text

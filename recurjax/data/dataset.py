@@ -51,6 +51,7 @@ class Dataset:
         """Returns one part of the stream."""
         if name not in get_args(SplitName):
             raise ValueError(f"Dataset.split: want train or validation, got {name!r}")
+        # The split is one cut: everything before it is for training.
         start, stop = (0, self.cut) if name == "train" else (self.cut, None)
         stop = self.stream.tokens if stop is None else stop
         return Split(name=name, stream=self.stream, start=start, stop=stop)
@@ -62,6 +63,7 @@ class Dataset:
 
     def text_bytes(self, name: SplitName) -> int:
         """Counts the bytes that a split's tokens stand for; reads all of it."""
+        # Four million tokens at a time: a prepared split may be larger than the memory.
         split, step = self.split(name), 1 << 22
         total = 0
         for start in range(split.start, split.stop, step):
@@ -105,6 +107,7 @@ class Dataset:
         Raises:
           UserError: the split is too short, or the tokenizer has no BOS for best-fit.
         """
+        # One process delivers the whole batch.
         rows = rows or (0, batch)
         if length < 1 or batch < 1:
             raise ValueError(
@@ -114,11 +117,14 @@ class Dataset:
             raise ValueError(
                 f"Dataset.loader: rows must lie within 0..{batch}, got {rows}"
             )
+        # Told before the first batch is asked for: grain would raise it in a thread.
         part = self.split(split)
         _check_long_enough(part, length)
         if in_order is None:
             in_order = split == "validation"
         if self.config.packing == "best_fit":
+            # Shuffled packing never ends, and would pack one document with itself
+            # forever.
             _check_packable(part, self.tokenizer, least=1 if in_order else 2)
         layout = Layout(
             length=length,
@@ -186,6 +192,7 @@ class MixtureDataset:
             in_order = split == "validation"
         loaders = {}
         for name, part in self.parts.items():
+            # The parts' errors do not know which part they are of.
             try:
                 loaders[name] = part.loader(
                     split,
@@ -197,6 +204,7 @@ class MixtureDataset:
                 )
             except UserError as error:  # too short, say
                 raise UserError(f"part {name} of the mixture: {error}") from error
+        # A pass in order is for losses of each part, so nothing is mixed.
         if in_order:
             return ChainedLoader(parts=loaders)
         assert isinstance(self.config.corpus, Mixture)
@@ -236,6 +244,7 @@ def open_dataset(
       UserError: the corpus or the tokenizer is missing, empty, damaged, or the two do
         not match.
     """
+    # Told apart by the config's class: whatever is opened has tokenizer and loaders.
     if isinstance(config, TaskData):  # its tokens are its own
         return TaskDataset(config=config)
     if isinstance(config.corpus, Prepared):
@@ -259,6 +268,8 @@ def _open_text(config: DataConfig, tokenizer: Tokenizer | None) -> Dataset:
         tokenizer=tokenizer,
         fraction=config.held_out,
     )
+    # The tokens themselves, not the files: the same text in other files is the same
+    # data, and a checkpoint's place in it stays good.
     identity = [tokenizer.hash, stream.sha256(), cut]
     return Dataset(
         config=config,
@@ -284,6 +295,7 @@ def _open_mixture(
                 parts[part.name] = _open_text(own, tokenizer)
         except UserError as error:
             raise UserError(f"part {part.name} of the mixture: {error}") from error
+    # Weights belong to the identity: with others the same place means other rows.
     weights = [part.weight for part in mixture.parts]
     later = [[one.step, *one.weights] for one in mixture.reweightings]
     known = [[name, part.fingerprint] for name, part in parts.items()]
@@ -310,6 +322,7 @@ def _open_prepared(
 ) -> Dataset:
     directory = Path(corpus.directory).expanduser()
     manifest = read_manifest(directory)
+    # A config that trains a tokenizer cannot know the one the shards were made with.
     if tokenizer is None and isinstance(config.tokenizer, Bpe | NanochatBpe):
         raise UserError(
             f"{directory} holds tokens already: name its tokenizer, "
@@ -331,6 +344,7 @@ def _open_prepared(
             f"{manifest.validation_fraction}, the config says "
             f"{config.validation_fraction}: leave it out or prepare again"
         )
+    # The shards' checksums stand for their tokens, which need not be read through.
     shards = [shard.sha256 for shard in manifest.shards]
     return Dataset(
         config=config,
@@ -342,6 +356,7 @@ def _open_prepared(
 
 
 def _check_long_enough(part: Split, length: int) -> None:
+    # A training row has a target for its last token; a validation row is filled up.
     needed = length + 1 if part.name == "train" else 2
     if part.tokens < needed:
         raise UserError(

@@ -72,6 +72,7 @@ def describe_corpus(
     Raises:
       UserError: the words mix formats, name nothing, or an option is of another format.
     """
+    # The text in the package is one document, whatever field or split say.
     if words == ("embedded",) and format == "auto":
         return EmbeddedText()
     words = tuple(part for word in words for part in _unfolded(word, format))

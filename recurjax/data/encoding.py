@@ -56,6 +56,8 @@ def groups_of(reading: Reading) -> Iterator[list[Document]]:
     for document in reading.documents:
         group.append(document)
         size += len(document.text)
+        # Groups of a few long documents or of many short ones: a call has enough for
+        # all threads, and memory for one group only.
         if size >= _AT_ONCE:
             yield group
             group, size = [], 0
@@ -76,6 +78,7 @@ def encode_group(
 def closing(tokenizer: Tokenizer, ends: bool | None) -> list[int]:
     """Lists what comes after each document, EOS or nothing: see `encoded_documents`."""
     if ends is None:
+        # Something must mark the end of a document: BOS of the next one, or else EOS.
         ends = tokenizer.bos is None and tokenizer.eos is not None
     if not ends:
         return []
@@ -93,6 +96,8 @@ def validation_tokens(
     """
     if wanted_bytes == 0:
         return 0
+    # Summed from the end backwards; a token that crosses the boundary stays in
+    # training.
     after = np.cumsum(tokenizer.token_bytes[ids[::-1]], dtype=np.int64)
     return int(np.searchsorted(after, wanted_bytes, side="right"))
 
@@ -105,6 +110,7 @@ def _encoded(
         yield EncodedDocument(
             ids=np.concatenate([before, ids, after]),
             text_bytes=len(document.text.encode("utf-8")),
+            # Of the tokens, which for a lossy tokenizer is not the text's length.
             token_bytes=int(tokenizer.token_bytes[ids].sum()),
             done=document.done,
         )

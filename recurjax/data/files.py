@@ -47,6 +47,7 @@ def matching_files(patterns: tuple[str, ...]) -> list[CorpusFile]:
     Raises:
       UserError: a pattern matches no file, or a file may not be read.
     """
+    # By name: a file that two patterns match is read once, where it came first.
     found: dict[str, CorpusFile] = {}
     for pattern in patterns:
         matches = _place_of(pattern).matching(pattern)
@@ -70,6 +71,7 @@ class _Here:
     @staticmethod
     def matching(pattern: str) -> list[CorpusFile]:
         path = os.path.expanduser(pattern)
+        # A path that exists is never a glob: names may have brackets in them.
         if os.path.isfile(path):
             names = [path]
         else:
@@ -103,6 +105,7 @@ class _Hub:
     @staticmethod
     def below(folder: str) -> list[str] | None:
         system = _hub_files()
+        # huggingface_hub lists names without the scheme.
         root = folder.removeprefix(_HUB).rstrip("/")
         if _asked(folder, lambda: system.info(root))["type"] != "directory":
             return None
@@ -135,11 +138,13 @@ def _here(file: Path) -> CorpusFile:
 
 
 def _on_hub(system: Any, name: str, size: int) -> CorpusFile:
+    # Which repository, revision and path a name means, asked once.
     where = system.resolve_path(name)
 
     def local() -> Path:
         import huggingface_hub
 
+        # Copied whole into the hub's cache: formats that seek would ask for each piece.
         copy = _asked(
             _HUB + name,
             lambda: huggingface_hub.hf_hub_download(

@@ -42,6 +42,8 @@ def byte_characters() -> tuple[str, ...]:
 
     GPT-2's alphabet: printable Latin-1 is itself, other bytes follow from 256 on.
     """
+    # The bytes that are no printable characters get the code points from 256 on, in
+    # order.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (value for value in range(256) if value not in printable)
     codes = {value: 256 + number for number, value in enumerate(others)}
@@ -80,19 +82,24 @@ class JsonTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises the bare class
             raise UserError(f"not a tokenizer.json: {error}") from error
+        # Rows are cut by packing, not by the tokenizer, whatever its file asks for.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # "<|bos|>" inside a text is text: no document may end another one.
         self._tokenizer.encode_special_tokens = True
         self._definition = definition
         self._json: dict[str, Any] = parse_json(definition, "it")
         self._ids_of = self._tokenizer.get_vocab(with_added_tokens=True)
         given = {"bos_token": bos, "eos_token": eos}
+        # What the caller names goes before what the file states; an explicit "none" is
+        # kept apart from a name that is not given.
         stated = {**(stated or {}), **{k: v for k, v in given.items() if v is not None}}
         stated = {role: None if v == NONE else v for role, v in stated.items()}
         bos = stated.get("bos_token", self._first_of(_BOS_NAMES))
         eos = stated.get("eos_token", self._first_of(_EOS_NAMES) or bos)
         self._names = {"bos_token": bos, "eos_token": eos}
         self.bos, self.eos = self._id(bos, "BOS"), self._id(eos, "EOS")
+        # Ids may have gaps: the table of bytes is as long as the largest id.
         self.vocabulary = max(self._ids_of.values(), default=-1) + 1
         if not 0 < self.vocabulary <= _MOST:
             raise UserError(
@@ -100,6 +107,8 @@ class JsonTokenizer:
                 f"{self.vocabulary - 1}"
             )
         self.token_bytes = np.array([len(piece) for piece in self._pieces], np.int32)
+        # Special tokens belong to the identity: with others the same file is another
+        # tokenizer.
         canonical = json.dumps([self._json, bos, eos], sort_keys=True)
         self.hash = hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -126,10 +135,13 @@ class JsonTokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        # Long texts in pieces: the library runs them in parallel, and its time grows
+        # faster than a text's length.
         pieces = [_pieces(text) if self._cuts_at_lines else [text] for text in texts]
         flat = [piece for group in pieces for piece in group]
         encodings = self._tokenizer.encode_batch_fast(flat, add_special_tokens=False)
         ids = iter([np.array(encoding.ids, np.int32) for encoding in encodings])
+        # Pieces of one text are joined again.
         return [np.concatenate([next(ids) for _ in group]) for group in pieces]
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
@@ -153,6 +165,7 @@ class JsonTokenizer:
         write_whole(directory / "tokenizer_config.json", text)
 
     def _id(self, name: str | None, role: str) -> int | None:
+        # None is a decision (no such token), not a name to look up.
         if name is None:
             return None
         if name not in self._ids_of:
@@ -171,10 +184,13 @@ class JsonTokenizer:
     @cached_property
     def _cuts_at_lines(self) -> bool:
         """Whether the line break between two words always ends a pre-token."""
+        # A cut must be a place where the tokenizer itself would split.
         split = self._tokenizer.pre_tokenizer
         if not self._byte_level or split is None or self._json.get("normalizer"):
             return False
         for probe in ("a\nb", ".\nb", "1\n2", '"\nB'):
+            # Pairs of a word or sign, a line break and a word: if each splits behind
+            # the break, so does every text.
             pieces = split.pre_tokenize_str(probe)
             if pieces[0][0][0] == "Ġ" or all(end != 2 for _, (_, end) in pieces):
                 return False

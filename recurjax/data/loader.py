@@ -52,10 +52,12 @@ class Loader:
             return count_best_fit_in_order(
                 self.part, self.layout, buffer=self.config.packing_buffer
             )
+        # Every token but the first is a target once; the last batch is filled up.
         return -(-(self.part.tokens - 1) // (self.layout.length * self.layout.batch))
 
     @cached_property
     def _pipeline(self) -> grain.IterDataset[Batch]:
+        # Only best fit has a buffer of documents, and only concatenation uses threads.
         config, ahead = self.config, {"prefetch": self.config.prefetch}
         if config.packing == "best_fit":
             ahead["buffer"] = config.packing_buffer
@@ -108,6 +110,7 @@ class Batches:
         """
         saved = state["loader"]
         for name, value in self._identity.items():
+            # Compared by the saved value: a field that is missing there differs too.
             if saved.get(name) != value:
                 raise UserError(
                     f"the saved place in the data was made with {name} "

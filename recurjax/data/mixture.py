@@ -38,6 +38,7 @@ class ChainedLoader:
     def batches(self) -> int | None:
         """Batches in the pass."""
         counts = [part.batches for part in self.parts.values()]
+        # Endless parts make an endless chain.
         return None if None in counts else sum(c for c in counts if c is not None)
 
 
@@ -56,6 +57,7 @@ class _Chain:
             try:
                 return next(self._now)
             except StopIteration:
+                # The last loader's end is the chain's; before it the next one begins.
                 if self._at + 1 == len(self._loaders):
                     raise
             self._enter(self._at + 1)
@@ -75,6 +77,7 @@ class _Chain:
 
     def _enter(self, part: int) -> None:
         self._now.close()
+        # A part's threads are started when its turn comes, and closed before the next.
         self._at, self._now = part, iter(self._loaders[part])
 
 
@@ -103,6 +106,7 @@ class MixtureLoader:
     def _pipeline(self) -> grain.IterDataset[Batch]:
         config, layout = self.parts[0].config, self.parts[0].layout
         weights = tuple(part.weight for part in self.mixture.parts)
+        # Changes are told in steps; rows are what shares count.
         later = [(c.step * layout.batch, c.weights) for c in self.mixture.reweightings]
         shares = Shares([(0, weights), *later])
         if config.packing == "best_fit":
@@ -113,6 +117,7 @@ class MixtureLoader:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
+        # All parts have the mixture's layout, seed and packing.
         # What a part's place depends on is alike for all but the data.
         return {**self.parts[0].identity, "data": self.fingerprint}
 
@@ -133,6 +138,7 @@ class _MixedBatches:
     def __getitem__(self, index: int) -> Batch:
         layout, first = self._layout, index * self._layout.batch
         drawn = [self._shares.row(first + r) for r in range(*layout.rows)]
+        # Filled part by part below, so that each stream is read once a batch.
         none = np.zeros(0, np.int32)
         rows, segments = [none] * len(drawn), [none] * len(drawn)
         for p in {row.part for row in drawn}:
@@ -170,6 +176,7 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
         self._starts = [split.document_starts() for split in self._splits]
         self._plans = [_plan(loader) for loader in parts]
 
+    # A plan for each part: its buffer of documents has its own place.
     def __next__(self) -> Batch:
         capacity, (first, stop) = self._layout.length + 1, self._layout.rows
         rows, segments = [], []

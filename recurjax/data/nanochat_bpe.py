@@ -51,12 +51,15 @@ def train_nanochat_bpe(
     learner = tokenizers.Tokenizer(models.BPE())
     learner.pre_tokenizer = _split()
     trainer = trainers.BpeTrainer(
+        # The special tokens come after the merges, so they are left out of the count
+        # here.
         vocab_size=config.vocabulary - len(SPECIAL_TOKENS),
         # Equal counts are decided by token number: this numbers bytes by their value,
         # where an alphabet would be numbered by what stands for them.
         special_tokens=list(byte_characters()),
         show_progress=False,
     )
+    # Cropping is nanochat's way to keep long documents from deciding the merges.
     texts = part.texts(reading, limit=config.train_bytes, crop=DOCUMENT_CHARACTERS)
     learner.train_from_iterator(texts, trainer)
     found = learner.get_vocab_size() + len(SPECIAL_TOKENS)
@@ -89,6 +92,7 @@ def _split() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(pattern, behavior="isolated"),
+            # The pattern has split the text already; only bytes are mapped here.
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

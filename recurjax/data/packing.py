@@ -57,12 +57,16 @@ class BestFit:
             self._fill()
             if not len(self._documents):
                 break
+            # Documents that do not fit count 0; argmax takes the first of the largest,
+            # the one that has waited longest.
             fitting = np.where(self._lengths <= left, self._lengths, 0)
             best = int(fitting.argmax())
+            # None fits: the shortest loses least when it is cropped.
             if fitting[best] == 0:
                 best = int(self._lengths.argmin())
             take = min(int(self._lengths[best]), left)
             row.append((int(self._documents[best]), take))
+            # A document's cropped rest is never used: every row starts with BOS.
             left -= take
             self._documents = np.delete(self._documents, best)
             self._lengths = np.delete(self._lengths, best)
@@ -76,6 +80,7 @@ class BestFit:
         """Continues where `get_state` was called, exactly."""
         self._next = int(state["next"])
         self._documents = np.array(state["buffer"], np.int64)
+        # Only numbers are saved; lengths follow from them.
         self._lengths = self._lengths_of[self._documents]
 
     def _fill(self) -> None:
@@ -85,6 +90,8 @@ class BestFit:
                 ks = ks[: max(0, self._count - self._next)]
             if not ks:
                 return
+            # A whole refill at once: single documents would look up the order one by
+            # one.
             new = np.array([self._order(k) for k in ks], np.int64)
             self._next += len(ks)
             self._documents = np.concatenate([self._documents, new])
@@ -101,6 +108,7 @@ def segment_numbers(
       begin: the first token.
       length: T, in tokens.
     """
+    # A document that begins at the first token is number 0 without a boundary.
     first, last = np.searchsorted(starts, [begin + 1, begin + length])
     boundary = np.zeros(length, np.int32)
     boundary[starts[first:last] - begin] = 1

@@ -45,6 +45,7 @@ def concatenated(
     Every row of the split comes once an epoch; a batch may hold the end of one epoch
     and the beginning of the next. Fewer than T tokens at the split's end are not used.
     """
+    # T + 1 tokens make a row of T targets; the next row begins at the last of them.
     order = endless_order((split.tokens - 1) // layout.length, seed)
     batches = _Batches(split, layout, order, count=sys.maxsize)
     return prefetched(batches, prefetch, threads)
@@ -90,6 +91,7 @@ def best_fit_in_order(
 
 def count_best_fit_in_order(split: Split, layout: Layout, *, buffer: int) -> int:
     """Counts the batches of `best_fit_in_order`; plans all of its rows."""
+    # Planning alone tells the count: which documents share a row depends on lengths.
     plan, rows = _in_order_plan(split.document_lengths(), buffer), 0
     while plan.row(layout.length + 1):
         rows += 1
@@ -120,8 +122,10 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
     def __next__(self) -> Batch:
         capacity = self._layout.length + 1
         plans = [self._plan.row(capacity) for _ in range(self._layout.batch)]
+        # An empty plan: the documents have come to their end before this batch.
         if not plans[0]:
             raise StopIteration
+        # Every process plans all rows, so that all agree on which documents are used.
         wanted = plans[slice(*self._layout.rows)]
         rows, segments = packed_rows(self._stream, self._starts, wanted)
         return join_rows(rows, segments, self._layout)
@@ -167,6 +171,7 @@ class _Batches:
 
 
 def row_span(split: Split, row: int, length: int) -> Span:
+    # Beyond the split's end rows are empty: the last batch of a pass in order.
     """Returns the tokens of a concatenated row: T and the last one's target."""
     begin = min(split.start + row * length, split.stop)
     return begin, min(begin + length + 1, split.stop)
@@ -199,6 +204,7 @@ def join_rows(
     """
     shape = (len(rows), layout.length)
     batch = {"ids": np.zeros(shape, np.int32)}
+    # What no row fills stays ignored.
     batch["targets"] = np.full(shape, IGNORED, np.int32)
     if layout.segments:
         batch["segments"] = np.full(shape, PADDING_SEGMENT, np.int32)
@@ -217,6 +223,7 @@ def _repeated(counts: list[int]) -> Int32[np.ndarray, " T"]:
 
 def endless_order(count: int, seed: int) -> Callable[[int], int]:
     """Returns a permutation of range(count) for each epoch, one after the other."""
+    # Computed when asked for: a permutation of a billion rows takes no memory.
     order = grain.MapDataset.range(count).seed(seed).shuffle().repeat()
     return lambda k: cast(int, order[k])
 
@@ -226,6 +233,8 @@ def prefetched(
 ) -> grain.IterDataset[Batch]:
     """Makes batches ahead of time; their order is that of the source."""
     options = grain.ReadOptions(
-        num_threads=threads if prefetch else 0, prefetch_buffer_size=prefetch
+        # 0 threads make each batch when it is asked for, in the caller's thread.
+        num_threads=threads if prefetch else 0,
+        prefetch_buffer_size=prefetch,
     )
     return grain.MapDataset.source(batches).to_iter_dataset(options)

@@ -86,10 +86,12 @@ def prepare(
         raise UserError(f"max_tokens must be positive, got {max_tokens}")
     if workers < 1:
         raise UserError(f"workers must be positive, got {workers}")
+    # Asked before anything is read: a tokenizer without EOS cannot close documents.
     closing(tokenizer, ends)
     out = Path(out).expanduser()
     reading = read_corpus(corpus)
     with _new_directory(out) as folder:
+        # First, because processes that tokenize load it from there.
         tokenizer.save(folder / TOKENIZER)
         written = _write_tokens(
             folder,
@@ -103,6 +105,7 @@ def prepare(
                 _progress(done, reading.total, documents, tokens, max_tokens)
             ),
         )
+        # Into memory first: its checksum is that of the bytes on disk.
         index = io.BytesIO()
         np.save(index, written.starts)
         (folder / INDEX).write_bytes(index.getvalue())
@@ -117,6 +120,8 @@ def prepare(
             tokens=written.tokens,
             text_bytes=written.text_bytes,
             validation_fraction=validation_fraction,
+            # Where validation begins is found in the written tokens, which need a
+            # manifest to be read; so the first one says that all is training.
             train_tokens=written.tokens,
             validation_tokens=0,
             index_sha256=hashlib.sha256(index.getvalue()).hexdigest(),
@@ -166,11 +171,14 @@ def _write_tokens(
     max_tokens: int | None,
     progress: Callable[[int, int, int], None],
 ) -> _Written:
+    # Shards end at whole records, so that token t is in record t // BLOCK throughout.
     writer = _ShardWriter(folder, -(-shard_tokens // BLOCK))
     dtype = np.dtype(token_dtype(vocabulary)).newbyteorder("<")
     size = BLOCK * dtype.itemsize
+    # Eight bytes a document: lists of Python's numbers would take five times as much.
     starts, document_bytes = array("q"), array("q")
     tokens = text_bytes = 0
+    # Bytes that make no whole record yet wait for the next document.
     pending = b""
     for document in encoded:
         starts.append(tokens)
@@ -200,6 +208,7 @@ def _progress(
     done: int, total: int, documents: int, tokens: int, max_tokens: int | None
 ) -> Progress:
     """Measures the way in tokens where they come to an end before the corpus does."""
+    # Whichever limit is nearer tells how far the work has come.
     if max_tokens is not None and tokens * total > done * max_tokens:
         done, total = min(tokens, max_tokens), max_tokens
     return Progress(done, total, documents, tokens)
@@ -233,6 +242,7 @@ class _ShardWriter:
     def write(self, record: bytes) -> None:
         if self._records == self._per_shard:
             self._close()
+        # group_size 1: each record can be read alone, which random access needs.
         writer = self._writer or ArrayRecordWriter(str(self._path()), "group_size:1")
         self._writer = writer
         writer.write(record)
@@ -253,6 +263,8 @@ class _ShardWriter:
         self._shards.append(
             Shard(
                 file=path.name,
+                # Read back from the disk: the checksum is of what is there, not of what
+                # was meant.
                 records=self._records,
                 size=path.stat().st_size,
                 sha256=sha256_of(path),

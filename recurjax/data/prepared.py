@@ -102,6 +102,8 @@ class PreparedStream:
         self._paths = [_shard(directory, shard) for shard in manifest.shards]
         for path, shard in zip(self._paths, manifest.shards, strict=True):
             if not path.is_file():
+                # Sizes are compared at the start; content is checked where it is read,
+                # and whole by `verify_checksums`.
                 raise UserError(f"shard {path} is missing: prepare the data again")
             if path.stat().st_size != shard.size:
                 raise UserError(
@@ -113,7 +115,9 @@ class PreparedStream:
 
     def read(self, spans: Sequence[Span]) -> list[Int32[np.ndarray, " _"]]:
         block = self._manifest.block
+        # The records that each span touches, from the first to the last.
         ranges = [range(start // block, -(-stop // block)) for start, stop in spans]
+        # Spans of one batch often share a record, which is then read once.
         wanted = sorted({b for blocks in ranges for b in blocks})
         records = dict(zip(wanted, self._records(wanted), strict=True))
         dtype = np.dtype(self._manifest.dtype).newbyteorder("<")
@@ -121,6 +125,7 @@ class PreparedStream:
         for (start, stop), blocks in zip(spans, ranges, strict=True):
             joined = b"".join([records[b] for b in blocks])
             tokens = np.frombuffer(joined, dtype)
+            # The span's place in the first of its records.
             first = start - blocks.start * block
             read.append(tokens[first : first + stop - start].astype(np.int32))
         return read
@@ -133,6 +138,7 @@ class PreparedStream:
                 f"the shards in {self._paths[0].parent} are damaged ({error}): "
                 "prepare the data again"
             ) from error
+        # A shard of right size and wrong content would shift every token behind it.
         if len(source) != -(-self.tokens // self._manifest.block):
             raise UserError(
                 f"the shards in {self._paths[0].parent} hold {len(source)} records, "
@@ -152,6 +158,7 @@ class PreparedStream:
             ) from error
 
     def _damaged_shard(self, wanted: list[int]) -> Path:
+        # Numbers of records up to and with each shard.
         last = np.cumsum([shard.records for shard in self._manifest.shards])
         for record in wanted:
             try:
@@ -186,6 +193,7 @@ def read_manifest(directory: Path) -> Manifest:
         )
     refuse_newer(values.get("version", ""), file)
     digest = values.pop("digest", None)
+    # The digest is of what was written, before defaults for old directories are added.
     written = dict(values)
     values.setdefault("version", "")
     shards = values.get("shards")
@@ -217,6 +225,7 @@ def _checked(kind: type, values: Any, file: Path) -> dict[str, Any]:
     found = {}
     for field in fields(kind):
         value = values.get(field.name) if isinstance(values, dict) else None
+        # dataclasses keep a field's type as the class itself here; tuples are the rest.
         wanted = {"int": int, "str": str, "float": (int, float)}.get(
             getattr(field.type, "__name__", ""), tuple
         )
@@ -263,6 +272,7 @@ def _read_index(path: Path, manifest: Manifest) -> np.ndarray:
     if hashlib.sha256(data).hexdigest() != manifest.index_sha256:
         raise UserError(f"{path} is damaged: prepare the data again")
     try:
+        # Without pickles: an index must not be able to run code.
         starts = np.load(io.BytesIO(data), allow_pickle=False)
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from error

@@ -43,6 +43,7 @@ def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
         task = bar.add_task("", counts="")
 
         def show(now: Progress) -> None:
+            # The rate is over the whole time so far, so that it does not jump.
             counts = _counts(now, time.monotonic() - begin)
             bar.update(task, total=now.total, completed=now.done, counts=counts)
 
@@ -70,6 +71,7 @@ def _lines(console: Console) -> Iterator[Callable[[Progress], None]]:
         console.print(f"tokenizing {share} {counts}")
 
     yield show
+    # The last state is shown once, however soon it came after the line before.
     if newest is not None and newest is not shown:
         write(newest)
 

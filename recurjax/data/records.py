@@ -42,6 +42,7 @@ def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
             "reading Parquet needs pyarrow: pip install 'recurjax[parquet]'"
         ) from error
     files = matching_files(corpus.patterns)
+    # Only the footers are read here: counts and columns, for messages before the work.
     total = 0
     for file in files:
         try:
@@ -67,6 +68,7 @@ def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
         for file in files:
             try:
                 with pq.ParquetFile(file.local()) as table:
+                    # One column, some rows at a time: other columns are never read.
                     for batch in table.iter_batches(_AT_ONCE, columns=[corpus.field]):
                         for text in batch.column(0).to_pylist():
                             done += 1
@@ -104,6 +106,7 @@ def _tfds(corpus: Tfds) -> tuple[int, Iterator[tuple[str, int]]]:
         raise UserError(f"{folder} has no split {corpus.split!r}; it has: {names}")
     features = builder.info.features
     known = isinstance(features, tfds.features.FeaturesDict)
+    # Some data sets are a single feature without names.
     names = sorted(features.keys()) if known else []
     if corpus.field not in names:
         raise UserError(

@@ -50,6 +50,7 @@ class Shares:
 
     def row(self, number: int) -> Drawn:
         """Returns where row `number`, counted from 0, comes from."""
+        # The change that this row falls under.
         at = bisect_right(self._firsts, number) - 1
         part, before = self._cycles[at].row(number - self._firsts[at])
         return Drawn(part, self._given[at][part] + before)
@@ -60,6 +61,7 @@ class _Cycle:
 
     def __init__(self, weights: Sequence[float]):
         parts = _whole_numbers(weights)
+        # One cycle is worked out; every later one repeats it.
         order = _in_order(parts)
         self._length = len(order)
         hit = order[None, :] == np.arange(len(parts))[:, None]
@@ -87,6 +89,7 @@ def _whole_numbers(weights: Sequence[float]) -> list[int]:
 
     A weight is what its decimal digits say: 0.1 is a tenth.
     """
+    # By the decimal digits: 0.1 as a float is no tenth.
     exact = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     parts = [int(weight * scale) for weight in exact]
@@ -117,6 +120,7 @@ def _in_order(parts: list[int]) -> Int32[np.ndarray, " N"]:
         best: tuple[Fraction | float, int] | None = None
         for p in known:
             claim = parts[p] * (n + 1) - length * given[p]
+            # The claim has not grown to where a row of this part is allowed.
             if gap * claim < length:
                 continue
             # Compared as floats: two ends closer than their rounding are a tie, and

@@ -37,6 +37,7 @@ class MemoryStream:
 
     def __init__(self, documents: Sequence[Int[np.ndarray, " _"]], *, vocabulary: int):
         dtype = token_dtype(vocabulary)
+        # 16 bits a token where the vocabulary allows: half the memory of int32.
         self._ids = np.concatenate([ids.astype(dtype) for ids in documents])
         lengths = [len(ids) for ids in documents]
         self.starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
@@ -71,6 +72,8 @@ class Split:
         The rest of one that begins before it is none of them.
         """
         starts = self.stream.starts
+        # A span may begin inside a document, whose beginning is then in the other
+        # split.
         return starts[(starts >= self.start) & (starts < self.stop)]
 
     def document_lengths(self) -> Int64[np.ndarray, " N"]:
@@ -101,15 +104,19 @@ def validation_start(
       tokenizer: knows the bytes of a token.
       fraction: in [0, 1]; rounded down to whole bytes.
     """
+    # Nothing is held back, and no token needs to be looked at.
     if fraction == 0.0:
         return stream.tokens
     wanted = int(fraction * int(document_bytes.sum()))
+    # Counted from the end: bytes of the last document, of the last two, ...
     after = np.cumsum(document_bytes[::-1])
     whole = int(np.searchsorted(after, wanted, side="right"))
     first = len(document_bytes) - whole  # the first document that is all validation
     stop = stream.tokens if whole == 0 else int(stream.starts[first])
     if first == 0:
+        # All of the corpus is validation.
         return stop
     left = wanted - (int(after[whole - 1]) if whole else 0)
+    # The cut lies inside this document: its tokens are counted from its end.
     [ids] = stream.read([(int(stream.starts[first - 1]), stop)])
     return stop - validation_tokens(ids, tokenizer, left)

@@ -55,6 +55,8 @@ class Symbols:
         """
         words = text.split()
         for word in words:
+            # Digits of other scripts are digits for Python too; ten of them are too
+            # large.
             known = word.isascii() and word.isdigit() and len(word) < 10
             if not known or int(word) >= self.vocabulary:
                 raise UserError(
@@ -85,6 +87,7 @@ class SymbolStream:
 
     def push(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
         text = "".join(f" {int(number)}" for number in ids)
+        # The space between this text and the next is written before the next.
         if not self._begun:
             text = text.removeprefix(" ")
         self._begun = self._begun or bool(text)

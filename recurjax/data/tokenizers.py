@@ -126,6 +126,7 @@ def load_tokenizer(
       UserError: nothing there, not a tokenizer, or no such special token.
     """
     path = Path(path).expanduser()
+    # A folder of ours names its kind by its file; Hugging Face's has a tokenizer.json.
     if (path / BYTE_FILE).is_file():
         if bos is not None or eos is not None:
             raise UserError(f"{path} holds a byte tokenizer: it has no token names")

@@ -45,6 +45,8 @@ def encode_in_processes(
     try:
         for group in groups_of(reading):
             waiting.append(pool.submit(_encode, group))
+            # The oldest group is waited for, so that documents come in the corpus'
+            # order and no more than a few groups are in memory.
             if len(waiting) > _AHEAD * workers:
                 yield from waiting.popleft().result()
         while waiting:
@@ -55,6 +57,7 @@ def encode_in_processes(
             "likely: choose fewer --workers"
         ) from error
     finally:
+        # Groups that nobody will read are dropped; a running one is waited for.
         pool.shutdown(wait=True, cancel_futures=True)
 
 

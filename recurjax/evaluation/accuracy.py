@@ -62,6 +62,7 @@ def answers_of(
     """Counts as `count_answers` does, from states `x` that the head reads."""
     asked = batch.targets != IGNORED
     right = asked & (likeliest(model, x) == batch.targets)
+    # An ignored place adds 0 to class 0, so no mask is needed in the scatter.
     answers = jnp.where(asked, batch.targets, 0)
 
     def by_class(found: Array) -> Array:
@@ -76,6 +77,7 @@ def answers_of(
         class_right=by_class(right),
         class_asked=by_class(asked),
     )
+    # On one device there is nothing to gather.
     if mesh is None:
         return counts
     return jax.lax.with_sharding_constraint(counts, replicated(mesh))
@@ -96,10 +98,12 @@ def by_pieces(
       arrays: alike in B and T; the first ones are states that become logits.
     """
     B, T = arrays[0].shape[:2]
+    # Places at a time, so that B width V logits stay below the limit; at least one.
     width = max(1, min(T, LOGITS_AT_ONCE // (B * model.config.vocabulary)))
     pieces = -(-T // width)
 
     def cut(x: Array) -> Array:
+        # The last piece is filled up; what comes of the padding is cut off below.
         padding = ((0, 0), (0, pieces * width - T), *([(0, 0)] * (x.ndim - 2)))
         shape = (B, pieces, width, *x.shape[2:])
         return jnp.moveaxis(jnp.pad(x, padding).reshape(shape), 1, 0)
@@ -168,6 +172,7 @@ def accuracy(
                 by_slice.setdefault(f"{name}={value}", []).append(rows[-1])
     if not rows:
         raise ValueError("accuracy: no row asks anything")
+    # A class that was never an answer has no share; it is left out of the mean.
     asked = classes[1] > 0
     places = [
         right / asked_ if asked_ else None for right, asked_ in positions.T.tolist()
@@ -175,6 +180,7 @@ def accuracy(
     several = {
         name: _share(found)
         for name, found in sorted(by_slice.items())
+        # The rows' own label would repeat the total.
         if len(found) < len(rows)  # a slice of all rows says nothing new
     }
     return Accuracy(
@@ -192,5 +198,6 @@ def _share(found: list[tuple[int, int]]) -> float:
 
 
 def _added(sums: np.ndarray, right: Any, asked: Any) -> np.ndarray:
+    # 64 bits: counts of a large test do not fit 32.
     more = np.stack([np.asarray(right), np.asarray(asked)]).astype(np.int64)
     return more if sums.shape[1] == 0 else sums + more

@@ -70,6 +70,7 @@ class Answerer:
           UserError: a prompt is empty, or its answer does not fit the model.
         """
         journal = Journal(None) if journal is None else journal
+        # Refused before anything is generated: one prompt of thousands may be too long.
         for question in questions:
             self._check(question)
         # The place is part of what is asked only where it chooses the stream.
@@ -81,6 +82,8 @@ class Answerer:
             )
             for number, question in enumerate(questions)
         ]
+        # The same question twice is asked once; drawn answers have their place in the
+        # key.
         left = {key: n for n, key in enumerate(keys) if key not in journal}
         self.report(len(questions) - len(left))
         for batch in self._batches(questions, list(left.values())):
@@ -93,6 +96,7 @@ class Answerer:
         if not question.prompt:
             raise UserError("a prompt to go on after needs a token: it is empty")
         longest = self.model.config.max_length
+        # The last new token is not read again.
         needed = len(question.prompt) + question.most - 1
         if longest is not None and needed > longest:
             raise UserError(
@@ -107,6 +111,7 @@ class Answerer:
         alike: dict[tuple[int, SamplingConfig], list[int]] = {}
         for number in numbers:
             question = questions[number]
+            # One compiled program serves those with the same number of new tokens.
             alike.setdefault((question.most, question.sampling), []).append(number)
         for group in alike.values():
             group.sort(key=lambda n: len(questions[n].prompt), reverse=True)
@@ -134,10 +139,12 @@ class Answerer:
         needed = max(map(len, prompts)) + most - 1
         generate_tokens(
             self.model,
+            # Rows that fill the batch up cost a token: their first callback ends them.
             [*prompts, *[prompts[0][:1]] * fill],
             max_new_tokens=most,
             sampling=questions[0].sampling,
             eos=self.tokenizer.eos,
+            # A row's stream goes by its place among all questions, not in its batch.
             seed=row_keys(self.seed, max(numbers) + 1)[
                 np.array([*numbers, *[0] * fill])
             ],

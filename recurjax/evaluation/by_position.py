@@ -60,6 +60,7 @@ def loss_by_position(
         raise ValueError(f"loss_by_position: wants stretch of at least 1: {stretch}")
     sums = None
     for batch in batches:
+        # Summed in float64 on the host: means of many batches keep their digits.
         new = np.asarray(_sums(model, batch, chunks=chunks, mesh=mesh), np.float64)
         sums = new if sums is None else sums + new
         between()
@@ -116,6 +117,7 @@ def _sums(
     x, _ = model.hidden(Tokens(batch.ids, batch.segments), cache)
     nats = token_losses(model, x, batch.targets, chunks=chunks).nats
     counted = (batch.targets != IGNORED).astype(jnp.float32)
+    # The batch's rows vanish here; only sums by position leave the device.
     sums = jnp.stack([nats.astype(jnp.float32).sum(0), counted.sum(0)])
     if mesh is None:
         return sums

@@ -21,16 +21,21 @@ def ngram_bits_per_byte(train: bytes, test: bytes, *, order: int) -> float:
         raise ValueError(f"ngram_bits_per_byte: order must be in 0..7, got {order}")
     if min(len(train), len(test)) <= order:
         raise ValueError(f"ngram_bits_per_byte: texts need more than {order} bytes")
+    # p_{-1}, the same for all bytes; each turn mixes in the next longer context.
     probability = np.full(len(test) - order, 1 / 256)
     for n in range(order + 1):
+        # A gram is its context and one byte: sorted, those of one context are
+        # neighbours, and kinds(c) is how many grams they are.
         grams, gram_counts = np.unique(_grams(train, n + 1), return_counts=True)
         contexts, firsts = np.unique(grams >> np.uint64(8), return_index=True)
         kinds = np.diff(np.append(firsts, len(grams)))
         totals = np.add.reduceat(gram_counts, firsts)
+        # Every order predicts the same bytes, those with `order` bytes before them.
         asked = _grams(test, n + 1)[order - n :]
         count = _look_up(grams, gram_counts, asked)
         total = _look_up(contexts, totals, asked >> np.uint64(8))
         kind = _look_up(contexts, kinds, asked >> np.uint64(8))
+        # An unseen context leaves the shorter one's probability.
         seen = total > 0
         mixed = (count + kind * probability) / np.maximum(total + kind, 1)
         probability = np.where(seen, mixed, probability)

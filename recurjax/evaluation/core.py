@@ -61,6 +61,7 @@ def score_core(
     """
     tasks = [shuffled(task, limit) for task in tasks]
     for task in tasks:
+        # An item is none of its own examples.
         if len(task.items) <= task.fewshot:
             raise UserError(
                 f"{task.label} shows {task.fewshot} examples before an item and has "
@@ -71,6 +72,8 @@ def score_core(
         items = score_items(task, score, encode, longest=longest)
         accuracy = float(np.mean([item.correct for item in items]))
         chance = 0.01 * task.baseline
+        # 0 is guessing and 1 all right, so that tasks can be averaged (DCLM, section
+        # 3.5).
         centered = (accuracy - chance) / (1.0 - chance)
         scores.append(TaskScore(task.label, accuracy, centered, len(items)))
         report(scores[-1])
@@ -82,6 +85,7 @@ def score_core(
 def shuffled(task: Task, limit: int | None) -> Task:
     """Returns a task with its items in the fixed random order, at most `limit`."""
     items = list(task.items)
+    # A generator of its own: Python's global one may have been seeded otherwise.
     random.Random(SHUFFLE_SEED).shuffle(items)
     return dataclasses.replace(task, items=tuple(items[:limit]))
 
@@ -103,6 +107,7 @@ def score_items(
         for item in rows
         for row in item
     ]
+    # All pairs in one call: the scorer sorts them by length over the whole task.
     scored = iter(score(pairs))
     items = []
     for number, item in enumerate(rows):
@@ -110,6 +115,7 @@ def score_items(
         if task.kind == "language_modeling":
             items.append(ItemScore(found[0].greedy, ()))
             continue
+        # The mean over tokens, not the sum: options differ in length.
         means = tuple(float(np.mean(one.nats)) for one in found)
         right = int(np.argmin(means)) == task.items[number]["gold"]
         items.append(ItemScore(right, means))

@@ -31,6 +31,8 @@ def read_tasks(path: Path) -> tuple[Task, ...]:
     if not path.is_dir():
         raise UserError(f"there is no CORE bundle or task file at {path}")
     files = sorted(path.glob("*.json"))
+    # nanochat's layout has core.yaml; a folder without any JSON gets that layout's
+    # error, which names what is missing.
     if (path / "core.yaml").exists() or not files:
         return read_bundle(path)
     return tuple(_prepared(file) for file in files)
@@ -56,6 +58,7 @@ def read_bundle(directory: Path) -> tuple[Task, ...]:
             {
                 "label": task["label"],
                 "kind": task["icl_task_type"],
+                # The file lists several numbers of examples; nanochat uses the first.
                 "fewshot": task["num_fewshot"][0],
                 "delimiter": task.get("continuation_delimiter", " "),
             }
@@ -84,6 +87,7 @@ def _prepared(file: Path) -> Task:
     try:
         content = read_json_object(file, "the CORE task")
         return _task(file, content["items"], content)
+    # The reader's own sentence is better than the one below.
     except UserError:
         raise
     except (LookupError, TypeError, ValueError) as error:

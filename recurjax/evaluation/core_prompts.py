@@ -47,6 +47,7 @@ class Prompt(NamedTuple):
 def fewshot_numbers(task: Task, number: int) -> list[int]:
     """Returns which items stand before item `number` as solved examples."""
     others = [other for other in range(len(task.items)) if other != number]
+    # Each item draws its examples by itself: leaving items out does not change others.
     return random.Random(FEWSHOT_SEED + number).sample(others, task.fewshot)
 
 
@@ -88,13 +89,18 @@ def prompts(
     rows = [list(row) for row in encode(texts(task, number))]
     match task.kind:
         case "multiple_choice":
+            # All options begin alike; where the first of them differ, scoring starts.
             start = _common(rows)
             return [Prompt(row, start, len(row)) for row in rows]
         case "schema":
+            # Read backwards: what the rows have in common at their end is the
+            # continuation.
             shared = _common([row[::-1] for row in rows])
             return [Prompt(row, len(row) - shared, len(row)) for row in rows]
         case "language_modeling":
             without, whole = rows
+            # A tokenizer may join the last word of the context to the continuation:
+            # then no span of tokens is the continuation alone.
             if whole[: len(without)] != without or len(whole) == len(without):
                 raise UserError(
                     f"prompts: item {number} of {task.label}: the continuation changes "
@@ -110,6 +116,7 @@ def cropped(prompt: Prompt, longest: int | None) -> Prompt:
       UserError: some of what is scored would go too, or have nothing before it.
     """
     excess = 0 if longest is None else max(len(prompt.ids) - longest, 0)
+    # The token before the first scored one has to stay: its state makes the score.
     if excess and excess >= prompt.start:
         raise UserError(
             f"cropped: {longest} tokens leave out part of what is scored, which begins "

@@ -80,6 +80,7 @@ class HarnessModel(TemplateLM):
         loaded = load_run(run, step=known.pop("step", None))
         given = {name: x for name, x in (additional_config or {}).items() if x}
         rows = known.pop("rows", given.get("batch_size", 16))
+        # The harness passes its own batch size, which may be the word "auto".
         window = known.pop("length", loaded.experiment.training.length)
         bos = known.pop("bos", True)
         if known:
@@ -162,6 +163,7 @@ class HarnessModel(TemplateLM):
     ) -> list[int]:
         """Encodes; BOS stands before it where the subject puts one before contexts."""
         ids = self.subject.tokenizer.encode(string).tolist()
+        # The harness counts on BOS at the front of a context, never inside.
         bos = self.subject.tokenizer.bos
         adds = self.subject.bos if add_special_tokens is None else add_special_tokens
         return [bos, *ids] if adds and bos is not None else ids
@@ -188,6 +190,7 @@ class HarnessModel(TemplateLM):
             )
             for request in requests
         ]
+        # All windows of all texts in one call, so that batches are full.
         pairs = [pair for text in texts for pair in text]
         scores = iter(self.subject.scores(pairs, name="windows of texts"))
         return [sum(next(scores).log_p for _ in text) for text in texts]
@@ -211,6 +214,7 @@ class HarnessModel(TemplateLM):
                 top_k=wanted.get("top_k"),
                 top_p=float(wanted.get("top_p", 1.0)),
             )
+        # An empty prompt needs a token to go on after.
         prompt = tuple(self.tok_encode(context)) or (self.prefix_token_id,)
         longest = self.subject.model.config.max_length
         if longest is not None:  # the last tokens, which hold what is asked
@@ -285,9 +289,11 @@ def evaluate_harness(
 def _rows(found: dict[str, Any], model: HarnessModel, limit: int | None) -> list[Row]:
     rows = []
     for task, figures in found["results"].items():
+        # A group of tasks has no items of its own.
         samples = found.get("n-samples", {}).get(task, {})
         shots = found.get("n-shot", {}).get(task)
         for name, value in figures.items():
+            # "metric,filter": fields without a comma are not figures.
             metric, _, kind = name.partition(",")
             if not kind or metric.endswith("_stderr") or isinstance(value, str):
                 continue

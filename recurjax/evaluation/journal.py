@@ -43,6 +43,7 @@ class Journal:
         if self._file is None or jax.process_index() > 0 or not new:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
+        # Appended and closed after each batch: a kill loses at most the batch in work.
         with self._file.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps([key, new[key]]) + "\n" for key in new)
 
@@ -51,6 +52,7 @@ class Journal:
         if self._file is None or jax.process_index() > 0:
             return
         self._file.unlink(missing_ok=True)
+        # A folder made for the journal alone goes with it.
         if self._file.parent.is_dir() and not any(self._file.parent.iterdir()):
             self._file.parent.rmdir()
 

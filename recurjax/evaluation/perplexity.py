@@ -54,6 +54,7 @@ class Score(NamedTuple):
     def metrics(self) -> dict[str, float]:
         """Returns the figures that a metrics file has: of symbols, no bits a byte."""
         named = {"loss": self.loss, "perplexity": self.perplexity}
+        # Symbols stand for no text: a loss a byte would mean nothing.
         if self.bytes:
             named["bits_per_byte"] = self.bits_per_byte
             for number, bits in enumerate(self.passes):
@@ -81,9 +82,11 @@ def joined(parts: Mapping[str, Score]) -> Score:
     scores = list(parts.values())
     tokens, size = sum(s.tokens for s in scores), sum(s.bytes for s in scores)
     loss = sum(s.loss * s.tokens for s in scores) / tokens
+    # Weighted by bytes, as the loss is by tokens: the same as one text of all parts.
     bits = sum(s.bits_per_byte * s.bytes for s in scores if s.bytes)
     return Score(
         loss=loss,
+        # exp(710) overflows a float: a diverged loss keeps a finite perplexity.
         perplexity=math.exp(min(loss, 700.0)),
         bits_per_byte=bits / size if size else math.nan,
         tokens=tokens,
@@ -116,6 +119,7 @@ def score(
       mesh: that the answers' counts are gathered over.
     """
     counts: list[AnswerCounts] = []
+    # Bytes by token on the device, so that a batch's sums come back as four numbers.
     sizes = jnp.asarray(token_bytes, jnp.int32)
     of_passes = np.zeros((1, 4), np.float64)
     for batch in batches:
@@ -166,6 +170,7 @@ def text_sums(
       sizes: bytes that each token stands for.
     """
     counted = targets != IGNORED
+    # IGNORED would be an index from the end.
     size = jnp.where(counted, sizes[jnp.where(counted, targets, 0)], 0)
     return jnp.where(size > 0, nats, 0).sum(), size.sum()
 

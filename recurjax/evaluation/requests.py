@@ -62,6 +62,7 @@ def read_requests(patterns: Sequence[str]) -> list[RequestFile]:
     Raises:
       UserError: none does, or one has another format.
     """
+    # Sorted, so that runs over the same files give rows in the same order.
     files = sorted({file for one in patterns for file in glob.glob(one)})
     if not files:
         raise UserError(
@@ -107,11 +108,13 @@ def evaluate_requests(
     items = file.items[:limit]
     texts = [
         (context, choice.continuation)
+        # A choice is scored after its question, and after a bare "Answer:" where asked.
         for item in items
         for choice in item.choices
         for context in (choice.context, choice.bare)
         if context is not None
     ]
+    # Contexts lose their first tokens where they do not fit, never the answer.
     pairs = [subject.cropped(subject.pair(*text)) for text in texts]
     scored = iter(subject.scores(pairs, name=file.task))
     found: dict[str, list[float]] = {}
@@ -149,6 +152,7 @@ def evaluate_requests(
 def _figures(
     item: Item, scores: list[PairScore], bare: list[PairScore | None]
 ) -> dict[str, float]:
+    # The space that separates question and answer counts for no length.
     answers = [choice.continuation.strip() or " " for choice in item.choices]
     gold, answer = scores[item.gold], answers[item.gold]
     nats = -gold.log_p
@@ -168,6 +172,7 @@ def _figures(
         ],
         "accuracy_per_token": [score.log_p / len(score.nats) for score in scores],
     }
+    # Only where every choice was asked without the question can they be compared.
     unasked = [score for score in bare if score is not None]
     if len(unasked) == len(scores):
         by["accuracy_less_unasked"] = [
@@ -179,6 +184,7 @@ def _figures(
 
 
 def _first_most(values: list[float]) -> int:
+    # The first of equals, as argmax does in the packages that made the files.
     return max(range(len(values)), key=values.__getitem__)
 
 

@@ -101,6 +101,7 @@ class Scorer:
           UserError: a pair has an empty half, or is longer than the model can read, or
             the model's logits are not finite.
         """
+        # By number, as batches are sorted by length and come back in another order.
         scores: dict[int, PairScore] = {}
         for done in self.batches(pairs):
             scores |= done
@@ -114,9 +115,12 @@ class Scorer:
         """
         for pair in pairs:
             self._check(pair)
+        # Pairs by their context; a context with one continuation gains nothing by a
+        # cache.
         together: dict[tuple[int, ...], list[int]] = {}
         for number, pair in enumerate(pairs):
             together.setdefault(pair.context, []).append(number)
+        # The pass without a memory has no cache that could be repeated.
         shares = self.share and self.reading == "as_called"
         shared = [group for group in together.values() if shares and len(group) > 1]
         taken = {number for group in shared for number in group}
@@ -139,6 +143,7 @@ class Scorer:
                 "a context and its continuation need a token each: put the tokenizer's "
                 "BOS before an empty context"
             )
+        # A continuation's last token is scored from the state before it.
         # The last token is scored and not read.
         length = len(pair.context) + len(pair.continuation) - 1
         longest = self.model.config.max_length
@@ -161,6 +166,7 @@ class Scorer:
                 [*pairs[number].context, *pairs[number].continuation[:-1]]
                 for number in batch
             ]
+            # Few widths, so that few programs are compiled; the padding has no effect.
             width = self._bucket(max(map(len, rows)))
             wanted = [pairs[number].continuation for number in batch]
             first = [len(pairs[number].context) - 1 for number in batch]
@@ -193,6 +199,7 @@ class Scorer:
                 for number in group
             )
             width = self._bucket(max(map(len, contexts)))
+            # Room in the cache for the longest continuation too.
             room = max(width, self._bucket(needed))
             state = _read_contexts(
                 self.model,
@@ -201,6 +208,8 @@ class Scorer:
                 length=room,
                 mesh=self.mesh,
             )
+            # A row of the caches for each continuation: rows may be repeated many
+            # times.
             flat = [
                 (row, number) for row, group in enumerate(batch) for number in group
             ]
@@ -221,6 +230,7 @@ class Scorer:
     def _rows(self) -> int:
         if self.mesh is None:
             return self.rows
+        # Rounded up: the mesh divides the rows evenly.
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         return -(-self.rows // shards) * shards
 
@@ -251,6 +261,8 @@ def rolling(tokens: Sequence[int], *, first: int, longest: int) -> list[Pair]:
     text = [first, *tokens]
     pairs, done = [], 1
     while done < len(text):
+        # Windows touch; the last one reaches back over tokens that were scored already,
+        # which are context only.
         stop = min(done + longest, len(text))
         begin = max(0, stop - 1 - longest) if stop == len(text) else done - 1
         pairs.append(Pair(tuple(text[begin:done]), tuple(text[done:stop])))
@@ -259,6 +271,7 @@ def rolling(tokens: Sequence[int], *, first: int, longest: int) -> list[Pair]:
 
 
 def bucket(width: int, most: int | None) -> int:
+    # 16, 24, 32, 48, 64, ...: at most half of a row is padding.
     """Rounds up to a power of two or one and a half of one, so that few compile."""
     power = max(SMALLEST_WIDTH, 1 << (width - 1).bit_length())
     rounded = (
@@ -291,6 +304,7 @@ def _score_rows(
         x, _ = model.hidden(tokens, model.init_cache(ids.shape[0], 0))
     else:
         x = model.hidden_without_memory(tokens)
+    # Padding asks beyond the row's end; it reads the last state, and is cut off.
     at = jnp.minimum(first[:, None] + jnp.arange(targets.shape[1]), ids.shape[1] - 1)
     states = jnp.take_along_axis(x, at[:, :, None], axis=1)
     return _everywhere(_against(model, states, targets), mesh)
@@ -307,6 +321,7 @@ def _read_contexts(
 ) -> _Read:
     cache = model.init_cache(ids.shape[0], length)
     x, cache = model.hidden(Tokens(ids, lengths=lengths), cache)
+    # The state behind the last real token predicts the continuation's first.
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     # Continuations pick any row of these, so that each device holds them all.
     return _everywhere(_Read(cache, last), mesh)
@@ -323,6 +338,8 @@ def _score_continuations(
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
     """Scores continuations of the contexts `rows`; their states score the first."""
+    # The first token is scored from the context's last state, the others from the
+    # states that reading the continuation gives.
     states = read.last[rows][:, None]
     if targets.shape[1] > 1:
         cache = model.stack.take(read.cache, rows)
@@ -362,6 +379,7 @@ def _collect(
     for row, (number, tokens) in enumerate(zip(numbers, wanted, strict=True)):
         own = nats_[row, : len(tokens)].copy()
         right = bool(greedy_[row, : len(tokens)].all())
+        # Summed in float64, from nats that left the device as float32.
         scores[number] = PairScore(-float(own.sum(dtype=np.float64)), right, own)
     return scores
 

@@ -48,6 +48,7 @@ class Copy:
                     f"Copy: strings of {low} to {high} letters in {split}: want "
                     "1 <= shortest <= longest"
                 )
+            # begin, the string, bar, the string again, end.
             if 2 * high + 3 > self.length:
                 raise UserError(
                     f"Copy: a string of {high} letters and its copy need "
@@ -71,12 +72,16 @@ class Copy:
         tokens: list[int] = []
         asked: list[bool] = []
         size = 0
+        # A test row holds one string, so that its accuracy is that string's.
         while len(tokens) < self.length and not (split == "validation" and tokens):
             size = int(rng.integers(low, high + 1))
             string = rng.integers(self.letters, size=size).tolist()
             tokens += [begin, *string, bar, *string, end]
+            # Asked are the copy and the mark that ends it; the string before the bar is
+            # random.
             asked += [False] * (size + 2) + [True] * (size + 1)
         if len(tokens) > self.length:  # the last of a training row is cut, unasked
+            # Cut in the middle, a copy could not be told whole: nothing of it is asked.
             whole = len(tokens) - (2 * size + 3)
             asked[whole:] = [False] * (2 * size + 3)
         ids = np.full(self.length, pad, np.int32)
@@ -84,6 +89,7 @@ class Copy:
         ids[:known] = tokens[:known]
         probed = np.zeros(self.length, bool)
         probed[:known] = asked[:known]
+        # Only there does a row have one length of string.
         slices = {"string": size} if split == "validation" else {}
         return Row(ids, asked_at(ids, probed), {"length": self.length, **slices})
 
@@ -92,4 +98,5 @@ class Copy:
         if split == "train":
             return train
         low, high = self.validation_shortest, self.validation_longest
+        # None falls back to training's; a length of 0 is refused above.
         return low or train[0], high or train[1]

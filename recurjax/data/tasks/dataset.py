@@ -94,6 +94,7 @@ class TaskDataset:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that the rows depend on."""
+        # The class is part of it: two tasks may have the same fields.
         task = {"type": type(self.config.task).__name__, **asdict(self.config.task)}
         known = json.dumps([task, self.config.seed], sort_keys=True)
         return hashlib.sha256(known.encode()).hexdigest()
@@ -101,6 +102,7 @@ class TaskDataset:
     def row(self, split: Split, number: int) -> Row:
         """Returns one row, as long as the task makes it."""
         config = self.config
+        # Made when asked for: no file, and no state but the number.
         return row_of(config.task, seed=config.seed, split=split, number=number)
 
     def count(self, split: Split) -> int | None:
@@ -113,11 +115,13 @@ class TaskDataset:
         Args:
           length: T of training.
         """
+        # Long enough for either: a test may ask for longer rows than training's.
         return max(length, self.config.task.longest("validation"))
 
     def slices(self, split: Split, *, batch: int) -> Iterator[list[dict[str, int]]]:
         """Yields what the rows of each batch in order are told apart by."""
         if split not in self._slices:
+            # A test has an end; `loader` refuses the others.
             count = self.count(split)
             assert count is not None
             rows = (self.row(split, number) for number in range(count))
@@ -161,6 +165,7 @@ class TaskDataset:
         """
         if split not in get_args(Split):
             raise ValueError(f"TaskDataset: want train or validation, got {split!r}")
+        # Asked here, before a thread of grain's meets a row that does not fit.
         longest = self.config.task.longest(split)
         if longest > length:
             raise UserError(
@@ -197,8 +202,11 @@ class TaskLoader:
     def __iter__(self) -> Batches:
         config, count = self.dataset.config, self.dataset.count(self.split)
         order: Callable[[int], int] = lambda number: number  # noqa: E731
+        # New rows for ever need no order: number n is drawn for place n. A fixed set is
+        # shuffled anew each epoch.
         if count is not None and not self.in_order:
             order = endless_order(count, self.seed)
+        # grain wants a length; without an end it is the largest there is.
         made = _Rows(self, order, sys.maxsize if self.batches is None else self.batches)
         pipeline = prefetched(made, config.prefetch, config.threads)
         return Batches(iter(pipeline), self._identity)
@@ -235,6 +243,7 @@ class _Rows:
     def __getitem__(self, index: int) -> Batch:
         layout, dataset = self._loader.layout, self._loader.dataset
         first, stop = layout.rows
+        # Only this process' rows are made.
         shape = (stop - first, layout.length)
         batch = {
             "ids": np.zeros(shape, np.int32),

@@ -68,6 +68,8 @@ class HashHop:
                 f"its answer need {self.length_of(self.hops)} bytes, rows have "
                 f"{self.length}"
             )
+        # Names are drawn again until they are new: with half of all of them free that
+        # takes two draws a name.
         if self._elements() > len(ALPHABET) ** self.size // 2:
             raise UserError(
                 f"HashHop: strings of {self.size} letters are too few for "
@@ -82,6 +84,7 @@ class HashHop:
     @property
     def pairs(self) -> int:
         """How many pairs a prompt has."""
+        # Whole chains only, where the prompt has nothing else.
         fit = (self.length - self._answer_bytes()) // self._pair_bytes()
         return fit if self.chains == "one" else fit // self.hops * self.hops
 
@@ -100,6 +103,7 @@ class HashHop:
         names = self._names(rng)
         count = 1 if self.chains == "one" else self.pairs // self.hops
         chains = [[next(names) for _ in range(self.hops + 1)] for _ in range(count)]
+        # Neighbours in a chain are its pairs, which are then shuffled among all others.
         lines = [f"{a} = {b}" for chain in chains for a, b in pairwise(chain)]
         lines += [
             f"{next(names)} = {next(names)}" for _ in range(self.pairs - len(lines))
@@ -113,15 +117,19 @@ class HashHop:
         problem = self.problem(rng)
         answer = "".join(f" = {element}" for element in problem.answer) + END
         text = (problem.prompt + answer).encode()
+        # Every row has the same bytes: names are of one size.
         assert len(text) == self.length_of(self.pairs)
         ids = np.zeros(self.length, np.int32)
         ids[: len(text)] = np.frombuffer(text, np.uint8)
         targets = np.full(self.length, IGNORED, np.int32)
         first = len(problem.prompt.encode())
+        # Targets stand one place before the token that they ask for.
         targets[first - 1 : len(text) - 1] = ids[first : len(text)]
         return Row(ids, targets, {"length": self.length, "hops": self.hops})
 
     def _elements(self) -> int:
+        # A chain of n pairs has n + 1 elements, each the end of one pair and the start
+        # of the next; a pair of no chain has two of its own.
         if self.chains == "full":
             return self.pairs // self.hops * (self.hops + 1)
         return self.hops + 1 + 2 * (self.pairs - self.hops)
@@ -132,6 +140,8 @@ class HashHop:
         names: dict[str, None] = {}  # in the order drawn
         wanted = self._elements()
         while len(names) < wanted:
+            # All at once by numpy, then as strings; what was drawn twice is made up for
+            # in the next turn.
             drawn = letters[rng.integers(len(letters), size=(wanted, self.size))]
             joined = np.ascontiguousarray(drawn).view(f"S{self.size}")[:, 0]
             names |= dict.fromkeys(joined.astype(str).tolist())
@@ -154,6 +164,8 @@ def right_share(answer: tuple[str, ...], said: str) -> float:
     """
     named = [element.strip() for element in said.split(END)[0].split("=")[1:]]
     right = 0
+    # Counted up to the first wrong element: what comes after it does not follow from
+    # the prompt any more.
     for want, got in zip(answer, named, strict=False):
         if want != got:
             break

@@ -55,6 +55,7 @@ class _Mad:
         return self.length
 
     def _row(self, ids: np.ndarray, targets: np.ndarray) -> Row:
+        # The generator's own check: ids and what is asked line up.
         assert len(ids) == len(targets) == self.length
         ids, targets = ids.astype(np.int32), targets.astype(np.int32)
         return Row(ids, targets, {"length": self.length})
@@ -106,6 +107,7 @@ class InContextRecall(_Mad):
         key = list(values)[rng.integers(len(values))]
         ids = np.array([*tokens, key, values[key]], np.int32)
         probed = np.array([*asked, False, True])
+        # Trained on every next token, tested on those that the row itself determines.
         targets = next_token_targets(ids) if split == "train" else asked_at(ids, probed)
         return self._row(ids, targets)
 
@@ -150,6 +152,7 @@ class FuzzyRecall(_Mad):
             size = self.key_size
             if split == "train":
                 size = int(rng.integers(1, size + 1))
+            # Without replacement, as in MAD: the tokens of one key differ.
             return tuple(rng.choice(words // 2, size, replace=False).tolist())
 
         def value() -> tuple[int, ...]:
@@ -166,6 +169,7 @@ class FuzzyRecall(_Mad):
         values: dict[tuple[int, ...], tuple[int, ...]] = {}
         tokens: list[int] = []
         asked: list[bool] = []
+        # One more pair, the longest possible, and the probe at the end must fit.
         while len(tokens) < self.length - size - largest:
             due = probe not in values and len(tokens) >= probe_at
             k = probe if due else key()
@@ -207,9 +211,11 @@ class Memorization(_Mad):
 
     def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
         keys, values = key_value_map(self.vocabulary - 1, self.map_seed)
+        # With replacement: a key may come several times in a row.
         chosen = rng.integers(len(keys), size=self.length // 2)
         ids = np.full(self.length, self.vocabulary - 1, np.int32)
         targets = np.full(self.length, IGNORED, np.int32)
+        # Key, insert token, key, insert token, ...
         ids[0::2] = keys[chosen]
         targets[1::2] = values[chosen]
         return self._row(ids, targets)
@@ -287,6 +293,7 @@ class Compression(_Mad):
             raise UserError("Compression: vocabulary must be at least 3")
 
     def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        # Any token but the last of the vocabulary, which marks the end.
         ids = rng.integers(self.vocabulary - 1, size=self.length)
         ids[-1] = self.vocabulary - 1
         return self._row(ids, ids)

@@ -28,6 +28,7 @@ class Setting:
             raise UserError(
                 f"Setting: want an even length, pairs and rows >= 1, got {self}"
             )
+        # A pair and its query take two tokens each.
         if 4 * self.pairs > self.length:
             raise UserError(
                 f"Setting: {self.pairs} pairs and as many queries need "
@@ -95,16 +96,20 @@ class Mqar:
         setting = self.setting(split, number)
         length, pairs = setting.length, setting.pairs
         half = self.vocabulary // 2
+        # Different keys: each has one value in a row.
         keys = 1 + rng.choice(half - 1, pairs, replace=False)
         values = half + rng.choice(self.vocabulary - half, pairs, replace=False)
         ids = np.zeros(length, np.int32)
         ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2] = keys, values
+        # Queries stand at even places behind the pairs, so that none follows another.
         places = (length - 2 * pairs) // 2
         odds = np.arange(1, places + 1) ** (self.power - 1.0)
+        # Without replacement: two queries cannot stand at one place.
         gaps = rng.choice(places, pairs, replace=False, p=odds / odds.sum())
         at = 2 * pairs + 2 * gaps
         ids[at] = keys
         targets = np.full(length, IGNORED, np.int32)
+        # Asked at the query itself: the state there must name the value.
         targets[at] = values
         # Token 0 is no key: it marks the places that are filled with any token at all.
         free = ids == 0

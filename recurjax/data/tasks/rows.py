@@ -70,6 +70,7 @@ def row_of(task: Task, *, seed: int, split: Split, number: int) -> Row:
       UserError: the task has too few different rows to hold some out.
     """
     for attempt in range(ATTEMPTS):
+        # The split and the attempt are part of the key: no two draws share a stream.
         key = [seed, ("train", "validation").index(split), number, attempt]
         row = task.draw(np.random.default_rng(key), split, number)
         if held_out(row.ids) == (split == "validation"):
@@ -82,6 +83,7 @@ def row_of(task: Task, *, seed: int, split: Split, number: int) -> Row:
 
 def held_out(ids: Int32[np.ndarray, " T"]) -> bool:
     """Tells whether a row may be tested on only; else it may be learned from only."""
+    # Little-endian 32 bits whatever the machine: the hash decides the split for all.
     digest = hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % HELD_OUT == 0
 
@@ -96,4 +98,5 @@ def asked_at(
 ) -> Int32[np.ndarray, " T"]:
     """Returns next tokens as targets where the next token is asked, else IGNORED."""
     targets = next_token_targets(tokens)
+    # `asked` marks the answer's own place; its target stands one place before.
     return np.where(np.append(asked[1:], False), targets, IGNORED).astype(np.int32)
