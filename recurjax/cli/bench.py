@@ -54,14 +54,18 @@ def run(argv: list[str]) -> int:
         known = ", ".join(BENCHES)
         hint = f"did you mean {near[0]}?" if near else f"known: {known}"
         raise UserError(f"there is nothing called {options.what!r} to time: {hint}")
+    # Imported when it is asked for: a bench brings its variant and jax with it.
     bench = import_module(BENCHES[options.what])
     measured = []
     for row in bench.rows(
         large=options.large, dtype=options.dtype, repeats=options.repeats
     ):
+        # To standard error, row by row: the table comes at the end, which may be an
+        # hour off.
         print(f"{row.name}: {row.median_ms:,.2f} ms", file=sys.stderr)
         measured.append(row)
     console = Console()
+    # Into a file or a pipe the table gets a width that cuts no name.
     show(measured, console if console.is_terminal else Console(width=120))
     print(bench.summary(measured))
     if options.json is not None:

@@ -143,6 +143,7 @@ def run(argv: list[str]) -> int:
         "to-recursive": run_to_recursive,
         "to-transformer": run_to_transformer,
     }
+    # Each command has options of its own, so the first word is taken off by hand.
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: recurjax convert {' | '.join(commands)} SOURCE OUT [options]")
         print("       recurjax convert COMMAND --help lists the options")
@@ -157,6 +158,7 @@ def run(argv: list[str]) -> int:
 
 def _from_hf(argv: list[str]) -> int:
     options = parse(FromHf, argv, prog="recurjax convert from-hf")
+    # Asked before a model of many gigabytes is read.
     refuse_existing(options.out)
     made = from_hf(
         options.source,
@@ -168,6 +170,7 @@ def _from_hf(argv: list[str]) -> int:
         raise UserError(
             f"{options.source} has no tokenizer.json: name one with --tokenizer"
         )
+    # Compared before anything is written: a wrong conversion should show at once.
     found = (
         compare_with_hf(made.model, options.source, **options.options())
         if options.check
@@ -218,6 +221,8 @@ def _from_authors(argv: list[str]) -> int:
     options = parse(FromAuthors, argv, prog="recurjax convert from-authors")
     refuse_existing(options.out)
     experiment = load_experiment(options.experiment)
+    # The authors' tokenizers as their training used them, with the tokens that the
+    # model's table has rows for.
     tokenizer = as_trained(load_tokenizer(options.tokenizer), experiment.model)
     if tokenizer.vocabulary != experiment.model.vocabulary:
         raise UserError(
@@ -236,6 +241,7 @@ _NOT_ASKED = NotMeasured(reason="not asked for")
 def _end(out: Path, found: Parity | NotMeasured) -> int:
     print(f"{out}: {found.sentence()}")
     if found.within_tolerance:
+        # Written all the same: parity.json beside the model shows where the two part.
         return 0
     _say(f"recurjax: both sides differ beyond the tolerance: see {out}/parity.json")
     return 1
@@ -243,6 +249,7 @@ def _end(out: Path, found: Parity | NotMeasured) -> int:
 
 def _read_ids(file: Path) -> np.ndarray:
     try:
+        # Without pickles: a file from elsewhere must not be able to run code.
         ids = np.load(file, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(f"--ids: {file} is not a .npy file of numbers") from error

@@ -121,9 +121,11 @@ def run(args: list[str]) -> int:
 def run_prepare(args: list[str]) -> int:
     """Runs `recurjax data prepare ARGS`."""
     options = parse(PrepareOptions, args, prog="recurjax data prepare")
+    # Asked before anything is tokenized.
     refuse_existing(options.out)
     corpus = _corpus(options)
     choice = describe_tokenizer(options.tokenizer, bos=options.bos, eos=options.eos)
+    # Training takes minutes on a large corpus, before the progress bar begins.
     if isinstance(choice, Bpe | NanochatBpe):
         print(f"training a BPE of {choice.vocabulary} tokens ...", file=sys.stderr)
     tokenizer = build_tokenizer(
@@ -133,6 +135,7 @@ def run_prepare(args: list[str]) -> int:
         # Of a byte-level tokenizer no token stands for less than a byte.
         used_bytes=options.max_tokens,
     )
+    # A name of --eos asks for it after each document, "none" for nothing there.
     ends = None if options.eos is None else options.eos != NONE
     with shown_progress() as progress:
         manifest = prepare(
@@ -154,6 +157,8 @@ def run_verify(args: list[str]) -> int:
     """Runs `recurjax data verify DIR`."""
     folder, options = _folder(args, "verify")
     if options:
+        # Three checks: the files' checksums, records that make up the stream, a
+        # tokenizer that is the one of the manifest.
         raise UserError(f"recurjax data verify takes a folder, got {options[0]} too")
     manifest = read_manifest(folder)
     verify_checksums(folder)
@@ -179,6 +184,7 @@ def run_show(args: list[str]) -> int:
     stream = PreparedStream(folder, manifest)
     for row in range(options.first, options.first + options.rows):
         start = row * options.length
+        # The last row may be shorter.
         stop = min(start + options.length, stream.tokens)
         if start >= stop:
             last = (stream.tokens - 1) // options.length
@@ -191,6 +197,7 @@ def run_show(args: list[str]) -> int:
 
 def _shown(stream: PreparedStream, tokenizer: Tokenizer, start: int, stop: int) -> str:
     """Returns a stretch of tokens as text: a line ||| where a document begins."""
+    # Which documents begin within this row; the row itself may begin inside one.
     first, last = np.searchsorted(stream.starts, [start, stop])
     begins = stream.starts[first:last].tolist()
     borders = [start, *(b for b in begins if b > start), stop]
@@ -201,6 +208,8 @@ def _shown(stream: PreparedStream, tokenizer: Tokenizer, start: int, stop: int) 
     pieces = []
     for begin, end in pairwise(borders):
         text, plain = "", []
+        # Special tokens have no text: they are shown by name, the others decoded
+        # together, as a character may span several tokens.
         for token in [*ids[begin - start : end - start].tolist(), None]:
             if token is None or token in names:
                 text += tokenizer.decode(plain) + names.get(token, "")

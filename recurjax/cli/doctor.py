@@ -45,6 +45,7 @@ def run(argv: list[str]) -> int:
         return 0
     if argv:
         raise UserError(f"recurjax doctor takes no arguments, got {' '.join(argv)}")
+    # Each part is asked by itself and printed as it comes: what hangs shows where.
     for title, lines in (
         ("versions", _versions()),
         ("devices", _devices()),
@@ -91,6 +92,8 @@ def _devices() -> Iterator[str]:
 
 def _operations() -> Iterator[str]:
     for name, call in _calls().items():
+        # As the library chooses: the first backend that does not refuse, and why the
+        # ones before it did. Nothing is computed.
         refused, taken = [], "none"
         for backend in _BACKENDS:
             try:
@@ -106,6 +109,7 @@ def _operations() -> Iterator[str]:
 
 def _calls() -> dict[str, Callable[[Any], Any]]:
     """Returns a usual call of each operation, of a backend that is named."""
+    # Sizes that every backend takes, so that a refusal is the machine's.
     B, T, D, H, E, N, chunk = 2, 256, 512, 8, 64, 16, 16
     dtype = jnp.bfloat16
     rows = jnp.zeros((B, T, D), dtype)

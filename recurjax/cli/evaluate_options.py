@@ -80,6 +80,7 @@ class Evaluate:
     json: Path | None = None
     mesh: MeshConfig = MeshConfig(data=1)
 
+    # What contradicts itself is told before a model is read.
     def __post_init__(self):
         if self.batch < 1 or (self.length is not None and self.length < 1):
             raise UserError(
@@ -103,12 +104,14 @@ class Evaluate:
         self._check_kind()
         if self.core_limit is not None and (self.core is None or self.core_limit < 1):
             raise UserError("--core-limit must be at least 1 and goes with --core")
+        # CORE has a limit of its own.
         asks = [kind for kind in self.kinds if kind != "core"]
         if self.limit is not None and (not asks or self.limit < 1):
             raise UserError(
                 "--limit must be at least 1 and goes with --harness, --requests or "
                 "--ruler"
             )
+        # Options of one kind of evaluation mean nothing to the others.
         if self.haystack and self.ruler is None:
             raise UserError("--haystack goes with --ruler")
         if not 0 <= self.seed < 2**32:
@@ -120,6 +123,7 @@ class Evaluate:
             raise UserError(f"--fewshot must be at least 0, got {self.fewshot}")
         if self.include is not None and not self.include.is_dir():
             raise UserError(f"--include: there is no directory {self.include}")
+        # Asked now, not after an hour of scoring.
         for name in ("json", "plot"):
             file = getattr(self, name)
             if file is not None and not file.parent.is_dir():
@@ -138,6 +142,7 @@ class Evaluate:
                 "one of them"
             )
         of_text = ["text", "length", "positions", "batches", "tokens"]
+        # For the two that read long texts, length is theirs.
         if self.harness or self.ruler:
             of_text.remove("length")
         if self.kinds and any(getattr(self, name) for name in of_text):

@@ -35,12 +35,14 @@ def of_text(
             raise UserError(
                 f"{options.run} was trained on a task: leave --text out to test it"
             )
+        # A text of one's own is validation as a whole.
         data = DataConfig(
             corpus=TextFiles(patterns=(str(options.text),)),
             tokenizer=data.tokenizer,
             validation_fraction=1.0,
         )
     dataset = open_dataset(data, tokenizer=loaded.tokenizer)
+    # A row is as long as in training, or as a task's test asks.
     length = options.length or dataset.evaluation_length(experiment.training.length)
     longest = experiment.model.max_length
     if longest is not None and length > longest:
@@ -55,11 +57,13 @@ def of_text(
     split = "validation" if options.text is not None else options.split
     on = reading_mesh(options.mesh)
     check_batch(options.batch, on, name="--batch")
+    # A model that runs on the mesh at one length may refuse another.
     if (reason := loaded.model.stack.refuses(on, length)) is not None:
         raise UserError(reason)
 
     limit = options.batches
     if options.tokens is not None:
+        # Whole batches, rounded up.
         limit = -(-options.tokens // (options.batch * length))
     rows = dataset.loader(
         split,
@@ -68,10 +72,12 @@ def of_text(
         rows=local_rows(options.batch, on),
         in_order=True,
     )
+    # The bar's total: the pass, or the limit if that is shorter.
     known = [count for count in (rows.batches, limit) if count is not None]
     text = f"{split} split" if options.text is None else str(options.text)
 
     def batches() -> Iterator[Batch]:
+        # Made anew for each pass over the text: iterators are used up.
         return placed(islice(rows, limit), on, batch=options.batch)
 
     def scored(objective: Objective) -> Score:
@@ -94,6 +100,8 @@ def of_text(
     result = scored(objective)
     report: dict[str, Any] = {"text": text, "length": length, **_told(result)}
     kept = _rows(result, text, options, loaded, length)
+    # What training's objective computes in parallel passes is an approximation of it
+    # for some variants; the exact figure is what generation will do.
     if not isinstance(objective, NextToken):
         # Beside training's parallel passes, the recurrence that decoding runs.
         exact = scored(NextToken(vocabulary_chunks=objective.vocabulary_chunks))
@@ -137,6 +145,7 @@ def _rows(
     for name, value in result.metrics().items():
         error, n = None, result.tokens
         if result.accuracy is not None and name == "sequence_accuracy":
+            # Of whole rows: the number of rows is what the error depends on.
             n = result.accuracy.rows
             error = share_error(value, n)
         rows.append(

@@ -25,6 +25,7 @@ def run(argv: list[str]) -> int:
     if argv:
         return _show_rows(argv[0])
     files = shipped_experiments()
+    # Names are aligned; summaries are the first lines of the files' docstrings.
     width = max(map(len, files))
     for name, file in files.items():
         print(f"{name:<{width}}  {summary_of(file)}")

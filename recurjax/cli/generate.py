@@ -84,6 +84,7 @@ def run(argv: list[str]) -> int:
         repetition_penalty=options.repetition_penalty,
     )
     streams = options.stream and not options.json and len(prompts) == 1
+    # Before the first use of a device: the processes find each other first.
     start_processes()
     mesh = reading_mesh(options.mesh)
     loaded = load_run(options.run, step=options.step, mesh=mesh, report=_tell)
@@ -94,16 +95,19 @@ def run(argv: list[str]) -> int:
         unshown.clear()
 
     made = generate(
+        # Decoding is bound by reading weights: they are held as they are multiplied.
         in_compute_dtype(loaded.model),
         prompts,
         tokenizer=loaded.tokenizer,
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
+        # A shell passes a backslash and an n, where a line break is meant.
         stop=[text.replace("\\n", "\n") for text in options.stop],
         bos=options.bos,
         seed=options.seed,
         prefill=options.prefill,
         on_text=show if streams else None,
+        # A mesh of one device is no mesh: programs without it are simpler.
         mesh=mesh if mesh.size > 1 else None,
     )
     if options.json:
@@ -113,6 +117,7 @@ def run(argv: list[str]) -> int:
     else:
         _show(_as_blocks(prompts, made))
     _tell(_speed(made.timing))
+    # What a way of reading prompts leaves open, in its own words.
     for name, value in made.aux.items():
         _tell(f"{name}: {value:.2g}")
     return 0
@@ -132,6 +137,7 @@ def _read_prompts(file: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read prompts from {file}: {error}") from error
+    # Blank lines separate prompts for the eye.
     lines = [line for line in lines if line.strip()]
     if not lines:
         raise UserError(f"there is no prompt in {file}")

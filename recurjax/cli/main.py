@@ -54,11 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(argv: Sequence[str] | None) -> int:
+    # Called from a program, the process and its settings belong to the caller.
     owns_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = _DEBUG in argv
     argv = [word for word in argv if word != _DEBUG]
     try:
+        # Names that are no UTF-8 fail far from here, in a file or a message.
         _check_text(argv)
         if not argv or argv[0] in ("-h", "--help"):
             print(_usage())
@@ -66,11 +68,13 @@ def _answer(argv: Sequence[str] | None) -> int:
         if argv[0] == "--version":
             print(f"recurjax {VERSION}")
             return 0
+        # Allocator and XLA flags count only before jax is imported.
         if owns_process and argv[0] in _RUN_PROGRAMS:
             host.prepare()
         kept = argv[0] in _KEEP_PROGRAMS and "--no-cache" not in argv
         if argv[0] in _KEEP_PROGRAMS:
             argv = [word for word in argv if word != "--no-cache"]
+        # Imported by name: `recurjax --version` should not wait for jax.
         command = _find(argv[0])
         if owns_process and kept:
             compiled_programs.keep()
@@ -103,6 +107,7 @@ def _answer(argv: Sequence[str] | None) -> int:
 
 def _find(name: str) -> Callable[[list[str]], int]:
     if name not in COMMANDS:
+        # A slip of the finger is answered with the nearest command.
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {name!r}: {hint}")
@@ -127,6 +132,7 @@ def _check_text(argv: Sequence[str]) -> None:
 
 def _unforeseen(error: Exception) -> str:
     """Says what happened, where in the code, and what would help to mend it."""
+    # The first frame is this file's own call of the command.
     frames = traceback.extract_tb(error.__traceback__)
     files = [(Path(frame.filename), frame.lineno) for frame in frames[1:]]
     own = [(file, line) for file, line in files if _PACKAGE in file.parents]

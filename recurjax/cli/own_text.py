@@ -64,6 +64,7 @@ def with_own_text(
             f"{experiment.name} is trained on a task, which makes its rows itself: "
             "--corpus and --tokenizer are for experiments on text"
         )
+    # The name follows what changed, so that runs on different texts do not collide.
     corpus, name = data.corpus, experiment.name
     if words.corpus:
         corpus = describe_corpus(
@@ -74,6 +75,7 @@ def with_own_text(
             separator=words.separator,
         )
         name += f"_{name_of(corpus)}"
+    # They describe files that nobody named.
     elif (words.format, words.field, words.split) != ("auto", "text", "train") or (
         words.separator is not None
     ):
@@ -87,6 +89,7 @@ def with_own_text(
     # A prepared corpus brings the share that it was prepared with.
     held_out = None if isinstance(corpus, Prepared) else data.validation_fraction
     model = experiment.model
+    # The same tokenizer has the same vocabulary, and the model stays as it is.
     if tokenizer != data.tokenizer:
         model = _with_vocabulary(model, vocabulary_of(tokenizer))
     data = dataclasses.replace(
@@ -100,6 +103,7 @@ def _taken(options: list[str]) -> tuple[list[str], list[str]]:
     names = {f"--{field.name}" for field in dataclasses.fields(TextOptions)}
     own: list[str] = []
     left: list[str] = []
+    # A word belongs to the option before it, until the next option.
     into = left
     for word in options:
         if word.startswith("--"):
@@ -127,6 +131,7 @@ def _tokenizer(
 def _with_vocabulary(model: Any, vocabulary: int) -> Any:
     stack, multiple = model.stack, model.pad_vocabulary_to
     if hasattr(stack, "vocabulary"):  # a stack with a table of its own, as padded
+        # Rounded up as the model's own table.
         rows = -(-vocabulary // multiple) * multiple
         stack = dataclasses.replace(stack, vocabulary=rows)
     return dataclasses.replace(model, vocabulary=vocabulary, stack=stack)
@@ -136,6 +141,7 @@ def _short(tokenizer: str) -> str:
     """Returns a tokenizer's word as a part of a name: bpe4096, bytes, gpt2."""
     kind, colon, size = tokenizer.partition(":")
     if colon and size.isdecimal():
+        # "bpe:4096" becomes bpe4096; a path becomes its last part.
         return f"{kind.replace('-', '_')}{size}"
     word = tokenizer.removesuffix("/tokenizer.json").removesuffix(".json")
     return "".join(c if c.isalnum() else "_" for c in word.rstrip("/").split("/")[-1])

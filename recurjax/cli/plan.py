@@ -94,11 +94,15 @@ def run(argv: list[str]) -> int:
         return 0
     if argv[0].startswith("-"):
         raise UserError(f"name the experiment file first, then {argv[0]}")
+    # Options of the plan and fields of the experiment come mixed; a dot tells them
+    # apart.
     own, fields = _split(argv[1:])
+    # Asked here: tyro's own words would show all options.
     if not any(word.split("=")[0] in ("--topology", "--help", "-h") for word in own):
         raise UserError("say what to plan for: --topology v5e:16x16, h100, ...")
     options = parse(PlanOptions, own, prog=f"recurjax plan {argv[0]}")
     topology = parse_topology(options.topology)
+    # Before the experiment is loaded: without a compiler nothing can be planned.
     check_compilers(topology)
     experiment = override(
         load_experiment(argv[0]), fields, prog=f"recurjax plan {argv[0]}"
@@ -124,6 +128,7 @@ def run(argv: list[str]) -> int:
         plan = plan_of(experiment)
     show_plan(plan, console)
     report = plan.to_json()
+    # Only a lack of memory has a remedy among the changes that are tried.
     if not plan.fits and _lacks_memory(plan) and options.program == "train":
         with console.status("trying what would help"):
             changes = find_changes(experiment, plan, plan_of)
@@ -154,6 +159,7 @@ def parse_mesh(text: str) -> MeshConfig:
             )
         sizes[axis] = int(size)
     try:
+        # -1 somewhere: data is 1. Otherwise data takes the devices that are left.
         return MeshConfig(**{"data": 1 if -1 in sizes.values() else -1, **sizes})
     except ValueError as error:
         raise UserError(f"--mesh {text}: {error}") from error
@@ -174,6 +180,7 @@ def _sweep(
     limit = options.memory_limit
     limit = None if limit is None else round(limit * 2**30)
     show_sweep(planned, console, limit=limit)
+    # All candidates, with those that do not fit: the table shows only the best.
     if options.json is not None:
         _write(
             options.json,
@@ -186,6 +193,7 @@ def _sweep(
 
 
 def _lacks_memory(plan: Plan) -> bool:
+    # A program that compiles and is too large has no "failed_by".
     return plan.answer.get("failed_by", "memory") == "memory"
 
 

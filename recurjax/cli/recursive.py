@@ -92,11 +92,13 @@ def run_to_recursive(argv: list[str]) -> int:
     options = parse(ToRecursive, argv, prog="recurjax convert to-recursive")
     refuse_existing(options.out)
     loaded = load_run(options.run, step=options.step, report=say)
+    # The text first: a file that cannot be read should stop it before the work.
     rows = (
         None
         if options.text is None
         else cut_text(options.text, options.samples, options.length, loaded)
     )
+    # The model whose layers the loops take; the loss is told of the whole one.
     base = loaded.model
     if options.keep == "evenly":
         base = with_evenly_kept_layers(base, options.loops)
@@ -117,6 +119,7 @@ def run_to_recursive(argv: list[str]) -> int:
         norms=options.norms,
         seed=options.seed,
     )
+    # Measured between the matrices of the two models, not by training.
     energies = kept_energy(base, model)
     before, after = (
         count_parameters(one.config).total for one in (loaded.model, model)
@@ -134,6 +137,7 @@ def run_to_recursive(argv: list[str]) -> int:
         )
 
     def report(folder: Path) -> None:
+        # Written with the run, whole or not at all.
         text = json_text(told, indent=1) + "\n"
         (folder / "report.json").write_text(text, encoding="utf-8")
         plot_energy(energies, folder / "energy.png")
@@ -175,6 +179,7 @@ def run_to_transformer(argv: list[str]) -> int:
 
 def _loss(model: Decoder, rows: np.ndarray, loaded: LoadedRun) -> float:
     """Returns nats a token; every row starts without context."""
+    # Inputs and their next tokens, a few rows at a time.
     batches = (
         Batch(jnp.asarray(part[:, :-1]), jnp.asarray(part[:, 1:]))
         for part in np.array_split(rows, -(-len(rows) // ROWS))

@@ -80,6 +80,7 @@ class ToRecurFormer:
     fit_rate: float = 3e-3
     step: int | None = None
 
+    # Which heads, and on what text they are measured, must be said in one way only.
     def __post_init__(self):
         if (self.heads is None) == (self.beta is None):
             raise UserError(
@@ -114,6 +115,7 @@ def run_to_recurformer(argv: list[str]) -> int:
     refuse_existing(options.out)
     given = None if options.heads is None else read_heads(options.heads)
     loaded = load_run(options.run, step=options.step, report=say)
+    # Only where heads are chosen by measuring is there something to show.
     recency = None
     texts = (
         None
@@ -125,12 +127,14 @@ def run_to_recurformer(argv: list[str]) -> int:
         recency = _measured(options, loaded, texts)
         assert options.beta is not None
         given = choose_heads(recency, options.beta, scope=options.scope)
+    # Sizes of Mamba come from the options; widths follow from the heads replaced.
     mamba = MambaConfig(
         conv=options.conv,
         state=options.state,
         dt_rank=options.dt_rank,
         expand=options.expand,
     )
+    # The model without the chosen heads, its Mambas not trained yet.
     model = to_recurformer(loaded.model, given, mamba=mamba, seed=options.seed)
     fits: list[MixerFit] = []
     if options.start == "fitted":
@@ -164,6 +168,7 @@ def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
     Raises:
       UserError: the file is missing or holds something else.
     """
+    # heads.json of an earlier conversion can be used as it is.
     found = read_json(file, "the file of --heads")
     layers = found.get("replaced") if isinstance(found, dict) else found
     if not isinstance(layers, list) or not all(

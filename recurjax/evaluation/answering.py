@@ -129,6 +129,7 @@ class Answerer:
         def on_token(row: int, token: int) -> bool:
             if row >= len(rows):  # fills the batch up, and ends at once
                 return True
+            # EOS ends an answer and is none of its text.
             if token != self.tokenizer.eos:
                 texts[row] += rows[row].push(token)
             return rows[row].stopped

