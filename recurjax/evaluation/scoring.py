@@ -101,7 +101,6 @@ class Scorer:
           UserError: a pair has an empty half, or is longer than the model can read, or
             the model's logits are not finite.
         """
-        # By number, as batches are sorted by length and come back in another order.
         scores: dict[int, PairScore] = {}
         for done in self.batches(pairs):
             scores |= done
@@ -120,7 +119,6 @@ class Scorer:
         together: dict[tuple[int, ...], list[int]] = {}
         for number, pair in enumerate(pairs):
             together.setdefault(pair.context, []).append(number)
-        # The pass without a memory has no cache that could be repeated.
         shares = self.share and self.reading == "as_called"
         shared = [group for group in together.values() if shares and len(group) > 1]
         taken = {number for group in shared for number in group}
@@ -199,7 +197,6 @@ class Scorer:
                 for number in group
             )
             width = self._bucket(max(map(len, contexts)))
-            # Room in the cache for the longest continuation too.
             room = max(width, self._bucket(needed))
             state = _read_contexts(
                 self.model,
@@ -230,7 +227,6 @@ class Scorer:
     def _rows(self) -> int:
         if self.mesh is None:
             return self.rows
-        # Rounded up: the mesh divides the rows evenly.
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         return -(-self.rows // shards) * shards
 
@@ -379,7 +375,6 @@ def _collect(
     for row, (number, tokens) in enumerate(zip(numbers, wanted, strict=True)):
         own = nats_[row, : len(tokens)].copy()
         right = bool(greedy_[row, : len(tokens)].all())
-        # Summed in float64, from nats that left the device as float32.
         scores[number] = PairScore(-float(own.sum(dtype=np.float64)), right, own)
     return scores
 
