@@ -33,6 +33,8 @@ def new_experiment(out: Path, config: ModelConfig, *, length: int) -> Experiment
       length: the longest sequence that the model was trained on, where its config does
         not say.
     """
+    # Where the config's windows come from a length, rows must have it; else a row that
+    # fits a usual machine.
     row = config.training_length or min(length, LONGEST_ROW)
     return Experiment(
         name=out.absolute().name,
@@ -70,15 +72,18 @@ def write_run(
     Raises:
       UserError: `out` is taken, or the disk is full.
     """
+    # Written and read once, so that what is wrong shows now and not at the first use.
     experiment = from_json(Experiment, to_json(experiment), path="config")
     with whole_directory(out) as aside:
         directory = RunDirectory(aside)
         directory.claim(experiment, tokenizer)
+        # The mark by which training knows that there is no optimizer state.
         directory.imported.write_text(
             "written by recurjax convert: parameters only\n", encoding="utf-8"
         )
         checkpoints = Checkpoints(directory.checkpoints, model=experiment.model)
         try:
+            # The model alone: a run that starts from it makes its own optimizer state.
             tree = {"model": to_nested_dict(model)}
             checkpoints.save(step, tree, data_state={})
         finally:

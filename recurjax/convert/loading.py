@@ -54,11 +54,14 @@ def load_model(
       UserError: the checkpoint does not fit; all differences are listed.
     """
     check_tensors(pieces, source, ignored=ignored)
+    # One device where nothing else is said: a mesh of one.
     if mesh is None:
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     abstract = jax.eval_shape(
         lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0)
     )
+    # Where each parameter will lie, so that a tensor goes there without a copy in
+    # between.
     places = jax.tree.leaves(shardings(abstract, mesh))
     paths, structure = jax.tree_util.tree_flatten_with_path(abstract)
     of_parameter: dict[str, list[Piece]] = defaultdict(list)
@@ -80,6 +83,7 @@ def _fill(
     source: TensorSource,
     bad: dict[str, int],
 ) -> jax.Array:
+    # A parameter that is not stacked is one tensor.
     if pieces[0].layer is None:
         [piece] = pieces
         return _place(_read(piece, source, bad), sharding)
@@ -88,6 +92,8 @@ def _fill(
         for piece in pieces:
             layers[piece.layer] = _read(piece, source, bad)
         return _place(layers, sharding)
+    # A large stack is made on its devices and written layer by layer: the host holds
+    # one layer at a time.
     one = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
     stacked = jax.jit(partial(jnp.zeros, shape), out_shardings=sharding)()
     put = _writer(sharding)
@@ -109,6 +115,7 @@ def _writer(sharding: NamedSharding) -> Callable[..., jax.Array]:
 
 def _read(piece: Piece, source: TensorSource, bad: dict[str, int]) -> np.ndarray:
     disk = source.read(piece.tensor)
+    # Told at the end, and not refused: a diverged checkpoint may be what is looked at.
     if count := count_not_finite(disk):
         bad[piece.tensor] = count
     ours = piece.take(disk)
@@ -118,6 +125,7 @@ def _read(piece: Piece, source: TensorSource, bad: dict[str, int]) -> np.ndarray
 
 
 def _place(array: np.ndarray, sharding: Any) -> jax.Array:
+    # Each device takes its part of the array on the host.
     return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
 
 

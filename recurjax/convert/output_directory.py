@@ -21,6 +21,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
     try:
         with new_folder(out) as aside:
             yield aside
+    # Safetensors raises a class of its own where the disk is full.
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{out.absolute()} could not be written: {reason}") from error

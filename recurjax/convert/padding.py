@@ -21,6 +21,7 @@ def from_left_padding(
       UserError: a row has pads between tokens or behind them, or no token.
     """
     real = np.asarray(mask) != 0
+    # A pad behind a real token: on the left there is none.
     if np.any(real[:, :-1] & ~real[:, 1:]) or not real.any(axis=1).all():
         raise UserError(
             "from_left_padding: each row must be pads, then at least one token"
@@ -35,6 +36,7 @@ def from_left_padding(
 def to_left_padding(values: np.ndarray, lengths: Int[np.ndarray, " B"]) -> np.ndarray:
     """Moves the first `lengths` values of rows [B, T, ...] to the end; zeros before."""
     moved = np.zeros_like(values)
+    # To the end of the row, as the other side counts positions from there.
     for row, length in enumerate(lengths):
         moved[row, values.shape[1] - length :] = values[row, :length]
     return moved

@@ -139,11 +139,13 @@ def compare(
     """
     ids = default_ids(model) if ids is None else np.asarray(ids, np.int32)
     longest = model.config.max_length
+    # The last new token is not read again, so it needs no position.
     room = NEW_TOKENS if longest is None else longest - ids.shape[1] + 1
     new_tokens = max(min(NEW_TOKENS, room), 1)
     theirs = _run(command, ids, new_tokens, python)
     if isinstance(theirs, NotMeasured):
         return theirs
+    # bfloat16 activations would hide a wrong layer behind rounding.
     model = _in_float32(model)
     logits = _logits(model, ids)
     made = generate_tokens(
@@ -152,10 +154,12 @@ def compare(
         max_new_tokens=new_tokens,
         sampling=SamplingConfig(temperature=0.0),
     )
+    # Relative to the largest value: logits have no scale of their own.
     difference = np.abs(logits - theirs["logits"])
     layers = _shares(layer_states(model, ids), theirs["states"])
     relative = float(difference.max() / np.abs(theirs["logits"]).max())
     off = [share > tolerance for share in (*layers, relative)]
+    # Position by position: the agreement ends where any row differs.
     same = (np.stack(made.tokens) == theirs["greedy"]).all(axis=0)
     top = logits.argmax(-1) == theirs["logits"].argmax(-1)
     return Parity(
@@ -168,6 +172,7 @@ def compare(
         first_differing_layer=off.index(True) if any(off) else None,
         layer_differences=tuple(layers),
         greedy_tokens=new_tokens,
+        # False behind the last, for the case that all agree.
         greedy_agreement=int(np.argmin([*same, False])),
         tolerance=tolerance,
     )
@@ -184,6 +189,7 @@ def layer_states(
     """
     tokens = Tokens(jnp.asarray(ids, jnp.int32))
     states = list(model.stack.layer_states(model.embed(tokens.ids), tokens))
+    # Hugging Face counts the final norm's output as the last layer's.
     states[-1] = model.final_norm(states[-1])
     return np.stack([np.asarray(state) for state in states])
 
@@ -209,6 +215,7 @@ def _run(
 ) -> dict[str, Any] | NotMeasured:
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder) / "ids.npy", Path(folder) / "result.npz"
+        # Through files: the other interpreter may have another numpy.
         np.save(given, ids)
         words = [python or sys.executable, *command, "--ids", given, "--out", out]
         words += ["--new-tokens", new_tokens]
@@ -220,6 +227,8 @@ def _run(
             raise UserError(f"{words[0]} cannot be run: {error.strerror}") from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            # This interpreter without torch is no failure: there is nothing to compare
+            # with.
             missing = last.startswith("ModuleNotFoundError: ")
             if missing and python is None:
                 return NotMeasured(reason=last.removeprefix("ModuleNotFoundError: "))

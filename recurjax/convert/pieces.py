@@ -49,6 +49,7 @@ class Piece:
 
     def put(self, disk: np.ndarray, ours: np.ndarray) -> None:
         """Writes our array into the tensor, the inverse of `take`."""
+        # `take` turned round: undo the reshape, then the transpose.
         target = disk.reshape(self.view)[self.part]
         turned = [target.shape[axis] for axis in self.axes]
         np.copyto(target, ours.reshape(turned).transpose(np.argsort(self.axes)))
@@ -72,6 +73,7 @@ class PieceTable:
         A matrix lies [out, in]; a table keeps its rows, and what a row holds is one
         axis; a vector is flat. Parameters that the model lacks are left.
         """
+        # Models of one table differ in what they have: biases, gates, norms.
         if not self.has(parameter):
             return
         result, role = self._result(parameter, layer), rule_of(parameter).role
@@ -86,6 +88,7 @@ class PieceTable:
             self.part(tensor, parameter, layer, shape=shape, axes=(0,))
 
     def linear_shape(self, parameter: str, layer: int | None) -> tuple[int, int]:
+        # Ours keeps heads apart on several axes; on disk all outputs are one axis.
         """Returns [out, in] of one layer's matrix; ours is [in ..., out ...]."""
         result, inputs = self._result(parameter, layer), rule_of(parameter).inputs
         return math.prod(result[inputs:]), math.prod(result[:inputs])
@@ -128,6 +131,7 @@ class PieceTable:
             sizes = [self.linear_shape(name, layer) for name in names]
         else:
             sizes = [(math.prod(self._result(name, layer)),) for name in names]
+        # Rows one below the other: outputs add up, inputs are alike.
         shape = (sum(size[0] for size in sizes), *sizes[0][1:])
         axes = (1, 0) if len(shape) == 2 else (0,)
         start = 0
@@ -143,6 +147,7 @@ class PieceTable:
 
     def finished(self) -> list[Piece]:
         """Returns the table; every parameter is in it, every layer once."""
+        # Every layer of every stacked parameter, once each.
         wanted = {
             (name, layer)
             for name, shape in self.shapes.items()

@@ -23,6 +23,7 @@ def to_tensors(model: Decoder, pieces: Iterable[Piece]) -> dict[str, np.ndarray]
     arrays = named(to_nested_dict(model))
     of_tensor: dict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:
+        # A tensor of theirs may hold several parameters of ours, and is written whole.
         of_tensor[piece.tensor].append(piece)
     tensors = {}
     for name, parts in of_tensor.items():

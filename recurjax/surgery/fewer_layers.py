@@ -31,6 +31,7 @@ def with_evenly_kept_layers(model: Decoder, loops: int) -> Decoder:
         )
     if not 1 <= loops <= base.layers:
         raise UserError(f"loops must lie in 1..{base.layers}, got {loops}")
+    # The largest multiple of the loops that the model has.
     kept = evenly_kept(base.layers, base.layers // loops * loops)
     if len(kept) == base.layers:
         return model
@@ -38,6 +39,7 @@ def with_evenly_kept_layers(model: Decoder, loops: int) -> Decoder:
         raise UserError(
             f"layers cannot be left out of a model whose windows differ: {base.windows}"
         )
+    # Stacked layers are cut along their leading axis; all else stays.
     made = {
         name: leaf[list(kept)] if name.startswith("stack.blocks.") else leaf
         for name, leaf in parameters(model).items()
@@ -68,10 +70,13 @@ def truncated(model: Decoder, loops: int) -> Decoder:
             "loops cannot be left out of a model whose residual_scale depends on its "
             f"depth: {base.residual_scale!r}"
         )
+    # The config's layers follow the loops; only what has a loop's axis is cut below.
     shorter = dataclasses.replace(base, layers=loops * stack.block_layers)
     cut = dataclasses.replace(stack, transformer=shorter, loops=loops)
 
     def leaf_of(name: str, leaf: np.ndarray) -> np.ndarray:
+        # Additions and untied norms are each loop's own, the leading axis counting
+        # loops; the block itself is shared and stays whole.
         own = name.startswith("stack.adapters.")
         untied = name.startswith("stack.blocks.") and not is_matrix(name)
         by_loop = own or (untied and not stack.tie_norms)

@@ -87,6 +87,7 @@ def fit_mixers(
         heads = stack.heads(layer)
         if not heads.replaced:
             continue
+        # Values of the key heads that the replaced query heads read, in their order.
         v = _side_by_side(values, heads.group_of)
         o = _side_by_side(outputs, heads.replaced)
         mamba, fit = _fitted(
@@ -116,6 +117,7 @@ def record_heads(
     states = [_embedded(base, ids) for ids in parts]
     cache = stack.init_cache(1, 0, states[0].dtype)
     for layer in range(config.layers):
+        # Layers of one place in the pattern are stacked over the repeats.
         repeat, place = divmod(layer, len(config.windows))
         block = jax.tree.map(lambda leaf, r=repeat: leaf[r], stack.blocks[place])
         group = cache.groups[place]._replace(
@@ -123,6 +125,7 @@ def record_heads(
         )
         found = []
         for number, x in enumerate(states):
+            # The layer's own input goes on to its output: layers are run once, in turn.
             states[number], v, o = _run_layer(block, group, x)
             found.append((np.asarray(v), np.asarray(o)))
         values, outputs = zip(*found, strict=True)
@@ -137,6 +140,7 @@ def _embedded(base: Decoder, ids: np.ndarray) -> Float[Array, "B T D"]:
 
 @jax.jit
 def _run_layer(block: Any, group: Any, x: Float[Array, "B T D"]) -> tuple[Array, ...]:
+    # The base's own norm and weights: what the heads made of these texts.
     v, o = block.attention.values_and_outputs(block.attention_norm(x))
     after, _ = block(x, group, Tokens(jnp.zeros(x.shape[:2], jnp.int32)))
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -198,6 +202,8 @@ def _step(
     mamba: Mamba, moments: Any, v: Array, o: Array, size: Array, rate: Array
 ) -> tuple[Mamba, Any]:
     gradient = jax.grad(_squared)(mamba, v, o)
+    # The squared error is divided by the outputs' squares, so that one rate serves
+    # layers of very different sizes.
     gradient = jax.tree.map(lambda g: g / (size * o.size), gradient)
     updates, moments = optax.adam(1.0).update(gradient, moments)
     updates = jax.tree.map(lambda u: rate * u, updates)

@@ -44,6 +44,7 @@ def kept_energy(model: Decoder, recursive: Decoder) -> list[Energy]:
     stack, base = recursive_config(recursive), model.config.stack
     assert isinstance(base, TransformerConfig)
     ours, theirs = parameters(recursive), parameters(model)
+    # The shared block without its additions, to measure what they make up for.
     bare = {n: leaf for n, leaf in ours.items() if not n.startswith("stack.adapters.")}
     plain = dataclasses.replace(stack, rank=0)
     found = []
@@ -54,9 +55,11 @@ def kept_energy(model: Decoder, recursive: Decoder) -> list[Energy]:
             for name, weight in MAPS.items():
                 if weight not in wanted:
                     continue
+                # In float64: differences of nearly equal matrices are what is measured.
                 whole = wanted[weight].astype(np.float64)
                 before = float(np.sum((whole - shared[weight]) ** 2))
                 left = float(np.sum((whole - joined[weight]) ** 2))
+                # A layer that is the shared one leaves nothing to make up for.
                 kept = 1.0 - left / before if before else 1.0
                 found.append(Energy(int(depth), name, before**0.5, kept))
     return sorted(found, key=lambda energy: energy.depth)

@@ -31,6 +31,7 @@ def low_rank_factors(residual: Float[np.ndarray, "N M"], rank: int) -> Factors:
         raise ValueError(
             f"low_rank_factors: rank must lie in 1..{min(N, M)}, got {rank}"
         )
+    # The smaller Gram matrix: its eigenvectors are the singular vectors of that side.
     if N <= M:
         _, vectors = np.linalg.eigh(residual @ residual.T)
         reduce = vectors[:, ::-1][:, :rank]  # eigenvalues come in ascending order

@@ -55,6 +55,7 @@ def recency_ratio(attention: Float[Array, "*B T T"], window: int) -> Float[Array
       attention: softmax weights [query, key], causal.
       window: k, in tokens.
     """
+    # The first key is left out of both sums; queries start at position 1 with it.
     T = attention.shape[-1]
     distance = jnp.arange(T)[:, None] - jnp.arange(T)
     counted = (distance >= 0) & (jnp.arange(T) >= 1)
@@ -92,6 +93,7 @@ def measure_recency(
             f"the recency of heads is measured in a Transformer, not in a "
             f"{type(config).__name__}"
         )
+    # A window would decide the ratio before the text does.
     if config.windows != (None,):
         raise UserError(
             "heads with windows read no more than their window: replace heads of a "
@@ -106,6 +108,7 @@ def measure_recency(
     count, texts = np.zeros(shape, np.int64), 0
     for ids in batches:
         x = model.embed(ids)
+        # What a head reads: positions are added as the stack does it.
         if model.stack.position is not None:  # pyright: ignore[reportAttributeAccessIssue]
             x = model.stack.position(x, jnp.arange(ids.shape[1])[None])  # pyright: ignore[reportAttributeAccessIssue]
         for layer in range(config.layers):
@@ -130,6 +133,7 @@ def _layer_recency(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B H"], Float[Array, "B H"]]:
     """Runs one layer; returns its output, and each head's ratio and first share."""
     block = jax.tree.map(lambda leaf: leaf[layer], stack.blocks[0])
+    # The block's own queries and keys, norms and positions applied.
     config = stack.config.attention
     q, k = block.attention.queries_and_keys(block.attention_norm(x))
     B, T, H, E = q.shape
@@ -137,6 +141,7 @@ def _layer_recency(
     causal = jnp.arange(T)[:, None] >= jnp.arange(T)
 
     def head(number: Array) -> tuple[Array, Array]:
+        # Query heads of a group share one key head.
         keys = k[:, :, number // (H // config.key_heads)]
         logits = jnp.einsum(
             "bte,bse->bts", q[:, :, number], keys, preferred_element_type=jnp.float32
@@ -147,6 +152,7 @@ def _layer_recency(
         weights = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
         return recency_ratio(weights, window), weights[:, 1:, 0].mean(1)
 
+    # One head after another: [B, T, T] weights of all would not fit.
     ratios, shares = jax.lax.map(head, jnp.arange(H))
     cache = stack.init_cache(B, 0, x.dtype).groups[0]
     tokens = Tokens(jnp.zeros((B, T), jnp.int32))
@@ -157,6 +163,7 @@ def _layer_recency(
 def choose_heads(
     recency: HeadRecency, share: float, *, scope: Scope
 ) -> tuple[tuple[int, ...], ...]:
+    # Both head by head as lax.map stacks them: turned to [B, H].
     """Chooses the heads to replace: the most recent ones by RA-I.
 
     Ties go by the mean ratio, then by layer and head.
@@ -171,6 +178,7 @@ def choose_heads(
     L, H = recency.count.shape
     check_share(share)
     count, ratio = recency.count.astype(float), recency.ratio
+    # Groups are ranked by their mean, as whole groups go.
     if scope == "groups":
         count, ratio = (
             x.reshape(L, recency.key_heads, -1).mean(-1) for x in (count, ratio)
@@ -185,6 +193,7 @@ def choose_heads(
             chosen |= set(own[: round(share * columns)])
     else:
         chosen = set(order[: round(share * L * columns)].tolist())
+    # Query heads of one column: 1, or a whole group.
     size = H // columns
     return tuple(
         tuple(head for head in range(H) if layer * columns + head // size in chosen)

@@ -46,6 +46,7 @@ def to_recurformer(
             "only heads of a Transformer can be replaced: the model's stack is a "
             f"{type(base).__name__}"
         )
+    # What a config refuses here is a mistake in the chosen heads: one sentence.
     try:
         stack = RecurFormerConfig(transformer=base, replaced=replaced, mamba=mamba)
     except ValueError as error:
@@ -56,6 +57,8 @@ def to_recurformer(
     P = len(base.windows)
     layers = {}
     for layer in range(base.layers):
+        # Stacked by place and repeat in the Transformer; by layer here, as layers
+        # differ in shape.
         place, repeat = layer % P, layer // P
         block = jax.tree.map(lambda leaf, r=repeat: leaf[r], blocks[str(place)])
         if replaced[layer]:
@@ -65,6 +68,7 @@ def to_recurformer(
     # Only the mixers' own weights are drawn; the rest of the new model is overwritten.
     for layer, weights in _mixers(stack, seed):
         layers[str(layer)]["attention"]["mamba"] = weights
+    # Only names and shapes: the weights are ours.
     like = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return from_nested_dict(like, ours)
 
@@ -105,6 +109,7 @@ def _keep_heads(attention: dict, stack: RecurFormerConfig, layer: int) -> None:
     """Cuts a layer's queries and keys down to the heads that still attend."""
     heads = stack.heads(layer)
     left, kept = np.array(heads.remaining, int), np.array(heads.key_heads, int)
+    # Heads lie on axis 1 of a matrix [D, H, E] and on axis 0 of a bias [H, E].
     for name, chosen, axis in (
         ("w_q", left, 1),
         ("w_k", kept, 1),
@@ -117,6 +122,7 @@ def _keep_heads(attention: dict, stack: RecurFormerConfig, layer: int) -> None:
             attention[name] = jnp.take(attention[name], chosen, axis=axis)
         else:
             del attention[name]
+    # Where nothing attends any more there is nothing to normalise.
     if not len(left):
         attention.pop("q_norm", None)
         attention.pop("k_norm", None)

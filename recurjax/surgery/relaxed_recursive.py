@@ -79,6 +79,7 @@ def to_recursive(
         raise UserError("stack.transformer must be the model's own stack, unchanged")
     config = dataclasses.replace(model.config, stack=stack)
     ours = parameters(model)
+    # Layer by layer with plain names, so that the sharing below can pick by depth.
     layers = [layer_of(ours, base, depth) for depth in range(base.layers)]
     depths = depths_of(base.layers, stack.loops, stack.sharing)
     if norms is not None and not stack.tie_norms:
@@ -109,6 +110,8 @@ def to_recursive(
         by_use = not stack.tie_norms and not is_matrix(name)
         for place in range(P):
             block = range(place, stack.block_layers, P)
+            # Leading axes: by loop where each use has its own, then the repeats of the
+            # pattern.
             made[f"stack.blocks.{place}.{name}"] = np.stack(
                 [np.stack([shared[k][name] for k in block])] * stack.loops
                 if by_use and init == "random"
@@ -119,9 +122,11 @@ def to_recursive(
                 else [shared[k][name] for k in block]
             )
     if stack.rank:
+        # One stream for all: places and depths draw one after another.
         draw = np.random.default_rng(seed)
         build = _AdapterBuilder(stack.rank, adapters == "svd", fused_qkv, draw)
         for place in range(P):
+            # Place p of the pattern serves the layers p, p + P, ... of each loop.
             uses = [
                 [build(layers[l], shared[k]) for k, l in list(enumerate(row))[place::P]]
                 for row in depths
@@ -153,6 +158,7 @@ def to_transformer(model: Decoder) -> Decoder:
     depths = depths_of(L, stack.loops, stack.sharing)
     for b, row in enumerate(depths):
         for k, depth in enumerate(row):
+            # Depth by depth the weights that its use has, additions joined in.
             layers[depth] = use_of(ours, stack, b, k)
     made = {
         name: leaf
@@ -206,6 +212,7 @@ def with_parameters(config: ModelConfig, made: Parameters) -> Decoder:
     def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         value = made.pop(parameter_name(path))
         assert value.shape == leaf.shape, (parameter_name(path), value.shape)
+        # A wrong shape is our own mistake: the config and the arrays come from here.
         return jnp.asarray(value, leaf.dtype)
 
     made = dict(made)
@@ -240,6 +247,7 @@ class _AdapterBuilder:
         return made
 
     def _factors(self, residual: np.ndarray) -> Factors:
+        # No matrix has more rank than its smaller side.
         rank = min(self.rank, *residual.shape)
         if self.svd and residual.any():
             return low_rank_factors(residual, rank)
@@ -268,6 +276,8 @@ class _AdapterBuilder:
 
 def flat(name: str, weight: np.ndarray) -> np.ndarray:
     """Returns a weight as the matrix [N, M] of its product, in float64."""
+    # w_out reads heads, [H, E, D]: all but its last axis are inputs. The others write
+    # to heads, [D, H, E].
     inputs = -1 if name.endswith("w_out") else weight.shape[0]
     outputs = weight.shape[-1] if inputs == -1 else -1
     return weight.astype(np.float64).reshape(inputs, outputs)
@@ -314,6 +324,7 @@ def _drawn_block(
     config: ModelConfig, stack: RelaxedRecursiveTransformerConfig, seed: int
 ) -> list[Parameters]:
     """Returns the layers of a block as a new model draws them."""
+    # Norms and additions apart: only the block itself is drawn.
     plain = dataclasses.replace(stack, rank=0, tie_norms=True)
     fresh = dataclasses.replace(config, stack=plain)
     draw = jax.jit(lambda key: Decoder(fresh, rngs=nnx.Rngs(key)))

@@ -34,6 +34,7 @@ def source_layers(
     if init == "average":
         depths = depths_of(layers, loops, sharing)
         return tuple(tuple(int(l) for l in depths[:, i]) for i in range(block))
+    # With one layer to a block the steps have no second end; the first layer serves.
     if block == 1 and init != "upper":
         return ((0,),)
     if init == "random":
@@ -54,6 +55,7 @@ def evenly_kept(layers: int, kept: int) -> tuple[int, ...]:
     """
     if not 1 <= kept <= layers:
         raise ValueError(f"evenly_kept: kept must lie in 1..{layers}, got {kept}")
+    # One layer has no second end to step to.
     if kept == 1:
         return (0,)
     return tuple(round(Fraction(i * (layers - 1), kept - 1)) for i in range(kept))

@@ -43,6 +43,7 @@ def first_process(action: Callable[[], T]) -> T:
       SharedError: in every process, when the action raised a UserError. Any other
         exception is process 0's alone, and ends the others through `recurjax.peers`.
     """
+    # A value and not an array: sizes differ, and the answer is small.
     if jax.process_count() == 1:
         return action()
     answer = {}

@@ -79,6 +79,8 @@ class TrainingConfig:
                 f"training.batch {self.batch} x training.length {self.length} is more "
                 "than 2^28 tokens a step: lower one of them"
             )
+        # Every part has the same rows, or the compiled step would serve some and not
+        # others.
         if self.batch % self.accumulation:
             raise ValueError(
                 f"training.batch must be a multiple of training.accumulation, got "
@@ -93,6 +95,7 @@ class TrainingConfig:
                     f"training.train_only must be a regular expression: {error} in "
                     f"{self.train_only!r}"
                 ) from error
+        # The trace ends after `last`, so both ends are in it.
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError(
                 "training.profile must be (first, last) with 1 <= first <= last, got "

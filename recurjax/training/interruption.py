@@ -27,6 +27,7 @@ class Interruption:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
+        # jax's service has taken SIGTERM already, and tells all processes of it.
         if self._shared:
             self._handle(signal.SIGINT, self._pass_on)
         else:
@@ -44,6 +45,8 @@ class Interruption:
         if not self._shared:
             return self.wish is not None
         if not self._agreed:
+            # Polls are counted: the service answers yes at the same number in every
+            # process.
             self._polls += 1
             # True at the agreed poll only, not at those after it.
             self._agreed = multihost_utils.reached_preemption_sync_point(self._polls)

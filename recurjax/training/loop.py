@@ -115,6 +115,7 @@ def _train(
         log=None if quiet else session.directory.log,
         devices=list(session.mesh.devices.flat),
     )
+    # The newest good checkpoint, or a new model; the loop cannot tell them apart.
     state = session.start(progress.say)
     start = int(state.step)
     writer = None if quiet else _open_writer(session, start, progress.say)

@@ -62,10 +62,13 @@ class NextToken:
         """Returns the loss to minimise and, as metrics, its cross-entropy `loss`."""
         x = self.states(model, batch)
         losses = token_losses(model, x, batch.targets, chunks=self.vocabulary_chunks)
+        # A batch without targets has a loss of 0 and not NaN.
         counted = jnp.maximum(jnp.sum(batch.targets != IGNORED), 1)
         cross_entropy = losses.nats.sum() / counted
         metrics = {"loss": cross_entropy}
         if self.z_loss == 0.0:
+            # PaLM's z-loss keeps log-normalizers near 0, where bfloat16 logits are
+            # exact.
             return cross_entropy, metrics
         z = jnp.square(losses.log_normalizer).sum() / counted
         return cross_entropy + self.z_loss * z, metrics | {"z_loss": self.z_loss * z}

@@ -34,6 +34,7 @@ def place(rows: Mapping[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
 
         return jax.make_array_from_callback((batch, *own.shape[1:]), sharding, part)
 
+    # Segments only where documents are told apart.
     segments = array("segments") if "segments" in rows else None
     return Batch(array("ids"), array("targets"), segments)
 

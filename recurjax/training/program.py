@@ -112,6 +112,7 @@ def build_step(
         of a step or of an evaluation, or nothing is left to train.
     """
     training = experiment.training
+    # A traced peak lets one compiled program serve a sweep of rates.
     rate = learning_rate(
         experiment.schedule,
         peak=experiment.optimizer.learning_rate if peak is None else peak,
@@ -131,6 +132,7 @@ def build_step(
             key, experiment.model, optimizer, training.spikes, training.train_only
         )
 
+    # As shapes: the model is not made to know what it refuses.
     state = jax.eval_shape(new, jax.random.key(0))
     # Asked before anything else is looked at: it says most about what to change.
     refused = state.model.stack.refuses(mesh, training.length)
@@ -154,6 +156,8 @@ def build_step(
             accumulation=training.accumulation,
             train_only=training.train_only,
         )
+        # What the next update will use is the rate after this many updates that
+        # counted.
         now = jnp.asarray(rate(metrics.pop("updates")))
         return state, metrics | {"learning_rate": now}
 
@@ -171,7 +175,10 @@ def build_step(
         frozen=None if teacher is None else model_shapes(teacher.model, mesh),
         update=update,
         function=jax.jit(
-            update, donate_argnums=0, out_shardings=(places, replicated(mesh))
+            update,
+            donate_argnums=0,
+            out_shardings=(places, replicated(mesh)),
+            # Outputs lie as inputs do, so that a state goes into the next step as it is.
         ),
         initialise=jax.jit(
             new, out_shardings=places, compiler_options=_run_once_options(mesh)

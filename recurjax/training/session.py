@@ -54,6 +54,8 @@ class Session:
         experiment = from_json(Experiment, to_json(experiment), path="config")
         check_shared(root)
         training = experiment.training
+        # Meshes are checked here: what a plan refuses, training refuses in the same
+        # words.
         self.experiment = experiment
         self.mesh = make_mesh(experiment.mesh)
         self._step = build_step(experiment, self.mesh)
@@ -67,6 +69,8 @@ class Session:
         self.dataset = open_dataset(experiment.data, tokenizer=own)
         _check_vocabulary(experiment, self.dataset)
         _check_samples(experiment, self.dataset)
+        # Made before the directory is claimed: what cannot be read leaves nothing
+        # behind.
         loader = self._loader("train", training.batch, training.length)
         # Made here, so that a split too short is told before a step is trained.
         self._validation = self._loader(
@@ -114,11 +118,14 @@ class Session:
             report(told)
         if restored is None:
             return self._first_state(report)
+        # Fewer steps than were done: an older checkpoint would have to be chosen by
+        # hand.
         if reached > self.experiment.training.steps:
             raise UserError(
                 f"{self.directory.root} is at step {reached} already: set "
                 f"--training.steps, {self.experiment.training.steps}, to more"
             )
+        # The data goes on behind the last batch that was trained on.
         self._batches.set_state(restored.data_state)
         return from_nested_dict(wanted, restored.tree)
 
@@ -153,6 +160,7 @@ class Session:
     ) -> Score:
         batches, rows = iter(loader), self.experiment.evaluation_batch
         limit = self.experiment.evaluation.batches
+        # The first batches of the split, the same at every evaluation.
         limited = islice(batches, limit)
         try:
             with jax.set_mesh(self.mesh):

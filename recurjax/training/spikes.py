@@ -78,6 +78,7 @@ def judge(
     spike of nothing.
     """
     good = jnp.isfinite(loss) & finite
+    # The ring is full after `window` accepted losses.
     known = jnp.minimum(state.accepted, config.window)
     middle = _median(state.losses, known)
     deviation = 1.4826 * _median(jnp.abs(state.losses - middle), known)

@@ -50,6 +50,7 @@ def first_state(
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         model=model,
+        # Moments only of what is trained: a frozen part has no state.
         optimizer=optimizer.init(trained_part(model, train_only)),
         spikes=new_spike_state(spikes),
     )
@@ -91,6 +92,7 @@ def train_step(
         objective = _of_trained_part(objective, state.model)
     trained = trained_part(state.model, train_only)
     gradient, metrics = _gradient(trained, batch, objective, accumulation)
+    # Before clipping: the norm that metrics show and the spike rule asks about.
     norm = optax.tree.norm(gradient)
     updates, moments = optimizer.update(gradient, state.optimizer, trained)
     # A finite gradient can still give an update that is not: a second moment that

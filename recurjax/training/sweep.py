@@ -94,10 +94,12 @@ def sweep(
       UserError: as `train`; a run there has another config.
     """
     reached = []
+    # All experiments at seed 0 first, then all at seed 1, ...
     for seed, experiment in product(range(seeds), experiments):
         run = seeded(experiment, seed)
         console.rule(run.name)
         result = train(run, root / run.name, console=console)
+        # A run that is there resumes; a finished one is read and not trained again.
         if result.outcome != "finished":
             return None
         found = read_reached(run, root / run.name)
@@ -129,6 +131,7 @@ def read_reached(experiment: Experiment, root: Path) -> Reached:
     rows = read_rows(RunDirectory(root).metrics).rows
     steps = experiment.training.steps
     tokens = steps * experiment.training.tokens_per_step
+    # The last step's rows: of a resumed run metrics.jsonl has each step once.
     last = {row["kind"]: row for row in rows if row["step"] == steps}
     return Reached(
         name=experiment.name,

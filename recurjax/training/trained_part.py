@@ -25,6 +25,7 @@ def trained_part(model: Decoder, pattern: str | None) -> Any:
     found = re.compile(pattern)
 
     def keep(path: tuple[Any, ...], leaf: Any) -> Any:
+        # A place without leaves: tree functions pass it by.
         return leaf if found.search(parameter_name(path)) else optax.MaskedNode()
 
     return jax.tree_util.tree_map_with_path(keep, model)
@@ -42,6 +43,7 @@ def whole_model(trained: Any, model: Decoder) -> Decoder:
 
 def check_trained_part(model: Decoder, pattern: str | None) -> None:
     """Raises UserError for a pattern that no parameter's name matches."""
+    # Something to train is found, or every name is taken.
     if pattern is None or jax.tree.leaves(trained_part(model, pattern)):
         return
     paths = jax.tree_util.tree_leaves_with_path(model)

@@ -52,6 +52,7 @@ def from_authors(
       UserError: another variant, a model that the authors' code cannot have, not such
         a file, or tensors that do not fit; all differences are listed.
     """
+    # The config names the variant; a state dict says nothing of it.
     match config.stack:
         case RecurrentTransformerConfig():
             table, rename = recurrent_pieces(config), olmo_name
@@ -65,6 +66,7 @@ def from_authors(
                 f"the authors' names of {type(config.stack).__name__} are not known: "
                 f"known are {', '.join(kind.__name__ for kind in _KNOWN)}"
             )
+    # Said before a gigabyte is read, and by our names, which the config has.
     if unnamed := table.unnamed():
         raise UserError(
             "the authors' checkpoints have no tensors for some parameters of this "
@@ -106,6 +108,8 @@ class Renamed:
         for name in source.tensors:
             new = rename(name)
             first = self._old.setdefault(new, name)
+            # Modules that share a parameter write it twice; either copy would do, if
+            # equal.
             if first != name and not _equal(source, first, name):
                 raise UserError(
                     f"{self.where}: {first} and {name} are one parameter and differ"

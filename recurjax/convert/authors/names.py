@@ -54,6 +54,8 @@ def recurrent_pieces(config: ModelConfig) -> PieceTable:
     _norm(table, "ln_f", "final_norm")
     table.same("ff_out.weight", "w_head")
     for layer in range(config.stack.layers):
+        # Layers are stacked in ours: `layer` is the place on the leading axis.
+        # Layers are stacked in ours: `layer` is the place on the leading axis.
         theirs, ours = f"blocks.{layer}", "stack.blocks"
         for name, norm in (
             ("attn_norm", "attention_norm"),
@@ -95,6 +97,7 @@ def rat_pieces(config: ModelConfig) -> PieceTable:
     _norm(table, "backbone.ln", "final_norm")
     table.same("head.lm_head.weight", "w_head")
     pattern = config.stack.pattern
+    # Place in the pattern, and repeat on the leading axis.
     for number in range(config.stack.layers):
         place, layer = number % len(pattern), number // len(pattern)
         ours, mixer = f"stack.blocks.{place}", f"stack.blocks.{place}.mixer"
@@ -102,12 +105,14 @@ def rat_pieces(config: ModelConfig) -> PieceTable:
         _norm(table, f"{theirs}.seq_layer.input_norm", f"{ours}.mixer_norm", layer)
         if isinstance(pattern[place], AttentionMixerConfig):
             mixer += ".attention"
+            # The rows of their one matrix lie in the order v, q, k.
             rows = [f"{mixer}.w_{name}" for name in "vqk"]
         else:
             rows = [f"{mixer}.output_gate.w_full", f"{mixer}.w_v"]
             rows += [f"{mixer}.forget_gate.w_full"]
             rows += [f"{mixer}.w_{name}" for name in "qk"]
             bias = f"{mixer}.forget_gate.b_forget"
+            # Their gate's bias is a parameter of the layer, not of the gate.
             table.same(f"{theirs}.seq_layer.gate_bias", bias, layer)
         table.rows(f"{theirs}.seq_layer.in_proj.weight", rows, layer)
         table.rows(f"{theirs}.seq_layer.out_proj.weight", [f"{mixer}.w_out"], layer)
@@ -138,6 +143,7 @@ def latent_pieces(config: ModelConfig) -> PieceTable:
     for number in range(stack.layers):
         layer, place = divmod(number, stack.pattern)
         ours, theirs = f"stack.blocks.{place}", f"transformer.h.{number}"
+        # With a memory one matrix has the gates of both, one below the other.
         gates = ["w_mix", "w_value_gate"] if remembers else ["w_value_gate"]
         for name, parts in {
             f"{theirs}.attn.c_q": ["w_q"],
@@ -158,6 +164,7 @@ def latent_pieces(config: ModelConfig) -> PieceTable:
             ("x0_lambdas", "input_scale"),
             ("interleaved_lambdas", "memory_scale"),
         ):
+            # Their scales are one vector over the layers, ours a number in each.
             one = (slice(number, number + 1),)
             shape = (stack.layers,)
             table.part(name, f"{ours}.{scale}", layer, shape=shape, part=one, axes=(0,))

@@ -71,6 +71,7 @@ def open_gguf(
             "reading GGUF files needs the package gguf: pip install 'recurjax[gguf]'"
         ) from error
     try:
+        # Where the tensors lie and how long they are, before one byte of them is read.
         fields, tensors = read_header(path)
         tensor_bytes = [_bytes_of(tensor) for tensor in tensors]
         ends = [t.offset + n for t, n in zip(tensors, tensor_bytes, strict=True)]
@@ -84,10 +85,12 @@ def open_gguf(
             f"{path}: architecture {architecture!r} is not supported: known are "
             f"{', '.join(_ARCHITECTURES)}"
         )
+    # Keys of config.json, so that the reader of Hugging Face's serves.
     keys = _config_keys(fields, architecture)
     source = GgufFile(path, tensors, keys, permuted=architecture == "llama")
     embedding = source.tensors.get("model.embed_tokens.weight")
     keys["vocab_size"] = None if embedding is None else embedding.shape[0]
+    # A GGUF file names no tie: it simply lacks the head.
     keys["tie_word_embeddings"] = "lm_head.weight" not in source.tensors
     found = gguf_tokenizer(fields, where=str(path)) if with_tokenizer else None
     return keys, source, found
@@ -136,6 +139,7 @@ class GgufFile:
             ) from error
         projection = name.split(".")[-2]
         if self._permuted and projection in self._heads:
+            # Only q and k are rotated, so only their rows are in llama.cpp's order.
             return unpermute(values, self._heads[projection] or 1)
         return values
 
@@ -152,6 +156,7 @@ class GgufFile:
 
         kind = GGMLQuantizationType(tensor.kind)
         width = _bytes_of(tensor) // len(rows)
+        # Rows at a time, about a million weights: the expanded copy is what takes room.
         step = max(1, _AT_ONCE // rows.shape[1])
         with self._path.open("rb") as stream:
             stream.seek(tensor.offset)
@@ -173,6 +178,7 @@ def _bytes_of(tensor: GgufTensor) -> int:
     )
 
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
+    # Quantised weights come in blocks that share a scale.
     if tensor.shape[-1] % block:
         raise ValueError(f"a row of {tensor.name} is no whole number of blocks")
     return math.prod(tensor.shape) // block * size

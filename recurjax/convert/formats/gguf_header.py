@@ -69,6 +69,7 @@ def read_header(path: Path) -> GgufHeader:
     alignment = fields.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1:
         raise ValueError(f"its alignment is {alignment!r}")
+    # Offsets count from the first aligned byte behind the header.
     start = -(-start // alignment) * alignment
     return GgufHeader(fields, [t._replace(offset=start + t.offset) for t in tensors])
 
@@ -77,6 +78,7 @@ def _tensor(values: "_Values") -> GgufTensor:
     name, axes = values.text(), values.scalar("I")
     if not 1 <= axes <= _MOST_AXES:
         raise ValueError(f"the tensor {name} has {axes} axes")
+    # The file names the fastest axis first.
     shape = tuple(values.scalar("Q") for _ in range(axes))[::-1]
     return GgufTensor(name, shape, values.scalar("I"), values.scalar("Q"))
 
@@ -114,6 +116,7 @@ class _Values:
             raise ValueError(f"a field has the unknown type {kind}")
         inner, count = self.scalar("I"), self.scalar("Q")
         if inner in _SCALARS:
+            # Numbers by one call: a vocabulary has a hundred thousand of them.
             letter = _SCALARS[inner]
             data = self.take(count * struct.calcsize(letter))
             return list(struct.unpack(f"<{count}{letter}", data))

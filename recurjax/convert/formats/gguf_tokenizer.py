@@ -33,6 +33,7 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
         )
     tokens = _texts(fields, "tokens", where)
     merges = [merge.partition(" ") for merge in _texts(fields, "merges", where)]
+    # A merge is two tokens with a space between.
     if not all(space for _, space, _ in merges):
         raise UserError(f"{where}: merges do not fit the tokens: one is no pair")
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -56,6 +57,7 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
         made.pre_tokenizer = byte_level
     made.decoder = decoders.ByteLevel()
     kinds = fields.get("tokenizer.ggml.token_type", [])
+    # Which tokens stand for no text, and which are whole words of the user's.
     if not isinstance(kinds, list):
         raise UserError(f"{where}: tokenizer.ggml.token_type must be a list")
     for token, number in zip(tokens, kinds, strict=False):
@@ -67,6 +69,7 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
         "bos_token": _name(fields, "bos", tokens, where),
         "eos_token": _name(fields, "eos", tokens, where),
     }
+    # A model trained without BOS must not get one.
     if not fields.get("tokenizer.ggml.add_bos_token", False):
         stated["bos_token"] = None
     return JsonTokenizer(made.to_str(), stated=stated)

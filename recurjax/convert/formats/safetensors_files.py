@@ -47,6 +47,7 @@ class SafetensorsFiles:
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, _Place] = {}
         for file in files:
+            # Shards may not hold the same tensor twice: which one would count?
             for name, info, offset in _header(file):
                 if name in self.tensors:
                     raise UserError(f"{where} holds the tensor {name} twice")
@@ -58,6 +59,7 @@ class SafetensorsFiles:
         file, offset = self._places[name]
         values = empty_for_jax(shape)
         narrow = dtype != "F32"
+        # float32 is read into its final place; narrower types are widened after.
         raw = np.empty(shape, _DTYPES[dtype]) if narrow else values
         with file.open("rb") as stream:
             stream.seek(offset)
@@ -78,6 +80,8 @@ def open_directory(directory: Path) -> SafetensorsFiles:
         return _open_shards(directory)
     if (directory / SINGLE).is_file():
         return SafetensorsFiles([directory / SINGLE], where=str(directory))
+    # Named, so that the reader knows that the weights are there and why they are not
+    # read.
     others = sorted(p.name for p in directory.glob("pytorch_model*.bin"))
     hint = (
         f"; {others[0]} is a pickle, which is never read: convert it to safetensors"
@@ -92,6 +96,7 @@ def _open_shards(directory: Path) -> SafetensorsFiles:
     homes = read_json_object(file, "the index of shards").get("weight_map")
     if not isinstance(homes, dict) or not homes:
         raise UserError(f"{file} is not an index of shards: it has no weight_map")
+    # Names from the index must not lead out of the folder.
     places = [inside(directory, name, told_by=file) for name in homes.values()]
     paths = sorted(set(places))
     missing = [path.name for path in paths if not path.is_file()]

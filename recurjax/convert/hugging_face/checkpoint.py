@@ -65,17 +65,21 @@ def from_hf(
     """
     path = Path(path).expanduser()
     if path.is_file() and path.suffix == ".gguf":
+        # Imported here: the package of the extra is needed for such files only.
         from recurjax.convert.formats.gguf_file import open_gguf  # the extra `gguf`
 
         keys, source, found = open_gguf(path, with_tokenizer=tokenizer is None)
         hf = model_from_keys(keys, where=str(path))
     else:
+        # A directory's config.json and weights are read apart; a GGUF file has both.
         hf, source = _open(path)
         found = None
         if tokenizer is None and (path / "tokenizer.json").is_file():
             tokenizer = path
     if tokenizer is not None:
         found = load_tokenizer(tokenizer)
+    # The tokenizer decides what is vocabulary; rows beyond it stay and are never
+    # predicted.
     config = dataclasses.replace(_with_vocabulary(hf.config, found, path), dtype=dtype)
     model = load_model(
         config,
@@ -107,6 +111,7 @@ def _with_vocabulary(
     rows = config.vocabulary
     if tokenizer is None or tokenizer.vocabulary == rows:
         return config
+    # A token without a row of the table could not be read.
     if tokenizer.vocabulary > rows:
         raise UserError(
             f"the tokenizer has {tokenizer.vocabulary} tokens, the model in {path} "

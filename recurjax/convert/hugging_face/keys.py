@@ -26,16 +26,19 @@ class Keys:
         self._values = dict(values)
         self._where = where
         self._wrong: list[str] = []
+        # Gone before anything is read, so that what is left over is what nobody knows.
         for key in HARMLESS:
             self._values.pop(key, None)
 
     def size(self, key: str, default: int | None = None) -> int:
         """Takes a positive whole number; null counts as absent."""
+        # Old files write null where a key is not used.
         value = self._values.pop(key, None)
         value = default if value is None else value
         if value is None:
             self._wrong.append(f"{key} is missing")
             return 1
+        # `type` and not isinstance: true would be a 1.
         if type(value) is not int or value < 1:
             self._wrong.append(f"{key} must be a positive number, got {value!r}")
             return 1
@@ -68,6 +71,7 @@ class Keys:
 
     def only(self, key: str, *allowed: Any) -> None:
         """Takes a key that must be absent or have one of these values."""
+        # Absent means the first value, which is what the architecture does by itself.
         value = self._values.pop(key, allowed[0])
         if value not in allowed:
             self._wrong.append(f"{key} {value!r} is not supported, only {allowed[0]!r}")
@@ -86,6 +90,7 @@ class Keys:
         Raises:
           UserError: something was wrong, or keys are left that nobody understands.
         """
+        # What is left was asked by nobody: it may change the function.
         self._wrong += [
             f"{key} {value!r} is not understood"
             for key, value in sorted(self._values.items())

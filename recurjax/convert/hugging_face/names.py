@@ -22,6 +22,7 @@ def ignored_tensors(architecture: Architecture, config: ModelConfig) -> set[str]
     A tied head repeats the embedding; old files hold tables that follow from the
     config (inverse frequencies, causal masks).
     """
+    # A tied head is written again in some files; it is the embedding.
     names = {"lm_head.weight"} if config.tied_head else set()
     for layer in range(config.stack.layers):
         if architecture == "gpt_neox":
@@ -44,6 +45,7 @@ def _llama(table: PieceTable, config: ModelConfig) -> None:
             ("post_attention_layernorm", "mlp_norm"),
         ):
             table.same(f"{theirs}.{name}.weight", f"{ours}.{norm}.scale", place)
+        # Their o_proj is our w_out; the others have the same letters.
         for name, part in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):
             tensor = f"{theirs}.self_attn.{name}_proj"
             table.same(f"{tensor}.weight", f"{ours}.attention.w_{part}", place)
@@ -79,6 +81,7 @@ def _gpt_neox(table: PieceTable, config: ModelConfig) -> None:
                 place,
                 shape=(3 * H * E, D),
                 view=(H, 3, E, D),
+                # Out axis [H, 3, E] and inputs D; ours is [D, H, E]: inputs first.
                 part=(slice(None), i),
                 axes=(2, 0, 1),
             )

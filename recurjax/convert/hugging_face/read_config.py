@@ -49,6 +49,7 @@ def model_from_keys(values: dict[str, Any], *, where: str) -> HfModel:
             f"{where}: model_type {architecture!r} is not supported: known are "
             f"{', '.join(_READERS)}"
         )
+    # Keys are taken as they are understood; what is left at the end is an error.
     keys = Keys(values, where=where)
     keys.any("model_type")
     length = keys.size("max_position_embeddings", 2048)
@@ -64,6 +65,7 @@ def model_from_keys(values: dict[str, Any], *, where: str) -> HfModel:
     return HfModel(architecture, config, length)
 
 
+# Llama's rope in halves, as ours; the interleaved one is another function.
 def _llama(keys: Keys) -> ModelConfig:
     keys.only("rope_interleaved", False)
     bias = keys.flag("attention_bias", False)
@@ -96,6 +98,7 @@ def _gemma(keys: Keys) -> ModelConfig:
 
 
 def _qwen2(keys: Keys) -> ModelConfig:
+    # Qwen2 names its windows by layer; ours repeat a pattern.
     keys.only("use_mrope", False)
     layers = keys.any("num_hidden_layers")
     windows = _windows(keys, layers if isinstance(layers, int) else 1)
@@ -125,6 +128,7 @@ def _gated(
 ) -> ModelConfig:
     """Reads what Llama and its relatives share: RMSNorm, a gated MLP, full RoPE."""
     width = keys.size("hidden_size")
+    # Where the key is missing, heads have the width's share.
     heads = keys.size("num_attention_heads")
     return ModelConfig(
         vocabulary=keys.size("vocab_size"),
@@ -177,6 +181,7 @@ def _gpt_neox(keys: Keys) -> ModelConfig:
                 heads=heads,
                 key_heads=heads,
                 head_width=max(width // heads, 1),
+                # The rotated share is a quarter where nothing says otherwise.
                 position=_rope(keys, fraction=0.25),
                 qkv_bias=bias,
                 out_bias=bias,
@@ -187,6 +192,7 @@ def _gpt_neox(keys: Keys) -> ModelConfig:
 
 def _rope(keys: Keys, fraction: float = 1.0) -> Rope:
     """Reads base and rotated share from wherever a version of transformers put them."""
+    # Versions of transformers have these under three names; the newest wins.
     base = keys.number("rotary_emb_base", 10000.0)
     base = keys.number("rope_theta", base)
     fraction = keys.number("rotary_pct", fraction)
@@ -215,6 +221,8 @@ def _windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
     used = keys.flag("use_sliding_window", False)
     kinds = keys.any("layer_types")
     if kinds is None:
+        # Without a list of kinds the layers from `max_window_layers` on slide, if at
+        # all.
         start = first if isinstance(first, int) and used and sliding else layers
         kinds = [
             "sliding_attention" if layer >= start else "full_attention"
@@ -232,7 +240,9 @@ def _windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
     if not isinstance(sliding, int) or sliding < 1:
         keys.wrong(f"sliding_window must be a positive number, got {sliding!r}")
         return (None,)
+    # Theirs counts the token itself, ours the tokens before it.
     windows = [sliding - 1 if kind == known[1] else None for kind in kinds]
+    # The shortest pattern that repeats into the list: layers of one place are stacked.
     period = next(
         p
         for p in range(1, layers + 1)

@@ -42,6 +42,7 @@ def hf_keys(
             "--format at torch"
         )
     found: dict[Architecture, list[str]] = {}
+    # Each architecture is tried: written, read back and compared.
     for architecture in get_args(Architecture):
         keys = _keys(architecture, config, length)
         try:
@@ -52,6 +53,7 @@ def hf_keys(
         found[architecture] = model_differences(_whole(config), back)
         if not found[architecture]:
             return keys | {"bos_token_id": bos, "eos_token_id": eos}
+    # The one with fewest differences, so that the reader sees what is in the way.
     nearest = min(found, key=lambda name: len(found[name]))
     raise UserError(
         f"this model is no Llama, Gemma, GPT-NeoX or Qwen2; from {nearest} it differs "
@@ -85,6 +87,7 @@ def _keys(
         "max_position_embeddings": length,
         "tie_word_embeddings": config.tied_head,
     }
+    # GPT-NeoX has names of its own for the same things.
     if architecture == "gpt_neox":
         tanh = stack.mlp.kind == "gelu_tanh"
         return keys | {
@@ -112,12 +115,14 @@ def _keys(
     if architecture == "llama":
         keys |= {"attention_bias": a.qkv_bias, "mlp_bias": stack.mlp.bias}
     if architecture == "qwen2":
+        # Qwen2 derives its head width and its readers refuse the key.
         del keys["head_dim"]
         keys |= _sliding(stack)
     return keys
 
 
 def _sliding(stack: TransformerConfig) -> dict[str, Any]:
+    # Layer by layer, as the config lists them.
     windows = stack.windows * (stack.layers // len(stack.windows))
     widths = {window + 1 for window in windows if window is not None}
     return {

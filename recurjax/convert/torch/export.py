@@ -56,6 +56,7 @@ def to_torch(
       UserError: the variant has no PyTorch module, or is none of Hugging Face's
         architectures; `out` is taken; the disk is full; the PyTorch side fails.
     """
+    # Asked before anything is written.
     config = run.model.config
     if format == "torch" and type(config.stack) not in TEMPLATES:
         raise UserError(
@@ -73,6 +74,7 @@ def to_torch(
         _write_json(aside / "config.json", keys)
         run.tokenizer.save(aside)
         if format == "hf":
+            # transformers asks the config which class reads tokenizer.json.
             _name_tokenizer_class(aside / "tokenizer_config.json")
         found = (
             _compare(run, aside, format, python, ids, tolerance)
@@ -89,6 +91,7 @@ def compare_with_export(run: LoadedRun, directory: Path, **options: Any) -> Chec
     The module that reads them is written anew from the run's config. The one in the
     directory is not run: importing weights must not execute what came with them.
     """
+    # Into a folder that goes away: the module is only for this comparison.
     with tempfile.TemporaryDirectory() as folder:
         module = Path(folder) / MODULE
         source = torch_source(run.model.config.stack)
@@ -130,6 +133,7 @@ def _config(run: LoadedRun) -> dict[str, Any]:
 def _hf_config(run: LoadedRun) -> dict[str, Any]:
     return hf_keys(
         run.model.config,
+        # A Hugging Face model names its longest sequence; at least a usual one.
         length=max(run.experiment.training.length, 2048),
         bos=run.tokenizer.bos,
         eos=run.tokenizer.eos,

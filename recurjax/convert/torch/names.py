@@ -12,6 +12,7 @@ _BLOCK = re.compile(r"^stack\.blocks\.(?:(\d+)\.)?")
 def torch_pieces(config: ModelConfig) -> list[Piece]:
     """Returns the table of a model: `layers.3.attention.q.weight` and so on."""
     table = PieceTable(config)
+    # Places of the pattern, which the names of our blocks have.
     places = {match[1] for name in table.shapes if (match := _BLOCK.match(name))}
     period = len(places)
     for name in table.shapes:
@@ -24,6 +25,7 @@ def torch_pieces(config: ModelConfig) -> list[Piece]:
             continue
         rest, place = name[match.end() :], int(match[1] or 0)
         for index in range(table.shapes[name][0]):
+            # Our layer is its place in the pattern and its repeat.
             layer = index * period + place
             _add(table, f"layers.{layer}.{rest}", name, index)
     return table.finished()

@@ -44,12 +44,14 @@ def from_torch(
             f"{keys.get('format')!r}, not {FORMAT!r}"
         )
     missing = [name for name in ("model", "experiment", "step") if name not in keys]
+    # Each is named, so that a file of another kind is told apart from a damaged one.
     if missing:
         raise UserError(f"{file} lacks {', '.join(missing)}")
     step = keys["step"]
     if type(step) is not int or not 0 <= step <= LARGEST_SIZE:
         raise UserError(f"{file}: step must be a number of steps, got {step!r:.60}")
     config = from_json(ModelConfig, keys["model"], path="model")
+    # The experiment beside the model, so that a run can go on from it.
     experiment = from_json(Experiment, keys["experiment"], path="experiment")
     if changed := model_differences(config, experiment.model):
         raise UserError(
@@ -57,5 +59,6 @@ def from_torch(
         )
     tokenizer = load_tokenizer(directory)
     source = open_directory(directory)
+    # The tensors' names and shapes come from the model, not from the file.
     model = load_model(config, torch_pieces(config), source, mesh=mesh, report=report)
     return LoadedRun(experiment, model, tokenizer, step)

@@ -37,6 +37,7 @@ def torch_source(stack: StackConfig) -> str:
     Raises:
       KeyError: the variant has no template.
     """
+    # The order in the joined file: what is used before who uses it.
     names = ("layers", TEMPLATES[type(stack)], "decoder")
     texts = [(_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names]
     return _joined(texts)
@@ -55,6 +56,8 @@ def _joined(texts: list[str]) -> str:
                 isinstance(node, ast.Import | ast.ImportFrom) or node is tree.body[0]
             )
             if header:
+                # Docstring and imports go; both come back once, at the head of the
+                # file.
                 assert node.end_lineno is not None
                 lines[node.lineno - 1 : node.end_lineno] = [""] * (
                     node.end_lineno - node.lineno + 1
@@ -62,6 +65,7 @@ def _joined(texts: list[str]) -> str:
             if isinstance(node, ast.Import):
                 plain |= {ast.unparse(node)}
             elif isinstance(node, ast.ImportFrom) and node.module not in _LOCAL:
+                # Imports of the same module from two templates become one.
                 names = {alias.name for alias in node.names}
                 from_modules.setdefault(str(node.module), set()).update(names)
         bodies.append("\n".join(lines).strip())

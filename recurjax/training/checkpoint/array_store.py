@@ -95,6 +95,7 @@ class ArrayStore:
         arrays = named(self._handler.restore(path / ARRAYS, args=args))
         for name, leaf in item.items():
             # A name that orbax does not find it leaves as it was asked for.
+            # Partial restoring is silent about what it lacks.
             if not isinstance(arrays[name], jax.Array):
                 raise ValueError(f"{name} is missing")
             if (arrays[name].shape, arrays[name].dtype) != (leaf.shape, leaf.dtype):

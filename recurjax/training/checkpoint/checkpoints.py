@@ -45,6 +45,8 @@ class Restored(NamedTuple):
         """
         if len(self.data_states) == jax.process_count():
             return self.data_states[jax.process_index()]
+        # From another number of processes: their places agree only where all read the
+        # same.
         if any(state != self.data_states[0] for state in self.data_states):
             raise UserError(
                 f"checkpoint {self.step} was saved by {len(self.data_states)} processes"
@@ -92,6 +94,7 @@ class Checkpoints:
         """
         if keep < 1:
             raise ValueError(f"Checkpoints: wants keep >= 1, got keep={keep}")
+        # Kept in memory only: reading must not change what is on disk.
         self._directory = StepDirectory(directory)
         self._keep = keep
         self._keep_best = keep_best
@@ -126,15 +129,18 @@ class Checkpoints:
             or it holds a later step or other arrays at this step.
           ValueError: a leaf that is no jax.Array, or a data_state that is not JSON.
         """
+        # One save at a time: the last one is on disk before the next begins.
         self.wait()
         arrays = named(tree)
         manifest = Manifest(
             step=step,
             arrays=_entries(arrays),
             data_states=_gathered(data_state),
+            # A loss that is not finite can be no best.
             loss=float(loss) if loss is not None and math.isfinite(loss) else None,
             model=None if self._model is None else to_json(self._model),
         )
+        # Process 0 decides; the others follow its answer, so that all save or none.
         if not first_process(lambda: self._directory.make_way(manifest)):
             return
         self._directory.damaged.clear()
@@ -144,6 +150,7 @@ class Checkpoints:
         except OSError as error:
             raise self._not_written(step, error) from error
         self._writing = step
+        # Whoever sends a step away waits for it in the background, beside the training.
         if self._after_write is not None:
             self._follower = threading.Thread(target=self._follow, daemon=True)
             self._follower.start()
@@ -180,6 +187,7 @@ class Checkpoints:
         root = self._directory.root
         for incomplete in first_process(self._directory.incomplete):
             report(f"Checkpoint {incomplete} in {root} is incomplete and is left out.")
+        # Newest first; one that is damaged is told of and the next older one tried.
         faults: dict[int, str] = {}
         for candidate in self._candidates(step):
             try:
@@ -231,6 +239,7 @@ class Checkpoints:
             self._writing = None
             raise self._not_written(step, error) from error
         self._writing = None
+        # Only now that a newer step is whole may older ones go.
         prune = self._directory.prune
         first_process(lambda: prune(keep=self._keep, keep_best=self._keep_best))
 
@@ -252,6 +261,7 @@ class Checkpoints:
     def _finish_write(self) -> None:
         if self._follower is None:
             return self._store.wait()
+        # The follower has waited for the write and done what comes after it.
         self._follower.join()
         fault, self._fault, self._follower = self._fault, None, None
         if fault is not None:

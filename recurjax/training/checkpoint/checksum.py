@@ -35,6 +35,7 @@ def checksums(arrays: Mapping[str, Shaped[Array, "..."]]) -> dict[str, str]:
     Raises:
       ValueError: a complex or otherwise extended dtype.
     """
+    # Arrays on other devices (of a pipeline's stages) need a program of their own.
     groups: dict[frozenset, list[str]] = {}
     for name, array in sorted(arrays.items()):
         groups.setdefault(frozenset(array.sharding.device_set), []).append(name)
@@ -102,6 +103,7 @@ def _row_major_index(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     for axis in reversed(range(len(shape))):
         count = lax.broadcasted_iota(jnp.uint32, shape, axis)
         index = index + count * jnp.uint32(stride % 2**32)
+        # Modulo 2^32, as the index itself: large arrays repeat keys after 4e9 elements.
         stride *= shape[axis]
     return index
 

@@ -87,6 +87,7 @@ def muon_adamw(
     # A batch k times as large has a gradient with 1/k of the noise: rates grow by sqrt
     # k.
     batch = (size.tokens / _REFERENCE_BATCH) ** 0.5
+    # Embeddings and the head learn slower in wider models.
     wide = batch * (size.width / _REFERENCE_WIDTH) ** -0.5
 
     def scheduled(peak: float) -> Callable:

@@ -32,12 +32,14 @@ def read_rows(file: Path) -> Rows:
     """
     rows, damaged = [], 0
     # Not splitlines: a byte may have become another that ends lines.
+    # The last piece is empty, or what a kill cut off.
     *lines, last = file.read_bytes().split(b"\n")
     for line in lines:
         row = _row(line)
         if row is None:
             damaged += 1
         else:
+            # A row cut off at the very end may still be whole, but for its line break.
             rows.append(row)
     if (row := _row(last)) is not None:
         rows.append(row)
@@ -76,6 +78,7 @@ class MetricsWriter:
         from tensorboardX import SummaryWriter
 
         self._file = file.open("a", encoding="utf-8")
+        # Rows of steps that will be made again are dropped there as well.
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resumed_from + 1)
         self._trackers, self._say = list(trackers), say
         if description is not None:
@@ -91,9 +94,11 @@ class MetricsWriter:
         row = {"step": step, "kind": kind, **metrics}
         self._file.write(json_text(row) + "\n")
         for name, value in metrics.items():
+            # TensorBoard cannot draw NaN; metrics.jsonl has it as null.
             if not math.isfinite(value):
                 continue
             self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        # Trackers have one space of names for all kinds of rows.
         row = {f"{kind}/{name}": value for name, value in metrics.items()}
         for tracker in list(self._trackers):
             try:
@@ -124,6 +129,7 @@ def device_memory() -> dict[str, float]:
 
     Empty where a device does not say, as CPUs do not.
     """
+    # All devices of the process: the fullest one is what runs out.
     told = [device.memory_stats() or {} for device in jax.local_devices()]
     names = {
         "device_memory_bytes": "bytes_in_use",

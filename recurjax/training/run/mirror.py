@@ -47,11 +47,13 @@ class Mirror:
           steps: of these complete checkpoints only; None: of all.
         """
         names = self.store.sizes()
+        # Half a checkpoint is never fetched: it has no commit file.
         wanted = {str(n) for n in (_complete(names) if steps is None else steps)}
         for name in names:
             head, *rest = PurePosixPath(name).parts
             if head == _CHECKPOINTS and (rest[0] not in wanted):
                 continue
+            # The lock is another machine's, and hidden files are being written.
             if head == LOCK or name.startswith("."):
                 continue
             file = self.folder / name
@@ -65,11 +67,13 @@ class Mirror:
           UserError: the store does not take it.
         """
         with self._pushing:
+            # Names are looked up once; what appears meanwhile comes with the next push.
             local = {name: self.folder / name for name in self._names()}
             stamps = {}
             for name in sorted(local, key=_order):
                 try:
                     stamps[name] = _stamp(local[name])
+                    # Unchanged by size and time: not sent again.
                     if self._stamps.get(name) == stamps[name]:
                         continue
                     self.store.send(local[name], name)
@@ -109,11 +113,13 @@ def mirrored(url: str) -> Iterator[Mirror]:
     store = open_store(url, write=True)
     store.check_writable()
     with tempfile.TemporaryDirectory(prefix="recurjax-run-") as folder:
+        # The folder has the run's own name, which messages show.
         mirror = Mirror(store, Path(folder) / PurePosixPath(url).name)
         mirror.folder.mkdir()
         mirror.fetch()
         try:
             yield mirror
+        # Also after an error: what was trained is in the bucket.
         finally:
             mirror.push()
 
@@ -155,6 +161,7 @@ def _order(name: str) -> tuple[bool, bool, bool, str]:
     """Sorts names so that each marks what comes before it as whole."""
     path = PurePosixPath(name)
     is_checkpoint = path.parts[0] == _CHECKPOINTS
+    # Last of all the commit file of a checkpoint; before it config.json, then the rest.
     return is_checkpoint and path.name == _COMMIT, is_checkpoint, name == _CONFIG, name
 
 

@@ -21,6 +21,7 @@ def plot_losses(metrics: Path, png: Path) -> None:
     axes = figure.subplots()
     for kind, style in (("train", "-"), ("validation", "o-")):
         points = [(r["step"], r.get("loss")) for r in rows if r["kind"] == kind]
+        # null: a loss that was not finite leaves a gap.
         points = [point for point in points if point[1] is not None]
         if points:
             steps, losses = zip(*points, strict=True)
@@ -30,6 +31,7 @@ def plot_losses(metrics: Path, png: Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
+    # Drawn in memory, so that the file appears whole.
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
     write_whole(png, drawn.getvalue())

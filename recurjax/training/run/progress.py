@@ -39,6 +39,7 @@ class TrainingProgress:
         self._console, self._log = console, log
         self._steps = training.steps
         self._tokens_per_step = training.tokens_per_step
+        # All devices of a mesh are of one kind.
         peak = peak_flops(devices[0])
         self._mfu_per_token = None
         if peak is not None:
@@ -72,6 +73,7 @@ class TrainingProgress:
     def advance(self, step: int, loss: float) -> None:
         """Shows that `step` steps are done. The first call ends the compile time."""
         if self._started is None:
+            # The first step compiles: rates count from its end.
             self._started, self._first = time.monotonic(), step
         self._seen = step
         status = self._status(loss)
@@ -102,6 +104,7 @@ class TrainingProgress:
     def leave_out(self, seconds: float) -> None:
         """Takes time that was not training (an evaluation) out of the rate."""
         if self._started is not None:
+            # The clock is moved on by the time that was not training.
             self._started += seconds
 
     def _print(self, text: str) -> None:
@@ -114,6 +117,7 @@ class TrainingProgress:
                 file.write(f"{now} {text}\n")
 
     def _tokens_per_second(self) -> float | None:
+        # Less the first step, which compiled.
         done = self._seen - self._first
         if self._started is None or done == 0:
             return None

@@ -69,11 +69,13 @@ class RunDirectory:
     def changes(self, experiment: Experiment) -> list[str]:
         """Lists what makes this experiment another run than the one started here."""
         stored = read_experiment(self.config)
+        # Without a decaying schedule a run may be made longer or shorter at any time.
         if isinstance(stored.schedule, Constant):  # its steps do not depend on the end
             training = dataclasses.replace(
                 stored.training, steps=experiment.training.steps
             )
             stored = dataclasses.replace(stored, training=training)
+        # What may differ between parts of a run is made equal on both sides.
         return differences(_comparable(experiment), _comparable(stored))
 
     def resume(self, experiment: Experiment) -> None:
@@ -157,6 +159,7 @@ class RunDirectory:
         if self.samples.is_file():
             text = self.samples.read_bytes()
             heads = re.finditer(rb"^=== step (\d+) ===$", text, re.MULTILINE)
+            # Samples of later steps begin at the first such heading.
             cut = next((h.start() for h in heads if int(h[1]) > step), len(text))
             if cut < len(text):
                 write_whole(self.samples, text[:cut])
@@ -171,6 +174,7 @@ class RunDirectory:
                 f"file as it was is kept as {kept.name}"
             )
         rows = (row for row in found.rows if row["step"] <= step)
+        # Whole lines are written anew: damaged ones are gone from here on.
         write_whole(self.metrics, "".join(json_text(row) + "\n" for row in rows))
         return told
 
@@ -187,6 +191,7 @@ class RunDirectory:
             for row in rows
             if row["kind"] == "validation" and row["step"] == step
         ]
+        # The last row of the step: an evaluation may have been made twice.
         return bool(losses) and losses[-1] is None
 
     def append_samples(self, step: int, texts: list[str]) -> None:
@@ -243,6 +248,7 @@ def load_run(
     experiment = read_experiment(run.config)
     tokenizer = run.load_tokenizer(experiment)
     if mesh is None:
+        # One device where nothing else is asked for.
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     shapes = model_shapes(experiment.model, mesh)
     wanted = {"model": to_nested_dict(shapes)}
@@ -260,6 +266,7 @@ def load_run(
 def _comparable(experiment: Experiment) -> Experiment:
     """Replaces what may change between parts of a run: devices, logging, samples."""
     training = dataclasses.replace(
+        # Logging and keeping change no parameter.
         experiment.training,
         log_every=1,
         checkpoint_every=1,

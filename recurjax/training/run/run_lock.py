@@ -82,6 +82,7 @@ class Holder:
         if self.machine != _machine():
             return None
         try:
+            # Signal 0 sends nothing: it only asks.
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
             return False
@@ -237,6 +238,7 @@ def held(root: Path, say: Callable[[str], None]) -> Iterator[RunLock]:
     Raises:
       UserError: another process holds it; the sentence names it.
     """
+    # Folders made here are removed again, should nothing be put into them.
     made = _make(root)
     try:
         lock = _acquire(root, say)
@@ -285,6 +287,8 @@ def _acquire(root: Path, say: Callable[[str], None]) -> RunLock:
         if not file.replace(other, own):
             raise UserError(
                 f"{root} is taken over by another process at this moment: try again "
+                # A lock that changed hands in between is another's: this process gives
+                # up.
                 f"(if nothing runs, remove {file.path} and {file.path}.*.successor)"
             )
         say(f"{root} was locked by {other}, which has ended without releasing it")

@@ -46,6 +46,7 @@ def check_shared(root: Path) -> None:
                 folder.rmdir()
 
     word = first_process(write)
+    # Every process looks for itself and tells all: a shared answer, the same for each.
     seen = [json.loads(text) for text in every_process(_look(file, word))]
     first_process(remove)
     blind = [number for number, (saw, _) in enumerate(seen) if not saw]

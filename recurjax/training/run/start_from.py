@@ -82,6 +82,7 @@ def load_frozen(
     frozen = experiment.objective.frozen
     if frozen is None:
         return None
+    # A resumed run reads the very parameters that it began with.
     step = None if record is None else first_process(record.frozen_step)
     found = load_run(frozen.run, step=step, mesh=mesh, report=report)
     if record is not None:
@@ -95,6 +96,7 @@ def _check_run(
     path: str, *, name: str, model: ModelConfig, whose: str, tokenizer: Tokenizer
 ) -> None:
     if (url := url_of(path)) is not None:
+        # Config and tokenizer are enough to compare: no checkpoint is copied.
         with fetched(url, step=NO_STEP) as folder:
             return _check_run(
                 str(folder), name=name, model=model, whose=whose, tokenizer=tokenizer

@@ -21,6 +21,7 @@ def note_start(file: Path, *, step: int) -> dict[str, Any]:
     no repository), the versions of jax and jaxlib, and how many devices of which kind
     in how many processes.
     """
+    # Of where the command was given: that is the code that the user works on.
     commit, dirty = git_state(Path.cwd())
     row = {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),

@@ -60,6 +60,7 @@ def open_trackers(training: TrainingConfig, description: Description) -> list[Tr
         kinds.append(Mlflow)
     trackers: list[Tracker] = []
     for kind in kinds:
+        # An error here is the user's to mend, before anything is trained.
         try:
             trackers.append(kind(training, description))
         except (UserError, OSError):

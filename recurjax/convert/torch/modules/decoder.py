@@ -35,6 +35,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, stack = config, config["stack"]
         multiple = config["pad_vocabulary_to"]
+        # Rows are padded to a multiple; predictions leave the padding out below.
         rows = -(-config["vocabulary"] // multiple) * multiple
         # A stack made of a Transformer keeps its whole config inside its own.
         width = stack.get("transformer", stack)["width"]
@@ -63,9 +64,11 @@ class Decoder(nn.Module):
           cache: from `new_cache`; it is moved on.
           states: gets the residual stream before the first layer and after each.
         """
+        # Learned positions and rotations count from where the cache stands.
         start = 0 if cache is None else cache.position
         x = self.embedding(ids)
         if self.config["embedding_scale"] == "sqrt_width":
+            # The factor is rounded to the activations' dtype first, as Gemma does.
             x = x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype)
         if self.position is not None:
             x = x + self.position.weight[start : start + ids.shape[1]]
@@ -95,6 +98,7 @@ def load(directory: str | Path, device: Any = "cpu") -> Decoder:
     """Builds the model of a directory that recurjax wrote."""
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    # Without memory of its own: the file's tensors take the parameters' places.
     with torch.device("meta"):
         model = Decoder(config["model"])
     weights = load_file(directory / "model.safetensors", device=str(device))

@@ -21,15 +21,22 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, required=True)
     options = parser.parse_args()
     path, special = Path(options.directory), {}  # type: Path, Dict[str, str]
+    # transformers opens a GGUF file as a file of its folder.
     if path.suffix == ".gguf":
         path, special = path.parent, {"gguf_file": path.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", **special
+        # "eager" is the plain formula: a fused attention would differ by rounding.
+        path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        **special,
     ).eval()
     ids = torch.from_numpy(np.load(options.ids)).long()
     with torch.no_grad():
         made = model(ids, output_hidden_states=True)
+        # Rows beyond the tokenizer's vocabulary are padding, and never predicted.
         logits = made.logits[..., : options.vocabulary]
+        # The first step reads the whole prompt, each later one its newest token.
         cache, tokens, token = None, [], ids
         for _ in range(options.new_tokens):
             step = model(token, past_key_values=cache, use_cache=True)

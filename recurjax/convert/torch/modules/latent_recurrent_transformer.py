@@ -27,6 +27,7 @@ from torch import Tensor, nn
 def rms(x: Tensor) -> Tensor:
     """Computes x / sqrt(mean(x^2) + eps), eps float32's epsilon in every dtype."""
     y = x.to(wide(x.dtype))
+    # float32's epsilon whatever the dtype, as nanochat has it.
     eps = torch.finfo(torch.float32).eps
     return (y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -82,6 +83,8 @@ class LatentBlock(nn.Module):
         letter = (
             "L" if layer == L - 1 else stack["windows"][layer % len(stack["windows"])]
         )
+        # "S" windows see half of the training length, "L" windows all of it; the last
+        # layer is always long.
         self.window = stack["length"] // 2 if letter == "S" else stack["length"]
         self.q, self.k, self.v = (nn.Linear(D, n * E, bias=False) for n in (H, K, K))
         self.out = nn.Linear(H * E, D, bias=False)
@@ -96,6 +99,7 @@ class LatentBlock(nn.Module):
         self.value_scale = factor(stack["value_residual"] == "first")
         self.input_v = linear(stack["value_residual"] == "projected", D, K * E)
         kind = stack["value_embeddings"]
+        # Every second layer, counted from the last, which has one.
         embeds = kind == "all" or (kind == "alternating" and (L - 1 - layer) % 2 == 0)
         rows, channels = stack["vocabulary"], stack["value_gate_channels"] or D
         self.value_embedding = nn.Embedding(rows, K * E) if embeds else None
@@ -111,10 +115,12 @@ class LatentBlock(nn.Module):
         q, k, v = self.projected(rms(x), seen)
         positions = seen.start + torch.arange(x.shape[1], device=x.device)
         rope = {"base": self.stack["rope_base"], "fraction": 1.0}
+        # The rotation goes the other way round than usual, and is followed by the norm.
         q, k = (rms(rotate(side, -positions, rope)) for side in (q, k))
         k, v = recalled(k, v, state, self.window)
         keys = (
             positions[-1] + 1 - k.shape[1] + torch.arange(k.shape[1], device=x.device)
+            # Keys kept in the state end at the newest position.
         )
         visible = visible_keys(positions, keys, self.window)
         scale = 1 / math.sqrt(self.stack["head_width"])
@@ -138,6 +144,7 @@ class LatentBlock(nn.Module):
     def projected(self, a: Tensor, seen: Pass) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (self.heads(part(a)) for part in (self.q, self.k, self.v))
         if self.value_scale is not None:
+            # The first layer's values are mixed into those of all later ones.
             if self.layer == 0:
                 seen.values = v
             else:
@@ -163,6 +170,7 @@ class LatentBlock(nn.Module):
             return k, v
         pair = seen.pair if self.memory is None else self.memory(seen.memory)
         gates = 2 * torch.sigmoid(self.mix(a)).unflatten(-1, (2, -1))[..., None]
+        # Below `replace_layers` the memory takes the place of the own keys and values.
         kept = 0.0 if self.layer < memory["replace_layers"] else gates[:, :, 0]
         k, v = (
             local if new is None else kept * local + gates[:, :, 1] * self.heads(new)
@@ -211,6 +219,7 @@ class LatentLayers(nn.Module):
         if self.stack["memory"] is None:
             made = self.run(x, ids, start, None, states)
         else:
+            # The recurrence needs a state even where the caller keeps none.
             states = self.new_states() if states is None else states
             tokens = [
                 self.step(x[:, t : t + 1], ids[:, t : t + 1], start + t, states)
@@ -236,6 +245,7 @@ class LatentLayers(nn.Module):
             aside = [dict(state) for state in states]
             own = self.left(self.run(x, ids, position, nothing, aside))
         line = [own, *recent]
+        # Lag 0 is the token's own upper state, which takes a pass without memory first.
         parts = [line[lag] for lag in memory["lags"]]
         if self.lag_logits is not None:
             weights = self.lag_logits.softmax(dim=0)
@@ -264,6 +274,7 @@ class LatentLayers(nn.Module):
 
     def left(self, made: list[Tensor]) -> Tensor:
         """Returns what a pass leaves for later tokens: of one or several layers."""
+        # Layers count from 1 in the config: source l is the output of layer l.
         memory = self.stack["memory"]
         parts = [made[layer - 1] for layer in memory["sources"]]
         if self.source_logits is not None:

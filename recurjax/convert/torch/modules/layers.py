@@ -30,9 +30,11 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x.to(wide(x.dtype))
         if self.kind == "layer":
+            # LayerNorm is an RMSNorm of what is left after the mean is taken away.
             y = y - y.mean(-1, keepdim=True)
         y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + self.eps)
         if self.weight is not None:
+            # Gemma stores the scale less 1.
             y = y * (1 + self.weight if self.one_plus else self.weight)
         if self.bias is not None:
             y = y + self.bias
@@ -57,11 +59,13 @@ def is_kind(config: Config | None, name: str) -> bool:
 def rotate(x: Tensor, positions: Tensor, rope: Config) -> Tensor:
     """Rotates pairs (x[i], x[i + r/2]) of [B, T, H, E] by their positions [T]."""
     r = int(x.shape[-1] * rope["fraction"])
+    # Frequencies in float64, as the JAX side makes them.
     dtype = wide(x.dtype)
     powers = torch.arange(0, r, 2, dtype=torch.float64, device=x.device) / r
     theta = (rope["base"] ** -powers).to(dtype)
     angles = positions.to(dtype)[:, None] * theta
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [T, 1, r/2]
+    # The half-split form: dimension i turns with i + r/2.
     x1, x2, rest = x[..., : r // 2], x[..., r // 2 : r], x[..., r:]
     y1 = (x1 * cos - x2 * sin).to(x.dtype)
     y2 = (x2 * cos + x1 * sin).to(x.dtype)
@@ -88,11 +92,14 @@ def attend(
 ) -> Tensor:
     """softmax(cap(scale q k) + bias) v for q [B, T, H, E] and k, v [B, S, K, E]."""
     group = q.shape[2] // k.shape[2]
+    # Each key head serves `group` neighbouring query heads.
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    # Logits and softmax in at least float32; values are multiplied in their own dtype.
     dtype = wide(q.dtype)
     logits = torch.einsum("bthe,bshe->bhts", q.to(dtype), k.to(dtype)) * scale
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
+    # ALiBi comes after the cap: it is no part of what is capped.
     if bias is not None:
         logits = logits + bias.to(dtype)
     if visible is not None:
@@ -110,6 +117,7 @@ def recalled(
     if "k" in state:
         k = torch.cat([state["k"], k], dim=1)
         v = torch.cat([state["v"], v], dim=1)
+    # A key `window` positions back is still seen; older ones are dropped.
     kept = 0 if window is None else max(k.shape[1] - window - 1, 0)
     state["k"], state["v"] = k[:, kept:], v[:, kept:]
     return k, v
@@ -134,12 +142,14 @@ class Attention(nn.Module):
         self.k = nn.Linear(width, K * E, bias=bias)
         self.v = nn.Linear(width, K * E, bias=bias)
         self.out = nn.Linear(H * E, width, bias=config["out_bias"])
+        # Over all heads together, or head by head.
         full = config["qk_norm_over"] == "full"
         self.q_norm = norm_or_none(config["qk_norm"], H * E if full else E)
         self.k_norm = norm_or_none(config["qk_norm"], K * E if full else E)
 
     def heads(self, y: Tensor, count: int, norm: Norm | None) -> Tensor:
         shape = (*y.shape[:2], count, self.config["head_width"])
+        # Normalised before it is cut into heads, where the norm is over all of them.
         if self.config["qk_norm_over"] == "full":
             return normed(norm, y).reshape(shape)
         return normed(norm, y.reshape(shape))
@@ -155,6 +165,7 @@ class Attention(nn.Module):
         if is_kind(position, "Rope"):
             q, k = rotate(q, positions, position), rotate(k, positions, position)
         k, v = recalled(k, v, state, self.window)
+        # The newest T keys end at the last position; those kept before them come first.
         keys = torch.arange(start + T - k.shape[1], start + T, device=x.device)
         visible = visible_keys(positions, keys, self.window)
         bias = None

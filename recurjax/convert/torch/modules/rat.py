@@ -29,6 +29,7 @@ class Gate(nn.Module):
 
     def __init__(self, width: int, inner: int, rank: int | None, bias: bool):
         super().__init__()
+        # Full, or of low rank: one matrix or two.
         self.full = nn.Linear(width, inner, bias=False) if rank is None else None
         self.reduce = None if rank is None else nn.Linear(width, rank, bias=False)
         self.expand = None if rank is None else nn.Linear(rank, inner, bias=False)
@@ -69,6 +70,7 @@ class Mixer(nn.Module):
 
     def tiled(self, y: Tensor) -> Tensor:
         """Head h takes group h mod N: [B, T, N E] to [B, T, H, E]."""
+        # Groups repeat over the heads, in this order: 0 1 0 1, not 0 0 1 1.
         return self.heads(y.repeat(1, 1, self.inner // y.shape[-1]))
 
 
@@ -111,13 +113,16 @@ class RatMixer(Mixer):
 
     def whole(self, x: Tensor) -> Tensor:
         B, T, _ = x.shape
+        # A row shorter than a chunk is one chunk of its own length.
         C = min(self.config["chunk"], T)
         G = -(-T // C)
+        # The last chunk is filled up; its padding comes after every real position.
         x = torch.nn.functional.pad(x, (0, 0, 0, G * C - T))
         gate = self.forget_gate(x)
         k = self.tiled(self.k(x)).flatten(2)
 
         def scanned(stream: Tensor) -> Tensor:
+            # Chunks become rows of a batch: the recurrence begins from zero in each.
             fold = gate.reshape(B * G, C, -1), stream.reshape(B * G, C, -1)
             states = recur(*fold, torch.zeros_like(fold[0][:, 0]))
             return self.heads(states.reshape(B, G * C, -1))
@@ -126,9 +131,11 @@ class RatMixer(Mixer):
         number = torch.arange(G, device=x.device)
         place = torch.arange(G * C, device=x.device)
         by_token = self.config["position_of"] == "token"
+        # The last position of each chunk stands for all of it.
         ends = k[:, C - 1 :: C], v[:, C - 1 :: C]
         end_keys = self.turned(ends[0], (number + 1) * C - 1 if by_token else number)
         queries = self.turned(q, place if by_token else place // C)
+        # Only finished chunks are attended to; the own one is the running state.
         earlier = number[None, :] < (place // C)[:, None]  # [T, G]
         return self.attended(q, queries, k, v, end_keys, ends[1], earlier)[:, :T]
 
@@ -137,6 +144,7 @@ class RatMixer(Mixer):
         gate = self.forget_gate(x)
         k = self.tiled(self.k(x)).flatten(2)
         for name, stream in (("k", k), ("v", self.v(x))):
+            # At a chunk's first position the state begins anew.
             fresh = position % C == 0
             before = torch.zeros_like(gate[:, 0]) if fresh else state[name]
             state[name] = recur(gate, stream, before)[:, -1]
@@ -147,6 +155,7 @@ class RatMixer(Mixer):
         end_keys = state.get("end_keys", k[:, :0])
         end_values = state.get("end_values", v[:, :0])
         y = self.attended(q, self.turned(q, here), k, v, end_keys, end_values, None)
+        # The chunk is finished: its end can be attended to from now on.
         if position % C == C - 1:
             state["end_keys"] = torch.cat([end_keys, self.turned(k, here)], dim=1)
             state["end_values"] = torch.cat([end_values, v], dim=1)
@@ -167,6 +176,8 @@ class RatMixer(Mixer):
         across = torch.einsum("bthe,bghe->bthg", queries.to(dtype), end_keys.to(dtype))
         if earlier is not None:
             across = across.masked_fill(~earlier[:, None], float("-inf"))
+        # Query and key of the own state stand at one position: their rotations cancel,
+        # so the unrotated ones are multiplied.
         own = (q.to(dtype) * k.to(dtype)).sum(-1, keepdim=True)
         logits = torch.cat([across, own], dim=-1) / math.sqrt(q.shape[-1])
         weights = logits.softmax(dim=-1)
@@ -194,6 +205,7 @@ class ReversedRatMixer(Mixer):
             here = torch.tensor([position], device=x.device)
             rope = self.config["position"]
             q, k = rotate(q, here, rope), rotate(k, here, rope)
+        # The first position of a chunk starts with no keys but its own.
         if position % C:
             k = torch.cat([state["k"], k], dim=1)
             v = torch.cat([state["v"], v], dim=1)
@@ -202,6 +214,7 @@ class ReversedRatMixer(Mixer):
         gate = self.forget_gate(x)
         end = state.get("end", torch.zeros_like(gate))
         y = gate * end + (1 - gate) * a
+        # What the chunk ends with enters the next one's recurrence.
         if position % C == C - 1:
             state["end"] = y
         return y

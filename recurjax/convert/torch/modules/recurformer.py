@@ -51,6 +51,7 @@ class Mamba(nn.Module):
         """Adds up bias and taps of the last inputs by channel; zeros before the row."""
         taps, T = self.conv.weight.T, u.shape[1]
         n = len(taps)
+        # The last n inputs of each channel, zeros before the first.
         past = state.get("conv", u.new_zeros(u.shape[0], n, u.shape[2]))
         row = torch.cat([past, u], dim=1)
         state["conv"] = row[:, -n:]
@@ -65,6 +66,7 @@ class Mamba(nn.Module):
         """Runs h = exp(dt A) h + dt B u, y = C h + D u, a position at a time."""
         dtype = dt.dtype
         u, b, c = u.to(dtype), b.to(dtype), c.to(dtype)
+        # A is stored as the logarithm of its negative, so that it stays negative.
         a = -self.a_log.to(dtype).exp().reshape(-1, self.size)  # [I, N]
         h = state.get("h", u.new_zeros(u.shape[0], *a.shape))
         made = []
@@ -83,6 +85,7 @@ class PartialAttention(nn.Module):
         super().__init__()
         self.config, self.replaced = config, replaced
         H, K, E = config["heads"], config["key_heads"], config["head_width"]
+        # Query heads of a group share one key head.
         self.group = H // K
         self.remaining = [head for head in range(H) if head not in replaced]
         self.kept = sorted({head // self.group for head in self.remaining})
@@ -99,6 +102,7 @@ class PartialAttention(nn.Module):
         B, T = x.shape[:2]
         E = self.config["head_width"]
         v = self.v(x).reshape(B, T, -1, E)
+        # Mamba reads the values that the replaced heads would have averaged.
         theirs = [head // self.group for head in self.replaced]
         mixed = self.mamba(v[:, :, theirs].flatten(2), state).reshape(B, T, -1, E)
         heads: dict[int, Tensor] = {}
@@ -108,6 +112,7 @@ class PartialAttention(nn.Module):
             attended = self.attended(x, v[:, :, self.kept], start, state)
             for number, head in enumerate(self.remaining):
                 heads[head] = attended[:, :, number]
+        # Heads in their old order: the output matrix is the base's own.
         return self.out(torch.cat([heads[head] for head in sorted(heads)], dim=-1))
 
     def attended(self, x: Tensor, v: Tensor, start: int, state: State | None) -> Tensor:
@@ -143,6 +148,7 @@ class RecurFormerBlock(nn.Module):
         width, windows = base["width"], base["windows"]
         self.parallel = base["parallel_residual"]
         one = base["residual_scale"] == "one"
+        # Both branches are scaled down by the root of the depth.
         self.scale = 1.0 if one else base["layers"] ** -0.5
         self.attention_norm = Norm(base["norm"], width)
         if replaced:

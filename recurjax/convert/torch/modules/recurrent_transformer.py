@@ -63,6 +63,7 @@ class RecurrentAttention(nn.Module):
         if is_kind(self.stack["position"], "Alibi"):
             here = torch.tensor([position], device=q.device)
             keys = torch.arange(k.shape[1], device=q.device)
+            # Distances to all earlier positions; the pairs end at this one.
             bias = alibi_bias(self.stack["heads"], here, keys, self.stack["position"])
         scale = 1 / math.sqrt(self.stack["head_width"])
         o = attend(q, k, v, visible=None, bias=bias, scale=scale)
@@ -94,22 +95,29 @@ class RecurrentBlock(nn.Module):
 
     def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
         state = {} if state is None else state
+        # One position after another: each needs the outputs of those before it.
         outputs = [
             self.step(x[:, t : t + 1], start + t, state) for t in range(x.shape[1])
         ]
         return torch.cat(outputs, dim=1)
 
     def step(self, x: Tensor, position: int, state: State) -> Tensor:
+        # A new block begins: the finished one's persistent pairs join the earlier ones,
+        # and its temporary pairs are forgotten.
         if position % self.stack["block"] == 0:
             pairs = [*state.get("pairs", []), *state.get("new", [])]
             state["pairs"] = [joined(pairs)] if pairs else []
             state["new"], state["own"] = [], []
         n = normed(self.attention_norm, x)
+        # The own temporary pair first, so that the query sees its own position.
         state["own"].append(self.attention.pair(n, position))
+        # Persistent pairs of finished blocks, then this block's temporary ones.
         k, v = joined([*state["pairs"], *state["own"]])
         a = self.attention(self.attention.query(n, position), k, v, position)
         y = x + self.scale * a
         z = y + self.scale * self.mlp(normed(self.mlp_norm, y))
+        # The persistent pair is of the layer's output, normed again where the config
+        # says so.
         source = z
         if self.stack["normed_persistent"]:
             source = normed(self.attention_norm, z)

@@ -14,6 +14,7 @@ class TransformerBlock(nn.Module):
         one = stack["residual_scale"] == "one"
         self.scale = 1.0 if one else stack["layers"] ** -0.5
         self.attention_norm = Norm(stack["norm"], width)
+        # Windows repeat over the layers as a pattern does.
         window = windows[layer % len(windows)]
         self.attention = Attention(stack["attention"], width, window)
         self.mlp_norm = Norm(stack["norm"], width)
@@ -22,6 +23,7 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
         mixed = self.attention(self.attention_norm(x), start, state)
         y = x + self.scale * mixed
+        # Both branches read x where the residual is parallel; else the MLP reads y.
         source = x if self.parallel else y
         return y + self.scale * self.mlp(self.mlp_norm(source))
 
