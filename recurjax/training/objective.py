@@ -67,8 +67,7 @@ class NextToken:
         cross_entropy = losses.nats.sum() / counted
         metrics = {"loss": cross_entropy}
         if self.z_loss == 0.0:
-            # PaLM's z-loss keeps log-normalizers near 0, where bfloat16 logits are
-            # exact.
+            # Draws log-normalizers towards 0, which keeps long trainings steady (PaLM).
             return cross_entropy, metrics
         z = jnp.square(losses.log_normalizer).sum() / counted
         return cross_entropy + self.z_loss * z, metrics | {"z_loss": self.z_loss * z}

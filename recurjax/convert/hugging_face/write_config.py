@@ -115,7 +115,7 @@ def _keys(
     if architecture == "llama":
         keys |= {"attention_bias": a.qkv_bias, "mlp_bias": stack.mlp.bias}
     if architecture == "qwen2":
-        # Qwen2 derives its head width and its readers refuse the key.
+        # Qwen2's config has no key for a head's width.
         del keys["head_dim"]
         keys |= _sliding(stack)
     return keys

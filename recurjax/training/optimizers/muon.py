@@ -129,7 +129,7 @@ def _polar_factors(u: Any, axes: Any, dtype: Any) -> Any:
         weight_dimension_numbers=lambda _: axes,
     )
     low = jax.tree.map(lambda x: x.astype(dtype), u)
-    # bfloat16 products serve: the polynomial corrects what they round.
+    # Only the products run in `dtype`; momentum and weights keep theirs.
     factors, _ = orthogonalize.update(low, orthogonalize.init(low))
     return jax.tree.map(lambda o, x: o.astype(x.dtype), factors, u)
 
