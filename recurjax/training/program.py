@@ -178,7 +178,7 @@ def build_step(
             update,
             donate_argnums=0,
             out_shardings=(places, replicated(mesh)),
-            # Outputs lie as inputs do, so that a state goes into the next step as it is.
+            # Outputs lie as inputs do: a state goes into the next step as it is.
         ),
         initialise=jax.jit(
             new, out_shardings=places, compiler_options=_run_once_options(mesh)
