@@ -202,6 +202,7 @@ class _Call(NamedTuple):
     def backward(
         self, arrays: tuple[Any, ...], kept: tuple[Any, ...], cotangents: Any
     ) -> list[jax.Array]:
+        # On one device the backend's gradients are whole.
         """Returns the gradients of the floating leaves of `arrays`."""
         function = partial(self.backend.backward, **self.all_options)
         if self.cut is None:

@@ -72,6 +72,7 @@ def row_axes(rows: int) -> tuple[str, ...]:
     """Returns the axes that cut so many rows; none where they do not divide them."""
     free = free_axes()
     axes = tuple(axis for axis in ROW_AXES if axis in free)
+    # All or none: rows cut by some of the axes would not be the batch's own cut.
     return () if rows % math.prod(free[axis] for axis in axes) else axes
 
 
@@ -118,6 +119,7 @@ def local_shapes(cut: Cut, in_specs: Any, arrays: Any) -> Any:
     """Returns the arrays as one device sees them, as shapes."""
 
     def part(spec: P, leaf: Any) -> jax.ShapeDtypeStruct:
+        # A dimension that several axes cut is divided by each of them.
         sizes = list(leaf.shape)
         for axis, names in enumerate(spec):
             for name in (names,) if isinstance(names, str) else names or ():

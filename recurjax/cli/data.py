@@ -198,6 +198,7 @@ def run_show(args: list[str]) -> int:
 def _shown(stream: PreparedStream, tokenizer: Tokenizer, start: int, stop: int) -> str:
     """Returns a stretch of tokens as text: a line ||| where a document begins."""
     # Which documents begin within this row; the row itself may begin inside one.
+    # Documents that begin inside of the row, by where they begin.
     first, last = np.searchsorted(stream.starts, [start, stop])
     begins = stream.starts[first:last].tolist()
     borders = [start, *(b for b in begins if b > start), stop]

@@ -171,6 +171,7 @@ def _compilers() -> Iterator[str]:
 
 def _disk() -> Iterator[str]:
     for folder, what in ((Path.cwd(), "runs"), (compilers.user_cache(), "caches")):
+        # A folder that is not there yet lies on the disk of the nearest one above it.
         there = next(p for p in (folder, *folder.parents) if p.exists())
         free = shutil.disk_usage(there).free / 1e9
         writable = "" if os.access(there, os.W_OK) else ", not writable"

@@ -47,14 +47,18 @@ def run(argv: list[str]) -> int:
     measure = _measure(options)
     mesh = reading_mesh(options.mesh)
     loaded = load_run(options.run, step=options.step, mesh=mesh, report=_say)
+    # A run that is only read (of somebody else, on a read-only disk) can be evaluated
+    # too.
     keeps = os.access(options.run, os.W_OK)
     if not keeps:
         _say(f"{options.run} cannot be written to: nothing is kept there")
     journal = Journal(_journal_file(options, loaded.step) if keeps else None)
+    # The same command again finds its journal: its name is a digest of what is asked.
     if len(journal):
         _say(f"going on after {len(journal):,} answers of an earlier call")
     found, rows = measure(loaded, mesh if mesh.size > 1 else None, journal)
     report = {"run": str(options.run), "step": loaded.step} | found
+    # Every process of a mesh has the whole result; one reports it.
     if jax.process_index() == 0:
         text = json_text(report, indent=2)
         print(text)
@@ -62,6 +66,7 @@ def run(argv: list[str]) -> int:
             write_whole(options.json, text + "\n")
         if keeps:
             append_rows(options.run, rows)
+    # Only now that everything is written is the journal of no more use.
     journal.close()
     if not math.isfinite(report.get("loss", 0.0)):
         raise UserError(
@@ -77,6 +82,7 @@ def _measure(
 ) -> Callable[[LoadedRun, Mesh | None, Journal], Measured]:
     """Returns the evaluation that the options ask for."""
     if options.core is not None:
+        # Read now, so that a missing file is told before the model is loaded.
         tasks = read_tasks(options.core)
 
         def core(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
@@ -106,6 +112,7 @@ def _measure(
             template_of,
         )
 
+        # A comma too many names no task.
         names = [name for name in options.harness.split(",") if name]
 
         def harness(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
@@ -140,6 +147,7 @@ def _measure(
     if options.ruler is not None:
         words = {"all": ruler.TASKS, "needles": tuple(ruler.NEEDLES)}
         chosen = words.get(options.ruler) or options.ruler.split(",")
+        # Names are checked before a haystack is read.
         ruler.check_known(chosen)
         text, name = _haystack(options)
 
@@ -166,6 +174,7 @@ def _subject(
     options: Evaluate, loaded: LoadedRun, mesh: Mesh | None, journal: Journal
 ) -> Subject:
     longest = loaded.model.config.max_length
+    # A model with learned positions can read no further; any other as far as is asked.
     window = options.length or longest or loaded.experiment.training.length
     if longest is not None and window > longest:
         raise UserError(
@@ -218,6 +227,7 @@ def _olmo(options: Evaluate) -> str | None:
 def _journal_file(options: Evaluate, step: int) -> Path:
     """Returns where this command keeps its answers until it is over."""
     fields = dataclasses.asdict(options) | {"step": step}
+    # Where it runs and where it writes: the same answers whatever they are.
     for name in ("run", "json", "mesh", "batch"):  # change no answer
         del fields[name]
     known = json.dumps(fields, sort_keys=True, default=str).encode()

@@ -37,6 +37,7 @@ def _show_rows(name: str) -> int:
     if file.name != "runs.py":
         print(f"{name}  {summary_of(file)}")
         return 0
+    # Runs of a table are read by running its file, which imports the library.
     for row, one in load_runs(file).items():
         print(f"{name}:{row}  {one.reproduces}: {one.expected}")
     return 0

@@ -194,6 +194,7 @@ def _show(text: str) -> None:
     if jax.process_index() > 0:
         return
     sys.stdout.write(text)
+    # Python would hold short pieces back until a line is full.
     sys.stdout.flush()
 
 

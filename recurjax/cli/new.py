@@ -19,12 +19,14 @@ def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
+    # The file is copied whole: a row of a table needs what the rows share.
     name, source = _read(argv)
     file, row = find_experiment(source)
     if not file.is_file():
         raise UserError(
             f"no experiment file at {file}: `recurjax experiments` lists some"
         )
+    # The name with or without its ending.
     target = Path(name if name.endswith(".py") else f"{name}.py")
     if not re.fullmatch(r"\w+", target.stem):
         raise UserError(f"NAME must have letters, digits and _, got {name!r}")
@@ -42,6 +44,7 @@ def run(argv: list[str]) -> int:
 
 
 def _read(argv: list[str]) -> tuple[str, str]:
+    # --from=NAME as --from NAME.
     words = [part for word in argv for part in word.split("=", 1)]
     names, source, at = [], None, 0
     while at < len(words):

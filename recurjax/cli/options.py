@@ -38,7 +38,9 @@ def override(default: T, argv: Sequence[str], *, prog: str) -> T:
       UserError: an option that `default` has no field for, or a wrong value.
       SystemExit: --help (0).
     """
+    # A union's other member would need fields that this command line cannot give.
     _check_members(default, argv)
+    # Before tyro, whose own list of all options would bury the one that is wrong.
     _check_known(_names(default, ""), argv)
     return _by_tyro(type(default), argv, prog=prog, default=default)
 
@@ -47,10 +49,12 @@ def _by_tyro(kind: type[T], argv: Sequence[str], **options: Any) -> T:
     said = io.StringIO()
     try:
         with redirect_stderr(said):
+            # Fields of configs by dots, not as subcommands of a union.
             return tyro.cli(
                 kind, args=list(argv), config=(tyro.conf.AvoidSubcommands,), **options
             )
     except SystemExit as end:
+        # --help ends with 0 and has printed what it should.
         if not end.code:
             raise
         raise UserError(_sentence(said.getvalue())) from None
@@ -61,6 +65,7 @@ def _by_tyro(kind: type[T], argv: Sequence[str], **options: Any) -> T:
 def _check_known(names: Iterable[str], argv: Sequence[str]) -> None:
     known = ["--" + name.replace("_", "-") for name in names]
     for word in argv:
+        # --a-b and --a_b are the same option.
         option = word.split("=", 1)[0].replace("_", "-")
         is_option = option.startswith("--") and option not in ("--", "--help")
         if is_option and option not in known and _without_no(option) not in known:
@@ -78,6 +83,7 @@ def _check_members(default: Any, argv: Sequence[str]) -> None:
 
 def _check_member(default: Any, option: str) -> None:
     value, union, path, lacking = default, (), "", ""
+    # Down the dotted name, as far as there are configs.
     for name in option[2:].replace("-", "_").split("."):
         if not dataclasses.is_dataclass(value):
             return
@@ -88,6 +94,7 @@ def _check_member(default: Any, option: str) -> None:
         path = f"{path}.{name}" if path else name
         union = tuple(m for m in get_args(hints[name]) if dataclasses.is_dataclass(m))
         value = getattr(value, name)
+    # A field whose type has one class cannot be of another.
     if len(union) < 2 or not dataclasses.is_dataclass(value):
         return
     fitting = [m for m in union if not lacking or lacking in get_type_hints(m)]
@@ -117,6 +124,7 @@ def _instead(path: str) -> str:
 def _declared(kind: Any) -> Iterator[str]:
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(field.default):
+            # Options of a nested config have its name in front.
             yield from _names(field.default, f"{field.name}.")
         else:
             yield field.name
@@ -138,6 +146,7 @@ def _names(config: Any, prefix: str) -> Iterator[str]:
 def _without_no(option: str) -> str:
     """Turns tyro's `--a.no-flag` into `--a.flag`."""
     head, dot, last = option.removeprefix("--").rpartition(".")
+    # tyro puts the "no-" before the last part.
     return f"--{head}{dot}{last.removeprefix('no-')}"
 
 
@@ -149,6 +158,7 @@ def _sentence(box: str) -> str:
     lines = [line.strip("│ ") for line in box.splitlines()][1:]
     lines = list(dropwhile(_is_rule, lines))
     text = " ".join(takewhile(lambda line: not _is_rule(line), lines))
+    # tyro repeats an option's name in front of its message.
     text = re.sub(r"^(\S+): (?=\1\b)", "", text.removeprefix("Error parsing "))
     if "Argument helptext:" in lines:
         wanted = lines[lines.index("Argument helptext:") + 1].partition(" ")[2]

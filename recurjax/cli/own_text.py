@@ -92,6 +92,7 @@ def with_own_text(
     # The same tokenizer has the same vocabulary, and the model stays as it is.
     if tokenizer != data.tokenizer:
         model = _with_vocabulary(model, vocabulary_of(tokenizer))
+    # Every check of the config runs again on what it has become.
     data = dataclasses.replace(
         data, corpus=corpus, tokenizer=tokenizer, validation_fraction=held_out
     )

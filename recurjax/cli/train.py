@@ -44,6 +44,7 @@ def run(argv: list[str]) -> int:
 
 
 def _train(file: str, options: list[str]) -> int:
+    # Own options first: what is left are fields of the experiment.
     runs, options = _take_runs(options)
     prog = f"recurjax train {file}"
     experiment, options = own_text.with_own_text(
@@ -51,11 +52,13 @@ def _train(file: str, options: list[str]) -> int:
     )
     experiment = override(experiment, options, prog=prog)
     if experiment.training.deterministic:
+        # An XLA flag, which counts only before devices are looked for.
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     # Imported late: the flags above count only before jax looks for devices.
     from recurjax.training.loop import train
 
+    # One slash, whether a path or a URL.
     root = f"{runs or '.'}/{experiment.name}"
     if (url := url_of(root)) is not None:
         result = _train_in_bucket(experiment, url)
@@ -77,6 +80,7 @@ def _train_in_bucket(experiment: Experiment, url: str) -> Any:
     from recurjax.training.loop import train
     from recurjax.training.run import mirrored
 
+    # Each process would send its own half-written copy.
     if jax.process_count() > 1:
         raise SharedError(
             f"{url}: several processes write their parts of a checkpoint to one folder "

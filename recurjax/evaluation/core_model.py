@@ -61,6 +61,7 @@ def core_of(
         )
 
     def encode(texts: list[str]) -> list[list[int]]:
+        # Every prompt begins as a document does, whatever it continues.
         return [[first, *ids.tolist()] for ids in tokenizer.encode_many(texts)]
 
     kept = Journal(None) if journal is None else journal
@@ -74,6 +75,7 @@ def core_of(
 
     tasks = tuple(tasks)
     readings: dict[str, Reading] = {AS_CALLED: "as_called"}
+    # A latent memory can be left out: the pass without it shows what it is worth.
     if model.has_latent_memory:
         readings[ZERO_MEMORY] = "zero_memory"
     return {
@@ -104,6 +106,7 @@ def markdown(scores: Mapping[str, CoreScore]) -> str:
     """
     heads = "".join(f" {name} | centered |" for name in scores)
     lines = [f"| task | items |{heads}", "|---|---|" + "---|---|" * len(scores)]
+    # Task by task, over all readings: their tasks come in one order.
     for row in zip(*(score.tasks for score in scores.values()), strict=True):
         told = "".join(f" {task.accuracy:.4f} | {task.centered:.4f} |" for task in row)
         lines.append(f"| {row[0].label} | {row[0].items} |{told}")
@@ -119,6 +122,7 @@ def rows(scores: Mapping[str, CoreScore], *, step: int, limit: int | None) -> li
         for task in score.tasks:
             error = share_error(task.accuracy, task.items)
             for metric, value, stderr in (
+                # A centered accuracy's error would need the chance level's own.
                 ("accuracy", task.accuracy, error),
                 ("centered", task.centered, None),
             ):
@@ -131,6 +135,7 @@ def rows(scores: Mapping[str, CoreScore], *, step: int, limit: int | None) -> li
                     **common,
                 )
                 made.append(row)
+        # CORE is over tasks; its n counts the items that went into it.
         items = sum(task.items for task in score.tasks)
         made.append(
             Row(task="CORE", metric="core", value=score.core, n=items, **common)

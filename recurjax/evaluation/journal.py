@@ -58,6 +58,7 @@ class Journal:
 
     def _read(self) -> list[tuple[str, Any]]:
         if self._file is None or not self._file.is_file():
+            # The last line is whole where the text ends with a line break.
             return []
         text = self._file.read_text(encoding="utf-8")
         whole, _, cut = text.rpartition("\n")

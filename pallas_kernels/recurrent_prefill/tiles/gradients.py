@@ -83,6 +83,8 @@ def recompute(
     y = x + spec.residual_scale * linear(attended, w.w_out, w.b_out)
     normed = pre_norm(y, w.mlp_norm, spec)
     pre = linear(normed, w.w_in, w.b_in)
+    # A gated layer has up and gate side by side: twice as many columns as w_down has
+    # rows.
     gated = w.w_in.shape[-1] != w.w_down.shape[1]
     hidden, back = jax.vjp(lambda pre: activate(pre, spec, gated=gated), pre)
     # The activation acts on each entry alone, so that its gradient is a factor.

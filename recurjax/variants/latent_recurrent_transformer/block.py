@@ -77,6 +77,7 @@ class MemoryProjection(nnx.Module):
         shape = (config.width, config.key_heads, config.head_width)
         draw = partial(draw_weight, fan_in=config.width, config=config.init)
         memory = config.memory
+        # A side that the memory does not enter needs no projection.
         self.w_k = nnx.Param(draw(rngs.params(), shape)) if memory.keys else None
         self.w_v = nnx.Param(draw(rngs.params(), shape)) if memory.values else None
 
@@ -112,10 +113,12 @@ class LatentBlock(nnx.Module):
         self.w_out = nnx.Param(out)
         mlp = MlpConfig(kind="relu_squared", width=config.mlp_width)
         self.mlp = Mlp(mlp, D, init, rngs=rngs, **depth)
+        # Each scale is a number a layer, and starts where the layer is nanochat's.
         scalar = lambda value: nnx.Param(jnp.asarray(value, jnp.float32))  # noqa: E731
         mixes = config.input_mixing != "none"
         self.residual_scale = scalar(1.0) if config.residual_scales else None
         self.input_scale = scalar(0.1) if mixes else None
+        # One weight for each earlier layer, so that the vector is as long as the stack.
         self.history_scale = (
             nnx.Param(jnp.zeros(config.layers, jnp.float32))
             if config.input_mixing == "dense"
@@ -132,6 +135,8 @@ class LatentBlock(nnx.Module):
         table, gate, mix, projection = None, None, None, None
         if config.layer_value_embeddings[place]:
             table = draw(rngs.params(), (config.vocabulary, K, E))
+            # Zero gates at the start: sigmoid 1/2 times the scale, the same for all
+            # tokens.
             gate = jnp.zeros((config.value_gate_channels or D, K), jnp.float32)
         memory = config.memory
         if memory is not None and memory.gated:
@@ -147,6 +152,7 @@ class LatentBlock(nnx.Module):
         self, stream: Stream, seen: Pass, place: Place, layer: Array
     ) -> tuple[Stream, Place | None]:
         x = self._input(stream, seen, layer)
+        # The normed input is what every projection of the layer reads.
         a = rms(x)
         q, k, v, first, origin = self._project(a, stream, seen, layer)
         o, written = attend_at(
@@ -159,11 +165,14 @@ class LatentBlock(nnx.Module):
             segments=seen.segments,
             lengths=seen.lengths,
         )
+        # What the keys and values were made of goes along, for a memory that comes
+        # later.
         if isinstance(place, Whole) and place.origins and isinstance(written, Buffer):
             written = written._replace(origin=origin)
         x = x + _scaled(self.attention_scale, merge(o, self.w_out))
         x = x + _scaled(self.mlp_scale, self.mlp(rms(x)))
         history = stream.history
+        # Written for the layers above; their weights for later entries are masked out.
         if history is not None:
             history = jax.lax.dynamic_update_index_in_dim(history, x, layer, axis=0)
         return Stream(x, first, history), written
@@ -173,6 +182,7 @@ class LatentBlock(nnx.Module):
         if self.input_scale is not None:
             x = x + _scaled(self.input_scale, seen.x0)
         if self.history_scale is not None and stream.history is not None:
+            # Entries of this layer and of those above it are not written yet.
             earlier = jnp.arange(self.config.layers) < layer
             weights = jnp.where(earlier, self.history_scale[...], 0).astype(x.dtype)
             x = x + jnp.einsum("l,lbnd->bnd", weights, stream.history)
@@ -186,6 +196,7 @@ class LatentBlock(nnx.Module):
         q, k, v = project(a, self.w_q), project(a, self.w_k), project(a, self.w_v)
         first = stream.values
         if first is not None and self.value_scale is not None:
+            # Layer 0 has no first values to mix in: its own are they.
             first = jnp.where(layer == 0, v, first)
             share = self.value_scale[...].astype(v.dtype)
             v = jnp.where(layer == 0, v, (1 - share) * v + share * first)
@@ -195,6 +206,7 @@ class LatentBlock(nnx.Module):
         if self.w_value_embedding is not None and self.w_value_gate is not None:
             channels = self.w_value_gate[...].shape[0]
             gate = jax.nn.sigmoid(linear(a[..., :channels], self.w_value_gate))
+            # Looked up at the tokens themselves, not at the memory's.
             own = look_up(self.w_value_embedding[...], seen.ids, v.dtype)
             v = v + self.config.value_gate_scale * gate[..., None] * own
         origin = None if entry is None else Origin(k, v, entry)
@@ -227,9 +239,13 @@ class LatentBlock(nnx.Module):
         origin = buffer.origin
         assert origin is not None
         if self.memory is not None:
+            # A shared memory was projected once for all layers; a layerwise one is
+            # here.
             memory = self.memory(memory)
         keys, values = buffer.keys, buffer.values
         gate, kept = origin.gate[..., None], visited[None, :, None, None]
+        # The gate and the values before rotation are those of the pass without memory,
+        # so the memory can be added where it would have entered.
         if memory.keys is not None:
             new = self._turned(origin.keys + gate * memory.keys, position)
             keys = jnp.where(kept, keys, new)

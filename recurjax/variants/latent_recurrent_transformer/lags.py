@@ -26,6 +26,7 @@ def entering(
     """
     B, T, D = states.shape
     depth = memory.depth if before is None else before.shape[1]
+    # Newest first in the cache; on the line the newest stands next to the first token.
     early = (
         jnp.zeros((B, depth, D), states.dtype)
         if before is None
@@ -70,6 +71,7 @@ def newest(
 ) -> Float[Array, "B P D"]:
     """Returns each row's last P states after T more tokens, newest first."""
     depth, T = old.shape[1], states.shape[1]
+    # Padding on the right moves no row on.
     count = jnp.full(old.shape[0], T) if tokens.lengths is None else tokens.lengths
     old, states = forgotten(old, states, tokens, memory)
     # The last P real states of a row end at its own count, wherever padding begins.

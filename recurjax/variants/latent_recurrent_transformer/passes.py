@@ -63,6 +63,7 @@ class LatentPasses(nnx.Module):
             # nothing to learn.
             lags = len(memory.lags) if memory.combine == "average" else 0
             sources = len(memory.sources)
+        # With one lag or source a softmax of one logit would always be 1.
         logits = lambda n: nnx.Param(jnp.zeros(n)) if n > 1 else None  # noqa: E731
         self.memory = projection
         self.lag_logits, self.source_logits = logits(lags), logits(sources)
@@ -105,6 +106,7 @@ class LatentPasses(nnx.Module):
             # values.
             x0=rms(take(x, positions)),
             ids=take(tokens.ids, positions),
+            # Without a memory the projections would give zeros: they are left out.
             memory=self._projected(memory),
             position=jnp.asarray(indices(positions, T), jnp.int32)[None],
             positions=positions,
@@ -167,6 +169,7 @@ class LatentPasses(nnx.Module):
         stream = self._stream(seen.x0)
         for layer in range(self.config.layers):
             repeat, place = divmod(layer, self.config.pattern)
+            # One layer's own weights, taken from the stack of its place in the pattern.
             own = jax.tree.map(lambda w, at=repeat: w[at], self.blocks[place])
             stream = run(own, stream, jnp.int32(layer))
             yield stream.x
@@ -179,6 +182,7 @@ class LatentPasses(nnx.Module):
         """Runs all layers; `places` has one place for each in the pattern."""
         config = self.config
         P = config.pattern
+        # In a pass over everything nothing comes before, so no place has to be carried.
         whole = isinstance(places, Whole)
         # A buffer goes through the scan layer by layer and comes back renewed; a cache
         # is carried whole, so that a step updates it in place.
@@ -209,6 +213,7 @@ class LatentPasses(nnx.Module):
                     state = state + weights[layer] * stream.x
             return (stream, state, tuple(written)), tuple(kept)
 
+        # Summed from zero as layers go by; only the shares of the sources are not zero.
         zero = None if weights is None else jnp.zeros_like(seen.x0)
         repeats = config.layers // P
         (stream, state, caches), kept = scan_layers(
@@ -219,6 +224,7 @@ class LatentPasses(nnx.Module):
             unroll=min(config.unroll, repeats),
             cached=bool(caches),
         )
+        # Without shares the state is the last layer's output.
         state = stream.x if state is None else state
         if config.memory is not None and config.memory.normed:
             state = rms(state)
@@ -241,6 +247,7 @@ class LatentPasses(nnx.Module):
         memory, L = self.config.memory, self.config.layers
         if memory is None or memory.sources == (L,):
             return None
+        # Sources count layers from 1.
         layers = jnp.asarray(memory.sources) - 1
         shares = jnp.ones(1, dtype)
         if self.source_logits is not None:

@@ -113,6 +113,7 @@ def _visible(
     positions: Positions, length: int, window: int, segments: Array | None
 ) -> Array:
     chosen = indices(positions, length)
+    # Chosen positions see by their number in the sequence, not by their place in q.
     mask = visible_by_position(
         jnp.asarray(chosen[None]), jnp.arange(length)[None], window=window
     )

@@ -59,6 +59,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
             )
             for window in config.layer_windows[: config.pattern]
         )
+        # Without a memory no states are kept.
         depth = 0 if config.memory is None else config.memory.depth
         return LatentCache(
             position=jnp.zeros(batch, jnp.int32),
@@ -134,6 +135,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         def refresh(block, group):
             return block.refreshed(group, memory, visited=visited, position=position)
 
+        # Layers of one place are stacked: vmap renews them all at once.
         groups = tuple(
             jax.vmap(refresh)(block, group)
             for block, group in zip(self.blocks, buffer.groups, strict=True)
@@ -184,6 +186,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
             )
         out = self.pass_at_positions(x, tokens, positions, buffer, memory)
         states = put(buffer.states, positions, out.state)
+        # The other positions keep what an earlier pass left.
         return out.x, LatentBuffer(out.places, states)
 
     def empty_buffer(self, x: Float[Array, "B T D"]) -> LatentBuffer:
@@ -255,6 +258,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         # before it are. So T passes are the recurrence, and far fewer come close.
         residual = jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))
         y, new = x, cache
+        # Padding does not count in what a sweep still changed.
         real = (jnp.arange(T) < count[:, None])[..., None]
         for _ in range(sweeps + 1):
             enters = entering(
@@ -299,6 +303,8 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         with it they are what the recurrence makes of them, token after token.
         """
         yield x
+        # The memory needs the recurrence itself; the layers are then run on it in
+        # parallel.
         memory = None if self.config.memory is None else self._entering(x, tokens)
         yield from self.states_on_memory(x, memory, tokens)
 

@@ -38,6 +38,7 @@ def make_mixer(
     rngs: nnx.Rngs,
 ) -> nnx.Module:
     """Builds the module of a mixer's config for layer `layer` of `layers`."""
+    # A mixer is known by its config's class, as a stack is.
     build = _MIXERS[type(mixer)]
     return build(mixer, width, init, layer=layer, layers=layers, rngs=rngs)
 

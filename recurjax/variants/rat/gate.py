@@ -56,6 +56,7 @@ class Gate(nnx.Module):
         else:
             assert self.w_reduce is not None and self.w_expand is not None
             logits = project_flat(linear(x, self.w_reduce), self.w_expand)
+        # Without a bias the gate starts at 1/2 and looks back two tokens.
         bias = None if self.b_forget is None else self.b_forget[...].reshape(-1)
         return sigmoid_gate(logits, bias)
 

@@ -46,6 +46,7 @@ class RatStack(CacheRows, nnx.Module):
         """
         repeats = self.config.layers // len(self.config.pattern)
         groups = tuple(
+            # Each mixer has a cache of its own kind; the repeats are stacked within it.
             block.mixer.init_cache(repeats, batch, length, dtype)
             for block in self.blocks
         )
@@ -55,6 +56,7 @@ class RatStack(CacheRows, nnx.Module):
         """Says why rows of `length` tokens cannot train on a mesh, or None."""
         if reason := refuse_stages(mesh, type(self.config).__name__):
             return reason
+        # One part a row is no cut at all.
         shards = mesh.shape[SEQUENCE_AXIS]
         reason = None if shards == 1 else obstacle(self.config, length, shards)
         return None if reason is None else f"mesh.sequence = {shards}: {reason}"

@@ -50,12 +50,14 @@ class PartialAttention(nnx.Module):
         a, D, init = base.attention, base.width, base.init
         self.config, self.heads = a, config.heads(layer)
         heads, E = self.heads, a.head_width
+        # Query heads that still attend, and the key heads that one of them reads.
         left, kept = len(heads.remaining), len(heads.key_heads)
         draw = partial(draw_weight, fan_in=D, config=init)
         zeros = partial(jnp.zeros, dtype=jnp.float32)
         attends = left > 0
         self.w_q = nnx.Param(draw(rngs.params(), (D, left, E))) if attends else None
         self.w_k = nnx.Param(draw(rngs.params(), (D, kept, E))) if attends else None
+        # All values: replaced heads read them too, through Mamba.
         self.w_v = nnx.Param(draw(rngs.params(), (D, a.key_heads, E)))
         self.w_out = nnx.Param(
             draw_output_weight(
@@ -72,6 +74,7 @@ class PartialAttention(nnx.Module):
         self.b_k = nnx.Param(zeros((kept, E))) if has_bias and attends else None
         self.b_v = nnx.Param(zeros((a.key_heads, E))) if has_bias else None
         self.b_out = nnx.Param(zeros(D)) if a.out_bias else None
+        # A norm by head, which does not care how many heads there are.
         norm = a.qk_norm if attends else None
         self.q_norm = None if norm is None else Norm(norm, E)
         self.k_norm = None if norm is None else Norm(norm, E)
@@ -96,9 +99,11 @@ class PartialAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T R E"], KeyValueCache]:
         """Returns what the remaining heads found; without any, nothing is read."""
         heads, config = self.heads, self.config
+        # All heads replaced: nothing attends, and the cache stays as it is.
         if self.w_q is None or self.w_k is None:
             return v[:, :, :0], cache
         training = cache.slots == 0
+        # In training every row starts at 0, in one row of positions for all.
         start = jnp.zeros((1, 1), jnp.int32) if training else cache.position[:, None]
         positions = start + jnp.arange(x.shape[1])
         q, k = project(x, self.w_q, self.b_q), project(x, self.w_k, self.b_k)
@@ -107,6 +112,7 @@ class PartialAttention(nnx.Module):
         if isinstance(config.position, Rope):
             q = rotate(q, positions, config.position)
             k = rotate(k, positions, config.position)
+        # Values of the key heads that are still read; Mamba takes the others'.
         v = v[:, :, np.asarray(heads.key_heads)]
         scale = config.head_width**-0.5 if config.scale is None else config.scale
         q, places = in_even_groups(q, heads)
@@ -144,8 +150,10 @@ class PartialAttention(nnx.Module):
         """Returns what Mamba makes of the replaced heads' values, by head."""
         B, T, _, E = v.shape
         starts = None if tokens.segments is None else document_starts(tokens.segments)
+        # Training forgets: the recurrence begins from zero in every row.
         before = self.mamba.init_cache(B) if training else cache
         y, after = self.mamba(
+            # Each replaced head's values, of its group's key head, side by side.
             v[:, :, np.asarray(self.heads.group_of)].reshape(B, T, -1),
             before,
             starts=starts,
@@ -165,6 +173,7 @@ class RecurFormerBlock(nnx.Module):
         one = base.residual_scale == "one"
         self.residual_scale = 1.0 if one else base.layers**-0.5
         self.attention_norm = Norm(base.norm, D)
+        # A layer that keeps all heads is the base's own, to the bit, windows too.
         if config.replaced[layer]:
             self.attention = PartialAttention(config, layer=layer, rngs=rngs)
         else:
@@ -198,6 +207,7 @@ def in_place(
     kept: Float[Array, "B T R E"], taken: Float[Array, "B T n E"], heads: LayerHeads
 ) -> Float[Array, "B T H E"]:
     """Puts all heads back in their old order."""
+    # Where each old head stands among remaining and replaced ones, in turn.
     order = np.argsort([*heads.remaining, *heads.replaced])
     return jnp.concatenate([kept, taken.astype(kept.dtype)], axis=2)[:, :, order]
 
@@ -215,8 +225,10 @@ def in_even_groups(
       The queries, and the place of each remaining head among them.
     """
     counts = np.bincount(heads.key_head_of, minlength=len(heads.key_heads))
+    # The largest group decides; smaller ones are filled up.
     size = int(counts.max())
     number = np.array(heads.key_head_of)
+    # Number of a head within its own group: heads of a group are neighbours.
     within = np.arange(len(number)) - np.searchsorted(number, number)
     places = number * size + within
     if (counts == size).all():
@@ -228,4 +240,5 @@ def in_even_groups(
 def document_starts(segments: Array) -> Bool[Array, "B T"]:
     """Tells where a row's next document begins."""
     changes = segments[:, 1:] != segments[:, :-1]
+    # Position 0 begins a row, not a document behind another one.
     return jnp.pad(changes, ((0, 0), (1, 0)))

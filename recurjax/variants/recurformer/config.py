@@ -120,7 +120,10 @@ class RecurFormerConfig:
         total = 6.0 * base.layers * mlp
         for layer in range(base.layers):
             heads = self.heads(layer)
+            # The MLPs are the base's, whatever heads are left.
             left, kept = len(heads.remaining), len(heads.key_heads)
+            # Queries of the heads left, keys that they read, all values, the whole
+            # output matrix.
             projections = D * a.head_width * (left + kept + a.key_heads + a.heads)
             window = base.windows[layer % len(base.windows)]
             seen = length if window is None else min(window + 1, length)
@@ -158,6 +161,7 @@ def split_heads(base: TransformerConfig, replaced: tuple[int, ...]) -> LayerHead
     """Divides a layer's heads: query head h reads key head h // (H / K)."""
     a = base.attention
     group = a.heads // a.key_heads
+    # Groups of query heads share a key head: a key head goes with its last query head.
     remaining = tuple(head for head in range(a.heads) if head not in set(replaced))
     key_heads = tuple(sorted({head // group for head in remaining}))
     return LayerHeads(
@@ -173,6 +177,7 @@ def split_heads(base: TransformerConfig, replaced: tuple[int, ...]) -> LayerHead
 def mamba_weights(mamba: MambaConfig, width: int) -> int:
     """Counts the weights of a mixer of width d_m, less its vectors a channel."""
     channels = mamba.expand * width
+    # Two ways in, one way back.
     in_and_out = 3 * width * channels
     steps = channels * (mamba.dt_rank + 2 * mamba.state) + mamba.dt_rank * channels
     return in_and_out + steps + mamba.conv * channels

@@ -43,6 +43,7 @@ def cache_bytes(
     base, E = config.transformer, config.transformer.attention.head_width
     keys_values = states = whole = 0
     for layer in range(base.layers):
+        # A layer with a window keeps no more than it; none of its heads is replaced.
         window = base.windows[layer % len(base.windows)]
         slots = length if window is None else min(length, window + 1)
         heads = config.heads(layer)
@@ -69,6 +70,8 @@ def added_parameters(config: RecurFormerConfig) -> int:
         # b_conv, b_dt, D and A of each channel.
         total += mamba_weights(config.mamba, heads.mamba_width)
         total += channels * (3 + config.mamba.state)
+        # Queries of the replaced heads, keys that nobody reads any more, and their
+        # biases.
         gone = a.heads - len(heads.remaining) + a.key_heads - len(heads.key_heads)
         total -= gone * a.head_width * (base.width + a.qkv_bias)
     return total

@@ -77,21 +77,25 @@ def mix(
     Returns:
       What the mixer writes, and the cache after x.
     """
+    # Sizes from the arrays: the function serves any width.
     N, R = weights.a_log.shape[1], weights.w_dt.shape[0]
     u, z = linear(x, weights.w_u), linear(x, weights.w_z)
     u, conv = causal_convolution(
         u, weights.w_conv, weights.b_conv, cache.conv, starts=starts, lengths=lengths
     )
     u = jax.nn.silu(u)
+    # One product makes step, B and C of every channel.
     dt, b, c = jnp.split(linear(u, weights.w_x), [R, R + N], axis=-1)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     y, state = selective_scan(
         u,
         linear(dt, weights.w_dt),
+        # A is negative, so that exp(dt A) decays for every positive step.
         -jnp.exp(weights.a_log.astype(dtype)),
         b,
         c,
         skip=weights.skip.astype(dtype),
+        # The op multiplies by silu(z) itself, before its result leaves the chip.
         z=z,
         dt_bias=weights.b_dt.astype(dtype),
         initial=cache.state,
@@ -130,6 +134,7 @@ def causal_convolution(
     if starts is not None:
         document = jnp.cumsum(jnp.pad(starts, ((0, 0), (n, 0))), axis=1)
     y = jnp.broadcast_to(bias.astype(dtype), (B, T, I))
+    # Tap j of a position is the input n - 1 - j before it.
     for tap in range(n):
         shifted = row[:, tap + 1 : tap + 1 + T]
         if document is not None:
@@ -137,10 +142,12 @@ def causal_convolution(
             shifted = jnp.where(same[..., None], shifted, 0)
         y = y + taps[tap].astype(dtype) * shifted
     # The n entries up to each row's last real position.
+    # The last real position of each row; padding behind it is not kept.
     end = jnp.full(B, T) if lengths is None else lengths
     at = end[:, None] + jnp.arange(n)
     kept = jnp.take_along_axis(row, at[..., None], axis=1)
     if document is not None:
+        # Inputs of an earlier document must not enter the next call's.
         last = jnp.take_along_axis(document, (end + n - 1)[:, None], axis=1)
         own = jnp.take_along_axis(document, at, axis=1) == last
         kept = jnp.where(own[..., None], kept, 0)
@@ -175,6 +182,7 @@ class Mamba(nnx.Module):
                 rngs.params(), (I,), jnp.float32, math.log(DT_LEAST), math.log(DT_MOST)
             )
         )
+        # The inverse of softplus, so that the first steps are those drawn.
         self.b_dt = nnx.Param(steps + jnp.log(-jnp.expm1(-steps)))  # softplus^-1
         self.a_log = nnx.Param(
             jnp.tile(jnp.log(jnp.arange(1, N + 1, dtype=jnp.float32)), (I, 1))

@@ -35,6 +35,7 @@ class RecurFormerStack(CacheRows, UncutStack):
 
     def __init__(self, config: RecurFormerConfig, *, rngs: nnx.Rngs):
         self.config = config
+        # A key a layer, as if the layers were stacked.
         keys = jax.random.split(rngs.params(), config.layers)
 
         def block(key: Array, layer: int) -> RecurFormerBlock:
@@ -79,12 +80,16 @@ class RecurFormerStack(CacheRows, UncutStack):
         training = cache.layers[0].keys_values.slots == 0
         x = self._placed(x, cache)
         run = rematerialize(
+            # Layers differ in shape, so nothing is scanned and the compiler could merge
+            # what is computed again: see `rematerialize`.
             lambda block, x, kept: block(x, kept, tokens),
             self.config.transformer.remat,
             scanned=False,
         )
         written = []
         for block, kept in zip(self.layers, cache.layers, strict=True):
+            # Each layer's keys are told where the rows stand; that is kept once for
+            # all.
             at = kept.keys_values._replace(position=cache.position)
             x, new = run(block, keep_rows_apart(x), kept._replace(keys_values=at))
             back = new.keys_values._replace(position=kept.keys_values.position)

@@ -31,12 +31,14 @@ class RecurrentTransformerBlock(nnx.Module):
     ):
         D, init = config.width, config.init
         depth = {"layer": layer, "layers": config.layers}
+        # The same attention config as a Transformer's, so that weights have its names.
         attention = AttentionConfig(
             heads=config.heads,
             key_heads=config.key_heads,
             head_width=config.head_width,
             position=config.position,
             qk_norm=config.qk_norm,
+            # The norm of q and k is over all heads together, as the paper has it.
             qk_norm_over="full",
             qkv_bias=config.qkv_bias,
             out_bias=config.out_bias,
@@ -52,6 +54,7 @@ class RecurrentTransformerBlock(nnx.Module):
 def weights_of(blocks: RecurrentTransformerBlock) -> LayerWeights:
     """Returns the op's weights of stacked blocks."""
     a, m = blocks.attention, blocks.mlp
+    # Norms by the names that the op has for them; a layer may lack any of them.
     norms = {
         "attention_norm": blocks.attention_norm,
         "mlp_norm": blocks.mlp_norm,
@@ -83,6 +86,7 @@ def weights_of(blocks: RecurrentTransformerBlock) -> LayerWeights:
 def spec_of(config: RecurrentTransformerConfig, dtype: str) -> LayerSpec:
     """Returns the op's static view of a layer that computes in `dtype`."""
     position, E = config.position, config.head_width
+    # The op knows no classes of ours: each choice becomes a number or a word.
     rope = position if isinstance(position, Rope) else None
     norm, qk_norm = config.norm, config.qk_norm
     return LayerSpec(
@@ -97,6 +101,7 @@ def spec_of(config: RecurrentTransformerConfig, dtype: str) -> LayerSpec:
         alibi_max_bias=position.max_bias if isinstance(position, Alibi) else None,
         rope_base=None if rope is None else rope.base,
         rope_width=0 if rope is None else rotary_width(E, rope),
+        # The op multiplies logits by this; queries and keys are normed before.
         logit_scale=E**-0.5,
         residual_scale=residual_scale_of(config),
         activation=_ACTIVATIONS[config.mlp.kind],
@@ -114,6 +119,7 @@ def _scale_and_bias(norm: Norm | None) -> tuple[Array | None, Array | None]:
     if norm is None:
         return None, None
     scale = _value(norm.scale)
+    # Gemma's form, 1 + scale, is resolved here; the op multiplies by one scale.
     if scale is not None and norm.config.one_plus:
         scale = 1 + scale
     return scale, _value(norm.bias)

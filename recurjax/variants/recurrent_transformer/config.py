@@ -75,6 +75,7 @@ class RecurrentTransformerConfig:
                 "RecurrentTransformerConfig: key_heads must divide heads, got "
                 f"{self.key_heads} and {self.heads}"
             )
+        # A tile reads the prefix once: a block must not lie across two of them.
         if self.tile is not None and (self.tile < 1 or self.tile % self.block):
             raise ValueError(
                 "RecurrentTransformerConfig: tile must be a multiple of block="
@@ -85,6 +86,7 @@ class RecurrentTransformerConfig:
                 "RecurrentTransformerConfig: the naive schedule has no tile, got "
                 f"{self.tile}"
             )
+        # Raises where the rotated width would be odd, now and not in the first step.
         if isinstance(self.position, Rope):
             rotary_width(self.head_width, self.position)
 
@@ -101,6 +103,8 @@ class RecurrentTransformerConfig:
         from z), and 12 H E T a layer for attention, as for the Transformer.
         """
         D, E = self.width, self.head_width
+        # Queries and output H E each; keys and values K E each, projected from x and
+        # from z.
         projections = D * E * (2 * self.heads + 4 * self.key_heads)
         mlp = D * self.mlp.width * (3 if self.mlp.gated else 2)
         return self.layers * (

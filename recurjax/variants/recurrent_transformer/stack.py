@@ -41,6 +41,7 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
             rngs = nnx.Rngs(params=key)
             return RecurrentTransformerBlock(config, layer=layer, rngs=rngs)
 
+        # One traced init for all layers: a deep stack takes no longer to compile.
         keys = jax.random.split(rngs.params(), config.layers)
         self.blocks = jax.vmap(block)(keys, jnp.arange(config.layers))
         self.position = learned_positions(
@@ -59,6 +60,7 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
         """
         name = type(self).__name__
         check_cache_length(name, length, self.config.max_length)
+        # The op's own cache: persistent pairs, and the running block's temporary ones.
         spec = spec_of(self.config, jnp.dtype(dtype).name)
         return empty_cache(self.config.layers, batch, length, spec)
 
@@ -91,6 +93,8 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
         """
         x = self._placed(x, cache)
         z, cache = recurrent_prefill(
+            # The residual stream crosses positions here, so it stays in at least
+            # float32.
             x.astype(jnp.promote_types(x.dtype, jnp.float32)),
             weights_of(self.blocks),
             cache,
@@ -106,6 +110,7 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
     ) -> Iterator[Float[Array, "B T D"]]:
         """Yields what enters the first layer, and what leaves each."""
         dtype, spec = x.dtype, spec_of(self.config, x.dtype.name)
+        # One layer a call, compiled once: the layers have equal shapes.
         run = jax.jit(partial(recurrent_prefill, spec=spec))
         weights, cache = weights_of(self.blocks), empty_cache(1, x.shape[0], 0, spec)
         rows = Rows(lengths=tokens.lengths, segments=tokens.segments)

@@ -34,11 +34,13 @@ def simulate_transformer(weights: LayerWeights) -> LayerWeights:
     Raises:
       ValueError: there are norms, biases or a gate.
     """
+    # The first six fields are the matrices that every layer has.
     extra = [n for n, leaf in weights._asdict().items() if leaf is not None][6:]
     if extra:
         raise ValueError(
             f"simulate_transformer: wants no norm, bias or gate, got {extra}"
         )
+    # Even and odd layers have carry and live swapped.
     L = weights.w_q.shape[0]
     layers = [
         _simulate_layer(jax.tree.map(lambda leaf, i=i: leaf[i], weights), i % 2)
@@ -74,11 +76,14 @@ def concentrate_on_previous(
     """
     D = v.shape[0]
     grow = lambda part, rows, columns: jnp.pad(part, ((0, rows), (0, columns)))  # noqa: E731
+    # The flag feature: 0 in x, 1 in z. Keys show it, so queries can prefer what is a
+    # layer's output to what is its input.
     flag = jnp.zeros((D + 1, D + 1), v.dtype).at[D, D].set(1)
     query = jnp.zeros(D + 1, v.dtype).at[D].set(strength)
     w_down = grow(down, 0, 1)
     zero = jnp.zeros_like(query)
     return LayerWeights(
+        # A constant query, from the bias alone: all positions ask for the flag.
         w_q=jnp.zeros((1, D + 1, 1, D + 1), v.dtype),
         w_k=flag[None, :, None],
         w_v=grow(v.T, 1, 1)[None, :, None],
@@ -98,6 +103,7 @@ def simplified_layer(
     """Runs z_k = x_k + alpha/k V (x_k + z_1 + ... + z_{k-1}), k from 1."""
     z: list[Array] = []
     for k, x_k in enumerate(x, start=1):
+        # z_k by its definition: each later sum includes all earlier outputs.
         z.append(x_k + alpha / k * (v @ (x_k + sum(z, jnp.zeros_like(x_k)))))
     return jnp.stack(z)
 
@@ -115,6 +121,7 @@ def simplified_gradient(
         return identity + alpha * v
     total, power = jnp.zeros_like(v), identity
     for r in range(1, k + 1):
+        # (alpha V)^r, one power further each time.
         power = alpha * power @ v
         total = total + cycle_count(k, r) / math.factorial(k) * power
     return total
@@ -126,6 +133,7 @@ def cycle_count(k: int, r: int) -> int:
         return 1
     if r < 1 or r > k:
         return 0
+    # Put element k into a cycle of its own, or behind one of the k - 1 others.
     return cycle_count(k - 1, r - 1) + (k - 1) * cycle_count(k - 1, r)
 
 
@@ -148,10 +156,12 @@ def _simulate_layer(w: LayerWeights, carry: int) -> LayerWeights:
     # The Transformer's own MLP reads x + a: carry plus scratch.
     none = jnp.zeros_like(w.w_up)
     reads = stacked(w.w_up, none, w.w_up)
+    # gelu(u) - gelu(-u) = u, so a linear map takes two rows, u and -u.
     up = [reads, for_live, -for_live, for_scratch, -for_scratch]
     to_live = jnp.concatenate([w.w_down, eye, -eye, zero, zero])
     to_scratch = jnp.concatenate([jnp.zeros_like(w.w_down), zero, zero, eye, -eye])
     down = [jnp.zeros_like(to_live), to_live, to_scratch]
+    # Odd layers write to the first block and carry the second.
     if carry == 1:
         down[:2] = down[1::-1]
     out = jnp.moveaxis(w.w_out, 2, 0)  # [d', H, E]

@@ -21,11 +21,13 @@ class Adapter(nnx.Module):
         self, sizes: tuple[int, int], rank: int, init: InitConfig, *, rngs: nnx.Rngs
     ):
         inputs, outputs = sizes
+        # No matrix has a higher rank than its smaller side.
         rank = min(rank, inputs, outputs)
         w_reduce = draw_weight(
             rngs.params(), (inputs, rank), fan_in=inputs, config=init
         )
         self.w_reduce = nnx.Param(w_reduce)
+        # B at zero: every depth starts as the shared block itself.
         self.w_expand = nnx.Param(jnp.zeros((rank, outputs), jnp.float32))
 
     def low_rank(self) -> LowRank:
@@ -37,6 +39,7 @@ class BlockAdapters(nnx.Module):
     """One depth's adapters: one for each linear map of a Transformer layer."""
 
     def __init__(self, config: RelaxedRecursiveTransformerConfig, *, rngs: nnx.Rngs):
+        # Every linear map of the layer, by the name that its adapter has.
         maps = linear_maps(config.transformer)
 
         def adapter(name: str) -> Adapter:
@@ -47,6 +50,7 @@ class BlockAdapters(nnx.Module):
         self.v = adapter("v")
         self.out = adapter("out")
         self.up = adapter("up")
+        # A plain MLP has no gate, and so no adapter for one.
         self.gate = adapter("gate") if "gate" in maps else None
         self.down = adapter("down")
 

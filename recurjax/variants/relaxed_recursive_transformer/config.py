@@ -48,6 +48,8 @@ class RelaxedRecursiveTransformerConfig:
         if self.rank < 0:
             raise ValueError(f"{name}: rank must not be negative, got {self.rank}")
         windows = self.transformer.windows
+        # Backwards or in sequence, a layer of the block would come to places with other
+        # windows.
         if len(set(windows)) > 1 and B > 1 and self.sharing != "cycle":
             raise ValueError(
                 f"{name}: sharing {self.sharing!r} would give one layer several "
@@ -91,10 +93,13 @@ class RelaxedRecursiveTransformerConfig:
         map from N to M. Deeper loops that read loop 1's keys and values project none.
         """
         layers = self.transformer.layers
+        # Sharing saves memory, not work: every depth is run.
         total = self.transformer.flops_per_token(length)
         maps = linear_maps(self.transformer)
         for name, (inputs, outputs) in maps.items():
             run = layers
+            # Keys and values are projected in the first loop only, by matrices and
+            # additions.
             if self.loop_cache == "first" and name in ("k", "v"):
                 run = self.block_layers
                 total -= 6.0 * (layers - run) * inputs * outputs
@@ -107,6 +112,7 @@ def linear_maps(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """Returns the sizes (N, M) of a layer's linear maps, by name."""
     a, D, F = config.attention, config.width, config.mlp.width
     queries, keys = a.heads * a.head_width, a.key_heads * a.head_width
+    # As matrices [N, M]: an addition knows nothing of heads.
     maps = {
         "q": (D, queries),
         "k": (D, keys),

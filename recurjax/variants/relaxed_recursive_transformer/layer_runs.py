@@ -49,6 +49,7 @@ def reads(tokens: Tokens, cache: PatternCache) -> Callable:
 
     def read(place, part, x, group):
         block, adapters, kept = part
+        # The cache as loop 1 found it, at this layer's entry and the rows' positions.
         before = cache.groups[place]._replace(
             position=group.position, layer=group.layer
         )
@@ -78,8 +79,10 @@ def one_by_one(
       cache: of length 0.
       on_first: deeper loops read the keys and values of the first.
     """
+    # A layer's first run makes the keys and values, its later ones may read them.
     first = keeps(tokens) if on_first else runs(tokens)
     later = reads(tokens, cache) if on_first else first
+    # How often each layer of the block has been run, and what its first run handed on.
     used: dict[int, int] = {}
     kept: dict[int, Any] = {}
     yield x
@@ -89,9 +92,11 @@ def one_by_one(
         block, adapters, _ = jax.tree.map(
             lambda leaf, at=repeat: leaf[at], parts[use][place]
         )
+        # A cache of one layer: nothing is kept between calls here.
         group = cache.groups[place]._replace(
             position=cache.position, layer=jnp.int32(0)
         )
+        # Compiled by itself: the comparison must not share the scans' program.
         act = jax.jit(later if use else first, static_argnums=0)
         part = (block, adapters, kept.get(layer))
         x, _, made = act(place, part, x, group)

@@ -77,6 +77,7 @@ class Distilled(_Uptraining):
         self, model: Decoder, batch: Batch, teacher: Decoder
     ) -> tuple[Scalar, dict[str, Scalar]]:
         """Returns the loss; as metrics `loss`, the cross-entropy, and `divergence`."""
+        # All logits in one walk over the vocabulary: the student's head is read once.
         losses = exit_losses(
             model,
             [self.states(model, batch)],
@@ -89,6 +90,8 @@ class Distilled(_Uptraining):
             _mean(values[0], batch) for values in (losses.nats, losses.from_teacher)
         )
         metrics = {"loss": loss, "divergence": divergence}
+        # Both losses are means over the same targets, so `weight` compares like with
+        # like.
         return loss + self.weight * divergence, metrics
 
     def view(self, teacher: Decoder, batch: Batch) -> Teacher:
@@ -148,12 +151,14 @@ class Exits(_Uptraining):
     def beside_flops(self, model: ModelConfig, length: int) -> float:
         """Counts FLOPs a token beside the model's: the exits' heads, the teacher."""
         loops = getattr(model.stack, "loops", 1)
+        # Each loop but the last has a head's product beside the model's own.
         heads = 6.0 * (loops - 1) * model.stack.width * model.padded_vocabulary
         teacher = self.frozen
         return heads + (0.0 if teacher is None else _forward_flops(teacher, length))
 
     def coefficients(self, loops: int) -> list[float]:
         """Returns a_1 .. a_B."""
+        # The last exit is the model itself; earlier ones must not outweigh it.
         if self.weights == "aggressive":
             return [self.coefficient] * (loops - 1) + [1.0]
         whole = loops * (loops + 1) / 2
@@ -168,6 +173,7 @@ class Exits(_Uptraining):
         and `divergence`, summed over loops with a_i.
         """
         view = None
+        # The teacher is an argument, so that no gradient is made for it.
         if self.distilled is not None:
             assert teacher is not None, "an objective with a teacher is given it"
             view = self.distilled.view(teacher, batch)
@@ -176,6 +182,7 @@ class Exits(_Uptraining):
             model,
             states,
             batch.targets,
+            # Without self-distillation the earlier exits are compared with nothing.
             to_last=self.self_distillation > 0,
             teacher=view,
             chunks=self.vocabulary_chunks,
@@ -188,6 +195,8 @@ class Exits(_Uptraining):
         entropies = [_mean(nats, batch) for nats in losses.nats]
         metrics = {"loss": entropies[-1]}
         metrics |= {f"exit_{i}": e for i, e in enumerate(entropies[:-1], start=1)}
+        # Coefficients of all loops; of divergences there is one fewer, none for the
+        # last.
         total = _weighted(coefficients, entropies)
         if losses.from_last is not None:
             apart = [_mean(values, batch) for values in losses.from_last]
@@ -207,6 +216,7 @@ def exit_states(model: Decoder, batch: Batch) -> list[Float[Array, "B T D"]]:
     tokens = Tokens(batch.ids, batch.segments)
     cache = model.init_cache(batch.ids.shape[0], 0)
     after, _ = stack.states(model.embed(batch.ids), cache, tokens)
+    # Every exit reads through the same final norm and head.
     return [model.final_norm(after[b]) for b in range(after.shape[0])]
 
 
@@ -216,6 +226,7 @@ def _mean(values: Float[Array, "B T"], batch: Batch) -> Scalar:
 
 def _weighted(coefficients: Sequence[float], values: Sequence[Scalar]) -> Scalar:
     """Sums a_i v_i; of divergences from the last loop there is one fewer."""
+    # zip stops at the shorter list.
     pairs = zip(coefficients, values, strict=False)
     return jnp.stack([weight * value for weight, value in pairs]).sum()
 
@@ -231,6 +242,7 @@ def _refuses_teacher(teacher: FrozenModel, model: ModelConfig) -> str | None:
 
 
 def _forward_flops(teacher: FrozenModel, length: int) -> float:
+    # A pass forward is a third of what training's three take.
     return teacher.model.flops_per_token(length) / 3
 
 

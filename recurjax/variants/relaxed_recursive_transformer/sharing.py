@@ -13,11 +13,13 @@ def shared_layers(layers: int, loops: int, sharing: Sharing) -> Int[np.ndarray, 
     (with a single loop there is nothing to share, and nothing is turned).
     """
     block = layers // loops
+    # The layers as they are run, from 0.
     depths = np.arange(layers)
     if sharing == "sequence":
         return depths // loops
     order = depths % block
     if sharing == "cycle_rev" and loops > 1:
+        # The last loop from its last layer to its first.
         order[-block:] = order[-block:][::-1]
     return order
 
@@ -29,5 +31,6 @@ def depths_of(layers: int, loops: int, sharing: Sharing) -> Int[np.ndarray, "R K
     cache) finds its layer: by use first, then by layer, [loops, K].
     """
     order = shared_layers(layers, loops, sharing)
+    # Each layer of the block is met `loops` times, whatever the sharing.
     uses = [np.flatnonzero(order == layer) for layer in range(layers // loops)]
     return np.stack(uses, axis=1)

@@ -190,6 +190,8 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
           The last state, those after each loop (None unless wanted), and the cache.
         """
         config, x, after = self.config, self.enter(x, cache), None
+        # Sharing in sequence runs one layer several times before the next: other
+        # nesting.
         in_sequence = config.sharing == "sequence" and config.loops > 1
         if in_sequence:
             x, groups = self._in_sequence(x, cache, tokens)
@@ -260,6 +262,8 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
         self, x: Array, cache: PatternCache, tokens: Tokens
     ) -> tuple[Array, tuple[Cache, ...]]:
         """Runs each layer of the block `loops` times before the next one."""
+        # One layer's uses follow each other: on its own keys, or on those of its first
+        # use.
         act, read = runs(tokens), reads(tokens, cache)
         on_first = self.config.loop_cache == "first" and self.config.loops > 1
         if on_first:
@@ -294,6 +298,7 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
                 written.append(group)
             return (x, tuple(written)), None
 
+        # By repeat of the pattern first, as the outer scan here goes over layers.
         by_repeat = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), self._turns())
         (x, groups), _ = _scan(
             repeat,
@@ -370,6 +375,7 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
         """
         if self.config.sharing != "cycle_rev" or self.config.loops == 1:
             return turns, None
+        # The last loop is turned: it is run by itself, with its layers in reverse.
         last = jax.tree.map(lambda leaf: leaf[-1], turns)
         count = turns[1].shape[0] - 1
         return (_part(turns, 0, count) if count else None), last

@@ -37,6 +37,7 @@ def shared_leaves(
     blocks: Sequence[TransformerBlock], config: RelaxedRecursiveTransformerConfig
 ) -> tuple[tuple[Array, ...], ...]:
     """Returns of each place the leaves that all uses share, [K / P, ...]."""
+    # What a scan over repeats takes apart has the repeats on the leading axis.
     return tuple(
         tuple(leaf for leaf, own in _leaves(block, config) if not own)
         for block in blocks
@@ -49,6 +50,7 @@ def own_leaves(
     config: RelaxedRecursiveTransformerConfig,
 ) -> tuple[Uses, ...]:
     """Returns of each place what its uses own, [loops, K / P, ...]."""
+    # One more axis in front, the loops, for the scan around it.
     return tuple(
         Uses(
             vectors=tuple(leaf for leaf, own in _leaves(block, config) if own),
@@ -69,6 +71,7 @@ def joined(
     Args:
       block: gives the structure.
     """
+    # Leaves in the block's own order, each taken from the side that owns it.
     ours, theirs = iter(shared), iter(vectors)
     leaves = [next(theirs if own else ours) for _, own in _leaves(block, config)]
     return jax.tree.unflatten(jax.tree.structure(block), leaves)
@@ -88,6 +91,7 @@ def _leaves(
 ) -> list[tuple[Array, bool]]:
     """Returns a block's leaves, and whether each use has its own."""
     leaves = jax.tree_util.tree_leaves_with_path(block)
+    # Only norms and biases are ever untied; matrices serve all loops.
     untied = not config.tie_norms
     return [(leaf, untied and not _is_matrix(path)) for path, leaf in leaves]
 

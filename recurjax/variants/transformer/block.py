@@ -41,8 +41,10 @@ class TransformerBlock(nnx.Module):
     ):
         depth = {"layer": layer, "layers": config.layers}
         D, init = config.width, config.init
+        # Plain numbers, no parameters: they shape the program and are not trained.
         self.parallel = config.parallel_residual
         one = config.residual_scale == "one"
+        # 1/sqrt(L) keeps the sum of 2 L branches from growing with depth.
         self.residual_scale = 1.0 if one else config.layers**-0.5
         self.attention_norm = Norm(config.norm, D)
         self.attention = SelfAttention(
@@ -69,10 +71,12 @@ class TransformerBlock(nnx.Module):
         additions: BlockAdditions | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValueCache, KeysValues]:
         """Runs the layer, and hands its keys and values on: see `SelfAttention`."""
+        # A depth that shares its weights brings what it adds to them.
         added = BlockAdditions() if additions is None else additions
         mixed, cache, new = self.attention.keep(
             self.attention_norm(x), cache, tokens, added.attention
         )
+        # Keys and values go on to who reads them again: a deeper loop.
         return self._write(x, mixed, added), cache, new
 
     def read(
@@ -92,6 +96,7 @@ class TransformerBlock(nnx.Module):
         return self._write(x, mixed, added)
 
     def _write(self, x: Array, mixed: Array, added: BlockAdditions) -> Array:
+        # In parallel both branches read x, and their products can be made as one.
         y = x + self.residual_scale * mixed
         source = x if self.parallel else y
         return y + self.residual_scale * self.mlp(self.mlp_norm(source), added.mlp)

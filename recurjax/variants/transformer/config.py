@@ -52,6 +52,7 @@ class TransformerConfig:
             raise ValueError(
                 f"TransformerConfig: unroll must be at least 1, got {self.unroll}"
             )
+        # Layers of one place in the pattern are stacked, so all places need as many.
         if not self.windows or self.layers % len(self.windows):
             raise ValueError(
                 f"TransformerConfig: the length of windows must divide layers="
@@ -74,8 +75,11 @@ class TransformerConfig:
         convention of Chowdhery et al. 2022, appendix B, with windows.
         """
         a, D = self.attention, self.width
+        # Query and output projections have H heads, keys and values K.
         projections = D * a.head_width * (2 * a.heads + 2 * a.key_heads)
         mlp = D * self.mlp.width * (3 if self.mlp.gated else 2)
+        # Each window of the pattern comes `repeats` times.
+        # A window of w sees w tokens back and itself.
         repeats = self.layers // len(self.windows)
         seen = repeats * sum(
             length if w is None else min(w + 1, length) for w in self.windows

@@ -54,6 +54,7 @@ class TransformerStack(CacheRows, UncutStack):
         Raises:
           ValueError: learned positions end before `length`.
         """
+        # Layers of one place in the window pattern share an array, one entry a repeat.
         repeats = self.config.layers // len(self.config.windows)
         return empty_cache(self.config, repeats, batch, length, dtype)
 
@@ -73,10 +74,12 @@ class TransformerStack(CacheRows, UncutStack):
         self, x: Float[Array, "B T D"], tokens: Tokens
     ) -> Iterator[Float[Array, "B T D"]]:
         """Yields what enters the first layer, and what leaves each."""
+        # A cache of length 0: whole rows, as in training.
         cache = self.init_cache(x.shape[0], 0, x.dtype)
         x = self._placed(x, cache)
         return layer_states(self.blocks, x, cache, tokens)
 
+    # In training every row starts at position 0, whatever the empty cache holds.
     def _placed(self, x: Array, cache: PatternCache) -> Array:
         return with_positions(x, self.position, cache.position, training=cache.training)
 
@@ -95,6 +98,7 @@ def empty_cache(
         empty_key_value_cache(
             repeats,
             batch,
+            # A ring buffer: the token itself and `window` before it.
             length if window is None else min(length, window + 1),
             a.key_heads,
             a.head_width,
