@@ -160,7 +160,7 @@ def _from_hf(argv: list[str]) -> int:
     options = parse(FromHf, argv, prog="recurjax convert from-hf")
     # Asked before a model of many gigabytes is read.
     refuse_existing(options.out)
-    # Parameters, config and tokenizer in one go: the model's vocabulary is the tokenizer's.
+    # All in one go: the model's vocabulary is what its tokenizer has.
     made = from_hf(
         options.source,
         tokenizer=options.tokenizer,

@@ -95,6 +95,7 @@ class RelaxedRecursiveTransformerConfig:
         layers = self.transformer.layers
         # Sharing saves memory, not work: every depth is run.
         total = self.transformer.flops_per_token(length)
+        # The additions, over the depths that run each map.
         maps = linear_maps(self.transformer)
         for name, (inputs, outputs) in maps.items():
             run = layers
