@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from recurjax import host
 from recurjax.bench import rat
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
@@ -171,6 +172,7 @@ def _shape(options: Options, length: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    host.prepare()  # as the command line, whose figures these are compared with
     try:
         sys.exit(main())
     except UserError as error:
