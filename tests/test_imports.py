@@ -18,7 +18,7 @@ ORDER = (
     ("config_changes",),
     (
         *("parameters", "devices", "host", "files", "json_files"),
-        *("peers", "compiled_programs", "storage", "ranges"),
+        *("early_interrupt", "peers", "compiled_programs", "storage", "ranges"),
     ),
     ("layers", "data", "sharding", "distributed", "config_json"),
     ("variants",),

@@ -4,10 +4,11 @@ import difflib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
-from recurjax import compiled_programs, host, peers
+from recurjax import compiled_programs, early_interrupt, host, peers
 from recurjax.errors import UserError
 from recurjax.version import VERSION
 
@@ -42,8 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
       0; 2 after a mistake of the user's, said in one sentence; 130 after Ctrl-C; 70
       after an error of recurjax' own, which is said in one sentence too.
     """
+    # Called with words it is a part of another program, which has its own signals.
+    watch = early_interrupt.watched if argv is None else nullcontext
     try:
-        code = _answer(argv)
+        with watch():
+            code = _answer(argv)
     except BaseException:
         if peers.are_told():
             traceback.print_exc()
@@ -76,6 +80,7 @@ def _answer(argv: Sequence[str] | None) -> int:
             argv = [word for word in argv if word != "--no-cache"]
         # Imported by name: `recurjax --version` should not wait for jax.
         command = _find(argv[0])
+        early_interrupt.stop_if_noted()  # swallowed while a module was imported
         if owns_process and kept:
             compiled_programs.keep()
         return command(argv[1:])
@@ -86,6 +91,8 @@ def _answer(argv: Sequence[str] | None) -> int:
         print(f"recurjax: {error}", file=sys.stderr)
         return 2
     except Exception as error:
+        if early_interrupt.was_noted() and not debug:
+            return _interrupted()  # native code makes an error of its own of it
         if not _is_out_of_memory(error):
             if debug:
                 raise
@@ -99,10 +106,14 @@ def _answer(argv: Sequence[str] | None) -> int:
         )
         return 2
     except KeyboardInterrupt:
-        print("recurjax: interrupted", file=sys.stderr)
-        return 130
+        return _interrupted()
     except SystemExit as end:  # tyro prints what is wrong with an option's value
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def _interrupted() -> int:
+    print("recurjax: interrupted", file=sys.stderr)
+    return 130
 
 
 def _find(name: str) -> Callable[[list[str]], int]:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from recurjax import peers
+from recurjax import early_interrupt, peers
 from recurjax.cli import own_text
 from recurjax.cli.options import override
 from recurjax.distributed import start_processes
@@ -58,6 +58,7 @@ def _train(file: str, options: list[str]) -> int:
     # Imported late: the flags above count only before jax looks for devices.
     from recurjax.training.loop import train
 
+    early_interrupt.stop_if_noted()
     # One slash, whether a path or a URL.
     root = f"{runs or '.'}/{experiment.name}"
     if (url := url_of(root)) is not None:

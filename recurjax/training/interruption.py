@@ -8,6 +8,8 @@ from typing import Literal
 import jax
 from jax.experimental import multihost_utils
 
+from recurjax import early_interrupt
+
 Wish = Literal["terminate", "interrupt"]
 
 
@@ -27,6 +29,8 @@ class Interruption:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
+        # From here on a wish is remembered; one that was swallowed before ends here.
+        early_interrupt.stop_if_noted()
         # jax's service has taken SIGTERM already, and tells all processes of it.
         if self._shared:
             self._handle(signal.SIGINT, self._pass_on)

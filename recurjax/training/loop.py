@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from rich.console import Console
 
-from recurjax import peers
+from recurjax import early_interrupt, peers
 from recurjax.config_json import to_json
 from recurjax.distributed import require_joined
 from recurjax.errors import UserError
@@ -108,6 +108,7 @@ def _train(
     check_lock = hold(root, stack, console)
     session = Session(experiment, root, after_write=after_write)
     stack.callback(session.close)
+    early_interrupt.stop_if_noted()
     stack.enter_context(peers.last_words(session.finish_save))
     progress = TrainingProgress(
         console,

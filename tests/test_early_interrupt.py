@@ -1,0 +1,154 @@
+"""Ctrl-C in the first seconds: raised, and noted where the exception is swallowed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+from recurjax import early_interrupt
+from recurjax.cli import main
+from recurjax.training import loop
+from recurjax.training.interruption import Interruption
+from tests.source_tree import ROOT
+from tests.training import tiny_experiment
+from tests.training.compilation import quick_compilation
+
+__all__ = ["quick_compilation"]
+
+
+def press(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
+
+
+def swallow():
+    """Presses Ctrl-C where the exception gets lost."""
+    with suppress(KeyboardInterrupt):
+        press()
+
+
+def test_it_is_raised_at_once_and_again_where_it_was_swallowed():
+    with early_interrupt.watched():
+        early_interrupt.stop_if_noted()
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        with pytest.raises(KeyboardInterrupt):
+            early_interrupt.stop_if_noted()
+        with pytest.raises(KeyboardInterrupt), Interruption():
+            raise AssertionError("the loop began")
+
+
+def test_outside_of_a_watch_nothing_is_noted():
+    before = signal.getsignal(signal.SIGINT)
+    with early_interrupt.watched():
+        swallow()
+        assert early_interrupt.was_noted()
+    assert signal.getsignal(signal.SIGINT) is before
+    early_interrupt.stop_if_noted()
+    swallow()
+    early_interrupt.stop_if_noted()
+
+
+@pytest.fixture
+def as_a_program(monkeypatch, capsys):
+    """Runs `recurjax WORDS` as from a shell, and returns what `main` does."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["recurjax", *map(str, words)])
+        # Settings of a process that is not ours.
+        monkeypatch.setattr(main.host, "prepare", lambda: None)
+        code = main.main()
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def test_swallowed_while_a_session_is_opened_it_stops_before_the_first_step(
+    as_a_program, monkeypatch, tmp_path
+):
+    class Session(loop.Session):
+        def __init__(self, *_, **__):
+            swallow()
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(loop, "Session", Session)
+    words = ("train", tiny_experiment.__file__, "--runs", tmp_path, "--no-cache")
+    assert as_a_program(*words) == (130, "recurjax: interrupted\n")
+
+
+def test_an_error_that_native_code_made_of_it_is_an_interruption(
+    as_a_program, monkeypatch
+):
+    def run(argv):
+        swallow()
+        raise RuntimeError("INTERNAL: CpuCallback error: KeyboardInterrupt")
+
+    monkeypatch.setattr(main, "_find", lambda name: run)
+    assert as_a_program("doctor") == (130, "recurjax: interrupted\n")
+
+
+PRESSED = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {name!r}:
+            sys.meta_path.remove(self)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+sys.meta_path.insert(0, Finder())
+from recurjax.cli.main import main
+sys.argv = ["recurjax", "train", {file!r}, "--runs", {runs!r}]
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recurjax.cli.train", "jax", "orbax", "grain"])
+def test_swallowed_in_an_import_it_ends_the_process_all_the_same(
+    quick_compilation, tmp_path, name
+):
+    script = PRESSED.format(
+        name=name, file=tiny_experiment.__file__, runs=str(tmp_path)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=quick_compilation,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (130, "recurjax: interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 3.0])
+def test_pressed_at_any_early_moment_it_ends_in_a_sentence(
+    quick_compilation, tmp_path, seconds
+):
+    words = ["-m", "recurjax.cli.main", "train", tiny_experiment.__file__]
+    words += ["--runs", str(tmp_path), "--training.steps", "1000000"]
+    words += ["--evaluation.every", "0"]
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        env=quick_compilation | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, (out, err)
+    # Before the loop: a sentence. In it: what was done is saved.
+    saved = re.search(r"interrupted at step \d+, saved in", out)
+    assert err == ("" if saved else "recurjax: interrupted\n"), (out, err)
