@@ -1,6 +1,7 @@
 """What a run has open: data, devices, checkpoints, and the state to start from."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 
 from recurjax.config_json import from_json, to_json
-from recurjax.data.config import Prepared
+from recurjax.data.config import Mixture, Prepared
 from recurjax.data.dataset import AnyDataset, SplitName, open_dataset
 from recurjax.data.loader import Loader
 from recurjax.data.mixture import ChainedLoader, MixtureLoader
@@ -83,10 +84,8 @@ class Session:
         check_frozen(experiment, self.dataset.tokenizer)
         if not claimed:
             # Once a run: shards of one size in each other's place are other text.
-            corpus = getattr(experiment.data, "corpus", None)
-            if isinstance(corpus, Prepared):
-                there = Path(corpus.directory).expanduser()
-                first_process(lambda: verify_checksums(there))
+            for there in _prepared(experiment):
+                first_process(partial(verify_checksums, there))
             first_process(
                 lambda: self.directory.claim(experiment, self.dataset.tokenizer)
             )
@@ -230,6 +229,21 @@ class Session:
         if model is not None:
             return self._step.begin(model)
         return self._step.initialise(jax.random.key(self.experiment.training.seed))
+
+
+def _prepared(experiment: Experiment) -> list[Path]:
+    """Returns the prepared directories that the run reads, parts of a mixture too."""
+    corpus = getattr(experiment.data, "corpus", None)
+    parts = (
+        [part.corpus for part in corpus.parts]
+        if isinstance(corpus, Mixture)
+        else [corpus]
+    )
+    return [
+        Path(part.directory).expanduser()
+        for part in parts
+        if isinstance(part, Prepared)
+    ]
 
 
 def _check_samples(experiment: Experiment, dataset: AnyDataset) -> None:

@@ -214,10 +214,12 @@ def test_swapped_shards_of_one_size_are_found_when_a_run_begins(tmp_path):
     moved = one.rename(data / "aside")
     two.rename(one)
     moved.rename(two)
-    body = (
-        f"return changed(tiny(), data={{'corpus': Prepared(directory={str(data)!r})}})"
-    )
-    file = experiment_file(tmp_path, body)
-    answer = recurjax("train", file, "--runs", tmp_path / "runs")
-    assert_refused(answer, "shard .*tokens-00000.* is damaged")
-    assert not (tmp_path / "runs").exists()
+    shards = f"Prepared(directory={str(data)!r})"
+    part = "Part(name={!r}, weight=1.0, corpus={})".format
+    mixture = f"Mixture(parts=({part('a', 'EmbeddedText()')}, {part('b', shards)}))"
+    for corpus in (shards, mixture):
+        body = f"return changed(tiny(), data={{'corpus': {corpus}}})"
+        file = experiment_file(tmp_path, body)
+        answer = recurjax("train", file, "--runs", tmp_path / "runs")
+        assert_refused(answer, "shard .*tokens-00000.* is damaged")
+        assert not (tmp_path / "runs").exists()
