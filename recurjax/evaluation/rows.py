@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recurjax.errors import UserError
+from recurjax.json_files import parse_json
 
 FILE = "evaluations.jsonl"
 
@@ -61,10 +62,13 @@ def read_rows(run: Path) -> list[Row]:
             f"{run} has no {FILE}: evaluate it first, as in recurjax evaluate {run}"
         )
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
+    for number, line in enumerate(file.read_bytes().splitlines()):
         try:
-            rows.append(Row(**json.loads(line)))
-        except (ValueError, TypeError) as error:
+            row = Row(**parse_json(line, "a row"))
+            if not isinstance(row.value, int | float) or type(row.step) is not int:
+                raise TypeError("a figure is a number")
+            rows.append(row)
+        except (UserError, TypeError) as error:
             raise UserError(
                 f"{file}, line {number + 1} is no row of an evaluation: remove it"
             ) from error

@@ -40,6 +40,14 @@ def test_a_journal_has_what_was_written_but_half_a_line(tmp_path):
     assert not file.parent.exists()
 
 
+@pytest.mark.parametrize("damage", [b"\0" * 9, b"[1, 2]", b"{}", b"\xff", b"[" * 5000])
+def test_a_damaged_line_is_asked_again(tmp_path, damage):
+    file = tmp_path / "answers.jsonl"
+    file.write_bytes(b'["a", 1]\n' + damage + b'\n["b", 2]\n')
+    journal = Journal(file)
+    assert len(journal) == 2 and (journal["a"], journal["b"]) == (1, 2)
+
+
 def test_a_killed_evaluation_goes_on_by_item(model, tmp_path):
     pairs = [Pair((n, n + 1), (n + 2,)) for n in range(5)]
     pairs.append(pairs[0])  # asked twice, read once

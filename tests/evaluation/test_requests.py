@@ -136,6 +136,34 @@ def test_a_file_of_another_format_is_told_in_a_sentence(tmp_path):
         with pytest.raises(UserError, match=pattern):
             read_requests([str(file)])
     broken = tmp_path / "broken.jsonl.gz"
-    broken.write_bytes(b"not gzipped")
-    with pytest.raises(UserError, match="broken.*is not a file of JSON lines"):
-        read_requests([str(broken)])
+    damaged = bytearray(gzip.compress(b'{"text": "a"}\n' * 50))
+    damaged[20] ^= 0xFF
+    for data in (b"not gzipped", bytes(damaged)):
+        broken.write_bytes(data)
+        with pytest.raises(UserError, match="broken.*is not a file of JSON lines"):
+            read_requests([str(broken)])
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        (b"[" * 5000, "line 1 of .* nested too deep"),
+        (b'{"a": "\xff"}', "line 1 of .* is not UTF-8"),
+        (b'{"a": "\\ud800"}', "half a character"),
+        (
+            b'{"request": {"context": 1, "continuation": "b"}, "doc_id": 0, "idx": 0, '
+            b'"label": 0}',
+            "line 1 is no request",
+        ),
+        (
+            b'{"request": {"context": "a", "continuation": "b"}, "doc_id": Infinity, '
+            b'"idx": 0, "label": 0}',
+            "line 1 is no request",
+        ),
+    ],
+)
+def test_hostile_lines_are_told(tmp_path, text, pattern):
+    file = tmp_path / "requests.jsonl"
+    file.write_bytes(text + b"\n")
+    with pytest.raises(UserError, match=pattern):
+        read_requests([str(file)])

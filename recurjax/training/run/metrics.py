@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from recurjax.json_files import json_text
+from recurjax.errors import UserError
+from recurjax.json_files import json_text, parse_json
 from recurjax.training.run.trackers import Description, Tracker
 
 
@@ -48,12 +49,18 @@ def read_rows(file: Path) -> Rows:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line, "a row")
+    except UserError:
         return None
-    if isinstance(row, dict) and type(row.get("step")) is int:
-        return row if isinstance(row.get("kind"), str) else None
-    return None
+    if not isinstance(row, dict):
+        return None
+    step, kind = row.get("step"), row.get("kind")
+    if type(step) is not int or step < 0 or not isinstance(kind, str):
+        return None
+    # Whoever reads a row draws or compares what it holds.
+    figures = [value for name, value in row.items() if name != "kind"]
+    whole = all(value is None or isinstance(value, int | float) for value in figures)
+    return row if whole else None
 
 
 class MetricsWriter:

@@ -70,6 +70,10 @@ DAMAGES = {
     "bytes that are no UTF-8": lambda lines: [lines[0], b'{"\xff": 1}', *lines[1:]],
     "no object": lambda lines: [*lines, b"[1]", b"7", b'"step"'],
     "an object of something else": lambda lines: [b'{"step": "1"}', b"{}", *lines],
+    "a loss that is no number": lambda lines: [
+        *(b'{"step": 1, "kind": "train", "loss": "a"}', *lines),
+        *(b'{"step": 1, "kind": "train", "loss": [1]}', b'{"step": -1, "kind": "x"}'),
+    ],
     "too deep": lambda lines: [b"[" * 100_000, *lines],
     "a line in two": lambda lines: [lines[0], lines[1][:9], lines[1][9:], *lines[2:]],
 }
