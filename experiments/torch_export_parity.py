@@ -21,6 +21,7 @@ import numpy as np
 
 from recurjax.convert.torch import to_torch
 from recurjax.data.dataset import open_dataset
+from recurjax.files import write_whole
 from recurjax.json_files import json_text
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, Any]]:
         for name in options.models:
             run = trained(name, options.steps, options.out / "runs")
             found[name] = measure(run, Path(folder) / name, python)
-    (options.out / "parity.json").write_text(json_text(found, indent=1) + "\n")
+    write_whole(options.out / "parity.json", json_text(found, indent=1) + "\n")
     print(table(found))
     return found
 

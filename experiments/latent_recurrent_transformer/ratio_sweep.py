@@ -13,6 +13,7 @@ release reads its Table 5. `--small` does the same with the four layers of width
 the embedded text, for two CPU cores.
 """
 
+import io
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -179,7 +180,9 @@ def draw(points: list[Point], file: Path) -> None:
         axes.set_ylabel("CORE" if column == "core" else "validation bits a byte")
         axes.grid(alpha=0.3, which="both")
         axes.legend()
-    figure.savefig(file, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
+    write_whole(file, drawn.getvalue())
 
 
 def _name(model: str, depth: int, ratio: int) -> str:

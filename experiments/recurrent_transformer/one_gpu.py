@@ -38,6 +38,7 @@ from recurjax.bench.recurrent_transformer import LARGE, layers, programs
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 from recurjax.experiment import Experiment
+from recurjax.files import write_whole
 from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.program import build_step
@@ -213,7 +214,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         if f"recurrent_{layers}" in rates
     }
     report["paper_tokens_per_s"] = PAPER_TOKENS_PER_S
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    write_whole(options.out, json.dumps(report, indent=2) + "\n")
     print(json.dumps(rates), file=sys.stderr)
     return report
 

@@ -17,6 +17,7 @@ The paper's plot of one layer's latency over N, at its width and batch, on a GPU
 
 import argparse
 import dataclasses
+import io
 import json
 import sys
 from functools import partial
@@ -33,6 +34,7 @@ from recurjax.bench.recurrent_transformer import (
 )
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
+from recurjax.files import write_whole
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 NAMES = (*SCHEDULES, "transformer")
@@ -112,7 +114,9 @@ def draw(points: list[Point], png: Path) -> None:
         axes.set_title(title)
         axes.grid(alpha=0.3)
     figure.axes[0].legend()
-    figure.savefig(png, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
+    write_whole(png, drawn.getvalue())
 
 
 def main(arguments: list[str] | None = None) -> list[Point]:
@@ -140,8 +144,8 @@ def main(arguments: list[str] | None = None) -> list[Point]:
     made = {"device": device_name(), "shape": shape, "dtype": options.dtype} | {
         "points": [dataclasses.asdict(point) for point in points]
     }
-    (options.out / "scaling.json").write_text(json.dumps(made, indent=2) + "\n")
-    (options.out / "scaling.md").write_text(table(points, shape, options.dtype))
+    write_whole(options.out / "scaling.json", json.dumps(made, indent=2) + "\n")
+    write_whole(options.out / "scaling.md", table(points, shape, options.dtype))
     draw(points, options.out / "scaling.png")
     return points
 

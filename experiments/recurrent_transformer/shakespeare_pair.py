@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
     text = table(runs, experiments, rates=options.rates, seeds=options.seeds)
-    (options.directory / "table.md").write_text(text)
+    write_whole(options.directory / "table.md", text)
     print(text, end="")
     return 0
 
