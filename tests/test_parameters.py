@@ -141,6 +141,26 @@ def test_only_matrices_have_inputs_and_outputs():
         assert ("->" in rule.axes) == (rule.role == "matrix"), rule.pattern
 
 
+CUT_OVER_TENSOR = {"H", "K", "F", "I", "M"}
+"""Heads, hidden widths and channels; a model's own width and ranks are not."""
+
+
+def test_what_belongs_to_heads_and_channels_is_cut_where_they_are():
+    """Biases and tables too: else each device would gather what it has a part of."""
+    found = [
+        (rule.pattern, axis, rule.spec[at])
+        for rule in RULES
+        for at, axis in enumerate(rule.axes.replace("->", "").split())
+        if axis in CUT_OVER_TENSOR
+    ]
+    # Mamba's own width M lies between two channels: it is cut as a model's width is.
+    wanted = [
+        (p, axis, "fsdp" if axis == "M" and "mamba" in p else "tensor")
+        for p, axis, _ in found
+    ]
+    assert found == wanted and len(found) > 15
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_two_parameters_of_a_module_have_one_name_in_pytorch(variant):
     names = shapes(variant)

@@ -116,6 +116,24 @@ def test_copies_of_one_parameter_that_differ_are_refused(tmp_path):
         from_authors(tmp_path, config)
 
 
+def test_the_gate_of_their_swiglu_is_the_second_half(tmp_path):
+    """OLMo's: x, gate = ff_proj(x).chunk(2); silu(gate) * x. No golden case has one."""
+    config, _, tensors = recurrent_case(own_case("recurrent_transformer/rt_lm_*.npz"))
+    stack = dataclasses.replace(config.stack, mlp=MlpConfig(kind="swiglu", width=6))
+    config = dataclasses.replace(config, stack=stack)
+    draw = np.random.default_rng(0).standard_normal
+    D = stack.width
+    for layer in range(stack.layers):
+        for name, shape in (("ff_proj", (12, D)), ("ff_out", (D, 6))):
+            tensors[f"blocks.{layer}.{name}.weight"] = draw(shape).astype(np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    mlp = to_nested_dict(from_authors(tmp_path, config))["stack"]["blocks"]["mlp"]
+    for layer in range(stack.layers):
+        both = tensors[f"blocks.{layer}.ff_proj.weight"]
+        np.testing.assert_array_equal(mlp["w_up"][layer], both[:6].T)
+        np.testing.assert_array_equal(mlp["w_gate"][layer], both[6:].T)
+
+
 @pytest.mark.parametrize("path", RAT)
 def test_rats_state_dict(path, tmp_path):
     case = load(path)

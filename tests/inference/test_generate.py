@@ -205,8 +205,10 @@ def test_prefill_makes_the_logits_of_one_position_only(model):
 
 
 def test_texts_of_other_lengths_compile_nothing(model, greedy):
+    programs = prefill._cache_size(), decode._cache_size()
+    assert min(programs) > 0
     again = chunks_of_four(model, [PROMPTS[1]] * 3, max_new_tokens=10)
-    assert again.timing.compile_seconds < 0.2 * greedy.timing.compile_seconds
+    assert (prefill._cache_size(), decode._cache_size()) == programs
     timing = again.timing
     assert (timing.rows, timing.prompt_tokens, timing.new_tokens) == (3, 3, 30)
     assert timing.decode_tokens_per_second == 27 / timing.decode_seconds

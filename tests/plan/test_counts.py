@@ -1,6 +1,7 @@
 """FLOPs, bytes and collectives of a program with loops, against the unrolled one."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from recurjax.plan.flops import Flops, count_flops
 from recurjax.plan.hlo import array_bytes, parse
+from recurjax.plan.memory import Memory, read_memory
 from recurjax.plan.traffic import Traffic, read_traffic
 
 STEPS, ROWS, WIDTH = 6, 16, 32
@@ -70,6 +72,14 @@ def test_flops_see_loops_branches_kernels_and_shards():
 
     assert counted(endless).products == product
     assert counted(endless).unknown_loops == 1
+
+    def nested(w):
+        def rows(x, _):
+            return jax.lax.fori_loop(0, 3, lambda _, y: y @ w, x), None
+
+        return jax.lax.scan(rows, w, length=4)[0]
+
+    assert counted(nested).products == 4 * 3 * product
 
     def by_platform(w):
         return jax.lax.platform_dependent(
@@ -222,3 +232,127 @@ def test_a_collective_in_steps_of_several_fusions_counts_once(channel, count):
     text = IN_STEPS.format(channel)
     (found,) = read_traffic(parse(text), axes=AXES, sizes=SIZES).collectives
     assert found.count == count
+
+
+LOOPS = """HloModule m
+
+%more (p: (s32[], f32[8])) -> pred[] {
+  %p.0 = (s32[], f32[8]{0}) parameter(0)
+  %i.0 = s32[] get-tuple-element(%p.0), index=0
+  %n.0 = s32[] constant(5)
+  ROOT %less = pred[] compare(%i.0, %n.0), direction=LT
+}
+
+%inner (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p.1 = (s32[], f32[8]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %x.1 = f32[8]{0} get-tuple-element(%p.1), index=1
+  %y.1 = f32[8]{0} add(%x.1, %x.1)
+  ROOT %t.1 = (s32[], f32[8]{0}) tuple(%i.1, %y.1)
+}
+
+%outer (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p.2 = (s32[], f32[8]{0}) parameter(0)
+  %w.2 = (s32[], f32[8]{0}) while(%p.2), condition=%more, body=%inner
+  %i.2 = s32[] get-tuple-element(%w.2), index=0
+  %x.2 = f32[8]{0} get-tuple-element(%w.2), index=1
+  %z.2 = f32[8]{0} negate(%x.2)
+  ROOT %t.2 = (s32[], f32[8]{0}) tuple(%i.2, %z.2)
+}
+
+ENTRY %main (a: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %a = (s32[], f32[8]{0}) parameter(0)
+  ROOT %w = (s32[], f32[8]{0}) while(%a), condition=%more, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""  # noqa: E501
+
+
+def moved(text: str) -> Traffic:
+    return read_traffic(parse(text), axes=("data",), sizes=(1,))
+
+
+def test_a_loop_in_a_loop_runs_as_often_as_both_together():
+    found = moved(LOOPS)
+    # 3 trips are noted on the outer one, 5 stand in the inner one's condition. An
+    # operand that is named twice is read once: 32 bytes in, 32 out, as of the negation.
+    assert found.launches == 3 * 5 + 3
+    assert found.bytes == (3 * 5 + 3) * (32 + 32)
+    assert found.unknown_loops == 0
+
+
+IN_PLACE = {
+    "dynamic-update-slice(%big, %part, %at)": 2 * 40,
+    "scatter(%big, %at, %part), to_apply=%put": 2 * 40,
+    "fusion(%big, %part, %at), kind=kLoop, calls=%put": 2 * 40 + 4,
+    "fusion(%big, %part, %at), kind=kLoop, calls=%grow": 4000 + 40 + 4 + 4000,
+    "fusion(%big, %big, %at), kind=kLoop, calls=%two": 4000 + 4000,
+    "add(%big, %big)": 4000 + 4000,
+}
+
+
+@pytest.mark.parametrize("call", IN_PLACE)
+def test_an_update_in_place_moves_the_new_part_and_what_is_read_twice_counts_once(call):
+    parameters = """  %big = f32[1000]{0} parameter(0)
+  %part = f32[10]{0} parameter(1)
+  %at = s32[] parameter(2)"""
+    update = "f32[1000]{0} dynamic-update-slice(%big, %part, %at)"
+    text = f"""HloModule m
+
+%put (b: f32[1000], p: f32[10], i: s32[]) -> f32[1000] {{
+{parameters}
+  ROOT %u = {update}
+}}
+
+%grow (b: f32[1000], p: f32[10], i: s32[]) -> f32[1000] {{
+{parameters}
+  %u = {update}
+  ROOT %n = f32[1000]{{0}} multiply(%u, %big)
+}}
+
+%two (b: f32[1000], c: f32[1000], i: s32[]) -> f32[1000] {{
+  %big = f32[1000]{{0}} parameter(0)
+  %same = f32[1000]{{0}} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %n = f32[1000]{{0}} multiply(%big, %same)
+}}
+
+ENTRY %main (b: f32[1000], p: f32[10], i: s32[]) -> f32[1000] {{
+{parameters}
+  ROOT %r = f32[1000]{{0}} {call}
+}}
+"""
+    assert moved(text).bytes == IN_PLACE[call]
+
+
+def test_results_that_share_a_buffer_with_an_argument_take_no_memory_twice():
+    place = SingleDeviceSharding(jax.devices()[0])
+
+    def leaf(count):
+        return jax.ShapeDtypeStruct((count,), jnp.float32, sharding=place)
+
+    parts = {
+        "parameters": leaf(100),
+        "optimizer": [leaf(200), leaf(1)],
+        "data": leaf(9),
+    }
+    analysis = SimpleNamespace(
+        argument_size_in_bytes=4 * 310 + 64,  # padding of tiles
+        output_size_in_bytes=4 * 301 + 24,
+        alias_size_in_bytes=4 * 301,
+        temp_size_in_bytes=1000,
+        generated_code_size_in_bytes=7,
+    )
+    compiled = SimpleNamespace(memory_analysis=lambda: analysis)
+    memory = read_memory(compiled, parts, made_caches=False)
+    assert memory == Memory(
+        parameters=400,
+        optimizer=804,
+        caches=0,
+        data=36 + 64,
+        results=24,
+        temporaries=1000,
+        code=7,
+    )
+    assert memory.total == 4 * 310 + 64 + 24 + 1000 + 7
+    filled = read_memory(compiled, parts, made_caches=True)
+    assert (filled.caches, filled.results, filled.total) == (24, 0, memory.total)

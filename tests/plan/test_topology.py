@@ -2,9 +2,10 @@
 
 import pytest
 
+from recurjax.devices import HARDWARE
 from recurjax.errors import UserError
 from recurjax.plan.planning import find_bounds
-from recurjax.plan.topology import EXAMPLES, PLANNED, parse_topology
+from recurjax.plan.topology import DIMENSIONS, EXAMPLES, PLANNED, parse_topology
 
 
 def test_every_example_reads():
@@ -12,6 +13,42 @@ def test_every_example_reads():
     assert parse_topology("v5e:16x16").devices == 256
     assert parse_topology("v5p:4x4x2").devices == 32
     assert parse_topology("h100").shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "teraflops", "gibibytes", "gigabytes_a_second", "interconnect", "ring"),
+    [
+        ("v4", 275, 32, 1200, 2 * 3 * 2 * 50, 4),
+        ("v5e", 197, 16, 819, 400, 16),
+        ("v5p", 459, 95, 2765, 1200, 4),
+        ("v6e", 918, 32, 1638, 800, 16),
+        ("h100", 989, None, 3352, 900, 0),
+    ],
+)
+def test_the_table_of_hardware_is_that_of_the_data_sheets(
+    kind, teraflops, gibibytes, gigabytes_a_second, interconnect, ring
+):
+    """bfloat16 without sparsity; all links of a device together, in both directions."""
+    device = HARDWARE[kind]
+    assert device.flops == teraflops * 1e12
+    assert device.memory is not None and device.memory_bandwidth is not None
+    if gibibytes is not None:
+        assert device.memory == gibibytes * 2**30
+    assert device.memory_bandwidth == gigabytes_a_second * 1e9
+    ports = device.links_per_axis * DIMENSIONS.get(kind, 1)
+    assert device.link is not None
+    assert 2 * ports * device.link == interconnect * 1e9
+    assert device.ring == ring
+    if kind == "h100":  # 80 GiB, less what the driver keeps
+        assert 79 < device.memory / 2**30 < 80
+
+
+def test_peaks_of_devices_that_only_train_are_their_makers_too():
+    peaks = {"h200": 989, "h100_pcie": 756, "a100": 312, "l40s": 362}
+    peaks |= {"l40": 181, "l4": 121, "t4": 65}
+    for kind, teraflops in peaks.items():
+        assert HARDWARE[kind].flops == teraflops * 1e12
+    assert set(HARDWARE) == set(PLANNED) | set(peaks)
 
 
 @pytest.mark.parametrize(

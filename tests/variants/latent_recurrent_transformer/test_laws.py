@@ -11,6 +11,7 @@ from recurjax.cross_entropy import token_losses
 from recurjax.parameters import from_nested_dict, parameter_name, to_nested_dict
 from recurjax.types import Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
+from recurjax.variants.latent_recurrent_transformer.lags import newest
 from recurjax.variants.latent_recurrent_transformer.objectives import (
     Chunked,
     Interleaved,
@@ -299,6 +300,22 @@ def test_a_reset_token_hides_what_came_before_from_the_memory():
     ]
     np.testing.assert_array_equal(memories[0][:, 3:], memories[1][:, 3:])
     assert not np.array_equal(memories[0][:, :3], memories[1][:, :3])
+
+
+def test_a_reset_token_among_pads_forgets_nothing():
+    memory = SWITCHES["keys, averaged lags, reset"].stack.memory
+    draw = np.random.default_rng(0).standard_normal
+    old, new = (jnp.asarray(draw((2, n, 3)), jnp.float32) for n in (3, 5))
+    ids = np.array([[1, 2, 4, RESET, 5], [1, RESET, 4, 5, RESET]], np.int32)
+    plain = np.where(ids == RESET, 7, ids)
+    lengths = jnp.array([3, 5], jnp.int32)
+    got = newest(old, new, Tokens(jnp.asarray(ids), lengths=lengths), memory)
+    want = newest(old, new, Tokens(jnp.asarray(plain), lengths=lengths), memory)
+    # The first row's is a pad: its last three states are what they are without it. The
+    # second's are real, and the last of them leaves its own state alone.
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[0], new[0, 2::-1])
+    np.testing.assert_array_equal(got[1], [new[1, 4], np.zeros(3), np.zeros(3)])
 
 
 @pytest.mark.parametrize(
