@@ -90,6 +90,7 @@ def is_found(mutation: Mutation, root: Path, seconds: int) -> bool:
     """Runs the tests on a tree that has the mutation, and mends the tree."""
     held = apply(mutation, root)
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    words += ["-m", "not slow"]  # every change runs those
     words += _words(mutation.tests)
     settings = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
