@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 from jax.extend.core import jaxprs_in_params
@@ -42,3 +43,19 @@ def sizes(jaxpr) -> Iterator[int]:
         yield from (math.prod(var.aval.shape) for var in equation.outvars)
         for inner in jaxprs_in_params(equation.params):
             yield from sizes(inner)
+
+
+@contextmanager
+def compiled_programs() -> Iterator[list[str]]:
+    """Collects an entry for each program that is compiled while the body runs."""
+    found: list[str] = []
+
+    def count(event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(f"{duration:.3f} s")
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)

@@ -26,7 +26,7 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.files import write_whole
 from recurjax.inference.decoding import DecodeState, decode
-from recurjax.inference.sampling import SamplingConfig
+from recurjax.inference.sampling import SamplingConfig, sampling_rows
 from recurjax.json_files import json_text
 from recurjax.model import Decoder, ModelConfig
 from recurjax.types import Array, Cache, Tokens
@@ -211,7 +211,7 @@ def _generate(
         keys,
         jnp.asarray(-1, jnp.int32),
         limit,
-        sampling=SamplingConfig(temperature=0.0),
+        sampling=sampling_rows([SamplingConfig(temperature=0.0)] * batch),
         chunk=new,
     )
     jax.block_until_ready(made)

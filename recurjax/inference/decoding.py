@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key
 
 from pallas_kernels import target
-from recurjax.inference.sampling import SamplingConfig, sample
+from recurjax.inference.sampling import RowSampling, sample
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.types import Array, Cache, Tokens
@@ -38,15 +38,16 @@ class DecodeState(NamedTuple):
     aux: dict[str, Float[Array, ""]]
 
 
-@partial(jax.jit, static_argnames=("sampling", "cache_length", "by", "mesh"))
+@partial(jax.jit, static_argnames=("cache_length", "penalizes", "by", "mesh"))
 def prefill(
     model: Decoder,
     tokens: Tokens,
     keys: Key[Array, " B"],
     eos: Int[Array, ""],
     *,
-    sampling: SamplingConfig,
+    sampling: RowSampling,
     cache_length: int,
+    penalizes: bool = False,
     by: str = "exact",
     mesh: Mesh | None = None,
 ) -> DecodeState:
@@ -59,18 +60,20 @@ def prefill(
       keys: each row's random stream; draw n uses the key folded with n.
       eos: the token that finishes a row; -1: none.
       cache_length: how many tokens a row's cache can hold.
+      penalizes: whether any row has a repetition penalty, for which the state keeps
+        what each row contains.
       by: how the prompts are read, see `Decoder.prefill`.
       mesh: every process of it gets the tokens of all rows; None: one device.
     """
     B, T = tokens.ids.shape
     assert tokens.lengths is not None
     # A cache is made inside the program: it is never copied to the device.
-    cache = model.init_cache(B, cache_length, _cache_dtype(model))
+    cache = model.init_cache(B, cache_length, cache_dtype(model))
     x, cache, aux = model.prefill(tokens, cache, by=by)
     # Prompts are padded on the right: each row's next token follows its own last one.
     last = jnp.take_along_axis(x, (tokens.lengths - 1)[:, None, None], axis=1)
     seen = None
-    if sampling.penalizes:
+    if penalizes:
         # Padding points past the vocabulary: dropped.
         real = jnp.arange(T) < tokens.lengths[:, None]
         ids = jnp.where(real, tokens.ids, model.config.vocabulary)
@@ -85,15 +88,13 @@ def prefill(
         drawn=jnp.zeros((), jnp.int32),
         aux=aux,
     )
-    state = _draw(state, model.logits(last[:, 0]), keys, eos, sampling)
+    state = draw(state, model.logits(last[:, 0]), keys, eos, sampling)
     return state._replace(
         newest=_everywhere(state.newest, mesh), aux=_everywhere(aux, mesh)
     )
 
 
-@partial(
-    jax.jit, static_argnames=("sampling", "chunk", "mesh"), donate_argnames="state"
-)
+@partial(jax.jit, static_argnames=("chunk", "mesh"), donate_argnames="state")
 def decode(
     model: Decoder,
     state: DecodeState,
@@ -101,7 +102,7 @@ def decode(
     eos: Int[Array, ""],
     limit: Int[Array, ""],
     *,
-    sampling: SamplingConfig,
+    sampling: RowSampling,
     chunk: int,
     mesh: Mesh | None = None,
 ) -> tuple[DecodeState, Int[Array, "B N"]]:
@@ -139,7 +140,7 @@ def decode_step(
     keys: Key[Array, " B"],
     eos: Int[Array, ""],
     *,
-    sampling: SamplingConfig,
+    sampling: RowSampling,
 ) -> DecodeState:
     """Reads each unfinished row's newest token and draws the next: one step, unjitted.
 
@@ -152,7 +153,7 @@ def decode_step(
     tokens = Tokens(state.newest[:, None], lengths=lengths)
     x, cache = model.hidden(tokens, state.cache)
     state = state._replace(cache=cache)
-    return _draw(state, model.logits(x[:, 0]), keys, eos, sampling)
+    return draw(state, model.logits(x[:, 0]), keys, eos, sampling)
 
 
 def _everywhere(tree: Any, mesh: Mesh | None) -> Any:
@@ -161,7 +162,7 @@ def _everywhere(tree: Any, mesh: Mesh | None) -> Any:
     return jax.lax.with_sharding_constraint(tree, replicated(mesh))
 
 
-def _cache_dtype(model: Decoder) -> str:
+def cache_dtype(model: Decoder) -> str:
     """Returns float32 for bfloat16 models on CPU, where it holds the same values.
 
     XLA's CPU backend widens and narrows the whole of a bfloat16 cache to write a token.
@@ -171,19 +172,16 @@ def _cache_dtype(model: Decoder) -> str:
     return "float32" if on_cpu and dtype == "bfloat16" else dtype
 
 
-def _draw(
+def draw(
     state: DecodeState,
     logits: Float[Array, "B V"],
     keys: Key[Array, " B"],
     eos: Int[Array, ""],
-    sampling: SamplingConfig,
+    sampling: RowSampling,
 ) -> DecodeState:
-    # A draw depends on the row's own key and on how many it has drawn, not on the
-    # batch.
-    keys = jax.vmap(jax.random.fold_in, (0, None))(keys, state.drawn)
-    ids = sample(keys, logits, state.seen, sampling)
-    # Of NaN any token is as likely: none is drawn, and the host finds the mark.
-    ids = jnp.where(jnp.isfinite(logits).all(-1), ids, NOT_FINITE)
+    """Draws each unfinished row's next token from its logits."""
+    drawn = jnp.broadcast_to(state.drawn, state.newest.shape)
+    ids = draw_ids(logits, keys, drawn, state.seen, sampling)
     # A finished row draws too, as all rows do, and keeps what it had.
     ids = jnp.where(state.finished, state.newest, ids)
     seen = state.seen
@@ -195,3 +193,21 @@ def _draw(
         finished=state.finished | (ids == eos),
         drawn=state.drawn + 1,
     )
+
+
+def draw_ids(
+    logits: Float[Array, "B V"],
+    keys: Key[Array, " B"],
+    drawn: Int[Array, " B"],
+    seen: Bool[Array, "B V"] | None,
+    sampling: RowSampling,
+) -> Int[Array, " B"]:
+    """Draws a token for each row, or `NOT_FINITE`.
+
+    A draw depends on the row's own stream and on how many it has drawn, not on the
+    batch.
+    """
+    keys = jax.vmap(jax.random.fold_in)(keys, drawn)
+    ids = sample(keys, logits, seen, sampling)
+    # Of NaN any token is as likely: none is drawn, and the host finds the mark.
+    return jnp.where(jnp.isfinite(logits).all(-1), ids, NOT_FINITE)

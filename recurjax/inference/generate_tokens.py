@@ -16,7 +16,12 @@ from jaxtyping import Int, Int32, Key
 from pallas_kernels import target
 from recurjax.errors import UserError
 from recurjax.inference.decoding import NOT_FINITE, decode, prefill
-from recurjax.inference.sampling import PLAIN, SamplingConfig, row_keys
+from recurjax.inference.sampling import (
+    PLAIN,
+    SamplingConfig,
+    row_keys,
+    sampling_rows,
+)
 from recurjax.inference.timing import Timing
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import LARGEST_SIZE
@@ -118,14 +123,16 @@ def generate_tokens(
         raise ValueError(
             f"generate_tokens: wants one key a prompt, got {keys.shape} for {len(ids)}"
         )
-    tokens, keys = _on_mesh((tokens, keys), len(ids), mesh)
+    wishes = sampling_rows([sampling] * len(ids))
+    tokens, keys, wishes = _on_mesh((tokens, keys, wishes), len(ids), mesh)
     # -1 is no token: nothing ends a row.
     streams = (keys, np.asarray(-1 if eos is None else eos, np.int32))
     timing = Timing(rows=len(ids), prompt_tokens=sum(map(len, ids)))
     rows = _Rows(len(ids), max_new_tokens, eos, on_token)
 
-    static = {
-        "sampling": sampling,
+    options = {
+        "sampling": wishes,
+        "penalizes": sampling.penalizes,
         "cache_length": cache_length,
         "by": prefill_by,
         "mesh": mesh,
@@ -133,27 +140,27 @@ def generate_tokens(
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
         # Compiled apart, so that the reported speed is that of reading.
         with timing.measure("compile"):
-            prefill.lower(model, tokens, *streams, **static).compile()
+            prefill.lower(model, tokens, *streams, **options).compile()
         with timing.measure("prefill"):
-            state = prefill(model, tokens, *streams, **static)
+            state = prefill(model, tokens, *streams, **options)
             made = np.asarray(state.newest)[:, None]
         aux = {name: float(value) for name, value in state.aux.items()}
         # The first new token comes from the prompts' last positions.
         rows.take(made)
 
-        static = {"sampling": sampling, "chunk": chunk, "mesh": mesh}
+        options = {"sampling": wishes, "chunk": chunk, "mesh": mesh}
         if rows.unfinished:
             with timing.measure("compile"):
                 # The limit is an argument: one program serves every number of tokens up
                 # to chunk.
                 none = np.zeros((), np.int32)
-                decode.lower(model, state, *streams, none, **static).compile()
+                decode.lower(model, state, *streams, none, **options).compile()
         with timing.measure("decode"):
             while rows.unfinished:
                 # The last call draws what is left.
                 count = min(chunk, max_new_tokens - rows.drawn)
                 limit = np.asarray(count, np.int32)
-                state, made = decode(model, state, *streams, limit, **static)
+                state, made = decode(model, state, *streams, limit, **options)
                 rows.take(np.asarray(made)[:, :count])
 
     timing.new_tokens = sum(map(len, rows.tokens))

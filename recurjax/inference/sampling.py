@@ -1,11 +1,14 @@
 """From logits to the next token: penalty, temperature, filters, draw."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int, Key
+import numpy as np
+from jaxtyping import Bool, Float, Int, Key, Num, UInt
 
 from recurjax.errors import UserError
 from recurjax.types import Array
@@ -54,47 +57,88 @@ PLAIN = SamplingConfig()
 """Draws from the model's own distribution."""
 
 
+class RowSampling(NamedTuple):
+    """How the next token of each row is chosen: `SamplingConfig`s as arrays.
+
+    They are arguments of a compiled program, so that every wish runs the same one.
+
+    Attributes:
+      repetition_penalty, temperature, top_p: as in `SamplingConfig`.
+      top_k: where all are kept, the largest integer.
+      log_min_p: minus infinity where all are kept.
+    """
+
+    repetition_penalty: Float[Array, " B"]
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    log_min_p: Float[Array, " B"]
+
+
+def sampling_rows(configs: Sequence[SamplingConfig]) -> RowSampling:
+    """Makes the arrays of a batch, one config a row; numpy's, which compile nothing."""
+    wide = jax.dtypes.canonicalize_dtype(np.float64)
+    # Below the smallest normal number a device may read a temperature as zero.
+    least, most = float(np.finfo(np.float32).tiny), np.iinfo(np.int32).max
+
+    def row(config: SamplingConfig) -> tuple[float, ...]:
+        temperature = config.temperature and max(config.temperature, least)
+        floor = math.log(config.min_p) if config.min_p else -math.inf
+        return config.repetition_penalty, temperature, config.top_p, floor
+
+    penalty, temperature, top_p, floor = np.array([*map(row, configs)], wide).T
+    top_k = [min(config.top_k or most, most) for config in configs]
+    made: Any = (penalty, temperature, np.array(top_k, np.int32), top_p, floor)
+    return RowSampling(*made)
+
+
 def sample(
     keys: Key[Array, " B"],
     logits: Float[Array, "B V"],
     seen: Bool[Array, "B V"] | None,
-    config: SamplingConfig,
+    rows: RowSampling,
 ) -> Int[Array, " B"]:
-    """Draws id[b] ~ softmax(filter(penalize(logits[b]) / temperature)) with keys[b].
+    """Draws id[b] ~ softmax(filter(penalize(logits[b]) / temperature[b])) with keys[b].
 
-    Computes in at least float32. A row's draw depends on its own key and logits only.
+    Computes in at least float32. A row's draw depends on its own key, logits and
+    settings only. What no row of the batch asks for is not computed.
 
     Args:
       keys: one for each row; greedy choice uses none.
-      seen: which tokens each row contains already, prompt included; may be None when
-        the config does not penalize.
+      seen: which tokens each row contains already, prompt included; None: no row has a
+        repetition penalty, whatever `rows` says.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if config.penalizes:
-        if seen is None:
-            raise ValueError("sample: repetition_penalty != 1 needs seen, got None")
-        logits = penalize(logits, seen, config.repetition_penalty)
-    if config.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # The shift keeps a tiny temperature from overflowing: the maximum stays at 0.
-    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
-    logits = filter_logits(logits / config.temperature, config)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    if seen is not None:
+        logits = penalize(logits, seen, rows.repetition_penalty)
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = rows.temperature == 0
+
+    def drawn() -> Int[Array, " B"]:
+        temperature = jnp.where(greedy, 1, rows.temperature)[:, None]
+        # The shift keeps a tiny temperature from overflowing: the maximum stays at 0.
+        shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+        filtered = filter_logits(shifted / temperature.astype(logits.dtype), rows)
+        ids = jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
+        return jnp.where(greedy, likeliest, ids)
+
+    return jax.lax.cond(jnp.all(greedy), lambda: likeliest, drawn)
 
 
 def penalize(
-    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: float
+    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, " B"]
 ) -> Float[Array, "B V"]:
     """Makes seen tokens less likely: z / r where z > 0, z r where z < 0.
 
     Source: Keskar et al. 2019 (CTRL), section 4.1, with the sign rule of Hugging Face.
     """
-    lowered = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    r = penalty[:, None].astype(logits.dtype)
+    lowered = jnp.where(logits > 0, logits / r, logits * r)
     return jnp.where(seen, lowered, logits)
 
 
 def filter_logits(
-    logits: Float[Array, "B V"], config: SamplingConfig
+    logits: Float[Array, "B V"], rows: RowSampling
 ) -> Float[Array, "B V"]:
     """Sets to -inf what top_k, then top_p, then min_p drops; logits as tempered.
 
@@ -102,22 +146,24 @@ def filter_logits(
     last one kept is kept too. Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020
     (top-p), Nguyen et al. 2024 (min-p).
     """
-    V = logits.shape[-1]
-    if config.top_k is not None and config.top_k < V:
-        last = jax.lax.top_k(logits, config.top_k)[0][:, -1:]
-        logits = _drop_below(logits, last)
-    if config.top_p < 1:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(ordered, axis=-1)
-        # What all likelier tokens have together: a token stays while that is below
-        # top_p, so that the likeliest always stays.
-        likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
-        kept = jnp.where(likelier < config.top_p, ordered, jnp.inf)
-        logits = _drop_below(logits, jnp.min(kept, axis=-1, keepdims=True))
-    if config.min_p > 0:
-        best = jnp.max(logits, axis=-1, keepdims=True)
-        logits = _drop_below(logits, best + math.log(config.min_p))
-    return logits
+    # A row that wants no filter keeps all of its logits in either branch: what its
+    # neighbours want changes nothing in it.
+    logits = jax.lax.cond(
+        jnp.any(rows.top_k < logits.shape[-1]),
+        lambda z: _within(z, jnp.ones(z.shape, jnp.int32), rows.top_k),
+        lambda z: z,
+        logits,
+    )
+    limit = jnp.where(rows.top_p < 1, rows.top_p, jnp.inf).astype(logits.dtype)
+    logits = jax.lax.cond(
+        jnp.any(rows.top_p < 1),
+        lambda z: _within(z, jax.nn.softmax(z, axis=-1), limit),
+        lambda z: z,
+        logits,
+    )
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    floor = best + rows.log_min_p[:, None].astype(logits.dtype)
+    return jnp.where(logits < floor, -jnp.inf, logits)
 
 
 def row_keys(seed: int, rows: int) -> Key[Array, " B"]:
@@ -132,7 +178,35 @@ def row_keys(seed: int, rows: int) -> Key[Array, " B"]:
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
 
 
-def _drop_below(
-    logits: Float[Array, "B V"], threshold: Float[Array, "B 1"]
+def _within(
+    logits: Float[Array, "B V"], weights: Num[Array, "B V"], limit: Num[Array, " B"]
 ) -> Float[Array, "B V"]:
-    return jnp.where(logits < threshold, -jnp.inf, logits)
+    """Keeps a token while all likelier ones together weigh less than the limit.
+
+    With a weight of 1 each that is top-k, with probabilities top-p. The last level of
+    logits that is kept is searched bit by bit: as many sums over V as a number has
+    bits, which take less than to sort V logits.
+    """
+    order = _in_order(logits)
+    bits = 8 * order.dtype.itemsize
+
+    def search(n: Int[Array, ""], below: UInt[Array, " B"]) -> UInt[Array, " B"]:
+        bit = jnp.asarray(1, order.dtype) << (bits - 1 - n).astype(order.dtype)
+        tried = below | bit
+        likelier = jnp.where(order > tried[:, None], weights, 0).sum(axis=-1)
+        return jnp.where(likelier >= limit, tried, below)
+
+    # The highest level at which the limit is reached already: what is above is kept.
+    below = jnp.zeros(logits.shape[0], order.dtype)
+    below = jax.lax.fori_loop(0, bits, search, below)
+    return jnp.where(order > below[:, None], logits, -jnp.inf)
+
+
+def _in_order(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:
+    """Maps numbers to integers above 0 in the same order, equal ones to equal."""
+    kind = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    x = jnp.where(x == 0, jnp.zeros((), x.dtype), x)  # minus zero is zero
+    bits = jax.lax.bitcast_convert_type(x, kind)
+    sign = jnp.asarray(1, kind) << (8 * x.dtype.itemsize - 1)
+    # Negative numbers are the larger, the larger their bits.
+    return jnp.where(bits >= sign, ~bits, bits | sign)

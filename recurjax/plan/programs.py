@@ -13,7 +13,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import batch_sums
 from recurjax.experiment import Experiment
 from recurjax.inference.decoding import decode, prefill
-from recurjax.inference.sampling import PLAIN
+from recurjax.inference.sampling import PLAIN, sampling_rows
 from recurjax.sharding import check_batch, replicated
 from recurjax.training.program import batch_shapes, build_step, model_shapes
 from recurjax.types import Tokens
@@ -123,7 +123,7 @@ def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Prog
     lengths = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
     ids: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_row)
     tokens = Tokens(ids, lengths=lengths)  # pyright: ignore[reportArgumentType]
-    run = partial(prefill, sampling=PLAIN, cache_length=length)
+    run = partial(prefill, sampling=sampling_rows([PLAIN] * rows), cache_length=length)
     return Program(
         function=jax.jit(run),
         arguments=(model, tokens, *_streams(rows, mesh)),
@@ -149,7 +149,7 @@ def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Progr
     state = _place(state, found)
     model, _, keys, eos = before.arguments
     limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    run = partial(decode, sampling=PLAIN, chunk=1)
+    run = partial(decode, sampling=sampling_rows([PLAIN] * rows), chunk=1)
 
     def one_token(model, state, keys, eos, limit):
         return run(model, state, keys, eos, limit)

@@ -10,10 +10,15 @@ from recurjax.errors import UserError
 from recurjax.inference.decoding import decode, prefill
 from recurjax.inference.generate import generate
 from recurjax.inference.generate_tokens import NotFinite, generate_tokens
-from recurjax.inference.sampling import SamplingConfig, row_keys
+from recurjax.inference.sampling import (
+    SamplingConfig,
+    row_keys,
+    sampling_rows,
+)
 from recurjax.layers.position import LearnedPositions
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.types import Tokens
+from tests.compiling import compiled_programs
 from tests.inference.conftest import STACK, build, following_logits
 
 BYTES = ByteTokenizer()
@@ -189,9 +194,10 @@ def test_rows_lie_over_the_mesh_that_is_named(model, greedy, rows):
 def test_decoding_updates_its_cache_in_place(model):
     tokens = Tokens(jnp.ones((3, 16), jnp.int32), lengths=jnp.array([3, 1, 16]))
     streams = row_keys(0, 3), jnp.asarray(-1, jnp.int32)
-    state = prefill(model, tokens, *streams, sampling=GREEDY, cache_length=64)
+    greedy_rows = sampling_rows([GREEDY] * 3)
+    state = prefill(model, tokens, *streams, sampling=greedy_rows, cache_length=64)
     limit = jnp.asarray(4, jnp.int32)
-    decode(model, state, *streams, limit, sampling=GREEDY, chunk=4)
+    decode(model, state, *streams, limit, sampling=greedy_rows, chunk=4)
     large = [leaf for leaf in jax.tree.leaves(state.cache) if leaf.size > 100]
     assert large and all(leaf.is_deleted() for leaf in large)
 
@@ -199,7 +205,7 @@ def test_decoding_updates_its_cache_in_place(model):
 def test_prefill_makes_the_logits_of_one_position_only(model):
     tokens = Tokens(jnp.ones((3, 16), jnp.int32), lengths=jnp.array([3, 1, 16]))
     streams = row_keys(0, 3), jnp.asarray(-1, jnp.int32)
-    static = {"sampling": GREEDY, "cache_length": 64}
+    static = {"sampling": sampling_rows([GREEDY] * 3), "cache_length": 64}
     program = str(prefill.trace(model, tokens, *streams, **static).jaxpr)
     assert "f32[3,257]" in program and "f32[3,16,257]" not in program
 
@@ -212,6 +218,17 @@ def test_texts_of_other_lengths_compile_nothing(model, greedy):
     timing = again.timing
     assert (timing.rows, timing.prompt_tokens, timing.new_tokens) == (3, 3, 30)
     assert timing.decode_tokens_per_second == 27 / timing.decode_seconds
+
+
+def test_other_settings_of_sampling_compile_nothing(model, greedy):
+    with compiled_programs() as compiled:
+        plain = chunks_of_four(model, sampling=SamplingConfig(), seed=1)
+        chunks_of_four(model, sampling=SamplingConfig(temperature=0.3, top_k=4))
+        chunks_of_four(model, sampling=SamplingConfig(top_p=0.5, min_p=0.1))
+        again = chunks_of_four(model)
+    assert compiled == []
+    np.testing.assert_array_equal(np.stack(again.tokens), np.stack(greedy.tokens))
+    assert (np.stack(plain.tokens) != np.stack(greedy.tokens)).any()
 
 
 def test_streamed_pieces_join_to_the_text_across_split_characters(cycle):

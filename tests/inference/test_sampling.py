@@ -1,9 +1,8 @@
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from recurjax.errors import UserError
 from recurjax.inference.sampling import (
@@ -13,12 +12,26 @@ from recurjax.inference.sampling import (
     penalize,
     row_keys,
     sample,
+    sampling_rows,
 )
+from tests.compiling import QUICK_COMPILE
 
 ROWS, V = 6, 11
 LOGITS = np.random.default_rng(0).normal(scale=2.0, size=(ROWS, V)).astype(np.float32)
 
-draw = partial(jax.jit, static_argnames="config")(sample)
+_sample = jax.jit(sample, compiler_options=QUICK_COMPILE)
+
+
+def draw(keys, logits, seen, *, config: SamplingConfig):
+    return _sample(keys, logits, seen, sampling_rows([config] * len(logits)))
+
+
+def filtered(logits, config: SamplingConfig) -> np.ndarray:
+    rows = sampling_rows([config] * len(logits))
+    return np.asarray(_filter(jnp.asarray(logits), rows))
+
+
+_filter = jax.jit(filter_logits, compiler_options=QUICK_COMPILE)
 
 
 def expected(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
@@ -55,29 +68,29 @@ def expected(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
 )
 def test_filters_keep_what_a_plain_loop_keeps(config):
     want = np.stack([expected(row, config) for row in LOGITS])
-    got = np.asarray(filter_logits(jnp.asarray(LOGITS), config))
+    got = filtered(LOGITS, config)
     np.testing.assert_array_equal(got, want)
 
 
 def test_top_p_counts_the_probability_left_by_top_k():
     logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
-    both = filter_logits(logits, SamplingConfig(top_k=2, top_p=0.5))
-    alone = filter_logits(logits, SamplingConfig(top_p=0.5))
-    assert np.isfinite(np.asarray(both)).tolist() == [[True, False, False, False]]
-    assert np.isfinite(np.asarray(alone)).tolist() == [[True, True, False, False]]
+    both = filtered(logits, SamplingConfig(top_k=2, top_p=0.5))
+    alone = filtered(logits, SamplingConfig(top_p=0.5))
+    assert np.isfinite(both).tolist() == [[True, False, False, False]]
+    assert np.isfinite(alone).tolist() == [[True, True, False, False]]
 
 
 def test_ties_with_the_last_token_kept_are_kept():
     logits = jnp.array([[1.0, 0.0, 1.0, 1.0]])
     for config in (SamplingConfig(top_k=1), SamplingConfig(top_p=0.1)):
-        kept = np.isfinite(np.asarray(filter_logits(logits, config)))
+        kept = np.isfinite(filtered(logits, config))
         assert kept.tolist() == [[True, False, True, True]]
 
 
 def test_penalty_divides_positive_and_multiplies_negative_logits():
     logits = jnp.array([[2.0, -2.0, 2.0, -2.0, 0.0]])
     seen = jnp.array([[True, True, False, False, True]])
-    got = penalize(logits, seen, 2.0)
+    got = penalize(logits, seen, jnp.array([2.0]))
     np.testing.assert_array_equal(got, [[1.0, -4.0, 2.0, -2.0, 0.0]])
 
 
@@ -86,8 +99,6 @@ def test_penalty_comes_before_the_greedy_choice():
     seen = jnp.array([[True, False, False]])
     config = SamplingConfig(temperature=0.0, repetition_penalty=2.0)
     assert draw(row_keys(0, 1), logits, seen, config=config).tolist() == [1]
-    with pytest.raises(ValueError, match="needs seen, got None"):
-        sample(row_keys(0, 1), logits, None, config)
 
 
 def test_draws_follow_the_filtered_softmax():
@@ -119,6 +130,55 @@ def test_a_row_draws_the_same_alone_as_among_others():
         for r in range(ROWS)
     ]
     assert [int(ids[0]) for ids in alone] == together
+
+
+def test_a_row_draws_the_same_whatever_its_neighbours_want():
+    wishes = [
+        PLAIN,
+        SamplingConfig(temperature=0.0),
+        SamplingConfig(temperature=0.6, top_k=3),
+        SamplingConfig(top_p=0.7, min_p=0.05),
+        SamplingConfig(repetition_penalty=1.7),
+        SamplingConfig(temperature=2.0, top_k=5, top_p=0.9),
+    ]
+    seen = np.random.default_rng(1).random((ROWS, V)) < 0.4
+    for seed in range(8):
+        keys = row_keys(seed, ROWS)
+        mixed = np.asarray(_sample(keys, LOGITS, seen, sampling_rows(wishes)))
+        for row, config in enumerate(wishes):
+            alike = draw(keys, LOGITS, seen, config=config)
+            assert mixed[row] == alike[row]
+
+
+def test_filters_work_on_numbers_of_either_sign_and_both_zeros():
+    logits = np.array([[3e38, 0.0, -0.0, -1e-30, -3e38, -np.inf]], np.float32)
+    for k, kept in ((1, 1), (2, 3), (3, 3), (4, 4), (5, 5)):
+        got = filtered(logits, SamplingConfig(top_k=k))
+        assert np.isfinite(got).sum() == kept
+
+
+def conditions(jaxpr) -> int:
+    """Counts the branches that run or do not."""
+    here = sum(equation.primitive.name == "cond" for equation in jaxpr.eqns)
+    inner = [x for equation in jaxpr.eqns for x in jaxprs_in_params(equation.params)]
+    return here + sum(map(conditions, inner))
+
+
+def test_searches_stand_in_branches_that_run_only_where_they_are_wanted():
+    def outside(jaxpr) -> set[str]:
+        """Returns the operations that always run."""
+        names = {equation.primitive.name for equation in jaxpr.eqns}
+        for equation in jaxpr.eqns:
+            if equation.primitive.name != "cond":
+                for inner in jaxprs_in_params(equation.params):
+                    names |= outside(inner)
+        return names
+
+    traced = jax.make_jaxpr(sample)(
+        row_keys(0, ROWS), LOGITS, None, sampling_rows([PLAIN] * ROWS)
+    )
+    assert conditions(traced.jaxpr) == 3  # any draw at all, top-k, top-p
+    assert not outside(traced.jaxpr) & {"scan", "while", "sort", "exp", "top_k"}
 
 
 def test_rows_and_seeds_have_streams_of_their_own():
