@@ -1,0 +1,109 @@
+"""What an engine is built with, and what a request may ask for."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from recurjax.errors import UserError
+from recurjax.inference.sampling import PLAIN, SamplingConfig
+from recurjax.ranges import require_numbers
+
+MOST_STOPS = 8
+"""Tokens that may end one request, the tokenizer's EOS among them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Sizes of an engine; its programs are compiled for them.
+
+    Attributes:
+      slots: requests that are continued at once; "auto": as many as memory holds.
+      length: tokens that a slot holds, prompt and answer together.
+      prefill_tokens: of prompts, read at most between two calls of the decode program,
+        so that a long prompt does not hold up those who wait for their next token.
+      steps: tokens a slot in one call of the decode program.
+      states_gib: memory for the states of texts that were read already; 0: none.
+      prefill: "exact", or a way of the variant's own such as "sweeps:4", in each piece
+        of `prefill_tokens` for itself.
+      top_logprobs: how many likeliest tokens a request may be told of at each place.
+    """
+
+    slots: int | Literal["auto"] = 8
+    length: int = 4096
+    prefill_tokens: int = 512
+    steps: int = 8
+    states_gib: float = 0.0
+    prefill: str = "exact"
+    top_logprobs: int = 0
+
+    def __post_init__(self):
+        require_numbers(self)
+        least = {"length": 1, "prefill_tokens": 1, "steps": 1}
+        least |= {"states_gib": 0, "top_logprobs": 0}
+        least |= {} if self.slots == "auto" else {"slots": 1}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise UserError(
+                    f"{name} must be at least {bound}, got {getattr(self, name)}"
+                )
+        if self.states_gib and self.prefill != "exact":
+            raise UserError(
+                f"states are kept of texts that were read exactly, not by "
+                f"{self.prefill}: leave prefill at exact or states_gib at 0"
+            )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Lengths of pieces that the prefill is compiled for, each twice the last."""
+        widths, width = [], min(_SMALLEST_PIECE, self.prefill_tokens)
+        while width < self.prefill_tokens:
+            widths.append(width)
+            width *= 2
+        return (*widths, self.prefill_tokens)
+
+
+_SMALLEST_PIECE = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestSettings:
+    """What one request asks for; none of it compiles anything.
+
+    Attributes:
+      max_new_tokens: after which it ends, if nothing ended it before.
+      sampling: how its tokens are chosen.
+      seed, stream: its tokens are drawn from `row_keys(seed, stream + 1)[stream]`,
+        whatever else runs.
+      stop_tokens: end it, beside the engine's EOS.
+      ignore_eos: the EOS does not end it.
+      stop: strings before which its text ends; for an engine with a tokenizer.
+      keep: lengths of the prompt's beginnings that others may share, such as a system
+        prompt: their states are kept.
+      logprobs: tell each token's logarithmic probability, before temperature and
+        filters, and the `top_logprobs` likeliest tokens in its place.
+    """
+
+    max_new_tokens: int = 200
+    sampling: SamplingConfig = PLAIN
+    seed: int = 0
+    stream: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    keep: tuple[int, ...] = ()
+    logprobs: bool = False
+
+    def __post_init__(self):
+        require_numbers(self)
+        if self.max_new_tokens < 1:
+            raise UserError(
+                f"max_new_tokens must be at least 1, got {self.max_new_tokens}"
+            )
+        if not 0 <= self.seed < 1 << 32 or self.stream < 0:
+            raise UserError(
+                "the seed must be from 0 to 2^32 - 1 and the stream not negative, got "
+                f"{self.seed} and {self.stream}"
+            )
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise UserError(
+                f"stop must be a list of non-empty strings, got {self.stop!r}"
+            )

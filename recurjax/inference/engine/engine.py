@@ -1,0 +1,427 @@
+"""Continues many requests at once, each as if it were alone."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int, Int32
+
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
+from recurjax.inference.continuation import Continuation
+from recurjax.inference.decoding import NOT_FINITE
+from recurjax.inference.engine.config import (
+    MOST_STOPS,
+    EngineConfig,
+    RequestSettings,
+)
+from recurjax.inference.engine.kept_states import KeptStates
+from recurjax.inference.engine.memory import row_bytes, slots_that_fit
+from recurjax.inference.engine.programs import Programs
+from recurjax.inference.engine.slots import NOTHING, Made, Wishes
+from recurjax.inference.sampling import sampling_rows
+from recurjax.model import Decoder
+from recurjax.types import Array, Cache
+
+
+class Request:
+    """What became of a request; the engine writes in it, its owner reads.
+
+    Attributes:
+      prompt, settings: as submitted.
+      tokens: new ones so far, the stop token that ended it included.
+      text: what they say, for an engine with a tokenizer; up to a stop string, and
+        without what may still become one.
+      logprobs: of each token, where the settings ask for it.
+      top: for each token, the likeliest in its place and their logprobs.
+      reason: "eos" (or another stop token), "stop" (a string), "length", "cancelled",
+        "not_finite"; None while it goes on.
+      reused: tokens of the prompt that a kept state saved from being read.
+      submitted, started, ended: seconds of `time.monotonic`; of the first token, and of
+        the end, None before.
+    """
+
+    def __init__(self, prompt: Int32[np.ndarray, " T"], settings: RequestSettings):
+        self.prompt, self.settings = prompt, settings
+        self.tokens: list[int] = []
+        self.text = ""
+        self.logprobs: list[float] = []
+        self.top: list[list[tuple[int, float]]] = []
+        self.reason: str | None = None
+        self.reused = 0
+        self.submitted = time.monotonic()
+        self.started: float | None = None
+        self.ended: float | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more comes."""
+        return self.reason is not None
+
+
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """What an engine has done since it started.
+
+    Attributes:
+      read_tokens, reused_tokens: of prompts, by the model and from kept states.
+      new_tokens: drawn and handed out.
+      calls: of the decode program.
+      ended: requests by what ended them.
+    """
+
+    submitted: int = 0
+    read_tokens: int = 0
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    calls: int = 0
+    ended: dict[str, int]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Reading:
+    """A prompt of which a part was read."""
+
+    request: Request
+    cache: Cache
+    last: Array | None
+    at: int
+    row: int
+
+
+class Engine:
+    """Slots for requests, and the queue of those that wait for one.
+
+        engine = Engine(model, EngineConfig(slots=8, length=2048), tokenizer=tokenizer)
+        request = engine.submit(tokenizer.encode("To be,"), RequestSettings())
+        while not request.done:
+            engine.step()
+
+    One thread calls it. A request's tokens depend on its prompt and settings only (up
+    to the rounding of matrix products): not on the other requests, on its slot, or on
+    whether a kept state saved reading a part of its prompt.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos: int | None = None,
+        mesh: Mesh | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ):
+        """Compiles all programs; nothing is compiled later.
+
+        Args:
+          model: any variant, its weights as they shall be multiplied, see
+            `in_compute_dtype`.
+          tokenizer: for texts and stop strings; its EOS is the engine's.
+          eos: without a tokenizer, the token that ends a request.
+          mesh: on which the model lies; None: one device.
+          compiler_options: of XLA.
+
+        Raises:
+          UserError: the model reads no prompts in this way, has fewer positions than
+            `length`, or the slots do not fit into memory.
+        """
+        reason = model.refuses_prefill(config.prefill)
+        if reason is None and mesh is not None:
+            reason = model.stack.refuses(mesh, config.length)
+        most = model.config.max_length
+        if reason is None and most is not None and config.length > most:
+            reason = (
+                f"the model has positions for {most} tokens, a slot was to hold "
+                f"{config.length}: give it a length of at most {most}"
+            )
+        if reason is None and tokenizer is not None:
+            has, knows = tokenizer.vocabulary, model.config.vocabulary
+            if has > knows:
+                reason = (
+                    f"the tokenizer has {has} tokens, the model only {knows}: use the "
+                    "tokenizer it was trained with"
+                )
+        if reason is not None:
+            raise UserError(reason)
+        self.config, self.slots = config, slots_that_fit(model, config)
+        self.row_bytes = row_bytes(model, config.length)
+        self.counts = Counts(ended={})
+        self.kept = KeptStates(int(config.states_gib * 2**30))
+        self._vocabulary = model.config.vocabulary
+        self._tokenizer = tokenizer
+        self._eos = eos if tokenizer is None else tokenizer.eos
+        self._programs = Programs(
+            model,
+            config,
+            slots=self.slots,
+            mesh=mesh,
+            compiler_options=compiler_options,
+        )
+        self._state = self._programs.empty()
+        self._texts: dict[Request, Continuation] = {}
+        self._queue: deque[Request] = deque()
+        self._reading: _Reading | None = None
+        self._rows: list[Request | None] = [None] * self.slots
+        self._ended = np.zeros(self.slots, bool)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._queue) or self._reading is not None or self.active > 0
+
+    @property
+    def active(self) -> int:
+        """How many slots hold a request that goes on."""
+        return sum(request is not None for request in self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests have no slot yet."""
+        return len(self._queue)
+
+    def submit(
+        self,
+        prompt: Sequence[int] | Int[np.ndarray, " T"],
+        settings: RequestSettings | None = None,
+    ) -> Request:
+        """Puts a request at the end of the queue; `step` works on it.
+
+        Raises:
+          UserError: an empty prompt, tokens that the model does not have, or more than
+            a slot holds; stop strings without a tokenizer; too many stop tokens.
+        """
+        settings = RequestSettings() if settings is None else settings
+        ids = np.asarray(prompt)
+        self.check(ids, settings)
+        request = Request(ids.astype(np.int32), settings)
+        if self._tokenizer is not None:
+            self._texts[request] = Continuation(
+                self._tokenizer, request.prompt, settings.stop
+            )
+        self.counts.submitted += 1
+        self._queue.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request wherever it is; its slot is free for the next step."""
+        if request.done:
+            return
+        if request in self._queue:
+            self._queue.remove(request)
+        elif self._reading is not None and self._reading.request is request:
+            self._reading = None
+        else:
+            self._free(self._rows.index(request))
+        self._finish(request, "cancelled")
+
+    def step(self) -> list[Request]:
+        """Reads prompts into free slots, then draws some tokens for every slot.
+
+        Returns:
+          The requests that have new tokens or came to their end.
+        """
+        firsts = self._fill()
+        news: dict[Request, None] = {}
+        rows = list(self._rows)
+        if any(rows):
+            self._state, made = self._programs.decode(
+                self._state, self._ended, until_free=bool(self._queue)
+            )
+            self._ended = np.zeros(self.slots, bool)
+            self.counts.calls += 1
+            # What was admitted above drew its first token before this call's.
+            for request, row, first in firsts:
+                self._take(request, row, first, 0)
+                news[request] = None
+            tokens = np.asarray(made.tokens)
+            for row, request in enumerate(rows):
+                if request is not None and tokens[row, 0] != NOTHING:
+                    self._take(request, row, made, row, tokens=tokens)
+                    news[request] = None
+        return list(news)
+
+    def check(self, ids: np.ndarray, settings: RequestSettings) -> None:
+        """Raises UserError where `submit` would; any thread may ask."""
+        if ids.ndim != 1 or ids.size == 0:
+            raise UserError("the prompt has no tokens: give it at least one")
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self._vocabulary:
+            raise UserError(
+                f"the prompt has tokens from {ids.min()} to {ids.max()}, the model "
+                f"knows 0 to {self._vocabulary - 1}"
+            )
+        needed = ids.size + settings.max_new_tokens - 1  # the last one is never read
+        if needed > self.config.length:
+            raise UserError(
+                f"the prompt has {ids.size} tokens and needs {needed} positions for "
+                f"{settings.max_new_tokens} new ones, a slot has {self.config.length}: "
+                "shorten it or ask for fewer new tokens"
+            )
+        if settings.stop and self._tokenizer is None:
+            raise UserError("stop strings need a tokenizer: give stop_tokens instead")
+        if len(self._stops(settings)) > MOST_STOPS:
+            raise UserError(f"at most {MOST_STOPS} tokens may end a request")
+        if any(not 0 < n <= ids.size for n in settings.keep):
+            raise UserError(f"keep must be lengths of the prompt, got {settings.keep}")
+
+    def _stops(self, settings: RequestSettings) -> set[int]:
+        stops = set(settings.stop_tokens)
+        if self._eos is not None and not settings.ignore_eos:
+            stops.add(self._eos)
+        return stops
+
+    def _fill(self) -> list[tuple[Request, int, Made]]:
+        """Reads prompts, as much as one step may; returns what was admitted."""
+        admitted, budget = [], self.config.prefill_tokens
+        while True:
+            if self._reading is None:
+                if not self._queue or None not in self._rows:
+                    return admitted
+                self._reading = self._begin(self._queue.popleft())
+            reading = self._reading
+            if reading.at < len(reading.request.prompt):
+                count = self._piece(reading)
+                if count > budget:
+                    return admitted
+                budget -= count
+                self._read(reading, count)
+            if reading.at == len(reading.request.prompt):
+                admitted.append(self._admit(reading))
+                self._reading = None
+
+    def _begin(self, request: Request) -> _Reading:
+        """Starts from the longest beginning of the prompt whose state is kept."""
+        row = self._rows.index(None)
+        found = self.kept.find(request.prompt) if len(self.kept) else None
+        if found is None:
+            cache, last, at = self._programs.fresh(), None, 0
+        else:
+            # A state that is read on from is donated; one that is whole is not.
+            whole = found.length == len(request.prompt)
+            cache = found.cache if whole else self._programs.copy(found.cache)
+            last, at = found.last, found.length
+            request.reused = at
+            self.counts.reused_tokens += at
+        return _Reading(request=request, cache=cache, last=last, at=at, row=row)
+
+    def _piece(self, reading: _Reading) -> int:
+        """Counts the tokens of the next piece.
+
+        Where a prompt is cut depends on itself alone and not on what a step has left:
+        so its tokens are the same to the last bit beside other neighbours, too.
+        """
+        size, at = self._programs.widths[-1], reading.at
+        ends = [len(reading.request.prompt), size * (at // size + 1)]
+        if self.config.states_gib:
+            ends += [mark for mark in reading.request.settings.keep if mark > at]
+        return min(ends) - at
+
+    def _read(self, reading: _Reading, count: int) -> None:
+        request, end = reading.request, reading.at + count
+        ids = request.prompt[reading.at : end]
+        reading.cache, reading.last = self._programs.read(reading.cache, ids)
+        reading.at = end
+        self.counts.read_tokens += count
+        if self.config.states_gib and end in request.settings.keep:
+            beginning = request.prompt[:end]
+            if not self.kept.has(beginning):
+                kept = self._programs.copy(reading.cache)
+                self.kept.put(beginning, kept, reading.last)
+
+    def _admit(self, reading: _Reading) -> tuple[Request, int, Made]:
+        request, row = reading.request, reading.row
+        assert reading.last is not None
+        self._state, made = self._programs.admit(
+            self._state,
+            row,
+            reading.cache,
+            reading.last,
+            request.prompt,
+            self._wishes(request.settings),
+        )
+        self._rows[row] = request
+        self._ended[row] = False
+        return request, row, made
+
+    def _wishes(self, settings: RequestSettings) -> Wishes:
+        stops = np.full((1, MOST_STOPS), -1, np.int32)
+        wanted = sorted(self._stops(settings))
+        stops[0, : len(wanted)] = wanted
+        made: Any = (
+            sampling_rows([settings.sampling]),
+            np.array([settings.seed], np.uint32),
+            np.array([settings.stream], np.uint32),
+            np.array([settings.max_new_tokens], np.int32),
+            stops,
+            np.array([settings.logprobs]),
+        )
+        return Wishes(*made)
+
+    def _take(
+        self,
+        request: Request,
+        row: int,
+        made: Made,
+        at: int,
+        *,
+        tokens: np.ndarray | None = None,
+    ) -> None:
+        """Hands a request what was made in place `at`; ends it where it came to it."""
+        column = np.asarray(made.tokens if tokens is None else tokens)[at]
+        column = column[column != NOTHING].tolist()
+        if request.started is None:
+            request.started = time.monotonic()
+        for n, token in enumerate(column):
+            if request.done:  # a stop string, which only the host sees, ended it
+                return
+            if token == NOT_FINITE:
+                self._free(row)
+                self._finish(request, "not_finite")
+                return
+            request.tokens.append(token)
+            self.counts.new_tokens += 1
+            if request.settings.logprobs:
+                self._tell(request, made, at, n)
+            self._end_after(request, row, token)
+
+    def _tell(self, request: Request, made: Made, at: int, n: int) -> None:
+        request.logprobs.append(float(np.asarray(made.logprobs)[at, n]))
+        best = np.asarray(made.top)[at, n].tolist()
+        values = np.asarray(made.top_logprobs)[at, n].tolist()
+        request.top.append(list(zip(best, values, strict=True)))
+
+    def _end_after(self, request: Request, row: int, token: int) -> None:
+        text, settings = self._texts.get(request), request.settings
+        if text is not None:
+            request.text += text.push(token)
+        reason = None
+        if token in self._stops(settings):
+            reason = "eos"
+        elif text is not None and text.stopped:
+            reason = "stop"
+        elif len(request.tokens) == settings.max_new_tokens:
+            reason = "length"
+        if reason is None:
+            return
+        if reason != "stop" and self.config.states_gib:
+            # All but the newest token were read, and the slot stands still since.
+            told = np.array([*request.prompt, *request.tokens[:-1]], np.int32)
+            if not self.kept.has(told):
+                self.kept.put(told, self._programs.take(self._state, row))
+        self._free(row)
+        self._finish(request, reason)
+
+    def _free(self, row: int) -> None:
+        self._rows[row] = None
+        self._ended[row] = True
+
+    def _finish(self, request: Request, reason: str) -> None:
+        text = self._texts.pop(request, None)
+        if text is not None:
+            request.text += text.finish()
+        request.reason, request.ended = reason, time.monotonic()
+        self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1

@@ -1,0 +1,104 @@
+"""States of texts that were read already, so that what continues one reads the rest.
+
+A conversation's next turn begins with all that was said before; many requests begin
+with the same system prompt. What a model keeps of a text is its cache of one row. It is
+found by the hash of the text's tokens, and serves only a text that begins with exactly
+these: the state is then the one that reading them again would make.
+"""
+
+import hashlib
+from collections import Counter, OrderedDict
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int32
+
+from recurjax.types import Array, Cache
+
+
+class KeptState(NamedTuple):
+    """What reading a text has left.
+
+    Attributes:
+      length: of the text, in tokens.
+      cache: of one row; others begin from it, so it is never written.
+      last: the state from which the next token is predicted; None where the text's last
+        token was read while decoding, which does not leave it.
+    """
+
+    length: int
+    cache: Cache
+    last: Float[Array, "1 D"] | None
+
+
+class KeptStates:
+    """A pool of states, by their texts; those not used for longest leave first.
+
+    Attributes:
+      used_bytes: of all states kept.
+      hits: texts that began from a state.
+    """
+
+    def __init__(self, most_bytes: int):
+        self.most_bytes = most_bytes
+        self.used_bytes = 0
+        self.hits = 0
+        self._states: OrderedDict[bytes, tuple[KeptState, int]] = OrderedDict()
+        self._lengths: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def put(
+        self, tokens: Int32[np.ndarray, " T"], cache: Cache, last: Any = None
+    ) -> None:
+        """Keeps the state of a text; nothing when it alone is more than the pool."""
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves((cache, last)))
+        if size > self.most_bytes or len(tokens) == 0:
+            return
+        key = _digests(tokens, [len(tokens)])[len(tokens)]
+        if key in self._states:
+            self._drop(key)
+        while self.used_bytes + size > self.most_bytes:
+            self._drop(next(iter(self._states)))
+        self._states[key] = KeptState(len(tokens), cache, last), size
+        self._lengths[len(tokens)] += 1
+        self.used_bytes += size
+
+    def find(self, tokens: Int32[np.ndarray, " T"]) -> KeptState | None:
+        """Returns the state of the longest beginning of a text that it can go on from.
+
+        The whole text serves only where its `last` is kept: the first new token is
+        drawn from it.
+        """
+        T = len(tokens)
+        keys = _digests(tokens, [n for n in sorted(self._lengths) if n <= T])
+        for length in sorted(keys, reverse=True):
+            state, _ = self._states.get(keys[length], (None, 0))
+            if state is not None and (length < T or state.last is not None):
+                self._states.move_to_end(keys[length])
+                self.hits += 1
+                return state
+        return None
+
+    def has(self, tokens: Int32[np.ndarray, " T"]) -> bool:
+        """Says whether a text's state is kept."""
+        return _digests(tokens, [len(tokens)])[len(tokens)] in self._states
+
+    def _drop(self, key: bytes) -> None:
+        state, size = self._states.pop(key)
+        self.used_bytes -= size
+        self._lengths[state.length] -= 1
+        self._lengths += Counter()  # forgets lengths that no text has any more
+
+
+def _digests(tokens: Int32[np.ndarray, " T"], lengths: list[int]) -> dict[int, bytes]:
+    """Hashes the beginnings of a text, of rising lengths, in one walk over it."""
+    data, hashed, start = np.ascontiguousarray(tokens, "<i4"), hashlib.sha256(), 0
+    digests = {}
+    for length in lengths:
+        hashed.update(data[start:length].tobytes())
+        digests[length] = hashed.copy().digest()
+        start = length
+    return digests

@@ -1,0 +1,69 @@
+"""How many slots fit: bytes of a row, counted from shapes, and what is there."""
+
+import os
+from typing import Any
+
+import jax
+
+from pallas_kernels import target
+from recurjax.errors import UserError
+from recurjax.inference.decoding import cache_dtype
+from recurjax.inference.engine.config import EngineConfig
+from recurjax.model import Decoder
+
+MOST_SLOTS = 256
+"""Of "auto": beyond it a step grows longer with each slot on most devices."""
+
+_SHARE = 0.9
+"""Of what is free: the rest is for activations."""
+
+
+def slots_that_fit(
+    model: Decoder, config: EngineConfig, *, free: int | None = None
+) -> int:
+    """Returns how many slots an engine has.
+
+    Args:
+      free: bytes there; None: asks the device, or the host where that is a CPU.
+
+    Raises:
+      UserError: not one slot fits, or not as many as the config names.
+    """
+    row = row_bytes(model, config.length)
+    free = _free_bytes() if free is None else free
+    # Kept states come on top, and so does the row into which a prompt is read.
+    rest = _SHARE * free - config.states_gib * 2**30 - row
+    fits = int(rest // row)
+    if fits < 1:
+        raise UserError(
+            f"a slot of {config.length} tokens takes {row / 2**20:,.1f} MiB, and "
+            f"{free / 2**20:,.0f} MiB are free beside {config.states_gib} GiB of kept "
+            "states: give it a smaller length or fewer states"
+        )
+    if config.slots == "auto":
+        return min(fits, MOST_SLOTS)
+    if config.slots > fits:
+        raise UserError(
+            f"{config.slots} slots of {config.length} tokens take "
+            f"{config.slots * row / 2**30:,.2f} GiB, more than is free: {fits} fit"
+        )
+    return config.slots
+
+
+def row_bytes(model: Decoder, length: int) -> int:
+    """Counts what one slot of `length` tokens holds: its cache and the tokens seen."""
+    cache = jax.eval_shape(lambda: model.init_cache(1, length, cache_dtype(model)))
+    return tree_bytes(cache) + model.config.vocabulary
+
+
+def tree_bytes(tree: Any) -> int:
+    """Sums the bytes of arrays or shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _free_bytes() -> int:
+    if target.current().platform != "cpu":
+        stats = jax.devices()[0].memory_stats() or {}
+        if "bytes_limit" in stats:
+            return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,0 +1,195 @@
+"""An engine's programs, all compiled when it starts; to call one compiles nothing."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int32
+
+from recurjax.inference.decoding import cache_dtype
+from recurjax.inference.engine.config import EngineConfig
+from recurjax.inference.engine.slots import (
+    Made,
+    Slots,
+    Wishes,
+    admit,
+    decode_slots,
+    empty_slots,
+    read_piece,
+)
+from recurjax.model import Decoder
+from recurjax.sharding import replicated
+from recurjax.types import Array, Cache
+
+
+class Programs:
+    """What runs on the device, for a model and sizes that are fixed.
+
+    They are compiled ahead of time: an argument of another shape is an error and not
+    another compilation.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        slots: int,
+        mesh: Mesh | None,
+        compiler_options: Mapping[str, Any] | None,
+    ):
+        """Compiles them all.
+
+        Args:
+          slots: how many.
+          mesh: on which the model lies, with each slot's cache cut as the compiler cuts
+            it in a prefill; None: one device.
+        """
+        self._model, self._length = model, config.length
+        self._vocabulary = model.config.vocabulary
+        self.widths = tuple(min(w, config.length) for w in config.widths)
+        self.widths = tuple(sorted(set(self.widths)))
+        compile_ = partial(_compile, mesh=mesh, options=dict(compiler_options or {}))
+        place = (lambda tree: tree) if mesh is None else partial(_placed, mesh=mesh)
+
+        def start() -> Cache:
+            return model.init_cache(1, config.length, cache_dtype(model))
+
+        read = partial(read_piece, by=config.prefill)
+        one = place(jax.eval_shape(start))
+        count = place(_shape((1,), np.int32))
+        widest = place(_shape((1, self.widths[-1]), np.int32))
+        if mesh is not None:
+            # The cache lies where the compiler leaves it when it may choose.
+            free = compile_(lambda m, *given: read(m, start(), *given))
+            found = free(model, widest, count).output_shardings
+            one = _lying(one, found[0])
+        last = jax.eval_shape(read, model, one, widest, count)[1]
+        last = place(last)
+        whole = jax.eval_shape(lambda: empty_slots(model, slots, config.length))
+        whole = place(whole)
+        if mesh is not None:
+            # A slot's row lies as the row that is read: its other axes are the same.
+            where = jax.tree.map(lambda leaf: leaf.sharding, one)
+            whole = whole._replace(cache=_lying(whole.cache, where))
+        wishes = place(jax.eval_shape(lambda s: _row(s, 0), whole.wishes))
+
+        out = None if mesh is None else _where
+        everywhere = None if mesh is None else replicated(mesh)
+
+        def outs(*trees: Any) -> Any:
+            return None if out is None else tuple(map(out, trees))
+
+        self._fresh = compile_(start, out=None if out is None else out(one))()
+        self._read = {
+            width: compile_(read, donate=(1,), out=outs(one, last))(
+                model, one, place(_shape((1, width), np.int32)), count
+            )
+            for width in self.widths
+        }
+        row = place(_shape((), np.int32))
+        prompt = place(_shape((config.length,), np.int32))
+        made = None if out is None else (out(whole), everywhere)
+        top = config.top_logprobs
+        self._admit = compile_(partial(admit, top=top), donate=(1,), out=made)(
+            model, whole, row, one, last, prompt, wishes
+        )
+        decode = partial(decode_slots, steps=config.steps, top=top)
+        self._decode = compile_(decode, donate=(1,), out=made)(
+            model, whole, place(_shape((slots,), bool)), place(_shape((), bool))
+        )
+        empty = partial(empty_slots, model, slots, config.length)
+        self.empty = compile_(empty, out=None if out is None else out(whole))()
+        if config.states_gib:
+            to_one = None if out is None else out(one)
+            self._take = compile_(
+                lambda m, cache, row: m.stack.take(cache, row[None]), out=to_one
+            )(model, whole.cache, row)
+            self._copy = compile_(
+                lambda cache: jax.tree.map(jnp.copy, cache), out=to_one
+            )(one)
+
+    def fresh(self) -> Cache:
+        """Makes an empty cache of one row."""
+        return self._fresh()
+
+    def read(
+        self, cache: Cache, ids: Int32[np.ndarray, " T"]
+    ) -> tuple[Cache, Float[Array, "1 D"]]:
+        """Reads a piece of at most the largest width; `cache` is donated."""
+        width = next(width for width in self.widths if width >= len(ids))
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : len(ids)] = ids
+        count = np.array([len(ids)], np.int32)
+        return self._read[width](self._model, cache, padded, count)
+
+    def admit(
+        self,
+        slots: Slots,
+        row: int,
+        cache: Cache,
+        last: Float[Array, "1 D"],
+        prompt: Int32[np.ndarray, " T"],
+        wishes: Wishes,
+    ) -> tuple[Slots, Made]:
+        """See `slots.admit`; `slots` is donated."""
+        padded = np.full(self._length, self._vocabulary, np.int32)
+        padded[: len(prompt)] = prompt
+        number = np.asarray(row, np.int32)
+        return self._admit(self._model, slots, number, cache, last, padded, wishes)
+
+    def decode(
+        self, slots: Slots, ended: Bool[np.ndarray, " B"], *, until_free: bool
+    ) -> tuple[Slots, Made]:
+        """See `decode_slots`; `slots` is donated."""
+        return self._decode(self._model, slots, ended, np.asarray(until_free))
+
+    def take(self, slots: Slots, row: int) -> Cache:
+        """Makes a cache of one row of a slot's."""
+        return self._take(self._model, slots.cache, np.asarray(row, np.int32))
+
+    def copy(self, cache: Cache) -> Cache:
+        """Copies a cache of one row, for `read` to donate."""
+        return self._copy(cache)
+
+
+def _compile(function: Any, *, mesh: Mesh | None, options: dict, donate=(), out=None):
+    """Returns what compiles a function for arguments or their shapes."""
+    placed = {} if out is None else {"out_shardings": out}
+    jitted = jax.jit(function, donate_argnums=donate, **placed)
+
+    def compiled(*shapes: Any) -> Any:
+        with nullcontext() if mesh is None else jax.set_mesh(mesh):
+            return jitted.lower(*shapes).compile(compiler_options=options or None)
+
+    return compiled
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _placed(tree: Any, *, mesh: Mesh) -> Any:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)),
+        tree,
+    )
+
+
+def _lying(tree: Any, where: Any) -> Any:
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
+    )
+
+
+def _where(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _row(tree: Any, row: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[row : row + 1], tree)

@@ -1,0 +1,265 @@
+"""The slots on the device: what each holds, and the functions that move them on.
+
+A slot is a row of the batch that decodes. It is free or it holds a request: `admit`
+puts a prompt that was read into it and draws the first token; `decode` draws further
+ones until a stop token or the limit makes it inactive. An inactive row reads tokens of
+length 0, so its cache stays as it was when its request ended.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int, Key, UInt32
+
+from recurjax.inference.decoding import NOT_FINITE, cache_dtype, draw_ids
+from recurjax.inference.engine.config import MOST_STOPS
+from recurjax.inference.sampling import PLAIN, RowSampling, sampling_rows
+from recurjax.model import Decoder
+from recurjax.types import Array, Cache, Tokens
+
+NOTHING = -2
+"""In place of a token: the slot drew none in this step."""
+
+
+class Wishes(NamedTuple):
+    """What one request, or each of B, asks for: `RequestSettings` as arrays.
+
+    Attributes:
+      seed, stream: of its random numbers.
+      limit: how many tokens it may draw.
+      stops: tokens that end it; -1 where there are fewer.
+      logprobs: whether anybody looks at them.
+    """
+
+    sampling: RowSampling
+    seed: UInt32[Array, " B"]
+    stream: UInt32[Array, " B"]
+    limit: Int[Array, " B"]
+    stops: Int[Array, "B M"]
+    logprobs: Bool[Array, " B"]
+
+
+class Slots(NamedTuple):
+    """All slots between two calls.
+
+    Attributes:
+      cache: of every token but the newest.
+      newest: the token that the model has not read yet.
+      seen: which tokens a slot's text contains, its prompt's too.
+      active: slots whose request goes on.
+      drawn: how many tokens its request has drawn.
+    """
+
+    cache: Cache
+    newest: Int[Array, " B"]
+    seen: Bool[Array, "B V"]
+    active: Bool[Array, " B"]
+    drawn: Int[Array, " B"]
+    wishes: Wishes
+
+
+class Made(NamedTuple):
+    """What slots drew, step by step.
+
+    Attributes:
+      tokens: `NOTHING` where a slot was inactive.
+      logprobs: of these tokens, where wanted.
+      top, top_logprobs: the likeliest tokens in their place, where wanted.
+    """
+
+    tokens: Int[Array, "B N"]
+    logprobs: Float[Array, "B N"]
+    top: Int[Array, "B N K"]
+    top_logprobs: Float[Array, "B N K"]
+
+
+def empty_slots(model: Decoder, rows: int, length: int) -> Slots:
+    """Makes slots that are all free."""
+    drawing = jax.tree.map(jnp.asarray, sampling_rows([PLAIN] * rows))
+    zeros = jnp.zeros(rows, jnp.int32)
+    return Slots(
+        cache=model.init_cache(rows, length, cache_dtype(model)),
+        newest=zeros,
+        seen=jnp.zeros((rows, model.config.vocabulary), bool),
+        active=jnp.zeros(rows, bool),
+        drawn=zeros,
+        wishes=Wishes(
+            sampling=drawing,
+            seed=jnp.zeros(rows, jnp.uint32),
+            stream=jnp.zeros(rows, jnp.uint32),
+            limit=zeros,
+            stops=jnp.full((rows, MOST_STOPS), -1, jnp.int32),
+            logprobs=jnp.zeros(rows, bool),
+        ),
+    )
+
+
+def read_piece(
+    model: Decoder,
+    cache: Cache,
+    ids: Int[Array, "1 W"],
+    count: Int[Array, " 1"],
+    *,
+    by: str,
+) -> tuple[Cache, Float[Array, "1 D"]]:
+    """Reads the first `count` of W tokens on a cache of one row.
+
+    Returns:
+      The cache, and the state from which the token after the last one is predicted.
+    """
+    x, cache, _ = model.prefill(Tokens(ids, lengths=count), cache, by=by)
+    return cache, x[:, count[0] - 1]
+
+
+def admit(
+    model: Decoder,
+    slots: Slots,
+    row: Int[Array, ""],
+    cache: Cache,
+    last: Float[Array, "1 D"],
+    prompt: Int[Array, " S"],
+    wishes: Wishes,
+    *,
+    top: int,
+) -> tuple[Slots, Made]:
+    """Puts a request into a slot and draws its first token.
+
+    Args:
+      cache, last: of its whole prompt, from `read_piece`.
+      prompt: its tokens, padded with V, which is no token.
+    """
+    seen = jnp.zeros((1, model.config.vocabulary), bool)
+    seen = seen.at[0, prompt].set(True, mode="drop")
+    zero = jnp.zeros(1, jnp.int32)
+    one = Slots(cache, zero, seen, jnp.ones(1, bool), zero, wishes)
+    one, made = _draw(one, model.logits(last), top=top)
+
+    def put(whole: Array, part: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
+
+    rest = jax.tree.map(put, slots._replace(cache=None), one._replace(cache=None))
+    kept = model.stack.insert(slots.cache, row, cache)
+    return rest._replace(cache=kept), _as_steps(made)
+
+
+def decode_slots(
+    model: Decoder,
+    slots: Slots,
+    ended: Bool[Array, " B"],
+    until_free: Bool[Array, ""],
+    *,
+    steps: int,
+    top: int,
+) -> tuple[Slots, Made]:
+    """Draws up to `steps` tokens of each active slot.
+
+    Args:
+      ended: slots whose request the host has ended.
+      until_free: return as soon as a slot has become free, for somebody waits for one.
+    """
+    slots = slots._replace(active=slots.active & ~ended)
+    before = slots.active
+    made = _nothing(slots.newest.shape[0], steps, top=top)
+
+    def goes_on(carry) -> Bool[Array, ""]:
+        n, slots, _ = carry
+        freed = jnp.any(before & ~slots.active)
+        return (n < steps) & jnp.any(slots.active) & ~(until_free & freed)
+
+    def step(carry):
+        n, slots, made = carry
+        slots, new = _step(model, slots, top=top)
+        made = jax.tree.map(lambda all_, one: all_.at[:, n].set(one), made, new)
+        return n + 1, slots, made
+
+    start = (jnp.zeros((), jnp.int32), slots, made)
+    _, slots, made = jax.lax.while_loop(goes_on, step, start)
+    return slots, made
+
+
+def _step(model: Decoder, slots: Slots, *, top: int) -> tuple[Slots, Made]:
+    # A length of 0 is a token that is not there, for attention and recurrent states.
+    lengths = slots.active.astype(jnp.int32)
+    tokens = Tokens(slots.newest[:, None], lengths=lengths)
+    x, cache = model.hidden(tokens, slots.cache)
+    return _draw(slots._replace(cache=cache), model.logits(x[:, 0]), top=top)
+
+
+def _draw(slots: Slots, logits: Float[Array, "B V"], *, top: int) -> tuple[Slots, Made]:
+    """Draws a token for each active slot; `Made` without the axis of steps."""
+    active, wishes = slots.active, slots.wishes
+    ids = draw_ids(
+        logits, _keys(wishes), slots.drawn, slots.seen, _asked(wishes, active)
+    )
+    made = _told(logits, ids, active & wishes.logprobs, top=top)
+    rows = jnp.arange(ids.shape[0])
+    # A token past the vocabulary is dropped: nothing was drawn.
+    written = jnp.where(active & (ids != NOT_FINITE), ids, logits.shape[-1])
+    drawn = slots.drawn + active
+    stopped = (ids[:, None] == wishes.stops).any(-1) | (ids == NOT_FINITE)
+    slots = slots._replace(
+        newest=jnp.where(active, ids, slots.newest),
+        seen=slots.seen.at[rows, written].set(True, mode="drop"),
+        active=active & ~stopped & (drawn < wishes.limit),
+        drawn=drawn,
+    )
+    return slots, made._replace(tokens=jnp.where(active, ids, NOTHING))
+
+
+def _keys(wishes: Wishes) -> Key[Array, " B"]:
+    """Returns the streams of `row_keys`."""
+    keys = jax.vmap(jax.random.key)(wishes.seed)
+    return jax.vmap(jax.random.fold_in)(keys, wishes.stream)
+
+
+def _asked(wishes: Wishes, active: Bool[Array, " B"]) -> RowSampling:
+    """Returns the settings with those of inactive slots greedy, which cost nothing."""
+    quiet = RowSampling(*(jnp.asarray(x) for x in sampling_rows([_GREEDY])))
+    return jax.tree.map(
+        lambda own, none: jnp.where(active, own, none), wishes.sampling, quiet
+    )
+
+
+_GREEDY = type(PLAIN)(temperature=0.0)
+
+
+def _told(
+    logits: Float[Array, "B V"],
+    ids: Int[Array, " B"],
+    wanted: Bool[Array, " B"],
+    *,
+    top: int,
+) -> Made:
+    wide = logits.astype(jnp.float32)
+
+    def tell() -> tuple[Array, Array, Array]:
+        sums = jax.nn.logsumexp(wide, axis=-1, keepdims=True)
+        own = jnp.take_along_axis(wide, jnp.maximum(ids, 0)[:, None], axis=-1) - sums
+        values, best = jax.lax.top_k(wide, top) if top else _none(wide)
+        return own[:, 0], best.astype(jnp.int32), values - sums
+
+    def silent() -> tuple[Array, Array, Array]:
+        _, *told = jax.tree.map(lambda x: x[:, 0], _nothing(ids.shape[0], 1, top=top))
+        return tuple(told)
+
+    return Made(ids, *jax.lax.cond(jnp.any(wanted), tell, silent))
+
+
+def _nothing(rows: int, steps: int, *, top: int) -> Made:
+    best = jnp.zeros((rows, steps, top), jnp.int32)
+    return Made(
+        tokens=jnp.full((rows, steps), NOTHING, jnp.int32),
+        logprobs=jnp.zeros((rows, steps), jnp.float32),
+        top=best,
+        top_logprobs=best.astype(jnp.float32),
+    )
+
+
+def _none(wide: Array) -> tuple[Array, Array]:
+    empty = jnp.zeros((wide.shape[0], 0), wide.dtype)
+    return empty, empty.astype(jnp.int32)
+
+
+def _as_steps(made: Made) -> Made:
+    return jax.tree.map(lambda leaf: leaf[:, None], made)

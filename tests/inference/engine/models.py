@@ -1,0 +1,100 @@
+"""A model of two layers of every variant, and how requests run on an engine."""
+
+import numpy as np
+
+from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSettings
+from recurjax.inference.engine.kept_states import KeptStates
+from recurjax.inference.sampling import SamplingConfig
+from recurjax.layers.mlp import MlpConfig
+from tests.compiling import QUICK_COMPILE
+from tests.variants.latent_recurrent_transformer import switches as latent
+from tests.variants.rat import switches as rat
+from tests.variants.recurformer import switches as recurformer
+from tests.variants.recurrent_transformer import switches as recurrent
+from tests.variants.relaxed_recursive_transformer import switches as recursive
+from tests.variants.transformer import switches as transformer
+
+VARIANTS = {
+    "transformer": (
+        transformer,
+        transformer.small(
+            key_heads=2, windows=(3, None), mlp=MlpConfig(kind="swiglu", width=12)
+        ),
+    ),
+    "recurrent_transformer": (transformer, recurrent.small()),
+    "rat": (rat, rat.small(rat.rat(), layers=2)),
+    "rnn": (
+        rat,
+        rat.small(rat.RnnMixerConfig(heads=2, head_width=6, gate_horizon=13), layers=2),
+    ),
+    "latent_recurrent_transformer": (latent, latent.SWITCHES["shared"]),
+    "relaxed_recursive_transformer": (
+        transformer,
+        recursive.small(layers=2, windows=(3,), key_heads=2),
+    ),
+    "recurformer": (recurformer, recurformer.small(((0, 3), ()), key_heads=2)),
+}
+"""By variant: whose `build` fills the model, and its config."""
+
+FAST = ("rnn",)
+"""Variants for which tests that compile a program of their own are not slow."""
+
+LENGTH, SLOTS = 16, 3
+SIZES = EngineConfig(
+    slots=SLOTS, length=LENGTH, prefill_tokens=8, steps=3, states_gib=1e-3
+)
+GREEDY = SamplingConfig(temperature=0.0)
+DRAWINGS = (
+    GREEDY,
+    SamplingConfig(),
+    SamplingConfig(temperature=0.7, top_k=4),
+    SamplingConfig(top_p=0.8, repetition_penalty=1.3),
+    SamplingConfig(temperature=2.0, min_p=0.05),
+)
+
+
+def build_model(name: str):
+    switches, config = VARIANTS[name]
+    return switches.build(config)
+
+
+def build_engine(model, config: EngineConfig = SIZES, **options) -> Engine:
+    return Engine(model, config, compiler_options=QUICK_COMPILE, **options)
+
+
+def keep_states(engine: Engine, most_bytes: int = 2**20) -> None:
+    """Gives an engine an empty pool; one of no bytes keeps nothing."""
+    engine.kept = KeptStates(most_bytes)
+
+
+def finish(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    """Runs until nothing is left; returns each request's tokens."""
+    for _ in range(1000):
+        if not engine.busy:
+            break
+        engine.step()
+    assert all(request.done for request in requests)
+    return [request.tokens for request in requests]
+
+
+def alone(engine: Engine, prompt, settings: RequestSettings) -> list[int]:
+    return finish(engine, [engine.submit(prompt, settings)])[0]
+
+
+def draw_requests(vocabulary: int, count: int, seed: int = 0):
+    """Draws prompts of 1 to `LENGTH` tokens with settings that fit the slot."""
+    draw = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        length = int(draw.integers(1, LENGTH + 1))
+        length = {0: 1, 1: LENGTH}.get(number, length)
+        most = min(LENGTH - length + 1, int(draw.integers(1, 12)))
+        settings = RequestSettings(
+            max_new_tokens=most,
+            sampling=DRAWINGS[number % len(DRAWINGS)],
+            seed=int(draw.integers(2**32)),
+            stream=number % 2,
+            stop_tokens=(int(draw.integers(vocabulary)),) if number % 3 == 0 else (),
+        )
+        made.append((draw.integers(vocabulary, size=length), settings))
+    return made

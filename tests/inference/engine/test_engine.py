@@ -1,0 +1,307 @@
+"""Slots, queue, stops, kept states and refusals, on one small model."""
+
+import gc
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.inference.engine import EngineConfig, RequestSettings
+from recurjax.inference.engine.kept_states import KeptStates
+from recurjax.inference.engine.memory import row_bytes, slots_that_fit
+from recurjax.inference.generate import generate
+from recurjax.inference.sampling import SamplingConfig
+from recurjax.types import Tokens
+from tests.inference.engine.models import (
+    GREEDY,
+    LENGTH,
+    SIZES,
+    SLOTS,
+    alone,
+    build_engine,
+    build_model,
+    draw_requests,
+    finish,
+)
+
+BYTES = ByteTokenizer()
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SHORT = EngineConfig(slots=2, length=32, prefill_tokens=8, steps=3, top_logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return build_engine(build_model("rnn"))
+
+
+@pytest.fixture(scope="module")
+def speller(cycle):
+    """An engine that goes on with the alphabet."""
+    return build_engine(cycle(LETTERS), SHORT, tokenizer=BYTES)
+
+
+def greedy(**wishes) -> RequestSettings:
+    return RequestSettings(**{"max_new_tokens": 20, "sampling": GREEDY} | wishes)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"),
+    [
+        (("f",), "bcde", "stop"),
+        (("de", "zz"), "bc", "stop"),
+        (("zz",), LETTERS[1:21], "length"),
+        ((), LETTERS[1:21], "length"),
+    ],
+)
+def test_texts_end_before_a_stop_string(speller, stop, text, reason):
+    requests = [speller.submit(list(b"a"), greedy(stop=stop)) for _ in range(3)]
+    finish(speller, requests)
+    for request in requests:
+        assert (request.text, request.reason) == (text, reason)
+
+
+def test_stop_tokens_end_a_request(speller):
+    made = speller.submit(list(b"a"), greedy(stop_tokens=(ord("d"),)))
+    assert finish(speller, [made]) == [list(b"bcd")]
+    assert made.reason == "eos"
+
+
+@pytest.mark.slow
+def test_the_eos_ends_a_request_and_can_be_ignored(cycle):
+    model = cycle(LETTERS)
+    ended = build_engine(model, SHORT, eos=ord("c"))
+    assert alone(ended, list(b"a"), greedy()) == list(b"bc")
+    going = alone(ended, list(b"a"), greedy(ignore_eos=True))
+    assert bytes(going).decode() == LETTERS[1:21]
+
+
+def test_pieces_of_text_come_before_the_end_and_are_those_of_generate(speller, cycle):
+    request = speller.submit(list(b"x"), greedy(stop=("ijkl",)))
+    seen = []
+    while not request.done:
+        speller.step()
+        seen.append(request.text)
+    assert len(set(seen)) > 2
+    assert all(later.startswith(text) for text, later in pairwise(seen))
+    made = generate(
+        cycle(LETTERS),
+        ["x"],
+        tokenizer=BYTES,
+        bos=False,
+        max_new_tokens=20,
+        sampling=GREEDY,
+        stop=["ijkl"],
+        chunk=4,
+    )
+    assert request.text == made.texts[0] == "yzabcdefgh"
+
+
+def test_probabilities_are_those_of_the_model_before_temperature(speller, cycle):
+    wish = greedy(
+        max_new_tokens=5, logprobs=True, sampling=SamplingConfig(temperature=3.0)
+    )
+    request = speller.submit(list(b"k"), wish)
+    quiet = speller.submit(list(b"k"), greedy(max_new_tokens=5))
+    finish(speller, [request, quiet])
+    model = cycle(LETTERS)
+    ids = np.array([[ord("k"), *request.tokens[:-1]]], np.int32)
+    logits = jax.jit(lambda m, i: m(Tokens(i), m.init_cache(1, 0))[0])(model, ids)
+    logs = np.asarray(jax.nn.log_softmax(logits[0]))
+    own = logs[np.arange(5), request.tokens]
+    np.testing.assert_allclose(request.logprobs, own, rtol=1e-4, atol=1e-5)
+    for row, top in zip(logs, request.top, strict=True):
+        best = np.sort(row)[::-1][:2]
+        np.testing.assert_allclose([value for _, value in top], best, rtol=1e-4)
+        assert row[top[0][0]] == row.max()
+    assert quiet.logprobs == quiet.top == []
+
+
+def test_a_freed_slot_is_filled_before_the_next_step(engine):
+    draw = np.random.default_rng(0)
+    first = [
+        engine.submit(draw.integers(9, size=2), greedy(max_new_tokens=most))
+        for most in (14, 14, 2)
+    ]
+    later = engine.submit([1, 2], greedy(max_new_tokens=14))
+    engine.step()
+    # The slot became free in the first call's first step, and the call ended there,
+    # for somebody was waiting.
+    assert [len(request.tokens) for request in first] == [2, 2, 2]
+    assert first[2].done and engine.active == 2 and engine.waiting == 1
+    engine.step()
+    assert engine.active == 3 and len(later.tokens) == 4
+    engine.cancel(first[0])
+    last = engine.submit([3], greedy(max_new_tokens=2))
+    engine.step()
+    assert last.done and first[0].reason == "cancelled"
+    finish(engine, [*first, later, last])
+
+
+def test_a_long_prompt_is_read_in_pieces_between_the_steps_of_others(engine):
+    draw = np.random.default_rng(0)
+    short = engine.submit([1], greedy(max_new_tokens=14))
+    engine.step()
+    long = engine.submit(draw.integers(9, size=16), greedy(max_new_tokens=1))
+    read, made = engine.counts.read_tokens, len(short.tokens)
+    engine.step()
+    assert engine.counts.read_tokens - read == 8 and not long.tokens
+    assert len(short.tokens) == made + 3
+    engine.step()
+    assert engine.counts.read_tokens - read == 16 and long.done
+    engine.cancel(short)
+
+
+def test_requests_that_wait_or_are_being_read_can_be_cancelled(engine):
+    draw = np.random.default_rng(0)
+    requests = [
+        engine.submit(draw.integers(9, size=16), greedy(max_new_tokens=1))
+        for _ in range(3)
+    ]
+    engine.step()  # half of the first one's prompt
+    engine.cancel(requests[0])
+    engine.cancel(requests[2])
+    engine.cancel(requests[2])  # a second time does nothing
+    finish(engine, requests)
+    assert [request.reason for request in requests] == [
+        "cancelled",
+        "length",
+        "cancelled",
+    ]
+    assert not engine.busy
+
+
+@pytest.mark.slow
+def test_logits_that_are_not_finite_end_their_request_alone():
+    def weight(path, leaf):
+        return leaf.at[3].set(np.nan) if "w_embedding" in str(path) else leaf
+
+    broken = jax.tree_util.tree_map_with_path(weight, build_model("transformer"))
+    engine = build_engine(broken)
+    bad = engine.submit([3], greedy(max_new_tokens=4))
+    good = engine.submit([5], greedy(max_new_tokens=4))
+    finish(engine, [bad, good])
+    assert (bad.reason, bad.tokens) == ("not_finite", [])
+    assert good.reason == "length" and len(good.tokens) == 4
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(leaf.nbytes for leaf in jax.live_arrays())
+
+
+def run_many(engine, count: int) -> None:
+    requests = draw_requests(17, 20)
+    engine.kept = KeptStates(2**13)
+    finish(engine, [engine.submit(*requests[n % 20]) for n in range(40)])
+    before = live_bytes()
+    for _ in range(count // 40):
+        finish(engine, [engine.submit(*requests[n % 20]) for n in range(40)])
+        assert engine.kept.used_bytes <= 2**13
+    assert live_bytes() <= before + 2**12
+    assert not engine._texts
+
+
+def test_memory_is_flat_over_many_requests(engine):
+    run_many(engine, 120)
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_10_000_requests(engine):
+    run_many(engine, 10_000)
+
+
+def state(value: float):
+    return {"h": jax.device_put(np.full(8, value, np.float32))}
+
+
+def test_states_not_used_for_longest_leave_first():
+    pool, tokens = KeptStates(3 * 32), np.arange(20, dtype=np.int32)
+    for length in (2, 4, 6):
+        pool.put(tokens[:length], state(length))
+    assert pool.find(tokens).length == 6
+    assert pool.find(tokens[:3]).length == 2  # now the one used last
+    pool.put(tokens[:8], state(8))
+    assert len(pool) == 3 and pool.used_bytes == 96
+    assert not pool.has(tokens[:4]) and pool.has(tokens[:2])
+    assert pool.find(tokens[:5]).length == 2
+    pool.put(tokens[:8], state(8))
+    assert len(pool) == 3 and pool.used_bytes == 96
+
+
+def test_a_state_serves_only_texts_that_begin_with_its_own():
+    pool, tokens = KeptStates(2**10), np.arange(9, dtype=np.int32)
+    pool.put(tokens[:4], state(4))
+    other = tokens.copy()
+    other[1] = 7
+    assert pool.find(other) is None
+    assert pool.find(tokens[:4]) is None  # its last state is not kept
+    pool.put(tokens[:4], state(4), state(0)["h"])
+    assert pool.find(tokens[:4]).length == 4
+    assert pool.find(tokens[:3]) is None
+    KeptStates(8).put(tokens, state(1))  # larger than the pool: not kept, no error
+
+
+def test_auto_takes_the_slots_that_fit_and_too_many_are_refused():
+    model = build_model("transformer")
+    row = row_bytes(model, LENGTH)
+    cache = jax.eval_shape(lambda: model.init_cache(1, LENGTH))
+    assert row == 17 + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    sizes = EngineConfig(slots="auto", length=LENGTH)
+    assert slots_that_fit(model, sizes, free=10 * row) == 8
+    assert slots_that_fit(model, sizes, free=2**40) == 256
+    many = EngineConfig(slots=9, length=LENGTH)
+    with pytest.raises(UserError, match="more than is free: 8 fit"):
+        slots_that_fit(model, many, free=10 * row)
+    with pytest.raises(UserError, match="smaller length or fewer states"):
+        slots_that_fit(model, sizes, free=row)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wish", "said"),
+    [
+        ([], {}, "no tokens"),
+        ([1, 17], {}, "the model knows 0 to 16"),
+        ([1] * 16, {"max_new_tokens": 2}, "16 tokens and needs 17 .* a slot has 16"),
+        ([1], {"stop": ("a",)}, "stop strings need a tokenizer"),
+        ([1], {"stop_tokens": tuple(range(9))}, "at most 8 tokens"),
+        ([1], {"keep": (2,)}, "keep must be lengths of the prompt"),
+    ],
+)
+def test_requests_that_cannot_run_are_refused_in_a_sentence(engine, prompt, wish, said):
+    with pytest.raises(UserError, match=said):
+        engine.submit(prompt, greedy(**{"max_new_tokens": 3} | wish))
+    assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("kind", "wish", "said"),
+    [
+        (RequestSettings, {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        (RequestSettings, {"seed": 2**32}, "the seed must be"),
+        (RequestSettings, {"stop": ("",)}, "non-empty strings"),
+        (EngineConfig, {"slots": 0}, "slots must be at least 1"),
+        (EngineConfig, {"length": 0}, "length must be at least 1"),
+        (EngineConfig, {"states_gib": 1.0, "prefill": "sweeps:2"}, "read exactly"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(kind, wish, said):
+    with pytest.raises(UserError, match=said):
+        kind(**wish)
+
+
+def test_engines_that_cannot_be_are_refused_in_a_sentence():
+    model = build_model("rnn")
+    with pytest.raises(UserError, match="reads prompts exactly and not by 'sweeps:2'"):
+        build_engine(model, EngineConfig(slots=1, length=8, prefill="sweeps:2"))
+    with pytest.raises(UserError, match="257 tokens, the model only 17"):
+        build_engine(model, SIZES, tokenizer=BYTES)
+
+
+def test_widths_double_up_to_the_longest_piece():
+    assert EngineConfig(prefill_tokens=100).widths == (16, 32, 64, 100)
+    assert EngineConfig(prefill_tokens=8).widths == (8,)
+    assert EngineConfig(prefill_tokens=64).widths == (16, 32, 64)
+    assert SIZES.slots == SLOTS

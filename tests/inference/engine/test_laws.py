@@ -1,0 +1,164 @@
+"""The laws of the engine, for every variant: who else is there changes no token."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from recurjax.inference.engine import RequestSettings
+from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.sampling import row_keys
+from recurjax.types import Tokens
+from tests.compiling import QUICK_COMPILE, compiled_programs
+from tests.inference.engine.models import (
+    FAST,
+    GREEDY,
+    LENGTH,
+    SLOTS,
+    VARIANTS,
+    alone,
+    build_engine,
+    build_model,
+    draw_requests,
+    finish,
+    keep_states,
+)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request):
+    """A name, its model, an engine, and requests with the tokens each has alone."""
+    name = request.param
+    model = build_model(name)
+    engine = build_engine(model)
+    keep_states(engine, 0)
+    requests = draw_requests(model.config.vocabulary, 7)
+    expected = [alone(engine, *wanted) for wanted in requests]
+    return name, model, engine, requests, expected
+
+
+@partial(jax.jit, compiler_options=QUICK_COMPILE)
+def forward(model, ids):
+    return model(Tokens(ids[None]), model.init_cache(1, 0))[0][0]
+
+
+def test_greedy_tokens_are_those_of_the_plain_forward(variant):
+    _, model, engine, _, _ = variant
+    keep_states(engine, 0)
+    draw = np.random.default_rng(3)
+    for length in (1, 8, 9, LENGTH):
+        prompt = draw.integers(model.config.vocabulary, size=length)
+        settings = RequestSettings(max_new_tokens=LENGTH - length + 1, sampling=GREEDY)
+        made = alone(engine, prompt, settings)
+        assert len(made) == LENGTH - length + 1
+        whole = np.array([*prompt, *made[:-1]], np.int32)
+        likeliest = np.asarray(forward(model, whole)).argmax(-1)[length - 1 :]
+        np.testing.assert_array_equal(made, likeliest)
+
+
+def test_neighbours_and_slots_change_no_token_and_nothing_is_compiled(variant):
+    _, _, engine, requests, expected = variant
+    keep_states(engine, 0)
+    assert any(len(set(tokens)) > 2 for tokens in expected)
+    with compiled_programs() as compiled:
+        for order in (range(7), range(6, -1, -1), (3, 0, 5, 1, 6, 2, 4)):
+            together = [engine.submit(*requests[n]) for n in order]
+            assert finish(engine, together) == [expected[n] for n in order]
+    assert compiled == []
+    assert engine.active == engine.waiting == 0
+
+
+def test_a_kept_state_changes_no_token_and_only_what_is_new_is_read(variant):
+    _, model, engine, _, _ = variant
+    draw = np.random.default_rng(5)
+    first = draw.integers(model.config.vocabulary, size=5).tolist()
+    settings = RequestSettings(max_new_tokens=4, seed=9, keep=(3,))
+    keep_states(engine)
+    answer = alone(engine, first, settings)
+    turn = [*first, *answer, *draw.integers(model.config.vocabulary, size=2).tolist()]
+    other = [*first[:3], *draw.integers(model.config.vocabulary, size=6).tolist()]
+    for prompt, saved in ((turn, 8), (other, 3), (turn, 8)):
+        read = engine.counts.read_tokens
+        request = engine.submit(prompt, settings)
+        (kept,) = finish(engine, [request])
+        assert request.reused == saved
+        assert engine.counts.read_tokens - read == len(prompt) - saved
+        pool = engine.kept
+        keep_states(engine, 0)
+        assert alone(engine, prompt, settings) == kept
+        engine.kept = pool
+    # The whole prompt, with the state that its first new token is drawn from.
+    again = dataclasses.replace(settings, keep=(len(turn),))
+    assert alone(engine, turn, again) == kept
+    request = engine.submit(turn, again)
+    assert finish(engine, [request]) == [kept] and request.reused == len(turn)
+
+
+def interleave(engine, requests, expected, seed: int) -> None:
+    """Submits and cancels at random between steps; checks what became of each."""
+    draw = np.random.default_rng(seed)
+    keep_states(engine, int(draw.integers(2)) * 2**14)
+    running, cancelled = [], set()
+    left = [int(n) for n in draw.permutation(np.tile(np.arange(len(requests)), 2))]
+    while left or engine.busy:
+        act = draw.random()
+        if left and act < 0.5:
+            number = left.pop()
+            running.append((number, engine.submit(*requests[number])))
+        elif running and act < 0.6:
+            _, request = running[int(draw.integers(len(running)))]
+            engine.cancel(request)
+            cancelled.add(request)
+        else:
+            engine.step()
+        assert engine.active <= SLOTS
+    for number, request in running:
+        assert request.done
+        if request.reason == "cancelled":
+            assert request in cancelled
+            assert request.tokens == expected[number][: len(request.tokens)]
+        else:
+            assert request.tokens == expected[number]
+    assert engine.active == engine.waiting == 0
+
+
+def test_submitting_and_cancelling_at_random_changes_no_token(variant):
+    _, _, engine, requests, expected = variant
+    for seed in range(2):
+        interleave(engine, requests, expected, seed)
+
+
+@pytest.mark.slow
+def test_200_random_interleavings_change_no_token(variant):
+    _, _, engine, requests, expected = variant
+    for seed in range(200):
+        interleave(engine, requests, expected, seed)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in VARIANTS
+    ],
+    indirect=True,
+)
+def test_the_tokens_are_those_of_generate(variant):
+    _, model, _, requests, expected = variant
+    for (prompt, settings), tokens in zip(requests, expected, strict=True):
+        stream = row_keys(settings.seed, 2)[settings.stream : settings.stream + 1]
+        if settings.sampling.penalizes:  # a second pair of programs in `generate`
+            continue
+        made = generate_tokens(
+            model,
+            [prompt],
+            max_new_tokens=settings.max_new_tokens,
+            sampling=settings.sampling,
+            seed=stream,
+            eos=settings.stop_tokens[0] if settings.stop_tokens else None,
+            cache_length=LENGTH,
+            chunk=16,
+        )
+        assert made.tokens[0].tolist() == tokens
