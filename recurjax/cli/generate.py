@@ -4,19 +4,23 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
+import numpy as np
 import tyro
 
+from recurjax.cli.json_lines import JsonLines
 from recurjax.cli.options import parse
 from recurjax.distributed import start_processes
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.generate import Generation, generate
+from recurjax.inference.many_prompts import continue_prompts
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.inference.timing import Timing
 from recurjax.json_files import json_text, parse_json
+from recurjax.model import Decoder
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.training.run import load_run
 
@@ -42,6 +46,9 @@ class GenerateOptions:
       bos: begin as at the start of a document, if the tokenizer has a token for that.
       prefill: "exact", or "sweeps:4": a model with a latent memory reads the prompts in
         so many parallel sweeps; what they leave open is printed.
+      slots: prompts of a file that are continued at once.
+      json_lines: write each prompt's text to this file as it ends; the same command
+        goes on where an earlier one stopped.
       seed: the same seed gives the same texts.
       stream: show a single prompt's text as it comes.
       json: print one JSON object with texts, tokens, finish reasons and timing.
@@ -61,6 +68,8 @@ class GenerateOptions:
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     bos: bool = True
     prefill: str = "exact"
+    slots: int = 8
+    json_lines: Path | None = None
     seed: int = 0
     stream: bool = True
     json: bool = False
@@ -84,6 +93,7 @@ def run(argv: list[str]) -> int:
         repetition_penalty=options.repetition_penalty,
     )
     streams = options.stream and not options.json and len(prompts) == 1
+    streams = streams and options.json_lines is None
     # Before the first use of a device: the processes find each other first.
     start_processes()
     mesh = reading_mesh(options.mesh)
@@ -94,22 +104,31 @@ def run(argv: list[str]) -> int:
         _show("".join(unshown) + text)
         unshown.clear()
 
-    made = generate(
-        # Decoding is bound by reading weights: they are held as they are multiplied.
-        in_compute_dtype(loaded.model),
-        prompts,
-        tokenizer=loaded.tokenizer,
-        max_new_tokens=options.max_new_tokens,
-        sampling=sampling,
-        # A shell passes a backslash and an n, where a line break is meant.
-        stop=[text.replace("\\n", "\n") for text in options.stop],
-        bos=options.bos,
-        seed=options.seed,
-        prefill=options.prefill,
-        on_text=show if streams else None,
-        # A mesh of one device is no mesh: programs without it are simpler.
-        mesh=mesh if mesh.size > 1 else None,
-    )
+    # Decoding is bound by reading weights: they are held as they are multiplied.
+    model = in_compute_dtype(loaded.model)
+    # A mesh of one device is no mesh: programs without it are simpler.
+    spread = mesh if mesh.size > 1 else None
+    # A shell passes a backslash and an n, where a line break is meant.
+    stop = [text.replace("\\n", "\n") for text in options.stop]
+    shared = {
+        "tokenizer": loaded.tokenizer,
+        "max_new_tokens": options.max_new_tokens,
+        "sampling": sampling,
+        "stop": stop,
+        "bos": options.bos,
+        "seed": options.seed,
+        "prefill": options.prefill,
+        "mesh": spread,
+    }
+    if _wants_engine(options, prompts):
+        made = _on_engine(model, prompts, options, loaded.step, shared)
+    else:
+        on_text = show if streams else None
+        made = generate(model, prompts, on_text=on_text, **shared)
+    if options.json_lines is not None:
+        _tell(f"{len(made.texts)} texts in {options.json_lines}")
+        _tell(_speed(made.timing))
+        return 0
     if options.json:
         _show(_as_json(prompts, made, step=loaded.step))
     elif streams:
@@ -121,6 +140,62 @@ def run(argv: list[str]) -> int:
     for name, value in made.aux.items():
         _tell(f"{name}: {value:.2g}")
     return 0
+
+
+def _wants_engine(options: GenerateOptions, prompts: list[str]) -> bool:
+    """Says whether slots serve better than one batch that runs to its end."""
+    if options.json_lines is not None:
+        if jax.process_count() > 1:
+            raise UserError("--json-lines is for one process: leave it out")
+        return True
+    # One batch tells what sweeps leave open, and runs on several processes.
+    plain = options.prefill == "exact" and jax.process_count() == 1
+    return options.prompts_file is not None and len(prompts) > 1 and plain
+
+
+def _on_engine(
+    model: Decoder,
+    prompts: list[str],
+    options: GenerateOptions,
+    step: int,
+    shared: dict[str, Any],
+) -> Generation:
+    lines, timing = None, Timing()
+    if options.json_lines is not None:
+        settings = dataclasses.asdict(shared["sampling"]) | {
+            "step": step,
+            "run": str(options.run.resolve()),
+            "tokenizer": shared["tokenizer"].hash,
+            **{name: shared[name] for name in _DECIDE},
+        }
+        lines = JsonLines(options.json_lines, prompts, settings)
+        if lines.done:
+            _tell(f"{len(lines.done)} of {len(prompts)} texts were there already")
+    done = {} if lines is None else lines.done
+    for number, request in continue_prompts(
+        model, prompts, slots=options.slots, skip=set(done), timing=timing, **shared
+    ):
+        line = {
+            "prompt": prompts[number],
+            "text": request.text,
+            "tokens": request.tokens,
+            "finish_reason": request.reason,
+        }
+        done[number] = line
+        if lines is not None:
+            lines.add(number, line)
+    ordered = [done[number] for number in range(len(prompts))]
+    return Generation(
+        texts=[line["text"] for line in ordered],
+        tokens=[np.asarray(line["tokens"], np.int32) for line in ordered],
+        finish_reasons=[line["finish_reason"] for line in ordered],
+        timing=timing,
+        aux={},
+    )
+
+
+_DECIDE = ("max_new_tokens", "stop", "bos", "seed", "prefill")
+"""Options that decide a text, beside sampling."""
 
 
 def _prompts(options: GenerateOptions) -> list[str]:
@@ -181,6 +256,14 @@ def _as_json(prompts: list[str], made: Generation, *, step: int) -> str:
 
 
 def _speed(timing: Timing) -> str:
+    if not timing.prefill_seconds:  # an engine, which reads and decodes in turns
+        seconds = timing.decode_seconds
+        speed = timing.new_tokens / seconds if seconds else 0.0
+        return (
+            f"{timing.rows} prompts of {timing.prompt_tokens:,} tokens, "
+            f"{timing.new_tokens:,} new ones at {speed:,.0f} a second; "
+            f"compiled in {timing.compile_seconds:.1f} s"
+        )
     return (
         f"prefill: {timing.prompt_tokens:,} tokens at "
         f"{timing.prefill_tokens_per_second:,.0f} a second; "

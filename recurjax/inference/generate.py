@@ -87,7 +87,7 @@ def generate(
             f"the tokenizer has {tokenizer.vocabulary} tokens, the model only "
             f"{model.config.vocabulary}: use the tokenizer it was trained with"
         )
-    encoded = _encode(prompts, tokenizer, bos=bos)
+    encoded = encode_prompts(prompts, tokenizer, bos=bos)
     # Decoded as what follows the prompt, so that its first token keeps its space.
     rows = [Continuation(tokenizer, ids, stop) for ids in encoded]
     texts = [""] * len(rows)
@@ -129,9 +129,10 @@ def generate(
     )
 
 
-def _encode(
+def encode_prompts(
     prompts: Sequence[str], tokenizer: Tokenizer, *, bos: bool
 ) -> list[Int32[np.ndarray, " _"]]:
+    """Encodes prompts as `generate` reads them; see there."""
     if isinstance(prompts, str):
         raise UserError("prompts must be a list of texts, got one text: wrap it in [ ]")
     encoded = []

@@ -286,8 +286,13 @@ def _fitting_cache(
                 "shorten the prompt or ask for fewer new tokens"
             )
     # In steps, so that a few more new tokens do not compile another program.
+    return cache_length or rounded_length(needed, config.max_length)
+
+
+def rounded_length(needed: int, most: int | None) -> int:
+    """Returns a cache's length for so many positions: few lengths are compiled."""
     rounded = -(-needed // _CACHE_STEP) * _CACHE_STEP
-    return cache_length or min(rounded, config.max_length or rounded)
+    return min(rounded, most or rounded)
 
 
 def _padded(prompts: list[Int32[np.ndarray, " _"]], *, longest: int) -> Tokens:

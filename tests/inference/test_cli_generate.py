@@ -1,4 +1,5 @@
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,9 @@ from recurjax.cli import generate as command
 from recurjax.cli.generate import run
 from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.errors import UserError
+from recurjax.inference import many_prompts
+from recurjax.inference.engine import Engine
+from tests.compiling import QUICK_COMPILE
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n"
 SHORT = ["--temperature", "0", "--max-new-tokens", "6"]
@@ -22,6 +26,8 @@ def loads(cycle, monkeypatch):
         return SimpleNamespace(model=cycle(LETTERS), tokenizer=ByteTokenizer(), step=7)
 
     monkeypatch.setattr(command, "load_run", load_run)
+    quick = partial(Engine, compiler_options=QUICK_COMPILE)
+    monkeypatch.setattr(many_prompts, "Engine", quick)
     return calls
 
 
@@ -61,6 +67,57 @@ def test_json_lines_and_json_output(capsys, tmp_path):
     assert [row["finish_reason"] for row in rows] == ["stop", "stop", "length"]
     assert bytes(rows[0]["tokens"]) == b"xyz\n"
     assert made["timing"]["decode_tokens_per_second"] > 0
+
+
+LINES = ["--max-new-tokens", "9", "--temperature", "0.7", "--seed", "3"]
+
+
+def read_lines(file) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_texts_of_a_file_go_on_where_a_killed_run_stopped(capsys, tmp_path):
+    prompts, whole = tmp_path / "prompts.txt", tmp_path / "whole.jsonl"
+    prompts.write_text("ab\nk\nst\nfghijk\nx\n")
+    options = ["--prompts-file", str(prompts), "--slots", "2", *LINES]
+    assert run(["r", *options, "--json-lines", str(whole)]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "5 texts in" in err and "5 prompts of" in err
+    rows = read_lines(whole)
+    assert sorted(row["number"] for row in rows) == [0, 1, 2, 3, 4]
+    assert {row["prompt"] for row in rows} == {"ab", "k", "st", "fghijk", "x"}
+    # Cut in the midst of the third line.
+    data = whole.read_bytes().splitlines(keepends=True)
+    part = tmp_path / "part.jsonl"
+    part.write_bytes(b"".join(data[:2]) + data[2][:20])
+    assert run(["r", *options, "--json-lines", str(part)]) == 0
+    assert "2 of 5 texts were there already" in capsys.readouterr().err
+    again = read_lines(part)
+    assert sorted(again, key=lambda row: row["number"]) == sorted(
+        rows, key=lambda row: row["number"]
+    )
+    # Nothing is left to do: nothing is done.
+    assert run(["r", *options, "--json-lines", str(part)]) == 0
+    assert "5 of 5 texts" in capsys.readouterr().err
+    assert read_lines(part) == again
+
+
+def test_a_file_of_other_texts_is_not_added_to(tmp_path):
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("ab\n")
+    options = ["--prompts-file", str(prompts), *LINES, "--json-lines", str(out)]
+    assert run(["r", *options]) == 0
+    before = out.read_bytes()
+    with pytest.raises(UserError, match="other settings or another checkpoint"):
+        run(["r", *options, "--seed", "4"])
+    with pytest.raises(UserError, match="continues another prompt than number 1 of"):
+        run(["r", *options, "--prompt", "q"])
+    assert out.read_bytes() == before
+    out.write_text('{"number": 0}\n')
+    with pytest.raises(UserError, match="no text of an earlier run"):
+        run(["r", *options])
+    with pytest.raises(UserError, match="cannot write texts to"):
+        run(["r", *options[:-1], str(tmp_path)])
 
 
 def test_every_sampling_option_has_a_flag(capsys):
