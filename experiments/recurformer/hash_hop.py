@@ -16,7 +16,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
@@ -27,7 +26,7 @@ from recurjax.cli.options import parse
 from recurjax.convert.imported_run import write_run
 from recurjax.data.tasks import HashHop, TaskData, TaskDataset
 from recurjax.errors import UserError
-from recurjax.evaluation.accuracy import likeliest
+from recurjax.evaluation.hash_hop import read_chains
 from recurjax.experiment import Experiment
 from recurjax.files import write_whole
 from recurjax.model import Decoder
@@ -37,7 +36,7 @@ from recurjax.surgery.recurformer import to_recurformer
 from recurjax.training.loop import train
 from recurjax.training.run import LoadedRun, load_run
 from recurjax.training.sweep import seeded, shortened
-from recurjax.types import IGNORED, Tokens
+from recurjax.types import Batch
 from recurjax.variants.recurformer import MambaConfig
 
 TABLE = Path(__file__).with_name("runs.py")
@@ -111,33 +110,15 @@ def chosen(
 
 
 def chain_score(model: Decoder, run: Experiment) -> float:
-    """Returns the longest right beginning of the chain over its length, on the test.
-
-    What is generated greedily is right as long as each likeliest token after the right
-    ones is right: so the rows are read once, with their answers.
-    """
-    data = run.data
+    """Returns the longest right beginning of the chain over its length, on the test."""
+    data, batch = run.data, run.evaluation_batch
     assert isinstance(data, TaskData) and isinstance(data.task, HashHop)
-    task = data.task
-    batch = run.evaluation_batch
-    element = len(" = ") + task.size
-
-    @jax.jit
-    def right(model: Decoder, ids: jax.Array, targets: jax.Array) -> jax.Array:
-        x, _ = model.hidden(Tokens(ids), model.init_cache(len(ids), 0))
-        asked = targets != IGNORED
-        good = ~asked | (likeliest(model, x) == targets)
-        # Asked places up to the first that is wrong; one beyond an element ends it.
-        reached = (asked & (jnp.cumprod(good, axis=1) > 0)).sum(1)
-        return jnp.maximum(reached - 1, 0) // element
-
     loader = TaskDataset(config=data).loader(
         "validation", length=run.training.length, batch=batch
     )
-    total = sum(
-        int(right(model, rows["ids"], rows["targets"]).sum()) for rows in loader
-    )
-    return total / (task.hops * task.validation_rows)
+    rows = (Batch(jnp.asarray(r["ids"]), jnp.asarray(r["targets"])) for r in loader)
+    scores = read_chains(model, rows, data.task)
+    return sum(scores) / len(scores)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,9 +15,11 @@ import jax
 from jax.sharding import Mesh
 
 from recurjax.cli.evaluate_options import Evaluate
+from recurjax.cli.evaluate_task import of_task
 from recurjax.cli.evaluate_text import of_text
 from recurjax.cli.options import parse
 from recurjax.data.corpora import embedded_text
+from recurjax.data.tasks.named import check_named
 from recurjax.distributed import start_processes
 from recurjax.errors import UserError
 from recurjax.evaluation import core_model, ruler
@@ -167,6 +169,14 @@ def _measure(
             return _by_task(rows), rows
 
         return long_rows
+    if options.task is not None:
+        check_named(options.task)
+
+        def task(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
+            subject = _subject(options, loaded, mesh, journal)
+            return of_task(options, loaded, mesh, subject)
+
+        return task
     return lambda loaded, mesh, journal: of_text(options, loaded, mesh)
 
 

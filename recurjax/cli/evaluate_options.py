@@ -15,9 +15,10 @@ from recurjax.sharding import MeshConfig
 class Evaluate:
     """Scores a text or a benchmark with a trained model and prints JSON.
 
-    Without --core, --harness, --requests or --ruler it is a text, or the run's own
-    data. The figures are also appended to RUN/evaluations.jsonl; an evaluation that was
-    killed goes on where it stood when the same command is given again.
+    Without --core, --harness, --requests, --ruler or --task it is a text, or the
+    run's own data. The figures are also appended to RUN/evaluations.jsonl; an
+    evaluation that was killed goes on where it stood when the same command is given
+    again.
 
     Attributes:
       run: the run directory.
@@ -31,7 +32,8 @@ class Evaluate:
       tokens: or the first batches that hold so many tokens.
       positions: also the loss by position, one figure for this many positions; with
         --length beyond that of training it shows how the model generalises.
-      plot: draws the loss by position into this PNG file.
+      plot: draws the loss by position, or a task's accuracies by pairs, length or
+        place, into this PNG file.
       core: scores no text but in-context learning: the folder of a CORE bundle as
         nanochat has it, or a folder of prepared task files, or one of them.
       core_limit: so many items of each task; None: all.
@@ -45,9 +47,11 @@ class Evaluate:
         needles in haystacks, or "all". Needs pip install 'recurjax[ruler]'.
       haystack: text files that its needles are hidden in; may be given several times.
         None: the embedded text.
-      seed: of RULER's items.
-      limit: so many items of each task of the harness, of requests and of RULER; None:
-        all; of RULER 500.
+      task: the test of a synthetic task: mqar, hash_hop, copy, s3, s5, parity,
+        mad_noisy_recall and MAD's others; of a run that was trained on it, its own.
+      seed: of RULER's items, and of a task's rows where the run has none of its own.
+      limit: so many items of each task of the harness, of requests and of RULER, and
+        rows of each setting of a task; None: all; of RULER 500.
       bos: put the tokenizer's BOS, if it has one, before what is asked.
       table: print what RUN/evaluations.jsonl has as a Markdown table, and do no more.
       step: of the checkpoint; None: the newest.
@@ -72,6 +76,7 @@ class Evaluate:
     requests: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     ruler: str | None = None
     haystack: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    task: str | None = None
     seed: int = 42
     limit: int | None = None
     bos: bool = True
@@ -99,8 +104,11 @@ class Evaluate:
                 raise UserError(f"--{name} must be at least 1, got {given}")
         if self.positions is not None and self.positions < 1:
             raise UserError(f"--positions must be at least 1, got {self.positions}")
-        if self.plot is not None and self.positions is None:
-            raise UserError("--plot draws the loss by position: add --positions")
+        if self.plot is not None and self.positions is None and self.task is None:
+            raise UserError(
+                "--plot draws the loss by position: add --positions, or --task for a "
+                "task's accuracies"
+            )
         self._check_kind()
         if self.core_limit is not None and (self.core is None or self.core_limit < 1):
             raise UserError("--core-limit must be at least 1 and goes with --core")
@@ -108,8 +116,8 @@ class Evaluate:
         asks = [kind for kind in self.kinds if kind != "core"]
         if self.limit is not None and (not asks or self.limit < 1):
             raise UserError(
-                "--limit must be at least 1 and goes with --harness, --requests or "
-                "--ruler"
+                "--limit must be at least 1 and goes with --harness, --requests, "
+                "--ruler or --task"
             )
         # Options of one kind of evaluation mean nothing to the others.
         if self.haystack and self.ruler is None:
@@ -132,7 +140,7 @@ class Evaluate:
     @property
     def kinds(self) -> list[str]:
         """What is asked for beside a text."""
-        kinds = ("core", "harness", "requests", "ruler")
+        kinds = ("core", "harness", "requests", "ruler", "task")
         return [name for name in kinds if getattr(self, name)]
 
     def _check_kind(self) -> None:
@@ -142,9 +150,11 @@ class Evaluate:
                 "one of them"
             )
         of_text = ["text", "length", "positions", "batches", "tokens"]
-        # For the two that read long texts, length is theirs.
-        if self.harness or self.ruler:
+        # For those that read long texts, length is theirs.
+        if self.harness or self.ruler or self.task:
             of_text.remove("length")
+        if self.task and self.split != "validation":
+            raise UserError("--task reads the task's test: leave out --split")
         if self.kinds and any(getattr(self, name) for name in of_text):
             words = [f"--{name}" for name in of_text]
             raise UserError(

@@ -28,19 +28,40 @@ def of_text(
     options: Evaluate, loaded: LoadedRun, mesh: Mesh | None
 ) -> tuple[dict[str, Any], list[Row]]:
     """Scores the text; returns what is printed, and the rows that the run keeps."""
-    experiment = loaded.experiment
-    data = experiment.data
-    if options.text is not None:
-        if isinstance(data, TaskData):
-            raise UserError(
-                f"{options.run} was trained on a task: leave --text out to test it"
-            )
-        # A text of one's own is validation as a whole.
-        data = DataConfig(
-            corpus=TextFiles(patterns=(str(options.text),)),
-            tokenizer=data.tokenizer,
-            validation_fraction=1.0,
+    data = loaded.experiment.data
+    if options.text is None:
+        return of_data(options, loaded, mesh, data, text=f"{options.split} split")
+    if isinstance(data, TaskData):
+        raise UserError(
+            f"{options.run} was trained on a task: leave --text out to test it"
         )
+    # A text of one's own is validation as a whole.
+    data = DataConfig(
+        corpus=TextFiles(patterns=(str(options.text),)),
+        tokenizer=data.tokenizer,
+        validation_fraction=1.0,
+    )
+    return of_data(options, loaded, mesh, data, text=str(options.text))
+
+
+def of_data(
+    options: Evaluate,
+    loaded: LoadedRun,
+    mesh: Mesh | None,
+    data: DataConfig | TaskData,
+    *,
+    text: str,
+) -> tuple[dict[str, Any], list[Row]]:
+    """Scores a split of any data.
+
+    Args:
+      options: which split, how much of it, in what portions.
+      loaded: the model.
+      mesh: that its figures are gathered over; None: one device.
+      data: text, or a task.
+      text: what the figures are called.
+    """
+    experiment = loaded.experiment
     dataset = open_dataset(data, tokenizer=loaded.tokenizer)
     # A row is as long as in training, or as a task's test asks.
     length = options.length or dataset.evaluation_length(experiment.training.length)
@@ -54,7 +75,7 @@ def of_text(
             f"--batch {options.batch} x {length} tokens a row is more than "
             "2^28 tokens at a time: lower it"
         )
-    split = "validation" if options.text is not None else options.split
+    split = "validation" if data is not experiment.data else options.split
     on = reading_mesh(options.mesh)
     check_batch(options.batch, on, name="--batch")
     # A model that runs on the mesh at one length may refuse another.
@@ -74,14 +95,13 @@ def of_text(
     )
     # The bar's total: the pass, or the limit if that is shorter.
     known = [count for count in (rows.batches, limit) if count is not None]
-    text = f"{split} split" if options.text is None else str(options.text)
 
     def batches() -> Iterator[Batch]:
         # Made anew for each pass over the text: iterators are used up.
         return placed(islice(rows, limit), on, batch=options.batch)
 
     def scored(objective: Objective) -> Score:
-        sizes = loaded.tokenizer.token_bytes
+        sizes = dataset.tokenizer.token_bytes
         with (
             jax.set_mesh(on),
             shown_items(f"batches of {text}", min(known, default=None)) as done,

@@ -1,0 +1,104 @@
+"""How far a model follows HashHop's chains: read with the answers, or generated.
+
+The score of both is h_gq, the longest right beginning of the chain over its length:
+greedy generation is right for as long as each likeliest token after the right ones is.
+So a model of bytes reads its rows once, with their answers; one with other tokens
+writes answers, which are compared as text.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from recurjax.data.tasks import HashHop, TaskData
+from recurjax.data.tasks.hash_hop import END, right_share
+from recurjax.data.tasks.rows import row_of
+from recurjax.evaluation.accuracy import AS_CALLED, likeliest
+from recurjax.evaluation.answering import Question
+from recurjax.evaluation.subject import Subject
+from recurjax.model import Decoder
+from recurjax.sharding import replicated
+from recurjax.training.objective import Objective
+from recurjax.types import IGNORED, Array, Batch
+
+SCORE = "h_gq"
+
+
+def read_chains(
+    model: Decoder,
+    batches: Iterable[Batch],
+    task: HashHop,
+    *,
+    objective: Objective = AS_CALLED,
+    mesh: Mesh | None = None,
+) -> list[float]:
+    """Returns the score of each row of bytes that asks something.
+
+    Args:
+      model: any variant, of bytes.
+      batches: the task's rows, on the model's mesh.
+      task: that made them.
+      objective: how the model is run.
+      mesh: that counts are gathered over; None: one device.
+    """
+    element = len(" = ") + task.size
+    said = task.hops if task.thoughts else 1
+    found = []
+    for batch in batches:
+        right = _right_tokens(model, batch, objective=objective, mesh=mesh)
+        reached, asked = np.asarray(right)
+        # What follows an element must be right as well: it tells where that ends.
+        found += [max(n - 1, 0) // element / said for n in reached[asked > 0].tolist()]
+    return found
+
+
+def generated_chains(subject: Subject, data: TaskData) -> list[float]:
+    """Returns the score of each row of the test, from what the model writes.
+
+    Args:
+      subject: any model of text; its own tokenizer reads the problem.
+      data: whose task is a HashHop.
+    """
+    task, encode = data.task, subject.tokenizer.encode
+    assert isinstance(task, HashHop)
+    problems = []
+    for number in range(task.validation_rows):
+        row = row_of(task, seed=data.seed, split="validation", number=number)
+        text = row.ids[: task.length_of(task.pairs)].astype(np.uint8).tobytes().decode()
+        first = int(np.argmax(row.targets != IGNORED)) + 1
+        problems.append((text[:first], text[first:]))
+    # Other tokens than the right ones may be more for the same text: twice as many fit.
+    questions = [
+        Question(subject.context(prompt), 2 * len(encode(answer)), (END,))
+        for prompt, answer in problems
+    ]
+    said = subject.answers(questions, name="chains")
+    return [
+        right_share(_elements(answer), text)
+        for (_, answer), text in zip(problems, said, strict=True)
+    ]
+
+
+def _elements(answer: str) -> tuple[str, ...]:
+    """Reads " = aB = cD" back."""
+    return tuple(element.strip() for element in answer.split("=")[1:])
+
+
+@partial(jax.jit, static_argnames=("objective", "mesh"))
+def _right_tokens(
+    model: Decoder, batch: Batch, *, objective: Objective, mesh: Mesh | None
+) -> Int[Array, "2 B"]:
+    """Counts answer tokens before the first wrong one, and all that are asked."""
+    asked = batch.targets != IGNORED
+    best = likeliest(model, objective.states(model, batch))
+    good = ~asked | (best == batch.targets)
+    reached = (asked & (jnp.cumprod(good, axis=1) > 0)).sum(1)
+    counts = jnp.stack([reached, asked.sum(1)])
+    if mesh is None:
+        return counts
+    return jax.lax.with_sharding_constraint(counts, replicated(mesh))

@@ -1,0 +1,55 @@
+"""HashHop's score: of rows read with their answers, and of answers as text."""
+
+import jax
+import numpy as np
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tasks import HashHop, TaskData
+from recurjax.data.tasks.rows import row_of
+from recurjax.evaluation.hash_hop import generated_chains, read_chains
+from recurjax.evaluation.subject import Subject
+from recurjax.types import IGNORED, Batch, Tokens
+from tests.variants.latent_recurrent_transformer.switches import byte_model
+
+TASK = HashHop(size=2, hops=3, length=80, validation_rows=3)
+ELEMENT = 5  # " = aB"
+
+
+def test_chains_count_as_far_as_every_token_is_right():
+    model, (B, T) = byte_model(None), (4, 24)
+    ids = np.random.default_rng(0).integers(256, size=(B, T)).astype(np.int32)
+    logits, _ = jax.jit(lambda m: m(Tokens(ids), m.init_cache(B, 0)))(model)
+    targets = np.array(np.asarray(logits).argmax(-1), np.int32)
+    targets[:, :4], targets[3] = IGNORED, IGNORED
+    targets[:, 4 + 3 * ELEMENT + 1 :] = IGNORED  # three elements and the end
+    first_wrong = [None, 2 * ELEMENT + 1, 2 * ELEMENT]
+    for row, at in enumerate(first_wrong):
+        if at is not None:
+            targets[row, 4 + at] = (targets[row, 4 + at] + 1) % 256
+    # Right to the end; two whole ones; the second does not end where it should.
+    got = read_chains(model, [Batch(ids, targets)], TASK)
+    np.testing.assert_allclose(got, [1, 2 / 3, 1 / 3])
+
+
+class Scripted(Subject):
+    """Says the whole chain, half of it with other spaces, and nothing."""
+
+    def answers(self, questions, *, name):
+        told = []
+        for number, question in enumerate(questions):
+            row = row_of(TASK, seed=5, split="validation", number=number)
+            text = row.ids[: TASK.length_of(TASK.pairs)].astype(np.uint8).tobytes()
+            prompt = bytes(question.prompt)
+            assert text.startswith(prompt) and question.stop == ("\n",)
+            chain = text[len(prompt) :].decode().strip()
+            assert question.most == 2 * (3 * ELEMENT + 1)
+            told.append([" " + chain, chain[:4] + "=" + chain[6:9], ""][number])
+        return told
+
+
+def test_chains_that_are_written_are_compared_as_text():
+    subject = Scripted(
+        model=byte_model(None), tokenizer=ByteTokenizer(bos=False), bos=False
+    )
+    data = TaskData(task=TASK, seed=5)
+    np.testing.assert_allclose(generated_chains(subject, data), [1, 2 / 3, 0])
