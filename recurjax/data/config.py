@@ -182,7 +182,40 @@ class Mixture:
                 )
 
 
-Corpus = PartCorpus | Mixture
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptAnswer:
+    """Prompts with answers, a JSON object a line (`.gz` too): the answers are learned.
+
+    Loss counts on the answer's tokens and on the EOS that ends it. An example that is
+    longer than a row loses the middle of its prompt, so that its beginning and its end
+    stay, as RAT's fine-tuning does. An epoch is every example once.
+
+    Attributes:
+      patterns: paths or globs.
+      prompt, answer: the fields with the two texts, which are joined as they stand: a
+        space between them is part of one of them. A line may have `messages` instead,
+        objects with role and content, the last one the assistant's answer.
+      template: a Jinja file that writes a conversation for the model, such as a chat
+        tokenizer's; None: "role: content" a line. Needs pip install jinja2.
+      rows: "one": an example a row, filled up; "packed": as many as fit into a row,
+        which do not see each other.
+    """
+
+    patterns: tuple[str, ...]
+    prompt: str = "prompt"
+    answer: str = "answer"
+    template: str | None = None
+    rows: Literal["one", "packed"] = "one"
+
+    def __post_init__(self):
+        _require_patterns(self, self.patterns)
+        if self.rows not in ("one", "packed"):
+            raise UserError(
+                f"PromptAnswer: rows must be one or packed, got {self.rows!r}"
+            )
+
+
+Corpus = PartCorpus | Mixture | PromptAnswer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +297,7 @@ class DataConfig:
       document_segments: whether batches carry each position's document number.
       validation_fraction: the last share of the corpus' bytes, kept for validation.
         None: a prepared corpus brings the share that it was prepared with; of any
-        other corpus 0.1.
+        other corpus 0.1; of prompts with answers a share of the examples.
       seed: of the global shuffle, another permutation each epoch.
       packing_buffer: documents that best-fit packing chooses from, at least.
       prefetch: batches made ahead of time; 0 makes each when it is asked for.
@@ -302,6 +335,12 @@ class DataConfig:
                 raise UserError(
                     f"data: {name} must be at least {least}, got {getattr(self, name)}"
                 )
+        packed = self.packing != "concat" or self.document_segments
+        if isinstance(self.corpus, PromptAnswer) and packed:
+            raise UserError(
+                "data: a PromptAnswer says by its own rows how examples are laid out: "
+                "leave packing and document_segments out"
+            )
 
     @property
     def held_out(self) -> float:

@@ -17,6 +17,7 @@ from recurjax.data.config import (
     Mixture,
     Parquet,
     Prepared,
+    PromptAnswer,
     TextFiles,
     Tfds,
 )
@@ -61,6 +62,8 @@ def read_corpus(corpus: Corpus) -> Reading:
 
             total, pairs = records.read_records(corpus)
             documents = (Document(text, done) for text, done in pairs)
+        case PromptAnswer():
+            total, documents = _per_file(corpus.patterns, _prompted_documents, corpus)
         # Tokens cannot be turned back into the text that another tokenizer would need.
         case Prepared():
             raise UserError(
@@ -74,6 +77,25 @@ def read_corpus(corpus: Corpus) -> Reading:
         case _:
             assert_never(corpus)
     return Reading(total=total, documents=_with_text(documents, corpus))
+
+
+class Messages(NamedTuple):
+    """A line's texts: what is asked, as messages of a role each, and the answer."""
+
+    asked: tuple[tuple[str, str], ...]
+    answer: str
+
+
+def read_messages(corpus: PromptAnswer) -> Iterator[Messages]:
+    """Reads prompts with answers; a plain prompt is a message without a role.
+
+    Raises:
+      UserError: a pattern matches no file, a file cannot be read, or a line has neither
+        the two fields nor messages that end with the assistant's.
+    """
+    for file in matching_files(corpus.patterns):
+        for messages, _ in _messages(file, corpus):
+            yield messages
 
 
 def embedded_text() -> str:
@@ -96,7 +118,7 @@ def _with_text(documents: Iterator[Document], corpus: Corpus) -> Iterator[Docume
 def _per_file(
     patterns: tuple[str, ...],
     documents_of: Callable[[CorpusFile, Any], Iterator[tuple[str, int]]],
-    corpus: TextFiles | JsonLines,
+    corpus: TextFiles | JsonLines | PromptAnswer,
 ) -> tuple[int, Iterator[Document]]:
     files = matching_files(patterns)
     # Asked at the start, so that the total is known before the first document.
@@ -150,6 +172,56 @@ def _json_documents(file: CorpusFile, corpus: JsonLines) -> Iterator[tuple[str, 
                 )
             # For gzip the position in the packed file: what the total counts as well.
             yield _without_lone_surrogates(text), position()
+
+
+def _prompted_documents(
+    file: CorpusFile, corpus: PromptAnswer
+) -> Iterator[tuple[str, int]]:
+    """Yields the texts as one, for a tokenizer that learns from them."""
+    for messages, position in _messages(file, corpus):
+        texts = [text for _, text in messages.asked]
+        yield "\n".join([*texts, messages.answer]), position
+
+
+def _messages(file: CorpusFile, corpus: PromptAnswer) -> Iterator[tuple[Messages, int]]:
+    with _opened(file) as (stream, position):
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                where = f"{file}:{number}"
+                yield _as_messages(_row(line, where), where, corpus), position()
+
+
+def _as_messages(row: Any, where: str, corpus: PromptAnswer) -> Messages:
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is no JSON object, but {type(row).__name__}")
+    if "messages" in row and corpus.prompt not in row:
+        return _conversation(row["messages"], where)
+    for field in (corpus.prompt, corpus.answer):
+        if not isinstance(row.get(field), str):
+            raise UserError(
+                f"{where} has no text in the field {field!r}, nor messages; it has: "
+                f"{', '.join(row)}"
+            )
+    prompt, answer = (
+        _without_lone_surrogates(row[field]) for field in (corpus.prompt, corpus.answer)
+    )
+    return Messages((("", prompt),), answer)
+
+
+def _conversation(messages: Any, where: str) -> Messages:
+    try:
+        said = [
+            (message["role"], _without_lone_surrogates(message["content"]))
+            for message in messages
+        ]
+    except (TypeError, KeyError, AttributeError):
+        said = []
+    if len(said) < 2 or said[-1][0] != "assistant":
+        raise UserError(
+            f"{where}: messages must be objects with role and content, at least two, "
+            "and the last one the assistant's"
+        )
+    return Messages(tuple(said[:-1]), said[-1][1])
 
 
 def _row(line: bytes, where: str) -> Any:

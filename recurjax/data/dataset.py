@@ -10,7 +10,15 @@ from typing import Any, Literal, get_args, overload
 import numpy as np
 from jaxtyping import Int32
 
-from recurjax.data.config import Bpe, DataConfig, Mixture, NanochatBpe, Prepared
+from recurjax.data.answers import AnswersDataset, open_answers
+from recurjax.data.config import (
+    Bpe,
+    DataConfig,
+    Mixture,
+    NanochatBpe,
+    Prepared,
+    PromptAnswer,
+)
 from recurjax.data.corpora import read_corpus
 from recurjax.data.encoding import encoded_documents
 from recurjax.data.loader import Loader
@@ -215,12 +223,12 @@ class MixtureDataset:
         )
 
 
-AnyDataset = Dataset | MixtureDataset | TaskDataset
+AnyDataset = Dataset | MixtureDataset | AnswersDataset | TaskDataset
 """What `open_dataset` gives: their tokenizers and loaders are alike."""
 
 
 @overload
-def open_dataset(  # Of a Mixture it is a MixtureDataset, whose loaders are alike.
+def open_dataset(  # Of other corpora than one text it is another class, used alike.
     config: DataConfig, *, tokenizer: Tokenizer | None = None
 ) -> Dataset: ...
 
@@ -251,6 +259,11 @@ def open_dataset(
         return _open_prepared(config, config.corpus, tokenizer)
     if isinstance(config.corpus, Mixture):
         return _open_mixture(config, config.corpus, tokenizer)
+    if isinstance(config.corpus, PromptAnswer):
+        tokenizer = tokenizer or build_tokenizer(
+            config.tokenizer, config.corpus, validation_fraction=config.held_out
+        )
+        return open_answers(config, tokenizer)
     return _open_text(config, tokenizer)
 
 

@@ -32,6 +32,7 @@ except ModuleNotFoundError as missing:
         "pip install 'recurjax[harness]'"
     ) from missing
 
+from recurjax.data.chat_template import rendered
 from recurjax.errors import UserError
 from recurjax.evaluation.answering import GREEDY, Question
 from recurjax.evaluation.offline_tasks import offline_tasks
@@ -141,21 +142,12 @@ class HarnessModel(TemplateLM):
         Raises:
           UserError: the run has no template.
         """
-        from jinja2.sandbox import (  # pyright: ignore[reportMissingImports]
-            ImmutableSandboxedEnvironment,
-        )
-
-        made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        tokenizer = self.subject.tokenizer
-
-        def text(token: int | None) -> str:
-            return "" if token is None else tokenizer.decode([token])
-
-        return made.from_string(self._read_template()).render(
-            messages=chat_history,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=text(tokenizer.bos),
-            eos_token=text(tokenizer.eos),
+        return rendered(
+            self._read_template(),
+            chat_history,
+            self.subject.tokenizer,
+            bos=True,
+            answer_next=add_generation_prompt,
         )
 
     def tok_encode(

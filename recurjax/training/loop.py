@@ -271,7 +271,7 @@ class _Loop:
                 self.progress.line(step, metrics)
                 if self.writer is not None:
                     row = metrics | self.progress.rates() | device_memory()
-                    self.writer.write(step, "train", row)
+                    self.writer.write(step, "train", row | self.session.epochs(step))
             if skipped >= training.spikes.patience and training.spikes.enabled:
                 self._give_up(step, skipped, metrics)
 

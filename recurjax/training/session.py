@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from recurjax.config_json import from_json, to_json
+from recurjax.data.answers import AnswersLoader
 from recurjax.data.config import Mixture, Prepared
 from recurjax.data.dataset import AnyDataset, SplitName, open_dataset
 from recurjax.data.loader import Loader
@@ -96,6 +97,7 @@ class Session:
             after_write=after_write,
         )
         self._batches = iter(loader)
+        self._rows_of_epoch = getattr(loader, "rows_of_epoch", None)
         self._frozen: Decoder | None = None
 
     def start(self, report: Callable[[str], None]) -> TrainState:
@@ -143,6 +145,12 @@ class Session:
     def step_on(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Trains on a batch; `state` is used up."""
         return self._step(state, batch, self._frozen)
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """Counts the passes over prompts with answers; nothing of other data."""
+        if self._rows_of_epoch is None:
+            return {}
+        return {"epoch": step * self.experiment.training.batch / self._rows_of_epoch}
 
     def evaluate(self, state: TrainState, between: Callable[[], None]) -> Score:
         """Scores the validation split, or its first `evaluation.batches`.
@@ -210,7 +218,7 @@ class Session:
 
     def _loader(
         self, split: SplitName, batch: int, length: int
-    ) -> Loader | TaskLoader | MixtureLoader | ChainedLoader:
+    ) -> Loader | TaskLoader | AnswersLoader | MixtureLoader | ChainedLoader:
         longest = self.experiment.model.max_length
         if longest is not None and length > longest:
             raise UserError(

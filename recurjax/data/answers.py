@@ -1,0 +1,337 @@
+"""Rows of prompts and answers, of which the answers are learned.
+
+An example is BOS (where the tokenizer has one), the prompt, the answer and EOS. It
+fills one place less than it has tokens: each place reads a token, and is asked the next
+one where that belongs to the answer. Source: RAT's fine-tuning, which has no BOS.
+"""
+
+import bisect
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from recurjax.data.chat_template import plain, rendered
+from recurjax.data.config import DataConfig, PromptAnswer
+from recurjax.data.corpora import Messages, read_messages
+from recurjax.data.loader import Batches
+from recurjax.data.pipeline import (
+    PADDING_SEGMENT,
+    Batch,
+    Layout,
+    endless_order,
+    prefetched,
+)
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
+from recurjax.types import IGNORED
+
+Ids = Int32[np.ndarray, " _"]
+
+
+class Example(NamedTuple):
+    """Tokens of a prompt, BOS included, and of its answer, EOS included."""
+
+    prompt: Ids
+    answer: Ids
+
+
+def without_middle(ids: Ids, most: int, *, first: int | None = None) -> Ids:
+    """Returns at most so many tokens: the first ones and the last ones.
+
+    Source: LongBench's truncation of prompts, which RAT takes over.
+
+    Args:
+      ids: of a text.
+      most: how many may stay.
+      first: how many of them stand at the beginning; None: half of them.
+    """
+    if len(ids) <= most:
+        return ids
+    first = most // 2 if first is None else min(first, most)
+    return np.concatenate([ids[:first], ids[len(ids) - (most - first) :]])
+
+
+def fitted(example: Example, length: int) -> Example:
+    """Cuts an example to a row of `length` places.
+
+    The prompt loses its middle, so that its first tokens fill half of the row and its
+    last ones stand beside the answer: RAT's way. Only where the answer alone is longer
+    than the row does it lose its end, EOS too.
+    """
+    tokens, answer = length + 1, example.answer[:length]
+    prompt = without_middle(example.prompt, tokens - len(answer), first=tokens // 2)
+    return Example(prompt, answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersDataset:
+    """Examples in memory; the counterpart of `recurjax.data.dataset.Dataset`.
+
+    Attributes:
+      config: what it was opened with; its corpus is a PromptAnswer.
+      tokenizer: made the tokens.
+      examples: all of them, in the files' order.
+      cut: those from this number on are the validation.
+    """
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    examples: tuple[Example, ...]
+    cut: int
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tokenizer.vocabulary
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokenizer and of all that the rows depend on."""
+        digest = hashlib.sha256(self.tokenizer.hash.encode())
+        digest.update(json.dumps([self.cut, self._packed]).encode())
+        for example in self.examples:
+            sizes = np.array([len(example.prompt), len(example.answer)], "<i4")
+            for part in (sizes, example.prompt, example.answer):
+                digest.update(part.astype("<i4").tobytes())
+        return digest.hexdigest()
+
+    def evaluation_length(self, length: int) -> int:
+        """Returns the places of a row in evaluations: as in training."""
+        return length
+
+    def slices(self, split: str, *, batch: int) -> None:
+        """Returns None: rows of text are not told apart."""
+
+    def split(self, name: Literal["train", "validation"]) -> tuple[Example, ...]:
+        """Returns the examples of a split."""
+        return (
+            self.examples[: self.cut] if name == "train" else self.examples[self.cut :]
+        )
+
+    def loader(
+        self,
+        split: Literal["train", "validation"],
+        *,
+        length: int,
+        batch: int,
+        rows: tuple[int, int] | None = None,
+        seed: int | None = None,
+        in_order: bool | None = None,
+    ) -> "AnswersLoader":
+        """Makes batches of `batch` rows of `length` places.
+
+        Those for training are endless: every row once an epoch, in another order each.
+        Which examples share a packed row stays as it is. Those in order are one pass,
+        the last batch filled up with rows that ask nothing.
+
+        Args and errors are those of `Dataset.loader`.
+        """
+        if split not in ("train", "validation"):
+            raise ValueError(f"AnswersDataset: want train or validation, got {split!r}")
+        if length < 1 or batch < 1:
+            raise ValueError(
+                f"AnswersDataset: want length, batch >= 1, got {length}, {batch}"
+            )
+        chosen = self.split(split)
+        if not chosen:
+            raise UserError(
+                f"no example is left for {split} of {len(self.examples)}: give more of "
+                "them, or another validation_fraction"
+            )
+        examples = [fitted(example, length) for example in chosen]
+        return AnswersLoader(
+            dataset=self,
+            split=split,
+            examples=examples,
+            plan=packed(examples, length)
+            if self._packed
+            else [[number] for number in range(len(examples))],
+            layout=Layout(
+                length=length,
+                batch=batch,
+                rows=rows or (0, batch),
+                segments=self._packed,
+            ),
+            seed=self.config.seed if seed is None else seed,
+            in_order=split == "validation" if in_order is None else in_order,
+        )
+
+    @property
+    def _packed(self) -> bool:
+        assert isinstance(self.config.corpus, PromptAnswer)
+        return self.config.corpus.rows == "packed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersLoader:
+    """Batches of one split; each `iter` begins anew. See `recurjax.data.loader`.
+
+    Attributes:
+      examples: of the split, cut to the row.
+      plan: the examples of each row, by their numbers.
+    """
+
+    dataset: AnswersDataset
+    split: str
+    examples: Sequence[Example]
+    plan: Sequence[Sequence[int]]
+    layout: Layout
+    seed: int
+    in_order: bool
+
+    def __iter__(self) -> Batches:
+        config, order = self.dataset.config, endless_order(len(self.plan), self.seed)
+        made = _Rows(
+            self,
+            (lambda number: number) if self.in_order else order,
+            sys.maxsize if self.batches is None else self.batches,
+        )
+        pipeline = prefetched(made, config.prefetch, config.threads)
+        return Batches(iter(pipeline), self._identity)
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in the pass; None: endless."""
+        return -(-len(self.plan) // self.layout.batch) if self.in_order else None
+
+    @property
+    def rows_of_epoch(self) -> int:
+        """Rows that hold every example once."""
+        return len(self.plan)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "data": self.dataset.fingerprint,
+            "split": self.split,
+            "in_order": self.in_order,
+            "seed": self.seed,
+            "length": self.layout.length,
+            "batch": self.layout.batch,
+        }
+
+
+class _Rows:
+    """Batch i holds rows order(i*batch) .. order(i*batch + batch - 1)."""
+
+    def __init__(
+        self, loader: AnswersLoader, order: Callable[[int], int], batches: int
+    ):
+        self._loader, self._order, self._batches = loader, order, batches
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __getitem__(self, index: int) -> Batch:
+        loader, layout = self._loader, self._loader.layout
+        first, stop = layout.rows
+        shape = (stop - first, layout.length)
+        batch = {
+            "ids": np.zeros(shape, np.int32),
+            "targets": np.full(shape, IGNORED, np.int32),
+        }
+        if layout.segments:
+            batch["segments"] = np.full(shape, PADDING_SEGMENT, np.int32)
+        for r in range(stop - first):
+            number = index * layout.batch + first + r
+            if loader.in_order and number >= len(loader.plan):
+                continue  # the last batch is filled up
+            at = 0
+            for segment, member in enumerate(loader.plan[self._order(number)]):
+                prompt, answer = loader.examples[member]
+                places = slice(at, at + len(prompt) + len(answer) - 1)
+                batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
+                batch["targets"][r, places.stop - len(answer) : places.stop] = answer
+                if layout.segments:
+                    batch["segments"][r, places] = segment
+                at = places.stop
+        return batch
+
+
+def packed(examples: Sequence[Example], length: int) -> list[list[int]]:
+    """Plans rows of at most `length` places: best fit, the longest examples first.
+
+    Examples keep their order within a row, and rows that of their first examples.
+    """
+    sizes = [len(prompt) + len(answer) - 1 for prompt, answer in examples]
+    rows: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # free places of each open row, ascending
+    for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        at = bisect.bisect_left(left, (sizes[number], 0))
+        if at == len(left):
+            free, row = length, len(rows)
+            rows.append([])
+        else:
+            free, row = left.pop(at)
+        rows[row].append(number)
+        bisect.insort(left, (free - sizes[number], row))
+    return sorted(sorted(row) for row in rows)
+
+
+def open_answers(config: DataConfig, tokenizer: Tokenizer) -> AnswersDataset:
+    """Reads and tokenizes examples.
+
+    Raises:
+      UserError: the files are not what `PromptAnswer` says, or nothing ends an answer.
+    """
+    corpus = config.corpus
+    assert isinstance(corpus, PromptAnswer)
+    if tokenizer.eos is None:
+        raise UserError(
+            "answers end with EOS, and the tokenizer has none: name one, as in "
+            "TokenizerFile(path=..., eos=...)"
+        )
+    template = _template(corpus)
+    lines = list(read_messages(corpus))
+    prompts = tokenizer.encode_many(
+        [_prompt(line, template, tokenizer) for line in lines]
+    )
+    answers = tokenizer.encode_many([line.answer for line in lines])
+    begin = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.int32)
+    end = np.array([tokenizer.eos], np.int32)
+    examples = tuple(
+        Example(np.concatenate([begin, prompt]), np.concatenate([answer, end]))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    )
+    for number, example in enumerate(examples):
+        if not len(example.prompt):
+            raise UserError(
+                f"example {number + 1} of {', '.join(corpus.patterns)} has an empty "
+                "prompt, and the tokenizer has no BOS to begin with: leave it out"
+            )
+    if not examples:
+        raise UserError(f"there are no examples in {', '.join(corpus.patterns)}")
+    # At least one is kept, where any is asked for.
+    kept = round(config.held_out * len(examples))
+    kept = max(kept, int(config.held_out > 0))
+    return AnswersDataset(
+        config=config,
+        tokenizer=tokenizer,
+        examples=examples,
+        cut=len(examples) - kept,
+    )
+
+
+def _prompt(line: Messages, template: str | None, tokenizer: Tokenizer) -> str:
+    if not line.asked[0][0]:
+        return line.asked[0][1]
+    if template is None:
+        return plain(line.asked)
+    said = [{"role": role, "content": text} for role, text in line.asked]
+    return rendered(template, said, tokenizer, bos=False)
+
+
+def _template(corpus: PromptAnswer) -> str | None:
+    if corpus.template is None:
+        return None
+    try:
+        return Path(corpus.template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"PromptAnswer: template cannot be read: {error}") from error

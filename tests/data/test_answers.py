@@ -1,0 +1,218 @@
+"""Prompts with answers: what is learned, how rows hold them, what is refused."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from recurjax.config_json import from_json, to_json
+from recurjax.data.answers import without_middle
+from recurjax.data.config import Bpe, Bytes, DataConfig, PromptAnswer
+from recurjax.data.dataset import open_dataset
+from recurjax.errors import UserError
+from recurjax.types import IGNORED
+from tests.cli.commands import assert_refused, experiment_file, recurjax
+from tests.training.compilation import quick_compilation
+
+__all__ = ["quick_compilation"]
+
+EOS = 256
+
+
+def pairs(count):
+    return [(f"ask {n}: " + "?" * (n % 5), "!" * (1 + n % 4)) for n in range(count)]
+
+
+@pytest.fixture
+def file(tmp_path):
+    return written(tmp_path / "pairs.jsonl", *pairs(23))
+
+
+def written(file, *said):
+    lines = [
+        json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in said
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def opened(file, *, fraction=0.2, **corpus):
+    config = DataConfig(
+        corpus=PromptAnswer(patterns=(str(file),), **corpus),
+        tokenizer=Bytes(),
+        validation_fraction=fraction,
+        prefetch=0,
+    )
+    assert from_json(DataConfig, to_json(config), path="data") == config
+    return open_dataset(config)
+
+
+def told(ids, targets):
+    """Returns the text that was read, and that which was asked."""
+    asked = targets[targets != IGNORED]
+    return bytes(ids[ids < 256].astype(np.uint8)).decode().rstrip("\0"), asked.tolist()
+
+
+def test_the_answer_and_its_end_are_asked_and_nothing_else(file):
+    batches = list(opened(file).loader("validation", length=24, batch=2))
+    assert [sorted(batch) for batch in batches] == [["ids", "targets"]] * 3
+    rows = [row for batch in batches for row in zip(*batch.values(), strict=True)]
+    for (prompt, answer), (ids, targets) in zip(pairs(23)[18:], rows, strict=False):
+        text, asked = told(ids, targets)
+        assert (ids[0], text) == (EOS, prompt + answer)
+        assert asked == [*answer.encode(), EOS]
+        # The first byte of the answer is asked where the prompt's last one is read.
+        assert np.flatnonzero(targets != IGNORED)[0] == len(prompt)
+    assert (rows[5][1] == IGNORED).all()  # the last batch is filled up
+
+
+def test_a_long_prompt_loses_its_middle_and_keeps_both_ends(tmp_path):
+    prompt, answer = "abcdefghijklmnopqrstuvwxyz", "42"
+    file = written(tmp_path / "long.jsonl", (prompt, answer), (prompt, "0123456789"))
+    batch = next(iter(opened(file, fraction=0.0).loader("train", length=8, batch=2)))
+    got = sorted(told(*row) for row in zip(*batch.values(), strict=True))
+    # Nine tokens: BOS and abc fill the first half, yz stand beside 42 and EOS, which is
+    # asked and never read. An answer longer than the row loses its end.
+    assert got == [("0123456", [*b"01234567"]), ("abcyz42", [*b"42", EOS])]
+    ids = np.arange(7, dtype=np.int32)
+    assert without_middle(ids, 4).tolist() == [0, 1, 5, 6]
+    assert without_middle(ids, 3).tolist() == [0, 5, 6]
+    assert without_middle(ids, 3, first=3).tolist() == [0, 1, 2]
+    assert without_middle(ids, 1).tolist() == [6] and without_middle(ids, 7) is ids
+
+
+def test_packed_rows_hold_whole_examples_that_do_not_see_each_other(file):
+    data = opened(file, rows="packed")
+    loader = data.loader("train", length=40, batch=1)
+    epoch = [next(batches) for batches in [iter(loader)] for _ in loader.plan]
+    found = []
+    for batch in epoch:
+        ids, targets, segments = (
+            batch[name][0] for name in ("ids", "targets", "segments")
+        )
+        for number in range(segments.max() + 1):
+            places = segments == number
+            found.append(told(ids[places], targets[places]))
+        assert (targets[segments < 0] == IGNORED).all()
+    wanted = [(p + a, [*a.encode(), EOS]) for p, a in pairs(23)[:18]]
+    assert sorted(found) == sorted(wanted)
+    # Fewer rows than two thirds of the examples: best fit leaves little free.
+    free = sum(int((batch["segments"] < 0).sum()) for batch in epoch)
+    assert len(epoch) <= 9 and free / (40 * len(epoch)) < 0.2
+
+
+@pytest.mark.parametrize("rows", ["one", "packed"])
+def test_epochs_resume_and_divisions_are_exact(file, rows):
+    data = opened(file, rows=rows)
+    loader = data.loader("train", length=24, batch=3)
+    assert loader.rows_of_epoch == len(loader.plan) <= 18
+    want = list(itertools.islice(iter(loader), 7))
+    seen = np.concatenate([batch["ids"] for batch in want])[: len(loader.plan)]
+    assert len({row.tobytes() for row in seen}) == len(loader.plan)
+    again = iter(loader)
+    list(itertools.islice(again, 2))
+    state = json.loads(json.dumps(again.get_state()))
+    resumed = iter(loader)
+    resumed.set_state(state)
+    parts = [data.loader("train", length=24, batch=3, rows=r) for r in ((0, 1), (1, 3))]
+    for batch, *shares in zip(want, *map(iter, parts), strict=False):
+        for name in batch:
+            joined = np.concatenate([share[name] for share in shares])
+            np.testing.assert_array_equal(joined, batch[name])
+    np.testing.assert_array_equal(next(resumed)["ids"], want[2]["ids"])
+    other = opened(written(file, *pairs(22)), rows=rows)
+    with pytest.raises(UserError, match="saved place in the data was made with data"):
+        iter(other.loader("train", length=24, batch=3)).set_state(state)
+
+
+def test_messages_are_written_plainly_or_by_a_template(tmp_path):
+    said = [("system", "Be short."), ("user", "Why?"), ("assistant", "So.")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": messages}) + "\n")
+
+    def text(**corpus):
+        batch = next(
+            iter(
+                opened(file, fraction=0.0, **corpus).loader("train", length=64, batch=1)
+            )
+        )
+        return told(batch["ids"][0], batch["targets"][0])
+
+    plain = "system: Be short.\nuser: Why?\nassistant: So."
+    assert text() == (plain, [*b"So.", EOS])
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    pytest.importorskip("jinja2", reason="a template needs pip install jinja2")
+    want = "[system]Be short.[user]Why?[assistant]So."
+    assert text(template=str(template)) == (want, [*b"So.", EOS])
+    template.write_text("{% for %}")
+    with pytest.raises(UserError, match="the chat template fails"):
+        text(template=str(template))
+
+
+def test_a_tokenizer_can_learn_from_the_texts(file):
+    config = DataConfig(
+        corpus=PromptAnswer(patterns=(str(file),)), tokenizer=Bpe(vocabulary=260)
+    )
+    data = open_dataset(config)
+    assert data.vocabulary == 260
+    first = data.examples[0]
+    assert data.tokenizer.decode(first.prompt[1:]) == "ask 0: "
+
+
+def test_what_is_no_example_is_told_in_a_sentence(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    chat = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    for line, pattern in [
+        ({"prompt": "a"}, r"bad.jsonl:1 has no text in the field 'answer'.*: prompt"),
+        ({"prompt": "a", "answer": 3}, "has no text in the field 'answer'"),
+        (["a"], "is no JSON object, but list"),
+        ({"messages": chat}, "the last one the assistant's"),
+        ({"messages": "ab"}, "messages must be objects"),
+    ]:
+        bad.write_text(json.dumps(line) + "\n")
+        with pytest.raises(UserError, match=pattern):
+            opened(bad)
+    bad.write_text("{")
+    with pytest.raises(UserError, match="bad.jsonl:1 is not JSON"):
+        opened(bad)
+    bad.write_text("\n")
+    with pytest.raises(UserError, match="there are no examples in .*bad.jsonl"):
+        opened(bad)
+    corpus = PromptAnswer(patterns=(str(written(bad, *pairs(2))),))
+    with pytest.raises(UserError, match="the tokenizer has none: name one"):
+        open_dataset(DataConfig(corpus=corpus, tokenizer=Bytes(bos=False)))
+    with pytest.raises(UserError, match="leave packing and document_segments out"):
+        DataConfig(corpus=corpus, tokenizer=Bytes(), document_segments=True)
+    with pytest.raises(UserError, match="PromptAnswer: template cannot be read"):
+        opened(bad, template=str(tmp_path / "none.jinja"))
+    with pytest.raises(UserError, match="no example is left for validation of 2"):
+        opened(bad, fraction=0.0).loader("validation", length=8, batch=1)
+
+
+@pytest.mark.slow
+def test_a_run_learns_answers_and_counts_epochs(quick_compilation, file, tmp_path):
+    body = (
+        "return changed(tiny(), data={'corpus': PromptAnswer(patterns=("
+        f"{str(file)!r},), rows='packed')}}, training={{'steps': 2, 'length': 24}})"
+    )
+    code, _, err = recurjax(
+        "train", experiment_file(tmp_path, body), "--runs", tmp_path
+    )
+    assert (code, err) == (0, "")
+    lines = (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    epochs = [row["epoch"] for row in rows if row["kind"] == "train"]
+    assert epochs[1] == pytest.approx(2 * epochs[0]) and epochs[0] > 0.5
+    code, out, _ = recurjax("evaluate", tmp_path / "tiny", "--batch", 2)
+    # The last tenth of 23 examples: their answers and EOS.
+    assert code == 0 and json.loads(out)["tokens"] == sum(
+        len(answer) + 1 for _, answer in pairs(23)[21:]
+    )
+    missing = experiment_file(tmp_path, body.replace("pairs.jsonl", "none.jsonl"))
+    assert_refused(recurjax("train", missing, "--runs", tmp_path / "b"), "none.jsonl")
