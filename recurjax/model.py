@@ -1,5 +1,6 @@
 """The decoder: embedding, stack, final norm, head; it knows a variant by protocol."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -314,6 +315,7 @@ class ParameterCount(NamedTuple):
         return self.total - self.embedding
 
 
+@functools.cache
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Counts a model's parameters without making them."""
     model = jax.eval_shape(
