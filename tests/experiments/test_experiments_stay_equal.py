@@ -32,8 +32,8 @@ def every_experiment() -> Iterator[tuple[str, Experiment]]:
         if "\ndef config()" in text:
             yield _named(file.parent, load_experiment(file))
         elif "\nRUNS" in text:
-            for name in load_runs(file):
-                yield _named(file.parent, load_experiment(f"{file}:{name}"))
+            for name, run in load_runs(file).items():
+                yield _named(file.parent, run.make(name))
 
 
 def _named(folder: Path, experiment: Experiment) -> tuple[str, Experiment]:
