@@ -32,6 +32,11 @@ def convert(folder, out, *options):
     return recurjax("convert", "to-recurformer", folder / "base", out, *options)
 
 
+@jax.jit
+def logits_of(model, ids):
+    return model(Tokens(ids), model.init_cache(1, 0))[0]
+
+
 SMALL = ("--dt-rank", "2", "--state", "3", "--length", "32")
 
 
@@ -51,8 +56,7 @@ def test_heads_are_measured_chosen_and_replaced(base, tmp_path):
     )
     assert sum(map(len, told["replaced"])) == 4
     ids = np.zeros((1, 5), np.int32)
-    logits, _ = run.model(Tokens(ids), run.model.init_cache(1, 0))
-    assert np.isfinite(np.asarray(logits)).all()
+    assert np.isfinite(np.asarray(logits_of(run.model, ids))).all()
     code, said, _ = recurjax("generate", out, "--prompt", "A", "--max-new-tokens", "3")
     assert code == 0
 
@@ -89,7 +93,7 @@ def test_no_head_replaced_is_the_base(base, tmp_path):
     assert code == 0
     ids = np.arange(12, dtype=np.int32)[None]
     got, want = (
-        np.asarray(run.model(Tokens(ids), run.model.init_cache(1, 0))[0])
+        np.asarray(logits_of(run.model, ids))
         for run in (load_run(out), load_run(base / "base"))
     )
     np.testing.assert_allclose(got, want, atol=1e-5)
