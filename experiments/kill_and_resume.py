@@ -6,9 +6,9 @@ moment and in the middle of a save. Each is resumed by the same command, and wha
 ends with is compared bit for bit with the unbroken run: parameters, optimizer state,
 data-iterator state and all rows of metrics.jsonl less their timings. Expect a line a
 kill and at last "20 of 20 ended bit-identical", in about five minutes on two cores;
-exit code 1 if one differs.
+exit code 1 if one differs. With `--into` a stopped night goes on where it was.
 
-    python experiments/kill_and_resume.py --kills 20
+    python experiments/kill_and_resume.py --kills 200 --into kills.json
 """
 
 import json
@@ -32,6 +32,7 @@ from jax.sharding import SingleDeviceSharding
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.files import write_whole
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.model import ModelConfig
@@ -78,11 +79,15 @@ class Options:
       kills: how many runs are killed.
       seed: of the moments.
       directory: keeps the runs there; None: in a directory that is removed.
+      into: keeps the answers there; kills that it holds are not done again.
+      most: stops after so many new kills.
     """
 
     kills: int = 20
     seed: int = 0
     directory: Path | None = None
+    into: Path | None = None
+    most: int | None = None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,9 +95,13 @@ def main(argv: list[str] | None = None) -> int:
     options = tyro.cli(Options, args=argv, description=__doc__)
     with tempfile.TemporaryDirectory() as temporary:
         root = options.directory or Path(temporary)
-        same = _identical_ends(root, options.kills, random.Random(options.seed))
-    print(f"{same} of {options.kills} ended bit-identical")
-    return 0 if same == options.kills else 1
+        answers = _ends(root, options)
+    mine = [answers[key] for key in _keys(options) if key in answers]
+    same = sum(not differs for differs in mine)
+    left = options.kills - len(mine)
+    rest = f", {left} not done" if left else ""
+    print(f"{same} of {len(mine)} ended bit-identical{rest}")
+    return 0 if same == len(mine) else 1
 
 
 class Contents(NamedTuple):
@@ -147,26 +156,43 @@ def difference(got: Contents, want: Contents) -> str:
     return ", ".join(fields)
 
 
-def _identical_ends(root: Path, kills: int, moments: random.Random) -> int:
+def _keys(options: Options) -> list[str]:
+    return [f"{options.seed}/{number}" for number in range(1, options.kills + 1)]
+
+
+def _ends(root: Path, options: Options) -> dict[str, str]:
+    """Returns what each kill's run ended with that the unbroken one did not."""
+    answers: dict[str, str] = {}
+    if options.into is not None and options.into.is_file():
+        answers = json.loads(options.into.read_text(encoding="utf-8"))
+    left = [key for key in _keys(options) if key not in answers][: options.most]
+    if not left:
+        return answers
     began = time.monotonic()
     whole = _unbroken(root)
     print(f"the unbroken run: {STEPS} steps, {time.monotonic() - began:.1f} s")
-    same = 0
-    for number in range(1, kills + 1):
+    for key in left:
         began = time.monotonic()
+        number = int(key.partition("/")[2])
         name = f"killed-{number}"
         shutil.rmtree(root / name, ignore_errors=True)
-        seen, moment = _kill(root, name, moments, while_saving=number % 2 == 0)
+        seen, moment = _kill(
+            root, name, random.Random(key), while_saving=number % 2 == 0
+        )
         resumed = _finish(root, name)
         differs = difference(contents(root / name), whole)
-        same += not differs
+        answers[key] = differs
+        if options.into is not None:
+            write_whole(options.into, json.dumps(answers, indent=0) + "\n")
         print(
             f"kill {number:>2} {moment}, after step {seen} was reported; {resumed}; "
             + (f"DIFFERENT in {differs}" if differs else "bit-identical")
             + f" ({time.monotonic() - began:.1f} s)",
             flush=True,
         )
-    return same
+        if options.directory is None:
+            shutil.rmtree(root / name)
+    return answers
 
 
 def _unbroken(root: Path) -> Contents:
