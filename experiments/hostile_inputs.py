@@ -20,6 +20,7 @@ for 1000, five with `--device`, which adds what needs a device and a compiled pr
 """
 
 import copy
+import gzip
 import io
 import json
 import os
@@ -64,6 +65,7 @@ from recurjax.data.prepared import PreparedStream, read_manifest
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.core_files import read_tasks
+from recurjax.evaluation.requests import read_requests
 from recurjax.experiment import Experiment, read_experiment, write_experiment
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
@@ -71,7 +73,7 @@ from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import to_nested_dict
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.optimizers import AdamW
-from recurjax.training.run import load_run
+from recurjax.training.run import RunDirectory, load_run, plot_losses
 from recurjax.variants.transformer import TransformerConfig
 
 CLASSES = ("right", "refused", "traceback", "wrong", "hang", "abort")
@@ -335,6 +337,64 @@ def _corpus(draw: random.Random, base: Path) -> Case:
     return Case("corpus", f"{file.name}: {spoilt.done}", lambda: _command(*words))
 
 
+def _metrics(draw: random.Random, base: Path) -> Case:
+    """Rows of metrics.jsonl, one spoilt: the others must be there after a resume."""
+    here = base / "case"
+    _copy(base / "metrics", here)
+    file = here / "metrics.jsonl"
+    lines = file.read_bytes().splitlines()
+    at = draw.randrange(len(lines))
+    spoil = draw.choice((spoil_json, spoil_bytes))
+    spoilt = spoil(draw, lines[at])
+    file.write_bytes(b"\n".join([*lines[:at], spoilt.data, *lines[at + 1 :]]) + b"\n")
+    whole = [line.decode() for line in lines[:at] + lines[at + 1 :]]
+
+    def run() -> None:
+        directory = RunDirectory(here)
+        directory.rewind(1000)
+        directory.was_evaluated(8)
+        directory.has_no_finite_loss(8)
+        plot_losses(directory.metrics, directory.loss_plot)
+        kept = set(directory.metrics.read_text().splitlines())
+        lost = [line for line in whole if line not in kept]
+        if lost:
+            raise Failed(f"{len(lost)} rows were lost that nothing was wrong with")
+
+    return Case("metrics", f"line {at}: {spoilt.done}", run)
+
+
+def _requests(draw: random.Random, base: Path) -> Case:
+    """A file of ready requests, plain or gzipped, or the task's config beside it."""
+    here = base / "case"
+    _copy(base / "requests", here)
+    folder = here / "task" / "rc"
+    if draw.random() < 0.2:
+        file = folder / "config.json"
+        spoilt = spoil_json(draw, file.read_bytes())._replace(expected="any")
+    elif draw.random() < 0.5:
+        file = folder / "requests.jsonl"
+        lines = file.read_bytes().splitlines()
+        at = draw.randrange(len(lines))
+        spoilt = spoil_json(draw, lines[at])
+        data = b"\n".join([*lines[:at], spoilt.data, *lines[at + 1 :]])
+        spoilt = Spoilt(data, spoilt.done, "any")
+    else:
+        file = draw.choice(sorted(folder.glob("requests.*")))
+        spoilt = spoil_bytes(draw, file.read_bytes())
+    file.write_bytes(spoilt.data)
+    told = f"{file.name}: {spoilt.done}"
+    pattern = str(folder / "requests.*")
+    return Case("requests", told, lambda: _read_requests(pattern))
+
+
+def _read_requests(pattern: str) -> None:
+    for file in read_requests([pattern]):
+        text = "".join(
+            c.context + c.continuation for i in file.items for c in i.choices
+        )
+        ByteTokenizer().encode(text)
+
+
 def _gguf(draw: random.Random, base: Path) -> Case:
     """A GGUF header: bytes, or one field of another type."""
     fields = dict(_GGUF)
@@ -431,6 +491,7 @@ HOST_ROOMS: tuple[Room, ...] = (
     _bytes_room("prepared", _read_prepared, pattern="*.npy", expected="same"),
     _json_room("core", "task.json", lambda f: read_tasks(f / "task.json")),
     _json_room("heads", "heads.json", lambda f: read_heads(f / "heads.json")),
+    *(_metrics, _requests),
     *(_overrides, _words, _words, _corpus, _gguf, _gguf),
 )
 DEVICE_ROOMS: tuple[Room, ...] = (
@@ -483,6 +544,28 @@ def make_base(base: Path) -> None:
         "items": [{"query": "a", "choices": ["b", "c"], "gold": 0}],
     }
     (_folder(base / "core") / "task.json").write_text(json.dumps(task))
+    rows = [
+        {"step": step, "kind": kind, "loss": 3.0 / step, "skipped": 0.0}
+        for step in range(1, 13)
+        for kind in ("train", "validation")[: 1 + (step % 4 == 0)]
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (_folder(base / "metrics") / "metrics.jsonl").write_text(text)
+    asked = [
+        {
+            **{"request_type": "loglikelihood", "doc_id": item, "idx": choice},
+            **{"label": 1, "doc": {"id": item}},
+            "request": {"context": f"Question {item}:", "continuation": f" {choice}"},
+        }
+        for item in (0, 1, 1_000_000, 1_000_001)
+        for choice in range(2)
+    ]
+    folder = _folder(base / "requests" / "task" / "rc")
+    text = "".join(json.dumps(row) + "\n" for row in asked)
+    (folder / "requests.jsonl").write_text(text)
+    (folder / "requests.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    told = json.dumps({"task_config": {"version": 1, "more": [{"a": None}]}})
+    (folder / "config.json").write_text(told)
     heads = {"replaced": [[0, 1], []], "beta": 0.5}
     (_folder(base / "heads") / "heads.json").write_text(json.dumps(heads))
 
