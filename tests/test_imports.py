@@ -24,7 +24,7 @@ ORDER = (
     ("variants",),
     ("model",),
     (
-        *("cross_entropy", "divergence", "frozen_model"),
+        *("cross_entropy", "divergence", "exits", "frozen_model"),
         *("training.spikes", "training.agreement"),
     ),
     ("objectives",),

@@ -25,6 +25,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation import core_model, ruler
 from recurjax.evaluation.core import TaskScore
 from recurjax.evaluation.core_files import read_tasks
+from recurjax.evaluation.exit_scores import check_loops
 from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.requests import evaluate_requests, read_requests
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
@@ -32,6 +33,7 @@ from recurjax.evaluation.subject import Subject
 from recurjax.files import write_whole
 from recurjax.json_files import json_text
 from recurjax.sharding import reading_mesh
+from recurjax.surgery.fewer_layers import truncated
 from recurjax.training.run import LoadedRun, load_run
 
 Measured = tuple[dict[str, Any], list[Row]]
@@ -49,6 +51,10 @@ def run(argv: list[str]) -> int:
     measure = _measure(options)
     mesh = reading_mesh(options.mesh)
     loaded = load_run(options.run, step=options.step, mesh=mesh, report=_say)
+    if options.loops is not None:
+        loaded = loaded._replace(model=truncated(loaded.model, options.loops))
+    if options.exits:
+        check_loops(loaded.model)
     # A run that is only read (of somebody else, on a read-only disk) can be evaluated
     # too.
     keeps = os.access(options.run, os.W_OK)
@@ -60,6 +66,12 @@ def run(argv: list[str]) -> int:
         _say(f"going on after {len(journal):,} answers of an earlier call")
     found, rows = measure(loaded, mesh if mesh.size > 1 else None, journal)
     report = {"run": str(options.run), "step": loaded.step} | found
+    if options.loops is not None:
+        report["loops"] = options.loops
+        told = {"loops": options.loops}
+        rows = [
+            dataclasses.replace(row, settings={**row.settings, **told}) for row in rows
+        ]
     # Every process of a mesh has the whole result; one reports it.
     if jax.process_index() == 0:
         text = json_text(report, indent=2)

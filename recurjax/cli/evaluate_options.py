@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from recurjax.errors import UserError
+from recurjax.evaluation.exit_scores import check_thresholds
 from recurjax.ranges import LARGEST_BATCH
 from recurjax.sharding import MeshConfig
 
@@ -34,6 +35,14 @@ class Evaluate:
         --length beyond that of training it shows how the model generalises.
       plot: draws the loss by position, or a task's accuracies by pairs, length or
         place, into this PNG file.
+      exits: of a recursive model, scores what leaving early costs: each rule at several
+        thresholds, mean loops, agreement with the full model; --plot draws the trade.
+      thresholds: of all rules in place of each one's own, from 0 to 1.
+      most_loss: nats a token; names the threshold of each rule with the fewest loops
+        that stays within it.
+      fit_head: first train an exit head on so many batches of the run's training text,
+        and write it into the run as exit_head.npz.
+      loops: score the model of the first so many loops of a recursive one.
       core: scores no text but in-context learning: the folder of a CORE bundle as
         nanochat has it, or a folder of prepared task files, or one of them.
       core_limit: so many items of each task; None: all.
@@ -68,6 +77,11 @@ class Evaluate:
     tokens: int | None = None
     positions: int | None = None
     plot: Path | None = None
+    exits: bool = False
+    thresholds: tuple[float, ...] | None = None
+    most_loss: float | None = None
+    fit_head: int | None = None
+    loops: int | None = None
     core: Path | None = None
     core_limit: int | None = None
     harness: str | None = None
@@ -104,12 +118,14 @@ class Evaluate:
                 raise UserError(f"--{name} must be at least 1, got {given}")
         if self.positions is not None and self.positions < 1:
             raise UserError(f"--positions must be at least 1, got {self.positions}")
-        if self.plot is not None and self.positions is None and self.task is None:
+        draws = self.positions is not None or self.task is not None or self.exits
+        if self.plot is not None and not draws:
             raise UserError(
                 "--plot draws the loss by position: add --positions, or --task for a "
-                "task's accuracies"
+                "task's accuracies, or --exits for their trade"
             )
         self._check_kind()
+        self._check_exits()
         if self.core_limit is not None and (self.core is None or self.core_limit < 1):
             raise UserError("--core-limit must be at least 1 and goes with --core")
         # CORE has a limit of its own.
@@ -142,6 +158,19 @@ class Evaluate:
         """What is asked for beside a text."""
         kinds = ("core", "harness", "requests", "ruler", "task")
         return [name for name in kinds if getattr(self, name)]
+
+    def _check_exits(self) -> None:
+        if self.exits and (self.kinds or self.positions is not None):
+            words = [f"--{kind}" for kind in self.kinds] or ["--positions"]
+            raise UserError(f"--exits scores a text: leave out {words[0]}")
+        if self.exits and self.mesh != MeshConfig(data=1):
+            raise UserError("--exits runs on one device: leave out --mesh")
+        for name in ("thresholds", "most_loss", "fit_head"):
+            if getattr(self, name) is not None and not self.exits:
+                raise UserError(f"--{name.replace('_', '-')} goes with --exits")
+        check_thresholds(self.thresholds or ())
+        if self.fit_head is not None and self.fit_head < 1:
+            raise UserError(f"--fit-head must be at least 1, got {self.fit_head}")
 
     def _check_kind(self) -> None:
         if len(self.kinds) > 1:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from recurjax.cli.evaluate_exits import of_exits
 from recurjax.cli.evaluate_options import Evaluate
 from recurjax.data.config import DataConfig, TextFiles
 from recurjax.data.dataset import open_dataset
@@ -18,7 +19,7 @@ from recurjax.evaluation.rows import Row, share_error
 from recurjax.evaluation.shown import shown_items
 from recurjax.ranges import LARGEST_BATCH
 from recurjax.sharding import check_batch, local_rows, reading_mesh
-from recurjax.training.objective import NextToken, Objective
+from recurjax.training.objective import Distilled, Exits, NextToken, Objective
 from recurjax.training.placement import placed
 from recurjax.training.run import LoadedRun
 from recurjax.types import Batch
@@ -100,6 +101,18 @@ def of_data(
         # Made anew for each pass over the text: iterators are used up.
         return placed(islice(rows, limit), on, batch=options.batch)
 
+    if options.exits:
+
+        def training_rows() -> Iterator[Batch]:
+            own = open_dataset(experiment.data, tokenizer=loaded.tokenizer)
+            drawn = own.loader("train", length=length, batch=options.batch)
+            limited = islice(iter(drawn), options.fit_head)
+            return placed(limited, on, batch=options.batch)
+
+        return of_exits(
+            options, loaded, batches, training_rows, text=text, length=length
+        )
+
     def scored(objective: Objective) -> Score:
         sizes = dataset.tokenizer.token_bytes
         with (
@@ -122,7 +135,7 @@ def of_data(
     kept = _rows(result, text, options, loaded, length)
     # What training's objective computes in parallel passes is an approximation of it
     # for some variants; the exact figure is what generation will do.
-    if not isinstance(objective, NextToken):
+    if not isinstance(objective, NextToken | Distilled | Exits):
         # Beside training's parallel passes, the recurrence that decoding runs.
         exact = scored(NextToken(vocabulary_chunks=objective.vocabulary_chunks))
         report["exact"] = _told(exact)

@@ -14,7 +14,10 @@ from recurjax.cli.json_lines import JsonLines
 from recurjax.cli.options import parse
 from recurjax.distributed import start_processes
 from recurjax.errors import UserError
+from recurjax.evaluation.exit_scores import read_exit_head
+from recurjax.exits import Missing, parse_rule
 from recurjax.inference.compute_dtype import in_compute_dtype
+from recurjax.inference.exit_decoding import EarlyExit
 from recurjax.inference.generate import Generation, generate
 from recurjax.inference.many_prompts import continue_prompts
 from recurjax.inference.sampling import SamplingConfig
@@ -22,6 +25,7 @@ from recurjax.inference.timing import Timing
 from recurjax.json_files import json_text, parse_json
 from recurjax.model import Decoder
 from recurjax.sharding import MeshConfig, reading_mesh
+from recurjax.surgery.fewer_layers import truncated
 from recurjax.training.run import load_run
 
 
@@ -49,6 +53,13 @@ class GenerateOptions:
       slots: prompts of a file that are continued at once.
       json_lines: write each prompt's text to this file as it ends; the same command
         goes on where an earlier one stopped.
+      exit: let tokens leave a recursive model early, by confidence:0.7, cosine:0.98 or
+        head:0.9: once the likeliest token leads by more than this, a loop changes the
+        state by less, or the exit head of the run is surer. One prompt after another.
+      missing: what becomes of the keys and values that such tokens lack: "propagate",
+        "skip", or "share" for a model with loop_cache "first". None: share where the
+        model does, else propagate.
+      loops: run only the first loops of a recursive model.
       seed: the same seed gives the same texts.
       stream: show a single prompt's text as it comes.
       json: print one JSON object with texts, tokens, finish reasons and timing.
@@ -70,6 +81,9 @@ class GenerateOptions:
     prefill: str = "exact"
     slots: int = 8
     json_lines: Path | None = None
+    exit: str | None = None
+    missing: Missing | None = None
+    loops: int | None = None
     seed: int = 0
     stream: bool = True
     json: bool = False
@@ -92,12 +106,26 @@ def run(argv: list[str]) -> int:
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
     )
+    rule = None if options.exit is None else parse_rule(options.exit)
+    if options.missing is not None and rule is None:
+        raise UserError("--missing goes with --exit: say when tokens leave")
     streams = options.stream and not options.json and len(prompts) == 1
     streams = streams and options.json_lines is None
     # Before the first use of a device: the processes find each other first.
     start_processes()
     mesh = reading_mesh(options.mesh)
     loaded = load_run(options.run, step=options.step, mesh=mesh, report=_tell)
+    model = loaded.model
+    if options.loops is not None:
+        model = truncated(model, options.loops)
+    exits = None
+    if rule is not None:
+        shares = getattr(model.config.stack, "loop_cache", None) == "first"
+        exits = EarlyExit(
+            rule=rule,
+            missing=options.missing or ("share" if shares else "propagate"),
+            head=read_exit_head(options.run) if rule.kind == "head" else None,
+        )
     unshown = prompts[:1]  # Comes with the first text: only then all options are right.
 
     def show(_: int, text: str) -> None:
@@ -105,7 +133,7 @@ def run(argv: list[str]) -> int:
         unshown.clear()
 
     # Decoding is bound by reading weights: they are held as they are multiplied.
-    model = in_compute_dtype(loaded.model)
+    model = in_compute_dtype(model)
     # A mesh of one device is no mesh: programs without it are simpler.
     spread = mesh if mesh.size > 1 else None
     # A shell passes a backslash and an n, where a line break is meant.
@@ -124,7 +152,7 @@ def run(argv: list[str]) -> int:
         made = _on_engine(model, prompts, options, loaded.step, shared)
     else:
         on_text = show if streams else None
-        made = generate(model, prompts, on_text=on_text, **shared)
+        made = generate(model, prompts, on_text=on_text, exits=exits, **shared)
     if options.json_lines is not None:
         _tell(f"{len(made.texts)} texts in {options.json_lines}")
         _tell(_speed(made.timing))
@@ -145,11 +173,16 @@ def run(argv: list[str]) -> int:
 def _wants_engine(options: GenerateOptions, prompts: list[str]) -> bool:
     """Says whether slots serve better than one batch that runs to its end."""
     if options.json_lines is not None:
+        if options.exit is not None:
+            raise UserError(
+                "--exit continues one prompt after another: leave out --json-lines"
+            )
         if jax.process_count() > 1:
             raise UserError("--json-lines is for one process: leave it out")
         return True
     # One batch tells what sweeps leave open, and runs on several processes.
     plain = options.prefill == "exact" and jax.process_count() == 1
+    plain = plain and options.exit is None
     return options.prompts_file is not None and len(prompts) > 1 and plain
 
 
@@ -164,6 +197,7 @@ def _on_engine(
     if options.json_lines is not None:
         settings = dataclasses.asdict(shared["sampling"]) | {
             "step": step,
+            "loops": options.loops,
             "run": str(options.run.resolve()),
             "tokenizer": shared["tokenizer"].hash,
             **{name: shared[name] for name in _DECIDE},
@@ -242,7 +276,7 @@ def _as_json(prompts: list[str], made: Generation, *, step: int) -> str:
         "prefill_tokens_per_second": made.timing.prefill_tokens_per_second,
         "decode_tokens_per_second": made.timing.decode_tokens_per_second,
     }
-    generations = [
+    generations: list[dict[str, Any]] = [
         {
             "prompt": prompt,
             "text": text,
@@ -251,6 +285,8 @@ def _as_json(prompts: list[str], made: Generation, *, step: int) -> str:
         }
         for prompt, text, ids, reason in rows
     ]
+    for generation, loops in zip(generations, made.loops or (), strict=False):
+        generation["loops"] = loops
     whole = {"step": step, "generations": generations, "timing": timing}
     return json_text(whole, ensure_ascii=False, indent=1) + "\n"
 

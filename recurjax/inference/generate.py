@@ -10,6 +10,7 @@ from jaxtyping import Int32, Key
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.inference.continuation import Continuation
+from recurjax.inference.exit_decoding import EarlyExit
 from recurjax.inference.generate_tokens import (
     CHUNK,
     LONG_CHUNK,
@@ -31,7 +32,7 @@ class Generation:
       tokens: the new tokens, the EOS or the end of a stop string included.
       finish_reasons: what ended each row.
       timing: seconds and tokens a second.
-      aux: see `TokenGeneration`.
+      aux, loops: see `TokenGeneration`.
     """
 
     texts: list[str]
@@ -39,6 +40,7 @@ class Generation:
     finish_reasons: list[FinishReason]
     timing: Timing
     aux: dict[str, float]
+    loops: list[list[int]] | None = None
 
 
 def generate(
@@ -56,6 +58,7 @@ def generate(
     chunk: int | None = None,
     prefill: str = "exact",
     mesh: Mesh | None = None,
+    exits: EarlyExit | None = None,
 ) -> Generation:
     """Continues texts, all in one batch.
 
@@ -73,7 +76,7 @@ def generate(
       on_text: called with the row and its next piece of text; they join to `texts`.
       cache_length, chunk: see `generate_tokens`, which looks at the tokens as seldom
         without `on_text` and `stop` as without `on_token`; prefill: its `prefill_by`.
-      mesh: see `generate_tokens`.
+      mesh, exits: see `generate_tokens`.
 
     Raises:
       UserError: see `generate_tokens`; also an empty prompt without a BOS, and a
@@ -116,6 +119,7 @@ def generate(
         chunk=chunk,
         prefill_by=prefill,
         mesh=mesh,
+        exits=exits,
     )
     # What was held back, in case it began a stop string, is text after all.
     for row, continuation in enumerate(rows):
@@ -126,6 +130,7 @@ def generate(
         finish_reasons=made.finish_reasons,
         timing=made.timing,
         aux=made.aux,
+        loops=made.loops,
     )
 
 

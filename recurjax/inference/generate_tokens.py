@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Int, Int32, Key
 from pallas_kernels import target
 from recurjax.errors import UserError
 from recurjax.inference.decoding import NOT_FINITE, decode, prefill
+from recurjax.inference.exit_decoding import EarlyExit, ExitDecoder, check_exits
 from recurjax.inference.sampling import (
     PLAIN,
     SamplingConfig,
@@ -51,12 +53,14 @@ class TokenGeneration:
 
     Attributes:
       aux: what the prefill had to report, see `Decoder.prefill`; empty when exact.
+      loops: of early exits, how many loops made each token; else None.
     """
 
     tokens: list[Int32[np.ndarray, " _"]]
     finish_reasons: list[FinishReason]
     timing: Timing
     aux: dict[str, float]
+    loops: list[list[int]] | None = None
 
 
 def generate_tokens(
@@ -72,6 +76,7 @@ def generate_tokens(
     chunk: int | None = None,
     prefill_by: str = "exact",
     mesh: Mesh | None = None,
+    exits: EarlyExit | None = None,
 ) -> TokenGeneration:
     """Continues token sequences, all in one batch.
 
@@ -94,6 +99,8 @@ def generate_tokens(
       mesh: that the model lies on; its data and fsdp axes share the rows where they
         divide them, else every device reads all. Each process must be given the same
         prompts and gets all tokens. None: one device.
+      exits: let tokens leave a recursive model early, one row after another; the
+        prompts are read through all loops.
 
     Raises:
       UserError: no prompt; an empty one; a prompt and its continuation are longer than
@@ -110,6 +117,10 @@ def generate_tokens(
     reason = model.refuses_prefill(prefill_by)
     if reason is not None:
         raise UserError(reason)
+    if exits is not None:
+        check_exits(model, exits)
+        if mesh is not None:
+            raise UserError("tokens leave early on one device: ask for no mesh")
     # As wide as they come: an id of another model must not wrap around into range.
     read = [np.asarray(prompt, _id_dtype(prompt)) for prompt in prompts]
     _check_tokens(read, model.config.vocabulary)
@@ -137,6 +148,20 @@ def generate_tokens(
         "by": prefill_by,
         "mesh": mesh,
     }
+    if exits is not None:
+        return _with_exits(
+            model,
+            ids,
+            keys,
+            jnp.asarray(streams[1]),
+            sampling=sampling,
+            cache_length=cache_length,
+            by=prefill_by,
+            exits=exits,
+            most=max_new_tokens,
+            eos_token=eos,
+            on_token=on_token,
+        )
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
         # Compiled apart, so that the reported speed is that of reading.
         with timing.measure("compile"):
@@ -179,6 +204,68 @@ def _on_mesh(tree: Any, rows: int, mesh: Mesh | None) -> Any:
     divides = rows % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
     where = NamedSharding(mesh, P(("data", "fsdp"))) if divides else replicated(mesh)
     return jax.tree.map(lambda x: jax.device_put(x, where), tree)
+
+
+def _with_exits(
+    model: Decoder,
+    prompts: list[Int32[np.ndarray, " _"]],
+    keys: Key[Array, " B"],
+    eos: Int[Array, ""],
+    *,
+    sampling: SamplingConfig,
+    cache_length: int,
+    by: str,
+    exits: EarlyExit,
+    most: int,
+    eos_token: int | None,
+    on_token: Callable[[int, int], bool] | None,
+) -> TokenGeneration:
+    """Continues one row after another; compilation counts as what it was needed for."""
+    timing = Timing(rows=len(prompts), prompt_tokens=sum(map(len, prompts)))
+    tokens, reasons, loops = [], [], []
+    for number, prompt in enumerate(prompts):
+        own = keys[number : number + 1]
+        told = None if on_token is None else partial(_tell_row, on_token, number)
+        row, used = _Rows(1, most, eos_token, told), []
+        with timing.measure("prefill"):
+            padded = _padded([prompt], longest=cache_length)
+            state = prefill(
+                model,
+                padded,
+                own,
+                eos,
+                sampling=sampling_rows([sampling]),
+                penalizes=sampling.penalizes,
+                cache_length=cache_length,
+                by=by,
+            )
+            row.take(np.asarray(state.newest)[:, None])
+        used.append(model.stack.exits)  # pyright: ignore[reportAttributeAccessIssue]
+        decoder = ExitDecoder(
+            model,
+            exits,
+            positions=cache_length,
+            prompt=len(prompt),
+            sampling=sampling,
+        )
+        with timing.measure("decode"):
+            while row.unfinished:
+                state, leaving = decoder.step(state, own, eos)
+                used.append(leaving.loops)
+                row.take(np.asarray(state.newest)[:, None])
+        tokens.append(np.asarray(row.tokens[0], np.int32))
+        reasons.append(row.reasons[0] or "length")
+        loops.append(used)
+    timing.new_tokens = sum(map(len, tokens))
+    later = [n for row in loops for n in row[1:]]  # the first is made by the prefill
+    aux = {"mean loops a token": float(np.mean(later))} if later else {}
+    return TokenGeneration(
+        tokens=tokens, finish_reasons=reasons, timing=timing, aux=aux, loops=loops
+    )
+
+
+def _tell_row(on_token: Callable[[int, int], bool], row: int, _: int, token: int):
+    return on_token(row, token)
 
 
 class _Rows:

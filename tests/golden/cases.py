@@ -33,6 +33,9 @@ FORMATS = (
     "recurformer/mixer*.npz",
     "recurformer/block_*.npz",
     "recurformer/recency_ratio*.json",
+    "relaxed_recursive_transformers/exits_*.npz",
+    "relaxed_recursive_transformers/[!e]*.npz",
+    "relaxed_recursive_transformers/indices*.json",
     "hf/*/config.json",
 )
 """What the tests read, in the folders of variants that are built; a folder that is

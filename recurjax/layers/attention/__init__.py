@@ -12,6 +12,7 @@ from recurjax.layers.attention.key_value_cache import (
     KeyValueCache,
     empty_key_value_cache,
     read_layer,
+    slot_positions,
     write_layer,
 )
 from recurjax.layers.attention.self_attention import (
@@ -43,6 +44,7 @@ __all__ = [
     "project",
     "project_flat",
     "read_layer",
+    "slot_positions",
     "visible_by_position",
     "write_layer",
 ]

@@ -108,13 +108,20 @@ def attend_to_written(
         # none.
         count = T if lengths is None else lengths
         key_positions = slot_positions(slots, before.position + count)
+    mask = visible_by_position(positions, key_positions, window=window)
+    if written.hidden is not None:
+        if T > 1:
+            raise ValueError(
+                f"attend_to_cache: slots are hidden from one token at a time, got {T}"
+            )
+        mask = mask & ~written.hidden[:, None, None, :]
     return attend(
         q,
         keys.astype(q.dtype),
         values.astype(q.dtype),
         scale=scale,
         causal=False,
-        mask=visible_by_position(positions, key_positions, window=window),
+        mask=mask,
         bias=None if bias is None else bias(positions, key_positions),
         soft_cap=soft_cap,
     )

@@ -8,7 +8,7 @@ when S covers a window only, it is a ring buffer. Nothing else tells the two apa
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 
 from recurjax.types import Array
 
@@ -22,12 +22,15 @@ class KeyValueCache(NamedTuple):
       position: how many tokens each row has seen.
       layer: which of the L stacked layers reads and writes; one for all rows, or one
         for each row, where rows stand at different depths of a stack.
+      hidden: slots that no query of this layer sees, for tokens that left the stack
+        before it and wrote nothing there; None: there are none.
     """
 
     keys: Float[Array, "L B S K E"]
     values: Float[Array, "L B S K E"]
     position: Int[Array, " B"]
     layer: Int[Array, ""] | Int[Array, " B"]
+    hidden: Bool[Array, "B S"] | None = None
 
     @property
     def slots(self) -> int:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from recurjax.layers.attention.cached import attend_to_cache, attend_to_written
 from recurjax.layers.attention.heads import merge, project
-from recurjax.layers.attention.key_value_cache import KeyValueCache
+from recurjax.layers.attention.key_value_cache import KeyValueCache, write
 from recurjax.layers.attention.softmax import AttentionImplementation, attend
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import LowRank
@@ -189,6 +189,22 @@ class SelfAttention(nnx.Module):
         else:
             o = attend_to_written(q, *kept, before, written, **self._options(q, tokens))
         return merge(o, self.w_out, self.b_out, added.out)
+
+    def write(
+        self,
+        x: Float[Array, "B T D"],
+        cache: KeyValueCache,
+        tokens: Tokens,
+        additions: AttentionAdditions | None = None,
+    ) -> KeyValueCache:
+        """Writes the keys and values of tokens that attend to nothing here.
+
+        Args:
+          additions: as in `keep`; those of keys and values are used.
+        """
+        added = AttentionAdditions() if additions is None else additions
+        new = self._keys_and_values(x, self._positions(x, cache), added)
+        return write(cache, *new, tokens.lengths)
 
     def queries_and_keys(
         self, x: Float[Array, "B T D"]

@@ -1,4 +1,4 @@
-"""The three ways in which a layer of the block is run, as `scan_pattern` wants them.
+"""The ways in which a layer of the block is run, as `scan_pattern` wants them.
 
 Each takes the place's number, a part (block, adapters, kept keys and values or None), x
 and the place's cache, and returns x, the cache, and what is stacked over the layers.
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from recurjax.layers.stack import PatternCache
 from recurjax.types import Array, Tokens
@@ -57,6 +57,29 @@ def reads(tokens: Tokens, cache: PatternCache) -> Callable:
         return block.read(x, kept, before, group, tokens, added), group, None
 
     return read
+
+
+def writes(tokens: Tokens) -> Callable:
+    """Only writes keys and values, for tokens that have left: x stays as it is."""
+
+    def write(_, part, x, group):
+        block, adapters, _ = part
+        return x, block.write(x, group, tokens, _additions(adapters)), None
+
+    return write
+
+
+def holding(act: Callable, left: Bool[Array, "B T"]) -> Callable:
+    """Runs a layer as `act` does, and leaves the states of tokens that have left.
+
+    Their keys and values are made of those states all the same.
+    """
+
+    def hold(place, part, x, group):
+        y, group, made = act(place, part, x, group)
+        return jnp.where(left[..., None], x, y), group, made
+
+    return hold
 
 
 def one_by_one(

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from recurjax.layers.mesh import UncutStack
-from recurjax.layers.position import learned_positions, with_positions
+from recurjax.layers.position import learned_positions
 from recurjax.layers.stack import (
     CacheRows,
     PatternCache,
@@ -30,6 +30,7 @@ from recurjax.variants.relaxed_recursive_transformer.layer_runs import (
     reads,
     runs,
 )
+from recurjax.variants.relaxed_recursive_transformer.loop_by_loop import LoopByLoop
 from recurjax.variants.relaxed_recursive_transformer.sharing import shared_layers
 from recurjax.variants.relaxed_recursive_transformer.uses import (
     Uses,
@@ -42,7 +43,7 @@ from recurjax.variants.transformer.block import TransformerBlock
 from recurjax.variants.transformer.stack import empty_cache
 
 
-class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
+class RelaxedRecursiveTransformerStack(LoopByLoop, CacheRows, UncutStack):
     """A block of K layers, run `loops` times; `blocks` as a Transformer's of K layers.
 
     Untied norms and biases have the loops as one more leading axis. `adapters[p]` has
@@ -114,72 +115,21 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
         Raises:
           ValueError: the sharing is not "cycle": only there does a loop end somewhere.
         """
-        self._check_cycle("states")
+        self.check_cycle("states")
         _, after, cache = self._run(x, cache, tokens, states=True)
         return after, cache
-
-    def enter(
-        self, x: Float[Array, "B T D"], cache: PatternCache
-    ) -> Float[Array, "B T D"]:
-        """Returns what loop 1 reads: embeddings, with learned positions if any."""
-        return with_positions(x, self.position, cache.position, training=cache.training)
-
-    def loop(
-        self,
-        x: Float[Array, "B T D"],
-        b: Int[Array, ""] | Int[Array, " B"],
-        cache: PatternCache,
-        tokens: Tokens,
-    ) -> tuple[Float[Array, "B T D"], PatternCache]:
-        """Runs one loop, for an engine that decides after each whether to go on.
-
-        The rows stand until `advance` moves them on, when a token has left.
-
-        Args:
-          x: from `enter`, or from the loop before.
-          b: which loop, from 0: one for all rows, or one for each row.
-
-        Raises:
-          ValueError: the sharing is not "cycle"; the cache is the training cache, or
-            "first", where a deeper loop needs what loop 1's own call has made; rows at
-            different loops with untied norms.
-        """
-        self._check_cycle("loop")
-        if cache.training or self.config.loop_cache == "first":
-            raise ValueError("loop: wants a real cache, and loop_cache 'own'")
-        if b.ndim and not self.config.tie_norms:
-            raise ValueError("loop: rows at different loops need tied norms")
-        own, entries = jax.tree.map(lambda leaf: leaf[b], self._turns())
-        if b.ndim:  # the repeats first, as the scan over them wants: [K / P, B, ...]
-            own = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), own)
-            entries = entries.T
-        parts = self._parts(shared_leaves(self.blocks, self.config), own)
-        run = runs(tokens)
-        x, groups, _ = self._layers(run, x, cache.groups, parts, entries, cache)
-        return x, cache._replace(groups=groups)
-
-    def advance(self, cache: PatternCache, tokens: Tokens) -> PatternCache:
-        """Moves every row on by its tokens, after the last loop that it runs."""
-        return advanced(cache, cache.groups, tokens.ids.shape[1], tokens)
 
     def layer_states(
         self, x: Float[Array, "B T D"], tokens: Tokens
     ) -> Iterator[Float[Array, "B T D"]]:
         """Yields what enters the first depth, and what leaves each: `one_by_one`."""
         config, cache = self.config, self.init_cache(x.shape[0], 0, x.dtype)
-        shared, (own, _) = shared_leaves(self.blocks, config), self._turns()
+        shared, (own, _) = shared_leaves(self.blocks, config), self.turns()
         uses = [jax.tree.map(lambda w, b=b: w[b], own) for b in range(config.loops)]
-        parts = [self._parts(shared, use) for use in uses]
+        parts = [self.parts(shared, use) for use in uses]
         order = shared_layers(config.layers, config.loops, config.sharing)
         on_first, x = config.loop_cache == "first", self.enter(x, cache)
         return one_by_one(x, parts, order, cache, tokens, on_first=on_first)
-
-    def _check_cycle(self, name: str) -> None:
-        if self.config.sharing != "cycle" and self.config.loops > 1:
-            raise ValueError(
-                f"{name}: only with sharing 'cycle' is the model with fewer loops part "
-                f"of the one with more, got {self.config.sharing!r}"
-            )
 
     def _run(
         self, x: Array, cache: PatternCache, tokens: Tokens, *, states: bool
@@ -215,13 +165,13 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
         def loop(carry, turn, *, reverse: bool = False):
             x, groups = carry
             own, entries = turn
-            parts = self._parts(shared, own)
-            x, groups, _ = self._layers(
+            parts = self.parts(shared, own)
+            x, groups, _ = self.layers(
                 run, x, groups, parts, entries, cache, reverse=reverse
             )
             return (x, groups), x if states else None
 
-        forward, last = self._turned_apart(self._turns())
+        forward, last = self._turned_apart(self.turns())
         carry, after = (x, cache.groups), None
         if forward is not None:
             carry, after = _over_loops(loop, carry, forward, cache)
@@ -234,21 +184,21 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
         self, x: Array, cache: PatternCache, tokens: Tokens, *, states: bool
     ) -> tuple[Array, tuple[Cache, ...], Any]:
         """Runs loop 1, then the deeper ones on the keys and values that it made."""
-        shared, (own, entries) = shared_leaves(self.blocks, self.config), self._turns()
+        shared, (own, entries) = shared_leaves(self.blocks, self.config), self.turns()
         first = jax.tree.map(lambda leaf: leaf[0], own)
-        parts, entries = self._parts(shared, first), entries[0]
+        parts, entries = self.parts(shared, first), entries[0]
         keep = keeps(tokens)
-        x, written, kept = self._layers(keep, x, cache.groups, parts, entries, cache)
+        x, written, kept = self.layers(keep, x, cache.groups, parts, entries, cache)
         read, after_first = reads(tokens, cache), x
 
         def loop(x, turn, *, reverse: bool = False):
-            parts = self._parts(shared, turn[0], kept)
-            x, _, _ = self._layers(
+            parts = self.parts(shared, turn[0], kept)
+            x, _, _ = self.layers(
                 read, x, written, parts, entries, cache, reverse=reverse
             )
             return x, x if states else None
 
-        forward, last = self._turned_apart(self._turns(start=1))
+        forward, last = self._turned_apart(self.turns(start=1))
         after = None
         if forward is not None:
             x, after = _over_loops(loop, x, forward, cache)
@@ -299,7 +249,7 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
             return (x, tuple(written)), None
 
         # By repeat of the pattern first, as the outer scan here goes over layers.
-        by_repeat = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), self._turns())
+        by_repeat = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), self.turns())
         (x, groups), _ = _scan(
             repeat,
             (x, cache.groups),
@@ -313,10 +263,10 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
     ) -> tuple[Array, Cache, Any]:
         """Runs one layer once for each of its uses given."""
         own, entries = uses
-        x, (group,), (made,) = self._layers(act, x, (group,), (own,), entries, cache)
+        x, (group,), (made,) = self.layers(act, x, (group,), (own,), entries, cache)
         return x, group, made
 
-    def _layers(
+    def layers(
         self,
         act: Callable,
         x: Array,
@@ -341,7 +291,7 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
             reverse=reverse,
         )
 
-    def _parts(self, shared, own, kept=None) -> tuple[Any, ...]:
+    def parts(self, shared, own, kept=None) -> tuple[Any, ...]:
         """Returns what `_layers` scans over: block, adapters, kept keys by place."""
         kept = [None] * len(own) if kept is None else kept
         return tuple(
@@ -355,7 +305,7 @@ class RelaxedRecursiveTransformerStack(CacheRows, UncutStack):
             )
         )
 
-    def _turns(self, start: int = 0) -> tuple[tuple[Uses, ...], Array]:
+    def turns(self, start: int = 0) -> tuple[tuple[Uses, ...], Array]:
         """Returns what each use owns and its entry of the cache: [loops, K / P, ...].
 
         Args:

@@ -95,6 +95,18 @@ class TransformerBlock(nnx.Module):
         )
         return self._write(x, mixed, added)
 
+    def write(
+        self,
+        x: Float[Array, "B T D"],
+        cache: KeyValueCache,
+        tokens: Tokens,
+        additions: BlockAdditions | None = None,
+    ) -> KeyValueCache:
+        """Writes the keys and values of tokens that do not run the layer."""
+        added = BlockAdditions() if additions is None else additions
+        normed = self.attention_norm(x)
+        return self.attention.write(normed, cache, tokens, added.attention)
+
     def _write(self, x: Array, mixed: Array, added: BlockAdditions) -> Array:
         # In parallel both branches read x, and their products can be made as one.
         y = x + self.residual_scale * mixed

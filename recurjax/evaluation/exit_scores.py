@@ -1,0 +1,315 @@
+"""What early exits cost and save: every rule over whole rows of a text at once.
+
+Each token is given (teacher forcing), leaves the loops where its rule says so, and is
+scored by the prediction it left with. Its keys and values at deeper depths are made of
+the state it left in, as decoding with `propagate` makes them, or are those of loop 1
+where the model was trained so: the figures are those of decoding the same text.
+"""
+
+import io
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float, Int
+
+from recurjax.errors import UserError
+from recurjax.evaluation.accuracy import by_pieces, likeliest
+from recurjax.evaluation.perplexity import bits_per_byte, text_sums
+from recurjax.exits import ExitHead, confidence, cosine, head_logit, head_score
+from recurjax.files import write_whole
+from recurjax.model import Decoder
+from recurjax.types import IGNORED, Array, Batch, Tokens
+
+Way = Literal["static", "oracle", "confidence", "cosine", "head"]
+"""static: all tokens leave after the same loop, the threshold; oracle: after the first
+whose likeliest token is the full model's, which decoding cannot know; else a rule."""
+
+THRESHOLDS: dict[str, tuple[float, ...]] = {
+    "confidence": (0.1, 0.3, 0.5, 0.7, 0.9),
+    "cosine": (0.9, 0.95, 0.97, 0.98, 0.99),
+    "head": (0.3, 0.5, 0.7, 0.8, 0.9),
+}
+"""What is tried of each rule, unless told otherwise."""
+
+HEAD_FILE = "exit_head.npz"
+
+
+class ExitScore(NamedTuple):
+    """One rule at one threshold.
+
+    Attributes:
+      threshold: of "static" the loop; of "oracle" 0.
+      loops: a token, mean.
+      agreement: share of tokens whose likeliest successor is the full model's.
+      loss: nats a token.
+      bits_per_byte: as of `Score`.
+      tokens: that were predicted.
+    """
+
+    rule: Way
+    threshold: float
+    loops: float
+    agreement: float
+    loss: float
+    bits_per_byte: float
+    tokens: int
+
+
+def score_exits(
+    model: Decoder,
+    batches: Callable[[], Iterable[Batch]],
+    *,
+    token_bytes: Int[np.ndarray, " V"],
+    thresholds: dict[str, Sequence[float]],
+    head: ExitHead | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> list[ExitScore]:
+    """Scores all rules and thresholds on a text.
+
+    Args:
+      batches: gives the text's rows anew at each call.
+      thresholds: by rule; each of them is one more reading of the text.
+      head: for the rule "head".
+      report: gets a sentence when a rule is done.
+
+    Raises:
+      UserError: the model has no loops to leave, or the text no tokens to predict.
+    """
+    check_loops(model)
+    stack: Any = model.stack
+    tries: list[tuple[Way, Sequence[float]]] = [
+        ("static", range(1, stack.exits + 1)),
+        ("oracle", (0.0,)),
+    ]
+    named: tuple[Way, ...] = ("confidence", "cosine", "head")
+    for name in named:
+        if (values := thresholds.get(name)) is not None:
+            tries.append((name, values))
+    sizes = jnp.asarray(token_bytes, jnp.int32)
+    found = []
+    for rule, values in tries:
+        if rule == "head" and head is None:
+            raise ValueError("score_exits: the rule head wants a trained head")
+        sums = np.zeros((len(values), 6))
+        for batch in batches():
+            wanted = _full(model, batch)
+            for number, value in enumerate(values):
+                threshold = jnp.float32(value)
+                one = _sums(model, batch, sizes, wanted, threshold, head, rule=rule)
+                sums[number] += np.asarray(one, np.float64)
+        if not sums[:, 1].all():
+            raise UserError("the text has no tokens to predict")
+        for value, (nats, tokens, text_nats, size, loops, same) in zip(
+            values, sums, strict=True
+        ):
+            found.append(
+                ExitScore(
+                    rule=rule,
+                    threshold=float(value),
+                    loops=loops / tokens,
+                    agreement=same / tokens,
+                    loss=nats / tokens,
+                    bits_per_byte=bits_per_byte(text_nats, size),
+                    tokens=int(tokens),
+                )
+            )
+        report(f"{rule}: {len(values)} readings")
+    return found
+
+
+def check_loops(model: Decoder) -> None:
+    """Refuses models that have no loops to leave.
+
+    Raises:
+      UserError: it has none, or leaving early is no model of its own.
+    """
+    refuses = getattr(model.stack, "refuses_exits", None)
+    if refuses is None:
+        raise UserError(
+            "only a recursive model has exits, not "
+            f"{type(model.config.stack).__name__}: leave out --exits"
+        )
+    shares = getattr(model.config.stack, "loop_cache", None) == "first"
+    reason = refuses("share" if shares else "propagate")
+    if reason is not None:
+        raise UserError(reason)
+
+
+def cheapest(scores: Sequence[ExitScore], most: float) -> list[ExitScore]:
+    """Picks, of each rule that decoding can run, the fewest loops within a loss.
+
+    Args:
+      most: nats a token.
+    """
+    rules = dict.fromkeys(one.rule for one in scores if one.rule != "oracle")
+    good = [one for one in scores if one.loss <= most]
+    own = ([one for one in good if one.rule == rule] for rule in rules)
+    return [min(ones, key=lambda one: one.loops) for ones in own if ones]
+
+
+def fit_exit_head(
+    model: Decoder, batches: Iterable[Batch], *, rate: float = 1e-2
+) -> ExitHead:
+    """Trains a linear guess of whether a loop's likeliest token is the last one's.
+
+    Binary cross-entropy, one head a loop, Adam, one step a batch; the model does not
+    move. Source: Schuster et al. 2022 (CALM), section 3.5, with one head for each loop.
+
+    Args:
+      rate: of Adam.
+    """
+    check_loops(model)
+    stack: Any = model.stack
+    shape = stack.exits - 1, model.config.stack.width
+    head = ExitHead(jnp.zeros(shape), jnp.zeros(shape[0]))
+    optimizer = optax.adam(rate)
+    moments = optimizer.init(head)
+    steps = 0
+    for batch in batches:
+        head, moments = _fit_step(model, batch, head, moments, optimizer=optimizer)
+        steps += 1
+    if steps == 0:
+        raise UserError("the exit head has no text to be trained on")
+    return head
+
+
+def write_exit_head(run: Path, head: ExitHead) -> Path:
+    """Writes a head into a run directory, whole or not at all."""
+    data = io.BytesIO()
+    np.savez(data, weight=np.asarray(head.weight), bias=np.asarray(head.bias))
+    write_whole(run / HEAD_FILE, data.getvalue())
+    return run / HEAD_FILE
+
+
+def read_exit_head(run: Path) -> ExitHead | None:
+    """Reads a run's head; None: it has none."""
+    file = run / HEAD_FILE
+    if not file.is_file():
+        return None
+    with np.load(file, allow_pickle=False) as arrays:
+        return ExitHead(jnp.asarray(arrays["weight"]), jnp.asarray(arrays["bias"]))
+
+
+def plot_exits(scores: Sequence[ExitScore], png: Path) -> None:
+    """Draws the trade: mean loops across, nats a token up, a line for each rule."""
+    from matplotlib.figure import Figure  # slow to import, and needed here only
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for rule in dict.fromkeys(one.rule for one in scores):
+        points = sorted((one.loops, one.loss) for one in scores if one.rule == rule)
+        style = "o--" if rule in ("static", "oracle") else "o-"
+        axes.plot(*zip(*points, strict=True), style, label=rule, markersize=4)
+    axes.set(xlabel="loops a token (mean)", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
+    write_whole(png, drawn.getvalue())
+
+
+@jax.jit
+def _full(model: Decoder, batch: Batch) -> Int[Array, "B T"]:
+    """Returns the likeliest token of the model that runs all loops."""
+    cache = model.init_cache(batch.ids.shape[0], 0)
+    return likeliest(model, model.hidden(_tokens(batch), cache)[0])
+
+
+@partial(jax.jit, static_argnames="rule")
+def _sums(
+    model: Decoder,
+    batch: Batch,
+    sizes: Int[Array, " V"],
+    wanted: Int[Array, "B T"],
+    threshold: Float[Array, ""],
+    head: ExitHead | None,
+    *,
+    rule: Way,
+) -> Float[Array, " 6"]:
+    """Sums nats, tokens, nats of text, its bytes, loops, and agreements."""
+
+    def leave(loop: int, before: Array, after: Array) -> Array:
+        if rule == "static":
+            return jnp.full(after.shape[:2], loop >= threshold)
+        if rule == "cosine":
+            return cosine(before, after) > threshold
+        normed = model.final_norm(after)
+        if rule == "oracle":
+            return likeliest(model, normed) == wanted
+        if rule == "head":
+            assert head is not None
+            return head_score(head, loop, normed) > threshold
+
+        def scores(x: Array) -> Array:
+            return confidence(model.logits(x))
+
+        return by_pieces(model, scores, normed) > threshold
+
+    stack: Any = model.stack
+    x, ran = stack.leaving(model.embed(batch.ids), _tokens(batch), leave)
+    counted = batch.targets != IGNORED
+    labels = jnp.where(counted, batch.targets, 0)
+
+    def read(x: Array, labels: Array) -> tuple[Array, Array]:
+        logits = model.logits(x)
+        own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - own, logits.argmax(-1)
+
+    nats, chosen = by_pieces(model, read, model.final_norm(x), labels)
+    nats = jnp.where(counted, nats, 0)
+    figures = [
+        nats.sum(),
+        counted.sum(),
+        *text_sums(nats, batch.targets, sizes),
+        jnp.where(counted, ran, 0).sum(),
+        (counted & (chosen == wanted)).sum(),
+    ]
+    return jnp.stack([figure.astype(jnp.float32) for figure in figures])
+
+
+@partial(jax.jit, static_argnames="optimizer")
+def _fit_step(
+    model: Decoder, batch: Batch, head: ExitHead, moments: Any, *, optimizer: Any
+) -> tuple[ExitHead, Any]:
+    stack: Any = model.stack
+    cache = model.init_cache(batch.ids.shape[0], 0)
+    after, _ = stack.states(model.embed(batch.ids), cache, _tokens(batch))
+    normed = [model.final_norm(after[b]) for b in range(stack.exits)]
+    last = likeliest(model, normed[-1])
+    same = [likeliest(model, x) == last for x in normed[:-1]]
+    counted = batch.targets != IGNORED
+
+    def loss(head: ExitHead) -> Array:
+        total = jnp.zeros(())
+        for loop, (x, right) in enumerate(zip(normed, same, strict=False), start=1):
+            nats = optax.sigmoid_binary_cross_entropy(
+                head_logit(head, loop, x), right.astype(jnp.float32)
+            )
+            total += jnp.where(counted, nats, 0).sum()
+        return total / jnp.maximum(counted.sum(), 1)
+
+    updates, moments = optimizer.update(jax.grad(loss)(head), moments)
+    made: Any = optax.apply_updates(head, updates)
+    return made, moments
+
+
+def _tokens(batch: Batch) -> Tokens:
+    return Tokens(batch.ids, batch.segments)
+
+
+def check_thresholds(values: Sequence[float]) -> None:
+    """Refuses thresholds outside 0..1.
+
+    Raises:
+      UserError: naming the first.
+    """
+    for value in values:
+        if not (math.isfinite(value) and 0.0 <= value <= 1.0):
+            raise UserError(f"thresholds of exits lie from 0 to 1, got {value}")

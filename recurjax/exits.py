@@ -1,0 +1,106 @@
+"""When a token may leave a stack of loops early: rules, as functions of what it saw.
+
+A rule gives a score after each loop but the last; a score above the threshold lets the
+token leave. Sources: Schuster et al. 2022 (CALM), section 3.4, for all three; the
+paper's section 3.8 for the oracle, which compares with the deepest loop's prediction
+and so can only be looked at, not run.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from recurjax.errors import UserError
+from recurjax.types import Array
+
+RuleKind = Literal["confidence", "cosine", "head"]
+RULES: tuple[RuleKind, ...] = ("confidence", "cosine", "head")
+Missing = Literal["propagate", "share", "skip"]
+"""Keys and values that a token lacks at depths which it did not run: made of its last
+state; those of loop 1, as the model was trained with; or none: it is not seen there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExitRule:
+    """Leave after a loop whose score exceeds a threshold.
+
+    Attributes:
+      kind: confidence: p(likeliest) - p(second likeliest). cosine: how far the loop
+        left the token's state where it was. head: a trained `ExitHead`.
+      threshold: strictly exceeded by the score. Below the least score every token
+        leaves after one loop, at the largest (1) none leaves early.
+    """
+
+    kind: RuleKind
+    threshold: float
+
+
+class ExitHead(NamedTuple):
+    """A linear guess, for each loop but the last, of whether more loops change a token.
+
+    Attributes:
+      weight: of the states that the output head reads, after the final norm.
+      bias: beside it.
+    """
+
+    weight: Float[Array, "N D"]
+    bias: Float[Array, " N"]
+
+
+def parse_rule(text: str) -> ExitRule:
+    """Reads "confidence:0.7".
+
+    Raises:
+      UserError: it is written otherwise, or the threshold lies outside 0..1.
+    """
+    name, _, number = text.partition(":")
+    try:
+        threshold = float(number)
+    except ValueError:
+        threshold = float("nan")
+    known: dict[str, RuleKind] = {kind: kind for kind in RULES}
+    found = known.get(name)
+    if found is None or not 0.0 <= threshold <= 1.0:
+        raise UserError(
+            f"--exit {text}: write it like confidence:0.7, one of {', '.join(RULES)} "
+            "and a threshold from 0 to 1"
+        )
+    return ExitRule(kind=found, threshold=threshold)
+
+
+def confidence(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
+    """Returns the likeliest token's probability less the second likeliest's."""
+    two, _ = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), 2)
+    return two[..., 0] - two[..., 1]
+
+
+def cosine(
+    before: Float[Array, "*B D"], after: Float[Array, "*B D"]
+) -> Float[Array, "*B"]:
+    """Returns x y / (|x| |y|) of a token's states before and after a loop.
+
+    Before the first loop that is the embedding.
+    """
+    dtype = jnp.promote_types(after.dtype, jnp.float32)
+    x, y = before.astype(dtype), after.astype(dtype)
+    product = jnp.sum(x * y, axis=-1)
+    sizes = jnp.sum(x * x, axis=-1) * jnp.sum(y * y, axis=-1)
+    return product / jnp.sqrt(jnp.maximum(sizes, jnp.finfo(dtype).tiny))
+
+
+def head_score(
+    head: ExitHead, loop: int, normed: Float[Array, "*B D"]
+) -> Float[Array, "*B"]:
+    """Returns sigmoid(w x + b) of states after loop 1 .. B - 1."""
+    return jax.nn.sigmoid(head_logit(head, loop, normed))
+
+
+def head_logit(
+    head: ExitHead, loop: int, normed: Float[Array, "*B D"]
+) -> Float[Array, "*B"]:
+    """Returns w x + b, what a head is trained by."""
+    weight, bias = head.weight[loop - 1], head.bias[loop - 1]
+    return normed.astype(weight.dtype) @ weight + bias

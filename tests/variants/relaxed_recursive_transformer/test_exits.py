@@ -1,0 +1,334 @@
+"""Early exits: the golden trajectories, whole rows at once, and the two commands."""
+
+import dataclasses
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.convert.imported_run import new_experiment, write_run
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.evaluation.exit_scores import cheapest, fit_exit_head, score_exits
+from recurjax.exits import ExitHead, ExitRule, confidence, cosine, parse_rule
+from recurjax.inference.decoding import prefill
+from recurjax.inference.exit_decoding import EarlyExit, ExitDecoder, check_exits
+from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.sampling import SamplingConfig, row_keys, sampling_rows
+from recurjax.layers.attention import AttentionConfig
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.norm import NormConfig
+from recurjax.layers.position import Rope
+from recurjax.model import ModelConfig
+from recurjax.surgery.fewer_layers import truncated
+from recurjax.surgery.relaxed_recursive import (
+    with_parameters,
+)
+from recurjax.types import IGNORED, Batch, Tokens
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
+from recurjax.variants.transformer import TransformerConfig
+from tests.cli.commands import assert_refused, recurjax
+from tests.compiling import QUICK_COMPILE
+from tests.golden.cases import golden_cases, load
+from tests.tolerances import assert_values_close
+from tests.training.compilation import quick_compilation
+from tests.variants.relaxed_recursive_transformer.switches import (
+    VOCABULARY,
+    build,
+    small,
+)
+from tests.variants.transformer import switches as transformer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+__all__ = ["quick_compilation"]
+GREEDY = SamplingConfig(temperature=0.0)
+NAMES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "up": "mlp.up_proj",
+    "gate": "mlp.gate_proj",
+    "down": "mlp.down_proj",
+}
+CACHE = 64
+
+
+def golden_model(case):
+    """The looped Llama of a golden file."""
+    meta = json.loads(str(case["meta_json"]))
+    K, B = meta["block_layers"], meta["loops"]
+    H, E = meta["num_attention_heads"], meta["head_dim"]
+    stack = RelaxedRecursiveTransformerConfig(
+        transformer=TransformerConfig(
+            layers=K * B,
+            width=meta["hidden_size"],
+            attention=AttentionConfig(
+                heads=H,
+                key_heads=meta["num_key_value_heads"],
+                head_width=E,
+                position=Rope(base=meta["rope_theta"]),
+            ),
+            mlp=MlpConfig(kind="swiglu", width=meta["intermediate_size"]),
+            norm=NormConfig(eps=meta["rms_norm_eps"]),
+        ),
+        loops=B,
+        rank=meta["rank"],
+    )
+    config = ModelConfig(
+        vocabulary=meta["vocab_size"],
+        stack=stack,
+        final_norm=NormConfig(eps=meta["rms_norm_eps"]),
+    )
+
+    def weight(name):
+        return case[f"p/{name}.weight"].T
+
+    def of_block(name):
+        return np.stack([weight(f"model.layers.{i}.{name}") for i in range(K)])
+
+    made = {
+        "w_embedding": weight("model.embed_tokens").T,
+        "w_head": weight("lm_head"),
+        "final_norm.scale": weight("model.norm"),
+        "stack.blocks.0.attention_norm.scale": of_block("input_layernorm"),
+        "stack.blocks.0.mlp_norm.scale": of_block("post_attention_layernorm"),
+    }
+    for ours, theirs in NAMES.items():
+        whole = of_block(theirs)
+        part = "mlp" if theirs.startswith("mlp") else "attention"
+        if ours in ("q", "k", "v"):
+            whole = whole.reshape(*whole.shape[:2], -1, E)
+        elif ours == "out":
+            whole = whole.reshape(K, H, E, -1)
+        made[f"stack.blocks.0.{part}.w_{ours}"] = whole
+        for side, letter in (("reduce", "A"), ("expand", "B")):
+            depths = [case[f"p/lora.{l}.{theirs}.{letter}"].T for l in range(K * B)]
+            leaf = np.stack(depths).reshape(B, K, *depths[0].shape)
+            made[f"stack.adapters.0.{ours}.w_{side}"] = leaf
+    return with_parameters(config, made), meta
+
+
+@pytest.mark.parametrize(
+    "path", golden_cases("relaxed_recursive_transformers/exits_*.npz")
+)
+def test_trajectories_are_the_golden_ones_token_for_token(path):
+    case = load(path)
+    model, meta = golden_model(case)
+    keys, eos = row_keys(0, 1), jnp.int32(-1)
+    for i, missing in enumerate(meta["rules"]):
+        for j, threshold in enumerate(case["thresholds"]):
+            rule = ExitRule(kind="confidence", threshold=float(threshold))
+            exits = EarlyExit(rule=rule, missing=missing)
+            for n in range(case["tokens"].shape[2]):
+                prompt = case[f"prompt{n}"]
+                padded = np.zeros((1, 16), np.int32)
+                padded[0, : len(prompt)] = prompt
+                tokens = Tokens(jnp.asarray(padded), lengths=jnp.array([len(prompt)]))
+                state = prefill(
+                    model,
+                    tokens,
+                    keys,
+                    eos,
+                    sampling=sampling_rows([GREEDY]),
+                    cache_length=CACHE,
+                )
+                decoder = ExitDecoder(
+                    model,
+                    exits,
+                    positions=CACHE,
+                    prompt=len(prompt),
+                    sampling=GREEDY,
+                )
+                made, loops = [int(state.newest[0])], [meta["loops"]]
+                want = {k: case[k][i, j, n] for k in ("logits", "margins")}
+                for step in range(1, meta["steps"]):
+                    state, leaving = decoder.step(state, keys, eos)
+                    made.append(int(state.newest[0]))
+                    loops.append(leaving.loops)
+                    np.testing.assert_allclose(
+                        leaving.logits, want["logits"][step], rtol=0, atol=1e-4
+                    )
+                    ran = want["margins"][step, : leaving.loops]
+                    np.testing.assert_allclose(leaving.scores, ran, rtol=0, atol=2e-5)
+                assert made == case["tokens"][i, j, n].tolist()
+                assert loops == case["loops"][i, j, n].tolist()
+
+
+MODELS = {
+    "propagate": small(loops=3, layers=6, rank=2, tie_norms=False, windows=(3, None)),
+    "share": small(loops=3, layers=6, rank=2, loop_cache="first", windows=(4, None)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", MODELS)
+def test_whole_rows_leave_as_texts_do_token_by_token(missing):
+    model = build(MODELS[missing])
+    ids = np.random.default_rng(3).integers(VOCABULARY, size=(1, 10), dtype=np.int32)
+    threshold = 0.02
+    rule = ExitRule(kind="confidence", threshold=threshold)
+    exits = EarlyExit(rule=rule, missing=missing)
+
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def at_once(model, ids):
+        def leave(loop, before, after):
+            sure = confidence(model.logits(model.final_norm(after))) > threshold
+            return sure & (jnp.arange(ids.shape[1]) > 0)  # prompts run all loops
+
+        x, ran = model.stack.leaving(model.embed(ids), Tokens(ids), leave)
+        return model.logits(model.final_norm(x)), ran
+
+    logits, ran = at_once(model, ids)
+    keys, eos = row_keys(0, 1), jnp.int32(-1)
+    first = Tokens(jnp.asarray(ids[:, :1]), lengths=jnp.array([1]))
+    state = prefill(
+        model, first, keys, eos, sampling=sampling_rows([GREEDY]), cache_length=10
+    )
+    decoder = ExitDecoder(model, exits, positions=10, prompt=1, sampling=GREEDY)
+    loops = [3]
+    for at in range(1, ids.shape[1]):
+        state = state._replace(newest=jnp.asarray(ids[:, at]))
+        state, leaving = decoder.step(state, keys, eos)
+        loops.append(leaving.loops)
+        assert_values_close(leaving.logits, np.asarray(logits)[0, at])
+    assert loops == np.asarray(ran)[0].tolist()
+    assert len(set(loops[1:])) > 1  # some left, some did not
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        pytest.param("propagate", marks=pytest.mark.slow),
+        "skip",
+        pytest.param("share", marks=pytest.mark.slow),
+    ],
+)
+def test_a_threshold_that_nothing_exceeds_is_the_full_model(missing):
+    model = build(MODELS["share" if missing == "share" else "propagate"])
+    prompts = [[1, 2, 3], [4, 5]]
+    want = generate_tokens(model, prompts, max_new_tokens=6, sampling=GREEDY)
+    exits = EarlyExit(rule=ExitRule(kind="confidence", threshold=1.0), missing=missing)
+    got = generate_tokens(
+        model, prompts, max_new_tokens=6, sampling=GREEDY, exits=exits
+    )
+    for one, other in zip(got.tokens, want.tokens, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert got.loops == [[3] * 6] * 2
+    assert got.aux == {"mean loops a token": 3.0}
+
+
+@pytest.mark.slow
+def test_the_figures_of_a_text_are_those_of_the_models_cut_there():
+    model = build(MODELS["propagate"])
+    draw = np.random.default_rng(0)
+    ids = jnp.asarray(draw.integers(VOCABULARY, size=(2, 12)), jnp.int32)
+    targets = jnp.roll(ids, -1, axis=1).at[:, -1].set(IGNORED)
+    batch = Batch(ids, targets)
+    head = fit_exit_head(model, [batch] * 3)
+    scores = score_exits(
+        model,
+        lambda: [batch],
+        token_bytes=np.ones(VOCABULARY, np.int64),
+        thresholds={"confidence": (0.0, 0.02, 1.0), "head": (0.5,)},
+        head=head,
+    )
+    by = {(one.rule, one.threshold): one for one in scores}
+    for loops in (1, 2, 3):
+        cut = truncated(model, loops)
+        logits = jax.jit(lambda m: m(Tokens(ids), m.init_cache(2, 0))[0])(cut)
+        logs = jax.nn.log_softmax(logits)[:, :-1]
+        own = jnp.take_along_axis(logs, ids[:, 1:, None], -1)
+        one = by["static", float(loops)]
+        assert one.loss == pytest.approx(-float(own.mean()), rel=1e-5)
+        assert one.loops == loops
+        # A byte a token: bits a byte are nats a token over ln 2.
+        assert one.bits_per_byte == pytest.approx(one.loss / np.log(2), rel=1e-5)
+    full = by["static", 3.0]
+    assert full.agreement == 1.0
+    assert by["confidence", 1.0][2:] == full[2:]
+    sure = [by["confidence", t].loops for t in (0.0, 0.02, 1.0)]
+    assert sure[0] == 1.0 and sure[0] < sure[1] < sure[2] == 3.0
+    assert by["oracle", 0.0].loops <= 3.0
+    assert [one.threshold for one in cheapest(scores, full.loss)][:1] != []
+    assert cheapest(scores, 0.0) == []
+
+
+def test_rules_are_what_they_say():
+    logits = jnp.log(jnp.array([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]]))
+    np.testing.assert_allclose(confidence(logits), [0.2, 0.7], rtol=1e-5)
+    x, y = jnp.array([[3.0, 4.0], [0.0, 0.0]]), jnp.array([[4.0, 3.0], [1.0, 0.0]])
+    np.testing.assert_allclose(cosine(x, y), [0.96, 0.0], rtol=1e-5)
+    assert parse_rule("cosine:0.98") == ExitRule(kind="cosine", threshold=0.98)
+    for wrong in ("confidence", "sure:0.5", "confidence:1.5", "head:-0.1", "cosine:x"):
+        with pytest.raises(UserError, match="write it like confidence:0.7"):
+            parse_rule(wrong)
+
+
+@pytest.mark.parametrize(
+    ("model", "missing", "kind", "said"),
+    [
+        (transformer.small(), "propagate", "cosine", "only a recursive model"),
+        (small(sharing="sequence"), "propagate", "cosine", "sharing 'cycle'"),
+        (small(), "share", "cosine", "share is for a model with loop_cache 'first'"),
+        (small(loop_cache="first"), "skip", "cosine", "use share"),
+        (small(), "skip", "head", "needs a trained exit head"),
+    ],
+)
+def test_exits_that_a_model_does_not_have_are_refused(model, missing, kind, said):
+    rule = ExitRule(kind=kind, threshold=0.5)
+    with pytest.raises(UserError, match=said):
+        check_exits(build(model), EarlyExit(rule=rule, missing=missing))
+    head = ExitHead(jnp.zeros((1, 8)), jnp.zeros(1))
+    check_exits(build(small()), EarlyExit(rule=rule, head=head))
+
+
+@pytest.mark.slow
+def test_the_commands_run_and_refuse(tmp_path):
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("It was a bright cold day in April. " * 30)
+    config = dataclasses.replace(small(rank=2), vocabulary=257)
+    model = build(config)
+    write_run(run, model, new_experiment(run, config, length=16), ByteTokenizer())
+    told, png = tmp_path / "exits.json", tmp_path / "exits.png"
+    code, out, err = recurjax(
+        *("evaluate", run, "--exits", "--text", text, "--batch", "4", "--json", told),
+        *("--batches", "2", "--fit-head", "2", "--most-loss", "50", "--plot", png),
+        *("--thresholds", "0.02", "0.5"),
+    )
+    assert code == 0, err
+    found = json.loads(told.read_text())
+    rules = [one["rule"] for one in found["exits"]]
+    assert rules == ["static", "static", "oracle"] + [
+        rule for rule in ("confidence", "cosine", "head") for _ in range(2)
+    ]
+    assert {one["rule"] for one in found["chosen"]} >= {"static", "confidence"}
+    assert png.read_bytes()[:4] == b"\x89PNG" and (run / "exit_head.npz").is_file()
+    prompt = ("--prompt", "It was", "--max-new-tokens", "4", "--temperature", "0")
+    code, out, err = recurjax(
+        "generate", run, *prompt, "--exit", "head:0.5", "--missing", "skip", "--json"
+    )
+    assert code == 0 and "mean loops a token" in err, err
+    loops = json.loads(out)["generations"][0]["loops"]
+    assert len(loops) == 4 and loops[0] == 2
+    assert recurjax("generate", run, *prompt, "--loops", "1")[0] == 0
+    refuse = partial(recurjax, "generate", run, *prompt)
+    assert_refused(refuse("--exit", "confidence:2"), "threshold from 0 to 1")
+    assert_refused(refuse("--missing", "skip"), "goes with --exit")
+    assert_refused(refuse("--loops", "3"), "loops must lie in 1..2")
+    share = ("--exit", "confidence:0.5", "--missing", "share")
+    assert_refused(refuse(*share), "share is for a model with loop_cache")
+    judge = partial(recurjax, "evaluate", run)
+    assert_refused(judge("--thresholds", "0.5"), "goes with --exits")
+    assert_refused(judge("--exits", "--thresholds", "1.5"), "from 0 to 1")
+    assert_refused(judge("--exits", "--mesh.data", "2"), "runs on one device")
+    assert_refused(judge("--exits", "--core", tmp_path), "leave out --core")
+    lines = (run / "evaluations.jsonl").read_text().splitlines()
+    kept = [json.loads(line) for line in lines]
+    exits = {row["settings"]["exit"] for row in kept}
+    assert {"static:1", "oracle:0", "head:0.5"} <= exits
