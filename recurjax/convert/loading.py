@@ -18,7 +18,7 @@ from recurjax.convert.formats.tensors import (
     count_not_finite,
     empty_for_jax,
 )
-from recurjax.convert.pieces import Piece, check_tensors
+from recurjax.convert.pieces import Piece, check_tensors, indices
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name
 from recurjax.sharding import MeshConfig, make_mesh, shardings
@@ -94,12 +94,13 @@ def _fill(
         return _place(layers, sharding)
     # A large stack is made on its devices and written layer by layer: the host holds
     # one layer at a time.
-    one = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+    leading = len(indices(pieces[0].layer))
+    one = NamedSharding(sharding.mesh, P(*sharding.spec[leading:]))
     stacked = jax.jit(partial(jnp.zeros, shape), out_shardings=sharding)()
     put = _writer(sharding)
     for piece in pieces:
         layer = _place(_read(piece, source, bad), one)
-        stacked = put(stacked, layer, np.int32(piece.layer or 0))
+        stacked = put(stacked, layer, np.asarray(indices(piece.layer), np.int32))
     return stacked
 
 
@@ -108,7 +109,9 @@ def _writer(sharding: NamedSharding) -> Callable[..., jax.Array]:
     """Returns a function that writes one layer into the donated stack."""
 
     def put(stacked: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
+        one = layer.reshape((1,) * index.size + layer.shape)
+        starts = [*index, *(np.int32(0) for _ in layer.shape)]
+        return jax.lax.dynamic_update_slice(stacked, one, starts)
 
     return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 

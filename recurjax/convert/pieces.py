@@ -5,6 +5,7 @@ writing walk it in opposite directions and only copy numbers, so that a round tr
 bit-exact.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import parameter_name, rule_of
 
+Layer = int | tuple[int, ...] | None
+"""Which layer of a stacked parameter: of a block that loops, loop and layer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
@@ -28,14 +32,15 @@ class Piece:
 
     Attributes:
       tensor: its name on disk; shape: the whole tensor's shape there.
-      parameter: our name; layer: the place on its leading axis; None: all of it.
+      parameter: our name; layer: the place on its leading axis, or on as many as
+        there are numbers; None: all of it.
       view, part, axes, result: see the equation; `result` is our shape.
     """
 
     tensor: str
     shape: tuple[int, ...]
     parameter: str
-    layer: int | None
+    layer: Layer
     view: tuple[int, ...]
     part: tuple[Any, ...]
     axes: tuple[int, ...]
@@ -67,7 +72,7 @@ class PieceTable:
         """Whether the model has this parameter."""
         return parameter in self.shapes
 
-    def same(self, tensor: str, parameter: str, layer: int | None = None) -> None:
+    def same(self, tensor: str, parameter: str, layer: Layer = None) -> None:
         """Adds a parameter that is a whole tensor, laid out as its role asks.
 
         A matrix lies [out, in]; a table keeps its rows, and what a row holds is one
@@ -87,7 +92,7 @@ class PieceTable:
             shape = (math.prod(result),)
             self.part(tensor, parameter, layer, shape=shape, axes=(0,))
 
-    def linear_shape(self, parameter: str, layer: int | None) -> tuple[int, int]:
+    def linear_shape(self, parameter: str, layer: Layer) -> tuple[int, int]:
         # Ours keeps heads apart on several axes; on disk all outputs are one axis.
         """Returns [out, in] of one layer's matrix; ours is [in ..., out ...]."""
         result, inputs = self._result(parameter, layer), rule_of(parameter).inputs
@@ -97,7 +102,7 @@ class PieceTable:
         self,
         tensor: str,
         parameter: str,
-        layer: int | None = None,
+        layer: Layer = None,
         *,
         shape: tuple[int, ...],
         view: tuple[int, ...] | None = None,
@@ -120,9 +125,7 @@ class PieceTable:
             )
         )
 
-    def rows(
-        self, tensor: str, parameters: Iterable[str], layer: int | None = None
-    ) -> None:
+    def rows(self, tensor: str, parameters: Iterable[str], layer: Layer = None) -> None:
         """Adds matrices or biases that lie one after another in a tensor's rows."""
         names = [name for name in parameters if self.has(name)]
         if not names:
@@ -151,16 +154,15 @@ class PieceTable:
         wanted = {
             (name, layer)
             for name, shape in self.shapes.items()
-            for layer in (range(shape[0]) if is_stacked(name) else (None,))
+            for layer in layers_of(name, shape)
         }
         found = [(piece.parameter, piece.layer) for piece in self.pieces]
         assert len(found) == len(set(found)), "a parameter is in the table twice"
         assert set(found) == wanted, sorted(wanted ^ set(found), key=str)
         return self.pieces
 
-    def _result(self, parameter: str, layer: int | None) -> tuple[int, ...]:
-        shape = self.shapes[parameter]
-        return shape if layer is None else shape[1:]
+    def _result(self, parameter: str, layer: Layer) -> tuple[int, ...]:
+        return self.shapes[parameter][len(indices(layer)) :]
 
 
 def leaves(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
@@ -174,9 +176,26 @@ def leaves(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def is_stacked(parameter: str) -> bool:
-    """Whether a parameter has its layers on the leading axis."""
-    return parameter.startswith("stack.blocks.")
+def layers_of(parameter: str, shape: tuple[int, ...]) -> list[Layer]:
+    """Returns every place on a parameter's leading axes, [None] where it has none.
+
+    They are those beyond what the table of parameters says of one layer: none, the
+    layers, or the loops and the layers.
+    """
+    if not parameter.startswith(("stack.blocks.", "stack.adapters.")):
+        return [None]
+    axes = rule_of(parameter).axes.replace("->", " ").split()
+    leading = shape[: len(shape) - len(axes)]
+    if len(leading) == 1:
+        return list(range(leading[0]))
+    return list(itertools.product(*map(range, leading)))
+
+
+def indices(layer: Layer) -> tuple[int, ...]:
+    """Returns one number for each leading axis."""
+    if layer is None:
+        return ()
+    return (layer,) if isinstance(layer, int) else layer
 
 
 def check_tensors(

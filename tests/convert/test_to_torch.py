@@ -9,6 +9,8 @@ import dataclasses
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -27,6 +29,10 @@ from recurjax.convert.torch.read_back import from_torch
 from recurjax.convert.torch.source import torch_source
 from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.errors import UserError
+from recurjax.exits import ExitRule, confidence
+from recurjax.inference.exit_decoding import EarlyExit
+from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.sampling import SamplingConfig
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
@@ -42,9 +48,13 @@ from recurjax.variants.latent_recurrent_transformer import (
 from recurjax.variants.rat import RatMixerConfig, presets
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
 from recurjax.variants.transformer import TransformerConfig
 from tests.cli.commands import assert_refused, recurjax
 from tests.convert.hf_directories import CASES, LLAMA
+from tests.tolerances import assert_values_close
 from tests.training.tiny_experiment import drawn
 from tests.variants.latent_recurrent_transformer.switches import SWITCHES
 
@@ -60,12 +70,17 @@ def attention(**switches) -> AttentionConfig:
 
 def transformer(**switches) -> TransformerConfig:
     usual = {"attention": attention(), "mlp": MlpConfig(kind="swiglu", width=24)}
-    return TransformerConfig(layers=2, width=WIDTH, **usual | switches)
+    return TransformerConfig(width=WIDTH, **{"layers": 2} | usual | switches)
 
 
 def recurrent(**switches) -> RecurrentTransformerConfig:
     sizes = {"heads": 4, "key_heads": 2, "head_width": 4, "mlp": MlpConfig(width=24)}
     return RecurrentTransformerConfig(layers=2, width=WIDTH, **sizes | switches)
+
+
+def recursive(base=None, **switches) -> RelaxedRecursiveTransformerConfig:
+    sizes = {"transformer": base or transformer(layers=4), "loops": 2, "rank": 3}
+    return RelaxedRecursiveTransformerConfig(**sizes | switches)
 
 
 SIZE = {"width": WIDTH, "heads": 4}
@@ -150,6 +165,42 @@ STACKS = {
         replaced=((0, 1, 2), ()),
         mamba=MambaConfig(conv=2, state=4, dt_rank=3, expand=3),
     ),
+    "recursive": recursive(),
+    "recursive_untied": recursive(
+        transformer(
+            layers=4,
+            windows=(3, None),
+            parallel_residual=True,
+            norm=LAYER,
+            attention=attention(
+                position=Alibi(),
+                qk_norm=NormConfig(one_plus=True),
+                qkv_bias=True,
+                out_bias=True,
+                soft_cap=5.0,
+            ),
+            mlp=MlpConfig(kind="gelu", width=24, bias=True),
+        ),
+        tie_norms=False,
+    ),
+    "recursive_first": recursive(
+        transformer(layers=6, windows=(3, None)), loops=3, loop_cache="first"
+    ),
+    "recursive_sequence": recursive(sharing="sequence", rank=0, tie_norms=False),
+    "recursive_learned_turned": recursive(
+        transformer(
+            layers=6,
+            attention=attention(
+                position=LearnedPositions(length=40),
+                qk_norm=NormConfig(),
+                qk_norm_over="full",
+            ),
+        ),
+        loops=3,
+        sharing="cycle_rev",
+        loop_cache="first",
+        rank=100,
+    ),
 } | {
     f"latent_{name.replace(',', '').replace(' ', '_')}": dataclasses.replace(
         model.stack, vocabulary=PADDED
@@ -191,6 +242,7 @@ def few_tokens(length):
 
 QUICK = (
     *("transformer", "recurrent_transformer", "rat_baselines", "recurformer"),
+    "recursive_untied",
     "latent_averaged_sources_replacing",
 )
 
@@ -286,6 +338,61 @@ def test_pytorch_computes_the_same(name, tmp_path, quick_compilation):
     assert found.greedy_tokens == (21 if "learned" in name else 64)
     stored = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert stored["measured"] and stored["within_tolerance"]
+
+
+EXITS = """
+import sys
+import numpy as np
+import torch
+from modeling_recurjax import exit_logits, generate_early, load
+
+model, ids = load(sys.argv[1]), torch.from_numpy(np.load("ids.npy")).long()
+made = {"logits": exit_logits(model, ids).numpy()}
+ways = ["share"] if model.layers.first else ["propagate", "skip"]
+for way in ways:
+    tokens, loops = generate_early(
+        model, ids, 12, threshold=float(sys.argv[2]), missing=way
+    )
+    made[way], made[way + "_loops"] = tokens.numpy()[0, ids.shape[1] :], loops
+np.savez("exits.npz", **made)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recursive", "recursive_untied", "recursive_first"])
+def test_tokens_leave_early_in_pytorch_as_they_do_here(
+    name, tmp_path, quick_compilation
+):
+    needs("torch")
+    run, out = run_of(STACKS[name], tmp_path), tmp_path / "out"
+    to_torch(run, out, check=False)
+    ids, model = few_tokens(9)[:1], run.model
+    np.save(out / "ids.npy", ids)
+    tokens = Tokens(jax.numpy.asarray(ids))
+    states, _ = model.stack.states(
+        model.embed(tokens.ids), model.init_cache(1, 0), tokens
+    )
+    logits = jax.vmap(lambda x: model.logits(model.final_norm(x)))(states)
+    # Between two of the first loop's scores on the prompt: some tokens leave there.
+    low, high = np.sort(np.asarray(confidence(logits[0])).ravel())[4:6]
+    threshold = float(low + high) / 2
+    command = [PYTHON or sys.executable, "-c", EXITS, str(out), str(threshold)]
+    subprocess.run(command, cwd=out, check=True)
+    with np.load(out / "exits.npz") as file:
+        theirs = dict(file)
+    assert_values_close(np.asarray(logits), theirs["logits"])
+    rule = ExitRule(kind="confidence", threshold=threshold)
+    for way in set(theirs) & {"propagate", "skip", "share"}:
+        made = generate_tokens(
+            model,
+            list(ids),
+            max_new_tokens=12,
+            sampling=SamplingConfig(temperature=0.0),
+            exits=EarlyExit(rule=rule, missing=way),
+        )
+        np.testing.assert_array_equal(made.tokens[0], theirs[way])
+        assert made.loops == [theirs[f"{way}_loops"].tolist()]
+        assert len(set(made.loops[0])) > 1  # some left early, some did not
 
 
 @pytest.mark.slow

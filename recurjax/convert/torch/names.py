@@ -2,18 +2,23 @@
 
 import re
 
-from recurjax.convert.pieces import Piece, PieceTable, is_stacked
+from recurjax.convert.pieces import Layer, Piece, PieceTable, indices, layers_of
 from recurjax.model import ModelConfig
 from recurjax.parameters import torch_word
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
 
-_BLOCK = re.compile(r"^stack\.blocks\.(?:(\d+)\.)?")
+_BLOCK = re.compile(r"^stack\.(?:blocks|(adapters))\.(?:(\d+)\.)?")
 
 
 def torch_pieces(config: ModelConfig) -> list[Piece]:
     """Returns the table of a model: `layers.3.attention.q.weight` and so on."""
     table = PieceTable(config)
     # Places of the pattern, which the names of our blocks have.
-    places = {match[1] for name in table.shapes if (match := _BLOCK.match(name))}
+    places = {match[2] for name in table.shapes if (match := _BLOCK.match(name))}
+    # A block that loops has what its layers share, and what each run of one owns.
+    looped = isinstance(config.stack, RelaxedRecursiveTransformerConfig)
     period = len(places)
     for name in table.shapes:
         match = _BLOCK.match(name)
@@ -23,15 +28,19 @@ def torch_pieces(config: ModelConfig) -> list[Piece]:
             # Unstacked layers of unequal shapes are `stack.layers.3` here already.
             _add(table, re.sub(r"^stack\.(layers\.)?", "layers.", short), name, None)
             continue
-        rest, place = name[match.end() :], int(match[1] or 0)
-        for index in range(table.shapes[name][0]):
+        rest, place = name[match.end() :], int(match[2] or 0)
+        if match[1]:
+            rest = f"adapters.{rest}"
+        for layer in layers_of(name, table.shapes[name]):
+            *use, index = indices(layer)
             # Our layer is its place in the pattern and its repeat.
-            layer = index * period + place
-            _add(table, f"layers.{layer}.{rest}", name, index)
+            number = index * period + place
+            shared = "blocks." if looped else ""
+            of = f"uses.{use[0]}.{number}" if use else f"{shared}{number}"
+            _add(table, f"layers.{of}.{rest}", name, layer)
     return table.finished()
 
 
-def _add(table: PieceTable, named: str, parameter: str, layer: int | None) -> None:
-    assert is_stacked(parameter) == (layer is not None)
+def _add(table: PieceTable, named: str, parameter: str, layer: Layer) -> None:
     parents, dot, _ = named.rpartition(".")
     table.same(parents + dot + torch_word(parameter), parameter, layer)

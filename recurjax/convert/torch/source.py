@@ -14,6 +14,9 @@ from recurjax.variants.latent_recurrent_transformer import (
 from recurjax.variants.rat import RatConfig
 from recurjax.variants.recurformer import RecurFormerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
 from recurjax.variants.transformer import TransformerConfig
 
 TEMPLATES: dict[type, str] = {
@@ -22,6 +25,7 @@ TEMPLATES: dict[type, str] = {
     RatConfig: "rat",
     LatentRecurrentTransformerConfig: "latent_recurrent_transformer",
     RecurFormerConfig: "recurformer",
+    RelaxedRecursiveTransformerConfig: "relaxed_recursive_transformer",
 }
 """The template of each variant that can be exported."""
 

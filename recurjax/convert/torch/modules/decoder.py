@@ -66,17 +66,26 @@ class Decoder(nn.Module):
         """
         # Learned positions and rotations count from where the cache stands.
         start = 0 if cache is None else cache.position
+        x = self.embedded(ids, start)
+        if states is not None:
+            states.append(x)
+        x = self.layers(x, ids, start, None if cache is None else cache.states, states)
+        if cache is not None:
+            cache.position += ids.shape[1]
+        return self.logits(x)
+
+    def embedded(self, ids: Tensor, start: int) -> Tensor:
+        """Returns what the first layer reads at positions start, start + 1, ...."""
         x = self.embedding(ids)
         if self.config["embedding_scale"] == "sqrt_width":
             # The factor is rounded to the activations' dtype first, as Gemma does.
             x = x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype)
         if self.position is not None:
             x = x + self.position.weight[start : start + ids.shape[1]]
-        if states is not None:
-            states.append(x)
-        x = self.layers(x, ids, start, None if cache is None else cache.states, states)
-        if cache is not None:
-            cache.position += ids.shape[1]
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Returns head(norm(x)) in at least float32."""
         x = self.final_norm(x)
         head = self.embedding if self.head is None else self.head
         logits = torch.nn.functional.linear(x, head.weight)

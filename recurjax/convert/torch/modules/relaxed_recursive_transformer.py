@@ -1,0 +1,356 @@
+"""The Relaxed Recursive Transformer: a block of layers, run several times.
+
+exit_logits(model, ids)                              # after each loop, [loops, B, T, V]
+ids, loops = generate_early(model, ids, 64, threshold=0.7)    # one row, tokens leave
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from layers import (
+    Config,
+    Norm,
+    State,
+    activation,
+    alibi_bias,
+    attend,
+    is_kind,
+    normed,
+    recalled,
+    rotate,
+    visible_keys,
+)
+from torch import Tensor, nn
+
+Kept = dict[int, tuple[Tensor, Tensor, Tensor]]
+"""Of each layer of the block the keys, values and their positions that loop 1 saw."""
+
+
+class Map(nn.Module):
+    """A linear map's matrix, its bias, or both."""
+
+    def __init__(self, inputs: int, outputs: int, *, matrix: bool, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs)) if matrix else None
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+
+
+class Adapter(nn.Module):
+    """What a depth adds to a shared linear map: (x A) B."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int):
+        super().__init__()
+        rank = min(rank, inputs, outputs)
+        self.reduce = nn.Linear(inputs, rank, bias=False)
+        self.expand = nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expand(self.reduce(x))
+
+
+def linear_maps(base: Config) -> dict[str, tuple[int, int]]:
+    """Returns inputs and outputs of a layer's linear maps, by name."""
+    a, D, mlp = base["attention"], base["width"], base["mlp"]
+    queries, keys = a["heads"] * a["head_width"], a["key_heads"] * a["head_width"]
+    maps = {"q": (D, queries), "k": (D, keys), "v": (D, keys), "out": (queries, D)}
+    maps |= {"up": (D, mlp["width"]), "down": (mlp["width"], D)}
+    gated = mlp["kind"] in ("swiglu", "geglu", "geglu_tanh")
+    return maps | {"gate": (D, mlp["width"])} if gated else maps
+
+
+class Part(nn.Module):
+    """Of a layer its matrices, its norms and biases, or both."""
+
+    def __init__(self, base: Config, *, matrices: bool, vectors: bool):
+        super().__init__()
+        a, sizes = base["attention"], linear_maps(base)
+
+        def maps(names: tuple[str, ...], biased: Any) -> nn.ModuleDict:
+            made = {
+                name: Map(*sizes[name], matrix=matrices, bias=vectors and biased(name))
+                for name in names
+                if name in sizes
+            }
+            return nn.ModuleDict(made)
+
+        def attention_bias(name: str) -> bool:
+            return a["out_bias"] if name == "out" else a["qkv_bias"]
+
+        self.attention = maps(("q", "k", "v", "out"), attention_bias)
+        self.mlp = maps(("up", "gate", "down"), lambda name: base["mlp"]["bias"])
+        self.attention_norm = Norm(base["norm"], base["width"]) if vectors else None
+        self.mlp_norm = Norm(base["norm"], base["width"]) if vectors else None
+        if vectors and a["qk_norm"] is not None:
+            for name, heads in (("q_norm", a["heads"]), ("k_norm", a["key_heads"])):
+                full = a["qk_norm_over"] == "full"
+                width = a["head_width"] * (heads if full else 1)
+                self.attention[name] = Norm(a["qk_norm"], width)
+
+
+class Use(Part):
+    """What one run of a layer has of its own: norms and biases, if untied; adapters."""
+
+    def __init__(self, stack: Config):
+        base, rank = stack["transformer"], stack["rank"]
+        super().__init__(base, matrices=False, vectors=not stack["tie_norms"])
+        made = {name: Adapter(*size, rank) for name, size in linear_maps(base).items()}
+        self.adapters = nn.ModuleDict(made if rank else {})
+
+
+class LoopedLayers(nn.Module):
+    """All depths; `blocks` are shared, `uses[b][k]` is layer k's run number b."""
+
+    def __init__(self, stack: Config):
+        super().__init__()
+        self.stack, self.base = stack, stack["transformer"]
+        self.loops = stack["loops"]
+        self.count = self.base["layers"] // self.loops
+        self.first = stack["loop_cache"] == "first"
+        self.blocks = nn.ModuleList(
+            Part(self.base, matrices=True, vectors=stack["tie_norms"])
+            for _ in range(self.count)
+        )
+        self.uses = nn.ModuleList(
+            nn.ModuleList(Use(stack) for _ in range(self.count))
+            for _ in range(self.loops)
+        )
+        one = self.base["residual_scale"] == "one"
+        self.scale = 1.0 if one else self.base["layers"] ** -0.5
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """Returns the use and the layer at each depth."""
+        K, B = self.count, self.loops
+        if self.stack["sharing"] == "sequence":
+            return [(use, layer) for layer in range(K) for use in range(B)]
+        turned = self.stack["sharing"] == "cycle_rev" and B > 1
+        order = [(use, layer) for use in range(B) for layer in range(K)]
+        return order[:-K] + order[-K:][::-1] if turned else order
+
+    def new_states(self) -> list[State]:
+        """Returns what is known before the first token; by use, then by layer."""
+        return [{} for _ in range(self.count * (1 if self.first else self.loops))]
+
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        start: int,
+        states: list[State] | None,
+        streams: list[Tensor] | None,
+    ) -> Tensor:
+        """Runs positions start, start + 1, ...; `streams` gets x after each depth."""
+        kept: Kept = {}
+        for use, layer in self.order:
+            x = self.run(x, use, layer, start, states, kept)
+            if streams is not None:
+                streams.append(x)
+        return x
+
+    def loop(
+        self, x: Tensor, b: int, start: int, states: list[State] | None, kept: Kept
+    ) -> Tensor:
+        """Runs loop b alone, from 0; `kept` is empty before the first."""
+        for layer in range(self.count):
+            x = self.run(x, b, layer, start, states, kept)
+        return x
+
+    def propagate(self, x: Tensor, b: int, start: int, states: list[State]) -> None:
+        """Writes the keys and values that tokens which left after b loops lack."""
+        for deeper in range(b, self.loops):
+            for layer in range(self.count):
+                own = self.own(deeper, layer)
+                y = normed(own.attention_norm, x)
+                self.keys(y, deeper, layer, start, states)
+
+    def run(
+        self,
+        x: Tensor,
+        b: int,
+        layer: int,
+        start: int,
+        states: list[State] | None,
+        kept: Kept,
+    ) -> Tensor:
+        """Runs a layer: y = x + s attention(norm(x)), z = y + s mlp(norm'(y))."""
+        own = self.own(b, layer)
+        y = normed(own.attention_norm, x)
+        if self.first and b:
+            k, v, at = kept[layer]
+        else:
+            k, v, at = kept[layer] = self.keys(y, b, layer, start, states)
+        mixed = self.attention(y, b, layer, start, k, v, at)
+        y = x + self.scale * mixed
+        source = x if self.base["parallel_residual"] else y
+        return y + self.scale * self.mlp(normed(own.mlp_norm, source), b, layer)
+
+    def own(self, b: int, layer: int) -> Part:
+        """Returns what has the norms and biases of a run."""
+        tied = self.stack["tie_norms"]
+        return self.blocks[layer] if tied else self.uses[b][layer]
+
+    def product(self, x: Tensor, part: str, name: str, b: int, layer: int) -> Tensor:
+        """Computes x W + (x A) B + bias of one of the layer's linear maps."""
+        y = F.linear(x, getattr(self.blocks[layer], part)[name].weight)
+        adapters = self.uses[b][layer].adapters
+        if name in adapters:
+            y = y + adapters[name](x)
+        bias = getattr(self.own(b, layer), part)[name].bias
+        return y if bias is None else y + bias
+
+    def heads(self, x: Tensor, name: str, b: int, layer: int, start: int) -> Tensor:
+        """Returns queries, keys or values [B, T, H, E], normed and rotated."""
+        a, of_use = self.base["attention"], self.own(b, layer).attention
+        y = self.product(x, "attention", name, b, layer)
+        shape = (*y.shape[:2], -1, a["head_width"])
+        norm = f"{name}_norm"
+        if norm in of_use and a["qk_norm_over"] == "full":
+            y = of_use[norm](y)
+        y = y.reshape(shape)
+        if norm in of_use and a["qk_norm_over"] != "full":
+            y = of_use[norm](y)
+        if name != "v" and is_kind(a["position"], "Rope"):
+            at = torch.arange(start, start + y.shape[1], device=y.device)
+            y = rotate(y, at, a["position"])
+        return y
+
+    def keys(
+        self, x: Tensor, b: int, layer: int, start: int, states: list[State] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns keys and values, those of the state before them, and positions.
+
+        Positions are kept beside them: a token that left early may have none here.
+        """
+        k, v = (self.heads(x, name, b, layer, start) for name in "kv")
+        at = torch.arange(start, start + x.shape[1], device=x.device)
+        if states is None:
+            return k, v, at
+        state = states[layer if self.first else b * self.count + layer]
+        k, v = recalled(k, v, state, self.window(layer))
+        at = torch.cat([state.get("at", at[:0]), at])
+        state["at"] = at[len(at) - state["k"].shape[1] :]
+        return k, v, at
+
+    def window(self, layer: int) -> int | None:
+        """Returns how far a layer sees."""
+        windows = self.base["windows"]
+        return windows[layer % len(windows)]
+
+    def attention(
+        self,
+        x: Tensor,
+        b: int,
+        layer: int,
+        start: int,
+        k: Tensor,
+        v: Tensor,
+        at: Tensor,
+    ) -> Tensor:
+        """Attends from x to keys at given positions."""
+        a = self.base["attention"]
+        q = self.heads(x, "q", b, layer, start)
+        positions = torch.arange(start, start + x.shape[1], device=x.device)
+        bias = None
+        if is_kind(a["position"], "Alibi"):
+            bias = alibi_bias(a["heads"], positions, at, a["position"])
+        scale = a["scale"]
+        o = attend(
+            q,
+            k,
+            v,
+            visible=visible_keys(positions, at, self.window(layer)),
+            bias=bias,
+            scale=1 / math.sqrt(a["head_width"]) if scale is None else scale,
+            soft_cap=a["soft_cap"],
+        )
+        return self.product(o.flatten(2), "attention", "out", b, layer)
+
+    def mlp(self, x: Tensor, b: int, layer: int) -> Tensor:
+        """Computes act(up(x)), or act(gate(x)) * up(x) when gated, then down."""
+        up, kind = self.product(x, "mlp", "up", b, layer), self.base["mlp"]["kind"]
+        if "gate" not in self.blocks[layer].mlp:
+            y = activation(kind, up)
+        else:
+            y = activation(kind, self.product(x, "mlp", "gate", b, layer)) * up
+        return self.product(y, "mlp", "down", b, layer)
+
+    def check_exits(self, missing: str) -> None:
+        """Raises ValueError where tokens cannot leave early, or not with these keys."""
+        if self.stack["sharing"] != "cycle" and self.loops > 1:
+            raise ValueError("tokens can leave early only with sharing 'cycle'")
+        allowed = ("share",) if self.first else ("propagate", "skip")
+        if missing not in allowed:
+            raise ValueError(f"missing must be one of {allowed}, got {missing!r}")
+
+
+@torch.no_grad()
+def exit_logits(model: Any, ids: Tensor) -> Tensor:
+    """Returns the logits after each loop: those of the model of so many loops."""
+    layers, kept = model.layers, {}
+    layers.check_exits("share" if layers.first else "propagate")
+    x, made = model.embedded(ids, 0), []
+    for b in range(layers.loops):
+        x = layers.loop(x, b, 0, None, kept)
+        made.append(model.logits(x))
+    return torch.stack(made)
+
+
+@torch.no_grad()
+def generate_early(
+    model: Any,
+    ids: Tensor,
+    count: int,
+    *,
+    threshold: float,
+    missing: str | None = None,
+) -> tuple[Tensor, list[int]]:
+    """Appends the likeliest tokens, each from the loop that was sure enough.
+
+    Args:
+      model: of this file.
+      ids: [1, T], read through all loops.
+      count: of new tokens.
+      threshold: a token leaves once the likeliest leads the next by more than this.
+      missing: the keys and values that it then lacks: "propagate": made of its last
+        state; "skip": none; "share": those of loop 1, if the model was trained so.
+        None: share for such a model, else propagate.
+
+    Returns:
+      The ids, and the loops that made each new token.
+    """
+    layers = model.layers
+    missing = missing or ("share" if layers.first else "propagate")
+    layers.check_exits(missing)
+    if len(ids) != 1:
+        raise ValueError(f"generate_early: wants one row, got {len(ids)}")
+    cache = model.new_cache()
+    token = model(ids, cache)[:, -1].argmax(dim=-1, keepdim=True)
+    made, loops = [ids, token], [layers.loops]
+    while len(loops) < count:
+        start, kept = cache.position, {}
+        x, b, logits = model.embedded(token, start), 0, None
+        for b in range(1, layers.loops + 1):
+            x = layers.loop(x, b - 1, start, cache.states, kept)
+            logits = model.logits(x)[:, -1]
+            first, second = logits.softmax(-1).topk(2).values[0]
+            if first - second > threshold:
+                break
+        if missing == "propagate":
+            layers.propagate(x, b, start, cache.states)
+        cache.position += 1
+        token = logits.argmax(dim=-1, keepdim=True)
+        made.append(token)
+        loops.append(b)
+    return torch.cat(made, dim=1), loops
+
+
+def build_layers(stack: Config) -> LoopedLayers:
+    """Builds the block and what each of its runs owns."""
+    return LoopedLayers(stack)
+
+
+def position_of(stack: Config) -> Config | None:
+    """Returns the config of positions; the decoder adds learned ones."""
+    return stack["transformer"]["attention"]["position"]
