@@ -33,6 +33,7 @@ def run(argv: list[str]) -> int:
         if compilers.are_there(folder, needed):
             print(f"the compilers are in {folder}")
             return 0
+    # The last place is the user's own cache, or the one that was named.
     names = ", ".join(map(str, needed))
     print(f"fetching {names} into {folders[-1]}", flush=True)
     folders[-1].expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -81,6 +81,7 @@ def _version(name: str) -> str | None:
 
 def _devices() -> Iterator[str]:
     try:
+        # The first look at the devices: what is wrong with them shows here.
         devices = jax.devices()
     except RuntimeError as error:  # a plugin without its driver, a device in use
         yield f"none: {str(error).splitlines()[0]}"

@@ -51,6 +51,7 @@ def of_task(
         row = _chain_row(options, loaded, data, scores, sizes)
         told = {"task": name, SCORE: row.value, "rows": row.n}
         return told, [row]
+    # A larger vocabulary has tokens that the model has no embedding of.
     if task.vocabulary > loaded.model.config.vocabulary:
         raise UserError(
             f"the task {name} has {task.vocabulary} tokens and the model reads "
@@ -63,6 +64,7 @@ def of_task(
             f"--length {options.length}: the task {name} has rows of {longest} tokens; "
             "leave it out"
         )
+    # Rows as long as the task's own, unless longer ones are asked for.
     options = replace(options, length=options.length or longest)
     told, rows = of_data(options, loaded, mesh, data, text=name)
     rows = [
@@ -93,6 +95,7 @@ def of_task(
             )
         rows.append(_chain_row(options, loaded, data, scores, sizes))
         told[SCORE] = rows[-1].value
+    # One of several processes draws the picture.
     if options.plot is not None and jax.process_index() == 0:
         found = told["accuracy"]
         curves = {
@@ -105,6 +108,7 @@ def of_task(
 def _data(options: Evaluate, loaded: LoadedRun) -> TaskData:
     own, name = loaded.experiment.data, options.task
     assert name is not None
+    # A run on this very task is tested on its own sizes; else the named ones count.
     if isinstance(own, TaskData) and name_of(own.task) == name:
         data = own
     else:
@@ -117,6 +121,7 @@ def _changed(task: TaskConfig, named: TaskConfig) -> dict[str, Any]:
     return {
         field.name: getattr(task, field.name)
         for field in dataclasses.fields(task)
+        # Numbers of rows change how well a figure is known, not what it is of.
         if getattr(task, field.name) != getattr(named, field.name)
         and isinstance(getattr(task, field.name), int | float | str)
         and not field.name.endswith("_rows")
@@ -131,6 +136,7 @@ def _chain_row(
     sizes: dict[str, Any],
 ) -> Row:
     assert options.task is not None
+    # The score is a mean over rows, so it has an error.
     mean, error = mean_and_error(scores)
     return Row(
         step=loaded.step,

@@ -108,6 +108,7 @@ def _taken(options: list[str]) -> tuple[list[str], list[str]]:
     into = left
     for word in options:
         if word.startswith("--"):
+            # A plain word belongs to whichever side the last option went.
             into = own if word.partition("=")[0] in names else left
         into.append(word)
     return own, left

@@ -184,6 +184,7 @@ def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
 
 def cut_text(text: Path, samples: int, length: int, loaded: LoadedRun) -> np.ndarray:
     """Cuts a file's text into rows [samples, length], from its beginning."""
+    # A model cannot be measured on longer texts than it reads.
     longest = loaded.model.config.max_length
     if longest is not None and length > longest:
         raise UserError(f"--length {length} exceeds the model's {longest} positions")

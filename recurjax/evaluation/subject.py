@@ -55,6 +55,7 @@ class Subject:
         Args:
           name: what the progress bar says.
         """
+        # One bar for each kind of request; its total is known beforehand.
         with shown_items(name, len(pairs)) as done:
             scorer = replace(self._scorer, report=done)
             return remembered_scores(scorer, self.journal, pairs)
@@ -72,6 +73,7 @@ class Subject:
         """
         ids = tuple(self.tokenizer.encode(text).tolist())
         begin = () if self.tokenizer.bos is None else (self.tokenizer.bos,)
+        # An empty context still needs a token for the first state.
         ids = begin + ids if self.bos else ids
         return ids or (self.first,)
 
@@ -84,6 +86,7 @@ class Subject:
         Raises:
           UserError: the continuation adds no token.
         """
+        # Spaces go to the continuation, which most tokenizers join them to.
         bare = context.rstrip()
         whole = bare + context[len(bare) :] + continuation
         before = self.context(bare)
@@ -104,6 +107,7 @@ class Subject:
           UserError: the continuation alone does not fit.
         """
         longest = self.model.config.max_length
+        # The continuation's last token is scored and not read; without a limit none is.
         excess = len(pair.context) + len(pair.continuation) - 1 - (longest or 2**62)
         if excess <= 0:
             return pair
@@ -137,6 +141,7 @@ class Subject:
     @cached_property
     def _answerer(self) -> Answerer:
         return Answerer(
+            # Cast once for all questions: generation is bound by reading the weights.
             model=jax.jit(in_compute_dtype)(self.model),
             tokenizer=self.tokenizer,
             mesh=self.mesh,

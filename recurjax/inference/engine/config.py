@@ -39,12 +39,15 @@ class EngineConfig:
         require_numbers(self)
         least = {"length": 1, "prefill_tokens": 1, "steps": 1}
         least |= {"states_gib": 0, "top_logprobs": 0}
+        # "auto" is resolved where the model is known.
         least |= {} if self.slots == "auto" else {"slots": 1}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise UserError(
                     f"{name} must be at least {bound}, got {getattr(self, name)}"
                 )
+        # What sweeps leave is near the exact state and not it: a text that goes on from
+        # one would not be what it is alone.
         if self.states_gib and self.prefill != "exact":
             raise UserError(
                 f"states are kept of texts that were read exactly, not by "
@@ -54,6 +57,8 @@ class EngineConfig:
     @property
     def widths(self) -> tuple[int, ...]:
         """Lengths of pieces that the prefill is compiled for, each twice the last."""
+        # Few widths, so that few programs are compiled; a short prompt is not padded to
+        # the largest.
         widths, width = [], min(_SMALLEST_PIECE, self.prefill_tokens)
         while width < self.prefill_tokens:
             widths.append(width)

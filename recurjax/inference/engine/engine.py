@@ -77,6 +77,7 @@ class Engine:
           UserError: the model reads no prompts in this way, has fewer positions than
             `length`, or the slots do not fit into memory.
         """
+        # All that speaks against it is asked before anything is compiled.
         reason = model.refuses_prefill(config.prefill)
         if reason is None and mesh is not None:
             reason = model.stack.refuses(mesh, config.length)
@@ -114,6 +115,8 @@ class Engine:
         self._queue: deque[Request] = deque()
         self._reading: _Reading | None = None
         self._rows: list[Request | None] = [None] * self.slots
+        # Rows that ended since the last call: the device learns of them with the next
+        # one.
         self._ended = np.zeros(self.slots, bool)
 
     @property
@@ -143,6 +146,7 @@ class Engine:
             a slot holds; stop strings without a tokenizer; too many stop tokens.
         """
         settings = RequestSettings() if settings is None else settings
+        # As wide as they come, so that an id of another model cannot wrap into range.
         ids = np.asarray(prompt)
         self.check(ids, settings)
         request = Request(ids.astype(np.int32), settings)
@@ -174,6 +178,7 @@ class Engine:
         """
         firsts = self._fill()
         news: dict[Request, None] = {}
+        # As they are now: what ends below frees its row in the list itself.
         rows = list(self._rows)
         if any(rows):
             self._state, made = self._programs.decode(
@@ -187,6 +192,7 @@ class Engine:
                 news[request] = None
             tokens = np.asarray(made.tokens)
             for row, request in enumerate(rows):
+                # A row in which nothing was made had ended before the call.
                 if request is not None and tokens[row, 0] != NOTHING:
                     self._take(request, row, made, row, tokens=tokens)
                     news[request] = None
@@ -217,6 +223,7 @@ class Engine:
 
     def _stops(self, settings: RequestSettings) -> set[int]:
         stops = set(settings.stop_tokens)
+        # A request may go on past the end of a text, for benchmarks.
         if self._eos is not None and not settings.ignore_eos:
             stops.add(self._eos)
         return stops
@@ -242,6 +249,7 @@ class Engine:
 
     def _begin(self, request: Request) -> _Reading:
         """Starts from the longest beginning of the prompt whose state is kept."""
+        # There is a free row: whoever calls has looked.
         row = self._rows.index(None)
         found = self.kept.find(request.prompt) if len(self.kept) else None
         if found is None:
@@ -251,6 +259,7 @@ class Engine:
             whole = found.length == len(request.prompt)
             cache = found.cache if whole else self._programs.copy(found.cache)
             last, at = found.last, found.length
+            # Read off the state where the kept beginning ends.
             request.reused = at
             self.counts.reused_tokens += at
         return _Reading(request=request, cache=cache, last=last, at=at, row=row)
@@ -261,6 +270,7 @@ class Engine:
         Where a prompt is cut depends on itself alone and not on what a step has left:
         so its tokens are the same to the last bit beside other neighbours, too.
         """
+        # Pieces end at multiples of the largest width, and where a beginning is kept.
         size, at = self._programs.widths[-1], reading.at
         ends = [len(reading.request.prompt), size * (at // size + 1)]
         if self.config.states_gib:
@@ -295,6 +305,7 @@ class Engine:
         return request, row, made
 
     def _wishes(self, settings: RequestSettings) -> Wishes:
+        # -1 is no token: unused places end nothing.
         stops = np.full((1, MOST_STOPS), -1, np.int32)
         wanted = sorted(self._stops(settings))
         stops[0, : len(wanted)] = wanted
@@ -320,6 +331,7 @@ class Engine:
         """Hands a request what was made in place `at`; ends it where it came to it."""
         column = np.asarray(made.tokens if tokens is None else tokens)[at]
         column = column[column != NOTHING].tolist()
+        # The first token is there: what a user waits for.
         if request.started is None:
             request.started = time.monotonic()
         for n, token in enumerate(column):
@@ -342,6 +354,7 @@ class Engine:
         request.top.append(list(zip(best, values, strict=True)))
 
     def _end_after(self, request: Request, row: int, token: int) -> None:
+        # Text only where there is a tokenizer; ids are counted either way.
         text, settings = self._texts.get(request), request.settings
         if text is not None:
             request.text += text.push(token)
@@ -369,6 +382,7 @@ class Engine:
     def _finish(self, request: Request, reason: str) -> None:
         text = self._texts.pop(request, None)
         if text is not None:
+            # What was held back, in case it began a stop string, is text after all.
             request.text += text.finish()
         request.reason, request.ended = reason, time.monotonic()
         self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1

@@ -55,11 +55,13 @@ class KeptStates:
     ) -> None:
         """Keeps the state of a text; nothing when it alone is more than the pool."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((cache, last)))
+        # One text larger than the pool would empty it and not fit.
         if size > self.most_bytes or len(tokens) == 0:
             return
         key = _digests(tokens, [len(tokens)])[len(tokens)]
         if key in self._states:
             self._drop(key)
+        # The first in the order is the one that was not used for longest.
         while self.used_bytes + size > self.most_bytes:
             self._drop(next(iter(self._states)))
         self._states[key] = KeptState(len(tokens), cache, last), size
@@ -73,6 +75,8 @@ class KeptStates:
         drawn from it.
         """
         T = len(tokens)
+        # Only lengths that some kept text has: a few hashes in one walk over the
+        # prompt.
         keys = _digests(tokens, [n for n in sorted(self._lengths) if n <= T])
         for length in sorted(keys, reverse=True):
             state, _ = self._states.get(keys[length], (None, 0))
@@ -95,6 +99,7 @@ class KeptStates:
 
 def _digests(tokens: Int32[np.ndarray, " T"], lengths: list[int]) -> dict[int, bytes]:
     """Hashes the beginnings of a text, of rising lengths, in one walk over it."""
+    # Little-endian 32 bits, so that the hash of a text is the same on every machine.
     data, hashed, start = np.ascontiguousarray(tokens, "<i4"), hashlib.sha256(), 0
     digests = {}
     for length in lengths:

@@ -33,6 +33,7 @@ def slots_that_fit(
     free = _free_bytes() if free is None else free
     # Kept states come on top, and so does the row into which a prompt is read.
     rest = _SHARE * free - config.states_gib * 2**30 - row
+    # Rounded down: half a slot holds nothing.
     fits = int(rest // row)
     if fits < 1:
         raise UserError(
@@ -52,7 +53,9 @@ def slots_that_fit(
 
 def row_bytes(model: Decoder, length: int) -> int:
     """Counts what one slot of `length` tokens holds: its cache and the tokens seen."""
+    # As shapes: nothing is allocated to count it.
     cache = jax.eval_shape(lambda: model.init_cache(1, length, cache_dtype(model)))
+    # A byte a token of the vocabulary for which ones a row contains.
     return tree_bytes(cache) + model.config.vocabulary
 
 
@@ -63,6 +66,7 @@ def tree_bytes(tree: Any) -> int:
 
 def _free_bytes() -> int:
     if target.current().platform != "cpu":
+        # Not every device says; then the host's memory stands for it.
         stats = jax.devices()[0].memory_stats() or {}
         if "bytes_limit" in stats:
             return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

@@ -52,6 +52,7 @@ class Programs:
         """
         self._model, self._length = model, config.length
         self._vocabulary = model.config.vocabulary
+        # A piece is never longer than a slot.
         self.widths = tuple(min(w, config.length) for w in config.widths)
         self.widths = tuple(sorted(set(self.widths)))
         compile_ = partial(_compile, mesh=mesh, options=dict(compiler_options or {}))
@@ -69,6 +70,7 @@ class Programs:
             free = compile_(lambda m, *given: read(m, start(), *given))
             found = free(model, widest, count).output_shardings
             one = _lying(one, found[0])
+        # Shapes alone: the programs are compiled before any memory is taken.
         last = jax.eval_shape(read, model, one, widest, count)[1]
         last = place(last)
         whole = jax.eval_shape(lambda: empty_slots(model, slots, config.length))
@@ -85,6 +87,7 @@ class Programs:
         def outs(*trees: Any) -> Any:
             return None if out is None else tuple(map(out, trees))
 
+        # Made on the device: a cache of zeros is not copied there.
         self._fresh = compile_(start, out=None if out is None else out(one))()
         self._read = {
             width: compile_(read, donate=(1,), out=outs(one, last))(
@@ -105,6 +108,7 @@ class Programs:
         )
         empty = partial(empty_slots, model, slots, config.length)
         self.empty = compile_(empty, out=None if out is None else out(whole))()
+        # Without kept states nobody takes a slot's row out.
         if config.states_gib:
             to_one = None if out is None else out(one)
             self._take = compile_(
@@ -122,6 +126,7 @@ class Programs:
         self, cache: Cache, ids: Int32[np.ndarray, " T"]
     ) -> tuple[Cache, Float[Array, "1 D"]]:
         """Reads a piece of at most the largest width; `cache` is donated."""
+        # The narrowest program that the piece fits; the rest of it is padding.
         width = next(width for width in self.widths if width >= len(ids))
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(ids)] = ids
@@ -138,6 +143,7 @@ class Programs:
         wishes: Wishes,
     ) -> tuple[Slots, Made]:
         """See `slots.admit`; `slots` is donated."""
+        # V is no token: what is padded marks nothing as seen.
         padded = np.full(self._length, self._vocabulary, np.int32)
         padded[: len(prompt)] = prompt
         number = np.asarray(row, np.int32)

@@ -84,6 +84,7 @@ def empty_slots(model: Decoder, rows: int, length: int) -> Slots:
         seen=jnp.zeros((rows, model.config.vocabulary), bool),
         active=jnp.zeros(rows, bool),
         drawn=zeros,
+        # What a free slot wishes is never looked at: it is inactive.
         wishes=Wishes(
             sampling=drawing,
             seed=jnp.zeros(rows, jnp.uint32),
@@ -108,6 +109,7 @@ def read_piece(
     Returns:
       The cache, and the state from which the token after the last one is predicted.
     """
+    # Only real tokens reach the cache; padding behind them has the length's say.
     x, cache, _ = model.prefill(Tokens(ids, lengths=count), cache, by=by)
     return cache, x[:, count[0] - 1]
 
@@ -131,6 +133,7 @@ def admit(
     """
     seen = jnp.zeros((1, model.config.vocabulary), bool)
     seen = seen.at[0, prompt].set(True, mode="drop")
+    # The request as slots of one row, so that its first token is drawn as all others.
     zero = jnp.zeros(1, jnp.int32)
     one = Slots(cache, zero, seen, jnp.ones(1, bool), zero, wishes)
     one, made = _draw(one, model.logits(last), top=top)
@@ -138,6 +141,7 @@ def admit(
     def put(whole: Array, part: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
 
+    # Everything but the cache counts rows on its first axis; the stack knows its own.
     rest = jax.tree.map(put, slots._replace(cache=None), one._replace(cache=None))
     kept = model.stack.insert(slots.cache, row, cache)
     return rest._replace(cache=kept), _as_steps(made)
@@ -158,11 +162,14 @@ def decode_slots(
       ended: slots whose request the host has ended.
       until_free: return as soon as a slot has become free, for somebody waits for one.
     """
+    # Stop strings and cancellations are known to the host only.
     slots = slots._replace(active=slots.active & ~ended)
     before = slots.active
     made = _nothing(slots.newest.shape[0], steps, top=top)
 
     def goes_on(carry) -> Bool[Array, ""]:
+        # Nobody active, or a place for somebody who waits: the rest of the steps is
+        # left.
         n, slots, _ = carry
         freed = jnp.any(before & ~slots.active)
         return (n < steps) & jnp.any(slots.active) & ~(until_free & freed)
@@ -197,6 +204,7 @@ def _draw(slots: Slots, logits: Float[Array, "B V"], *, top: int) -> tuple[Slots
     # A token past the vocabulary is dropped: nothing was drawn.
     written = jnp.where(active & (ids != NOT_FINITE), ids, logits.shape[-1])
     drawn = slots.drawn + active
+    # The mark of logits that are not finite ends a request too.
     stopped = (ids[:, None] == wishes.stops).any(-1) | (ids == NOT_FINITE)
     slots = slots._replace(
         newest=jnp.where(active, ids, slots.newest),
@@ -239,6 +247,7 @@ def _told(
         values, best = jax.lax.top_k(wide, top) if top else _none(wide)
         return own[:, 0], best.astype(jnp.int32), values - sums
 
+    # Where nobody looks, no logarithms of V numbers are taken.
     def silent() -> tuple[Array, Array, Array]:
         _, *told = jax.tree.map(lambda x: x[:, 0], _nothing(ids.shape[0], 1, top=top))
         return tuple(told)
