@@ -13,13 +13,18 @@ were found; 95 of 100 is the least. A mutation takes about half a minute on one 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import tyro
 
 from recurjax.files import write_whole
@@ -89,25 +94,59 @@ def apply(mutation: Mutation, root: Path) -> str:
 def is_found(mutation: Mutation, root: Path, seconds: int) -> bool:
     """Runs the tests on a tree that has the mutation, and mends the tree."""
     held = apply(mutation, root)
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    words += ["-m", "not slow"]  # every change runs those
-    words += _words(mutation.tests)
-    settings = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    said = root / "mutation.out"
+    # In a fork: what the tests import of others is imported once, here.
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        _test(_words(mutation.tests), root, said)
     try:
-        done = subprocess.run(
-            words,
-            cwd=root,
-            env={**os.environ, **settings},
-            capture_output=True,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired:
-        return True
+        code = _end_of(child, seconds)
     finally:
         (root / mutation.file).write_text(held, encoding="utf-8")
-    if done.returncode not in (0, 1, 2):  # 2: it does not even import
-        raise SystemExit(f"pytest {mutation.tests}: {done.stdout.decode()[-2000:]}")
-    return done.returncode != 0
+    if code not in (0, 1, 2, None):  # 2: it does not even import
+        raise SystemExit(f"pytest {mutation.tests}: {said.read_text()[-2000:]}")
+    return code != 0
+
+
+def _test(words: list[str], root: Path, said: Path) -> None:
+    """Ends this process with what pytest says of the tree `root`."""
+    code = 3
+    try:
+        out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.chdir(root)
+        sys.path = [str(root), *(p for p in sys.path if Path(p or ".") != ROOT)]
+        sys.dont_write_bytecode = True
+        settings = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+        os.environ |= settings
+        ours = ("recurjax", "pallas_kernels", "experiments", "tests")
+        for name in [name for name in sys.modules if name.split(".")[0] in ours]:
+            del sys.modules[name]
+        # "not slow": every change runs those.
+        fixed = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+        fixed += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # imported here
+        code = int(pytest.main([*fixed, *words]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_of(child: int, seconds: int) -> int | None:
+    """Returns a process' exit code; None: its time was over and it was killed."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 def _words(tests: str) -> list[str]:
@@ -132,6 +171,8 @@ def copy_tree(to: Path) -> None:
 
 def main(options: Options) -> int:
     """Runs what has no answer yet."""
+    for name in ("jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "chex"):
+        import_module(name)
     answers: dict[str, bool] = {}
     if options.into.is_file():
         answers = json.loads(options.into.read_text(encoding="utf-8"))
