@@ -17,6 +17,7 @@ from recurjax.layers.embedding import look_up
 from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.mesh import keep_rows_apart
 from recurjax.layers.norm import Norm, NormConfig
+from recurjax.layers.row_decoder import RowDecoder
 from recurjax.ranges import require_numbers
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
@@ -115,6 +116,8 @@ class ModelConfig:
       embedding_scale: multiplies embeddings, not the tied head: "one", or "sqrt_width",
         sqrt(D) (Gemma).
       logit_soft_cap: c in c tanh(logit / c), or None.
+      row_decoder: whether there are parameters that tell a whole row from its last
+        state, which the objective `Compress` trains and nothing else uses.
       dtype: of activations and matrix products; parameters stay float32.
     """
 
@@ -125,6 +128,7 @@ class ModelConfig:
     tied_head: bool = False
     embedding_scale: Literal["one", "sqrt_width"] = "one"
     logit_soft_cap: float | None = None
+    row_decoder: bool = False
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
 
     def __post_init__(self):
@@ -193,6 +197,12 @@ class Decoder(nnx.Module):
             None if config.tied_head else draw_head(rngs.params(), (D, V), config=init)
         )
         self.w_head = None if head is None else nnx.Param(head)
+        # Drawn last: the other parameters start as without it.
+        self.row_decoder = (
+            RowDecoder(D, config.final_norm, init, rngs=rngs)
+            if config.row_decoder
+            else None
+        )
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> Cache:
         """Makes an empty cache.
@@ -217,6 +227,28 @@ class Decoder(nnx.Module):
         """Returns the states that the head reads: after the final norm."""
         x, cache = self.stack(self.embed(tokens.ids), cache, tokens)
         return self.final_norm(x), cache
+
+    def decoded_row(
+        self, tokens: Tokens, last: Int[Array, " B"]
+    ) -> Float[Array, "B T D"]:
+        """Returns the states that the head reads, all made from one state of each row.
+
+        Args:
+          tokens: the row, of T places.
+          last: the place whose state is decoded.
+
+        Raises:
+          NotImplementedError: the model has no row decoder.
+        """
+        if self.row_decoder is None:
+            raise NotImplementedError(
+                "Decoder.decoded_row: the model has no row decoder: its config's "
+                "row_decoder is False"
+            )
+        B, T = tokens.ids.shape
+        x, _ = self.stack(self.embed(tokens.ids), self.init_cache(B, 0), tokens)
+        state = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        return self.final_norm(self.row_decoder(state, T))
 
     @property
     def has_latent_memory(self) -> bool:

@@ -72,6 +72,7 @@ MODELS = {
     "rat, low rank": RAT["low_rank_by_token_beside_windows"],
 } | {f"latent, {name}": LATENT[name] for name in ("every scale", "layerwise")}
 MODELS |= {"recursive": RECURSIVE["cycle, untied, rank 3, rings"]}
+MODELS |= {"of whole rows": dataclasses.replace(EVERYTHING, row_decoder=True)}
 MODELS |= {"latent, averages": LATENT["averaged sources, replacing"]}
 
 

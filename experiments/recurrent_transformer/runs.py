@@ -27,7 +27,7 @@ from recurjax.data.config import (
     Prepared,
     TokenizerFile,
 )
-from recurjax.data.tasks import Copy, TaskConfig, TaskData
+from recurjax.data.tasks import Compression, Copy, TaskConfig, TaskData
 from recurjax.data.tasks.mad import BASELINES
 from recurjax.experiment import Experiment
 from recurjax.layers.attention import AttentionConfig
@@ -38,7 +38,7 @@ from recurjax.layers.position import Alibi
 from recurjax.model import ModelConfig
 from recurjax.run_table import Run
 from recurjax.training.config import EvaluationConfig, TrainingConfig
-from recurjax.training.objective import NextToken
+from recurjax.training.objective import Compress, NextToken
 from recurjax.training.optimizers import Adam, AdamW, Cosine
 from recurjax.training.spikes import SpikeConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
@@ -203,13 +203,17 @@ def _mad(kind: str, stack: Stack, task: TaskConfig) -> Run:
 
 
 def _synthetic(name: str, *, stack: Stack, task: TaskConfig) -> Experiment:
+    compresses = isinstance(task, Compression)
     rate, train_rows = 5e-4, task.count("train")
     assert train_rows is not None
     steps = MAD_EPOCHS * -(-train_rows // MAD_BATCH)
     return Experiment(
         name=f"rt_{name}",
-        model=ModelConfig(vocabulary=task.vocabulary, stack=stack),
+        model=ModelConfig(
+            vocabulary=task.vocabulary, stack=stack, row_decoder=compresses
+        ),
         data=TaskData(task=task, seed=12345),
+        objective=Compress() if compresses else NextToken(),
         optimizer=AdamW(
             learning_rate=rate, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.0
         ),
@@ -222,11 +226,9 @@ def _synthetic(name: str, *, stack: Stack, task: TaskConfig) -> Experiment:
 
 
 def _synthetics() -> dict[str, Run]:
-    """Returns MAD's baselines and copy; compression needs an objective of its own."""
+    """Returns MAD's baselines and copy."""
     head_width = MAD_WIDTH // MAD_HEADS
-    tasks: dict[str, TaskConfig] = {
-        name: task for name, task in BASELINES.items() if name != "compression"
-    }
+    tasks: dict[str, TaskConfig] = {**BASELINES}
     # Jelassi et al. do not fix a set; MAD's 12,800 rows, strings as in the task.
     tasks["copy"] = Copy(train_rows=12_800, validation_rows=1280)
     layers = {

@@ -10,7 +10,13 @@ from jax.sharding import Mesh
 from recurjax.cli.evaluate_options import Evaluate
 from recurjax.cli.evaluate_text import of_data
 from recurjax.data.byte_tokenizer import ByteTokenizer
-from recurjax.data.tasks import HashHop, TaskConfig, TaskData, TaskDataset
+from recurjax.data.tasks import (
+    Compression,
+    HashHop,
+    TaskConfig,
+    TaskData,
+    TaskDataset,
+)
 from recurjax.data.tasks.named import NAMED, limited, name_of
 from recurjax.errors import UserError
 from recurjax.evaluation.by_slice import curves_of, plot_by_slice
@@ -18,6 +24,7 @@ from recurjax.evaluation.hash_hop import SCORE, generated_chains, read_chains
 from recurjax.evaluation.rows import Row, mean_and_error
 from recurjax.evaluation.subject import Subject
 from recurjax.sharding import local_rows, reading_mesh
+from recurjax.training.objective import Compress
 from recurjax.training.placement import placed
 from recurjax.training.run import LoadedRun
 
@@ -57,6 +64,12 @@ def of_task(
             f"the task {name} has {task.vocabulary} tokens and the model reads "
             f"{loaded.model.config.vocabulary}: train a run on it, or take a task "
             "with fewer"
+        )
+    compresses = isinstance(loaded.experiment.objective, Compress)
+    if isinstance(task, Compression) != compresses:
+        raise UserError(
+            f"the task {name} does not go with how the run is read: mad_compression, "
+            "and it alone, asks a model that was trained by the objective Compress"
         )
     longest = task.longest("validation")
     if options.length is not None and options.length < longest:

@@ -84,7 +84,37 @@ class NextToken:
         return [(batch.targets, self.states(model, batch))]
 
 
-Objective = NextToken | Interleaved | Chunked | Distilled | Exits
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compress(NextToken):
+    """Mean cross-entropy of every token of a row, told by its last state alone.
+
+    MAD's compression task: the state of the last place that is asked, a sinusoid of
+    each place and the model's row decoder give the logits of all. The targets stand at
+    the tokens' own places. Source: Poli et al. 2024, appendix.
+    """
+
+    def refuses(self, model: ModelConfig) -> str | None:
+        """Says why a model cannot be trained so."""
+        if model.row_decoder:
+            return None
+        return (
+            "the objective Compress trains a decoder of whole rows, which the model "
+            "has not: set --model.row-decoder True"
+        )
+
+    def beside_flops(self, model: ModelConfig, length: int) -> float:
+        """Counts FLOPs a token beside the model's own: two matrices of D by D."""
+        return 12.0 * model.stack.width**2
+
+    def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
+        """Returns what the head reads: at every place from the last asked one's."""
+        T = batch.ids.shape[1]
+        asked = batch.targets != IGNORED
+        last = jnp.max(jnp.where(asked, jnp.arange(T), 0), axis=1)
+        return model.decoded_row(Tokens(batch.ids, batch.segments), last)
+
+
+Objective = NextToken | Compress | Interleaved | Chunked | Distilled | Exits
 """Every objective: a closed union, told apart by class in JSON.
 
 Each is callable as `NextToken` is, names its cross-entropy "loss" among its metrics,

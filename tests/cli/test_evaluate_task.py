@@ -70,6 +70,7 @@ def test_any_run_reads_a_task_of_a_fitting_vocabulary(finished):
     for words, pattern in [
         (("--task", "mqar"), "mqar has 8192 tokens and the model reads 257: train"),
         (("--task", "mqer"), r"there is no task mqer: did you mean mqar\?"),
+        (("--task", "mad_compression"), "mad_compression does not go with how the run"),
         (("--task", "s3", "--length", 8), "has rows of 256 tokens"),
         (("--task", "s3", "--split", "train"), "leave out --split"),
         (("--task", "s3", "--text", "x"), "leave out --text"),
