@@ -27,6 +27,7 @@ from recurjax.evaluation.core import TaskScore
 from recurjax.evaluation.core_files import read_tasks
 from recurjax.evaluation.exit_scores import check_loops
 from recurjax.evaluation.journal import Journal
+from recurjax.evaluation.longbench import evaluate_longbench, read_longbench
 from recurjax.evaluation.requests import evaluate_requests, read_requests
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
 from recurjax.evaluation.subject import Subject
@@ -181,6 +182,17 @@ def _measure(
             return _by_task(rows), rows
 
         return long_rows
+    if options.longbench is not None:
+        items = read_longbench(options.longbench)
+
+        def longbench(
+            loaded: LoadedRun, mesh: Mesh | None, journal: Journal
+        ) -> Measured:
+            subject = _subject(options, loaded, mesh, journal)
+            rows = evaluate_longbench(subject, items, limit=options.limit)
+            return _by_task(rows), rows
+
+        return longbench
     if options.task is not None:
         check_named(options.task)
 

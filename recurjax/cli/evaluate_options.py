@@ -16,8 +16,8 @@ from recurjax.sharding import MeshConfig
 class Evaluate:
     """Scores a text or a benchmark with a trained model and prints JSON.
 
-    Without --core, --harness, --requests, --ruler or --task it is a text, or the
-    run's own data. The figures are also appended to RUN/evaluations.jsonl; an
+    Without --core, --harness, --requests, --ruler, --longbench or --task it is a text,
+    or the run's own data. The figures are also appended to RUN/evaluations.jsonl; an
     evaluation that was killed goes on where it stood when the same command is given
     again.
 
@@ -26,8 +26,8 @@ class Evaluate:
       text: a text file; without one, a split of the run's own data.
       split: of the data, without `text`.
       length: tokens a row; each row starts without context. None: as in training. Of
-        the harness: what is read at once of texts that are longer; of RULER: tokens
-        of a prompt and its answer.
+        the harness: what is read at once of texts that are longer; of RULER and of
+        LongBench: tokens of a prompt and its answer.
       batch: rows at a time.
       batches: scores the first so many batches; None: the whole split.
       tokens: or the first batches that hold so many tokens.
@@ -56,11 +56,13 @@ class Evaluate:
         needles in haystacks, or "all". Needs pip install 'recurjax[ruler]'.
       haystack: text files that its needles are hidden in; may be given several times.
         None: the embedded text.
+      longbench: LongBench's folder of JSON lines, `data` in its data.zip; its English
+        tasks. Summaries need pip install 'recurjax[longbench]'.
       task: the test of a synthetic task: mqar, hash_hop, copy, s3, s5, parity,
         mad_noisy_recall and MAD's others; of a run that was trained on it, its own.
       seed: of RULER's items, and of a task's rows where the run has none of its own.
-      limit: so many items of each task of the harness, of requests and of RULER, and
-        rows of each setting of a task; None: all; of RULER 500.
+      limit: so many items of each task of the harness, of requests, of RULER and of
+        LongBench, and rows of each setting of a task; None: all; of RULER 500.
       bos: put the tokenizer's BOS, if it has one, before what is asked.
       table: print what RUN/evaluations.jsonl has as a Markdown table, and do no more.
       step: of the checkpoint; None: the newest.
@@ -90,6 +92,7 @@ class Evaluate:
     requests: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     ruler: str | None = None
     haystack: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    longbench: Path | None = None
     task: str | None = None
     seed: int = 42
     limit: int | None = None
@@ -133,7 +136,7 @@ class Evaluate:
         if self.limit is not None and (not asks or self.limit < 1):
             raise UserError(
                 "--limit must be at least 1 and goes with --harness, --requests, "
-                "--ruler or --task"
+                "--ruler, --longbench or --task"
             )
         # Options of one kind of evaluation mean nothing to the others.
         if self.haystack and self.ruler is None:
@@ -156,7 +159,7 @@ class Evaluate:
     @property
     def kinds(self) -> list[str]:
         """What is asked for beside a text."""
-        kinds = ("core", "harness", "requests", "ruler", "task")
+        kinds = ("core", "harness", "requests", "ruler", "longbench", "task")
         return [name for name in kinds if getattr(self, name)]
 
     def _check_exits(self) -> None:
@@ -180,7 +183,7 @@ class Evaluate:
             )
         of_text = ["text", "length", "positions", "batches", "tokens"]
         # For those that read long texts, length is theirs.
-        if self.harness or self.ruler or self.task:
+        if self.harness or self.ruler or self.longbench or self.task:
             of_text.remove("length")
         if self.task and self.split != "validation":
             raise UserError("--task reads the task's test: leave out --split")
