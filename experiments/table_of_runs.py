@@ -10,7 +10,7 @@ of parameters takes about half a minute.
 import re
 from pathlib import Path
 
-from recurjax.data.config import DataConfig, Prepared
+from recurjax.data.config import DataConfig, Prepared, PromptAnswer
 from recurjax.experiment import Experiment
 from recurjax.files import write_whole
 from recurjax.model import count_parameters
@@ -45,7 +45,11 @@ def costs(experiment: Experiment) -> str:
     """Returns the other cells of a row."""
     data, training = experiment.data, experiment.training
     corpus = data.corpus if isinstance(data, DataConfig) else None
-    needs = f"`{corpus.directory}`" if isinstance(corpus, Prepared) else "nothing"
+    needs = "nothing"
+    if isinstance(corpus, Prepared):
+        needs = f"`{corpus.directory}`"
+    elif isinstance(corpus, PromptAnswer):
+        needs = " ".join(f"`{pattern}`" for pattern in corpus.patterns)
     parameters = count_parameters(experiment.model).total
     tokens = training.steps * training.tokens_per_step
     flops = tokens * experiment.flops_per_token

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from recurjax.data.config import PromptAnswer
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment, load_runs
 from recurjax.variants.rat import presets
@@ -21,7 +22,9 @@ LARGE = {
 SMALL = 202.4, 205.6
 """Of the 200M runs: attention and RNN; RAT and what is made its size."""
 
-RUNS = [name for name in load_runs(TABLE) if not name.startswith("shakespeare_")]
+RUNS = [
+    name for name in load_runs(TABLE) if not name.startswith(("shakespeare_", "sft_"))
+]
 
 
 def split(name: str) -> tuple[str, int, str]:
@@ -119,3 +122,20 @@ def test_the_ablations_differ_from_rat64_as_they_say():
     rank = presets.balanced_rank(1024, 16, 2)
     assert [run.forget_rank for run in runs] == [None, None, rank]
     assert [run.output_rank for run in runs] == [None, None, rank]
+
+
+def test_fine_tuning_goes_on_with_the_papers_models_on_answers():
+    names = [name for name in load_runs(TABLE) if name.startswith("sft_")]
+    assert len(names) == 4 * 5
+    for name in names:
+        run = load_experiment(f"{TABLE}:{name}")
+        model = name.rpartition("summary_")[2].rpartition("full_")[2]
+        model = model.removeprefix("sft_qmsum_").removeprefix("sft_wikisum_")
+        before = load_experiment(f"{TABLE}:fineweb_4k_{model}")
+        assert run.model == before.model and run.training.length == 4096
+        assert run.training.start_from == f"runs/{before.name}"
+        assert run.training.batch == (32 if "qmsum" in name else 128)
+        rate = run.optimizer.learning_rate
+        assert (rate, run.optimizer.weight_decay) == (1e-5, 0.01)
+        assert isinstance(run.data.corpus, PromptAnswer)
+        assert run.schedule.end * rate == pytest.approx(1e-6)

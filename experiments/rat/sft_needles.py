@@ -1,0 +1,164 @@
+"""Needles after fine-tuning: RAT's table 12, for any model.
+
+Makes 1,000 problems of each of RULER's eight kinds of needles with the run's own
+tokenizer, goes on with the run for one epoch of them (rate 1e-5, weight decay 0.01, 128
+rows a step, loss on the answers) and tests on others: the share of each problem's
+answers that stand between the commas of what is generated, RAT's score. Needs
+pip install 'recurjax[ruler]'. The needles lie in the embedded text unless --haystack
+says otherwise: RULER's essays are in no package, so models compare here and not with
+the paper. A stopped call goes on with the same command.
+
+    python experiments/rat/sft_needles.py runs/rat_fineweb_4k_rat16 --out runs/needles
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+from recurjax import host
+from recurjax.cli.options import parse
+from recurjax.data.config import DataConfig, PromptAnswer, TokenizerFile
+from recurjax.data.corpora import embedded_text
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
+from recurjax.evaluation.journal import Journal
+from recurjax.evaluation.rows import append_rows, markdown
+from recurjax.evaluation.ruler import NEEDLES, RulerMaker, evaluate_ruler
+from recurjax.evaluation.subject import Subject
+from recurjax.experiment import Experiment
+from recurjax.files import write_whole
+from recurjax.training.config import EvaluationConfig
+from recurjax.training.loop import train
+from recurjax.training.optimizers import AdamW, Cosine
+from recurjax.training.run import load_run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Fine-tunes a run on needles and tests it on others.
+
+    Attributes:
+      run: what to start from.
+      out: gets needles.jsonl, the run directory `needles`, and results.md.
+      length: tokens of a problem and its answer; None: as the run was trained.
+      rows: problems of each kind to learn from.
+      items: of each kind to test on.
+      batch: rows of a step.
+      rate: the peak of the learning rate.
+      haystack: a text file; None: the embedded text.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    out: Path = Path("runs/needles")
+    length: int | None = None
+    rows: int = 1000
+    items: int = 500
+    batch: int = 128
+    rate: float = 1e-5
+    haystack: Path | None = None
+
+    def __post_init__(self):
+        if min(self.rows, self.items, self.batch) < 1:
+            raise UserError("--rows, --items and --batch must be at least 1")
+
+
+def write_problems(
+    file: Path, tokenizer: Tokenizer, *, tokens: int, rows: int, text: str
+) -> int:
+    """Writes problems of all kinds, mixed, as JSON lines; returns how many."""
+    lines = []
+    for task in NEEDLES:
+        maker = RulerMaker(task=task, tokens=tokens, tokenizer=tokenizer, text=text)
+        for number in range(rows):
+            item = maker.item(number, split="train")
+            answer = " " + ", ".join(item.wanted)
+            lines.append(json.dumps({"prompt": item.prompt, "answer": answer}) + "\n")
+    order = np.random.default_rng(0).permutation(len(lines))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, "".join(lines[at] for at in order))
+    return len(lines)
+
+
+def fine_tuned(run: Experiment, options: Options, problems: Path) -> Experiment:
+    """Returns one epoch on the problems, from the run's newest checkpoint."""
+    held_out = 0.02
+    count = len(NEEDLES) * options.rows
+    steps = max(1, round((1 - held_out) * count / options.batch))
+    tokenizer = TokenizerFile(path=str(options.run / "tokenizer"))
+    return replace(
+        run,
+        name="needles",
+        data=DataConfig(
+            corpus=PromptAnswer(patterns=(str(problems),)),
+            tokenizer=getattr(run.data, "tokenizer", tokenizer),
+            validation_fraction=held_out,
+        ),
+        optimizer=AdamW(
+            learning_rate=options.rate, b2=0.95, weight_decay=0.01, decay="all"
+        ),
+        schedule=Cosine(warmup_steps=round(0.05 * steps), end=0.1),
+        training=replace(
+            run.training,
+            steps=steps,
+            batch=options.batch,
+            length=options.length or run.training.length,
+            start_from=str(options.run),
+        ),
+        evaluation=EvaluationConfig(batches=4),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Makes the problems, trains, tests and prints the table."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="sft_needles.py")
+    console = Console(stderr=True)
+    start = load_run(options.run, report=console.print)
+    tokens = options.length or start.experiment.training.length
+    text = options.haystack.read_text() if options.haystack else embedded_text()
+    problems = options.out / "needles.jsonl"
+    if not problems.is_file():
+        write_problems(
+            problems, start.tokenizer, tokens=tokens, rows=options.rows, text=text
+        )
+    run = fine_tuned(start.experiment, options, problems)
+    root = options.out / run.name
+    if train(run, root, console=console).outcome != "finished":
+        console.print("stopped: the same command goes on from here")
+        return 130
+    loaded = load_run(root, report=console.print)
+    journal = Journal(root / "needles_answers.jsonl")
+    subject = Subject(
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        step=loaded.step,
+        window=tokens,
+        journal=journal,
+    )
+    rows = evaluate_ruler(
+        subject,
+        tuple(NEEDLES),
+        tokens=tokens,
+        text=text,
+        haystack=options.haystack.name if options.haystack else "embedded text",
+        limit=options.items,
+    )
+    append_rows(root, rows)
+    write_whole(options.out / "results.md", markdown(rows))
+    journal.close()
+    print(markdown(rows), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    host.prepare()
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"sft_needles.py: {error}")
