@@ -63,6 +63,11 @@ def to_torch(
             f"{type(config.stack).__name__} has no PyTorch module yet: known are "
             f"{', '.join(kind.__name__ for kind in TEMPLATES)}"
         )
+    if config.row_decoder:
+        raise UserError(
+            "a model with a row decoder, which the objective Compress trains, tells "
+            "rows and no next tokens: it has no PyTorch module"
+        )
     keys = _config(run) if format == "torch" else _hf_config(run)
     with whole_directory(out) as aside:
         if format == "torch":
