@@ -1,0 +1,51 @@
+"""Fine-tuning on needles: the problems it writes, and the run that learns them."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.corpora import embedded_text
+from recurjax.data.dataset import open_dataset
+from recurjax.evaluation.ruler import NEEDLES, tasks
+from recurjax.types import IGNORED
+from tests.training.tiny_experiment import config
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "rat"
+TOKENS = 1500
+
+
+@pytest.fixture
+def script(monkeypatch):
+    words = tuple(f"word{number}" for number in range(200))
+    monkeypatch.setattr(tasks, "wonderwords", lambda *names: words)
+    monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
+    yield importlib.import_module("sft_needles")
+    sys.modules.pop("sft_needles", None)
+
+
+def test_an_epoch_learns_the_answers_of_all_kinds_of_needles(script, tmp_path):
+    file = tmp_path / "out" / "needles.jsonl"
+    count = script.write_problems(
+        file, ByteTokenizer(), tokens=TOKENS, rows=2, text=embedded_text()
+    )
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert count == len(lines) == 2 * len(NEEDLES)
+    assert {line["answer"].count(",") for line in lines} == {0, 3}
+    assert all(line["answer"][0] == " " for line in lines)
+    options = script.Options(run=Path("base"), out=tmp_path, rows=2, batch=4)
+    tiny = dataclasses.replace(config(), name="base")
+    run = script.fine_tuned(tiny, options, file)
+    # 98 of 100 of 16 problems, four a step.
+    assert (run.training.steps, run.training.start_from) == (4, "base")
+    assert (run.optimizer.learning_rate, run.optimizer.weight_decay) == (1e-5, 0.01)
+    data = open_dataset(run.data)
+    assert (data.cut, len(data.examples)) == (15, 16)
+    batch = next(iter(data.loader("train", length=TOKENS, batch=15)))
+    asked = (batch["targets"] != IGNORED).sum()
+    answers = [line["answer"] for line in lines[:15]]
+    assert asked == sum(len(answer) + 1 for answer in answers)
