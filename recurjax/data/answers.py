@@ -22,6 +22,7 @@ from recurjax.data.chat_template import plain, rendered
 from recurjax.data.config import DataConfig, PromptAnswer
 from recurjax.data.corpora import Messages, read_messages
 from recurjax.data.loader import Batches
+from recurjax.data.packing import without_middle
 from recurjax.data.pipeline import (
     PADDING_SEGMENT,
     Batch,
@@ -41,22 +42,6 @@ class Example(NamedTuple):
 
     prompt: Ids
     answer: Ids
-
-
-def without_middle(ids: Ids, most: int, *, first: int | None = None) -> Ids:
-    """Returns at most so many tokens: the first ones and the last ones.
-
-    Source: LongBench's truncation of prompts, which RAT takes over.
-
-    Args:
-      ids: of a text.
-      most: how many may stay.
-      first: how many of them stand at the beginning; None: half of them.
-    """
-    if len(ids) <= most:
-        return ids
-    first = most // 2 if first is None else min(first, most)
-    return np.concatenate([ids[:first], ids[len(ids) - (most - first) :]])
 
 
 def fitted(example: Example, length: int) -> Example:

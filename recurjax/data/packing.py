@@ -98,6 +98,24 @@ class BestFit:
             self._lengths = self._lengths_of[self._documents]
 
 
+def without_middle(
+    ids: Int32[np.ndarray, " T"], most: int, *, first: int | None = None
+) -> Int32[np.ndarray, " _"]:
+    """Returns at most so many tokens: the first ones and the last ones.
+
+    Source: LongBench's truncation of prompts, which RAT takes over.
+
+    Args:
+      ids: of a text.
+      most: how many may stay.
+      first: how many of them stand at the beginning; None: half of them.
+    """
+    if len(ids) <= most:
+        return ids
+    first = most // 2 if first is None else min(first, most)
+    return np.concatenate([ids[:first], ids[len(ids) - (most - first) :]])
+
+
 def segment_numbers(
     starts: Int64[np.ndarray, " N"], begin: int, length: int
 ) -> Int32[np.ndarray, " T"]:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from recurjax.config_json import from_json, to_json
-from recurjax.data.answers import without_middle
 from recurjax.data.config import Bpe, Bytes, DataConfig, PromptAnswer
 from recurjax.data.dataset import open_dataset
+from recurjax.data.packing import without_middle
 from recurjax.errors import UserError
 from recurjax.types import IGNORED
 from tests.cli.commands import assert_refused, experiment_file, recurjax

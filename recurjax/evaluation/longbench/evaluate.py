@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recurjax.data.answers import without_middle
+from recurjax.data.packing import without_middle
 from recurjax.errors import UserError
 from recurjax.evaluation.answering import GREEDY, Question
 from recurjax.evaluation.longbench.metrics import best_score
