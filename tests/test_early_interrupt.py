@@ -148,7 +148,9 @@ def test_pressed_at_any_early_moment_it_ends_in_a_sentence(
         process.wait(seconds)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, (out, err)
+    # Both are 130 in a shell: after one inside exec("...") Python itself ends the
+    # process by the signal, however the exception was handled.
+    assert process.returncode in (130, -signal.SIGINT), (out, err)
     # Before the loop: a sentence. In it: what was done is saved.
     saved = re.search(r"interrupted at step \d+, saved in", out)
     assert err == ("" if saved else "recurjax: interrupted\n"), (out, err)
