@@ -41,6 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    # A caller needs one of these doors: the readers of all other formats stay unloaded.
     if name not in _HOME:
         raise AttributeError(f"module 'recurjax.convert' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

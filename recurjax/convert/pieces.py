@@ -136,6 +136,7 @@ class PieceTable:
             sizes = [(math.prod(self._result(name, layer)),) for name in names]
         # Rows one below the other: outputs add up, inputs are alike.
         shape = (sum(size[0] for size in sizes), *sizes[0][1:])
+        # A matrix is turned from [out, in] to ours, [in, out]; a bias has one axis.
         axes = (1, 0) if len(shape) == 2 else (0,)
         start = 0
         for name, size in zip(names, sizes, strict=True):
@@ -162,6 +163,7 @@ class PieceTable:
         return self.pieces
 
     def _result(self, parameter: str, layer: Layer) -> tuple[int, ...]:
+        # What is left after the leading axes, of which `layer` says one entry each.
         return self.shapes[parameter][len(indices(layer)) :]
 
 
@@ -185,6 +187,8 @@ def layers_of(parameter: str, shape: tuple[int, ...]) -> list[Layer]:
     if not parameter.startswith(("stack.blocks.", "stack.adapters.")):
         return [None]
     axes = rule_of(parameter).axes.replace("->", " ").split()
+    # A rule names the axes of one layer's array, the heads and widths; what the
+    # parameter has in front of them counts its copies.
     leading = shape[: len(shape) - len(axes)]
     if len(leading) == 1:
         return list(range(leading[0]))
@@ -215,6 +219,8 @@ def check_tensors(
       UserError: tensors missing, unknown, of another shape or no floats; all listed.
     """
     wanted: Mapping[str, tuple[int, ...]] = {p.tensor: p.shape for p in pieces}
+    # All differences are gathered before anything is raised: a user sees in one run
+    # whether a name, a size or the whole model is another.
     there, found = source.tensors, []
     for name, shape in wanted.items():
         if name not in there:
@@ -226,6 +232,7 @@ def check_tensors(
             found.append(
                 f"{name} has dtype {there[name].dtype}, not one of {', '.join(FLOATS)}"
             )
+    # A tensor that nothing reads would be a part of the model silently left out.
     found += [
         f"{name} is not a tensor of this model"
         for name in sorted(set(there) - set(wanted) - set(ignored))

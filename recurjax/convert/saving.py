@@ -27,6 +27,7 @@ def to_tensors(model: Decoder, pieces: Iterable[Piece]) -> dict[str, np.ndarray]
         of_tensor[piece.tensor].append(piece)
     tensors = {}
     for name, parts in of_tensor.items():
+        # Its numbers are unset: the pieces together write every one of them.
         disk = np.empty(parts[0].shape, np.float32)
         for piece in parts:
             ours = arrays[piece.parameter]

@@ -77,6 +77,7 @@ class LoopByLoop:
         by_row = not isinstance(b, int) and b.ndim > 0
         if by_row and not self.config.tie_norms:
             raise ValueError("loop: rows at different loops need tied norms")
+        # With one loop for each row this gathers: rows come first, [B, K / P, ...].
         own, entries = jax.tree.map(lambda leaf: leaf[b], self.turns())
         if by_row:  # the repeats first, as the scan over them wants: [K / P, B, ...]
             own = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), own)
@@ -90,6 +91,8 @@ class LoopByLoop:
                 for group in cache.groups
             ]
         groups = cache.groups
+        # A token that left before this loop wrote no key here: its slot holds old
+        # numbers.
         if ran is not None:
             groups = tuple(
                 group._replace(hidden=_unwritten(group, cache, ran, b))
@@ -97,6 +100,8 @@ class LoopByLoop:
             )
         parts = self.parts(shared_leaves(self.blocks, self.config), own, kept)
         x, groups, _ = self.layers(act, x, groups, parts, entries, cache)
+        # The mask is of this call alone: a cache between calls has the tree that
+        # `init_cache` gave it.
         groups = tuple(group._replace(hidden=None) for group in groups)
         return x, cache._replace(groups=groups)
 
@@ -115,6 +120,7 @@ class LoopByLoop:
         if self.config.loop_cache == "first":
             return cache
         groups = cache.groups
+        # Loop after loop on the same x: a deeper layer's own output is never made.
         for deeper in range(b, self.config.loops):
             own, entries = jax.tree.map(lambda leaf, c=deeper: leaf[c], self.turns())
             parts = self.parts(shared_leaves(self.blocks, self.config), own)
@@ -155,6 +161,7 @@ class LoopByLoop:
             x, _, made = self.layers(
                 holding(act, left), x, cache.groups, parts, entries, cache
             )
+            # Counted before the rule is asked: who leaves now has run this loop.
             ran = ran + ~left
             if b + 1 < config.loops:
                 if config.loop_cache == "first" and b == 0:
@@ -201,6 +208,7 @@ def _unwritten(
 ) -> Bool[Array, "B S"]:
     """Returns the slots of tokens that left before loop b, when one more is written."""
     at = slot_positions(group.slots, cache.position + 1)
+    # An empty slot has a negative position and is unseen whatever is read for it.
     loops = jnp.take_along_axis(ran, jnp.clip(at, 0, ran.shape[1] - 1), axis=1)
     own = at == cache.position[:, None]  # a token always sees itself
     return (loops <= jnp.asarray(b).reshape(-1, 1)) & ~own

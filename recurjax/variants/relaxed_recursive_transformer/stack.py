@@ -68,6 +68,7 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, CacheRows, UncutStack):
         self.position = learned_positions(
             base.attention.position, base.width, base.init, rngs=rngs
         )
+        # One adapter a depth and none shared: each is drawn from a key of its own.
         adapters = []
         if config.rank:
 
@@ -82,6 +83,7 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, CacheRows, UncutStack):
 
     @property
     def _repeats(self) -> int:
+        # K / P: a place of the pattern is one module with so many layers stacked in it.
         return self.config.block_layers // len(self.config.transformer.windows)
 
     def init_cache(self, batch: int, length: int, dtype) -> PatternCache:
@@ -169,6 +171,8 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, CacheRows, UncutStack):
             x, groups, _ = self.layers(
                 run, x, groups, parts, entries, cache, reverse=reverse
             )
+            # Kept only when asked for: training would hold every loop's stream for
+            # nothing.
             return (x, groups), x if states else None
 
         forward, last = self._turned_apart(self.turns())
@@ -193,6 +197,7 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, CacheRows, UncutStack):
 
         def loop(x, turn, *, reverse: bool = False):
             parts = self.parts(shared, turn[0], kept)
+            # The cache that comes out is dropped: a deeper loop writes nothing.
             x, _, _ = self.layers(
                 read, x, written, parts, entries, cache, reverse=reverse
             )
@@ -203,8 +208,10 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, CacheRows, UncutStack):
         if forward is not None:
             x, after = _over_loops(loop, x, forward, cache)
         if last is not None:
+            # Its state after the loop is not asked for: exits need sharing "cycle".
             x, _ = loop(x, last, reverse=True)
         if after is not None:
+            # Loop 1 ran outside the scan over loops: its state is put in front.
             after = jnp.concatenate([after_first[None], after])
         return x, written, after
 
@@ -232,6 +239,8 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, CacheRows, UncutStack):
                     return act(here, (block, own.adapters, kept), x, group)
 
                 uses = (own[here], entries)
+                # The first use makes keys and values, so it cannot share the others'
+                # scan.
                 if on_first:
                     x, group, made = self._uses(
                         partial(use, act, None), x, group, _part(uses, 0, 1), cache
@@ -313,6 +322,8 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, CacheRows, UncutStack):
         """
         own = own_leaves(self.blocks, self.adapters, self.config)
         loops, repeats = self.config.loops, self._repeats
+        # Loop b's r-th layer of a place has entry b K / P + r of that place's cache;
+        # where all loops read loop 1's, only r counts.
         entries = jnp.arange(loops * repeats, dtype=jnp.int32).reshape(loops, repeats)
         if self.config.loop_cache == "first":
             entries = entries % repeats

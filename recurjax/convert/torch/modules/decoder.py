@@ -87,6 +87,7 @@ class Decoder(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Returns head(norm(x)) in at least float32."""
         x = self.final_norm(x)
+        # A tied head multiplies by the rows of the embedding itself.
         head = self.embedding if self.head is None else self.head
         logits = torch.nn.functional.linear(x, head.weight)
         logits = logits.to(wide(logits.dtype))[..., : self.config["vocabulary"]]
@@ -98,6 +99,7 @@ class Decoder(nn.Module):
         """Appends the `count` likeliest tokens, one after another."""
         cache, made = self.new_cache(), [ids]
         for _ in range(count):
+            # The first turn reads the prompt, each later one the newest token alone.
             token = self(made[-1], cache)[:, -1].argmax(dim=-1, keepdim=True)
             made.append(token)
         return torch.cat(made, dim=1)

@@ -105,6 +105,8 @@ class LatentBlock(nn.Module):
         self.value_embedding = nn.Embedding(rows, K * E) if embeds else None
         self.value_gate = linear(embeds, channels, K)
         gated = memory is not None and (memory["keys"] or memory["values"])
+        # Two gates a key head: one for the token's own keys and values, one for the
+        # memory's.
         self.mix = linear(gated, D, 2 * K)
         own = gated and memory["projection"] == "layerwise"
         self.memory = MemoryProjection(stack) if own else None
@@ -236,6 +238,7 @@ class LatentLayers(nn.Module):
         """Runs one token; its own state (lag 0) takes a pass without memory before."""
         memory, nothing = self.stack["memory"], torch.zeros_like(x)
         recent = states[-1].get("recent", [nothing] * max(memory["lags"]))
+        # A token that starts a document sees no memory of the one before.
         if memory["reset_token"] is not None:
             resets = (ids == memory["reset_token"])[..., None]
             recent = [state.masked_fill(resets, 0) for state in recent]
@@ -251,6 +254,7 @@ class LatentLayers(nn.Module):
             weights = self.lag_logits.softmax(dim=0)
             parts = [w * part for w, part in zip(weights, parts, strict=True)]
         made = self.run(x, ids, position, sum(parts[1:], parts[0]), states)
+        # Newest first, and no more of them than the largest lag asks for.
         states[-1]["recent"] = [self.left(made), *recent][: len(recent)]
         return made
 

@@ -72,6 +72,7 @@ class Mamba(nn.Module):
         made = []
         for t in range(u.shape[1]):
             step = dt[:, t, :, None]
+            # h [B, I, N]: each of the I channels keeps N numbers of its own.
             h = (step * a).exp() * h + step * u[:, t, :, None] * b[:, t, None]
             made.append((h * c[:, t, None]).sum(-1))
         state["h"] = h
@@ -164,6 +165,7 @@ class RecurFormerBlock(nn.Module):
     def forward(self, x: Tensor, start: int, state: State | None) -> Tensor:
         mixed = self.attention(self.attention_norm(x), start, state)
         y = x + self.scale * mixed
+        # Both branches read x where the residual is parallel; else the MLP reads y.
         source = x if self.parallel else y
         return y + self.scale * self.mlp(self.mlp_norm(source))
 

@@ -33,6 +33,8 @@ class Map(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, matrix: bool, bias: bool):
         super().__init__()
+        # Not nn.Linear, which always has a matrix: an untied bias belongs to one use of
+        # the layer, whose matrix lies in the shared block.
         self.weight = nn.Parameter(torch.zeros(outputs, inputs)) if matrix else None
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
@@ -42,6 +44,8 @@ class Adapter(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, rank: int):
         super().__init__()
+        # No matrix has a higher rank than its smaller side; the JAX side caps it alike,
+        # and the tensors of the file have this shape.
         rank = min(rank, inputs, outputs)
         self.reduce = nn.Linear(inputs, rank, bias=False)
         self.expand = nn.Linear(rank, outputs, bias=False)
@@ -85,6 +89,8 @@ class Part(nn.Module):
         if vectors and a["qk_norm"] is not None:
             for name, heads in (("q_norm", a["heads"]), ("k_norm", a["key_heads"])):
                 full = a["qk_norm_over"] == "full"
+                # One norm over all heads' channels, or one of a head's width for every
+                # head.
                 width = a["head_width"] * (heads if full else 1)
                 self.attention[name] = Norm(a["qk_norm"], width)
 
@@ -96,6 +102,7 @@ class Use(Part):
         base, rank = stack["transformer"], stack["rank"]
         super().__init__(base, matrices=False, vectors=not stack["tie_norms"])
         made = {name: Adapter(*size, rank) for name, size in linear_maps(base).items()}
+        # At rank 0 nothing is added: all runs of a layer compute the same map.
         self.adapters = nn.ModuleDict(made if rank else {})
 
 
@@ -117,6 +124,7 @@ class LoopedLayers(nn.Module):
             for _ in range(self.loops)
         )
         one = self.base["residual_scale"] == "one"
+        # The depth that counts is that of the layers as they are run, not the block's.
         self.scale = 1.0 if one else self.base["layers"] ** -0.5
 
     @property
@@ -125,6 +133,7 @@ class LoopedLayers(nn.Module):
         K, B = self.count, self.loops
         if self.stack["sharing"] == "sequence":
             return [(use, layer) for layer in range(K) for use in range(B)]
+        # Only the last loop is turned round: it meets the block's last layer first.
         turned = self.stack["sharing"] == "cycle_rev" and B > 1
         order = [(use, layer) for use in range(B) for layer in range(K)]
         return order[:-K] + order[-K:][::-1] if turned else order
@@ -159,6 +168,8 @@ class LoopedLayers(nn.Module):
 
     def propagate(self, x: Tensor, b: int, start: int, states: list[State]) -> None:
         """Writes the keys and values that tokens which left after b loops lack."""
+        # The state in which a token left stands for the input of every deeper layer, as
+        # in CALM (Schuster et al. 2022, section 3.3).
         for deeper in range(b, self.loops):
             for layer in range(self.count):
                 own = self.own(deeper, layer)
@@ -177,6 +188,7 @@ class LoopedLayers(nn.Module):
         """Runs a layer: y = x + s attention(norm(x)), z = y + s mlp(norm'(y))."""
         own = self.own(b, layer)
         y = normed(own.attention_norm, x)
+        # Deeper loops read what loop 1 made in this very call, its new tokens included.
         if self.first and b:
             k, v, at = kept[layer]
         else:
@@ -206,6 +218,7 @@ class LoopedLayers(nn.Module):
         y = self.product(x, "attention", name, b, layer)
         shape = (*y.shape[:2], -1, a["head_width"])
         norm = f"{name}_norm"
+        # A norm over all heads comes before the cut into heads, one for each after it.
         if norm in of_use and a["qk_norm_over"] == "full":
             y = of_use[norm](y)
         y = y.reshape(shape)
@@ -227,15 +240,18 @@ class LoopedLayers(nn.Module):
         at = torch.arange(start, start + x.shape[1], device=x.device)
         if states is None:
             return k, v, at
+        # By loop first, then by layer; one a layer where deeper loops read loop 1's.
         state = states[layer if self.first else b * self.count + layer]
         k, v = recalled(k, v, state, self.window(layer))
         at = torch.cat([state.get("at", at[:0]), at])
+        # A window has dropped the oldest keys: their positions go with them.
         state["at"] = at[len(at) - state["k"].shape[1] :]
         return k, v, at
 
     def window(self, layer: int) -> int | None:
         """Returns how far a layer sees."""
         windows = self.base["windows"]
+        # The pattern divides the block, so that each loop meets the same windows.
         return windows[layer % len(windows)]
 
     def attention(
@@ -292,6 +308,7 @@ def exit_logits(model: Any, ids: Tensor) -> Tensor:
     layers.check_exits("share" if layers.first else "propagate")
     x, made = model.embedded(ids, 0), []
     for b in range(layers.loops):
+        # Each loop goes on from the one before, so one pass makes all exits.
         x = layers.loop(x, b, 0, None, kept)
         made.append(model.logits(x))
     return torch.stack(made)
@@ -325,6 +342,7 @@ def generate_early(
     layers.check_exits(missing)
     if len(ids) != 1:
         raise ValueError(f"generate_early: wants one row, got {len(ids)}")
+    # The prompt runs all loops, so that no depth lacks keys and values of it.
     cache = model.new_cache()
     token = model(ids, cache)[:, -1].argmax(dim=-1, keepdim=True)
     made, loops = [ids, token], [layers.loops]
@@ -334,9 +352,12 @@ def generate_early(
         for b in range(1, layers.loops + 1):
             x = layers.loop(x, b - 1, start, cache.states, kept)
             logits = model.logits(x)[:, -1]
+            # The confidence is the likeliest token's lead over the next, in
+            # probability.
             first, second = logits.softmax(-1).topk(2).values[0]
             if first - second > threshold:
                 break
+        # With "skip" the deeper layers keep no key for this position, and see none.
         if missing == "propagate":
             layers.propagate(x, b, start, cache.states)
         cache.position += 1
