@@ -121,6 +121,11 @@ def _mode_of(target: Path) -> int | None:
     return stat.S_IMODE(found)
 
 
+def force_to_disk(path: Path) -> None:
+    """Waits until a file, or the names in a folder, would outlive a power cut."""
+    _sync_folder(path) if path.is_dir() else _sync(path)
+
+
 def _sync(file: Path) -> None:
     if file.is_symlink():
         return

@@ -24,6 +24,8 @@ _CREDENTIALS = {
 _WRITABLE = {"gs": "gcsfs", "s3": "s3fs", "memory": None}
 _READABLE = {**_WRITABLE, "https": "aiohttp"}
 _EXTRA = {"gs": "cloud", "https": "cloud", "s3": "s3"}
+_STAMPS = ("size", "etag", "ETag", "generation", "md5Hash", "mtime", "updated")
+_STAMPS += ("LastModified", "Last-Modified", "created")
 _WORDS = ("credential", "anonymous", "401", "403", "forbidden", "denied", "unauthor")
 
 
@@ -119,8 +121,36 @@ class Store:
             if info["type"] == "file"
         }
 
-    def open(self, url: str) -> IO[bytes]:
-        return self._ask(lambda: self.system.open(url, "rb"))
+    def open(self, name: str) -> IO[bytes]:
+        return self._ask(lambda: self.system.open(self._inner(name), "rb"))
+
+    def size(self, name: str = "") -> int | None:
+        """Returns an object's size in bytes; None: there is no such object."""
+        try:
+            found = self.system.info(self._inner(name))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # of each store's own classes
+            raise _told(self.url, error) from error
+        return int(found.get("size") or 0) if found["type"] == "file" else None
+
+    def stamp(self, name: str) -> str:
+        """Returns what changes when an object is replaced, as the store tells it."""
+        found = self._ask(lambda: self.system.info(self._inner(name)))
+        return repr([(key, str(found[key])) for key in _STAMPS if key in found])
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Writes an object unless there is one; of several who try one succeeds."""
+        inner = self._inner(name)
+        try:
+            self.system.pipe_file(inner, content, mode="create")
+        except FileExistsError:
+            return False
+        except Exception as error:  # of each store's own classes
+            if self.size(name) is not None:
+                return False
+            raise _told(self.url, error) from error
+        return True
 
     def check_writable(self) -> None:
         """Writes a small object and removes it.

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +27,8 @@ from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
 from recurjax.run_table import load_experiment
+from recurjax.storage import url_of
+from recurjax.store_copies import fetched_folder, sent_folder
 from recurjax.training.run import load_run
 
 
@@ -153,7 +156,29 @@ def run(argv: list[str]) -> int:
             f"recurjax convert has no command {argv[0]!r}; it has: "
             f"{', '.join(commands)}"
         )
-    return commands[argv[0]](argv[1:])
+    with ExitStack() as stack:
+        code = commands[argv[0]](_here(argv[0], argv[1:], stack))
+    for url in filter(None, map(url_of, argv[2:3])):
+        _say(f"sent to {url}")
+    return code
+
+
+def _here(command: str, words: list[str], stack: ExitStack) -> list[str]:
+    """Puts folders of this machine in the place of SOURCE and OUT in a store.
+
+    A run to convert stays as it is: of it only one checkpoint is fetched.
+    """
+    words = list(words)
+    for at, word in enumerate(words[:2]):
+        url = None if word.startswith("-") else url_of(word)
+        if url is None:
+            continue
+        if at == 1:
+            # Of a run the config comes last, of an export what it is loaded by.
+            words[1] = str(stack.enter_context(sent_folder(url, last="config.json")))
+        elif command.startswith("from-"):
+            words[0] = str(stack.enter_context(fetched_folder(url)))
+    return words
 
 
 def _from_hf(argv: list[str]) -> int:

@@ -1,22 +1,28 @@
 """`recurjax data`: prepares token shards, checks them and shows what is in them."""
 
+import re
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import tyro
 
 from recurjax.cli.options import parse
 from recurjax.data.config import Bpe, Corpus, NanochatBpe, Prepared
 from recurjax.data.described import Format, describe_corpus, describe_tokenizer
 from recurjax.data.encoding import closing
 from recurjax.data.json_tokenizer import NONE
-from recurjax.data.prepare import prepare
+from recurjax.data.prepare import merge, prepare
 from recurjax.data.prepared import (
+    MANIFEST,
     TOKENIZER,
     Manifest,
     PreparedStream,
+    prepared_here,
     read_manifest,
     verify_checksums,
 )
@@ -24,6 +30,8 @@ from recurjax.data.progress import shown_progress
 from recurjax.data.tokenizers import Tokenizer, build_tokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files import refuse_existing
+from recurjax.storage import url_of
+from recurjax.store_copies import fetched_folder, sent_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +39,11 @@ class PrepareOptions:
     """Tokenizes a corpus into a directory of ArrayRecord shards with a manifest.
 
     Attributes:
-      out: the new directory; it appears whole or not at all.
+      out: the new directory, also of a bucket; it appears whole or not at all. What was
+        stopped goes on, by the same command, after the last shard that was full.
       corpus: files or quoted globs ('docs/**/*.txt'), a folder, the folder of a TFDS
         data set, files of the Hugging Face hub ('hf://datasets/OWNER/NAME/*.parquet'),
+        of a bucket (gs://, s3://) or one behind https://,
         or the word embedded for the Shakespeare text in the package.
       tokenizer: bytes, bytes-without-bos, bpe:SIZE or nanochat-bpe:SIZE (trained on
         the corpus, nanochat's with its split and special tokens), or the path of a
@@ -51,6 +61,8 @@ class PrepareOptions:
       max_tokens: stops after the document that reaches so many; default: the whole
         corpus. The validation split is a share of what was taken.
       workers: processes that tokenize; the result is the same for any number.
+      part: i/n, of several machines the i-th: tokenizes one of n stretches of the
+        corpus, for `recurjax data merge`.
     """
 
     out: Path
@@ -66,12 +78,45 @@ class PrepareOptions:
     shard_tokens: int = 1 << 26
     max_tokens: int | None = None
     workers: int = 1
+    part: str | None = None
 
     def __post_init__(self):
+        if self.part is not None:
+            self.stretch()
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UserError(f"--max-tokens must be at least 1, got {self.max_tokens}")
         if self.workers < 1:
             raise UserError(f"--workers must be at least 1, got {self.workers}")
+
+    def stretch(self) -> tuple[int, int] | None:
+        """Returns (i, n) of --part i/n."""
+        if self.part is None:
+            return None
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.part)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise UserError(
+                "--part wants i/n with i from 1 to n, such as 1/4 and 4/4, got "
+                f"{self.part}"
+            )
+        if self.max_tokens is not None:
+            raise UserError(
+                "--max-tokens counts from the corpus' beginning, which a --part does "
+                "not know: leave one of them out"
+            )
+        return int(found[1]), int(found[2])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeOptions:
+    """Joins parts to what one process would have written, byte for byte.
+
+    Attributes:
+      out: the new directory; it appears whole or not at all.
+      parts: the directories of all parts, in any order.
+    """
+
+    parts: Annotated[tuple[str, ...], tyro.conf.Positional]
+    out: Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +147,15 @@ def run(args: list[str]) -> int:
     Raises:
       UserError: something the user can put right, said in one sentence.
     """
-    commands = {"prepare": run_prepare, "show": run_show, "verify": run_verify}
+    commands = {
+        "prepare": run_prepare,
+        "merge": run_merge,
+        "show": run_show,
+        "verify": run_verify,
+    }
     if not args or args[0] in ("-h", "--help"):
         print("usage: recurjax data prepare --out DIR --corpus FILES [options]")
+        print("       recurjax data merge --out DIR PARTS   of prepare --part i/n")
         print("       recurjax data verify DIR      every file against its checksum")
         print(
             "       recurjax data show DIR        rows as text, with document borders"
@@ -121,8 +172,35 @@ def run(args: list[str]) -> int:
 def run_prepare(args: list[str]) -> int:
     """Runs `recurjax data prepare ARGS`."""
     options = parse(PrepareOptions, args, prog="recurjax data prepare")
+    url = url_of(options.out)
     # Asked before anything is tokenized.
-    refuse_existing(options.out)
+    if url is None:
+        refuse_existing(options.out)
+        return _prepare(options, options.out, str(options.out))
+    with sent_folder(url, last=MANIFEST) as folder:
+        return _prepare(options, folder, url)
+
+
+def run_merge(args: list[str]) -> int:
+    """Runs `recurjax data merge --out DIR PARTS`."""
+    options = parse(MergeOptions, args, prog="recurjax data merge")
+    with ExitStack() as stack:
+        url, out = url_of(options.out), options.out
+        if url is not None:
+            out = stack.enter_context(sent_folder(url, last=MANIFEST))
+        parts = [_fetched(part, stack) for part in options.parts]
+        progress = stack.enter_context(shown_progress(doing="merging"))
+        manifest = merge(parts, out, progress=progress)
+    print(_summary(url or str(options.out), manifest))
+    return 0
+
+
+def _fetched(part: str, stack: ExitStack) -> Path:
+    url = url_of(part)
+    return Path(part) if url is None else stack.enter_context(fetched_folder(url))
+
+
+def _prepare(options: PrepareOptions, out: Path, told: str) -> int:
     corpus = _corpus(options)
     choice = describe_tokenizer(options.tokenizer, bos=options.bos, eos=options.eos)
     # Training takes minutes on a large corpus, before the progress bar begins.
@@ -141,21 +219,23 @@ def run_prepare(args: list[str]) -> int:
         manifest = prepare(
             corpus,
             tokenizer,
-            options.out,
+            out,
             validation_fraction=options.validation_fraction,
             shard_tokens=options.shard_tokens,
             ends=ends,
             max_tokens=options.max_tokens,
             workers=options.workers,
+            part=options.stretch(),
             progress=progress,
         )
-    print(_summary(options.out, manifest, _separated(tokenizer, ends)))
+    print(_summary(told, manifest, _separated(tokenizer, ends), options.part))
     return 0
 
 
 def run_verify(args: list[str]) -> int:
     """Runs `recurjax data verify DIR`."""
     folder, options = _folder(args, "verify")
+    told = args[0]
     if options:
         # Three checks: the files' checksums, records that make up the stream, a
         # tokenizer that is the one of the manifest.
@@ -169,7 +249,7 @@ def run_verify(args: list[str]) -> int:
             "the data again"
         )
     print(
-        f"{folder} is whole: {manifest.tokens:,} tokens of {manifest.documents:,} "
+        f"{told} is whole: {manifest.tokens:,} tokens of {manifest.documents:,} "
         f"documents in {len(manifest.shards)} shards"
     )
     return 0
@@ -188,7 +268,7 @@ def run_show(args: list[str]) -> int:
         stop = min(start + options.length, stream.tokens)
         if start >= stop:
             last = (stream.tokens - 1) // options.length
-            raise UserError(f"{folder} has no row {row}: its last one is {last}")
+            raise UserError(f"{args[0]} has no row {row}: its last one is {last}")
         split = "train" if start < manifest.train_tokens else "validation"
         print(f"=== row {row}: tokens {start:,} to {stop - 1:,}, {split} ===")
         print(_shown(stream, tokenizer, start, stop))
@@ -224,7 +304,7 @@ def _shown(stream: PreparedStream, tokenizer: Tokenizer, start: int, stop: int) 
 def _folder(args: list[str], command: str) -> tuple[Path, list[str]]:
     if not args or args[0].startswith("-"):
         raise UserError(f"name a prepared folder: recurjax data {command} DIR")
-    return Path(args[0]).expanduser(), args[1:]
+    return prepared_here(args[0]), args[1:]
 
 
 def _corpus(options: PrepareOptions) -> Corpus:
@@ -248,14 +328,20 @@ def _separated(tokenizer: Tokenizer, ends: bool | None) -> str:
     return f"each document {told}" if told else "nothing separates the documents"
 
 
-def _summary(out: Path, manifest: Manifest, separated: str) -> str:
-    return (
+def _summary(
+    out: str, manifest: Manifest, separated: str = "", part: str | None = None
+) -> str:
+    told = (
         f"{out}: {manifest.documents:,} documents, {manifest.text_bytes:,} bytes, "
         f"{manifest.tokens:,} tokens of {manifest.vocabulary:,} in "
         f"{len(manifest.shards)} shards; {manifest.train_tokens:,} to train, "
         f"{manifest.validation_tokens:,} to validate\n"
-        f"{separated}\n"
+    )
+    told += f"{separated}\n" if separated else ""
+    if part is not None:
+        return told + f"part {part}: join all with recurjax data merge"
+    return told + (
         "in an experiment:\n"
         f'    DataConfig(corpus=Prepared(directory="{out}"),\n'
-        f'               tokenizer=TokenizerFile(path="{out / TOKENIZER}"))'
+        f'               tokenizer=TokenizerFile(path="{out}/{TOKENIZER}"))'
     )

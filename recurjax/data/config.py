@@ -86,7 +86,12 @@ class Tfds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Token shards written by `recurjax data prepare`."""
+    """Token shards written by `recurjax data prepare`.
+
+    Attributes:
+      directory: a folder, also of a store (gs://, s3://), whose shards are then copied
+        into the user's cache when they are first read.
+    """
 
     directory: str
 

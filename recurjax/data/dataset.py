@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
 import numpy as np
@@ -24,7 +23,12 @@ from recurjax.data.encoding import encoded_documents
 from recurjax.data.loader import Loader
 from recurjax.data.mixture import ChainedLoader, MixtureLoader
 from recurjax.data.pipeline import Layout
-from recurjax.data.prepared import TOKENIZER, PreparedStream, read_manifest
+from recurjax.data.prepared import (
+    TOKENIZER,
+    PreparedStream,
+    prepared_here,
+    read_manifest,
+)
 from recurjax.data.streams import MemoryStream, Split, TokenStream, validation_start
 from recurjax.data.tasks.dataset import TaskData, TaskDataset
 from recurjax.data.tokenizers import Tokenizer, build_tokenizer
@@ -333,13 +337,12 @@ def _shared_tokenizer(config: DataConfig, mixture: Mixture) -> Tokenizer:
 def _open_prepared(
     config: DataConfig, corpus: Prepared, tokenizer: Tokenizer | None
 ) -> Dataset:
-    directory = Path(corpus.directory).expanduser()
-    manifest = read_manifest(directory)
-    # A config that trains a tokenizer cannot know the one the shards were made with.
+    directory, folder = corpus.directory, prepared_here(corpus.directory)
+    manifest = read_manifest(folder)
     if tokenizer is None and isinstance(config.tokenizer, Bpe | NanochatBpe):
         raise UserError(
             f"{directory} holds tokens already: name its tokenizer, "
-            f'TokenizerFile(path="{directory / TOKENIZER}"), in place of '
+            f'TokenizerFile(path="{directory}/{TOKENIZER}"), in place of '
             f"{type(config.tokenizer).__name__}"
         )
     tokenizer = tokenizer or build_tokenizer(
@@ -349,7 +352,7 @@ def _open_prepared(
         raise UserError(
             f"{directory} was prepared with another tokenizer (hash "
             f"{manifest.tokenizer_hash[:12]}, the configured one has "
-            f'{tokenizer.hash[:12]}): use TokenizerFile(path="{directory / TOKENIZER}")'
+            f'{tokenizer.hash[:12]}): use TokenizerFile(path="{directory}/{TOKENIZER}")'
         )
     if config.validation_fraction not in (None, manifest.validation_fraction):
         raise UserError(
@@ -362,7 +365,7 @@ def _open_prepared(
     return Dataset(
         config=config,
         tokenizer=tokenizer,
-        stream=PreparedStream(directory, manifest),
+        stream=PreparedStream(folder, manifest),
         cut=manifest.train_tokens,
         fingerprint=_sha256_of([tokenizer.hash, *shards, manifest.train_tokens]),
     )

@@ -30,6 +30,7 @@ from recurjax.data.json_tokenizer import NONE
 from recurjax.data.prepared import MANIFEST, TOKENIZER, read_manifest
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
+from recurjax.storage import url_of
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord", "tfds"]
 
@@ -63,7 +64,8 @@ def describe_corpus(
     text in the package.
 
     Args:
-      words: paths, quoted globs, folders, or the same behind hf://.
+      words: paths, quoted globs, folders, or the same behind hf://, gs:// or s3://;
+        files behind https://.
       format: "auto" goes by the names, and takes unknown ones as text.
       field: with the text (jsonl, parquet, tfds).
       split: to read (tfds).
@@ -124,7 +126,7 @@ def own_tokenizer(corpus: Corpus) -> TokenizerConfig | None:
     """Returns the tokenizer that a prepared corpus brings; None: it holds text."""
     if not isinstance(corpus, Prepared):
         return None
-    return TokenizerFile(path=str(Path(corpus.directory) / TOKENIZER))
+    return TokenizerFile(path=f"{corpus.directory.rstrip('/')}/{TOKENIZER}")
 
 
 def vocabulary_of(tokenizer: TokenizerConfig) -> int:
@@ -224,6 +226,10 @@ def _guessed_format(words: tuple[str, ...]) -> str:
 
 
 def _kind(word: str) -> str:
+    if url_of(word) is not None:
+        if _format(word) is None and MANIFEST in (names_below(word) or ()):
+            return "prepared"
+        return _format(word) or "text"
     folder = Path(word).expanduser()
     if (folder / "dataset_info.json").is_file():
         return "tfds"

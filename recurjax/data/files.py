@@ -1,13 +1,16 @@
-"""Finds the files that a corpus' patterns name, here or on the Hugging Face hub."""
+"""Finds the files that a corpus' patterns name: here, on the hub, in a store."""
 
 import glob
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from recurjax.errors import UserError
+from recurjax.storage import open_store
+from recurjax.store_copies import copy_of
 
 _HUB = "hf://"
 
@@ -42,7 +45,8 @@ def matching_files(patterns: tuple[str, ...]) -> list[CorpusFile]:
 
     A pattern is a path or a glob; `**` crosses folders, `~` is the home folder.
     `hf://datasets/OWNER/NAME/**/*.parquet` is on the Hugging Face hub (`NAME@REVISION`
-    for a revision of it).
+    for a revision of it), `gs://BUCKET/**/*.txt` and `s3://...` in a store, and
+    `https://HOST/FILE` a single file.
 
     Raises:
       UserError: a pattern matches no file, or a file may not be read.
@@ -114,16 +118,34 @@ class _Hub:
         return sorted(name.as_posix() for name in names if _is_shown(name.parts))
 
 
-def _place_of(pattern: str) -> type[_Here] | type[_Hub]:
+class _Stores:
+    """Objects of stores, which are copied into the user's cache when they are read."""
+
+    @staticmethod
+    def matching(pattern: str) -> list[CorpusFile]:
+        sign = re.search(r"[*?\[]", pattern)
+        if sign is not None and not pattern.startswith("https://"):
+            root = pattern[: sign.start()].rpartition("/")[0]
+            found = open_store(root).glob(pattern)
+            return [_in_store(url, size) for url, size in found.items()]
+        # A web server lists no files: what looks like a glob is a file's name there.
+        size = open_store(pattern).size()
+        return [] if size is None else [_in_store(pattern, size)]
+
+    @staticmethod
+    def below(folder: str) -> list[str] | None:
+        if folder.startswith("https://"):
+            return None
+        store = open_store(folder)
+        names = (PurePosixPath(name) for name in store.sizes() if name)
+        found = sorted(name.as_posix() for name in names if _is_shown(name.parts))
+        return found or None
+
+
+def _place_of(pattern: str) -> type[_Here] | type[_Hub] | type[_Stores]:
     if pattern.startswith(_HUB):
         return _Hub
-    scheme, separator, _ = pattern.partition("://")
-    if separator:
-        raise UserError(
-            f"{pattern}: no corpus is read from {scheme}://, only from files of this "
-            "machine and from hf://datasets/OWNER/NAME/..."
-        )
-    return _Here
+    return _Here if "://" not in pattern else _Stores
 
 
 def _here(file: Path) -> CorpusFile:
@@ -134,6 +156,17 @@ def _here(file: Path) -> CorpusFile:
         size=file.stat().st_size,
         open=lambda: open(file, "rb"),
         local=lambda: file,
+    )
+
+
+def _in_store(url: str, size: int) -> CorpusFile:
+    store = open_store(url)
+
+    def local() -> Path:
+        return copy_of(store, "")
+
+    return CorpusFile(
+        name=url, size=size, open=lambda: open(local(), "rb"), local=local
     )
 
 

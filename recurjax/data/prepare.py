@@ -4,18 +4,20 @@ import errno
 import hashlib
 import io
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from recurjax.data.config import Corpus
-from recurjax.data.corpora import Reading, read_corpus
+from recurjax.data.corpora import Document, Reading, read_corpus
 from recurjax.data.encoding import EncodedDocument, closing, encoded_documents
+from recurjax.data.partial import Kept, Partial, partial_folder
 from recurjax.data.prepared import (
     FORMAT,
     INDEX,
@@ -24,17 +26,25 @@ from recurjax.data.prepared import (
     Manifest,
     PreparedStream,
     Shard,
+    read_manifest,
     sha256_of,
+    verify_checksums,
 )
 from recurjax.data.streams import token_dtype, validation_start
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import Tokenizer, load_tokenizer
 from recurjax.data.workers import encode_in_processes
 from recurjax.errors import UserError
-from recurjax.files import new_folder
+from recurjax.json_files import json_text, read_json_object
 from recurjax.version import VERSION
 
 BLOCK = 1024
 """Tokens in a record."""
+
+_PART = "part.json"
+_BYTES = "document_bytes.npy"
+"""What only a part has: what it is a part of, and the bytes of its documents."""
+_AT_ONCE = BLOCK << 10
+"""Tokens of a part that are copied at a time."""
 
 
 class Progress(NamedTuple):
@@ -56,11 +66,13 @@ def prepare(
     ends: bool | None = None,
     max_tokens: int | None = None,
     workers: int = 1,
+    part: tuple[int, int] | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
     """Writes a prepared directory: see `recurjax.data.prepared` for what is in it.
 
-    The directory appears whole or not at all.
+    The directory appears whole or not at all. What was stopped goes on, when it is
+    called in the same way again, after the last shard that was full.
 
     Args:
       corpus: what to tokenize, in this order.
@@ -71,11 +83,164 @@ def prepare(
       ends: whether EOS comes after each document: see `encoded_documents`.
       max_tokens: no document is begun after so many tokens; None: all are taken.
       workers: processes that tokenize; what is written does not depend on it.
+      part: (i, n): only the i-th, counted from 1, of n stretches of the corpus, for
+        `merge` to join.
       progress: is called after each document.
 
     Raises:
       UserError: `out` is taken, the corpus cannot be read, the disk is full.
     """
+    _check(validation_fraction, shard_tokens, max_tokens, workers, part)
+    # Asked before anything is read: a tokenizer without EOS cannot close documents.
+    closing(tokenizer, ends)
+    out = Path(out).expanduser()
+    reading = read_corpus(corpus)
+    of = {
+        "corpus": repr(corpus),
+        "size": reading.total,
+        "tokenizer": tokenizer.hash,
+        "ends": ends,
+        "validation_fraction": validation_fraction,
+        "shard_tokens": shard_tokens,
+        "max_tokens": max_tokens,
+        "part": None if part is None else list(part),
+    }
+    if part is not None:
+        reading = stretch(reading, *part)
+    with _written_to(out, of) as partial:
+        folder, kept = partial.folder, partial.kept
+        # First, because processes that tokenize load it from there.
+        tokenizer.save(folder / TOKENIZER)
+        left = islice(reading.documents, kept.documents, None)
+        written = _write_tokens(
+            partial,
+            _encoded(
+                Reading(total=reading.total, documents=left),
+                tokenizer,
+                folder / TOKENIZER,
+                ends=ends,
+                workers=workers,
+            ),
+            vocabulary=tokenizer.vocabulary,
+            shard_tokens=shard_tokens,
+            max_tokens=max_tokens,
+            progress=lambda done, documents, tokens: progress(
+                _progress(done, reading.total, documents, tokens, max_tokens)
+            ),
+        )
+        if part is not None:
+            _write_part(folder, part, of, written)
+        return _write_manifest(
+            folder,
+            written,
+            corpus=repr(corpus),
+            tokenizer=tokenizer,
+            validation_fraction=validation_fraction,
+        )
+
+
+def merge(
+    parts: Sequence[str | Path],
+    out: str | Path,
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Manifest:
+    """Joins the parts that `prepare` wrote to what it would have written at once.
+
+    The tokens, the files they lie in and the manifest are the same, byte for byte.
+
+    Args:
+      parts: the directories, in any order.
+      out: the new directory; it appears whole or not at all.
+      progress: is called now and then.
+
+    Raises:
+      UserError: `out` is taken, a directory is no part, one is missing or there twice,
+        or they are parts of different preparations.
+    """
+    out = Path(out).expanduser()
+    found = _parts([Path(part).expanduser() for part in parts])
+    manifests = [read_manifest(folder) for folder, _ in found]
+    of = found[0][1]
+    tokenizer = load_tokenizer(found[0][0] / TOKENIZER)
+    if tokenizer.hash != of["tokenizer"]:
+        raise UserError(
+            f"{found[0][0] / TOKENIZER} is not the tokenizer that made the tokens: "
+            "prepare that part again"
+        )
+    total = sum(manifest.tokens for manifest in manifests)
+    with _written_to(out, {"merged": [m.index_sha256 for m in manifests]}) as partial:
+        folder = partial.folder
+        tokenizer.save(folder / TOKENIZER)
+        writer = _ShardWriter(folder, _records(of["shard_tokens"]))
+        dtype = _stored(tokenizer.vocabulary)
+        pending = b""
+        before, starts, sizes = 0, [], []
+        for (part, _), manifest in zip(found, manifests, strict=True):
+            verify_checksums(part)
+            stream = PreparedStream(part, manifest)
+            for begin in range(0, stream.tokens, _AT_ONCE):
+                end = min(begin + _AT_ONCE, stream.tokens)
+                [ids] = stream.read([(begin, end)])
+                pending = writer.write_whole_records(
+                    pending + ids.astype(dtype).tobytes(), BLOCK * dtype.itemsize
+                )
+                documents = int(np.searchsorted(stream.starts, end))
+                told = sum(map(len, starts)) + documents
+                progress(Progress(before + end, total, told, before + end))
+            starts.append(stream.starts + before)
+            sizes.append(np.load(part / _BYTES, allow_pickle=False))
+            before += stream.tokens
+        if pending:
+            writer.write(pending)
+        written = _Written(
+            starts=np.concatenate(starts),
+            document_bytes=np.concatenate(sizes),
+            tokens=total,
+            text_bytes=sum(manifest.text_bytes for manifest in manifests),
+            shards=writer.finish(),
+        )
+        return _write_manifest(
+            folder,
+            written,
+            corpus=of["corpus"],
+            tokenizer=tokenizer,
+            validation_fraction=of["validation_fraction"],
+        )
+
+
+def stretch(reading: Reading, part: int, parts: int) -> Reading:
+    """Returns the documents that begin in one of equal stretches of a corpus.
+
+    Every document is in one of them, and all of them in turn are the corpus. What lies
+    before the stretch is read and left out.
+
+    Args:
+      reading: the corpus.
+      part: which stretch, counted from 1.
+      parts: how many there are.
+    """
+
+    def documents() -> Iterator[Document]:
+        begin = 0
+        for document in reading.documents:
+            home = min(begin * parts // max(1, reading.total), parts - 1)
+            if home >= part:
+                return
+            if home == part - 1:
+                yield document
+            begin = document.done
+
+    return Reading(total=reading.total, documents=documents())
+
+
+def _check(
+    validation_fraction: float,
+    shard_tokens: int,
+    max_tokens: int | None,
+    workers: int,
+    part: tuple[int, int] | None,
+) -> None:
     if not 0.0 <= validation_fraction <= 1.0:
         raise UserError(
             f"validation_fraction must lie between 0 and 1, got {validation_fraction}"
@@ -86,58 +251,108 @@ def prepare(
         raise UserError(f"max_tokens must be positive, got {max_tokens}")
     if workers < 1:
         raise UserError(f"workers must be positive, got {workers}")
-    # Asked before anything is read: a tokenizer without EOS cannot close documents.
-    closing(tokenizer, ends)
-    out = Path(out).expanduser()
-    reading = read_corpus(corpus)
-    with _new_directory(out) as folder:
-        # First, because processes that tokenize load it from there.
-        tokenizer.save(folder / TOKENIZER)
-        written = _write_tokens(
-            folder,
-            _encoded(
-                reading, tokenizer, folder / TOKENIZER, ends=ends, workers=workers
-            ),
-            vocabulary=tokenizer.vocabulary,
-            shard_tokens=shard_tokens,
-            max_tokens=max_tokens,
-            progress=lambda done, documents, tokens: progress(
-                _progress(done, reading.total, documents, tokens, max_tokens)
-            ),
+    if part is not None and not 1 <= part[0] <= part[1]:
+        raise UserError(
+            f"part {part[0]}/{part[1]} does not exist: parts are counted from 1, so "
+            "the last of four is 4/4"
         )
-        # Into memory first: its checksum is that of the bytes on disk.
-        index = io.BytesIO()
-        np.save(index, written.starts)
-        (folder / INDEX).write_bytes(index.getvalue())
-        manifest = Manifest(
-            format=FORMAT,
-            corpus=repr(corpus),
-            tokenizer_hash=tokenizer.hash,
-            vocabulary=tokenizer.vocabulary,
-            dtype=token_dtype(tokenizer.vocabulary).__name__,
-            block=BLOCK,
-            documents=len(written.starts),
-            tokens=written.tokens,
-            text_bytes=written.text_bytes,
-            validation_fraction=validation_fraction,
-            # Where validation begins is found in the written tokens, which need a
-            # manifest to be read; so the first one says that all is training.
-            train_tokens=written.tokens,
-            validation_tokens=0,
-            index_sha256=hashlib.sha256(index.getvalue()).hexdigest(),
-            shards=written.shards,
-            version=VERSION,
+    if part is not None and max_tokens is not None:
+        raise UserError(
+            "max_tokens counts from the corpus' beginning, which a part does not know: "
+            "leave one of them out"
         )
-        cut = validation_start(
-            PreparedStream(folder, manifest),
-            document_bytes=written.document_bytes,
-            tokenizer=tokenizer,
-            fraction=validation_fraction,
+
+
+def _write_part(
+    folder: Path, part: tuple[int, int], of: dict[str, Any], written: "_Written"
+) -> None:
+    if not len(written.starts):
+        raise UserError(
+            f"no document begins in part {part[0]}/{part[1]} of the corpus: choose "
+            "fewer parts"
         )
-        manifest = replace(
-            manifest, train_tokens=cut, validation_tokens=manifest.tokens - cut
+    with open(folder / _BYTES, "wb") as file:
+        np.save(file, written.document_bytes)
+    (folder / _PART).write_text(json_text(of, indent=1) + "\n", encoding="utf-8")
+
+
+def _parts(folders: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """Reads what parts are of, and puts them in their order."""
+    found: dict[int, tuple[Path, dict[str, Any]]] = {}
+    first: tuple[Path, dict[str, Any]] | None = None
+    count = 0
+    for folder in folders:
+        if not (folder / _PART).is_file():
+            raise UserError(
+                f"{folder} is no part: make parts with `recurjax data prepare --part`"
+            )
+        of = read_json_object(folder / _PART, "what a part is of")
+        number, count = of.pop("part")
+        first = first or (folder, {**of, "parts": count})
+        mine = {**of, "parts": count}
+        differing = [name for name in mine if mine[name] != first[1].get(name)]
+        if differing:
+            raise UserError(
+                f"{folder} and {first[0]} are parts of different preparations (other "
+                f"{', '.join(differing)}): prepare them in the same way"
+            )
+        if number in found:
+            raise UserError(
+                f"{folder} and {found[number][0]} are both part {number}/{count}"
+            )
+        found[number] = folder, mine
+    missing = [str(n) for n in range(1, count + 1) if n not in found]
+    if missing or not found:
+        raise UserError(
+            f"part {', '.join(missing)} of {count} is missing: name all of them"
+            if found
+            else "name the parts to merge"
         )
-        (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return [found[number] for number in sorted(found)]
+
+
+def _write_manifest(
+    folder: Path,
+    written: "_Written",
+    *,
+    corpus: str,
+    tokenizer: Tokenizer,
+    validation_fraction: float,
+) -> Manifest:
+    """Writes the index and, last, the manifest."""
+    # Into memory first: its checksum is that of the bytes on disk.
+    index = io.BytesIO()
+    np.save(index, written.starts)
+    (folder / INDEX).write_bytes(index.getvalue())
+    manifest = Manifest(
+        format=FORMAT,
+        corpus=corpus,
+        tokenizer_hash=tokenizer.hash,
+        vocabulary=tokenizer.vocabulary,
+        dtype=token_dtype(tokenizer.vocabulary).__name__,
+        block=BLOCK,
+        documents=len(written.starts),
+        tokens=written.tokens,
+        text_bytes=written.text_bytes,
+        validation_fraction=validation_fraction,
+        # Where validation begins is found in the written tokens, which need a
+        # manifest to be read; so the first one says that all is training.
+        train_tokens=written.tokens,
+        validation_tokens=0,
+        index_sha256=hashlib.sha256(index.getvalue()).hexdigest(),
+        shards=written.shards,
+        version=VERSION,
+    )
+    cut = validation_start(
+        PreparedStream(folder, manifest),
+        document_bytes=written.document_bytes,
+        tokenizer=tokenizer,
+        fraction=validation_fraction,
+    )
+    manifest = replace(
+        manifest, train_tokens=cut, validation_tokens=manifest.tokens - cut
+    )
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
 
 
@@ -163,7 +378,7 @@ class _Written(NamedTuple):
 
 
 def _write_tokens(
-    folder: Path,
+    partial: Partial,
     encoded: Iterator[EncodedDocument],
     *,
     vocabulary: int,
@@ -171,25 +386,41 @@ def _write_tokens(
     max_tokens: int | None,
     progress: Callable[[int, int, int], None],
 ) -> _Written:
+    kept, dtype = partial.kept, _stored(vocabulary)
     # Shards end at whole records, so that token t is in record t // BLOCK throughout.
-    writer = _ShardWriter(folder, -(-shard_tokens // BLOCK))
-    dtype = np.dtype(token_dtype(vocabulary)).newbyteorder("<")
+    writer = _ShardWriter(partial.folder, _records(shard_tokens), kept.shards)
     size = BLOCK * dtype.itemsize
     # Eight bytes a document: lists of Python's numbers would take five times as much.
-    starts, document_bytes = array("q"), array("q")
-    tokens = text_bytes = 0
+    starts = array("q", np.asarray(kept.starts, np.int64).tobytes())
+    document_bytes = array("q", np.asarray(kept.document_bytes, np.int64).tobytes())
+    tokens, text_bytes = kept.tokens, kept.text_bytes
     # Bytes that make no whole record yet wait for the next document.
-    pending = b""
+    pending = writer.write_whole_records(kept.tail, size)
+    if max_tokens is not None and starts and tokens >= max_tokens:
+        encoded = iter(())
     for document in encoded:
         starts.append(tokens)
         document_bytes.append(document.token_bytes)
         tokens += len(document.ids)
         text_bytes += document.text_bytes
-        pending += document.ids.astype(dtype).tobytes()
-        whole = len(pending) - len(pending) % size
-        for begin in range(0, whole, size):
-            writer.write(pending[begin : begin + size])
-        pending = pending[whole:]
+        full = len(writer.shards)
+        joined = pending + document.ids.astype(dtype).tobytes()
+        pending = writer.write_whole_records(joined, size)
+        if len(writer.shards) > full:
+            # A shard ends where a record does, and so in what was joined here.
+            records = sum(shard.records for shard in writer.shards)
+            beyond = tokens * dtype.itemsize - records * size
+            partial.keep(
+                Kept(
+                    documents=len(starts),
+                    starts=starts,
+                    document_bytes=document_bytes,
+                    tokens=tokens,
+                    text_bytes=text_bytes,
+                    shards=writer.shards,
+                    tail=joined[len(joined) - beyond :],
+                )
+            )
         progress(document.done, len(starts), tokens)
         if max_tokens is not None and tokens >= max_tokens:
             break
@@ -204,6 +435,14 @@ def _write_tokens(
     )
 
 
+def _stored(vocabulary: int) -> np.dtype:
+    return np.dtype(token_dtype(vocabulary)).newbyteorder("<")
+
+
+def _records(shard_tokens: int) -> int:
+    return -(-shard_tokens // BLOCK)
+
+
 def _progress(
     done: int, total: int, documents: int, tokens: int, max_tokens: int | None
 ) -> Progress:
@@ -215,29 +454,48 @@ def _progress(
 
 
 @contextmanager
-def _new_directory(out: Path) -> Iterator[Path]:
+def _written_to(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
     """Yields a folder beside `out` that becomes `out` when all went well."""
+    partial: Partial | None = None
     try:
-        with new_folder(out) as partial:
+        with partial_folder(out, of) as partial:
             yield partial
     except (OSError, RuntimeError) as error:  # ArrayRecord raises RuntimeError
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        if full or "No space left" in str(error):
+        if not full and "No space left" not in str(error):
+            raise UserError(f"cannot write {out}: {error}") from error
+        if partial is not None and partial.is_worth_keeping:
             raise UserError(
-                f"the disk is full: nothing was kept at {out}; free some space or "
-                "choose another disk"
+                f"the disk is full: {len(partial.kept.shards)} whole shards are kept "
+                f"in {partial.folder}; free some space and give the command again"
             ) from error
-        raise UserError(f"cannot write {out}: {error}") from error
+        raise UserError(
+            f"the disk is full: nothing was kept at {out}; free some space or "
+            "choose another disk"
+        ) from error
 
 
 class _ShardWriter:
     """Writes records to files of `per_shard` records each."""
 
-    def __init__(self, folder: Path, per_shard: int):
+    def __init__(self, folder: Path, per_shard: int, shards: tuple[Shard, ...] = ()):
+        """Goes on after the shards that are there."""
         self._folder, self._per_shard = folder, per_shard
-        self._shards: list[Shard] = []
+        self._shards = list(shards)
         self._records = 0
         self._writer: ArrayRecordWriter | None = None
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The files that are full."""
+        return tuple(self._shards)
+
+    def write_whole_records(self, data: bytes, size: int) -> bytes:
+        """Writes records of `size` bytes and returns what does not make one."""
+        whole = len(data) - len(data) % size
+        for begin in range(0, whole, size):
+            self.write(data[begin : begin + size])
+        return data[whole:]
 
     def write(self, record: bytes) -> None:
         if self._records == self._per_shard:

@@ -12,6 +12,7 @@ belong to (the last record is shorter), so that token t is in record t // block.
 import hashlib
 import io
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -23,8 +24,10 @@ from jaxtyping import Int32
 
 from recurjax.data.streams import Span
 from recurjax.errors import UserError
-from recurjax.files import inside
+from recurjax.files import inside, new_folder
 from recurjax.json_files import read_json_object
+from recurjax.storage import Store, open_store, url_of
+from recurjax.store_copies import copy_of, folder_for
 from recurjax.version import refuse_newer
 
 FORMAT = 1
@@ -32,6 +35,8 @@ MANIFEST = "manifest.json"
 INDEX = "documents.npy"
 TOKENIZER = "tokenizer"
 DTYPES = ("uint16", "uint32")
+_ORIGIN = "origin.txt"
+"""In a copy of a directory of a store: its URL. Its shards are fetched one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +105,10 @@ class PreparedStream:
         self.tokens = manifest.tokens
         self._manifest = manifest
         self._paths = [_shard(directory, shard) for shard in manifest.shards]
+        self._origin = _origin(directory)
         for path, shard in zip(self._paths, manifest.shards, strict=True):
+            if self._origin is not None:
+                break  # each is checked when it is fetched
             if not path.is_file():
                 # Sizes are compared at the start; content is checked where it is read,
                 # and whole by `verify_checksums`.
@@ -130,7 +138,9 @@ class PreparedStream:
             read.append(tokens[first : first + stop - start].astype(np.int32))
         return read
 
-    def _opened(self) -> ArrayRecordDataSource:
+    def _opened(self) -> "ArrayRecordDataSource | _Fetched":
+        if self._origin is not None:
+            return _Fetched(self._origin, self._manifest)
         try:
             source = ArrayRecordDataSource([str(path) for path in self._paths])
         except RuntimeError as error:
@@ -168,6 +178,83 @@ class PreparedStream:
         return self._paths[0].parent
 
 
+class _Fetched:
+    """The records of shards in a store: a shard is fetched when it is first read."""
+
+    def __init__(self, store: Store, manifest: Manifest):
+        self._store, self._shards = store, manifest.shards
+        self._ends = np.cumsum([shard.records for shard in manifest.shards])
+        self._opened: dict[int, ArrayRecordDataSource] = {}
+        self._opening = threading.Lock()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, record: int) -> bytes:
+        return self.__getitems__([record])[0]
+
+    def __getitems__(self, records: Sequence[int]) -> list[bytes]:
+        found: list[bytes] = []
+        homes = np.searchsorted(self._ends, records, side="right")
+        for home in sorted({*homes.tolist()}):  # records are sorted, and so are shards
+            first = int(self._ends[home]) - self._shards[home].records
+            mine = [r - first for r, h in zip(records, homes, strict=True) if h == home]
+            found += self._shard(home).__getitems__(mine)
+        return found
+
+    def _shard(self, number: int) -> ArrayRecordDataSource:
+        with self._opening:
+            if number not in self._opened:
+                shard = self._shards[number]
+                file = copy_of(self._store, shard.file, sha256=shard.sha256)
+                self._opened[number] = ArrayRecordDataSource([str(file)])
+            return self._opened[number]
+
+
+def prepared_here(directory: str | Path) -> Path:
+    """Returns a prepared directory as a folder of this machine.
+
+    Of one in a store it is a copy in the user's cache without the shards: those are
+    fetched, once, when they are read.
+
+    Raises:
+      UserError: it is in a store that cannot be read or has no such directory.
+    """
+    url = url_of(directory)
+    if url is None:
+        return Path(directory).expanduser()
+    store = open_store(url)
+    if store.size(MANIFEST) is None:
+        raise UserError(_no_manifest(url))
+    content = store.read(MANIFEST)
+    folder = folder_for(url, hashlib.sha256(content).hexdigest()) / "prepared"
+    if (folder / _ORIGIN).is_file():
+        return folder
+    names = [name for name in store.sizes() if name.startswith(f"{TOKENIZER}/")]
+    try:
+        with new_folder(folder) as made:
+            for name in (INDEX, *names):
+                store.fetch(name, made / name)
+            (made / MANIFEST).write_bytes(content)
+            (made / _ORIGIN).write_text(url, encoding="utf-8")
+    except (UserError, OSError):
+        if not (folder / _ORIGIN).is_file():  # else another process was faster
+            raise
+    return folder
+
+
+def _origin(directory: Path) -> Store | None:
+    file = directory / _ORIGIN
+    return open_store(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _no_manifest(directory: object) -> str:
+    return (
+        f"{directory} is not a prepared directory: {MANIFEST} is missing; "
+        "make one with `recurjax data prepare`"
+    )
+
+
 def read_manifest(directory: Path) -> Manifest:
     """Reads what a prepared directory holds.
 
@@ -176,10 +263,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     file = directory / MANIFEST
     if not file.is_file():
-        raise UserError(
-            f"{directory} is not a prepared directory: {MANIFEST} is missing; "
-            "make one with `recurjax data prepare`"
-        )
+        raise UserError(_no_manifest(directory))
     try:
         values = read_json_object(file, "the manifest")
     except UserError as error:
@@ -246,7 +330,11 @@ def verify_checksums(directory: Path) -> None:
     Raises:
       UserError: a shard is missing or differs.
     """
+    origin = _origin(directory)
     for shard in read_manifest(directory).shards:
+        if origin is not None:
+            copy_of(origin, shard.file, sha256=shard.sha256)
+            continue
         path = _shard(directory, shard)
         if not path.is_file():
             raise UserError(f"shard {path} is missing: prepare the data again")

@@ -15,22 +15,22 @@ _SECONDS_PER_LINE = 10.0
 
 @contextmanager
 def shown_progress(
-    console: Console | None = None,
+    console: Console | None = None, *, doing: str = "tokenizing"
 ) -> Iterator[Callable[[Progress], None]]:
     """Yields the callback for `prepare`; shows documents, tokens, rate, time left."""
     console = console or Console(stderr=True)
     if console.is_terminal:
-        with _bar(console) as show:
+        with _bar(console, doing) as show:
             yield show
     else:
-        with _lines(console) as show:
+        with _lines(console, doing) as show:
             yield show
 
 
 @contextmanager
-def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
+def _bar(console: Console, doing: str) -> Iterator[Callable[[Progress], None]]:
     columns = (
-        TextColumn("tokenizing"),
+        TextColumn(doing),
         BarColumn(),
         TextColumn("{task.percentage:3.0f}%"),
         TextColumn("{task.fields[counts]}"),
@@ -51,7 +51,7 @@ def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
 
 
 @contextmanager
-def _lines(console: Console) -> Iterator[Callable[[Progress], None]]:
+def _lines(console: Console, doing: str) -> Iterator[Callable[[Progress], None]]:
     begin = last = time.monotonic()
     newest = shown = None
 
@@ -68,7 +68,7 @@ def _lines(console: Console) -> Iterator[Callable[[Progress], None]]:
         shown = now
         share = f"{now.done / now.total:4.0%}" if now.total else ""
         counts = _counts(now, time.monotonic() - begin)
-        console.print(f"tokenizing {share} {counts}")
+        console.print(f"{doing} {share} {counts}")
 
     yield show
     # The last state is shown once, however soon it came after the line before.

@@ -1,5 +1,6 @@
 """What a tokenizer is, and loading one from disk."""
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, assert_never, runtime_checkable
@@ -23,6 +24,7 @@ from recurjax.data.nanochat_bpe import train_nanochat_bpe
 from recurjax.data.symbols import SYMBOLS_FILE, Symbols
 from recurjax.errors import UserError
 from recurjax.json_files import read_json_object
+from recurjax.storage import open_store, url_of
 
 
 @runtime_checkable
@@ -118,13 +120,16 @@ def load_tokenizer(
     """Loads a tokenizer.json, or the tokenizer that a folder holds.
 
     Args:
-      path: the file, or a folder written by `Tokenizer.save` or by Hugging Face.
+      path: the file, or a folder written by `Tokenizer.save` or by Hugging Face; either
+        may lie in a store (gs://, s3://).
       bos: name of the BOS token; None: see `recurjax.data.config.TokenizerFile`.
       eos: name of the EOS token, likewise.
 
     Raises:
       UserError: nothing there, not a tokenizer, or no such special token.
     """
+    if (url := url_of(path)) is not None:
+        return _load_from_store(url, bos=bos, eos=eos)
     path = Path(path).expanduser()
     # A folder of ours names its kind by its file; Hugging Face's has a tokenizer.json.
     if (path / BYTE_FILE).is_file():
@@ -137,6 +142,20 @@ def load_tokenizer(
     if not file.is_file():
         raise UserError(f"no tokenizer at {path}: name a tokenizer.json or its folder")
     return JsonTokenizer.load(file, bos=bos, eos=eos)
+
+
+def _load_from_store(url: str, *, bos: str | None, eos: str | None) -> Tokenizer:
+    # A file's neighbours say which of its tokens are BOS and EOS.
+    is_file = url.endswith(".json")
+    root, name = url.rsplit("/", 1) if is_file else (url, "")
+    store = open_store(root)
+    names = [at for at in store.sizes() if at.endswith(".json") and "/" not in at]
+    if not names or (is_file and name not in names):
+        raise UserError(f"no tokenizer at {url}: name a tokenizer.json or its folder")
+    with tempfile.TemporaryDirectory(prefix="recurjax-tokenizer-") as folder:
+        for at in names:
+            store.fetch(at, Path(folder) / at)
+        return load_tokenizer(Path(folder) / name, bos=bos, eos=eos)
 
 
 def _load_bytes(file: Path) -> ByteTokenizer:

@@ -178,3 +178,24 @@ def test_what_cannot_be_shown_or_prepared_is_one_sentence(files):
 def prepared_folder(files) -> str:
     prepared(files, "--corpus", str(files / "a.txt"), str(files / "b.txt"))
     return str(files / "out")
+
+
+@pytest.mark.parametrize("part", ["3/2", "0/2", "1", "a/b", "-1/2"])
+def test_a_part_that_is_none_is_told(files, part):
+    words = ["prepare", "--out", str(files / "o"), "--corpus", "embedded"]
+    with pytest.raises(UserError, match=r"--part wants i/n with i from 1 to n"):
+        run([*words, f"--part={part}"])
+
+
+def test_parts_are_prepared_and_merged_at_the_command_line(files, capsys):
+    words = ["--corpus", str(files / "a.txt"), "--separator", "\\n\\n"]
+    outs = [str(files / f"part{n}") for n in (1, 2)]
+    for n, out in enumerate(outs, 1):
+        assert run(["prepare", "--out", out, *words, "--part", f"{n}/2"]) == 0
+    assert "part 2/2: join all with recurjax data merge" in capsys.readouterr().out
+    assert run(["merge", *outs, "--out", str(files / "whole")]) == 0
+    assert f'Prepared(directory="{files}/whole")' in capsys.readouterr().out
+    whole = read_manifest(files / "whole")
+    assert whole == prepared(files, *words)
+    with pytest.raises(UserError, match="--max-tokens counts from the corpus' beg"):
+        prepared(files, *words, "--part", "1/2", "--max-tokens", "9")

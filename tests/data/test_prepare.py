@@ -1,3 +1,4 @@
+import fcntl
 import io
 import json
 import shutil
@@ -21,7 +22,7 @@ from recurjax.data.config import (
 )
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
-from recurjax.data.prepare import Progress, prepare
+from recurjax.data.prepare import Progress, merge, prepare
 from recurjax.data.prepared import PreparedStream, read_manifest, verify_checksums
 from recurjax.data.progress import shown_progress
 from recurjax.errors import UserError
@@ -395,3 +396,101 @@ def test_progress_on_a_terminal_is_a_bar(corpus, tmp_path):
     with shown_progress(console) as progress:
         prepare(corpus, ByteTokenizer(), tmp_path / "out", progress=progress)
     assert "100%" in written.getvalue() and "tokens/s" in written.getvalue()
+
+
+def same_files(got: Path, want: Path) -> bool:
+    names = {p.relative_to(want): p for p in want.rglob("*") if p.is_file()}
+    there = {p.relative_to(got): p for p in got.rglob("*") if p.is_file()}
+    return names.keys() == there.keys() and all(
+        there[name].read_bytes() == names[name].read_bytes() for name in names
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_parts_join_to_what_one_process_writes(corpus, original, tmp_path, count):
+    parts = [tmp_path / f"part{n}" for n in range(1, count + 1)]
+    for number, out in enumerate(parts, 1):
+        options = {"part": (number, count), "shard_tokens": 16_000}
+        prepare(corpus, ByteTokenizer(), out, **options)
+    merge(parts[::-1], tmp_path / "whole")
+    assert same_files(tmp_path / "whole", original)
+
+
+def test_parts_that_do_not_belong_together_are_told(corpus, original, tmp_path):
+    def part(number, count, **options):
+        out = tmp_path / f"{number}_{count}_{len(list(tmp_path.iterdir()))}"
+        prepare(corpus, ByteTokenizer(), out, part=(number, count), **options)
+        return out
+
+    one, two = part(1, 2), part(2, 2)
+    other, third = part(2, 2, validation_fraction=0.2), part(3, 3)
+    for parts, said in (
+        ([one], "part 2 of 2 is missing"),
+        ([one, one], "are both part 1/2"),
+        ([one, other], r"different preparations \(other validation_fraction\)"),
+        ([one, third], r"different preparations \(other parts\)"),
+        ([one, original], "is no part"),
+        ([], "name the parts"),
+    ):
+        with pytest.raises(UserError, match=said):
+            merge(parts, tmp_path / "out")
+    shard = next(iter(shards_of(two)))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match="is damaged"):
+        merge([one, two], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="no document begins in part 2/"):
+        part(2, 100_000)
+
+
+def stop_at(documents):
+    """Stops a preparation after so many documents of this call, as Ctrl-C does."""
+    calls = iter(range(1, documents + 1))
+
+    def stop(_):
+        if next(calls) == documents:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+@pytest.mark.parametrize("options", [{}, {"part": (1, 1)}, {"max_tokens": 30_000}])
+def test_what_was_stopped_goes_on_and_is_the_same(corpus, tmp_path, options):
+    options = {"shard_tokens": 2048, **options}
+    prepare(corpus, ByteTokenizer(), tmp_path / "at_once", **options)
+    out, kept, documents = tmp_path / "out", [], []
+    for stop in (5, 80, 80, 3, 90):
+        with pytest.raises(KeyboardInterrupt):
+            progress = stop_at(stop)
+            prepare(corpus, ByteTokenizer(), out, progress=progress, **options)
+        found = tmp_path / ".out.partial" / "progress.json"
+        kept.append(json.loads(found.read_text())["documents"] if found.exists() else 0)
+    assert kept[0] < kept[1] < kept[2] <= kept[3] < kept[4]
+    prepare(corpus, ByteTokenizer(), out, progress=documents.append, **options)
+    assert documents[0].documents == kept[-1] + 1  # no document was made again
+    assert same_files(out, tmp_path / "at_once")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["at_once", "out"]
+
+
+def test_what_was_stopped_goes_on_only_as_it_was_begun(corpus, tmp_path):
+    def begin(out, **options):
+        prepare(corpus, ByteTokenizer(), tmp_path / out, shard_tokens=2048, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        begin("out", progress=stop_at(80))
+    with pytest.raises(UserError, match=r"another preparation \(other validation_frac"):
+        begin("out", validation_fraction=0.2)
+    partial = tmp_path / ".out.partial"
+    shard = shards_of(partial)[0]
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1])
+    with pytest.raises(UserError, match=f"{shard.name} is not what was written: remo"):
+        begin("out")
+    shard.write_bytes(data)
+    with open(partial / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process prepares .*out at this"):
+            begin("out")
+    (partial / "progress.json").write_text("{")
+    with pytest.raises(UserError, match=r"progress.json"):
+        begin("out")

@@ -1,0 +1,216 @@
+"""What `prepare` keeps of its work until it is done, so that it can be stopped.
+
+    .OUT.partial/lock              held by the process that writes
+    .OUT.partial/tokens-*.arrayrecord
+    .OUT.partial/documents-*.npy   int64 [2, n]: begins and bytes of further documents
+    .OUT.partial/tail-*.bin        the tokens after the last whole shard
+    .OUT.partial/progress.json     all of the above up to one document; written last
+
+`progress.json` is written anew whenever a document has ended after a shard was full.
+What was written after that is made again.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recurjax.data.prepared import Shard
+from recurjax.errors import UserError
+from recurjax.files import force_to_disk, refuse_existing, write_whole
+from recurjax.json_files import read_json_object
+
+_PROGRESS = "progress.json"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """How far a preparation had come.
+
+    Attributes:
+      documents: so many of them are in what follows.
+      starts, document_bytes: where each begins, and the bytes of its tokens.
+      tokens, text_bytes: of all of them.
+      shards: the whole files.
+      tail: the tokens after the last of these, as they are stored.
+    """
+
+    documents: int = 0
+    starts: Sequence[int] | np.ndarray = ()
+    document_bytes: Sequence[int] | np.ndarray = ()
+    tokens: int = 0
+    text_bytes: int = 0
+    shards: tuple[Shard, ...] = ()
+    tail: bytes = b""
+
+
+class Partial:
+    """The folder of a preparation that is not done."""
+
+    def __init__(self, folder: Path, of: dict[str, Any]):
+        """Reads what an earlier call left there.
+
+        Args:
+          folder: is there.
+          of: what is prepared and how, plain JSON: only the same goes on.
+
+        Raises:
+          UserError: it is another preparation, or damaged.
+        """
+        self.folder, self._of = folder, of
+        self._pieces = 0
+        self.kept = Kept()
+        if (folder / _PROGRESS).is_file():
+            self.kept = self._read()
+        wanted = {_LOCK, _PROGRESS, *(shard.file for shard in self.kept.shards)}
+        wanted |= {_documents(n) for n in range(self._pieces)}
+        wanted |= {_tail(self._pieces)}
+        for found in folder.iterdir():  # of what is made again
+            if found.name in wanted:
+                continue
+            if found.is_dir():
+                shutil.rmtree(found)
+            else:
+                found.unlink()
+
+    def keep(self, kept: Kept) -> None:
+        """Notes how far the preparation is; its shards are closed files."""
+        known = len(self.kept.shards)
+        for shard in kept.shards[known:]:
+            force_to_disk(self.folder / shard.file)
+        news = slice(self.kept.documents, kept.documents)
+        piece = np.array([kept.starts[news], kept.document_bytes[news]], np.int64)
+        with open(self.folder / _documents(self._pieces), "wb") as file:
+            np.save(file, piece)
+        self._pieces += 1
+        (self.folder / _tail(self._pieces)).write_bytes(kept.tail)
+        for name in (_documents(self._pieces - 1), _tail(self._pieces)):
+            force_to_disk(self.folder / name)
+        told = {
+            "of": self._of,
+            "documents": kept.documents,
+            "tokens": kept.tokens,
+            "text_bytes": kept.text_bytes,
+            "shards": [asdict(shard) for shard in kept.shards],
+            "pieces": self._pieces,
+        }
+        write_whole(self.folder / _PROGRESS, json.dumps(told) + "\n")
+        with suppress(FileNotFoundError):
+            (self.folder / _tail(self._pieces - 1)).unlink()
+        self.kept = kept
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        return (self.folder / _PROGRESS).is_file()
+
+    def clean(self) -> None:
+        """Removes what only a preparation that is not done needs."""
+        names = [_PROGRESS, _tail(self._pieces)]
+        for name in (*names, *(_documents(n) for n in range(self._pieces))):
+            with suppress(FileNotFoundError):
+                (self.folder / name).unlink()
+
+    def _read(self) -> Kept:
+        file = self.folder / _PROGRESS
+        again = f"remove {self.folder} to begin anew"
+        told = read_json_object(file, "what was prepared so far")
+        before = told.get("of")
+        if before != self._of:
+            differing = sorted(
+                name
+                for name in self._of
+                if not isinstance(before, dict) or before.get(name) != self._of[name]
+            )
+            raise UserError(
+                f"{self.folder} is of another preparation (other "
+                f"{', '.join(differing) or 'settings'}): give the same command again, "
+                f"or {again}"
+            )
+        try:
+            shards = tuple(Shard(**shard) for shard in told["shards"])
+            self._pieces = int(told["pieces"])
+            pieces = [
+                np.load(self.folder / _documents(n), allow_pickle=False)
+                for n in range(self._pieces)
+            ]
+            starts, sizes = np.concatenate(pieces, axis=1)
+            kept = Kept(
+                documents=told["documents"],
+                starts=starts,
+                document_bytes=sizes,
+                tokens=told["tokens"],
+                text_bytes=told["text_bytes"],
+                shards=shards,
+                tail=(self.folder / _tail(self._pieces)).read_bytes(),
+            )
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{self.folder} is damaged ({error}): {again}") from error
+        for shard in shards:
+            path = self.folder / shard.file
+            if not path.is_file() or path.stat().st_size != shard.size:
+                raise UserError(f"{path} is not what was written: {again}")
+        if len(starts) != kept.documents:
+            raise UserError(f"{self.folder} is damaged: {again}")
+        return kept
+
+
+@contextmanager
+def partial_folder(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
+    """Gives the folder that takes the place `out` when the block ends well.
+
+    Otherwise what is whole of it stays, and is found by the next call; where nothing
+    is, nothing stays.
+
+    Raises:
+      UserError: something is at `out`, another process prepares it at this moment, or
+        what was begun there is another preparation.
+      OSError: the disk does not take it.
+    """
+    refuse_existing(out)
+    out = out.absolute()
+    folder = out.with_name(f".{out.name}.partial")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / _LOCK, out):
+        partial = Partial(folder, of)
+        try:
+            yield partial
+        except BaseException:
+            if not partial.is_worth_keeping:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        partial.clean()
+        for file in folder.iterdir():
+            if file.is_file():
+                force_to_disk(file)
+        force_to_disk(folder)
+        (folder / _LOCK).unlink()
+        os.rename(folder, out)
+        force_to_disk(out.parent)
+
+
+@contextmanager
+def _locked(file: Path, out: Path) -> Iterator[None]:
+    with file.open("w") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process prepares {out} at this moment: wait for its end"
+            ) from None
+        yield  # Closing the file ends the lock.
+
+
+def _documents(number: int) -> str:
+    return f"documents-{number:05d}.npy"
+
+
+def _tail(number: int) -> str:
+    return f"tail-{number:05d}.bin"

@@ -1,0 +1,147 @@
+"""Folders and files of a store, copied to this machine or sent from it.
+
+A copy stays in the user's cache and is fetched once: its name there is a digest of
+where it lies and of what the store says of its content, so that an object which was
+replaced is fetched again. Several processes may fetch the same object at once, as each
+copy appears whole. The cache has no largest size: all there may be removed at any time.
+"""
+
+import atexit
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+from recurjax.compiled_programs import VARIABLE, user_cache
+from recurjax.errors import UserError
+from recurjax.storage import Store, open_store
+
+_FOLDER = "stores"
+_passing: list[Path] = []
+
+
+def cache_folder() -> Path:
+    """Returns the folder of all copies: `$RECURJAX_CACHE/stores`.
+
+    By default it is in the user's cache folder. The variable set to nothing stands for
+    a folder that is removed when the process ends.
+    """
+    given = os.environ.get(VARIABLE)
+    if given == "":
+        if not _passing:
+            _passing.append(Path(tempfile.mkdtemp(prefix="recurjax-stores-")))
+            atexit.register(shutil.rmtree, _passing[0], ignore_errors=True)
+        return _passing[0]
+    return (Path(given).expanduser() if given else user_cache()) / _FOLDER
+
+
+def copy_of(store: Store, name: str, *, sha256: str | None = None) -> Path:
+    """Returns a copy of an object as a file of this machine, fetched at most once.
+
+    Args:
+      store: where it lies.
+      name: of the object, relative to the store's URL; "" for the URL itself.
+      sha256: that the content must have; None: the store's word is taken.
+
+    Raises:
+      UserError: it is not there, it is other content, or the cache cannot be written.
+    """
+    url = f"{store.url}/{name}" if name else store.url
+    key = sha256 or store.stamp(name)
+    file = _place(url, key) / PurePosixPath(url).name
+    if file.is_file():
+        return file
+    aside = file.with_name(f".{secrets.token_hex(8)}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        store.fetch(name, aside)
+        if sha256 is not None:
+            with aside.open("rb") as opened:
+                found = hashlib.file_digest(opened, "sha256").hexdigest()
+            if found != sha256:
+                raise UserError(
+                    f"{url} is damaged: its checksum is not the one that was written "
+                    "down; put it there again"
+                )
+        os.replace(aside, file)
+    except OSError as error:
+        raise _unwritable(file.parent, error) from error
+    finally:
+        with suppress(OSError):
+            aside.unlink()
+    return file
+
+
+def folder_for(url: str, content: str) -> Path:
+    """Names a folder of the cache for what lies at a URL and has this content."""
+    return _place(url, content)
+
+
+@contextmanager
+def sent_folder(url: str, *, last: str) -> Iterator[Path]:
+    """Gives a folder of this machine that is sent to a store when the block ends well.
+
+    The folder lies in the cache and is the same for each call with this URL: what is
+    kept beside it of work that was stopped is found again.
+
+    Args:
+      url: of the new folder; nothing may lie there.
+      last: the file that is sent last and so marks the others as whole.
+
+    Raises:
+      UserError: something lies there already, or the store cannot be written.
+    """
+    store = open_store(url, write=True)
+    store.check_writable()
+    if store.sizes():
+        raise UserError(f"{url} exists already: choose another place or remove it")
+    folder = _place(url, "sent") / (PurePosixPath(url).name or "folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():  # of a call whose sending failed
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise _unwritable(folder.parent, error) from error
+    yield folder
+    files = {
+        file.relative_to(folder).as_posix(): file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+    for name in sorted(files, key=lambda name: (name == last, name)):
+        store.send(files[name], name)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+@contextmanager
+def fetched_folder(url: str) -> Iterator[Path]:
+    """Gives a copy of a folder of a store, or of one object, for the time of a block.
+
+    Raises:
+      UserError: nothing lies there, or it cannot be read.
+    """
+    store = open_store(url)
+    names = store.sizes()
+    if not names:
+        raise UserError(f"{url}: nothing lies there")
+    with tempfile.TemporaryDirectory(prefix="recurjax-copy-") as made:
+        root = Path(made) / (PurePosixPath(url).name or "folder")
+        for name in names:
+            store.fetch(name, root / name if name else root)
+        yield root
+
+
+def _place(url: str, key: str) -> Path:
+    digest = hashlib.sha256(f"{url}\n{key}".encode()).hexdigest()
+    return cache_folder() / digest[:32]
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{folder} cannot be written: {error.strerror or error}; name another folder "
+        f"in ${VARIABLE}"
+    )

@@ -1,0 +1,172 @@
+"""Corpora, tokenizers and prepared data in a store; it is fsspec's, in memory."""
+
+import json
+
+import fsspec
+import numpy as np
+import pytest
+
+from recurjax.cli.data import run
+from recurjax.cli.own_text import with_own_text
+from recurjax.data.config import (
+    ArrayRecords,
+    DataConfig,
+    JsonLines,
+    Prepared,
+    TextFiles,
+    TokenizerFile,
+)
+from recurjax.data.corpora import embedded_text, read_corpus
+from recurjax.data.dataset import open_dataset
+from recurjax.data.described import describe_corpus
+from recurjax.data.tokenizers import load_tokenizer
+from recurjax.errors import UserError
+from recurjax.storage import Store
+from tests.training.tiny_experiment import config
+
+ROOT = "memory://bucket/data"
+TEXTS = [embedded_text()[:5000], embedded_text()[5000:9000]]
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path, monkeypatch):
+    """An empty store and an empty cache."""
+    monkeypatch.setenv("RECURJAX_CACHE", str(tmp_path / "cache"))
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    for name, text in zip("ab", TEXTS, strict=True):
+        system.pipe_file(f"{ROOT}/texts/{name}.txt", text.encode())
+        row = json.dumps({"text": text}) + "\n"
+        system.pipe_file(f"{ROOT}/rows/{name}.jsonl", row.encode())
+    yield system
+    system.store.clear()
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """Lists what is fetched from then on."""
+    names, real = [], Store.fetch
+
+    def fetch(store, name, file):
+        names.append(f"{store.url}/{name}".rstrip("/").rpartition("/")[2])
+        real(store, name, file)
+
+    monkeypatch.setattr(Store, "fetch", fetch)
+    return names
+
+
+def texts_of(corpus):
+    return [document.text for document in read_corpus(corpus).documents]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ((f"{ROOT}/texts/*.txt",), TextFiles),
+        ((f"{ROOT}/texts",), TextFiles),
+        ((f"{ROOT}/texts/a.txt", f"{ROOT}/texts/b.txt"), TextFiles),
+        ((f"{ROOT}/**/*.jsonl",), JsonLines),
+        ((f"{ROOT}/rows",), JsonLines),
+    ],
+)
+def test_a_corpus_in_a_store_is_read_and_fetched_once(words, kind, fetched):
+    corpus = describe_corpus(words)
+    assert isinstance(corpus, kind) and texts_of(corpus) == TEXTS
+    assert len(fetched) == 2
+    assert texts_of(corpus) == TEXTS and len(fetched) == 2
+
+
+def test_an_object_that_was_replaced_is_fetched_again(memory, fetched):
+    corpus = TextFiles(patterns=(f"{ROOT}/texts/a.txt",))
+    assert texts_of(corpus) == TEXTS[:1]
+    memory.pipe_file(f"{ROOT}/texts/a.txt", b"other")
+    assert texts_of(corpus) == ["other"] and len(fetched) == 2
+
+
+def test_what_is_not_there_or_is_no_store_is_one_sentence():
+    for patterns, said in (
+        ((f"{ROOT}/none/*.txt",), "no file matches"),
+        ((f"{ROOT}/none.txt",), "no file matches"),
+        (("ftp://host/a.txt",), "nothing can be read at ftp://, only at gs://"),
+    ):
+        with pytest.raises(UserError, match=said):
+            texts_of(TextFiles(patterns=patterns))
+    with pytest.raises(UserError, match="no tokenizer at memory://bucket/none"):
+        load_tokenizer("memory://bucket/none")
+    with pytest.raises(UserError, match="is not a prepared directory: manifest"):
+        open_dataset(
+            DataConfig(
+                corpus=Prepared(directory=ROOT), tokenizer=TokenizerFile(path=ROOT)
+            )
+        )
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file(f"{ROOT}/a.arrayrecord", b"nothing of that kind")
+    with pytest.raises(UserError, match="a.arrayrecord is not a whole ArrayRecord"):
+        texts_of(ArrayRecords(patterns=(f"{ROOT}/a.arrayrecord",)))
+
+
+def test_data_is_prepared_into_a_store_read_and_merged_there(
+    memory, fetched, tmp_path, capsys
+):
+    words = ["--corpus", f"{ROOT}/texts/*.txt", "--shard-tokens", "2048"]
+    url, here = f"{ROOT}/shards", tmp_path / "here"
+    assert run(["prepare", "--out", str(here), *words]) == 0
+    assert run(["prepare", "--out", url, *words]) == 0
+    assert f'Prepared(directory="{url}")' in capsys.readouterr().out
+    names = {p.relative_to(here).as_posix(): p for p in here.rglob("*") if p.is_file()}
+    there = memory.find(f"{ROOT}/shards")
+    assert {name.partition("/shards/")[2] for name in there} == set(names)
+    for name, file in names.items():
+        assert memory.cat_file(f"{url}/{name}") == file.read_bytes()
+    with pytest.raises(UserError, match=f"{url} exists already"):
+        run(["prepare", "--out", url, *words])
+
+    experiment, _ = with_own_text(config(), ["--corpus", url], prog="train")
+    fetched.clear()
+    dataset = open_dataset(experiment.data)
+    assert not [name for name in fetched if name.startswith("tokens")]
+    stream = dataset.stream
+    [first] = stream.read([(0, 5)])
+    assert [n for n in fetched if n.startswith("tokens")] == [
+        "tokens-00000.arrayrecord"
+    ]
+    local = open_dataset(
+        DataConfig(
+            corpus=Prepared(directory=str(here)),
+            tokenizer=TokenizerFile(path=str(here / "tokenizer")),
+        )
+    )
+    assert dataset.fingerprint == local.fingerprint
+    for split in ("train", "validation"):
+        np.testing.assert_array_equal(dataset.tokens(split), local.tokens(split))
+    fetched.clear()
+    again = open_dataset(experiment.data)
+    np.testing.assert_array_equal(again.tokens("train"), local.tokens("train"))
+    # The tokenizer is asked for by its own path; shards and index are here.
+    assert {name for name in fetched if "token" in name} == {"byte_tokenizer.json"}
+    for command in ("verify", "show"):
+        assert run([command, url]) == 0
+
+    parts = [f"{ROOT}/part{n}" for n in (1, 2)]
+    for n, part in enumerate(parts, 1):
+        assert run(["prepare", "--out", part, *words, "--part", f"{n}/2"]) == 0
+    assert run(["merge", *parts, "--out", f"{ROOT}/whole"]) == 0
+    for name, file in names.items():
+        assert memory.cat_file(f"{ROOT}/whole/{name}") == file.read_bytes()
+
+
+def test_a_shard_that_is_damaged_in_the_store_is_named(memory, tmp_path):
+    url = f"{ROOT}/shards"
+    words = ["--corpus", f"{ROOT}/texts/*.txt", "--shard-tokens", "2048"]
+    assert run(["prepare", "--out", url, *words]) == 0
+    name = f"{url}/tokens-00001.arrayrecord"
+    data = bytearray(memory.cat_file(name))
+    data[100] ^= 1
+    memory.pipe_file(name, bytes(data))
+    dataset = open_dataset(with_own_text(config(), ["--corpus", url], prog="")[0].data)
+    with pytest.raises(UserError, match="tokens-00001.arrayrecord is damaged: its che"):
+        dataset.tokens("train")
+    with pytest.raises(UserError, match="tokens-00001.arrayrecord is damaged: its che"):
+        run(["verify", url])
+    assert not list(tmp_path.rglob("*.partial"))
