@@ -20,6 +20,7 @@ ORDER = (
         *("parameters", "devices", "host", "files", "json_files"),
         *("early_interrupt", "peers", "compiled_programs", "storage", "ranges"),
     ),
+    ("store_copies",),
     ("layers", "data", "sharding", "distributed", "config_json"),
     ("variants",),
     ("model",),
@@ -42,7 +43,8 @@ ORDER = (
 # Where the order alone would allow more than the design does.
 ONLY = {
     "data": {
-        *("errors", "files", "json_files", "ranges", "storage", "types", "version"),
+        *("errors", "files", "json_files", "ranges", "storage", "store_copies"),
+        *("types", "version"),
     },
     "layers": {"errors", "ranges", "types"},
     "variants": {"layers", "errors", "ranges", "types"},

@@ -34,6 +34,7 @@ from recurjax.evaluation.subject import Subject
 from recurjax.files import write_whole
 from recurjax.json_files import json_text
 from recurjax.sharding import reading_mesh
+from recurjax.storage import open_store, url_of
 from recurjax.surgery.fewer_layers import truncated
 from recurjax.training.run import LoadedRun, load_run
 
@@ -58,15 +59,19 @@ def run(argv: list[str]) -> int:
         check_loops(loaded.model)
     # A run that is only read (of somebody else, on a read-only disk) can be evaluated
     # too.
-    keeps = os.access(options.run, os.W_OK)
+    url = url_of(options.run)
+    run = url or str(options.run)
+    keeps = os.access(options.run, os.W_OK) if url is None else _is_writable(url)
     if not keeps:
-        _say(f"{options.run} cannot be written to: nothing is kept there")
-    journal = Journal(_journal_file(options, loaded.step) if keeps else None)
+        _say(f"{run} cannot be written to: nothing is kept there")
+    # A bucket takes no appending: an evaluation of a run there begins anew.
+    journaled = keeps and url is None
+    journal = Journal(_journal_file(options, loaded.step) if journaled else None)
     # The same command again finds its journal: its name is a digest of what is asked.
     if len(journal):
         _say(f"going on after {len(journal):,} answers of an earlier call")
     found, rows = measure(loaded, mesh if mesh.size > 1 else None, journal)
-    report = {"run": str(options.run), "step": loaded.step} | found
+    report = {"run": run, "step": loaded.step} | found
     if options.loops is not None:
         report["loops"] = options.loops
         told = {"loops": options.loops}
@@ -85,7 +90,7 @@ def run(argv: list[str]) -> int:
     journal.close()
     if not math.isfinite(report.get("loss", 0.0)):
         raise UserError(
-            f"the loss of {options.run} at step {loaded.step} is not finite: its "
+            f"the loss of {run} at step {loaded.step} is not finite: its "
             "parameters hold NaN or infinities, or its activations overflow; take a "
             "checkpoint from before it diverged (--step)"
         )
@@ -202,6 +207,16 @@ def _measure(
 
         return task
     return lambda loaded, mesh, journal: of_text(options, loaded, mesh)
+
+
+def _is_writable(url: str) -> bool:
+    if jax.process_index() != 0:  # which keeps nothing itself
+        return True
+    try:
+        open_store(url, write=True).check_writable()
+    except UserError:
+        return False
+    return True
 
 
 def _subject(

@@ -22,7 +22,7 @@ class Evaluate:
     again.
 
     Attributes:
-      run: the run directory.
+      run: the run directory, also in a bucket (gs://, s3://).
       text: a text file; without one, a split of the run's own data.
       split: of the data, without `text`.
       length: tokens a row; each row starts without context. None: as in training. Of

@@ -9,6 +9,7 @@ from typing import Any
 
 from recurjax.errors import UserError
 from recurjax.json_files import parse_json
+from recurjax.storage import open_store, url_of
 
 FILE = "evaluations.jsonl"
 
@@ -44,8 +45,13 @@ class Row:
 
 
 def append_rows(run: Path, rows: Iterable[Row]) -> None:
-    """Adds rows to a run's file."""
+    """Adds rows to a run's file; in a bucket the file is written anew."""
     lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in rows]
+    if (url := url_of(run)) is not None:
+        store = open_store(url, write=True)
+        before = b"" if store.size(FILE) is None else store.read(FILE)
+        store.write(FILE, before + "".join(lines).encode())
+        return
     with (run / FILE).open("a", encoding="utf-8") as file:
         file.writelines(lines)
 
@@ -56,13 +62,20 @@ def read_rows(run: Path) -> list[Row]:
     Raises:
       UserError: there are none, or one is of another format.
     """
-    file = run / FILE
-    if not file.is_file():
+    url, file = url_of(run), run / FILE
+    text = None
+    if url is not None:
+        store = open_store(url)
+        text = None if store.size(FILE) is None else store.read(FILE)
+    elif file.is_file():
+        text = file.read_bytes()
+    if text is None:
+        where = url or run
         raise UserError(
-            f"{run} has no {FILE}: evaluate it first, as in recurjax evaluate {run}"
+            f"{where} has no {FILE}: evaluate it first, as in recurjax evaluate {where}"
         )
     rows = []
-    for number, line in enumerate(file.read_bytes().splitlines()):
+    for number, line in enumerate(text.splitlines()):
         try:
             row = Row(**parse_json(line, "a row"))
             if not isinstance(row.value, int | float) or type(row.step) is not int:

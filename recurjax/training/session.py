@@ -22,6 +22,7 @@ from recurjax.experiment import Experiment
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import local_rows, make_mesh
+from recurjax.storage import url_of
 from recurjax.training.agreement import first_process
 from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.placement import place, placed
@@ -240,7 +241,10 @@ class Session:
 
 
 def _prepared(experiment: Experiment) -> list[Path]:
-    """Returns the prepared directories that the run reads, parts of a mixture too."""
+    """Returns the prepared directories that the run reads, parts of a mixture too.
+
+    Those of a store are left out: each shard is checked when it is fetched.
+    """
     corpus = getattr(experiment.data, "corpus", None)
     parts = (
         [part.corpus for part in corpus.parts]
@@ -250,7 +254,7 @@ def _prepared(experiment: Experiment) -> list[Path]:
     return [
         Path(part.directory).expanduser()
         for part in parts
-        if isinstance(part, Prepared)
+        if isinstance(part, Prepared) and url_of(part.directory) is None
     ]
 
 

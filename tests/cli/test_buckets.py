@@ -1,8 +1,9 @@
 """Runs in a bucket, at the command line; the bucket is fsspec's store in memory."""
 
 from recurjax.errors import UserError
-from recurjax.storage import Store
+from recurjax.storage import Store, open_store
 from recurjax.training.run import load_run
+from recurjax.training.run.run_lock import held_in_store
 from recurjax.training.session import Session
 from tests.cli.commands import TINY, assert_refused, recurjax
 from tests.training.bucket import URL, bucket
@@ -47,7 +48,9 @@ def test_runs_in_a_bucket_resume_bit_for_bit(finished, monkeypatch, bucket, tmp_
     assert load_run(URL).step == 12
     assert load_run("memory:/bucket/runs/tiny", step=9).step == 9
     code, out, _ = recurjax("evaluate", URL, "--batch", "512")
-    assert code == 0 and '"step": 12' in out
+    assert code == 0 and '"step": 12' in out and f'"run": "{URL}"' in out
+    code, out, _ = recurjax("evaluate", URL, "--table")
+    assert code == 0 and "bits_per_byte" in out
 
 
 def test_what_is_no_run_or_cannot_be_written_is_one_sentence():
@@ -57,6 +60,13 @@ def test_what_is_no_run_or_cannot_be_written_is_one_sentence():
     )
     answer = recurjax("train", TINY, "--runs", "ftp://host/runs")
     assert_refused(answer, "nothing can be written at ftp://, only at gs://, s3://")
+
+
+def test_a_run_that_somebody_works_on_is_refused_before_anything_is_fetched(bucket):
+    with held_in_store(open_store(URL, write=True), print):
+        answer = recurjax("train", TINY, "--runs", RUNS)
+    assert_refused(answer, f"{URL} is in use by process .* remove {URL}/lock")
+    assert not bucket()
 
 
 def test_several_processes_are_refused_before_anything_starts(monkeypatch, bucket):

@@ -12,8 +12,10 @@ def bucket():
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]
+    root = "/bucket/runs/tiny/"
     yield lambda: {
-        name.removeprefix("/bucket/runs/tiny/"): file.getvalue()
+        name.removeprefix(root): file.getvalue()
         for name, file in memory.store.items()
+        if name != f"{root}lock"
     }
     memory.store.clear()

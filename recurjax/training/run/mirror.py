@@ -5,18 +5,24 @@ works in a folder of its own, which begins as a copy of the bucket's and is sent
 at each save and at the end: first metrics and the other small files, then a
 checkpoint's arrays, and its commit file last. A step without one is incomplete: it is
 left out when the run is fetched again, and removed at the next save.
+
+An object `lock` says who works on the run.
 """
 
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 
+import jax
+
+from recurjax import peers
 from recurjax.errors import UserError
 from recurjax.storage import Store, open_store
-from recurjax.training.run.run_lock import LOCK
+from recurjax.training.agreement import first_process
+from recurjax.training.run.run_lock import LOCK, held_in_store
 
 _CHECKPOINTS = "checkpoints"
 _COMMIT = "commit_success.txt"
@@ -33,6 +39,7 @@ class Mirror:
     def __init__(self, store: Store, folder: Path):
         self.store, self.folder = store, folder
         self.sent_bytes = self.sent_objects = 0
+        self.check_lock: Callable[[], None] = lambda: None
         self._stamps: dict[str, tuple[int, int]] = {}
         self._pushing = threading.Lock()
 
@@ -40,21 +47,24 @@ class Mirror:
         """Lists the complete checkpoints of the store, oldest first."""
         return _complete(self.store.sizes())
 
-    def fetch(self, *, steps: list[int] | None = None) -> None:
+    def fetch(
+        self, *, steps: list[int] | None = None, names: dict[str, int] | None = None
+    ) -> None:
         """Copies the store's files into the folder.
 
         Args:
           steps: of these complete checkpoints only; None: of all.
+          names: what the store holds, where it was listed before.
         """
-        names = self.store.sizes()
+        names = self.store.sizes() if names is None else names
         # Half a checkpoint is never fetched: it has no commit file.
         wanted = {str(n) for n in (_complete(names) if steps is None else steps)}
         for name in names:
             head, *rest = PurePosixPath(name).parts
             if head == _CHECKPOINTS and (rest[0] not in wanted):
                 continue
-            # The lock is another machine's, and hidden files are being written.
-            if head == LOCK or name.startswith("."):
+            # The lock is this process' own, and hidden files are being written.
+            if _is_lock(name) or name.startswith("."):
                 continue
             file = self.folder / name
             self.store.fetch(name, file)
@@ -64,9 +74,11 @@ class Mirror:
         """Makes the store's folder as this one is now.
 
         Raises:
-          UserError: the store does not take it.
+          UserError: the store does not take it, or another process has taken the run
+            over.
         """
         with self._pushing:
+            self.check_lock()
             # Names are looked up once; what appears meanwhile comes with the next push.
             local = {name: self.folder / name for name in self._names()}
             stamps = {}
@@ -83,7 +95,8 @@ class Mirror:
                 self.sent_bytes += stamps[name][0]
                 self.sent_objects += 1
             self._stamps = stamps
-            gone = sorted(self.store.sizes().keys() - local.keys(), key=_order)
+            there = {name for name in self.store.sizes() if not _is_lock(name)}
+            gone = sorted(there - local.keys(), key=_order)
             # The commit file first: half a step must not look like a whole one.
             self.store.remove(reversed(gone))
 
@@ -108,20 +121,32 @@ def mirrored(url: str) -> Iterator[Mirror]:
     """Works on a run of a bucket for the time of a block, and sends it at its end.
 
     Raises:
-      UserError: the bucket cannot be read and written; before the block begins.
+      UserError: the bucket cannot be read and written, or another process works on the
+        run; before the block begins.
     """
     store = open_store(url, write=True)
-    store.check_writable()
-    with tempfile.TemporaryDirectory(prefix="recurjax-run-") as folder:
+    with ExitStack() as stack:
+        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="recurjax-run-"))
         # The folder has the run's own name, which messages show.
-        mirror = Mirror(store, Path(folder) / PurePosixPath(url).name)
+        mirror = Mirror(store, Path(made) / PurePosixPath(url).name)
         mirror.folder.mkdir()
-        mirror.fetch()
+
+        def begin() -> dict[str, int]:
+            store.check_writable()
+            lock = stack.enter_context(held_in_store(store, print))
+            mirror.check_lock = lock.check
+            # Another process' end may end this one: the next start need not wait.
+            stack.enter_context(peers.last_words(lock.release))
+            return store.sizes()
+
+        # One list for all: what each listed for itself could differ.
+        mirror.fetch(names=first_process(begin))
         try:
             yield mirror
         # Also after an error: what was trained is in the bucket.
         finally:
-            mirror.push()
+            if jax.process_index() == 0:
+                mirror.push()
 
 
 @contextmanager
@@ -163,6 +188,10 @@ def _order(name: str) -> tuple[bool, bool, bool, str]:
     is_checkpoint = path.parts[0] == _CHECKPOINTS
     # Last of all the commit file of a checkpoint; before it config.json, then the rest.
     return is_checkpoint and path.name == _COMMIT, is_checkpoint, name == _CONFIG, name
+
+
+def _is_lock(name: str) -> bool:
+    return name == LOCK or name.startswith(f"{LOCK}.")
 
 
 def _is_passing(name: str) -> bool:

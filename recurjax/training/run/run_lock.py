@@ -15,6 +15,7 @@ What it asks of a file system: that a link, or a file opened with O_EXCL, is mad
 one of two who ask, and that other machines see a touch within `_SILENCE`. Local disks,
 NFS from version 3 on, Lustre and GPFS do. A mount that caches attributes for longer,
 or one of a bucket, does not: there nothing may start a run twice at the same moment.
+Of a run in a bucket the lock is an object there (`LockObject`).
 """
 
 import errno
@@ -35,6 +36,7 @@ from rich.console import Console
 
 from recurjax.config_json import from_json
 from recurjax.errors import UserError
+from recurjax.storage import Store
 from recurjax.training.agreement import first_process
 
 LOCK = "lock"
@@ -95,12 +97,19 @@ class Holder:
 class LockFile:
     """The lock as a file: all that is asked of where a run directory lies.
 
-    A store without links or renames (a bucket) would be another class with these
-    methods.
+    A store without links or renames has the same methods in `LockObject`.
     """
 
     def __init__(self, path: Path):
         self.path = path
+
+    @property
+    def root(self) -> str:
+        """The run directory, as messages name it."""
+        return str(self.path.parent)
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     def create(self, holder: Holder) -> bool:
         """Makes the lock unless there is one; of several who try one succeeds."""
@@ -174,13 +183,84 @@ class LockFile:
         return True
 
 
+class LockObject:
+    """The lock as an object of a store.
+
+    Real stores make an object for one of two who ask; where one does not know that
+    condition, the content that is read back decides. A touch writes the object anew
+    with a higher number, which the others watch.
+    """
+
+    def __init__(self, store: Store, name: str = LOCK):
+        self._store, self._name, self._beats = store, name, 0
+
+    @property
+    def root(self) -> str:
+        return self._store.url
+
+    def __str__(self) -> str:
+        return f"{self._store.url}/{self._name}"
+
+    def create(self, holder: Holder) -> bool:
+        if not self._store.create(self._name, self._content(holder)):
+            return False
+        return self.read() == holder
+
+    def replace(self, old: Holder, new: Holder) -> bool:
+        right = f"{self._name}.{old.token}.successor"
+        if not self._store.create(right, new.token.encode()):
+            return False
+        try:
+            if self._store.read(right) != new.token.encode() or self.read() != old:
+                return False
+            self._store.write(self._name, self._content(new))
+            return True
+        finally:
+            self._store.remove([right])
+
+    def read(self) -> Holder | None:
+        found = self._read()
+        return None if found is None else found[0]
+
+    def exists(self) -> bool:
+        return self._store.size(self._name) is not None
+
+    def touch(self) -> None:
+        found = self._read()
+        if found is not None:
+            self._beats += 1
+            self._store.write(self._name, self._content(found[0]))
+
+    def touched(self) -> int:
+        found = self._read()
+        if found is None:
+            raise FileNotFoundError(str(self))
+        return found[1]
+
+    def remove(self) -> None:
+        self._store.remove([self._name])
+
+    def _content(self, holder: Holder) -> bytes:
+        return json.dumps({"holder": asdict(holder), "beats": self._beats}).encode()
+
+    def _read(self) -> tuple[Holder, int] | None:
+        if not self.exists():
+            return None
+        try:
+            fields = json.loads(self._store.read(self._name))
+            return from_json(Holder, fields["holder"], path=LOCK), int(fields["beats"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            # UserError is a ValueError: removed between the two requests.
+            return None
+
+
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class RunLock:
     """This process' hold of a run directory. See `held`, which makes and ends it."""
 
-    def __init__(self, file: LockFile, holder: Holder):
+    def __init__(self, file: LockFile | LockObject, holder: Holder):
         """Begins to touch the lock, which is this process' already."""
         self._file, self._holder = file, holder
         self._ended = threading.Event()
@@ -204,7 +284,7 @@ class RunLock:
             there = self._file.read()
         whom = "somebody else" if there is None else f"{there}"
         raise UserError(
-            f"{self._file.path.parent} was taken over by {whom} while this process "
+            f"{self._file.root} was taken over by {whom} while this process "
             "did not answer (asleep?) or its lock was removed: this one stops and "
             "saves nothing more"
         )
@@ -213,14 +293,14 @@ class RunLock:
         """Removes the lock, if it is still this process'."""
         self._ended.set()
         self._beats.join()
-        with suppress(OSError):
+        with suppress(OSError, UserError):
             if self._file.read() == self._holder:
                 self._file.remove()
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT):
             # Whatever hinders it: the next save looks for itself.
-            with suppress(OSError):
+            with suppress(OSError, UserError):
                 if self._file.read() == self._holder:
                     self._file.touch()
 
@@ -241,7 +321,7 @@ def held(root: Path, say: Callable[[str], None]) -> Iterator[RunLock]:
     # Folders made here are removed again, should nothing be put into them.
     made = _make(root)
     try:
-        lock = _acquire(root, say)
+        lock = _acquire(LockFile(root / LOCK), say)
         try:
             yield lock
         finally:
@@ -250,6 +330,16 @@ def held(root: Path, say: Callable[[str], None]) -> Iterator[RunLock]:
         for folder in made:
             with suppress(OSError):  # not empty: a run lies there now
                 folder.rmdir()
+
+
+@contextmanager
+def held_in_store(store: Store, say: Callable[[str], None]) -> Iterator[RunLock]:
+    """Holds the run directory of a store for the time of a block; see `held`."""
+    lock = _acquire(LockObject(store), say)
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def hold(root: Path, stack: ExitStack, console: Console) -> Callable[[], None]:
@@ -266,8 +356,8 @@ def hold(root: Path, stack: ExitStack, console: Console) -> Callable[[], None]:
     return lambda: first_process(lambda: locks[0].check())
 
 
-def _acquire(root: Path, say: Callable[[str], None]) -> RunLock:
-    file, own = LockFile(root / LOCK), Holder.of_this_process()
+def _acquire(file: LockFile | LockObject, say: Callable[[str], None]) -> RunLock:
+    root, own = file.root, Holder.of_this_process()
     while not _create(file, own):
         other = _holder(file)
         if other is None:  # released in this moment
@@ -282,29 +372,27 @@ def _acquire(root: Path, say: Callable[[str], None]) -> RunLock:
         if lives:
             raise UserError(
                 f"{root} is in use by {other}: wait for its end, stop it or choose "
-                f"another --name (if no such process runs, remove {file.path})"
+                f"another --name (if no such process runs, remove {file})"
             )
         if not file.replace(other, own):
             raise UserError(
                 f"{root} is taken over by another process at this moment: try again "
-                # A lock that changed hands in between is another's: this process gives
-                # up.
-                f"(if nothing runs, remove {file.path} and {file.path}.*.successor)"
+                f"(if nothing runs, remove {file} and {file}.*.successor)"
             )
         say(f"{root} was locked by {other}, which has ended without releasing it")
         break
     return RunLock(file, own)
 
 
-def _create(file: LockFile, own: Holder) -> bool:
+def _create(file: LockFile | LockObject, own: Holder) -> bool:
     try:
         return file.create(own)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"{file.path.parent} cannot be written: {reason}") from error
+        raise UserError(f"{file.root} cannot be written: {reason}") from error
 
 
-def _holder(file: LockFile) -> Holder | None:
+def _holder(file: LockFile | LockObject) -> Holder | None:
     """Reads the holder; None: the lock is gone."""
     for _ in range(10):
         if not file.exists():
@@ -313,12 +401,12 @@ def _holder(file: LockFile) -> Holder | None:
             return holder
         time.sleep(0.1)  # Without links a lock is empty for a moment.
     raise UserError(
-        f"{file.path} does not say who holds the run directory: if no process trains "
+        f"{file} does not say who holds the run directory: if no process trains "
         "there, remove it"
     )
 
 
-def _is_touched(file: LockFile, holder: Holder) -> bool:
+def _is_touched(file: LockFile | LockObject, holder: Holder) -> bool:
     """Watches a lock until its holder touches it, for `_SILENCE` at most."""
     end = time.monotonic() + _SILENCE
     with suppress(FileNotFoundError):

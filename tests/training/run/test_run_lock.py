@@ -5,12 +5,23 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
+import fsspec
 import pytest
 
 from recurjax.errors import UserError
+from recurjax.storage import open_store
 from recurjax.training.run import run_lock
-from recurjax.training.run.run_lock import LOCK, Holder, LockFile, held
+from recurjax.training.run.run_lock import (
+    LOCK,
+    Holder,
+    LockFile,
+    LockObject,
+    held,
+    held_in_store,
+)
+from tests.training.bucket import URL
 
 
 @pytest.fixture
@@ -187,3 +198,47 @@ def test_a_place_that_cannot_be_made_is_told(tmp_path, said):
         held(tmp_path / "file" / "run", said.append),
     ):
         raise AssertionError
+
+
+@pytest.fixture
+def store():
+    """A store in memory, empty before and after."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    yield open_store(URL, write=True)
+    memory.store.clear()
+
+
+def test_a_bucket_is_locked_by_one_and_free_at_the_end(store, said, quick):
+    with held_in_store(store, said.append) as lock:
+        with (
+            pytest.raises(UserError, match=f"{URL} is in use by process {os.getpid()}"),
+            held_in_store(store, said.append),
+        ):
+            raise AssertionError
+        before = LockObject(store).touched()
+        deadline = time.monotonic() + 20
+        while LockObject(store).touched() == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert LockObject(store).touched() > before
+        lock.check()
+    assert store.sizes() == {} and said == []
+
+
+def test_a_dead_process_lock_on_a_bucket_is_taken_over_by_one(store, said, quick):
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    here = dataclasses.replace(Holder.of_this_process(), pid=ended.pid, token="0123")
+    far = dataclasses.replace(here, machine="elsewhere", token="4567")
+    for holder, sentences in ((here, 1), (far, 2)):
+        assert LockObject(store).create(holder)
+        assert not LockObject(store).create(here)
+        with held_in_store(store, said.append) as lock:
+            assert len(said) == sentences and "ended without releasing" in said[-1]
+            lock.check()
+            store.write(LOCK, LockObject(store)._content(far))
+            with pytest.raises(UserError, match="was taken over by process"):
+                lock.check()
+        assert LockObject(store).read() == far  # somebody else's is not removed
+        store.remove([LOCK])
+        said.clear()
