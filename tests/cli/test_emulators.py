@@ -112,17 +112,15 @@ def test_five_kills_and_resumes_are_the_run_that_was_not_stopped(
     code, out, _ = recurjax("evaluate", url, "--batch", "512")
     assert code == 0 and '"step": 12' in out and f'"run": "{url}"' in out
 
-    # A damaged step is left out, made again, and set aside.
+    # A damaged step is left out, made again, and set aside. The largest file may hold
+    # bytes that nothing needs; the merged index is read by every restore.
     store = open_store(url, write=True)
-    at = max(
-        (n for n in store.sizes() if n.startswith("checkpoints/12/state")),
-        key=lambda name: store.sizes()[name],
-    )
-    store.write(at, store.read(at)[:-100])
-    code, out, err = recurjax("evaluate", url, "--batch", "512")
-    assert code == 0 and "Checkpoint 12" in err and '"step": 12' not in out
+    [at] = [n for n in store.sizes() if n.startswith("checkpoints/12/state/d/")]
+    whole = store.read(at)
+    store.write(at, whole[: len(whole) // 2])
     code, out, err = recurjax("train", TINY, "--runs", runs)
-    assert (code, err) == (0, "") and "Checkpoint 12" in out, err
+    assert (code, err) == (0, "") and "Checkpoint 12" in out, (out, err)
+    assert "resuming at step 9 of 12" in out
     assert_same_run(copy_of(url, tmp_path / "again"), finished)
     assert "12.damaged" in kept(url)
 
