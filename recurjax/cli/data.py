@@ -16,7 +16,8 @@ from recurjax.data.config import Bpe, Corpus, NanochatBpe, Prepared
 from recurjax.data.described import Format, describe_corpus, describe_tokenizer
 from recurjax.data.encoding import closing
 from recurjax.data.json_tokenizer import NONE
-from recurjax.data.prepare import merge, prepare
+from recurjax.data.merge import merge
+from recurjax.data.prepare import prepare
 from recurjax.data.prepared import (
     MANIFEST,
     TOKENIZER,

@@ -4,7 +4,7 @@ import errno
 import hashlib
 import io
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordWriter
 
 from recurjax.data.config import Corpus
 from recurjax.data.corpora import Document, Reading, read_corpus
@@ -26,25 +25,28 @@ from recurjax.data.prepared import (
     Manifest,
     PreparedStream,
     Shard,
-    read_manifest,
-    sha256_of,
-    verify_checksums,
 )
+from recurjax.data.shard_writer import BLOCK, ShardWriter, records_of
 from recurjax.data.streams import token_dtype, validation_start
-from recurjax.data.tokenizers import Tokenizer, load_tokenizer
+from recurjax.data.tokenizers import Tokenizer
 from recurjax.data.workers import encode_in_processes
 from recurjax.errors import UserError
-from recurjax.json_files import json_text, read_json_object
+from recurjax.json_files import json_text
 from recurjax.version import VERSION
 
-BLOCK = 1024
-"""Tokens in a record."""
-
-_PART = "part.json"
-_BYTES = "document_bytes.npy"
+PART = "part.json"
+BYTES = "document_bytes.npy"
 """What only a part has: what it is a part of, and the bytes of its documents."""
-_AT_ONCE = BLOCK << 10
-"""Tokens of a part that are copied at a time."""
+
+
+class Written(NamedTuple):
+    """What was tokenized, with its files; the fields are those of `Kept`."""
+
+    starts: np.ndarray
+    document_bytes: np.ndarray
+    tokens: int
+    text_bytes: int
+    shards: tuple[Shard, ...]
 
 
 class Progress(NamedTuple):
@@ -107,7 +109,7 @@ def prepare(
     }
     if part is not None:
         reading = stretch(reading, *part)
-    with _written_to(out, of) as partial:
+    with written_to(out, of) as partial:
         folder, kept = partial.folder, partial.kept
         # First, because processes that tokenize load it from there.
         tokenizer.save(folder / TOKENIZER)
@@ -130,82 +132,12 @@ def prepare(
         )
         if part is not None:
             _write_part(folder, part, of, written)
-        return _write_manifest(
+        return write_manifest(
             folder,
             written,
             corpus=repr(corpus),
             tokenizer=tokenizer,
             validation_fraction=validation_fraction,
-        )
-
-
-def merge(
-    parts: Sequence[str | Path],
-    out: str | Path,
-    *,
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> Manifest:
-    """Joins the parts that `prepare` wrote to what it would have written at once.
-
-    The tokens, the files they lie in and the manifest are the same, byte for byte.
-
-    Args:
-      parts: the directories, in any order.
-      out: the new directory; it appears whole or not at all.
-      progress: is called now and then.
-
-    Raises:
-      UserError: `out` is taken, a directory is no part, one is missing or there twice,
-        or they are parts of different preparations.
-    """
-    out = Path(out).expanduser()
-    found = _parts([Path(part).expanduser() for part in parts])
-    manifests = [read_manifest(folder) for folder, _ in found]
-    of = found[0][1]
-    tokenizer = load_tokenizer(found[0][0] / TOKENIZER)
-    if tokenizer.hash != of["tokenizer"]:
-        raise UserError(
-            f"{found[0][0] / TOKENIZER} is not the tokenizer that made the tokens: "
-            "prepare that part again"
-        )
-    total = sum(manifest.tokens for manifest in manifests)
-    with _written_to(out, {"merged": [m.index_sha256 for m in manifests]}) as partial:
-        folder = partial.folder
-        tokenizer.save(folder / TOKENIZER)
-        writer = _ShardWriter(folder, _records(of["shard_tokens"]))
-        dtype = _stored(tokenizer.vocabulary)
-        pending = b""
-        before, starts, sizes = 0, [], []
-        for (part, _), manifest in zip(found, manifests, strict=True):
-            verify_checksums(part)
-            stream = PreparedStream(part, manifest)
-            for begin in range(0, stream.tokens, _AT_ONCE):
-                end = min(begin + _AT_ONCE, stream.tokens)
-                [ids] = stream.read([(begin, end)])
-                pending = writer.write_whole_records(
-                    pending + ids.astype(dtype).tobytes(), BLOCK * dtype.itemsize
-                )
-                documents = int(np.searchsorted(stream.starts, end))
-                told = sum(map(len, starts)) + documents
-                progress(Progress(before + end, total, told, before + end))
-            starts.append(stream.starts + before)
-            sizes.append(np.load(part / _BYTES, allow_pickle=False))
-            before += stream.tokens
-        if pending:
-            writer.write(pending)
-        written = _Written(
-            starts=np.concatenate(starts),
-            document_bytes=np.concatenate(sizes),
-            tokens=total,
-            text_bytes=sum(manifest.text_bytes for manifest in manifests),
-            shards=writer.finish(),
-        )
-        return _write_manifest(
-            folder,
-            written,
-            corpus=of["corpus"],
-            tokenizer=tokenizer,
-            validation_fraction=of["validation_fraction"],
         )
 
 
@@ -264,56 +196,21 @@ def _check(
 
 
 def _write_part(
-    folder: Path, part: tuple[int, int], of: dict[str, Any], written: "_Written"
+    folder: Path, part: tuple[int, int], of: dict[str, Any], written: Written
 ) -> None:
     if not len(written.starts):
         raise UserError(
             f"no document begins in part {part[0]}/{part[1]} of the corpus: choose "
             "fewer parts"
         )
-    with open(folder / _BYTES, "wb") as file:
+    with open(folder / BYTES, "wb") as file:
         np.save(file, written.document_bytes)
-    (folder / _PART).write_text(json_text(of, indent=1) + "\n", encoding="utf-8")
+    (folder / PART).write_text(json_text(of, indent=1) + "\n", encoding="utf-8")
 
 
-def _parts(folders: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    """Reads what parts are of, and puts them in their order."""
-    found: dict[int, tuple[Path, dict[str, Any]]] = {}
-    first: tuple[Path, dict[str, Any]] | None = None
-    count = 0
-    for folder in folders:
-        if not (folder / _PART).is_file():
-            raise UserError(
-                f"{folder} is no part: make parts with `recurjax data prepare --part`"
-            )
-        of = read_json_object(folder / _PART, "what a part is of")
-        number, count = of.pop("part")
-        first = first or (folder, {**of, "parts": count})
-        mine = {**of, "parts": count}
-        differing = [name for name in mine if mine[name] != first[1].get(name)]
-        if differing:
-            raise UserError(
-                f"{folder} and {first[0]} are parts of different preparations (other "
-                f"{', '.join(differing)}): prepare them in the same way"
-            )
-        if number in found:
-            raise UserError(
-                f"{folder} and {found[number][0]} are both part {number}/{count}"
-            )
-        found[number] = folder, mine
-    missing = [str(n) for n in range(1, count + 1) if n not in found]
-    if missing or not found:
-        raise UserError(
-            f"part {', '.join(missing)} of {count} is missing: name all of them"
-            if found
-            else "name the parts to merge"
-        )
-    return [found[number] for number in sorted(found)]
-
-
-def _write_manifest(
+def write_manifest(
     folder: Path,
-    written: "_Written",
+    written: Written,
     *,
     corpus: str,
     tokenizer: Tokenizer,
@@ -369,14 +266,6 @@ def _encoded(
     return encode_in_processes(reading, saved, workers=workers, ends=ends)
 
 
-class _Written(NamedTuple):
-    starts: np.ndarray
-    document_bytes: np.ndarray
-    tokens: int
-    text_bytes: int
-    shards: tuple[Shard, ...]
-
-
 def _write_tokens(
     partial: Partial,
     encoded: Iterator[EncodedDocument],
@@ -385,10 +274,10 @@ def _write_tokens(
     shard_tokens: int,
     max_tokens: int | None,
     progress: Callable[[int, int, int], None],
-) -> _Written:
-    kept, dtype = partial.kept, _stored(vocabulary)
+) -> Written:
+    kept, dtype = partial.kept, stored_type(vocabulary)
     # Shards end at whole records, so that token t is in record t // BLOCK throughout.
-    writer = _ShardWriter(partial.folder, _records(shard_tokens), kept.shards)
+    writer = ShardWriter(partial.folder, records_of(shard_tokens), kept.shards)
     size = BLOCK * dtype.itemsize
     # Eight bytes a document: lists of Python's numbers would take five times as much.
     starts = array("q", np.asarray(kept.starts, np.int64).tobytes())
@@ -426,7 +315,7 @@ def _write_tokens(
             break
     if pending:
         writer.write(pending)
-    return _Written(
+    return Written(
         starts=np.array(starts, np.int64),
         document_bytes=np.array(document_bytes, np.int64),
         tokens=tokens,
@@ -435,12 +324,9 @@ def _write_tokens(
     )
 
 
-def _stored(vocabulary: int) -> np.dtype:
+def stored_type(vocabulary: int) -> np.dtype:
+    """Returns the type of tokens in records."""
     return np.dtype(token_dtype(vocabulary)).newbyteorder("<")
-
-
-def _records(shard_tokens: int) -> int:
-    return -(-shard_tokens // BLOCK)
 
 
 def _progress(
@@ -454,7 +340,7 @@ def _progress(
 
 
 @contextmanager
-def _written_to(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
+def written_to(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
     """Yields a folder beside `out` that becomes `out` when all went well."""
     partial: Partial | None = None
     try:
@@ -473,59 +359,3 @@ def _written_to(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
             f"the disk is full: nothing was kept at {out}; free some space or "
             "choose another disk"
         ) from error
-
-
-class _ShardWriter:
-    """Writes records to files of `per_shard` records each."""
-
-    def __init__(self, folder: Path, per_shard: int, shards: tuple[Shard, ...] = ()):
-        """Goes on after the shards that are there."""
-        self._folder, self._per_shard = folder, per_shard
-        self._shards = list(shards)
-        self._records = 0
-        self._writer: ArrayRecordWriter | None = None
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        """The files that are full."""
-        return tuple(self._shards)
-
-    def write_whole_records(self, data: bytes, size: int) -> bytes:
-        """Writes records of `size` bytes and returns what does not make one."""
-        whole = len(data) - len(data) % size
-        for begin in range(0, whole, size):
-            self.write(data[begin : begin + size])
-        return data[whole:]
-
-    def write(self, record: bytes) -> None:
-        if self._records == self._per_shard:
-            self._close()
-        # group_size 1: each record can be read alone, which random access needs.
-        writer = self._writer or ArrayRecordWriter(str(self._path()), "group_size:1")
-        self._writer = writer
-        writer.write(record)
-        self._records += 1
-
-    def finish(self) -> tuple[Shard, ...]:
-        self._close()
-        return tuple(self._shards)
-
-    def _path(self) -> Path:
-        return self._folder / f"tokens-{len(self._shards):05d}.arrayrecord"
-
-    def _close(self) -> None:
-        if self._writer is None:
-            return
-        self._writer.close()
-        path = self._path()
-        self._shards.append(
-            Shard(
-                file=path.name,
-                # Read back from the disk: the checksum is of what is there, not of what
-                # was meant.
-                records=self._records,
-                size=path.stat().st_size,
-                sha256=sha256_of(path),
-            )
-        )
-        self._writer, self._records = None, 0

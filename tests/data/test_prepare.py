@@ -10,7 +10,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from rich.console import Console
 
-from recurjax.data import prepare as prepare_module
+from recurjax.data import shard_writer
 from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.config import (
     Bpe,
@@ -22,7 +22,8 @@ from recurjax.data.config import (
 )
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
-from recurjax.data.prepare import Progress, merge, prepare
+from recurjax.data.merge import merge
+from recurjax.data.prepare import Progress, prepare
 from recurjax.data.prepared import PreparedStream, read_manifest, verify_checksums
 from recurjax.data.progress import shown_progress
 from recurjax.errors import UserError
@@ -165,7 +166,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(corpus, tmp_path, monkey
     def full(path, options):
         return ArrayRecordWriter("/dev/full", options)
 
-    monkeypatch.setattr(prepare_module, "ArrayRecordWriter", full)
+    monkeypatch.setattr(shard_writer, "ArrayRecordWriter", full)
     with pytest.raises(UserError, match="the disk is full: nothing was kept"):
         prepare(corpus, ByteTokenizer(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

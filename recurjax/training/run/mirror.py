@@ -22,7 +22,8 @@ from recurjax import peers
 from recurjax.errors import UserError
 from recurjax.storage import Store, open_store
 from recurjax.training.agreement import first_process
-from recurjax.training.run.run_lock import LOCK, held_in_store
+from recurjax.training.run.lock_places import LOCK
+from recurjax.training.run.run_lock import held_in_store
 
 _CHECKPOINTS = "checkpoints"
 _COMMIT = "commit_success.txt"

@@ -12,15 +12,9 @@ import pytest
 
 from recurjax.errors import UserError
 from recurjax.storage import open_store
-from recurjax.training.run import run_lock
-from recurjax.training.run.run_lock import (
-    LOCK,
-    Holder,
-    LockFile,
-    LockObject,
-    held,
-    held_in_store,
-)
+from recurjax.training.run import lock_places, run_lock
+from recurjax.training.run.lock_places import LOCK, Holder, LockFile, LockObject
+from recurjax.training.run.run_lock import held, held_in_store
 from tests.training.bucket import URL
 
 
@@ -182,9 +176,9 @@ def test_a_lock_that_says_nothing_is_told(tmp_path, said, text, monkeypatch):
 
 def test_where_there_are_no_links_one_file_is_opened(tmp_path, said, monkeypatch):
     def link(*_):
-        raise OSError(run_lock.errno.ENOTSUP, "no links here")
+        raise OSError(lock_places.errno.ENOTSUP, "no links here")
 
-    monkeypatch.setattr(run_lock.os, "link", link)
+    monkeypatch.setattr(lock_places.os, "link", link)
     with held(tmp_path, said.append):
         assert os.listdir(tmp_path) == [LOCK]
         with pytest.raises(UserError, match="in use"), held(tmp_path, said.append):
