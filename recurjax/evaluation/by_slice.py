@@ -22,7 +22,7 @@ def curves_of(
     for name, share in slices.items():
         kind, _, value = name.partition("=")
         by.setdefault(kind, {})[int(value)] = share
-    curves = {
+    curves: dict[str, Curve] = {
         kind: (sorted(found), [found[value] for value in sorted(found)])
         for kind, found in sorted(by.items(), reverse=True)
     }

@@ -1,7 +1,7 @@
 """A model's answers to LongBench's items, scored in LongBench's way and in RAT's."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,7 +50,7 @@ def read_longbench(directory: Path) -> dict[str, list[Item]]:
 
 
 def evaluate_longbench(
-    subject: Subject, tasks: dict[str, Sequence[Item]], *, limit: int | None
+    subject: Subject, tasks: Mapping[str, Sequence[Item]], *, limit: int | None
 ) -> list[Row]:
     """Answers greedily and scores.
 
