@@ -131,6 +131,12 @@ class JsonTokenizer:
             self if eos is None else JsonTokenizer(self._definition, bos=eos, eos=eos)
         )
 
+    @cached_property
+    def named_tokens(self) -> dict[str, int]:
+        """Returns the special tokens by their names, which no text becomes."""
+        added = self._json.get("added_tokens") or []
+        return {row["content"]: row["id"] for row in added if row.get("special")}
+
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         return self.encode_many([text])[0]
 

@@ -1,0 +1,167 @@
+"""`recurjax serve`: models behind HTTP, in OpenAI's words."""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from recurjax.cli.options import parse
+from recurjax.data.chat import load_template
+from recurjax.errors import UserError
+from recurjax.inference.compute_dtype import in_compute_dtype
+from recurjax.inference.engine import Engine, EngineConfig
+from recurjax.inference.engine.memory import slots_that_fit
+from recurjax.ranges import require_numbers
+from recurjax.sharding import MeshConfig, reading_mesh
+from recurjax.training.run import LoadedRun, load_run
+
+if TYPE_CHECKING:
+    from recurjax.inference.serving.app import Served
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """Answers OpenAI's clients with trained models.
+
+    Attributes:
+      runs: run directories; each is served under its folder's name.
+      host, port: where to listen; by default this machine alone can ask.
+      slots: requests that are continued at once; "auto": as many as memory holds.
+      length: tokens that a slot holds, prompt and answer together; None: 4096, or what
+        the model has positions for.
+      queue: requests that may wait beside those in slots; the next one is refused.
+      prefill_tokens: of prompts, read at most between two looks at the others.
+      steps: tokens a slot between two looks at new requests.
+      states_gib: memory for states of conversations, so that a next turn reads only
+        what is new.
+      prefill: "exact", or "sweeps:4" of a model with a latent memory.
+      top_logprobs: likeliest tokens that a request may ask for at each place.
+      api_key_file: a file with the key that requests must bring.
+      template: a chat template for runs without one.
+      grace: seconds that open requests have when the server is told to end.
+      mesh: devices that each model lies on.
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    slots: int | Literal["auto"] = 8
+    length: int | None = None
+    queue: int = 64
+    prefill_tokens: int = 512
+    steps: int = 4
+    states_gib: float = 0.5
+    prefill: str = "exact"
+    top_logprobs: int = 5
+    api_key_file: Path | None = None
+    template: Path | None = None
+    grace: float = 30.0
+    mesh: MeshConfig = MeshConfig(data=1)
+
+    def __post_init__(self):
+        require_numbers(self)
+        if not 0 <= self.port < 65536 or self.queue < 0 or self.grace < 0:
+            raise UserError(
+                "port must be from 0 to 65535, queue and grace not negative, got "
+                f"{self.port}, {self.queue} and {self.grace}"
+            )
+
+
+def run(argv: list[str]) -> int:
+    """Runs `recurjax serve ARGV` until it is told to end, and returns its exit code.
+
+    Raises:
+      UserError: something the user can put right, said in one sentence.
+    """
+    options = parse(ServeOptions, argv, prog="recurjax serve")
+    try:
+        from recurjax.inference.serving.app import App
+        from recurjax.inference.serving.server import bind, serve
+    except ImportError as error:
+        raise UserError(
+            f"recurjax serve needs {error.name}: pip install 'recurjax[serve]'"
+        ) from error
+    if not options.runs:
+        raise UserError("there is no run directory: recurjax serve RUN [RUN ...]")
+    names = [path.resolve().name for path in options.runs]
+    if len(set(names)) < len(names):
+        raise UserError(f"two runs have the same name: {', '.join(names)}")
+    key = None
+    if options.api_key_file is not None:
+        key = _read_key(options.api_key_file)
+    bound = bind(options.host, options.port)
+    served = [
+        _served(name, path, options)
+        for name, path in zip(names, options.runs, strict=True)
+    ]
+    host, port = bound.getsockname()[:2]
+    _tell(f"listening on http://{host}:{port} (health: 503 until compiled)")
+    app = App({one.name: one for one in served}, api_key=key)
+    serve(app, [one.worker for one in served], bound, grace=options.grace)
+    return 0
+
+
+def _served(name: str, path: Path, options: ServeOptions) -> "Served":
+    from recurjax.inference.serving.app import Served
+    from recurjax.inference.serving.worker import Worker
+
+    mesh = reading_mesh(options.mesh)
+    loaded = load_run(path, mesh=mesh, report=_tell)
+    template = load_template(
+        path / "tokenizer", file=options.template, tokenizer=loaded.tokenizer
+    )
+    if loaded.tokenizer.eos is None:
+        _tell(f"{name}: its tokenizer has no EOS: only a limit or a stop ends a text")
+    if template is None:
+        _tell(f"{name}: no chat template: completions only, or give --template FILE")
+    most = loaded.model.config.max_length
+    length = options.length or min(4096, most or 4096)
+    config = EngineConfig(
+        slots=options.slots,
+        length=length,
+        prefill_tokens=min(options.prefill_tokens, length),
+        steps=options.steps,
+        states_gib=options.states_gib if options.prefill == "exact" else 0.0,
+        prefill=options.prefill,
+        top_logprobs=options.top_logprobs,
+    )
+    # Told now, and not when the server is up and its engine cannot be made.
+    slots_that_fit(loaded.model, config)
+    build = partial(_build, name, loaded, config, mesh if mesh.size > 1 else None)
+    return Served(
+        name=name,
+        worker=Worker(build, most_waiting=options.queue),
+        tokenizer=loaded.tokenizer,
+        template=template,
+    )
+
+
+def _build(name: str, loaded: LoadedRun, config: EngineConfig, mesh) -> Engine:
+    model = in_compute_dtype(loaded.model)
+    try:
+        engine = Engine(model, config, tokenizer=loaded.tokenizer, mesh=mesh)
+    except UserError as error:
+        _tell(f"{name}: {error}")
+        raise
+    _tell(
+        f"{name}: {engine.slots} slots of {config.length} tokens, "
+        f"{engine.row_bytes / 2**20:,.2f} MiB each: ready"
+    )
+    return engine
+
+
+def _read_key(file: Path) -> str:
+    try:
+        key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the API key from {file}: {error}") from error
+    if not key:
+        raise UserError(f"{file} is empty: write the API key into it")
+    return key
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

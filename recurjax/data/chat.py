@@ -1,0 +1,200 @@
+"""Conversations as tokens: chat templates in a sandbox, and what a user may not say.
+
+A template is a program that came with a model: it runs in jinja2's sandbox. It writes
+names of special tokens between the messages; a user who types such a name has typed
+text, so names are told apart by who wrote them and not by how they look.
+"""
+
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
+from recurjax.json_files import read_json_object
+
+TEMPLATE_FILE = "chat_template.jinja"
+_CONFIG_FILE = "tokenizer_config.json"
+_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError)
+"""What a template that is no good for these messages raises, beside jinja2's own."""
+_FIRST_MARK = 0xF0000
+"""Private use: the first of the characters that stand for names in a user's text."""
+
+
+class ChatTemplate:
+    """A template as transformers writes them: jinja2 over `messages`."""
+
+    def __init__(self, source: str, *, tokens: Mapping[str, str | None] | None = None):
+        """Compiles it.
+
+        Args:
+          tokens: names that templates know: `bos_token`, `eos_token` and so on.
+
+        Raises:
+          UserError: jinja2 is not installed, or the template does not compile.
+        """
+        try:
+            from jinja2.exceptions import TemplateError  # pyright: ignore[reportMissingImports]
+            from jinja2.sandbox import ImmutableSandboxedEnvironment  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise UserError(
+                "chat templates need jinja2: pip install recurjax[serve]"
+            ) from error
+        self.source = source
+        self._error = TemplateError
+        self._tokens = {name: text for name, text in (tokens or {}).items() if text}
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols"],
+        )
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise UserError(f"the chat template does not compile: {error}") from error
+
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, answer: bool = True
+    ) -> str:
+        """Writes a conversation as text.
+
+        Args:
+          messages: with a `role` and a `content` each.
+          answer: end where the assistant's answer begins.
+
+        Raises:
+          UserError: the template refuses the conversation, or fails.
+        """
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=answer,
+                **self._tokens,
+            )
+        except _Refused as error:
+            raise UserError(f"the chat template refuses: {error}") from error
+        except (
+            self._error,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+        ) as error:
+            raise UserError(f"the chat template fails: {error}") from error
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        tokenizer: Tokenizer,
+        *,
+        answer: bool = True,
+    ) -> list[int]:
+        """Returns a conversation's tokens; names in a message's content are text.
+
+        For contents without names of special tokens these are the tokens that
+        transformers makes of the same template.
+        """
+        named: dict[str, int] = getattr(tokenizer, "named_tokens", {})
+        marks = _marks(named, messages)
+        hidden = [
+            {
+                role: _hidden(text, marks) if isinstance(text, str) else text
+                for role, text in message.items()
+            }
+            for message in messages
+        ]
+        rendered = self.render(hidden, answer=answer)
+        shown = {mark: name for name, mark in marks.items()}
+        ids: list[int] = []
+        for part in _split(rendered, named):
+            if part in named:
+                ids.append(named[part])
+            elif part:
+                text = "".join(shown.get(character, character) for character in part)
+                ids += tokenizer.encode(text).tolist()
+        return ids
+
+
+def load_template(
+    folder: Path, *, file: Path | None = None, tokenizer: Tokenizer
+) -> ChatTemplate | None:
+    """Reads the template of a model's folder, or another file; None: there is none.
+
+    Args:
+      folder: with chat_template.jinja, or tokenizer_config.json that holds one.
+      file: is read in its place.
+
+    Raises:
+      UserError: it cannot be read, or does not compile.
+    """
+    names = {}
+    for role, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
+        named = getattr(tokenizer, "named_tokens", {})
+        found = [name for name, number in named.items() if number == token]
+        names[role] = found[0] if found else None
+    if file is None and not (folder / TEMPLATE_FILE).is_file():
+        source = None
+        if (folder / _CONFIG_FILE).is_file():
+            what = "the tokenizer's config"
+            config = read_json_object(folder / _CONFIG_FILE, what)
+            source = _default(config.get("chat_template"))
+        return None if source is None else ChatTemplate(source, tokens=names)
+    file = folder / TEMPLATE_FILE if file is None else file
+    try:
+        return ChatTemplate(file.read_text(encoding="utf-8"), tokens=names)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the chat template {file}: {error}") from error
+
+
+def _default(value: Any) -> str | None:
+    """Returns the template of a config that has one, or several by name."""
+    if isinstance(value, list):
+        named = {row.get("name"): row for row in value if isinstance(row, dict)}
+        value = named.get("default", {}).get("template")
+    return value if isinstance(value, str) else None
+
+
+def _marks(
+    named: Mapping[str, int], messages: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Returns characters of no message, for the names that messages contain."""
+    whole = "".join(
+        text
+        for message in messages
+        for text in message.values()
+        if isinstance(text, str)
+    )
+    present = sorted((name for name in named if name in whole), key=len, reverse=True)
+    free = (
+        chr(code) for code in range(_FIRST_MARK, 0x10FFFE) if chr(code) not in whole
+    )
+    return dict(zip(present, free, strict=False))
+
+
+def _hidden(text: str, marks: Mapping[str, str]) -> str:
+    for name, mark in marks.items():  # the longest first: one may contain another
+        text = text.replace(name, mark)
+    return text
+
+
+def _split(text: str, named: Mapping[str, int]) -> list[str]:
+    if not named:
+        return [text]
+    longest = sorted(named, key=len, reverse=True)
+    return re.split(f"({'|'.join(map(re.escape, longest))})", text)
+
+
+class _Refused(Exception):
+    """What a template says by raise_exception."""
+
+
+def _refuse(message: str) -> None:
+    raise _Refused(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

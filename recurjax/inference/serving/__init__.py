@@ -1,0 +1,1 @@
+"""Models behind HTTP, in OpenAI's words."""

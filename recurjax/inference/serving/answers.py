@@ -1,0 +1,157 @@
+"""Answers in OpenAI's form: whole, or as pieces of a stream."""
+
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.inference.serving.bodies import Wanted
+from recurjax.inference.serving.worker import News, Stream
+
+_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+
+
+class Choice:
+    """One of an answer's texts.
+
+    Attributes:
+      begin: text that comes before it: the prompt, for `echo`.
+    """
+
+    def __init__(self, *, index: int, stream: Stream, begin: str):
+        self.index, self.stream, self.begin = index, stream, begin
+        self.text = ""
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[list[tuple[int, float]]] = []
+        self.reason: str | None = None
+
+    def take(self, news: News) -> None:
+        """Adds news."""
+        self.text += news.text
+        self.tokens += news.tokens
+        self.logprobs += news.logprobs
+        self.top += news.top
+        self.reason = news.reason
+
+
+class Answers:
+    """Writes what becomes of one request."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        chat: bool,
+        wanted: Wanted,
+        tokenizer: Tokenizer,
+        prompt_tokens: int,
+    ):
+        self._chat, self._wanted, self._tokenizer = chat, wanted, tokenizer
+        self._prompt_tokens = prompt_tokens
+        kind = "chatcmpl" if chat else "cmpl"
+        self._head = {
+            "id": f"{kind}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": name,
+        }
+
+    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+        """Returns the answer in one piece."""
+        rows = []
+        for choice in choices:
+            logprobs = self._logprobs(choice.tokens, choice.logprobs, choice.top)
+            row: dict[str, Any] = {"index": choice.index}
+            if self._chat:
+                row["message"] = {"role": "assistant", "content": choice.text}
+            else:
+                row["text"] = choice.begin + choice.text
+            row |= {
+                "logprobs": logprobs,
+                "finish_reason": _REASONS.get(choice.reason or "", choice.reason),
+            }
+            rows.append(row)
+        return {**self._headed(), "choices": rows, "usage": self._usage(choices)}
+
+    def begins(self, choices: list[Choice]) -> Iterator[dict[str, Any]]:
+        """Yields what a stream begins with."""
+        for choice in choices:
+            if self._chat:
+                delta = {"role": "assistant", "content": ""}
+                yield self._piece(choice, {"delta": delta}, None, None)
+            elif choice.begin:
+                yield self._piece(choice, {"text": choice.begin}, None, None)
+
+    def pieces(self, choice: Choice, news: News) -> Iterator[dict[str, Any]]:
+        """Yields what some news become in a stream."""
+        if not news.tokens and not news.text and news.reason is None:
+            return
+        content = {"delta": {"content": news.text}} if self._chat else None
+        logprobs = self._logprobs(news.tokens, news.logprobs, news.top)
+        reason = None if self._chat else _REASONS.get(news.reason or "")
+        yield self._piece(choice, content or {"text": news.text}, logprobs, reason)
+        if self._chat and news.reason is not None:
+            yield self._piece(choice, {"delta": {}}, None, _REASONS.get(news.reason))
+
+    def ends(self, choices: list[Choice]) -> Iterator[dict[str, Any]]:
+        """Yields what a stream ends with, before its last word."""
+        if self._wanted.include_usage:
+            usage = self._usage(choices)
+            yield {**self._headed(chunk=True), "choices": [], "usage": usage}
+
+    def _headed(self, *, chunk: bool = False) -> dict[str, Any]:
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {
+            **self._head,
+            "object": kind + (".chunk" if chunk and self._chat else ""),
+        }
+
+    def _piece(
+        self, choice: Choice, content: dict, logprobs: Any, reason: str | None
+    ) -> dict[str, Any]:
+        row = {"index": choice.index, **content}
+        row |= {"logprobs": logprobs, "finish_reason": reason}
+        piece = {**self._headed(chunk=True), "choices": [row]}
+        return piece | ({"usage": None} if self._wanted.include_usage else {})
+
+    def _usage(self, choices: list[Choice]) -> dict[str, int]:
+        made = sum(len(choice.tokens) for choice in choices)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": made,
+            "total_tokens": self._prompt_tokens + made,
+        }
+
+    def _logprobs(
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        top: list[list[tuple[int, float]]],
+    ) -> Any:
+        if self._wanted.top_logprobs is None:
+            return None
+        count = self._wanted.top_logprobs
+        names = [self._name(token) for token in tokens]
+        if not self._chat:
+            return {
+                "tokens": names,
+                "token_logprobs": logprobs,
+                "top_logprobs": [
+                    {self._name(token): value for token, value in row[:count]}
+                    for row in top
+                ],
+                "text_offset": [sum(map(len, names[:n])) for n in range(len(names))],
+            }
+        rows = []
+        for name, value, row in zip(names, logprobs, top, strict=True):
+            others = [_named(self._name(t), v) for t, v in row[:count]]
+            rows.append(_named(name, value) | {"top_logprobs": others})
+        return {"content": rows}
+
+    def _name(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+
+def _named(name: str, value: float) -> dict[str, Any]:
+    return {"token": name, "logprob": value, "bytes": list(name.encode())}

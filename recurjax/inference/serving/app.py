@@ -1,0 +1,288 @@
+"""The routes: bodies in, engines asked, JSON and server-sent events out."""
+
+import hmac
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]
+from starlette.requests import ClientDisconnect, Request  # pyright: ignore[reportMissingImports]
+from starlette.responses import JSONResponse, Response  # pyright: ignore[reportMissingImports]
+from starlette.routing import Route  # pyright: ignore[reportMissingImports]
+
+from recurjax.data.chat import ChatTemplate
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
+from recurjax.inference.serving.answers import Answers, Choice
+from recurjax.inference.serving.bodies import (
+    Wanted,
+    read_body,
+    read_messages,
+    read_prompts,
+    read_wishes,
+)
+from recurjax.inference.serving.errors import RequestError
+from recurjax.inference.serving.metrics import Metrics
+from recurjax.inference.serving.talk import Events, Talk, Whole
+from recurjax.inference.serving.worker import Worker
+
+LARGEST_BODY = 16 * 2**20
+_COMPLETION_TOKENS = 16
+"""Of a completion that names no limit, as OpenAI has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model behind the routes.
+
+    Attributes:
+      template: None: the model has none, and no chat.
+    """
+
+    name: str
+    worker: Worker
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class App:
+    """Answers requests to some models.
+
+    Attributes:
+      asgi: what a server runs.
+    """
+
+    def __init__(self, models: Mapping[str, Served], *, api_key: str | None = None):
+        """Makes the routes; `api_key`: asked of every one but /health."""
+        self._models, self._key = dict(models), api_key
+        self._registry = CollectorRegistry()
+        self._metrics = Metrics(self._registry, lambda: self._workers())
+        routes: list[tuple[str, str, Callable[[Request], Awaitable[Any]]]] = [
+            ("/v1/models", "GET", self._list),
+            ("/v1/completions", "POST", self._complete),
+            ("/v1/chat/completions", "POST", self._chat),
+            ("/tokenize", "POST", self._tokenize),
+            ("/detokenize", "POST", self._detokenize),
+            ("/tokenizer_info", "GET", self._tokenizer_info),
+            ("/health", "GET", self._health),
+            ("/metrics", "GET", self._show_metrics),
+        ]
+        self.asgi = Starlette(
+            routes=[
+                Route(path, self._guarded(answer), methods=[method])
+                for path, method, answer in routes
+            ],
+            exception_handlers={404: _unknown_route, 405: _unknown_route},
+        )
+
+    def _workers(self) -> dict[str, Worker]:
+        return {name: served.worker for name, served in self._models.items()}
+
+    def _guarded(self, answer: Callable[[Request], Awaitable[Any]]):
+        """Turns what is raised into JSON, and asks for the key."""
+
+        async def guarded(request: Request) -> Any:
+            try:
+                if request.url.path != "/health":
+                    self._check_key(request)
+                return await answer(request)
+            except RequestError as error:
+                told = error
+            except UserError as error:
+                told = RequestError(400, str(error))
+            except ClientDisconnect:
+                told = RequestError(400, "the client has gone")
+            except Exception as error:  # ours: told here in full, to clients by name
+                traceback.print_exc()
+                told = RequestError(500, f"the server failed: {type(error).__name__}")
+            return JSONResponse(told.body(), status_code=told.status)
+
+        return guarded
+
+    def _check_key(self, request: Request) -> None:
+        if self._key is None:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._key.encode()):
+            raise RequestError(401, "the API key is missing or wrong")
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > LARGEST_BODY:
+                raise RequestError(413, f"a body may have {LARGEST_BODY} bytes")
+        return read_body(bytes(data))
+
+    def _model(self, body: Mapping[str, Any]) -> Served:
+        name = body.get("model")
+        if name is None and len(self._models) == 1:
+            return next(iter(self._models.values()))
+        if not isinstance(name, str) or name not in self._models:
+            known = ", ".join(self._models)
+            raise RequestError(
+                404, f"there is no model {name!r}: it is one of {known}", field="model"
+            )
+        return self._models[name]
+
+    async def _list(self, request: Request) -> Response:
+        rows = [
+            {
+                "id": served.name,
+                "object": "model",
+                "created": served.created,
+                "owned_by": "recurjax",
+            }
+            for served in self._models.values()
+        ]
+        return JSONResponse({"object": "list", "data": rows})
+
+    async def _health(self, request: Request) -> Response:
+        for served in self._models.values():
+            served.worker.ready()
+        return JSONResponse({"status": "ok"})
+
+    async def _show_metrics(self, request: Request) -> Response:
+        text = generate_latest(self._registry)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        served, text = self._model(body), body.get("prompt")
+        if not isinstance(text, str):
+            raise RequestError(400, "prompt must be a text", field="prompt")
+        special = body.get("add_special_tokens", True) is not False
+        ids = _encode(served.tokenizer, text, bos=special)
+        return JSONResponse({"tokens": ids, "count": len(ids)})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        served, ids = self._model(body), body.get("tokens")
+        most = served.tokenizer.vocabulary
+        if not isinstance(ids, list) or not all(
+            type(token) is int and 0 <= token < most for token in ids
+        ):
+            raise RequestError(
+                400,
+                f"tokens must be a list of ids from 0 to {most - 1}",
+                field="tokens",
+            )
+        return JSONResponse({"prompt": served.tokenizer.decode(ids)})
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        served = self._model(dict(request.query_params))
+        tokenizer = served.tokenizer
+        return JSONResponse(
+            {
+                "model": served.name,
+                "vocabulary": tokenizer.vocabulary,
+                "bos": tokenizer.bos,
+                "eos": tokenizer.eos,
+                "hash": tokenizer.hash,
+                "chat_template": None
+                if served.template is None
+                else served.template.source,
+            }
+        )
+
+    async def _complete(self, request: Request) -> Any:
+        body = await self._body(request)
+        served = self._model(body)
+        wanted = read_wishes(body, chat=False)
+        if wanted.echo and wanted.top_logprobs is not None:
+            raise RequestError(
+                400,
+                "echo with logprobs is not supported: take one of them",
+                field="echo",
+            )
+        tokenizer = served.tokenizer
+        prompts = read_prompts(body, lambda text: _encode(tokenizer, text, bos=True))
+        limit = wanted.max_tokens or _COMPLETION_TOKENS
+        return self._answer(request, served, prompts, wanted, [limit] * len(prompts))
+
+    async def _chat(self, request: Request) -> Any:
+        body = await self._body(request)
+        served = self._model(body)
+        wanted = read_wishes(body, chat=True)
+        messages = read_messages(body)
+        if served.template is None:
+            raise RequestError(
+                400,
+                f"{served.name} has no chat template: use /v1/completions, or serve it "
+                "with --template",
+            )
+        ids = served.template.encode(messages, served.tokenizer)
+        engine = served.worker.ready()
+        room = engine.config.length - len(ids) + 1
+        limit = wanted.max_tokens or max(room, 1)
+        return self._answer(request, served, [ids], wanted, [limit], chat=True)
+
+    def _answer(
+        self,
+        request: Request,
+        served: Served,
+        prompts: list[list[int]],
+        wanted: Wanted,
+        limits: list[int],
+        *,
+        chat: bool = False,
+    ) -> Any:
+        """Submits every prompt n times, and answers in one piece or as they come."""
+        engine = served.worker.ready()
+        top = wanted.top_logprobs or 0
+        if top > engine.config.top_logprobs:
+            raise RequestError(
+                400,
+                f"this server tells of at most {engine.config.top_logprobs} likeliest "
+                "tokens at each place",
+                field="logprobs",
+            )
+        asked = [
+            (
+                np.asarray(prompt, np.int64),
+                wanted.request_settings(limit=limit, choice=choice),
+            )
+            for prompt, limit in zip(prompts, limits, strict=True)
+            for choice in range(wanted.n)
+        ]
+        if any(len(prompt) == 0 for prompt in prompts):
+            raise RequestError(400, "the prompt has no tokens", field="prompt")
+        streams = served.worker.submit(asked)
+        tokenizer = served.tokenizer
+        choices = [
+            Choice(
+                index=index,
+                stream=stream,
+                begin=tokenizer.decode(stream.prompt) if wanted.echo else "",
+            )
+            for index, stream in enumerate(streams)
+        ]
+        answers = Answers(
+            name=served.name,
+            chat=chat,
+            wanted=wanted,
+            tokenizer=tokenizer,
+            prompt_tokens=sum(map(len, prompts)),
+        )
+        talk = Talk(served.worker, choices, self._metrics, served.name)
+        if wanted.stream:
+            return Events(talk, answers)
+        return Whole(talk, answers)
+
+
+async def _unknown_route(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    said = f"there is no {request.method} {request.url.path}"
+    return JSONResponse(RequestError(status, said).body(), status_code=status)
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, bos: bool) -> list[int]:
+    ids = tokenizer.encode(text).tolist()
+    if tokenizer.bos is None or (ids and not bos):
+        return ids
+    return [tokenizer.bos, *ids]

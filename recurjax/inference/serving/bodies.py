@@ -1,0 +1,271 @@
+"""Bodies of requests: read field by field, each with a sentence for what is wrong."""
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recurjax.errors import UserError
+from recurjax.inference.engine import RequestSettings
+from recurjax.inference.sampling import SamplingConfig
+from recurjax.inference.serving.errors import RequestError
+from recurjax.json_files import parse_json
+
+MOST_CHOICES = 64
+MOST_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What a body asks for, beside its prompt.
+
+    Attributes:
+      model: its name.
+      max_tokens: None: as the route says.
+      top_logprobs: likeliest tokens told at each place; None: no probabilities.
+      settings: without seeds' streams and limits, see `request_settings`.
+    """
+
+    model: str
+    n: int
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+    echo: bool
+    top_logprobs: int | None
+    stop: tuple[str, ...]
+    seed: int
+    sampling: SamplingConfig
+    ignore_eos: bool
+
+    def request_settings(self, *, limit: int, choice: int) -> RequestSettings:
+        """Returns the settings of one of the n choices."""
+        return RequestSettings(
+            max_new_tokens=limit,
+            sampling=self.sampling,
+            seed=self.seed,
+            stream=choice,
+            stop=self.stop,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.top_logprobs is not None,
+        )
+
+
+def read_body(data: bytes) -> dict[str, Any]:
+    """Reads a body that must be a JSON object."""
+    try:
+        body = parse_json(data, "the body")
+    except UserError as error:
+        raise RequestError(400, str(error)) from None
+    if not isinstance(body, dict):
+        raise RequestError(400, "the body must be a JSON object")
+    return body
+
+
+def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
+    """Reads the fields of a completion or a chat completion, but for the prompt.
+
+    Raises:
+      RequestError: 400, naming the first field that is wrong or unknown.
+    """
+    known = _CHAT if chat else _COMPLETION
+    for name in body:
+        if name not in known | _BOTH:
+            raise RequestError(
+                400, f"there is no field {name!r} in such a request", field=name
+            )
+    for name, neutral in _NEUTRAL.items():
+        if body.get(name) not in (None, *neutral):
+            raise RequestError(
+                400, f"{name} is not supported: leave it out", field=name
+            )
+    stop = body.get("stop")
+    stop = [stop] if isinstance(stop, str) else ([] if stop is None else stop)
+    texts = isinstance(stop, list) and all(isinstance(x, str) and x for x in stop)
+    if not texts or len(stop) > MOST_STOP_STRINGS:
+        raise RequestError(
+            400,
+            f"stop must be a text or up to {MOST_STOP_STRINGS} of them, none empty",
+            field="stop",
+        )
+    options = _one(body, "stream_options", {}, dict, "an object")
+    for name in options:
+        if name != "include_usage":
+            raise RequestError(400, f"stream_options has no {name!r}", field=name)
+    top = _top_logprobs(body, chat=chat)
+    seed = _number(body, "seed", None, whole=True, least=-(2**63), most=2**64)
+    # 0 and -1 say in other servers' words that all tokens are kept.
+    top_k = _number(body, "top_k", 0, whole=True, least=-1, most=2**31 - 1)
+    try:
+        sampling = SamplingConfig(
+            temperature=_number(body, "temperature", 1.0, least=0, most=1e6),
+            top_p=_number(body, "top_p", 1.0, least=0, most=1),
+            top_k=None if top_k < 1 else top_k,
+            min_p=_number(body, "min_p", 0.0, least=0, most=1),
+            repetition_penalty=_number(
+                body, "repetition_penalty", 1.0, least=0, most=1e6
+            ),
+        )
+    except UserError as error:
+        raise RequestError(400, str(error)) from None
+    limit = "max_tokens"
+    if chat and body.get("max_completion_tokens") is not None:
+        limit = "max_completion_tokens"
+    return Wanted(
+        model=_one(body, "model", "", str, "a text"),
+        n=_number(body, "n", 1, whole=True, least=1, most=MOST_CHOICES),
+        max_tokens=_number(body, limit, None, whole=True, least=1, most=2**31 - 1),
+        stream=_flag(body, "stream"),
+        include_usage=_flag(options, "include_usage"),
+        echo=_flag(body, "echo"),
+        top_logprobs=top,
+        stop=tuple(stop),
+        seed=secrets.randbits(32) if seed is None else seed % 2**32,
+        sampling=sampling,
+        ignore_eos=_flag(body, "ignore_eos"),
+    )
+
+
+def read_prompts(
+    body: Mapping[str, Any], encode: Callable[[str], list[int]]
+) -> list[list[int]]:
+    """Reads `prompt`: a text, ids of tokens, or a list of either."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return [encode(prompt)]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(text, str) for text in prompt):
+            return [encode(text) for text in prompt]
+        if _are_ids(prompt):
+            return [prompt]
+        if all(isinstance(ids, list) and ids and _are_ids(ids) for ids in prompt):
+            return prompt
+    raise RequestError(
+        400,
+        "prompt must be a text, a list of texts, ids of tokens or a list of such lists",
+        field="prompt",
+    )
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 2**31 for value in values)
+
+
+def read_messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Reads `messages`: a role and a text each."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(
+            400, "messages must be a list of at least one", field="messages"
+        )
+    return [_message(message, number) for number, message in enumerate(messages)]
+
+
+def _message(message: Any, number: int) -> dict[str, str]:
+    where = f"messages[{number}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(
+            400, f"{where} must have a role and a content", field="messages"
+        )
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [
+            part["text"]
+            for part in content
+            if isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+        ]
+        if len(texts) == len(content):
+            content = "".join(texts)
+    if not isinstance(content, str):
+        raise RequestError(400, f"{where}: content must be text", field="messages")
+    return {"role": message["role"], "content": content}
+
+
+def _top_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
+    if not chat:
+        return _number(body, "logprobs", None, whole=True, least=0, most=20)
+    top = _number(body, "top_logprobs", 0, whole=True, least=0, most=20)
+    if not _flag(body, "logprobs"):
+        if top:
+            raise RequestError(
+                400, "top_logprobs wants logprobs true", field="top_logprobs"
+            )
+        return None
+    return top
+
+
+def _number(
+    body: Mapping[str, Any],
+    name: str,
+    default: Any,
+    *,
+    whole: bool = False,
+    least: float | int,
+    most: float | int,
+) -> Any:
+    value = body.get(name)
+    if value is None:
+        return default
+    kinds = (int,) if whole else (int, float)
+    if type(value) not in kinds or not least <= value <= most:
+        kind = "a whole number" if whole else "a number"
+        raise RequestError(
+            400, f"{name} must be {kind} from {least} to {most}", field=name
+        )
+    return value if whole else float(value)
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    return _one(body, name, False, bool, "true or false")
+
+
+def _one(
+    body: Mapping[str, Any], name: str, default: Any, kind: type, wish: str
+) -> Any:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise RequestError(400, f"{name} must be {wish}", field=name)
+    return value
+
+
+_NEUTRAL = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "tools": ([],),
+    "response_format": ({"type": "text"},),
+}
+"""Fields of OpenAI's that change nothing at these values, and are refused at others."""
+
+_BOTH = frozenset(
+    {
+        "model",
+        "n",
+        "max_tokens",
+        "stream",
+        "stream_options",
+        "stop",
+        "seed",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "logprobs",
+        "user",
+        "ignore_eos",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+    }
+)
+_COMPLETION = frozenset({"prompt", "echo", "best_of", "suffix"})
+_CHAT = frozenset(
+    {"messages", "max_completion_tokens", "top_logprobs", "tools", "response_format"}
+)

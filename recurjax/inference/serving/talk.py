@@ -1,0 +1,143 @@
+"""One request's answer on its way to the client, who may go away at any time."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from starlette.responses import (  # pyright: ignore[reportMissingImports]
+    JSONResponse,
+    Response,
+)
+
+from recurjax.inference.serving.answers import Answers, Choice
+from recurjax.inference.serving.errors import RequestError
+from recurjax.inference.serving.metrics import Metrics
+from recurjax.inference.serving.worker import Worker
+
+
+class Talk:
+    """The choices of one request, and what they bring."""
+
+    def __init__(
+        self, worker: Worker, choices: list[Choice], metrics: Metrics, name: str
+    ):
+        self.worker, self.choices = worker, choices
+        self._metrics, self._name = metrics, name
+
+    async def news(self) -> AsyncIterator[tuple[Choice, Any]]:
+        """Yields each choice's news until all have ended.
+
+        Raises:
+          RequestError: 500, where one failed.
+        """
+        waits = {
+            asyncio.ensure_future(self.worker.next(choice.stream)): choice
+            for choice in self.choices
+        }
+        try:
+            while waits:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for wait in sorted(done, key=lambda one: waits[one].index):
+                    choice, news = waits.pop(wait), wait.result()
+                    if news.reason in ("not_finite", "failed"):
+                        raise RequestError(500, _FAILED[news.reason])
+                    if news.reason is None:
+                        again = asyncio.ensure_future(self.worker.next(choice.stream))
+                        waits[again] = choice
+                    else:
+                        self._metrics.ended(self._name, choice.stream)
+                    choice.take(news)
+                    yield choice, news
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def cancel(self) -> None:
+        for choice in self.choices:
+            self.worker.cancel(choice.stream)
+
+
+_FAILED = {
+    "not_finite": "the model's logits are not finite: its parameters or activations "
+    "hold NaN or infinities",
+    "failed": "the engine has stopped",
+}
+
+
+class Whole:
+    """Answers in one piece, unless the client goes away first."""
+
+    def __init__(self, talk: Talk, answers: Answers):
+        self._talk, self._answers = talk, answers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        response = await _unless_gone(self._make(), receive, self._talk)
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _make(self) -> Response:
+        try:
+            async for _ in self._talk.news():
+                pass
+        except RequestError as error:
+            return JSONResponse(error.body(), status_code=error.status)
+        return JSONResponse(self._answers.whole(self._talk.choices))
+
+
+class Events:
+    """Answers as server-sent events, each a piece of one choice."""
+
+    def __init__(self, talk: Talk, answers: Answers):
+        self._talk, self._answers = talk, answers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await _unless_gone(self._send(send), receive, self._talk)
+
+    async def _send(self, send: Any) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+        ]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        await send(start)
+
+        async def event(value: Any) -> None:
+            text = value if isinstance(value, str) else json.dumps(value)
+            body = f"data: {text}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            for piece in self._answers.begins(self._talk.choices):
+                await event(piece)
+            async for choice, news in self._talk.news():
+                for piece in self._answers.pieces(choice, news):
+                    await event(piece)
+            for piece in self._answers.ends(self._talk.choices):
+                await event(piece)
+            await event("[DONE]")
+        except RequestError as error:
+            await event(error.body())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _unless_gone(work: Any, receive: Any, talk: Talk) -> Any:
+    """Runs work until it ends or the client has gone; then its slots are free."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            with suppress(OSError):  # the client went while it was sent to
+                return tasks[0].result()
+        return None
+    finally:
+        talk.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

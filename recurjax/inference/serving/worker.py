@@ -1,0 +1,191 @@
+"""An engine in a thread of its own: the event loop never waits for the device."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from recurjax.inference.engine import Engine, Request, RequestSettings
+from recurjax.inference.serving.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class News:
+    """What a request has got since the last news.
+
+    Attributes:
+      text: its next piece.
+      tokens, logprobs, top: the new ones; see `Request`.
+      reason: why it ended, None while it goes on.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+    reason: str | None
+
+
+class Stream:
+    """A request as the event loop sees it."""
+
+    def __init__(self, prompt: np.ndarray, settings: RequestSettings):
+        self.prompt, self.settings = prompt, settings
+        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        self.open = True
+        # These two are the engine's thread's.
+        self.request: Request | None = None
+        self.told: tuple[int, int] = 0, 0
+
+
+class Worker:
+    """Runs an engine; requests go in and news come out by queues.
+
+    Attributes:
+      engine: None until it is compiled.
+      broken: why it stopped for good, None while it works.
+      draining: takes nothing more, and ends what it has.
+    """
+
+    def __init__(self, build: Callable[[], Engine], *, most_waiting: int):
+        """Prepares it.
+
+        Args:
+          build: makes the engine, in the thread.
+          most_waiting: requests beyond the slots that may wait.
+        """
+        self.engine: Engine | None = None
+        self.broken: str | None = None
+        self.draining = False
+        self._build, self._most_waiting = build, most_waiting
+        self._inbox: queue.SimpleQueue[tuple[str, Stream | None]] = queue.SimpleQueue()
+        self._streams: set[Stream] = set()  # the event loop's
+        self._running: dict[Request, Stream] = {}  # the thread's
+        self._thread = threading.Thread(target=self._run, daemon=True, name="engine")
+
+    @property
+    def open(self) -> int:
+        """How many requests have not ended."""
+        return len(self._streams)
+
+    def start(self) -> None:
+        """Starts the thread, which first compiles."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; what runs is dropped."""
+        self._inbox.put(("stop", None))
+        self._thread.join(timeout=60)
+
+    def ready(self) -> Engine:
+        """Returns the engine where it takes requests.
+
+        Raises:
+          RequestError: 503.
+        """
+        if self.broken is not None:
+            raise RequestError(503, f"the engine has stopped: {self.broken}")
+        if self.engine is None:
+            raise RequestError(503, "the model is being compiled: try again soon")
+        if self.draining:
+            raise RequestError(503, "the server is ending: it takes nothing more")
+        return self.engine
+
+    def submit(self, asked: list[tuple[np.ndarray, RequestSettings]]) -> list[Stream]:
+        """Takes some requests, or none of them.
+
+        Raises:
+          RequestError: 503; 429 where too many wait already.
+          UserError: the engine refuses one.
+        """
+        engine = self.ready()
+        for prompt, settings in asked:
+            engine.check(prompt, settings)
+        if self.open + len(asked) > engine.slots + self._most_waiting:
+            raise RequestError(
+                429,
+                f"{self.open} requests are open, of at most "
+                f"{engine.slots + self._most_waiting}: try again later",
+            )
+        streams = [Stream(*one) for one in asked]
+        for stream in streams:
+            self._streams.add(stream)
+            self._inbox.put(("submit", stream))
+        return streams
+
+    def cancel(self, stream: Stream) -> None:
+        """Ends a request; nothing where it has ended."""
+        if stream.open:
+            self._close(stream)
+            self._inbox.put(("cancel", stream))
+
+    async def next(self, stream: Stream) -> News:
+        """Waits for a request's next news."""
+        news = await stream.news.get()
+        if news.reason is not None:
+            self._close(stream)
+        return news
+
+    def _close(self, stream: Stream) -> None:
+        stream.open = False
+        self._streams.discard(stream)
+
+    def _run(self) -> None:
+        try:
+            self.engine = engine = self._build()
+            while self._serve(engine):
+                pass
+        except Exception as error:  # told to every client; the server goes on
+            self.broken = str(error).partition("\n")[0][:300] or type(error).__name__
+            waiting: list[Stream | None] = []
+            while not self._inbox.empty():
+                waiting.append(self._inbox.get()[1])
+            for stream in {*self._running.values(), *filter(None, waiting)}:
+                self._tell(stream, _ended("failed"))
+
+    def _serve(self, engine: Engine) -> bool:
+        """Does one step, or waits for something to do; False: stop."""
+        while not (engine.busy and self._inbox.empty()):
+            act, stream = self._inbox.get()
+            if stream is None:
+                return False
+            if act == "submit":
+                stream.request = engine.submit(stream.prompt, stream.settings)
+                self._running[stream.request] = stream
+            elif stream.request is not None:
+                engine.cancel(stream.request)
+                self._running.pop(stream.request, None)
+        for request in engine.step():
+            self._pass_on(request)
+        return True
+
+    def _pass_on(self, request: Request) -> None:
+        stream = self._running.get(request)
+        if stream is None:
+            return
+        tokens, text = stream.told
+        news = News(
+            text=request.text[text:],
+            tokens=request.tokens[tokens:],
+            logprobs=request.logprobs[tokens:],
+            top=request.top[tokens:],
+            reason=request.reason,
+        )
+        stream.told = len(request.tokens), len(request.text)
+        if request.done:
+            del self._running[request]
+        self._tell(stream, news)
+
+    def _tell(self, stream: Stream, news: News) -> None:
+        try:
+            stream.loop.call_soon_threadsafe(stream.news.put_nowait, news)
+        except RuntimeError:  # the loop was closed: nobody listens any more
+            self._running.pop(stream.request, None)  # pyright: ignore
+
+
+def _ended(reason: str) -> News:
+    return News(text="", tokens=[], logprobs=[], top=[], reason=reason)

@@ -1,0 +1,378 @@
+"""The server over loopback, with a model whose text is known beforehand."""
+
+import http.client
+import json
+import random
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.inference.engine import Engine, EngineConfig
+from tests.compiling import QUICK_COMPILE
+
+pytest.importorskip("starlette", reason="needs recurjax[serve]")
+pytest.importorskip("uvicorn", reason="needs recurjax[serve]")
+pytest.importorskip("jinja2", reason="needs recurjax[serve]")
+
+from recurjax.data.chat import ChatTemplate  # noqa: E402
+from recurjax.inference.serving import server as serving  # noqa: E402
+from recurjax.inference.serving.app import App, Served  # noqa: E402
+from recurjax.inference.serving.worker import Worker  # noqa: E402
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SIZES = EngineConfig(
+    slots=2, length=48, prefill_tokens=16, steps=4, states_gib=1e-3, top_logprobs=2
+)
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+GREEDY = {"temperature": 0, "max_tokens": 6}
+
+
+class Running:
+    """A server in a thread, and a client of it."""
+
+    def __init__(self, worker: Worker, port: int):
+        self.worker, self.port = worker, port
+
+    def ask(self, path: str, body=None, *, data: bytes | None = None, headers=None):
+        """Returns the status, and the JSON or the text."""
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        if body is not None:
+            data = json.dumps(body).encode()
+        link.request("GET" if data is None else "POST", path, data, headers or {})
+        answer = link.getresponse()
+        text = answer.read().decode()
+        link.close()
+        as_json = answer.headers.get_content_type() == "application/json"
+        return answer.status, json.loads(text) if as_json else text
+
+    def events(self, path: str, body) -> list:
+        status, text = self.ask(path, body | {"stream": True})
+        assert status == 200
+        lines = [line for line in text.split("\n\n") if line]
+        assert all(line.startswith("data: ") for line in lines)
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line[6:]) for line in lines[:-1]]
+
+    def idle(self) -> bool:
+        """Waits until no slot is taken."""
+        for _ in range(400):
+            engine = self.worker.engine
+            if self.worker.open == 0 and not engine.busy:
+                return True
+            time.sleep(0.05)
+        return False
+
+
+@contextmanager
+def running(build, *, waiting: int = 4, api_key: str | None = None, template=TEMPLATE):
+    worker = Worker(build, most_waiting=waiting)
+    template = None if template is None else ChatTemplate(template)
+    model = Served(
+        name="abc", worker=worker, tokenizer=ByteTokenizer(), template=template
+    )
+    bound = serving.bind("127.0.0.1", 0)
+    app = App({"abc": model}, api_key=api_key)
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=serving.serve,
+        args=(app, [worker], bound),
+        kwargs={"grace": 5.0, "told": ended},
+        daemon=True,
+    )
+    thread.start()
+    try:
+        yield Running(worker, bound.getsockname()[1])
+    finally:
+        ended.set()
+        thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def engine(cycle):
+    options = {"tokenizer": ByteTokenizer(), "compiler_options": QUICK_COMPILE}
+    return Engine(cycle(LETTERS), SIZES, **options)
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with running(lambda: engine) as found:
+        for _ in range(200):
+            if found.ask("/health")[0] == 200:
+                break
+            time.sleep(0.05)
+        yield found
+
+
+def test_a_completion_has_text_reason_and_usage(server):
+    status, made = server.ask("/v1/completions", {"prompt": "a", **GREEDY})
+    assert status == 200 and made["object"] == "text_completion"
+    (choice,) = made["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("bcdefg", "length")
+    usage = {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    assert made["usage"] == usage and made["model"] == "abc"
+    body = {"prompt": [[97], [109]], "stop": "p", "echo": True, **GREEDY}
+    _, made = server.ask("/v1/completions", body)
+    assert [row["text"] for row in made["choices"]] == ["abcdefg", "mno"]
+    assert [row["finish_reason"] for row in made["choices"]] == ["length", "stop"]
+
+
+def test_a_stream_joins_to_the_whole_and_ends_with_the_usage(server):
+    options = {"include_usage": True}
+    body = {"prompt": "k", "stream_options": options, **GREEDY}
+    pieces = server.events("/v1/completions", body)
+    text = "".join(row["text"] for piece in pieces for row in piece["choices"])
+    assert text == "lmnopq"
+    assert pieces[-2]["choices"][0]["finish_reason"] == "length"
+    assert pieces[-1]["choices"] == [] and pieces[-1]["usage"]["total_tokens"] == 8
+    chat = {"messages": [{"role": "user", "content": "x"}], **GREEDY}
+    pieces = server.events("/v1/chat/completions", chat)
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+    assert "".join(delta.get("content", "") for delta in deltas) == "bcdefg"
+    assert all(piece["object"] == "chat.completion.chunk" for piece in pieces)
+
+
+def test_choices_have_streams_of_their_own_and_seeds_decide_them(server):
+    body = {"prompt": "a", "n": 3, "temperature": 8.0, "seed": 5, "max_tokens": 9}
+    _, first = server.ask("/v1/completions", body)
+    _, again = server.ask("/v1/completions", body)
+    texts = [row["text"] for row in first["choices"]]
+    assert len(set(texts)) == 3
+    assert texts == [row["text"] for row in again["choices"]]
+    _, other = server.ask("/v1/completions", body | {"seed": 6})
+    assert texts != [row["text"] for row in other["choices"]]
+
+
+def test_probabilities_come_with_each_token(server):
+    body = {"prompt": "a", "logprobs": 2, **GREEDY}
+    _, made = server.ask("/v1/completions", body)
+    told = made["choices"][0]["logprobs"]
+    assert told["tokens"] == list("bcdefg") and len(told["top_logprobs"]) == 6
+    for token, value, top in zip(
+        told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+    ):
+        assert top[token] == value == max(top.values()) and len(top) == 2
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, **GREEDY}
+    _, made = server.ask("/v1/chat/completions", chat | {"top_logprobs": 1})
+    rows = made["choices"][0]["logprobs"]["content"]
+    assert [row["token"] for row in rows] == list("bcdefg")
+    assert rows[0]["top_logprobs"][0]["token"] == "b" and rows[0]["bytes"] == [98]
+
+
+def test_the_next_turn_reads_only_what_is_new(server):
+    first = [{"role": "user", "content": "0123456789"}]
+    options = {"temperature": 0, "max_tokens": 3}
+    _, made = server.ask("/v1/chat/completions", {"messages": first, **options})
+    answer = made["choices"][0]["message"]["content"]
+    assert server.idle()
+    counts = server.worker.engine.counts
+    read, saved = counts.read_tokens, counts.reused_tokens
+    turn = [*first, {"role": "assistant", "content": answer}]
+    turn.append({"role": "user", "content": "z"})
+    # The template writes the role's first letter, as it did before the answer.
+    status, _ = server.ask("/v1/chat/completions", {"messages": turn, **options})
+    assert status == 200 and counts.reused_tokens - saved == 14
+    assert counts.read_tokens - read == 4
+
+
+def test_small_routes(server):
+    assert server.ask("/health") == (200, {"status": "ok"})
+    _, models = server.ask("/v1/models")
+    assert [row["id"] for row in models["data"]] == ["abc"]
+    _, made = server.ask("/tokenize", {"prompt": "hé"})
+    assert made == {"tokens": [256, 104, 195, 169], "count": 4}
+    _, made = server.ask("/detokenize", {"tokens": [104, 195, 169]})
+    assert made == {"prompt": "hé"}
+    _, made = server.ask("/tokenizer_info")
+    assert made["vocabulary"] == 257 and made["chat_template"] == TEMPLATE
+    _, text = server.ask("/metrics")
+    for name in ("new_tokens_total", "active_slots", "first_token_seconds_bucket"):
+        assert f"recurjax_{name}{{" in text
+
+
+MALFORMED = [
+    (b"", "not valid JSON"),
+    (b"{", "not valid JSON"),
+    (b"\xff\xfe", "not UTF-8"),
+    (b"[" * 100_000, "nested too deep"),
+    (b"[]", "must be a JSON object"),
+    ({}, "prompt must be"),
+    ({"prompt": 7}, "prompt must be"),
+    ({"prompt": []}, "prompt must be"),
+    ({"prompt": [[]]}, "prompt must be"),
+    ({"prompt": [-1]}, "prompt must be"),
+    ({"prompt": [300]}, "the model knows 0 to 256"),
+    ({"prompt": "a" * 60}, "a slot has 48"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens must be a whole number from 1"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens must be a whole number"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens must be a whole number"),
+    ({"prompt": "a", "max_tokens": 10**9}, "a slot has 48"),
+    ({"prompt": "a", "temperature": -1}, "temperature must be a number from 0"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature must be a number"),
+    ({"prompt": "a", "top_p": 0}, "top_p must be above 0"),
+    ({"prompt": "a", "top_p": 2}, "top_p must be a number from 0 to 1"),
+    ({"prompt": "a", "n": 0}, "n must be a whole number from 1 to 64"),
+    ({"prompt": "a", "stop": [""]}, "stop must be"),
+    ({"prompt": "a", "stop": 5}, "stop must be"),
+    ({"prompt": "a", "stream": "yes"}, "stream must be true or false"),
+    ({"prompt": "a", "seed": "x"}, "seed must be a whole number"),
+    ({"prompt": "a", "logprobs": 9}, "at most 2 likeliest tokens"),
+    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo with logprobs"),
+    ({"prompt": "a", "presence_penalty": 1}, "presence_penalty is not supported"),
+    ({"prompt": "a", "wings": 2}, "there is no field 'wings'"),
+    ({"prompt": "a", "messages": []}, "there is no field 'messages'"),
+    ({"prompt": "a", "stream_options": {"x": 1}}, "stream_options has no 'x'"),
+]
+
+
+def told(server, path: str, body) -> tuple[int, str]:
+    sent = {"data": body} if isinstance(body, bytes) else {"body": body}
+    status, made = server.ask(path, **sent)
+    assert set(made["error"]) == {"message", "type", "param", "code"}
+    return status, made["error"]["message"]
+
+
+@pytest.mark.parametrize(("body", "said"), MALFORMED)
+def test_what_is_wrong_with_a_body_is_one_sentence(server, body, said):
+    status, message = told(server, "/v1/completions", body)
+    assert status == 400 and said in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "messages must be a list"),
+        ({"messages": ["hello"]}, "messages[0] must have a role"),
+        ({"messages": [{"role": "user"}]}, "messages[0]: content must be text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content must be text"),
+        ({"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, "'prompt'"),
+    ],
+)
+def test_what_is_wrong_with_a_talk_is_one_sentence(server, body, said):
+    status, message = told(server, "/v1/chat/completions", body)
+    assert status == 400 and said in message
+
+
+def test_unknown_models_and_routes_are_404(server):
+    assert told(server, "/v1/completions", {"model": "x", "prompt": "a"}) == (
+        404,
+        "there is no model 'x': it is one of abc",
+    )
+    assert told(server, "/v1/wings", {}) == (404, "there is no POST /v1/wings")
+
+
+@pytest.mark.slow
+def test_500_malformed_bodies_are_refused_and_the_server_answers_on(server):
+    draw = random.Random(0)
+    valid = json.dumps({"prompt": "abc", "max_tokens": 3, "temperature": 0.5}).encode()
+    for _ in range(500):
+        data = bytearray(valid)
+        for _ in range(draw.randint(1, 6)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        status, _ = server.ask("/v1/completions", data=bytes(data))
+        assert status in (200, 400, 404)
+    status, made = server.ask("/v1/completions", {"prompt": "a", **GREEDY})
+    assert status == 200 and made["choices"][0]["text"] == "bcdefg"
+
+
+def leave_early(server, prompt: str) -> None:
+    """Begins a long stream, reads a little, and goes away."""
+    body = json.dumps(
+        {"prompt": prompt, "max_tokens": 40, "stream": True, "temperature": 0}
+    ).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+        link.sendall(head.encode() + body)
+        link.recv(64)
+
+
+def test_a_client_that_goes_away_frees_its_slot(server):
+    leave_early(server, "a")
+    assert server.idle()
+
+
+def storm(server, count: int) -> None:
+    """Whole answers, streams and clients that leave, at once; no slot is lost."""
+
+    def one(number: int) -> None:
+        letter = LETTERS[number % 26]
+        want = (LETTERS * 2)[number % 26 + 1 :][:6]
+        if number % 3 == 0:
+            leave_early(server, letter)
+            return
+        while True:
+            body = {"prompt": letter, "stream": number % 3 == 1, **GREEDY}
+            status, made = server.ask("/v1/completions", body)
+            if status != 429:
+                break
+            time.sleep(0.05)
+        assert status == 200
+        if number % 3 == 2:
+            assert made["choices"][0]["text"] == want
+            return
+        events = [line[6:] for line in made.split("\n\n") if line]
+        assert events[-1] == "[DONE]"
+        pieces = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+        assert "".join(pieces) == want
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(count)))
+    assert server.idle()
+
+
+def test_many_clients_at_once_lose_no_slot(server):
+    storm(server, 24)
+
+
+@pytest.mark.slow
+def test_1000_requests_with_cancels_lose_no_slot(server):
+    storm(server, 1000)
+
+
+def test_keys_queues_and_draining(engine):
+    ready = threading.Event()
+
+    def build():
+        ready.wait(60)
+        return engine
+
+    with running(build, waiting=0, api_key="secret", template=None) as server:
+        assert server.ask("/health")[0] == 503  # being compiled
+        assert told(server, "/v1/completions", {"prompt": "a"})[0] == 401
+        key = {"Authorization": "Bearer secret"}
+        ready.set()
+        for _ in range(200):
+            if server.ask("/health")[0] == 200:
+                break
+            time.sleep(0.05)
+        body = json.dumps({"prompt": "a", **GREEDY}).encode()
+        status, made = server.ask("/v1/completions", data=body, headers=key)
+        assert status == 200 and made["choices"][0]["text"] == "bcdefg"
+        many = json.dumps({"prompt": "a", "n": 3, **GREEDY}).encode()
+        status, made = server.ask("/v1/completions", data=many, headers=key)
+        assert status == 429 and "try again later" in made["error"]["message"]
+        talk = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+        status, made = server.ask("/v1/chat/completions", data=talk, headers=key)
+        assert status == 400 and "has no chat template" in made["error"]["message"]
+        server.worker.draining = True
+        status, made = server.ask("/v1/completions", data=body, headers=key)
+        assert status == 503 and "takes nothing more" in made["error"]["message"]
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded():
+    told = pytest.raises(UserError, match="cannot listen on 127.0.0.1 port .*--port")
+    with serving.bind("127.0.0.1", 0) as bound, told:
+        serving.bind("127.0.0.1", bound.getsockname()[1])
