@@ -19,7 +19,7 @@ from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.training.run import LoadedRun, load_run
 
 if TYPE_CHECKING:
-    from recurjax.inference.serving.app import Served
+    from recurjax.serving.app import Served
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +78,8 @@ def run(argv: list[str]) -> int:
     """
     options = parse(ServeOptions, argv, prog="recurjax serve")
     try:
-        from recurjax.inference.serving.app import App
-        from recurjax.inference.serving.server import bind, serve
+        from recurjax.serving.app import App
+        from recurjax.serving.server import bind, serve
     except ImportError as error:
         raise UserError(
             f"recurjax serve needs {error.name}: pip install 'recurjax[serve]'"
@@ -105,8 +105,8 @@ def run(argv: list[str]) -> int:
 
 
 def _served(name: str, path: Path, options: ServeOptions) -> "Served":
-    from recurjax.inference.serving.app import Served
-    from recurjax.inference.serving.worker import Worker
+    from recurjax.serving.app import Served
+    from recurjax.serving.worker import Worker
 
     mesh = reading_mesh(options.mesh)
     loaded = load_run(path, mesh=mesh, report=_tell)

@@ -17,18 +17,18 @@ from starlette.routing import Route  # pyright: ignore[reportMissingImports]
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.inference.serving.answers import Answers, Choice
-from recurjax.inference.serving.bodies import (
+from recurjax.serving.answers import Answers, Choice
+from recurjax.serving.bodies import (
     Wanted,
     read_body,
     read_messages,
     read_prompts,
     read_wishes,
 )
-from recurjax.inference.serving.errors import RequestError
-from recurjax.inference.serving.metrics import Metrics
-from recurjax.inference.serving.talk import Events, Talk, Whole
-from recurjax.inference.serving.worker import Worker
+from recurjax.serving.errors import RequestError
+from recurjax.serving.metrics import Metrics
+from recurjax.serving.talk import Events, Talk, Whole
+from recurjax.serving.worker import Worker
 
 LARGEST_BODY = 16 * 2**20
 _COMPLETION_TOKENS = 16

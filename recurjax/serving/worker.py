@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recurjax.inference.engine import Engine, Request, RequestSettings
-from recurjax.inference.serving.errors import RequestError
+from recurjax.serving.errors import RequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import uvicorn  # pyright: ignore[reportMissingImports]
 
 from recurjax.errors import UserError
-from recurjax.inference.serving.app import App
-from recurjax.inference.serving.worker import Worker
+from recurjax.serving.app import App
+from recurjax.serving.worker import Worker
 
 _LOOK_SECONDS = 0.05
 

@@ -11,10 +11,10 @@ from starlette.responses import (  # pyright: ignore[reportMissingImports]
     Response,
 )
 
-from recurjax.inference.serving.answers import Answers, Choice
-from recurjax.inference.serving.errors import RequestError
-from recurjax.inference.serving.metrics import Metrics
-from recurjax.inference.serving.worker import Worker
+from recurjax.serving.answers import Answers, Choice
+from recurjax.serving.errors import RequestError
+from recurjax.serving.metrics import Metrics
+from recurjax.serving.worker import Worker
 
 
 class Talk:

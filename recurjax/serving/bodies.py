@@ -8,8 +8,8 @@ from typing import Any
 from recurjax.errors import UserError
 from recurjax.inference.engine import RequestSettings
 from recurjax.inference.sampling import SamplingConfig
-from recurjax.inference.serving.errors import RequestError
 from recurjax.json_files import parse_json
+from recurjax.serving.errors import RequestError
 
 MOST_CHOICES = 64
 MOST_STOP_STRINGS = 16

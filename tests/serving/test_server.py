@@ -21,9 +21,9 @@ pytest.importorskip("uvicorn", reason="needs recurjax[serve]")
 pytest.importorskip("jinja2", reason="needs recurjax[serve]")
 
 from recurjax.data.chat import ChatTemplate  # noqa: E402
-from recurjax.inference.serving import server as serving  # noqa: E402
-from recurjax.inference.serving.app import App, Served  # noqa: E402
-from recurjax.inference.serving.worker import Worker  # noqa: E402
+from recurjax.serving import server as serving  # noqa: E402
+from recurjax.serving.app import App, Served  # noqa: E402
+from recurjax.serving.worker import Worker  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SIZES = EngineConfig(

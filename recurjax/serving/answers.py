@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from recurjax.data.tokenizers import Tokenizer
-from recurjax.inference.serving.bodies import Wanted
-from recurjax.inference.serving.worker import News, Stream
+from recurjax.serving.bodies import Wanted
+from recurjax.serving.worker import News, Stream
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 
