@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from recurjax.data.chat_template import plain, rendered
+from recurjax.data.chat import plain, rendered
 from recurjax.data.config import DataConfig, PromptAnswer
 from recurjax.data.corpora import Messages, read_messages
 from recurjax.data.loader import Batches

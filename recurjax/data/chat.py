@@ -77,13 +77,7 @@ class ChatTemplate:
             )
         except _Refused as error:
             raise UserError(f"the chat template refuses: {error}") from error
-        except (
-            self._error,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-        ) as error:
+        except (self._error, *_FAILURES) as error:
             raise UserError(f"the chat template fails: {error}") from error
 
     def encode(
@@ -117,6 +111,44 @@ class ChatTemplate:
                 text = "".join(shown.get(character, character) for character in part)
                 ids += tokenizer.encode(text).tolist()
         return ids
+
+
+def plain(messages: Sequence[tuple[str, str]]) -> str:
+    """Writes "role: content" a line, up to where the assistant's answer begins."""
+    return "".join(f"{role}: {text}\n" for role, text in messages) + "assistant: "
+
+
+def rendered(
+    template: str,
+    messages: Sequence[Mapping[str, str]],
+    tokenizer: Tokenizer,
+    *,
+    bos: bool,
+    answer_next: bool = True,
+) -> str:
+    """Writes a conversation by a template's text, for who encodes it as any text.
+
+    Args:
+      template: the Jinja text.
+      messages: with role and content.
+      tokenizer: whose BOS and EOS the template names.
+      bos: whether BOS is written where the template says so; a caller that puts its
+        token before the text leaves it out.
+      answer_next: end where the assistant begins.
+
+    Raises:
+      UserError: jinja2 is not installed, or the template fails.
+    """
+
+    def text(token: int | None) -> str:
+        return "" if token is None else tokenizer.decode([token])
+
+    names = {
+        "bos_token": text(tokenizer.bos) if bos else "",
+        "eos_token": text(tokenizer.eos),
+    }
+    made = ChatTemplate(template, tokens=names)
+    return made.render(messages, answer=answer_next)
 
 
 def load_template(

@@ -32,7 +32,7 @@ except ModuleNotFoundError as missing:
         "pip install 'recurjax[harness]'"
     ) from missing
 
-from recurjax.data.chat_template import rendered
+from recurjax.data.chat import rendered
 from recurjax.errors import UserError
 from recurjax.evaluation.answering import GREEDY, Question
 from recurjax.evaluation.offline_tasks import offline_tasks
