@@ -66,8 +66,10 @@ def loss_by_position(
         between()
     if sums is None or sums[1].sum() == 0:
         raise ValueError("loss_by_position: there are no tokens to predict")
+    # Axis 0 holds nats and tokens, axis 1 the positions.
     starts = range(0, sums.shape[1], stretch)
     parts = [(start, sums[:, start : start + stretch]) for start in starts]
+    # Places at which nothing is ever predicted have no mean, and are left out.
     return [
         Stretch(
             start=start,

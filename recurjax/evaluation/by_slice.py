@@ -27,6 +27,7 @@ def curves_of(
         for kind, found in sorted(by.items(), reverse=True)
     }
     asked = {at: share for at, share in enumerate(positions) if share is not None}
+    # A curve over few places would look like one over all of them.
     if len(asked) > 0.9 * len(positions):
         curves["position"] = (list(asked), list(asked.values()))
     return curves
@@ -52,12 +53,15 @@ def plot_by_slice(
             values, shares = found[kind]
             marker = "o" if len(values) < 20 else None
             axes.plot(values, shares, marker=marker, label=name, linewidth=1.2)
+            # Numbers of pairs and lengths double from one to the next: even steps on a
+            # log axis.
             if marker and min(values) > 0 and max(values) > 8 * min(values):
                 axes.set_xscale("log", base=2)
         if kind in ("length", "position"):
             axes.axvline(trained, color="gray", linestyle=":", label="training")
         axes.set_xlabel(kind)
         axes.set_ylabel("accuracy")
+        # The same scale in every field, and room for curves that lie on 0 or 1.
         axes.set_ylim(-0.02, 1.02)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)

@@ -84,6 +84,8 @@ def score_exits(
     """
     check_loops(model)
     stack: Any = model.stack
+    # What every rule is held against: always leaving after the same loop, and the best
+    # that a rule could do if it knew the full model's token.
     tries: list[tuple[Way, Sequence[float]]] = [
         ("static", range(1, stack.exits + 1)),
         ("oracle", (0.0,)),
@@ -97,10 +99,15 @@ def score_exits(
     for rule, values in tries:
         if rule == "head" and head is None:
             raise ValueError("score_exits: the rule head wants a trained head")
+        # The six figures of `_sums` in float64, so that long texts keep their digits.
         sums = np.zeros((len(values), 6))
         for batch in batches():
+            # The full model's tokens, once a batch: every threshold is compared with
+            # them.
             wanted = _full(model, batch)
             for number, value in enumerate(values):
+                # An argument and no constant: one program serves all thresholds of a
+                # rule.
                 threshold = jnp.float32(value)
                 one = _sums(model, batch, sizes, wanted, threshold, head, rule=rule)
                 sums[number] += np.asarray(one, np.float64)
@@ -136,6 +143,8 @@ def check_loops(model: Decoder) -> None:
             "only a recursive model has exits, not "
             f"{type(model.config.stack).__name__}: leave out --exits"
         )
+    # Asked with the way that fits the model, so that it refuses only if it has no exits
+    # at all.
     shares = getattr(model.config.stack, "loop_cache", None) == "first"
     reason = refuses("share" if shares else "propagate")
     if reason is not None:
@@ -148,6 +157,7 @@ def cheapest(scores: Sequence[ExitScore], most: float) -> list[ExitScore]:
     Args:
       most: nats a token.
     """
+    # A dict and no set: the rules keep the order in which they were scored.
     rules = dict.fromkeys(one.rule for one in scores if one.rule != "oracle")
     good = [one for one in scores if one.loss <= most]
     own = ([one for one in good if one.rule == rule] for rule in rules)
@@ -167,6 +177,8 @@ def fit_exit_head(
     """
     check_loops(model)
     stack: Any = model.stack
+    # None for the deepest loop, after which there is nothing left to skip. From zero: a
+    # linear guess has one minimum, and needs no random start.
     shape = stack.exits - 1, model.config.stack.width
     head = ExitHead(jnp.zeros(shape), jnp.zeros(shape[0]))
     optimizer = optax.adam(rate)
@@ -205,6 +217,7 @@ def plot_exits(scores: Sequence[ExitScore], png: Path) -> None:
     axes = figure.subplots()
     for rule in dict.fromkeys(one.rule for one in scores):
         points = sorted((one.loops, one.loss) for one in scores if one.rule == rule)
+        # Dashed is what bounds the rules, and is none itself.
         style = "o--" if rule in ("static", "oracle") else "o-"
         axes.plot(*zip(*points, strict=True), style, label=rule, markersize=4)
     axes.set(xlabel="loops a token (mean)", ylabel="loss (nats a token)")
@@ -255,6 +268,7 @@ def _sums(
     stack: Any = model.stack
     x, ran = stack.leaving(model.embed(batch.ids), _tokens(batch), leave)
     counted = batch.targets != IGNORED
+    # An ignored target is no index: token 0 stands in, and its nats are dropped below.
     labels = jnp.where(counted, batch.targets, 0)
 
     def read(x: Array, labels: Array) -> tuple[Array, Array]:
@@ -283,6 +297,7 @@ def _fit_step(
     after, _ = stack.states(model.embed(batch.ids), cache, _tokens(batch))
     normed = [model.final_norm(after[b]) for b in range(stack.exits)]
     last = likeliest(model, normed[-1])
+    # What each head learns to guess. It lies outside `loss`: only the head moves.
     same = [likeliest(model, x) == last for x in normed[:-1]]
     counted = batch.targets != IGNORED
 

@@ -46,6 +46,7 @@ def read_chains(
       objective: how the model is run.
       mesh: that counts are gathered over; None: one device.
     """
+    # Bytes of one element of a chain, as the task writes it.
     element = len(" = ") + task.size
     said = task.hops if task.thoughts else 1
     found = []
@@ -70,6 +71,8 @@ def generated_chains(subject: Subject, data: TaskData) -> list[float]:
     for number in range(task.validation_rows):
         row = row_of(task, seed=data.seed, split="validation", number=number)
         text = row.ids[: task.length_of(task.pairs)].astype(np.uint8).tobytes().decode()
+        # A target stands one place before the byte that it is: the answer begins after
+        # the first place that asks.
         first = int(np.argmax(row.targets != IGNORED)) + 1
         problems.append((text[:first], text[first:]))
     # Other tokens than the right ones may be more for the same text: twice as many fit.
@@ -97,6 +100,7 @@ def _right_tokens(
     asked = batch.targets != IGNORED
     best = likeliest(model, objective.states(model, batch))
     good = ~asked | (best == batch.targets)
+    # The product is 1 up to the first wrong answer, and 0 from there on.
     reached = (asked & (jnp.cumprod(good, axis=1) > 0)).sum(1)
     counts = jnp.stack([reached, asked.sum(1)])
     if mesh is None:

@@ -78,6 +78,7 @@ def read_rows(run: Path) -> list[Row]:
     for number, line in enumerate(text.splitlines()):
         try:
             row = Row(**parse_json(line, "a row"))
+            # `type` where a bool would pass for an int.
             if not isinstance(row.value, int | float) or type(row.step) is not int:
                 raise TypeError("a figure is a number")
             rows.append(row)
@@ -122,11 +123,13 @@ def mean_and_error(values: list[float]) -> tuple[float, float | None]:
     mean, n = sum(values) / len(values), len(values)
     if n == 1:
         return mean, None
+    # The unbiased variance, over n - 1; the mean of n values varies by 1/n of it.
     spread = sum((value - mean) ** 2 for value in values) / (n - 1)
     return mean, (spread / n) ** 0.5
 
 
 def _settings(row: Row) -> str:
+    # All that makes a figure another one: of rows alike in this the newest is shown.
     told = dict(row.settings)
     if row.limit is not None:
         told["limit"] = row.limit

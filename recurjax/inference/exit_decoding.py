@@ -115,6 +115,7 @@ class ExitDecoder:
     ) -> tuple[DecodeState, Leaving]:
         """Reads the newest token, as far as the rule says, and draws the next."""
         rule, missing = self.exits.rule, self.exits.missing
+        # Only "skip" leaves places without keys, which later tokens must not see.
         ran = jnp.asarray(self._ran) if missing == "skip" else None
         x, cache = _enter(self.model, state.newest, state.cache), state.cache
         scores, b, logits = [], 0, None
@@ -122,11 +123,14 @@ class ExitDecoder:
             x, cache, logits, score = _loop(
                 self.model, x, cache, state.newest, ran, self.exits.head, b, rule.kind
             )
+            # The host waits for the number here: it decides whether another loop is
+            # run.
             scores.append(float(score))
             if scores[-1] > rule.threshold:
                 break
         assert logits is not None
         cache = _leave(self.model, x, cache, state.newest, b, missing)
+        # Kept for the tokens to come: loops deeper than b have no key at this place.
         self._ran[0, self._at] = b
         self._at += 1
         state = _draw(
@@ -156,12 +160,14 @@ def _loop(
     stack: Any = model.stack
     before = x
     x, cache = stack.loop(x, b - 1, cache, Tokens(newest[:, None]), ran=ran)
+    # Every loop is read by the model's own final norm and head, as the deepest is.
     normed = model.final_norm(x)
     logits = model.logits(normed)[:, 0]
     if kind == "confidence":
         score = confidence(logits)
     elif kind == "cosine":
         score = cosine(before, x)
+    # The deepest loop has no head and needs no score: the token leaves there anyway.
     elif b < stack.exits:
         assert head is not None
         score = head_score(head, b, normed)

@@ -85,6 +85,8 @@ def generate(
     # A string is a sequence of strings too, each letter a stop.
     if isinstance(stop, str) or not all(stop):
         raise UserError(f"stop must be a list of non-empty strings, got {stop!r}")
+    # A model may have rows for more tokens, which are padding; the other way round an
+    # id would have no row.
     if tokenizer.vocabulary > model.config.vocabulary:
         raise UserError(
             f"the tokenizer has {tokenizer.vocabulary} tokens, the model only "

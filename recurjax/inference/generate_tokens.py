@@ -186,6 +186,7 @@ def generate_tokens(
                 count = min(chunk, max_new_tokens - rows.drawn)
                 limit = np.asarray(count, np.int32)
                 state, made = decode(model, state, *streams, limit, **options)
+                # Columns from `count` on were not drawn.
                 rows.take(np.asarray(made)[:, :count])
 
     timing.new_tokens = sum(map(len, rows.tokens))
@@ -240,6 +241,7 @@ def _with_exits(
                 by=by,
             )
             row.take(np.asarray(state.newest)[:, None])
+        # The first new token comes of the prompt, which all loops have read.
         used.append(model.stack.exits)  # pyright: ignore[reportAttributeAccessIssue]
         decoder = ExitDecoder(
             model,
@@ -292,6 +294,7 @@ class _Rows:
                     self._take_one(row, token)
 
     def _take_one(self, row: int, token: int) -> None:
+        # A compiled loop cannot raise: it hands out this id where no token can be.
         if token == NOT_FINITE:
             raise NotFinite(
                 f"the model's logits are not finite at new token "
@@ -331,6 +334,7 @@ def _check_memory(model: Decoder, rows: int, length: int) -> None:
     # As shapes only: nothing is allocated by asking.
     cache = jax.eval_shape(lambda: model.init_cache(rows, length, model.config.dtype))
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    # All memory, and not what is free now: others may give theirs back.
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise UserError(

@@ -51,6 +51,7 @@ def continue_prompts(
     left = [number for number in range(len(encoded)) if number not in skip]
     if not left:
         return
+    # The last new token is drawn and never read, so it needs no place in the cache.
     longest = max(len(encoded[number]) for number in left)
     length = rounded_length(longest + max_new_tokens - 1, model.config.max_length)
     config = EngineConfig(
@@ -64,6 +65,8 @@ def continue_prompts(
         engine = Engine(model, config, tokenizer=tokenizer, mesh=mesh)
     numbers: dict[Request, int] = {}
     for number in left:
+        # Each prompt draws from the stream of its own number: what is skipped, or ends
+        # earlier, changes nothing in the others.
         settings = RequestSettings(
             max_new_tokens=max_new_tokens,
             sampling=sampling,
@@ -82,6 +85,7 @@ def continue_prompts(
         news = engine.step()
         timing.decode_seconds += time.perf_counter() - began
         timing.new_tokens = engine.counts.new_tokens
+        # Every request that got a token is told of; most go on.
         for request in news:
             if request.reason == "not_finite":
                 raise NotFinite(

@@ -32,6 +32,7 @@ class Timing:
     @property
     def decode_tokens_per_second(self) -> float:
         """Tokens made a second after each row's first; 0 when there were none."""
+        # A row's first token was made by the prefill, in its time.
         made = self.new_tokens - self.rows
         return made / self.decode_seconds if self.decode_seconds else 0.0
 
@@ -39,6 +40,7 @@ class Timing:
     def measure(self, phase: str) -> Iterator[None]:
         """Adds the time that the body takes to `<phase>_seconds`."""
         start = time.perf_counter()
+        # A body that raises adds nothing: its time would be no speed of anything.
         yield
         name = f"{phase}_seconds"
         setattr(self, name, getattr(self, name) + time.perf_counter() - start)

@@ -75,6 +75,7 @@ def evaluate_longbench(
         best_score(task.metric, "a", ["a"], ["a"])  # a missing package is told first
         questions = [question(subject, task, item) for item in chosen]
         said = subject.answers(questions, name=name)
+        # Both figures are of the same answers: only where these end differs.
         cuts = {task.metric: rat_cut, f"{task.metric}_longbench": longbench_cut}
         for metric, cut in cuts.items():
             values = [
@@ -106,6 +107,7 @@ def question(subject: Subject, task: LongBenchTask, item: Item) -> Question:
     Raises:
       UserError: not even the answer fits.
     """
+    # Not str.format: a context may be code, with braces of its own.
     text = task.prompt.replace("{input}", item.input, 1)
     text = text.replace("{context}", item.context, 1)
     room = subject.window - task.most
@@ -142,6 +144,7 @@ def _read(file: Path) -> list[Item]:
                 if line.strip():
                     items.append(_item(json.loads(line), f"{file}, line {number}"))
     except (OSError, ValueError) as error:
+        # A UserError is a ValueError too, and its sentence names the line.
         if isinstance(error, UserError):
             raise
         raise UserError(f"{file} is not a file of JSON lines: {error}") from error

@@ -17,6 +17,7 @@ from recurjax.evaluation.longbench.tasks import Metric
 def f1(answer: str, right: str) -> float:
     """Returns the F1 of the words: case, punctuation and articles aside."""
     said, wanted = _words(answer), _words(right)
+    # A word counts as often as both sides have it.
     common = sum((Counter(said) & Counter(wanted)).values())
     if not common:
         return 0.0

@@ -54,6 +54,8 @@ _UNANSWERABLE = (
     '"unanswerable". Do not provide any explanation.'
 )
 
+# The prompts are LongBench's to the letter, odd spaces included: another wording would
+# be another benchmark. `most` is its table of answer lengths.
 TASKS: dict[str, LongBenchTask] = {
     "narrativeqa": LongBenchTask(
         prompt="You are given a story, which can be either a novel or a movie script, "
