@@ -142,6 +142,7 @@ def run(argv: list[str]) -> int:
         "to-torch": _to_torch,
         "from-torch": _from_torch,
         "from-authors": _from_authors,
+        # From here on both sides are runs of ours: one variant becomes another.
         "to-recurformer": run_to_recurformer,
         "to-recursive": run_to_recursive,
         "to-transformer": run_to_transformer,

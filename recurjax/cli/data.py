@@ -178,6 +178,7 @@ def run_prepare(args: list[str]) -> int:
     if url is None:
         refuse_existing(options.out)
         return _prepare(options, options.out, str(options.out))
+    # The manifest goes last: what is not whole yet is no prepared directory.
     with sent_folder(url, last=MANIFEST) as folder:
         return _prepare(options, folder, url)
 

@@ -17,6 +17,7 @@ from recurjax.errors import UserError
 from recurjax.plan import compilers
 from recurjax.version import VERSION
 
+# Without these nothing runs; each extra below is of one feature.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _EXTRAS = {
     "jax-triton": "cuda",
@@ -27,6 +28,7 @@ _EXTRAS = {
     "gguf": "gguf",
     "torch": "torch",
 }
+# Only their names are ever shown: a report is pasted where others read it.
 _CREDENTIALS = {
     "HF_TOKEN": "private files of the Hugging Face hub",
     "WANDB_API_KEY": "Weights & Biases",

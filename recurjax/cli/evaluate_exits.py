@@ -37,6 +37,7 @@ def of_exits(
       training_rows: what an exit head is fitted on, if one is asked for.
       text, length: the name of what is scored, and tokens a row.
     """
+    # One of an earlier call serves, until a new one takes its place in the run.
     head = read_exit_head(options.run)
     if options.fit_head is not None:
         head = fit_exit_head(loaded.model, training_rows())
@@ -44,6 +45,7 @@ def of_exits(
     values: dict[str, Sequence[float]] = dict(THRESHOLDS)
     if options.thresholds is not None:
         values = dict.fromkeys(THRESHOLDS, options.thresholds)
+    # Without a trained head there is nothing to compare with its thresholds.
     if head is None:
         del values["head"]
     scores = score_exits(
@@ -73,6 +75,7 @@ def of_exits(
 
 def _named(one: ExitScore) -> dict[str, Any]:
     told = one._asdict()
+    # The same for every rule; the run's rows have it.
     del told["tokens"]
     return told
 
@@ -84,6 +87,7 @@ def _rows(
     text: str,
     length: int,
 ) -> list[Row]:
+    # A part of a text is another text: how much was read belongs to the figure.
     settings: dict[str, Any] = {"length": length}
     for name in ("batches", "tokens"):
         if (given := getattr(options, name)) is not None:
@@ -95,6 +99,7 @@ def _rows(
             metric=metric,
             value=getattr(one, metric),
             n=one.tokens,
+            # Written as `recurjax generate --exit` takes it.
             settings=settings | {"exit": f"{one.rule}:{one.threshold:g}"},
         )
         for one in scores

@@ -121,6 +121,7 @@ class Evaluate:
                 raise UserError(f"--{name} must be at least 1, got {given}")
         if self.positions is not None and self.positions < 1:
             raise UserError(f"--positions must be at least 1, got {self.positions}")
+        # A single figure makes no picture; these have a curve each.
         draws = self.positions is not None or self.task is not None or self.exits
         if self.plot is not None and not draws:
             raise UserError(
@@ -181,6 +182,7 @@ class Evaluate:
                 f"--{' and --'.join(self.kinds)} are evaluations of their own: give "
                 "one of them"
             )
+        # They choose a text or a part of it, and a benchmark brings its own.
         of_text = ["text", "length", "positions", "batches", "tokens"]
         # For those that read long texts, length is theirs.
         if self.harness or self.ruler or self.longbench or self.task:

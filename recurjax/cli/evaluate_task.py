@@ -53,6 +53,8 @@ def of_task(
     data = _data(options, loaded)
     task, name = data.task, options.task
     sizes = _changed(task, NAMED[name])
+    # The task's rows are bytes. A model with other tokens cannot read them, and is
+    # asked in text, as one would ask it.
     if isinstance(task, HashHop) and not isinstance(loaded.tokenizer, ByteTokenizer):
         scores = generated_chains(subject, data)
         row = _chain_row(options, loaded, data, scores, sizes)
@@ -90,6 +92,7 @@ def of_task(
         for row in rows
     ]
     told = {"task" if key == "text" else key: value for key, value in told.items()}
+    # Beside the share of right tokens: how far along its chains the model comes.
     if isinstance(task, HashHop):
         on, batch = reading_mesh(options.mesh), options.batch
         batches = TaskDataset(config=data).loader(

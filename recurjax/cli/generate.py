@@ -109,6 +109,7 @@ def run(argv: list[str]) -> int:
     rule = None if options.exit is None else parse_rule(options.exit)
     if options.missing is not None and rule is None:
         raise UserError("--missing goes with --exit: say when tokens leave")
+    # Pieces of several texts would come mixed: only a single one is shown as it grows.
     streams = options.stream and not options.json and len(prompts) == 1
     streams = streams and options.json_lines is None
     # Before the first use of a device: the processes find each other first.
@@ -117,9 +118,11 @@ def run(argv: list[str]) -> int:
     loaded = load_run(options.run, step=options.step, mesh=mesh, report=_tell)
     model = loaded.model
     if options.loops is not None:
+        # Before the exits are made: a rule then leaves the loops of the shorter model.
         model = truncated(model, options.loops)
     exits = None
     if rule is not None:
+        # Keys and values that a token lacks are made up for as the model was trained.
         shares = getattr(model.config.stack, "loop_cache", None) == "first"
         exits = EarlyExit(
             rule=rule,
@@ -195,6 +198,8 @@ def _on_engine(
 ) -> Generation:
     lines, timing = None, Timing()
     if options.json_lines is not None:
+        # All that decides a text: an earlier call's lines count only if it was the
+        # same.
         settings = dataclasses.asdict(shared["sampling"]) | {
             "step": step,
             "loops": options.loops,
@@ -218,6 +223,7 @@ def _on_engine(
         done[number] = line
         if lines is not None:
             lines.add(number, line)
+    # Slots end in any order; the prompts' own is given back.
     ordered = [done[number] for number in range(len(prompts))]
     return Generation(
         texts=[line["text"] for line in ordered],

@@ -30,11 +30,13 @@ class JsonLines:
           UserError: the file holds something else, or texts of other settings.
         """
         self._file = file
+        # A digest stands in every line, so that texts of two settings never mix.
         told = json.dumps(settings, sort_keys=True).encode()
         self._settings = hashlib.sha256(told).hexdigest()[:16]
         self.done: dict[int, dict[str, Any]] = {}
         try:
             data = file.read_bytes() if file.exists() else b""
+            # A line without its end was cut off by a kill: its text is made anew.
             whole = data[: data.rfind(b"\n") + 1]
             for row, line in enumerate(whole.splitlines(), start=1):
                 self._remember(line, f"line {row} of {file}", prompts)
@@ -49,6 +51,7 @@ class JsonLines:
         """Writes a prompt's line."""
         line = {"number": number, **line, "settings": self._settings}
         self.done[number] = line
+        # Opened and closed for each line, so that a kill finds it with the system.
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json_text(line, ensure_ascii=False) + "\n")
 

@@ -204,6 +204,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     current = own
     for word in words:
         if word.startswith("--"):
+            # Any other word is a value, and goes where the option before it went.
             current = fields if "." in word.split("=")[0] else own
         current.append(word)
     return own, fields
@@ -211,6 +212,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _console() -> Console:
     console = Console()
+    # In a file or a pipe rich would break the tables at 80 columns.
     return console if console.is_terminal else Console(width=120)
 
 

@@ -170,6 +170,7 @@ def run_to_transformer(argv: list[str]) -> int:
     options = parse(ToTransformer, argv, prog="recurjax convert to-transformer")
     refuse_existing(options.out)
     loaded = load_run(options.run, step=options.step, report=say)
+    # Every depth gets matrices of its own, with its addition multiplied out.
     model = to_transformer(loaded.model)
     write_changed_run(options.out, loaded, model, lambda folder: None)
     layers = model.config.stack.layers

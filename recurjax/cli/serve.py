@@ -78,6 +78,7 @@ def run(argv: list[str]) -> int:
     """
     options = parse(ServeOptions, argv, prog="recurjax serve")
     try:
+        # Needs packages that not everybody has.
         from recurjax.serving.app import App
         from recurjax.serving.server import bind, serve
     except ImportError as error:
@@ -86,12 +87,15 @@ def run(argv: list[str]) -> int:
         ) from error
     if not options.runs:
         raise UserError("there is no run directory: recurjax serve RUN [RUN ...]")
+    # Clients name the model that they ask by the folder of its run.
     names = [path.resolve().name for path in options.runs]
     if len(set(names)) < len(names):
         raise UserError(f"two runs have the same name: {', '.join(names)}")
     key = None
+    # From a file: every process of a machine can read another's command line.
     if options.api_key_file is not None:
         key = _read_key(options.api_key_file)
+    # Before the models are read: a port that is taken should be told at once.
     bound = bind(options.host, options.port)
     served = [
         _served(name, path, options)
@@ -140,6 +144,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
 
 
 def _build(name: str, loaded: LoadedRun, config: EngineConfig, mesh) -> Engine:
+    # Decoding is bound by reading weights: they are held as they are multiplied.
     model = in_compute_dtype(loaded.model)
     try:
         engine = Engine(model, config, tokenizer=loaded.tokenizer, mesh=mesh)

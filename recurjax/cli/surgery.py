@@ -156,6 +156,7 @@ def write_changed_run(
     out: Path, loaded: LoadedRun, model: Decoder, extra: Callable[[Path], None]
 ) -> None:
     """Writes what a run has become as a run directory, whole or not at all."""
+    # Data, optimizer and schedule stay, so that the same experiment trains on.
     experiment = replace(
         loaded.experiment, name=out.absolute().name, model=model.config
     )
@@ -193,6 +194,7 @@ def cut_text(text: Path, samples: int, length: int, loaded: LoadedRun) -> np.nda
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text: {text} cannot be read as UTF-8") from error
     ids = loaded.tokenizer.encode(words)
+    # Whole rows only: in a shorter one the window would be another share.
     count = len(ids) // length
     if count < 1:
         raise UserError(
@@ -212,6 +214,7 @@ def _measured(
     return measure_recency(
         loaded.model,
         batches,
+        # In tokens, and at least one: within none, no head could be recent.
         window=max(1, int(options.window * options.length)),
         threshold=options.threshold,
     )
@@ -224,6 +227,7 @@ def _write(
     recency: HeadRecency | None,
     fits: list[MixerFit],
 ) -> None:
+    # The caches are compared where the model was trained to work.
     length = loaded.experiment.training.length
     changed = changes(model, length)
     told: dict[str, Any] = {

@@ -82,6 +82,8 @@ class AnswersDataset:
         digest = hashlib.sha256(self.tokenizer.hash.encode())
         digest.update(json.dumps([self.cut, self._packed]).encode())
         for example in self.examples:
+            # With their sizes: else a token could move from a prompt to its answer
+            # unseen.
             sizes = np.array([len(example.prompt), len(example.answer)], "<i4")
             for part in (sizes, example.prompt, example.answer):
                 digest.update(part.astype("<i4").tobytes())
@@ -176,6 +178,7 @@ class AnswersLoader:
         made = _Rows(
             self,
             (lambda number: number) if self.in_order else order,
+            # Grain asks every source for a length; nobody comes to the end of this one.
             sys.maxsize if self.batches is None else self.batches,
         )
         pipeline = prefetched(made, config.prefetch, config.threads)
@@ -217,6 +220,7 @@ class _Rows:
     def __getitem__(self, index: int) -> Batch:
         loader, layout = self._loader, self._loader.layout
         first, stop = layout.rows
+        # Of a batch each process makes its own rows alone.
         shape = (stop - first, layout.length)
         batch = {
             "ids": np.zeros(shape, np.int32),
@@ -231,8 +235,10 @@ class _Rows:
             at = 0
             for segment, member in enumerate(loader.plan[self._order(number)]):
                 prompt, answer = loader.examples[member]
+                # The last token is predicted and never read, so it has no place.
                 places = slice(at, at + len(prompt) + len(answer) - 1)
                 batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
+                # From the prompt's last place on, each is asked the token after it.
                 batch["targets"][r, places.stop - len(answer) : places.stop] = answer
                 if layout.segments:
                     batch["segments"][r, places] = segment
@@ -248,7 +254,9 @@ def packed(examples: Sequence[Example], length: int) -> list[list[int]]:
     sizes = [len(prompt) + len(answer) - 1 for prompt, answer in examples]
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # free places of each open row, ascending
+    # Ties go by number: a plan made again, elsewhere, must be the same.
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        # The open row with the least room that is still enough.
         at = bisect.bisect_left(left, (sizes[number], 0))
         if at == len(left):
             free, row = length, len(rows)

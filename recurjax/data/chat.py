@@ -45,6 +45,7 @@ class ChatTemplate:
         self.source = source
         self._error = TemplateError
         self._tokens = {name: text for name, text in (tokens or {}).items() if text}
+        # Set as transformers sets it, with which templates were written and tried.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -93,6 +94,8 @@ class ChatTemplate:
         transformers makes of the same template.
         """
         named: dict[str, int] = getattr(tokenizer, "named_tokens", {})
+        # Names in the messages are hidden while the template writes its own, which
+        # alone become tokens; then they are shown again, as text.
         marks = _marks(named, messages)
         hidden = [
             {
@@ -168,6 +171,7 @@ def load_template(
         named = getattr(tokenizer, "named_tokens", {})
         found = [name for name, number in named.items() if number == token]
         names[role] = found[0] if found else None
+    # A file of its own is the newer way, and counts before the config's field.
     if file is None and not (folder / TEMPLATE_FILE).is_file():
         source = None
         if (folder / _CONFIG_FILE).is_file():
@@ -216,6 +220,7 @@ def _hidden(text: str, marks: Mapping[str, str]) -> str:
 def _split(text: str, named: Mapping[str, int]) -> list[str]:
     if not named:
         return [text]
+    # The longest first: one name may be the beginning of another.
     longest = sorted(named, key=len, reverse=True)
     return re.split(f"({'|'.join(map(re.escape, longest))})", text)
 

@@ -340,6 +340,7 @@ class DataConfig:
                 raise UserError(
                     f"data: {name} must be at least {least}, got {getattr(self, name)}"
                 )
+        # Both lay out documents; an example has a prompt and an answer besides.
         packed = self.packing != "concat" or self.document_segments
         if isinstance(self.corpus, PromptAnswer) and packed:
             raise UserError(

@@ -198,6 +198,7 @@ def _unfolded(word: str, format: Format) -> tuple[str, ...]:
         )
         raise UserError(f"{word} is a folder without a file that ends in {wanted}")
     root = word.rstrip("/")
+    # A bracket in a folder's own name is no glob.
     root = root if "://" in root else glob.escape(root)
     return tuple(f"{root}/**/*{end}" for end in sorted(ends))
 
@@ -234,6 +235,7 @@ def _kind(word: str) -> str:
     if (folder / "dataset_info.json").is_file():
         return "tfds"
     if (folder / MANIFEST).is_file():
+        # Its fields are not needed yet: a damaged one is refused now, in its own words.
         read_manifest(folder)
         return "prepared"
     return _format(word) or "text"

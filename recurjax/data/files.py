@@ -134,6 +134,7 @@ class _Stores:
 
     @staticmethod
     def below(folder: str) -> list[str] | None:
+        # A web server lists no files.
         if folder.startswith("https://"):
             return None
         store = open_store(folder)
@@ -163,6 +164,7 @@ def _in_store(url: str, size: int) -> CorpusFile:
     store = open_store(url)
 
     def local() -> Path:
+        # Copied whole: formats that seek would ask for each piece over the network.
         return copy_of(store, "")
 
     return CorpusFile(

@@ -72,6 +72,7 @@ class Loader:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """All that the meaning of a position depends on, and not on the processes."""
+        # Threads and prefetch change when a batch is made, not what it holds.
         return {
             "data": self.fingerprint,
             "split": self.part.name,

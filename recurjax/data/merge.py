@@ -55,6 +55,7 @@ def merge(
     manifests = [read_manifest(folder) for folder, _ in found]
     of = found[0][1]
     tokenizer = load_tokenizer(found[0][0] / TOKENIZER)
+    # One part's serves for all: that they name the same one was checked with the rest.
     if tokenizer.hash != of["tokenizer"]:
         raise UserError(
             f"{found[0][0] / TOKENIZER} is not the tokenizer that made the tokens: "
@@ -66,9 +67,11 @@ def merge(
         tokenizer.save(folder / TOKENIZER)
         writer = ShardWriter(folder, records_of(of["shard_tokens"]))
         dtype = stored_type(tokenizer.vocabulary)
+        # A part may end inside a record, which the next part's first tokens then fill.
         pending = b""
         before, starts, sizes = 0, [], []
         for (part, _), manifest in zip(found, manifests, strict=True):
+            # A damaged part would be written with new checksums, and never be found.
             verify_checksums(part)
             stream = PreparedStream(part, manifest)
             for begin in range(0, stream.tokens, _AT_ONCE):
@@ -80,6 +83,7 @@ def merge(
                 documents = int(np.searchsorted(stream.starts, end))
                 told = sum(map(len, starts)) + documents
                 progress(Progress(before + end, total, told, before + end))
+            # Begins count from the first token of all parts.
             starts.append(stream.starts + before)
             sizes.append(np.load(part / BYTES, allow_pickle=False))
             before += stream.tokens
@@ -114,6 +118,7 @@ def _parts(folders: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
         of = read_json_object(folder / PART, "what a part is of")
         number, count = of.pop("part")
         first = first or (folder, {**of, "parts": count})
+        # All but the number of the part itself must be alike.
         mine = {**of, "parts": count}
         differing = [name for name in mine if mine[name] != first[1].get(name)]
         if differing:

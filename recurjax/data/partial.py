@@ -67,6 +67,7 @@ class Partial:
         """
         self.folder, self._of = folder, of
         self._pieces = 0
+        # Without a progress file nothing was whole: all that lies there is made again.
         self.kept = Kept()
         if (folder / _PROGRESS).is_file():
             self.kept = self._read()
@@ -84,8 +85,12 @@ class Partial:
     def keep(self, kept: Kept) -> None:
         """Notes how far the preparation is; its shards are closed files."""
         known = len(self.kept.shards)
+        # All that the progress file names is on disk before the file itself: a power
+        # cut leaves the old one, or a new one that is true.
         for shard in kept.shards[known:]:
             force_to_disk(self.folder / shard.file)
+        # Documents since the last note, in a piece of their own: writing all of them
+        # anew at each shard would grow with the square of the shards.
         news = slice(self.kept.documents, kept.documents)
         piece = np.array([kept.starts[news], kept.document_bytes[news]], np.int64)
         with open(self.folder / _documents(self._pieces), "wb") as file:
@@ -153,6 +158,7 @@ class Partial:
             )
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{self.folder} is damaged ({error}): {again}") from error
+        # By size alone: to read them all again would cost a good part of what is saved.
         for shard in shards:
             path = self.folder / shard.file
             if not path.is_file() or path.stat().st_size != shard.size:
@@ -182,6 +188,7 @@ def partial_folder(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
         partial = Partial(folder, of)
         try:
             yield partial
+        # An interrupt from the keyboard too: a folder stays only if it saves work.
         except BaseException:
             if not partial.is_worth_keeping:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -190,6 +197,7 @@ def partial_folder(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
         for file in folder.iterdir():
             if file.is_file():
                 force_to_disk(file)
+        # The name comes last: what is called `out` is whole, after a power cut too.
         force_to_disk(folder)
         (folder / _LOCK).unlink()
         os.rename(folder, out)
@@ -200,6 +208,7 @@ def partial_folder(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
 def _locked(file: Path, out: Path) -> Iterator[None]:
     with file.open("w") as opened:
         try:
+            # The system's own lock ends with the process, however that ends.
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(

@@ -97,6 +97,7 @@ def prepare(
     closing(tokenizer, ends)
     out = Path(out).expanduser()
     reading = read_corpus(corpus)
+    # All that decides what is written: only the same call goes on with its work.
     of = {
         "corpus": repr(corpus),
         "size": reading.total,
@@ -113,6 +114,7 @@ def prepare(
         folder, kept = partial.folder, partial.kept
         # First, because processes that tokenize load it from there.
         tokenizer.save(folder / TOKENIZER)
+        # What is kept is read once more and skipped, which is cheap beside tokenizing.
         left = islice(reading.documents, kept.documents, None)
         written = _write_tokens(
             partial,
@@ -156,7 +158,9 @@ def stretch(reading: Reading, part: int, parts: int) -> Reading:
     def documents() -> Iterator[Document]:
         begin = 0
         for document in reading.documents:
+            # By where it begins, so that each document has one home.
             home = min(begin * parts // max(1, reading.total), parts - 1)
+            # Homes only grow along the corpus: nothing from here on is this part's.
             if home >= part:
                 return
             if home == part - 1:
@@ -285,6 +289,7 @@ def _write_tokens(
     tokens, text_bytes = kept.tokens, kept.text_bytes
     # Bytes that make no whole record yet wait for the next document.
     pending = writer.write_whole_records(kept.tail, size)
+    # It was stopped after its last document: none is begun beyond the limit.
     if max_tokens is not None and starts and tokens >= max_tokens:
         encoded = iter(())
     for document in encoded:

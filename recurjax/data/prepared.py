@@ -203,6 +203,7 @@ class _Fetched:
         return found
 
     def _shard(self, number: int) -> ArrayRecordDataSource:
+        # Threads read ahead together: the first that asks fetches, the others wait.
         with self._opening:
             if number not in self._opened:
                 shard = self._shards[number]
@@ -227,6 +228,7 @@ def prepared_here(directory: str | Path) -> Path:
     if store.size(MANIFEST) is None:
         raise UserError(_no_manifest(url))
     content = store.read(MANIFEST)
+    # By the manifest's digest: data prepared anew at the same place are no old copy.
     folder = folder_for(url, hashlib.sha256(content).hexdigest()) / "prepared"
     if (folder / _ORIGIN).is_file():
         return folder
@@ -343,6 +345,7 @@ def verify_checksums(directory: Path) -> None:
 
 
 def _digest(values: dict[str, Any]) -> str:
+    # One way of writing, so that the digest is of the values and not of a layout.
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

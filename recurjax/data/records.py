@@ -129,6 +129,8 @@ def _chained(
         done = 0
         for name, source in sources:
             for start in range(0, len(source), _AT_ONCE):
+                # The last read may be of fewer records: a source refuses numbers beyond
+                # its end.
                 indices = range(start, min(start + _AT_ONCE, len(source)))
                 try:
                     rows = source.__getitems__(list(indices))

@@ -100,6 +100,7 @@ def build_tokenizer(
     Raises:
       UserError: it cannot be loaded, or the corpus does not serve to train it.
     """
+    # Merges counted on the validation text would make its tokens look easier.
     part = TrainingPart(share=1.0 - validation_fraction, used_bytes=used_bytes)
     match config:
         case Bytes():
