@@ -50,6 +50,7 @@ class Answers:
     ):
         self._chat, self._wanted, self._tokenizer = chat, wanted, tokenizer
         self._prompt_tokens = prompt_tokens
+        # Clients group pieces of a stream by this id: one for all its choices.
         kind = "chatcmpl" if chat else "cmpl"
         self._head = {
             "id": f"{kind}-{secrets.token_hex(12)}",
@@ -80,15 +81,18 @@ class Answers:
             if self._chat:
                 delta = {"role": "assistant", "content": ""}
                 yield self._piece(choice, {"delta": delta}, None, None)
+            # Of a completion only an echoed prompt comes before the first token.
             elif choice.begin:
                 yield self._piece(choice, {"text": choice.begin}, None, None)
 
     def pieces(self, choice: Choice, news: News) -> Iterator[dict[str, Any]]:
         """Yields what some news become in a stream."""
+        # A token may show no text yet: part of a character, or of a stop string.
         if not news.tokens and not news.text and news.reason is None:
             return
         content = {"delta": {"content": news.text}} if self._chat else None
         logprobs = self._logprobs(news.tokens, news.logprobs, news.top)
+        # Chats tell their end in a piece of its own, with an empty delta.
         reason = None if self._chat else _REASONS.get(news.reason or "")
         yield self._piece(choice, content or {"text": news.text}, logprobs, reason)
         if self._chat and news.reason is not None:
@@ -96,11 +100,13 @@ class Answers:
 
     def ends(self, choices: list[Choice]) -> Iterator[dict[str, Any]]:
         """Yields what a stream ends with, before its last word."""
+        # No choices in this piece, as OpenAI documents it.
         if self._wanted.include_usage:
             usage = self._usage(choices)
             yield {**self._headed(chunk=True), "choices": [], "usage": usage}
 
     def _headed(self, *, chunk: bool = False) -> dict[str, Any]:
+        # Pieces of a completion are named as the whole is; a chat's are chunks.
         kind = "chat.completion" if self._chat else "text_completion"
         return {
             **self._head,
@@ -133,6 +139,7 @@ class Answers:
             return None
         count = self._wanted.top_logprobs
         names = [self._name(token) for token in tokens]
+        # The two routes tell probabilities in different forms.
         if not self._chat:
             return {
                 "tokens": names,

@@ -60,6 +60,7 @@ class App:
     def __init__(self, models: Mapping[str, Served], *, api_key: str | None = None):
         """Makes the routes; `api_key`: asked of every one but /health."""
         self._models, self._key = dict(models), api_key
+        # Not the process's own registry: two servers in a process stay apart.
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry, lambda: self._workers())
         routes: list[tuple[str, str, Callable[[Request], Awaitable[Any]]]] = [
@@ -77,6 +78,7 @@ class App:
                 Route(path, self._guarded(answer), methods=[method])
                 for path, method, answer in routes
             ],
+            # Routes that are not there are answered in the same form.
             exception_handlers={404: _unknown_route, 405: _unknown_route},
         )
 
@@ -88,6 +90,7 @@ class App:
 
         async def guarded(request: Request) -> Any:
             try:
+                # Load balancers ask for health and have no key.
                 if request.url.path != "/health":
                     self._check_key(request)
                 return await answer(request)
@@ -108,10 +111,12 @@ class App:
         if self._key is None:
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        # In constant time: answers' times must not tell how much of it was right.
         if not hmac.compare_digest(given.encode(), self._key.encode()):
             raise RequestError(401, "the API key is missing or wrong")
 
     async def _body(self, request: Request) -> dict[str, Any]:
+        # Read in pieces, so that a body too large is refused before it is held.
         data = bytearray()
         async for part in request.stream():
             data += part
@@ -121,6 +126,7 @@ class App:
 
     def _model(self, body: Mapping[str, Any]) -> Served:
         name = body.get("model")
+        # Who serves one model need not be told which.
         if name is None and len(self._models) == 1:
             return next(iter(self._models.values()))
         if not isinstance(name, str) or name not in self._models:
@@ -156,6 +162,7 @@ class App:
         served, text = self._model(body), body.get("prompt")
         if not isinstance(text, str):
             raise RequestError(400, "prompt must be a text", field="prompt")
+        # As in vLLM: BOS comes unless it is refused.
         special = body.get("add_special_tokens", True) is not False
         ids = _encode(served.tokenizer, text, bos=special)
         return JSONResponse({"tokens": ids, "count": len(ids)})
@@ -165,7 +172,9 @@ class App:
         served, ids = self._model(body), body.get("tokens")
         most = served.tokenizer.vocabulary
         if not isinstance(ids, list) or not all(
-            type(token) is int and 0 <= token < most for token in ids
+            # `type`, not isinstance: true and false are ints to Python.
+            type(token) is int and 0 <= token < most
+            for token in ids
         ):
             raise RequestError(
                 400,
@@ -202,6 +211,7 @@ class App:
             )
         tokenizer = served.tokenizer
         prompts = read_prompts(body, lambda text: _encode(tokenizer, text, bos=True))
+        # A completion has a small default; a chat goes on to the slot's end.
         limit = wanted.max_tokens or _COMPLETION_TOKENS
         return self._answer(request, served, prompts, wanted, [limit] * len(prompts))
 
@@ -216,7 +226,9 @@ class App:
                 f"{served.name} has no chat template: use /v1/completions, or serve it "
                 "with --template",
             )
+        # Names of special tokens in the messages stay text.
         ids = served.template.encode(messages, served.tokenizer)
+        # The last token is sampled, not read: it needs no place in the cache.
         engine = served.worker.ready()
         room = engine.config.length - len(ids) + 1
         limit = wanted.max_tokens or max(room, 1)
@@ -248,6 +260,7 @@ class App:
                 wanted.request_settings(limit=limit, choice=choice),
             )
             for prompt, limit in zip(prompts, limits, strict=True)
+            # Each choice draws from a stream of its own under the request's seed.
             for choice in range(wanted.n)
         ]
         if any(len(prompt) == 0 for prompt in prompts):
@@ -283,6 +296,7 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
 
 def _encode(tokenizer: Tokenizer, text: str, *, bos: bool) -> list[int]:
     ids = tokenizer.encode(text).tolist()
+    # An empty text still needs a token to read: BOS stands for it.
     if tokenizer.bos is None or (ids and not bos):
         return ids
     return [tokenizer.bos, *ids]

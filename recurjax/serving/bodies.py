@@ -68,12 +68,14 @@ def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
     Raises:
       RequestError: 400, naming the first field that is wrong or unknown.
     """
+    # Unknown fields are refused: a typing mistake must not become a default.
     known = _CHAT if chat else _COMPLETION
     for name in body:
         if name not in known | _BOTH:
             raise RequestError(
                 400, f"there is no field {name!r} in such a request", field=name
             )
+    # Clients send OpenAI's defaults along; those change nothing here.
     for name, neutral in _NEUTRAL.items():
         if body.get(name) not in (None, *neutral):
             raise RequestError(
@@ -134,6 +136,7 @@ def read_prompts(
     if isinstance(prompt, str):
         return [encode(prompt)]
     if isinstance(prompt, list) and prompt:
+        # Texts, one prompt's ids, or several prompts' ids: told apart by their kind.
         if all(isinstance(text, str) for text in prompt):
             return [encode(text) for text in prompt]
         if _are_ids(prompt):
@@ -168,6 +171,7 @@ def _message(message: Any, number: int) -> dict[str, str]:
             400, f"{where} must have a role and a content", field="messages"
         )
     content = message.get("content")
+    # Content in parts: those of text are joined, any other kind is refused.
     if isinstance(content, list):
         texts = [
             part["text"]
@@ -184,6 +188,7 @@ def _message(message: Any, number: int) -> dict[str, str]:
 
 
 def _top_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
+    # A count on the one route, a switch and a count on the other.
     if not chat:
         return _number(body, "logprobs", None, whole=True, least=0, most=20)
     top = _number(body, "top_logprobs", 0, whole=True, least=0, most=20)
@@ -208,6 +213,7 @@ def _number(
     value = body.get(name)
     if value is None:
         return default
+    # `type`, not isinstance: true would pass for 1.
     kinds = (int,) if whole else (int, float)
     if type(value) not in kinds or not least <= value <= most:
         kind = "a whole number" if whole else "a number"

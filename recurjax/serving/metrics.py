@@ -31,6 +31,7 @@ class Metrics:
             labelnames=("model", "reason"),
             registry=registry,
         )
+        # `collect` below is asked at each scrape: engines' figures are never stale.
         registry.register(self)
 
     def ended(self, model: str, stream: Stream) -> None:
@@ -42,6 +43,7 @@ class Metrics:
         if request.started is None:
             return
         self._first.labels(model).observe(request.started - request.submitted)
+        # The first token's time is mostly the prompt's and is counted apart.
         later = len(request.tokens) - 1
         if later > 0:
             seconds = (request.ended or time.monotonic()) - request.started

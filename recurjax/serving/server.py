@@ -25,6 +25,7 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # A server started again at once finds its port free.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         # Only a socket that listens keeps others from the port.
@@ -68,6 +69,7 @@ async def _serve(
     grace: float,
     told: threading.Event | None,
 ) -> None:
+    # Sockets are passed in already bound; the lifespan protocol has no use here.
     config = uvicorn.Config(
         app.asgi, log_level="warning", lifespan="off", timeout_graceful_shutdown=5
     )
@@ -80,8 +82,10 @@ async def _serve(
 
     async def end() -> None:
         while not (ending.is_set() or (told is not None and told.is_set())):
+            # Polled: a signal and an event of another thread, with one wait for both.
             await asyncio.sleep(_LOOK_SECONDS)
         for worker in workers:
+            # New requests get 503 from here on; open ones go on to their end.
             worker.draining = True
         until = loop.time() + grace
         while loop.time() < until and any(worker.open for worker in workers):

@@ -37,8 +37,11 @@ class Talk:
             for choice in self.choices
         }
         try:
+            # One wait a choice, renewed after each news: the slowest choice holds up
+            # no other.
             while waits:
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                # Sets have no order; clients see choices by number.
                 for wait in sorted(done, key=lambda one: waits[one].index):
                     choice, news = waits.pop(wait), wait.result()
                     if news.reason in ("not_finite", "failed"):
@@ -51,6 +54,7 @@ class Talk:
                     choice.take(news)
                     yield choice, news
         finally:
+            # Left by an error or by the client: a wait would outlive the request.
             for wait in waits:
                 wait.cancel()
 
@@ -100,6 +104,7 @@ class Events:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
         ]
+        # The status goes out before the first token; later failures are events.
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         await send(start)
 
@@ -116,6 +121,7 @@ class Events:
                     await event(piece)
             for piece in self._answers.ends(self._talk.choices):
                 await event(piece)
+            # OpenAI's own end of a stream, which its clients wait for.
             await event("[DONE]")
         except RequestError as error:
             await event(error.body())
@@ -126,6 +132,7 @@ async def _unless_gone(work: Any, receive: Any, talk: Talk) -> Any:
     """Runs work until it ends or the client has gone; then its slots are free."""
 
     async def gone() -> None:
+        # What is left of the body comes first; a disconnect may come at any time.
         while (await receive())["type"] != "http.disconnect":
             pass
 
@@ -137,6 +144,7 @@ async def _unless_gone(work: Any, receive: Any, talk: Talk) -> Any:
                 return tasks[0].result()
         return None
     finally:
+        # Does nothing to choices that have ended.
         talk.cancel()
         for task in tasks:
             task.cancel()

@@ -35,6 +35,7 @@ class Stream:
     def __init__(self, prompt: np.ndarray, settings: RequestSettings):
         self.prompt, self.settings = prompt, settings
         self.news: asyncio.Queue[News] = asyncio.Queue()
+        # Bound to the loop that asked: the thread hands news over to that one.
         self.loop = asyncio.get_running_loop()
         self.open = True
         # These two are the engine's thread's.
@@ -62,6 +63,7 @@ class Worker:
         self.broken: str | None = None
         self.draining = False
         self._build, self._most_waiting = build, most_waiting
+        # A queue without locks of the loop's: the thread blocks on it while idle.
         self._inbox: queue.SimpleQueue[tuple[str, Stream | None]] = queue.SimpleQueue()
         self._streams: set[Stream] = set()  # the event loop's
         self._running: dict[Request, Stream] = {}  # the thread's
@@ -104,6 +106,7 @@ class Worker:
         """
         engine = self.ready()
         for prompt, settings in asked:
+            # All are checked before any is taken: no half of a request runs.
             engine.check(prompt, settings)
         if self.open + len(asked) > engine.slots + self._most_waiting:
             raise RequestError(
@@ -120,12 +123,14 @@ class Worker:
     def cancel(self, stream: Stream) -> None:
         """Ends a request; nothing where it has ended."""
         if stream.open:
+            # Closed at once, so that its place counts as free before the thread acts.
             self._close(stream)
             self._inbox.put(("cancel", stream))
 
     async def next(self, stream: Stream) -> News:
         """Waits for a request's next news."""
         news = await stream.news.get()
+        # The last news carries the reason; nothing comes after it.
         if news.reason is not None:
             self._close(stream)
         return news
@@ -136,11 +141,13 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            # Compiles for seconds to minutes; until then `ready` answers 503.
             self.engine = engine = self._build()
             while self._serve(engine):
                 pass
         except Exception as error:  # told to every client; the server goes on
             self.broken = str(error).partition("\n")[0][:300] or type(error).__name__
+            # Those not yet submitted wait for news too and would wait for ever.
             waiting: list[Stream | None] = []
             while not self._inbox.empty():
                 waiting.append(self._inbox.get()[1])
@@ -149,6 +156,8 @@ class Worker:
 
     def _serve(self, engine: Engine) -> bool:
         """Does one step, or waits for something to do; False: stop."""
+        # Everything asked meanwhile is taken before the next step; an idle engine
+        # blocks in get() instead of spinning.
         while not (engine.busy and self._inbox.empty()):
             act, stream = self._inbox.get()
             if stream is None:
@@ -156,6 +165,7 @@ class Worker:
             if act == "submit":
                 stream.request = engine.submit(stream.prompt, stream.settings)
                 self._running[stream.request] = stream
+            # Messages keep their order: it was submitted before.
             elif stream.request is not None:
                 engine.cancel(stream.request)
                 self._running.pop(stream.request, None)
@@ -167,6 +177,7 @@ class Worker:
         stream = self._running.get(request)
         if stream is None:
             return
+        # Requests only grow: what is new lies behind what was told last.
         tokens, text = stream.told
         news = News(
             text=request.text[text:],
