@@ -127,7 +127,7 @@ REFUSED = [
     (("--corpus", "{}/none"), "is a folder without a file that ends in .txt, "),
     (("--corpus", "{}/a.txt", "--tokenizer", "bpe"), "wants a vocabulary size"),
     (("--corpus", "gs//a.txt", "--tokenizer", "no.json"), "no tokenizer at no.json"),
-    (("--corpus", "gopher://a/b.txt"), "no corpus is read from gopher://"),
+    (("--corpus", "gopher://a/b.txt"), "nothing can be read at gopher://, only"),
     (("--field", "body"), "say how to read --corpus FILES: name the files too"),
     (("--bos", "<s>"), "name tokens of a --tokenizer: name it too"),
     (("--corpus", "{}/lines", "--separator", "x"), "--separator is for text files"),
@@ -138,8 +138,8 @@ REFUSED = [
     ),
     (
         ("--data.corpus.patterns", "my.txt"),
-        r"which has no field patterns \(TextFiles, JsonLines, Parquet, ArrayRecords "
-        r"would\): the experiment's file chooses",
+        r"which has no field patterns \(TextFiles, JsonLines, Parquet, ArrayRecords, "
+        r"PromptAnswer would\): the experiment's file chooses",
     ),
     (
         ("--data.tokenizer=bpe:300",),

@@ -151,7 +151,7 @@ def test_messages_are_written_plainly_or_by_a_template(tmp_path):
     want = "[system]Be short.[user]Why?[assistant]So."
     assert text(template=str(template)) == (want, [*b"So.", EOS])
     template.write_text("{% for %}")
-    with pytest.raises(UserError, match="the chat template fails"):
+    with pytest.raises(UserError, match="the chat template does not compile"):
         text(template=str(template))
 
 

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import target
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.decoding import prefill
-from recurjax.inference.sampling import SamplingConfig
+from recurjax.inference.sampling import SamplingConfig, sampling_rows
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import LearnedPositions
 from recurjax.layers.stack import scan_layers
@@ -100,7 +100,8 @@ def test_a_float32_model_stays_as_it_is(model):
 def test_a_cache_is_narrow_where_the_device_is_not_slower_for_it(platform, dtype):
     tokens = Tokens(jnp.arange(6)[None], lengths=jnp.asarray([6]))
     model, keys = build(dtype="bfloat16"), jax.random.split(jax.random.key(0), 1)
-    options = {"sampling": SamplingConfig(), "cache_length": 16}
+    wish = jax.tree.map(jnp.asarray, sampling_rows([SamplingConfig()]))
+    options = {"sampling": wish, "cache_length": 16}
     prompt = partial(prefill.__wrapped__, **options)
     with target.as_if(target.Target(platform=platform, kind="")):
         state = jax.eval_shape(prompt, model, tokens, keys, jnp.asarray(-1))
