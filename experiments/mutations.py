@@ -4,8 +4,8 @@ Reproduces no table. Each row of mutations.jsonl replaces one piece of one file 
 copy of the working tree and runs the tests named beside it there: a mutation that no
 test notices is a hole in the suite. Answers are kept in the file `--into`, so that a
 run that was stopped goes on where it was. Expect a line a mutation and at last how many
-were found; 95 of 100 is the least. A mutation takes about half a minute on one core;
-`--only TEXT` runs those whose file, line or tests hold a text.
+were found; 95 of 100 is the least. A mutation takes seconds to half a minute on one
+core; `--only TEXT` runs those whose file, line or tests hold a text.
 
     python experiments/mutations.py --into mutations.json --only spikes
 """

@@ -202,8 +202,8 @@ class _Call(NamedTuple):
     def backward(
         self, arrays: tuple[Any, ...], kept: tuple[Any, ...], cotangents: Any
     ) -> list[jax.Array]:
-        # On one device the backend's gradients are whole.
         """Returns the gradients of the floating leaves of `arrays`."""
+        # On one device the backend's gradients are whole.
         function = partial(self.backend.backward, **self.all_options)
         if self.cut is None:
             return jax.tree.leaves(function(*arrays, *kept, *cotangents))

@@ -272,12 +272,13 @@ def _set_abort_handler(action: Callable[[], None]) -> Any:
 
 
 class _NativeErrors:
-    # Who has file descriptor 2 reads what C++ code prints; `sys.stderr` would not.
     """Standard error of native code, passed on line by line.
 
     What jax's coordination service says of lost processes, and the stack trace after
     it, is held back: `fatal` gives it to who makes a sentence of it.
     """
+
+    # Who has file descriptor 2 reads what C++ code prints; `sys.stderr` would not.
 
     _SERVICE = re.compile(
         r"[EF]\d{4} .*(coordination_service|client\.h|preemption_sync_manager)"

@@ -93,8 +93,8 @@ class PieceTable:
             self.part(tensor, parameter, layer, shape=shape, axes=(0,))
 
     def linear_shape(self, parameter: str, layer: Layer) -> tuple[int, int]:
-        # Ours keeps heads apart on several axes; on disk all outputs are one axis.
         """Returns [out, in] of one layer's matrix; ours is [in ..., out ...]."""
+        # Ours keeps heads apart on several axes; on disk all outputs are one axis.
         result, inputs = self._result(parameter, layer), rule_of(parameter).inputs
         return math.prod(result[inputs:]), math.prod(result[:inputs])
 

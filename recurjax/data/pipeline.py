@@ -171,8 +171,8 @@ class _Batches:
 
 
 def row_span(split: Split, row: int, length: int) -> Span:
-    # Beyond the split's end rows are empty: the last batch of a pass in order.
     """Returns the tokens of a concatenated row: T and the last one's target."""
+    # Beyond the split's end rows are empty: the last batch of a pass in order.
     begin = min(split.start + row * length, split.stop)
     return begin, min(begin + length + 1, split.stop)
 

@@ -113,8 +113,8 @@ def markdown(rows: Iterable[Row]) -> str:
 
 
 def share_error(share: float, n: int) -> float | None:
-    # The unbiased variance of n zeros and ones, over n.
     """Returns the standard error of a mean of n zeros and ones; None of one."""
+    # The unbiased variance of n zeros and ones, over n.
     return (share * (1 - share) / (n - 1)) ** 0.5 if n > 1 else None
 
 

@@ -267,8 +267,8 @@ def rolling(tokens: Sequence[int], *, first: int, longest: int) -> list[Pair]:
 
 
 def bucket(width: int, most: int | None) -> int:
-    # 16, 24, 32, 48, 64, ...: at most half of a row is padding.
     """Rounds up to a power of two or one and a half of one, so that few compile."""
+    # 16, 24, 32, 48, 64, ...: at most half of a row is padding.
     power = max(SMALLEST_WIDTH, 1 << (width - 1).bit_length())
     rounded = (
         3 * power // 4 if power > SMALLEST_WIDTH and width <= 3 * power // 4 else power

@@ -157,13 +157,13 @@ def _layer_recency(
     cache = stack.init_cache(B, 0, x.dtype).groups[0]
     tokens = Tokens(jnp.zeros((B, T), jnp.int32))
     x, _ = block(x, cache, tokens)
+    # lax.map stacks head by head, [H, B].
     return x, ratios.T, shares.T
 
 
 def choose_heads(
     recency: HeadRecency, share: float, *, scope: Scope
 ) -> tuple[tuple[int, ...], ...]:
-    # Both head by head as lax.map stacks them: turned to [B, H].
     """Chooses the heads to replace: the most recent ones by RA-I.
 
     Ties go by the mean ratio, then by layer and head.

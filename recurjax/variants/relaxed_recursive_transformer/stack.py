@@ -301,7 +301,7 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, CacheRows, UncutStack):
         )
 
     def parts(self, shared, own, kept=None) -> tuple[Any, ...]:
-        """Returns what `_layers` scans over: block, adapters, kept keys by place."""
+        """Returns what `layers` scans over: block, adapters, kept keys by place."""
         kept = [None] * len(own) if kept is None else kept
         return tuple(
             (
