@@ -1,5 +1,8 @@
 """Runs in a bucket, at the command line; the bucket is fsspec's store in memory."""
 
+import fsspec
+import pytest
+
 from recurjax.errors import UserError
 from recurjax.storage import Store, open_store
 from recurjax.training.run import load_run
@@ -12,6 +15,15 @@ from tests.training.run_contents import assert_same_run
 RUNS = "memory://bucket/runs"
 
 __all__ = ["bucket"]
+
+
+def damage(step):
+    """Halves the index of a checkpoint in the bucket, which every restore reads."""
+    memory = fsspec.filesystem("memory")
+    folder = f"/bucket/runs/tiny/checkpoints/{step}/state/d/"
+    [index] = [name for name in memory.store if name.startswith(folder)]
+    whole = memory.cat_file(index)
+    memory.pipe_file(index, whole[: len(whole) // 2])
 
 
 def kill_at(monkeypatch, step):
@@ -51,6 +63,18 @@ def test_runs_in_a_bucket_resume_bit_for_bit(finished, monkeypatch, bucket, tmp_
     assert code == 0 and '"step": 12' in out and f'"run": "{URL}"' in out
     code, out, _ = recurjax("evaluate", URL, "--table")
     assert code == 0 and "bits_per_byte" in out
+    damage(12)
+    told = []
+    assert load_run(URL, report=told.append).step == 9
+    assert len(told) == 1 and "Checkpoint 12" in told[0]
+    [oldest] = steps - {"12", "9"}
+    damage(9)
+    damage(oldest)
+    listed = rf"no good checkpoint \(12: .*; 9: .*; {oldest}: "
+    with pytest.raises(UserError, match=listed):
+        load_run(URL)
+    with pytest.raises(UserError, match=r"no good checkpoint \(9: [^;]*\)"):
+        load_run(URL, step=9)
 
 
 def test_what_is_no_run_or_cannot_be_written_is_one_sentence():

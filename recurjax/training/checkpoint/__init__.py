@@ -3,6 +3,10 @@
 The one door is `Checkpoints`; see README.md for the rooms behind it.
 """
 
-from recurjax.training.checkpoint.checkpoints import Checkpoints, Restored
+from recurjax.training.checkpoint.checkpoints import (
+    Checkpoints,
+    NoGoodCheckpoint,
+    Restored,
+)
 
-__all__ = ["Checkpoints", "Restored"]
+__all__ = ["Checkpoints", "NoGoodCheckpoint", "Restored"]

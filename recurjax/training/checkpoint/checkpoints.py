@@ -56,6 +56,10 @@ class Restored(NamedTuple):
         return self.data_states[0]
 
 
+class NoGoodCheckpoint(UserError):
+    """Every checkpoint that was looked at is damaged."""
+
+
 class Checkpoints:
     """The checkpoints of one run in one directory.
 
@@ -210,7 +214,7 @@ class Checkpoints:
         if not faults:
             return None
         reasons = "; ".join(f"{number}: {fault}" for number, fault in faults.items())
-        raise UserError(f"{root} holds no good checkpoint ({reasons}).")
+        raise NoGoodCheckpoint(f"{root} holds no good checkpoint ({reasons}).")
 
     def steps(self) -> list[int]:
         """Lists the complete steps, oldest first, without those found damaged."""

@@ -150,8 +150,30 @@ def mirrored(url: str) -> Iterator[Mirror]:
                 mirror.push()
 
 
+class Copy:
+    """A bucket's run on this disk, for reading, with few of its checkpoints.
+
+    Attributes:
+      folder: the copy's run directory.
+    """
+
+    def __init__(self, mirror: Mirror, names: dict[str, int], older: list[int]):
+        self.folder = mirror.folder
+        self._mirror, self._names, self._older = mirror, names, older
+
+    def fetch_older(self) -> bool:
+        """Fetches the newest checkpoint that is not here yet; False: all are."""
+        if not self._older:
+            return False
+        step = self._older.pop()
+        within = f"{_CHECKPOINTS}/{step}/"
+        names = {n: size for n, size in self._names.items() if n.startswith(within)}
+        self._mirror.fetch(names=names, steps=[step])
+        return True
+
+
 @contextmanager
-def fetched(url: str, *, step: int | None = None) -> Iterator[Path]:
+def fetched(url: str, *, step: int | None = None) -> Iterator[Copy]:
     """Gives a copy of a bucket's run for reading, with one checkpoint.
 
     Args:
@@ -170,8 +192,9 @@ def fetched(url: str, *, step: int | None = None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="recurjax-run-") as folder:
         mirror = Mirror(store, Path(folder) / PurePosixPath(url).name)
         mirror.folder.mkdir()
-        mirror.fetch(steps=chosen)
-        yield mirror.folder
+        mirror.fetch(names=names, steps=chosen)
+        # A checkpoint is large: an older one comes only where the newest is damaged.
+        yield Copy(mirror, names, steps[:-1] if step is None else [])
 
 
 def _complete(names: dict[str, int]) -> list[int]:

@@ -24,7 +24,7 @@ from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.storage import url_of
-from recurjax.training.checkpoint import Checkpoints
+from recurjax.training.checkpoint import Checkpoints, NoGoodCheckpoint
 from recurjax.training.optimizers import Constant
 from recurjax.training.program import model_shapes
 from recurjax.training.run.metrics import read_rows
@@ -240,8 +240,14 @@ def load_run(
       UserError: not a run directory, no good checkpoint, or one that does not fit.
     """
     if (url := url_of(path)) is not None:
-        with fetched(url, step=step) as folder:
-            return load_run(folder, step=step, mesh=mesh, report=report)
+        with fetched(url, step=step) as copy:
+            told = _once(report)
+            while True:
+                try:
+                    return load_run(copy.folder, step=step, mesh=mesh, report=told)
+                except NoGoodCheckpoint:
+                    if not copy.fetch_older():
+                        raise
     run = RunDirectory(Path(path))
     if not run.root.is_dir():
         raise UserError(f"no run directory at {run.root}")
@@ -261,6 +267,20 @@ def load_run(
         raise UserError(f"{run.root} has no checkpoint yet: train it first")
     model = from_nested_dict(shapes, restored.tree["model"])
     return LoadedRun(experiment, model, tokenizer, restored.step, restored.digest)
+
+
+def _once(report: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns what tells of each checkpoint once: each try looks at all there are."""
+    told = set()
+
+    def say(sentence: str) -> None:
+        # What was wrong, after the colon, may be another array's fault the next time.
+        checkpoint = sentence.partition(":")[0]
+        if checkpoint not in told:
+            told.add(checkpoint)
+            report(sentence)
+
+    return say
 
 
 def _comparable(experiment: Experiment) -> Experiment:

@@ -97,9 +97,13 @@ def _check_run(
 ) -> None:
     if (url := url_of(path)) is not None:
         # Config and tokenizer are enough to compare: no checkpoint is copied.
-        with fetched(url, step=NO_STEP) as folder:
+        with fetched(url, step=NO_STEP) as copy:
             return _check_run(
-                str(folder), name=name, model=model, whose=whose, tokenizer=tokenizer
+                str(copy.folder),
+                name=name,
+                model=model,
+                whose=whose,
+                tokenizer=tokenizer,
             )
     directory = RunDirectory(Path(path))
     other = read_experiment(directory.config)
