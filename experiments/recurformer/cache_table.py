@@ -8,11 +8,17 @@ and a measured one lies between. Runs in a second.
     python experiments/recurformer/cache_table.py
 """
 
-from runs import BETAS, base
+import runpy
+from pathlib import Path
 
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurformer.cost import added_parameters, cache_bytes
 from recurjax.variants.transformer import TransformerConfig
+
+# Run, not imported: a clone that has trained has a folder runs/ too, which tools that
+# look for modules take for this file.
+_TABLE = runpy.run_path(str(Path(__file__).with_name("runs.py")))
+BETAS, base = _TABLE["BETAS"], _TABLE["base"]
 
 LENGTHS = (10_240, 61_440)
 PAPER = {
