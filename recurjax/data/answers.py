@@ -8,8 +8,7 @@ one where that belongs to the answer. Source: RAT's fine-tuning, which has no BO
 import bisect
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,18 +20,17 @@ from jaxtyping import Int32
 from recurjax.data.chat import plain, rendered
 from recurjax.data.config import DataConfig, PromptAnswer
 from recurjax.data.corpora import Messages, read_messages
-from recurjax.data.loader import Batches
+from recurjax.data.loader import Batches, identity_of_rows
 from recurjax.data.packing import without_middle
 from recurjax.data.pipeline import (
-    PADDING_SEGMENT,
     Batch,
     Layout,
+    MadeRows,
     endless_order,
     prefetched,
 )
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.types import IGNORED
 
 Ids = Int32[np.ndarray, " _"]
 
@@ -175,14 +173,27 @@ class AnswersLoader:
 
     def __iter__(self) -> Batches:
         config, order = self.dataset.config, endless_order(len(self.plan), self.seed)
-        made = _Rows(
-            self,
-            (lambda number: number) if self.in_order else order,
-            # Grain asks every source for a length; nobody comes to the end of this one.
-            sys.maxsize if self.batches is None else self.batches,
+        made = MadeRows(
+            self.layout,
+            order=(lambda number: number) if self.in_order else order,
+            places=len(self.plan) if self.in_order else None,
+            fill=self._fill,
         )
         pipeline = prefetched(made, config.prefetch, config.threads)
         return Batches(iter(pipeline), self._identity)
+
+    def _fill(self, batch: Batch, r: int, number: int) -> None:
+        at = 0
+        for segment, member in enumerate(self.plan[number]):
+            prompt, answer = self.examples[member]
+            # The last token is predicted and never read, so it has no place.
+            places = slice(at, at + len(prompt) + len(answer) - 1)
+            batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
+            # From the prompt's last place on, each is asked the token after it.
+            batch["targets"][r, places.stop - len(answer) : places.stop] = answer
+            if self.layout.segments:
+                batch["segments"][r, places] = segment
+            at = places.stop
 
     @property
     def batches(self) -> int | None:
@@ -196,54 +207,13 @@ class AnswersLoader:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        return {
-            "data": self.dataset.fingerprint,
-            "split": self.split,
-            "in_order": self.in_order,
-            "seed": self.seed,
-            "length": self.layout.length,
-            "batch": self.layout.batch,
-        }
-
-
-class _Rows:
-    """Batch i holds rows order(i*batch) .. order(i*batch + batch - 1)."""
-
-    def __init__(
-        self, loader: AnswersLoader, order: Callable[[int], int], batches: int
-    ):
-        self._loader, self._order, self._batches = loader, order, batches
-
-    def __len__(self) -> int:
-        return self._batches
-
-    def __getitem__(self, index: int) -> Batch:
-        loader, layout = self._loader, self._loader.layout
-        first, stop = layout.rows
-        # Of a batch each process makes its own rows alone.
-        shape = (stop - first, layout.length)
-        batch = {
-            "ids": np.zeros(shape, np.int32),
-            "targets": np.full(shape, IGNORED, np.int32),
-        }
-        if layout.segments:
-            batch["segments"] = np.full(shape, PADDING_SEGMENT, np.int32)
-        for r in range(stop - first):
-            number = index * layout.batch + first + r
-            if loader.in_order and number >= len(loader.plan):
-                continue  # the last batch is filled up
-            at = 0
-            for segment, member in enumerate(loader.plan[self._order(number)]):
-                prompt, answer = loader.examples[member]
-                # The last token is predicted and never read, so it has no place.
-                places = slice(at, at + len(prompt) + len(answer) - 1)
-                batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
-                # From the prompt's last place on, each is asked the token after it.
-                batch["targets"][r, places.stop - len(answer) : places.stop] = answer
-                if layout.segments:
-                    batch["segments"][r, places] = segment
-                at = places.stop
-        return batch
+        return identity_of_rows(
+            self.dataset.fingerprint,
+            self.split,
+            self.layout,
+            in_order=self.in_order,
+            seed=self.seed,
+        )
 
 
 def packed(examples: Sequence[Example], length: int) -> list[list[int]]:

@@ -85,6 +85,20 @@ class Loader:
         }
 
 
+def identity_of_rows(
+    fingerprint: str, split: str, layout: Layout, *, in_order: bool, seed: int
+) -> dict[str, Any]:
+    """Returns what a position among rows made from their numbers depends on."""
+    return {
+        "data": fingerprint,
+        "split": split,
+        "in_order": in_order,
+        "seed": seed,
+        "length": layout.length,
+        "batch": layout.batch,
+    }
+
+
 class Batches:
     """An iterator of batches whose state is small, exact and JSON-able."""
 

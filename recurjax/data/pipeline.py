@@ -170,6 +170,55 @@ class _Batches:
         return join_rows(tokens, segments, layout)
 
 
+class MadeRows:
+    """Batches of rows that are made one by one, from their numbers.
+
+    Batch i has the places i*batch .. i*batch + batch - 1; place n has row order(n).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        order: Callable[[int], int],
+        places: int | None,
+        fill: Callable[[Batch, int, int], None],
+    ):
+        """Makes nothing yet.
+
+        Args:
+          layout: of each process' own rows, which alone it makes.
+          order: from places to numbers of rows.
+          places: of one pass; None: endless.
+          fill: writes (batch, r, number), a row's tokens, into an empty row r.
+        """
+        self._layout, self._order = layout, order
+        self._places, self._fill = places, fill
+
+    def __len__(self) -> int:
+        # Grain asks every source for a length; nobody comes to the end of this one.
+        if self._places is None:
+            return sys.maxsize
+        return -(-self._places // self._layout.batch)
+
+    def __getitem__(self, index: int) -> Batch:
+        layout = self._layout
+        first, stop = layout.rows
+        shape = (stop - first, layout.length)
+        batch = {
+            "ids": np.zeros(shape, np.int32),
+            "targets": np.full(shape, IGNORED, np.int32),
+        }
+        if layout.segments:
+            batch["segments"] = np.full(shape, PADDING_SEGMENT, np.int32)
+        for r in range(stop - first):
+            place = index * layout.batch + first + r
+            # The last batch of a pass keeps empty rows.
+            if self._places is None or place < self._places:
+                self._fill(batch, r, self._order(place))
+        return batch
+
+
 def row_span(split: Split, row: int, length: int) -> Span:
     """Returns the tokens of a concatenated row: T and the last one's target."""
     # Beyond the split's end rows are empty: the last batch of a pass in order.

@@ -2,18 +2,15 @@
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, get_args
 
-import numpy as np
-
 from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.config import MOST_AHEAD
-from recurjax.data.loader import Batches
-from recurjax.data.pipeline import Batch, Layout, endless_order, prefetched
+from recurjax.data.loader import Batches, identity_of_rows
+from recurjax.data.pipeline import Batch, Layout, MadeRows, endless_order, prefetched
 from recurjax.data.symbols import Symbols
 from recurjax.data.tasks.copying import Copy
 from recurjax.data.tasks.hash_hop import HashHop
@@ -30,7 +27,6 @@ from recurjax.data.tasks.state_tracking import StateTracking
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.ranges import require_numbers, require_range
-from recurjax.types import IGNORED
 
 TaskConfig = (
     InContextRecall
@@ -206,10 +202,15 @@ class TaskLoader:
         # shuffled anew each epoch.
         if count is not None and not self.in_order:
             order = endless_order(count, self.seed)
-        # grain wants a length; without an end it is the largest there is.
-        made = _Rows(self, order, sys.maxsize if self.batches is None else self.batches)
+        places = count if self.in_order else None
+        made = MadeRows(self.layout, order=order, places=places, fill=self._fill)
         pipeline = prefetched(made, config.prefetch, config.threads)
         return Batches(iter(pipeline), self._identity)
+
+    def _fill(self, batch: Batch, r: int, number: int) -> None:
+        row = self.dataset.row(self.split, number)
+        batch["ids"][r, : len(row.ids)] = row.ids
+        batch["targets"][r, : len(row.targets)] = row.targets
 
     @property
     def batches(self) -> int | None:
@@ -221,40 +222,10 @@ class TaskLoader:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        return {
-            "data": self.dataset.fingerprint,
-            "split": self.split,
-            "in_order": self.in_order,
-            "seed": self.seed,
-            "length": self.layout.length,
-            "batch": self.layout.batch,
-        }
-
-
-class _Rows:
-    """Batch i holds rows order(i*batch) .. order(i*batch + batch - 1)."""
-
-    def __init__(self, loader: TaskLoader, order: Callable[[int], int], batches: int):
-        self._loader, self._order, self._batches = loader, order, batches
-
-    def __len__(self) -> int:
-        return self._batches
-
-    def __getitem__(self, index: int) -> Batch:
-        layout, dataset = self._loader.layout, self._loader.dataset
-        first, stop = layout.rows
-        # Only this process' rows are made.
-        shape = (stop - first, layout.length)
-        batch = {
-            "ids": np.zeros(shape, np.int32),
-            "targets": np.full(shape, IGNORED, np.int32),
-        }
-        count = dataset.count(self._loader.split)
-        for r in range(stop - first):
-            number = index * layout.batch + first + r
-            if self._loader.in_order and count is not None and number >= count:
-                continue  # the last batch is filled up
-            row = dataset.row(self._loader.split, self._order(number))
-            batch["ids"][r, : len(row.ids)] = row.ids
-            batch["targets"][r, : len(row.targets)] = row.targets
-        return batch
+        return identity_of_rows(
+            self.dataset.fingerprint,
+            self.split,
+            self.layout,
+            in_order=self.in_order,
+            seed=self.seed,
+        )
