@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 from recurjax.errors import UserError
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.run_table import load_experiment
 from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.checkpoint.manifest import Manifest, named, nested

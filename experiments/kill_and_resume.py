@@ -32,7 +32,7 @@ from jax.sharding import SingleDeviceSharding
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.model import ModelConfig

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import pytest
 import tyro
 
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".jsonl")

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from recurjax import host
 from recurjax.data.config import DataConfig, EmbeddedText
 from recurjax.data.dataset import open_dataset
 from recurjax.evaluation.perplexity import Score, score
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
+from recurjax.machine import host
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.training.run import LoadedRun, load_run

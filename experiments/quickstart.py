@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recurjax import host
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
@@ -21,6 +20,7 @@ from recurjax.evaluation.byte_ngram import ngram_bits_per_byte
 from recurjax.experiment import Experiment
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
+from recurjax.machine import host
 from recurjax.model import ModelConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recurjax.data.config import DataConfig, Prepared, PromptAnswer
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.model import count_parameters
 from recurjax.run_table import Run, load_experiment, load_runs
 

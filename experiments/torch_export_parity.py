@@ -21,8 +21,8 @@ import numpy as np
 
 from recurjax.convert.torch import to_torch
 from recurjax.data.dataset import open_dataset
-from recurjax.files import write_whole
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
+from recurjax.files.whole import write_whole
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment
 from recurjax.training.loop import train

@@ -10,8 +10,8 @@ from recurjax.config_json import from_json, json_differences, to_json
 from recurjax.data.config import DataConfig
 from recurjax.data.tasks.dataset import TaskData
 from recurjax.errors import UserError
-from recurjax.files import write_whole
-from recurjax.json_files import read_json
+from recurjax.files.json_files import read_json
+from recurjax.files.whole import write_whole
 from recurjax.layers.position import LearnedPositions
 from recurjax.model import ModelConfig
 from recurjax.sharding import MeshConfig

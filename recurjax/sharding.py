@@ -9,8 +9,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from recurjax.devices import is_flat_slice
 from recurjax.errors import UserError
+from recurjax.machine.devices import is_flat_slice
 from recurjax.parameters import find_rule, parameter_name
 from recurjax.ranges import require_numbers
 

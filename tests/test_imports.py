@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -16,18 +18,12 @@ ORDER = (
     ("types", "errors"),
     ("version",),
     ("config_changes",),
-    (
-        *("parameters", "devices", "host", "files", "json_files"),
-        *("early_interrupt", "peers", "compiled_programs", "storage", "ranges"),
-    ),
-    ("store_copies",),
-    ("layers", "data", "sharding", "distributed", "config_json"),
+    ("parameters", "ranges", "machine"),
+    ("files",),
+    ("layers", "data", "sharding", "config_json"),
     ("variants",),
     ("model",),
-    (
-        *("cross_entropy", "divergence", "exits", "frozen_model"),
-        *("training.spikes", "training.agreement"),
-    ),
+    ("losses", "exits", "training.spikes", "training.agreement"),
     ("objectives",),
     ("training.config", "training.objective", "training.optimizers"),
     ("experiment",),
@@ -42,10 +38,7 @@ ORDER = (
 )
 # Where the order alone would allow more than the design does.
 ONLY = {
-    "data": {
-        *("errors", "files", "json_files", "ranges", "storage", "store_copies"),
-        *("types", "version"),
-    },
+    "data": {"errors", "files", "ranges", "types", "version"},
     "layers": {"errors", "ranges", "types"},
     "variants": {"layers", "errors", "ranges", "types"},
     "model": {"variants", "layers", "errors", "ranges", "types"},
@@ -53,6 +46,7 @@ ONLY = {
 # What asks a model by protocol imports no variant; converters and benches are of one.
 BY_PROTOCOL = {"experiment", "inference", "evaluation", "training", "plan", "cli"}
 KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "jax_triton", "numpy", "triton"}
+OURS = ("recurjax", "pallas_kernels", "tests", "experiments")
 HEAVY = {"grain", "matplotlib", "tensorflow", "tensorflow_datasets", "torch"}
 
 RANKS = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
@@ -172,6 +166,85 @@ def test_nothing_above_the_model_tells_variants_by_their_class():
 def test_a_variant_told_by_its_class_is_seen(line):
     source = f"from recurjax.variants.rat import RatStack\n{line}"
     assert len(variants_named(ast.parse(source))) == 1
+
+
+def missing(tree: ast.Module) -> list[str]:
+    """Returns what a file imports, in functions too, of our code that is not there."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and is_ours(node.module or ""):
+            here = str(node.module)
+            found += [
+                f"line {node.lineno}: {here}.{alias.name}"
+                for alias in node.names
+                if f"{here}.{alias.name}" not in own_files()
+                and alias.name not in names_in(here)
+            ]
+        elif isinstance(node, ast.Import):
+            found += [
+                f"line {node.lineno}: {alias.name}"
+                for alias in node.names
+                if is_ours(alias.name) and alias.name not in own_files()
+            ]
+    return found
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] in OURS
+
+
+@cache
+def own_files() -> dict[str, Path]:
+    """Returns dotted name -> file, or folder without an `__init__`, of all our code."""
+    found = {}
+    for path in (
+        path for name in OURS for path in [ROOT / name, *(ROOT / name).rglob("*")]
+    ):
+        if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found.setdefault(".".join(parts), path)
+            if path.name == "__init__.py":
+                found[".".join(parts[:-1])] = path
+    return found
+
+
+@cache
+def names_in(module: str) -> set[str]:
+    """Returns what a module binds, or an empty set where it is none."""
+    path = own_files().get(module, ROOT)
+    if path.is_dir():
+        return set()
+    bound = set()
+    for node in ast.walk(tree_of(path)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                bound |= {(name.asname or name.name).split(".")[0] for name in names}
+            case ast.Name(id=name, ctx=ast.Store()):
+                bound.add(name)
+            case ast.Constant(value=str(name)) if "__getattr__" in bound:
+                bound.add(name)  # a door whose table names what it opens late
+    return bound
+
+
+def test_what_is_imported_is_there():
+    """Imports inside functions too, which are met only when the function runs."""
+    found = {
+        path.relative_to(ROOT): missing(tree_of(path))
+        for path in own_files().values()
+        if path.suffix == ".py"
+    }
+    assert {file: lines for file, lines in found.items() if lines} == {}
+    assert len(found) > 500
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import recurjax.nothing", "from recurjax.model import X", "from tests import no"],
+)
+def test_an_import_of_what_is_not_there_is_seen(line):
+    assert len(missing(ast.parse(f"def late():\n    {line}"))) == 1
 
 
 def test_no_import_runs_in_a_circle():

@@ -13,10 +13,10 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from recurjax import host
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.machine import host
 from recurjax.run_table import load_experiment
 from recurjax.training.sweep import sweep_and_print
 

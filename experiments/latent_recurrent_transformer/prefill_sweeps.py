@@ -21,10 +21,10 @@ import numpy as np
 from jaxtyping import Float
 
 from recurjax.cli.options import parse
-from recurjax.cross_entropy import token_losses
 from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import bits_per_byte, text_sums
+from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import Decoder
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.placement import placed

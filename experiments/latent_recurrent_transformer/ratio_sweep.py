@@ -22,13 +22,13 @@ from typing import Literal, NamedTuple
 
 from rich.console import Console
 
-from recurjax import host
 from recurjax.cli import evaluate
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.evaluation.core_model import ZERO_MEMORY
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
+from recurjax.machine import host
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment, load_runs
 from recurjax.training.sweep import Reached, sweep

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.variants.rat import MixerConfig, presets
 from recurjax.variants.rat.cost import MixerCost, mixer_cost
 

@@ -28,8 +28,8 @@ from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
-from recurjax.files import write_whole
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
+from recurjax.files.whole import write_whole
 from recurjax.layers.initialization import InitConfig
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import MixerConfig, presets

@@ -28,8 +28,8 @@ from recurjax.evaluation.by_position import (
     plot_by_position,
 )
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
+from recurjax.files.whole import write_whole
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.loop import train
 from recurjax.training.placement import placed

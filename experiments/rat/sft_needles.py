@@ -21,7 +21,6 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from recurjax import host
 from recurjax.cli.options import parse
 from recurjax.data.config import DataConfig, PromptAnswer, TokenizerFile
 from recurjax.data.corpora import embedded_text
@@ -32,7 +31,8 @@ from recurjax.evaluation.rows import append_rows, markdown
 from recurjax.evaluation.ruler import NEEDLES, RulerMaker, evaluate_ruler
 from recurjax.evaluation.subject import Subject
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
+from recurjax.machine import host
 from recurjax.training.config import EvaluationConfig
 from recurjax.training.loop import train
 from recurjax.training.optimizers import AdamW, Cosine

@@ -24,10 +24,10 @@ from recurjax.bench.memory import largest_batch, unless_out_of_memory
 from recurjax.bench.report import device_name
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
-from recurjax.files import write_whole
+from recurjax.files.json_files import json_text
+from recurjax.files.whole import write_whole
 from recurjax.inference.decoding import DecodeState, decode
 from recurjax.inference.sampling import SamplingConfig, sampling_rows
-from recurjax.json_files import json_text
 from recurjax.model import Decoder, ModelConfig
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.rat import MixerConfig, presets

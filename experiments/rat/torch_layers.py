@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from recurjax import host
 from recurjax.bench import rat
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
+from recurjax.machine import host
 from recurjax.parameters import to_nested_dict
 from recurjax.types import Tokens
 

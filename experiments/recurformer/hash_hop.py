@@ -21,14 +21,14 @@ import numpy as np
 from rich.console import Console
 from small_set import table_of
 
-from recurjax import host
 from recurjax.cli.options import parse
 from recurjax.convert.imported_run import write_run
 from recurjax.data.tasks import HashHop, TaskData, TaskDataset
 from recurjax.errors import UserError
 from recurjax.evaluation.hash_hop import read_chains
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
+from recurjax.machine import host
 from recurjax.model import Decoder
 from recurjax.run_table import load_experiment
 from recurjax.surgery.recency import HeadRecency, choose_heads, measure_recency

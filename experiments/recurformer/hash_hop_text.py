@@ -15,7 +15,7 @@ from pathlib import Path
 from recurjax.cli.options import parse
 from recurjax.data.tasks import HashHop, row_of
 from recurjax.errors import UserError
-from recurjax.files import refuse_existing, write_whole
+from recurjax.files.whole import refuse_existing, write_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

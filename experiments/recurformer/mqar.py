@@ -15,12 +15,12 @@ from pathlib import Path
 from rich.console import Console
 from small_set import last_validation, table_of
 
-from recurjax import host
 from recurjax.cli.options import parse
 from recurjax.data.tasks import Mqar, TaskData
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
+from recurjax.machine import host
 from recurjax.run_table import load_experiment
 from recurjax.training.loop import train
 from recurjax.training.sweep import seeded, shortened

@@ -20,14 +20,14 @@ import numpy as np
 from rich.console import Console
 from small_set import table_of
 
-from recurjax import host
 from recurjax.cli.main import main as recurjax
 from recurjax.cli.options import parse
 from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, read_experiment
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.machine import host
 from recurjax.model import Decoder
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train

@@ -38,7 +38,7 @@ from recurjax.bench.recurrent_transformer import LARGE, layers, programs
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.program import build_step

@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recurjax import host
 from recurjax.bench.recurrent_transformer import (
     SCHEDULES,
     Dtype,
@@ -34,7 +33,8 @@ from recurjax.bench.recurrent_transformer import (
 )
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
+from recurjax.machine import host
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 NAMES = (*SCHEDULES, "transformer")

@@ -25,13 +25,13 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from recurjax import host
 from recurjax.config_json import to_json
 from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
+from recurjax.machine import host
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh

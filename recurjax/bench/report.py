@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from recurjax.bench.timing import Row
-from recurjax.files import write_whole
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
+from recurjax.files.whole import write_whole
 
 
 def report(rows: Sequence[Row]) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from recurjax.convert.torch import (
 )
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
-from recurjax.files import refuse_existing
+from recurjax.files.storage import url_of
+from recurjax.files.store_copies import fetched_folder, sent_folder
+from recurjax.files.whole import refuse_existing
 from recurjax.run_table import load_experiment
-from recurjax.storage import url_of
-from recurjax.store_copies import fetched_folder, sent_folder
 from recurjax.training.run import load_run
 
 

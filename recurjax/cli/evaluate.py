@@ -20,7 +20,6 @@ from recurjax.cli.evaluate_text import of_text
 from recurjax.cli.options import parse
 from recurjax.data.corpora import embedded_text
 from recurjax.data.tasks.named import check_named
-from recurjax.distributed import start_processes
 from recurjax.errors import UserError
 from recurjax.evaluation import core_model, ruler
 from recurjax.evaluation.core import TaskScore
@@ -31,10 +30,11 @@ from recurjax.evaluation.longbench import evaluate_longbench, read_longbench
 from recurjax.evaluation.requests import evaluate_requests, read_requests
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
 from recurjax.evaluation.subject import Subject
-from recurjax.files import write_whole
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
+from recurjax.files.storage import open_store, url_of
+from recurjax.files.whole import write_whole
+from recurjax.machine.distributed import start_processes
 from recurjax.sharding import reading_mesh
-from recurjax.storage import open_store, url_of
 from recurjax.surgery.fewer_layers import truncated
 from recurjax.training.run import LoadedRun, load_run
 

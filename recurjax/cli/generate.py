@@ -12,17 +12,17 @@ import tyro
 
 from recurjax.cli.json_lines import JsonLines
 from recurjax.cli.options import parse
-from recurjax.distributed import start_processes
 from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import read_exit_head
 from recurjax.exits import Missing, parse_rule
+from recurjax.files.json_files import json_text, parse_json
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.exit_decoding import EarlyExit
 from recurjax.inference.generate import Generation, generate
 from recurjax.inference.many_prompts import continue_prompts
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.inference.timing import Timing
-from recurjax.json_files import json_text, parse_json
+from recurjax.machine.distributed import start_processes
 from recurjax.model import Decoder
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.surgery.fewer_layers import truncated

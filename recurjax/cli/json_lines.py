@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recurjax.errors import UserError
-from recurjax.json_files import json_text, parse_json
+from recurjax.files.json_files import json_text, parse_json
 
 _FIELDS = {"number": int, "prompt": str, "text": str, "tokens": list}
 _FIELDS |= {"finish_reason": str, "settings": str}

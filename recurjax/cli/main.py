@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
-from recurjax import compiled_programs, early_interrupt, host, peers
 from recurjax.errors import UserError
+from recurjax.machine import compiled_programs, early_interrupt, host, peers
 from recurjax.version import VERSION
 
 COMMANDS = {

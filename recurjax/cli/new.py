@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from recurjax.errors import UserError
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.run_table import find_experiment
 
 _USAGE = """usage: recurjax new NAME --from EXPERIMENT

@@ -10,8 +10,8 @@ from rich.console import Console
 from recurjax.cli.options import override, parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
+from recurjax.files.whole import write_whole
 from recurjax.plan.changes import find_changes
 from recurjax.plan.compilation import check_compilers
 from recurjax.plan.planning import Plan, make_plan

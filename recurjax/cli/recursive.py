@@ -12,8 +12,8 @@ from recurjax.cli.options import parse
 from recurjax.cli.surgery import cut_text, say, write_changed_run
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
-from recurjax.files import refuse_existing
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
+from recurjax.files.whole import refuse_existing
 from recurjax.model import Decoder, count_parameters
 from recurjax.surgery.fewer_layers import with_evenly_kept_layers
 from recurjax.surgery.kept_energy import kept_energy, plot_energy

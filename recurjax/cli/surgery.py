@@ -13,8 +13,8 @@ import tyro
 from recurjax.cli.options import parse
 from recurjax.convert.imported_run import write_run
 from recurjax.errors import UserError
-from recurjax.files import refuse_existing
-from recurjax.json_files import json_text, read_json
+from recurjax.files.json_files import json_text, read_json
+from recurjax.files.whole import refuse_existing
 from recurjax.model import Decoder
 from recurjax.surgery.fitted_mixers import MixerFit, fit_mixers
 from recurjax.surgery.recency import (

@@ -4,15 +4,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from recurjax import early_interrupt, peers
 from recurjax.cli import own_text
 from recurjax.cli.options import override
-from recurjax.distributed import start_processes
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.peers import SharedError
+from recurjax.files.storage import url_of
+from recurjax.machine import early_interrupt, peers
+from recurjax.machine.distributed import start_processes
+from recurjax.machine.peers import SharedError
 from recurjax.run_table import load_experiment
-from recurjax.storage import url_of
 
 _USAGE = f"""usage: recurjax train EXPERIMENT [--corpus FILES] [--runs DIR] [--field X]
 

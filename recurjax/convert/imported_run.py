@@ -9,7 +9,7 @@ from recurjax.convert.output_directory import whole_directory
 from recurjax.data.config import DataConfig, EmbeddedText, TokenizerFile
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.experiment import Experiment
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import to_nested_dict
 from recurjax.training.checkpoint import Checkpoints

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Int32
 
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 
 BYTE_FILE = "byte_tokenizer.json"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.json_files import read_json_object
+from recurjax.files.json_files import read_json_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG_FILE = "tokenizer_config.json"

@@ -30,7 +30,7 @@ from recurjax.data.json_tokenizer import NONE
 from recurjax.data.prepared import MANIFEST, TOKENIZER, read_manifest
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
-from recurjax.storage import url_of
+from recurjax.files.storage import url_of
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord", "tfds"]
 

@@ -14,8 +14,8 @@ from jaxtyping import Int, Int32
 
 from recurjax.data.byte_tokenizer import ByteStream
 from recurjax.errors import UserError
-from recurjax.files import write_whole
-from recurjax.json_files import parse_json, read_json_object
+from recurjax.files.json_files import parse_json, read_json_object
+from recurjax.files.whole import write_whole
 
 _BOS_NAMES = (
     "<|bos|>",

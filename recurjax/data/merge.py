@@ -25,7 +25,7 @@ from recurjax.data.prepared import (
 from recurjax.data.shard_writer import BLOCK, ShardWriter, records_of
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
-from recurjax.json_files import read_json_object
+from recurjax.files.json_files import read_json_object
 
 _AT_ONCE = BLOCK << 10
 """Tokens of a part that are copied at a time."""

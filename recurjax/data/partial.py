@@ -24,8 +24,8 @@ import numpy as np
 
 from recurjax.data.prepared import Shard
 from recurjax.errors import UserError
-from recurjax.files import force_to_disk, refuse_existing, write_whole
-from recurjax.json_files import read_json_object
+from recurjax.files.json_files import read_json_object
+from recurjax.files.whole import force_to_disk, refuse_existing, write_whole
 
 _PROGRESS = "progress.json"
 _LOCK = "lock"

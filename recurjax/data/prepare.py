@@ -31,7 +31,7 @@ from recurjax.data.streams import token_dtype, validation_start
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.data.workers import encode_in_processes
 from recurjax.errors import UserError
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
 from recurjax.version import VERSION
 
 PART = "part.json"

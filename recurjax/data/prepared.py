@@ -24,10 +24,10 @@ from jaxtyping import Int32
 
 from recurjax.data.streams import Span
 from recurjax.errors import UserError
-from recurjax.files import inside, new_folder
-from recurjax.json_files import read_json_object
-from recurjax.storage import Store, open_store, url_of
-from recurjax.store_copies import copy_of, folder_for
+from recurjax.files.json_files import read_json_object
+from recurjax.files.storage import Store, open_store, url_of
+from recurjax.files.store_copies import copy_of, folder_for
+from recurjax.files.whole import inside, new_folder
 from recurjax.version import refuse_newer
 
 FORMAT = 1

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from recurjax.errors import UserError
-from recurjax.files import write_whole
-from recurjax.json_files import read_json_object
+from recurjax.files.json_files import read_json_object
+from recurjax.files.whole import write_whole
 
 SYMBOLS_FILE = "symbols.json"
 _MOST = 1 << 24

@@ -23,8 +23,8 @@ from recurjax.data.json_tokenizer import JsonTokenizer
 from recurjax.data.nanochat_bpe import train_nanochat_bpe
 from recurjax.data.symbols import SYMBOLS_FILE, Symbols
 from recurjax.errors import UserError
-from recurjax.json_files import read_json_object
-from recurjax.storage import open_store, url_of
+from recurjax.files.json_files import read_json_object
+from recurjax.files.storage import open_store, url_of
 
 
 @runtime_checkable

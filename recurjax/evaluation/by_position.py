@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from recurjax.cross_entropy import token_losses
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
+from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.types import IGNORED, Array, Batch, Tokens

@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 
 Curve = tuple[Sequence[int], Sequence[float]]
 

@@ -9,7 +9,7 @@ import yaml
 
 from recurjax.errors import UserError
 from recurjax.evaluation.core_prompts import Task, TaskType
-from recurjax.json_files import parse_json, read_json_object
+from recurjax.files.json_files import parse_json, read_json_object
 
 _KEYS = {
     "multiple_choice": {"query", "choices", "gold"},

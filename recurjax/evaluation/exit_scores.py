@@ -23,7 +23,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import by_pieces, likeliest
 from recurjax.evaluation.perplexity import bits_per_byte, text_sums
 from recurjax.exits import ExitHead, confidence, cosine, head_logit, head_score
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.model import Decoder
 from recurjax.types import IGNORED, Array, Batch, Tokens
 

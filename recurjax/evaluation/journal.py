@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from recurjax.errors import UserError
-from recurjax.files import write_whole
-from recurjax.json_files import parse_json
+from recurjax.files.json_files import parse_json
+from recurjax.files.whole import write_whole
 from recurjax.training.agreement import first_process
 
 

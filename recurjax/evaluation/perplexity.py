@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from recurjax.cross_entropy import token_losses
 from recurjax.evaluation.accuracy import (
     Accuracy,
     AnswerCounts,
     accuracy,
     answers_of,
 )
+from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import Decoder
 from recurjax.training.objective import NextToken, Objective
 from recurjax.types import IGNORED, Array, Batch

@@ -19,7 +19,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation.rows import Row, mean_and_error
 from recurjax.evaluation.scoring import PairScore
 from recurjax.evaluation.subject import Subject
-from recurjax.json_files import parse_json, read_json_object
+from recurjax.files.json_files import parse_json, read_json_object
 
 UNCONDITIONAL = 1_000_000
 """Added to an item's number where its answers stand after a bare "Answer:"."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from recurjax.errors import UserError
-from recurjax.json_files import parse_json
-from recurjax.storage import open_store, url_of
+from recurjax.files.json_files import parse_json
+from recurjax.files.storage import open_store, url_of
 
 FILE = "evaluations.jsonl"
 

@@ -23,7 +23,7 @@ import jax
 from recurjax.config_json import from_json
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.plan.flops import count_flops
 from recurjax.plan.hlo import parse
 from recurjax.plan.memory import device_bytes, read_memory

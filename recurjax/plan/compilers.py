@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from recurjax.errors import UserError
-from recurjax.files import new_folder
+from recurjax.files.whole import new_folder
 
 VARIABLE = "RECURJAX_COMPILERS"
 _ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recurjax.errors import UserError
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.plan.changes import Change
 from recurjax.plan.planning import Plan
 

@@ -4,8 +4,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from recurjax.devices import HARDWARE, Hardware
 from recurjax.errors import UserError
+from recurjax.machine.devices import HARDWARE, Hardware
 
 EXAMPLES = (
     *("v4:2x2x1", "v4:4x4x4", "v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:16x16"),

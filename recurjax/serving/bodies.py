@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from recurjax.errors import UserError
+from recurjax.files.json_files import parse_json
 from recurjax.inference.engine import RequestSettings
 from recurjax.inference.sampling import SamplingConfig
-from recurjax.json_files import parse_json
 from recurjax.serving.errors import RequestError
 
 MOST_CHOICES = 64

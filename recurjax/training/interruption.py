@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 from jax.experimental import multihost_utils
 
-from recurjax import early_interrupt
+from recurjax.machine import early_interrupt
 
 Wish = Literal["terminate", "interrupt"]
 

@@ -10,15 +10,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 from rich.console import Console
 
-from recurjax import early_interrupt, peers
 from recurjax.config_json import to_json
-from recurjax.distributed import require_joined
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score
 from recurjax.experiment import Experiment
 from recurjax.inference.generate import generate
 from recurjax.inference.generate_tokens import NotFinite
 from recurjax.inference.sampling import SamplingConfig
+from recurjax.machine import early_interrupt, peers
+from recurjax.machine.distributed import require_joined
 from recurjax.training.agreement import first_process
 from recurjax.training.interruption import Interruption
 from recurjax.training.run import (

@@ -6,8 +6,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from recurjax.cross_entropy import token_losses
-from recurjax.frozen_model import FrozenModel
+from recurjax.losses.cross_entropy import token_losses
+from recurjax.losses.frozen_model import FrozenModel
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import require_numbers, require_range
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens

@@ -19,10 +19,10 @@ from recurjax.data.tasks.dataset import TaskLoader
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score, joined, score
 from recurjax.experiment import Experiment
+from recurjax.files.storage import url_of
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import local_rows, make_mesh
-from recurjax.storage import url_of
 from recurjax.training.agreement import first_process
 from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.placement import place, placed

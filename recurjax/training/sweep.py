@@ -14,8 +14,8 @@ from typing import NamedTuple
 from rich.console import Console
 
 from recurjax.experiment import Experiment
-from recurjax.files import write_whole
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
+from recurjax.files.whole import write_whole
 from recurjax.model import count_parameters
 from recurjax.training.loop import train
 from recurjax.training.run import RunDirectory

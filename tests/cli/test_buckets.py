@@ -4,7 +4,7 @@ import fsspec
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.storage import Store, open_store
+from recurjax.files.storage import Store, open_store
 from recurjax.training.run import load_run
 from recurjax.training.run.run_lock import held_in_store
 from recurjax.training.session import Session

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import fsspec
 import pytest
 
-from recurjax.storage import open_store
+from recurjax.files.storage import open_store
 from tests.cli.commands import TINY, recurjax
 from tests.cli.test_buckets import kill_at
 from tests.training.run_contents import assert_same_run

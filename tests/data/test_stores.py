@@ -21,7 +21,7 @@ from recurjax.data.dataset import open_dataset
 from recurjax.data.described import describe_corpus
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
-from recurjax.storage import Store
+from recurjax.files.storage import Store
 from tests.training.tiny_experiment import config
 
 ROOT = "memory://bucket/data"

@@ -20,7 +20,7 @@ V4 = Target(platform="tpu", kind="TPU v4")
 ASKED_OF_JAX = {"default_backend", "compute_capability", "device_kind"}
 MAY_ASK = {
     "pallas_kernels.target",
-    "recurjax.devices",  # a table of peak rates, by kind
+    "recurjax.machine.devices",  # a table of peak rates, by kind
     "recurjax.bench.report",  # prints where a row was measured
     "recurjax.cli.doctor",  # prints what there is
     "recurjax.training.run.starts",  # writes down where a run started

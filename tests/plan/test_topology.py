@@ -2,8 +2,8 @@
 
 import pytest
 
-from recurjax.devices import HARDWARE
 from recurjax.errors import UserError
+from recurjax.machine.devices import HARDWARE
 from recurjax.plan.planning import find_bounds
 from recurjax.plan.topology import DIMENSIONS, EXAMPLES, PLANNED, parse_topology
 

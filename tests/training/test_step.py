@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
-from recurjax.cross_entropy import token_losses
+from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import Decoder
 from recurjax.training.objective import NextToken
 from recurjax.training.optimizers import AdamW, build_optimizer

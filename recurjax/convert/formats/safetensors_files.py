@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
 from recurjax.errors import UserError
-from recurjax.files import inside
-from recurjax.json_files import parse_json, read_json_object
+from recurjax.files.json_files import parse_json, read_json_object
+from recurjax.files.whole import inside
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from recurjax.errors import UserError
-from recurjax.json_files import read_json_object
+from recurjax.files.json_files import read_json_object
 
 HARMLESS = {
     # What the weights are stored as, who wrote them, how to sample or initialise.

@@ -19,7 +19,7 @@ from recurjax.convert.saving import write_tensors
 from recurjax.convert.torch.names import torch_pieces
 from recurjax.convert.torch.source import HF_REFERENCE, TEMPLATES, torch_source
 from recurjax.errors import UserError
-from recurjax.json_files import json_text
+from recurjax.files.json_files import json_text
 from recurjax.training.run import LoadedRun
 
 FORMAT = "recurjax-torch-1"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recurjax.json_files import parse_json
+from recurjax.files.json_files import parse_json
 
 _FORMAT, _READABLE = 2, (1, 2)
 """Format 1 says nothing of the model."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from etils import epath
 
 from recurjax.errors import UserError
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.training.checkpoint.manifest import Manifest
 
 ARRAYS = "state"

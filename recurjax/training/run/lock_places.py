@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from recurjax.config_json import from_json
-from recurjax.storage import Store
+from recurjax.files.storage import Store
 
 LOCK = "lock"
 

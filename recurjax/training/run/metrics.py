@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from recurjax.errors import UserError
-from recurjax.json_files import json_text, parse_json
+from recurjax.files.json_files import json_text, parse_json
 from recurjax.training.run.trackers import Description, Tracker
 
 

@@ -18,9 +18,9 @@ from pathlib import Path, PurePosixPath
 
 import jax
 
-from recurjax import peers
 from recurjax.errors import UserError
-from recurjax.storage import Store, open_store
+from recurjax.files.storage import Store, open_store
+from recurjax.machine import peers
 from recurjax.training.agreement import first_process
 from recurjax.training.run.lock_places import LOCK
 from recurjax.training.run.run_lock import held_in_store

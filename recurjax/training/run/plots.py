@@ -3,7 +3,7 @@
 import io
 from pathlib import Path
 
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.training.run.metrics import read_rows
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from recurjax.devices import peak_flops
 from recurjax.experiment import Experiment
+from recurjax.machine.devices import peak_flops
 
 
 class TrainingProgress:

@@ -18,12 +18,12 @@ from recurjax.experiment import (
     read_experiment,
     write_experiment,
 )
-from recurjax.files import write_whole
-from recurjax.json_files import json_text, read_json_object
+from recurjax.files.json_files import json_text, read_json_object
+from recurjax.files.storage import url_of
+from recurjax.files.whole import write_whole
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
-from recurjax.storage import url_of
 from recurjax.training.checkpoint import Checkpoints, NoGoodCheckpoint
 from recurjax.training.optimizers import Constant
 from recurjax.training.program import model_shapes

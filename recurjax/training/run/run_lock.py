@@ -27,7 +27,7 @@ from pathlib import Path
 from rich.console import Console
 
 from recurjax.errors import UserError
-from recurjax.storage import Store
+from recurjax.files.storage import Store
 from recurjax.training.agreement import first_process
 from recurjax.training.run.lock_places import LOCK, Holder, LockFile, LockObject
 

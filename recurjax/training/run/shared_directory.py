@@ -9,8 +9,8 @@ from pathlib import Path
 
 import jax
 
-from recurjax.files import write_whole
-from recurjax.peers import SharedError
+from recurjax.files.whole import write_whole
+from recurjax.machine.peers import SharedError
 from recurjax.training.agreement import every_process, first_process
 
 _WAIT_SECONDS = 10.0

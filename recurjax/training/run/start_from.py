@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, model_differences, read_experiment
+from recurjax.files.storage import url_of
 from recurjax.model import Decoder, ModelConfig
-from recurjax.storage import url_of
 from recurjax.training.agreement import first_process
 from recurjax.training.run.mirror import NO_STEP, fetched
 from recurjax.training.run.run_directory import RunDirectory, load_run

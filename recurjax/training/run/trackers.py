@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from recurjax.errors import UserError
-from recurjax.files import write_whole
+from recurjax.files.whole import write_whole
 from recurjax.training.config import TrainingConfig
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from recurjax.cross_entropy import token_losses
+from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import require_numbers
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from recurjax.divergence import ExitLosses, Teacher, exit_losses
-from recurjax.frozen_model import FrozenModel
+from recurjax.losses.divergence import ExitLosses, Teacher, exit_losses
+from recurjax.losses.frozen_model import FrozenModel
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import require_numbers, require_range
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens

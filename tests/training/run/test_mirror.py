@@ -2,7 +2,7 @@
 
 import fsspec
 
-from recurjax.storage import Store
+from recurjax.files.storage import Store
 from recurjax.training.run import mirrored
 from tests.training.bucket import URL, bucket
 

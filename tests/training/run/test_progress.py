@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from recurjax.devices import peak_flops
+from recurjax.machine.devices import peak_flops
 from recurjax.training.run import TrainingProgress
 from recurjax.training.run import progress as module
 from tests.training.tiny_experiment import config

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.storage import open_store
+from recurjax.files.storage import open_store
 from recurjax.training.run import lock_places, run_lock
 from recurjax.training.run.lock_places import LOCK, Holder, LockFile, LockObject
 from recurjax.training.run.run_lock import held, held_in_store

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from recurjax.cross_entropy import token_losses
+from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.training.objective import NextToken

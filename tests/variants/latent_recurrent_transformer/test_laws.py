@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.cross_entropy import token_losses
+from recurjax.losses.cross_entropy import token_losses
 from recurjax.parameters import from_nested_dict, parameter_name, to_nested_dict
 from recurjax.types import Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig

@@ -13,9 +13,9 @@ import pytest
 from recurjax.config_json import from_json, to_json
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.byte_tokenizer import ByteTokenizer
-from recurjax.divergence import Teacher, exit_losses
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.losses.divergence import Teacher, exit_losses
 from recurjax.model import ModelConfig
 from recurjax.plan.flops import count_flops
 from recurjax.plan.programs import build_program

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.cross_entropy import token_losses
+from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import ModelConfig
 from recurjax.parameters import to_nested_dict
 from recurjax.types import IGNORED

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 _PROGRAM = """
-from recurjax import host
+from recurjax.machine import host
 host.prepare()
 import os, jax, jax.numpy as jnp
 x = jnp.arange(6.0).reshape(2, 3)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from recurjax import peers
 from recurjax.errors import UserError
+from recurjax.machine import peers
 from tests.source_tree import ROOT
 from tests.training.compilation import quick_compilation
 from tests.training.run_contents import arrays, metrics

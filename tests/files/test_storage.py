@@ -6,7 +6,7 @@ import fsspec
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.storage import open_store, url_of
+from recurjax.files.storage import open_store, url_of
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from recurjax.compiled_programs import VARIABLE, user_cache
 from recurjax.errors import UserError
-from recurjax.storage import Store, open_store
+from recurjax.files.storage import Store, open_store
+from recurjax.machine.compiled_programs import VARIABLE, user_cache
 
 _FOLDER = "stores"
 _passing: list[Path] = []

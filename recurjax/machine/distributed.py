@@ -8,8 +8,8 @@ import urllib.request
 import jax
 from jax._src import cloud_tpu_init
 
-from recurjax import peers
 from recurjax.errors import UserError
+from recurjax.machine import peers
 
 _COORDINATOR, _COUNT, _RANK = (
     "JAX_COORDINATOR_ADDRESS",
@@ -28,7 +28,7 @@ def start_processes() -> None:
     0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. JAX_NUM_PROCESSES=1 alone keeps a process
     for itself wherever it runs. Does nothing for a single process.
 
-    From here on an error of one process ends all of them (`recurjax.peers`).
+    From here on an error of one process ends all of them (`recurjax.machine.peers`).
 
     Raises:
       UserError: the variables are incomplete or the processes do not find each other.

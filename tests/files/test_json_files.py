@@ -3,8 +3,8 @@
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.files import inside
-from recurjax.json_files import parse_json, read_json, read_json_object
+from recurjax.files.json_files import parse_json, read_json, read_json_object
+from recurjax.files.whole import inside
 
 
 def nested(depth):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from recurjax import distributed
+from recurjax.machine import distributed
 from tests.cli.commands import assert_refused, recurjax
 from tests.metadata_server import host, metadata_server
 from tests.training import tiny_experiment

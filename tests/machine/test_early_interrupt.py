@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from recurjax import early_interrupt
 from recurjax.cli import main
+from recurjax.machine import early_interrupt
 from recurjax.training import loop
 from recurjax.training.interruption import Interruption
 from tests.source_tree import ROOT

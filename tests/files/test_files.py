@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from recurjax import files
 from recurjax.errors import UserError
-from recurjax.files import new_folder, write_whole
+from recurjax.files import whole as files
+from recurjax.files.whole import new_folder, write_whole
 from tests.source_tree import ROOT
 
 
@@ -114,7 +114,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path):
     file.write_text("old")
     code = (
         "import os, signal, sys, pathlib\n"
-        "from recurjax import files\n"
+        "from recurjax.files import whole as files\n"
         "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "files.write_whole(pathlib.Path(sys.argv[1]), 'new')\n"
     )

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from recurjax import compiled_programs
-from recurjax.compiled_programs import VARIABLE, Programs
 from recurjax.errors import UserError
+from recurjax.machine import compiled_programs
+from recurjax.machine.compiled_programs import VARIABLE, Programs
 from tests.source_tree import ROOT
 
 
@@ -74,7 +74,7 @@ def test_nothing_is_kept_where_the_variable_is_empty(monkeypatch):
 _SCRIPT = """
 import warnings; warnings.simplefilter("error")
 import jax, jax.numpy as jnp
-from recurjax import compiled_programs
+from recurjax.machine import compiled_programs
 compiled_programs._LEAST_SECONDS = 0.0
 compiled_programs.keep()
 seen = []

@@ -1,0 +1,1 @@
+"""What is read and written: whole or not at all, JSON from outside, buckets."""

@@ -1,0 +1,1 @@
+"""The process and its machine: devices, their figures, peers, compiled programs."""
