@@ -58,11 +58,9 @@ from recurjax.convert.formats.safetensors_files import open_directory
 from recurjax.convert.hugging_face.keys import read_keys
 from recurjax.convert.hugging_face.read_config import model_from_keys
 from recurjax.convert.imported_run import write_run
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText, TextFiles
-from recurjax.data.prepare import prepare
-from recurjax.data.prepared import PreparedStream, read_manifest
-from recurjax.data.tokenizers import load_tokenizer
+from recurjax.data.prepared import PreparedStream, prepare, read_manifest
+from recurjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.core_files import read_tasks
 from recurjax.evaluation.requests import read_requests

@@ -15,20 +15,19 @@ from recurjax.cli.options import parse
 from recurjax.data.config import Bpe, Corpus, NanochatBpe, Prepared
 from recurjax.data.described import Format, describe_corpus, describe_tokenizer
 from recurjax.data.encoding import closing
-from recurjax.data.json_tokenizer import NONE
-from recurjax.data.merge import merge
-from recurjax.data.prepare import prepare
 from recurjax.data.prepared import (
     MANIFEST,
     TOKENIZER,
     Manifest,
     PreparedStream,
+    merge,
+    prepare,
     prepared_here,
     read_manifest,
+    shown_progress,
     verify_checksums,
 )
-from recurjax.data.progress import shown_progress
-from recurjax.data.tokenizers import Tokenizer, build_tokenizer, load_tokenizer
+from recurjax.data.tokenizers import NONE, Tokenizer, build_tokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files.storage import url_of
 from recurjax.files.store_copies import fetched_folder, sent_folder

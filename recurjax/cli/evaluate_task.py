@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 
 from recurjax.cli.evaluate_options import Evaluate
 from recurjax.cli.evaluate_text import of_data
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.tasks import (
     Compression,
     HashHop,
@@ -18,6 +17,7 @@ from recurjax.data.tasks import (
     TaskDataset,
 )
 from recurjax.data.tasks.named import NAMED, limited, name_of
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.by_slice import curves_of, plot_by_slice
 from recurjax.evaluation.hash_hop import SCORE, generated_chains, read_chains

@@ -25,10 +25,9 @@ from recurjax.data.config import (
     TokenizerConfig,
     TokenizerFile,
 )
-from recurjax.data.files import names_below
-from recurjax.data.json_tokenizer import NONE
+from recurjax.data.corpora import names_below
 from recurjax.data.prepared import MANIFEST, TOKENIZER, read_manifest
-from recurjax.data.tokenizers import load_tokenizer
+from recurjax.data.tokenizers import NONE, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files.storage import url_of
 

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.corpora import embedded_text
+from recurjax.data.tokenizers import ByteTokenizer
 from tests.cli.commands import assert_refused, recurjax, without_progress
 
 TEXT = "To be, or not to be, that is the question:\n" * 3

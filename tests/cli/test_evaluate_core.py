@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recurjax.convert.imported_run import new_experiment, write_run
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.types import Tokens
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from tests.cli.commands import assert_refused, recurjax

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recurjax.convert.imported_run import new_experiment, write_run
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.training.run import load_run
 from recurjax.types import Tokens
 from tests.cli.commands import assert_refused, recurjax

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.layers.position import LearnedPositions
 from recurjax.parameters import to_nested_dict
 from recurjax.training.checkpoint import Checkpoints

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.config import TextFiles
-from recurjax.data.prepare import prepare
+from recurjax.data.prepared import prepare
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.training.run import RunDirectory
 from tests.cli.commands import TINY, assert_refused, experiment_file, recurjax
 from tests.training.tiny_experiment import config

@@ -20,7 +20,7 @@ from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from recurjax.variants.rat import presets
 from recurjax.variants.recurrent_transformer import shipped_config
 from tests.cli.commands import assert_refused, experiment_file, recurjax
-from tests.data.tokenizer_files import plain_definition
+from tests.data.tokenizers.tokenizer_files import plain_definition
 from tests.golden import latent_layout
 from tests.golden.cases import golden_cases, load, own_case
 from tests.training.tiny_experiment import config as tiny

@@ -27,7 +27,7 @@ from recurjax.convert.torch.export import compare_with_export, to_torch
 from recurjax.convert.torch.names import torch_pieces
 from recurjax.convert.torch.read_back import from_torch
 from recurjax.convert.torch.source import torch_source
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.exits import ExitRule, confidence
 from recurjax.inference.exit_decoding import EarlyExit

@@ -5,10 +5,9 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
-from recurjax.data.json_tokenizer import JsonTokenizer
+from recurjax.data.tokenizers import ByteTokenizer, JsonTokenizer
 from recurjax.errors import UserError
-from tests.data.tokenizer_files import plain_definition
+from tests.data.tokenizers.tokenizer_files import plain_definition
 
 pytest.importorskip("jinja2", reason="needs recurjax[serve]")
 

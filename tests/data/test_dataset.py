@@ -5,7 +5,6 @@ import sys
 import numpy as np
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.config import (
     Bpe,
     Bytes,
@@ -16,7 +15,7 @@ from recurjax.data.config import (
 )
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
-from recurjax.data.tokenizers import build_tokenizer
+from recurjax.data.tokenizers import ByteTokenizer, build_tokenizer
 from recurjax.errors import UserError
 
 

@@ -21,7 +21,7 @@ from recurjax.data.config import (
 )
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
-from recurjax.data.prepare import prepare
+from recurjax.data.prepared import prepare
 from recurjax.data.shares import Shares
 from recurjax.data.tokenizers import build_tokenizer
 from recurjax.errors import UserError

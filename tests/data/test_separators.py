@@ -9,7 +9,7 @@ from recurjax.cli.data import run
 from recurjax.data.config import DataConfig, JsonLines, Prepared, TokenizerFile
 from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
-from tests.data.tokenizer_files import plain_definition
+from tests.data.tokenizers.tokenizer_files import plain_definition
 
 TEXTS = ("ab", "cde", "f" * 9)
 T5, LLAMA = ("</s>",), ("<unk>", "<s>", "</s>")

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.tasks import HashHop, TaskData
 from recurjax.data.tasks.rows import row_of
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.evaluation.hash_hop import generated_chains, read_chains
 from recurjax.evaluation.subject import Subject
 from recurjax.types import IGNORED, Batch, Tokens

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from recurjax.data.symbols import Symbols
+from recurjax.data.tokenizers import Symbols
 from recurjax.errors import UserError
 from recurjax.evaluation import rows as evaluations
 from recurjax.evaluation.answering import Answerer, Question

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.longbench import TASKS, evaluate_longbench, read_longbench
 from recurjax.evaluation.longbench import metrics as room

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.requests import (
     UNCONDITIONAL,

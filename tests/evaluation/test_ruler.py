@@ -7,9 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.corpora import embedded_text
-from recurjax.data.symbols import Symbols
+from recurjax.data.tokenizers import ByteTokenizer, Symbols
 from recurjax.errors import UserError
 from recurjax.evaluation.ruler import (
     NEEDLES,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recurjax.convert.imported_run import new_experiment, write_run
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from tests.variants.latent_recurrent_transformer.switches import byte_model

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.evaluation.ruler import NEEDLES, tasks
 from recurjax.types import IGNORED
 from tests.training.tiny_experiment import config

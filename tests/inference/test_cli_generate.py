@@ -6,7 +6,7 @@ import pytest
 
 from recurjax.cli import generate as command
 from recurjax.cli.generate import run
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.inference import many_prompts
 from recurjax.inference.engine import Engine

@@ -5,8 +5,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
-from recurjax.data.json_tokenizer import JsonTokenizer
+from recurjax.data.tokenizers import ByteTokenizer, JsonTokenizer
 from recurjax.inference.continuation import Continuation
 
 BYTES = ByteTokenizer()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.inference.engine import Engine, EngineConfig
 from tests.compiling import QUICK_COMPILE

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from recurjax.convert.imported_run import new_experiment, write_run
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.model import StackConfig
 from recurjax.parameters import to_nested_dict

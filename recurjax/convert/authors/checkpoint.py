@@ -21,8 +21,7 @@ from recurjax.convert.formats.safetensors_files import SafetensorsFiles, open_di
 from recurjax.convert.formats.tensors import TensorInfo, TensorSource
 from recurjax.convert.formats.torch_file import open_torch_file
 from recurjax.convert.loading import load_model
-from recurjax.data.json_tokenizer import JsonTokenizer
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import JsonTokenizer, Tokenizer
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.variants.latent_recurrent_transformer import (

@@ -5,7 +5,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from recurjax.data.json_tokenizer import JsonTokenizer
+from recurjax.data.tokenizers import JsonTokenizer
 from recurjax.errors import UserError
 
 _CONTROL, _USER_DEFINED = 3, 4

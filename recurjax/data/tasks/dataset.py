@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, get_args
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.config import MOST_AHEAD
 from recurjax.data.loader import Batches, identity_of_rows
 from recurjax.data.pipeline import Batch, Layout, MadeRows, endless_order, prefetched
-from recurjax.data.symbols import Symbols
 from recurjax.data.tasks.copying import Copy
 from recurjax.data.tasks.hash_hop import HashHop
 from recurjax.data.tasks.mad import (
@@ -24,7 +22,7 @@ from recurjax.data.tasks.mad import (
 from recurjax.data.tasks.mqar import Mqar
 from recurjax.data.tasks.rows import Row, Split, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import ByteTokenizer, Symbols, Tokenizer
 from recurjax.errors import UserError
 from recurjax.ranges import require_numbers, require_range
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from recurjax.config_json import from_json, to_json
-from recurjax.data.symbols import Symbols
 from recurjax.data.tasks import (
     HashHop,
     InContextRecall,
@@ -18,7 +17,7 @@ from recurjax.data.tasks import (
     TaskDataset,
 )
 from recurjax.data.tasks.rows import row_of
-from recurjax.data.tokenizers import load_tokenizer
+from recurjax.data.tokenizers import Symbols, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.types import IGNORED
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.inference.engine import EngineConfig, RequestSettings
 from recurjax.inference.engine.kept_states import KeptStates

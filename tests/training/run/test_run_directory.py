@@ -3,8 +3,7 @@ import json
 
 import pytest
 
-from recurjax.data.byte_tokenizer import ByteTokenizer
-from recurjax.data.tokenizers import load_tokenizer
+from recurjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import read_experiment
 from recurjax.training.optimizers import Constant

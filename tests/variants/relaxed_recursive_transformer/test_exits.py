@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from recurjax.convert.imported_run import new_experiment, write_run
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import cheapest, fit_exit_head, score_exits
 from recurjax.exits import ExitHead, ExitRule, confidence, cosine, parse_rule

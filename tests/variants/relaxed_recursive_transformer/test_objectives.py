@@ -12,7 +12,7 @@ import pytest
 
 from recurjax.config_json import from_json, to_json
 from recurjax.convert.imported_run import new_experiment, write_run
-from recurjax.data.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.losses.divergence import Teacher, exit_losses

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from recurjax.data.config import Bpe
 from recurjax.data.corpora import Reading
-from recurjax.data.json_tokenizer import JsonTokenizer
+from recurjax.data.tokenizers.json_tokenizer import JsonTokenizer
 from recurjax.errors import UserError
 
 BOS = "<|bos|>"

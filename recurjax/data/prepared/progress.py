@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from recurjax.data.prepare import Progress
+from recurjax.data.prepared.writing import Progress
 
 _SECONDS_PER_LINE = 10.0
 

@@ -8,8 +8,6 @@ from typing import Protocol, assert_never, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int32
 
-from recurjax.data.bpe import TrainingPart, train_bpe
-from recurjax.data.byte_tokenizer import BYTE_FILE, ByteTokenizer
 from recurjax.data.config import (
     Bpe,
     Bytes,
@@ -19,9 +17,11 @@ from recurjax.data.config import (
     TokenizerFile,
 )
 from recurjax.data.corpora import read_corpus
-from recurjax.data.json_tokenizer import JsonTokenizer
-from recurjax.data.nanochat_bpe import train_nanochat_bpe
-from recurjax.data.symbols import SYMBOLS_FILE, Symbols
+from recurjax.data.tokenizers.bpe import TrainingPart, train_bpe
+from recurjax.data.tokenizers.byte_tokenizer import BYTE_FILE, ByteTokenizer
+from recurjax.data.tokenizers.json_tokenizer import JsonTokenizer
+from recurjax.data.tokenizers.nanochat_bpe import train_nanochat_bpe
+from recurjax.data.tokenizers.symbols import SYMBOLS_FILE, Symbols
 from recurjax.errors import UserError
 from recurjax.files.json_files import read_json_object
 from recurjax.files.storage import open_store, url_of

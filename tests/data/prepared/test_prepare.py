@@ -10,8 +10,6 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from rich.console import Console
 
-from recurjax.data import shard_writer
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.config import (
     Bpe,
     Bytes,
@@ -22,10 +20,17 @@ from recurjax.data.config import (
 )
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
-from recurjax.data.merge import merge
-from recurjax.data.prepare import Progress, prepare
-from recurjax.data.prepared import PreparedStream, read_manifest, verify_checksums
-from recurjax.data.progress import shown_progress
+from recurjax.data.prepared import (
+    PreparedStream,
+    merge,
+    prepare,
+    read_manifest,
+    shard_writer,
+    shown_progress,
+    verify_checksums,
+)
+from recurjax.data.prepared.writing import Progress
+from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 
 

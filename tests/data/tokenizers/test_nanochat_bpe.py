@@ -10,14 +10,14 @@ from tokenizers import models
 
 from recurjax.data.config import NanochatBpe, TextFiles
 from recurjax.data.corpora import Document, Reading, embedded_text
-from recurjax.data.json_tokenizer import byte_characters
-from recurjax.data.nanochat_bpe import (
+from recurjax.data.tokenizers import build_tokenizer, load_tokenizer
+from recurjax.data.tokenizers.json_tokenizer import byte_characters
+from recurjax.data.tokenizers.nanochat_bpe import (
     PATTERN,
     SPECIAL_TOKENS,
     nanochat_tokenizer,
     train_nanochat_bpe,
 )
-from recurjax.data.tokenizers import build_tokenizer, load_tokenizer
 from recurjax.errors import UserError
 from tests.golden.cases import golden_cases
 

@@ -7,7 +7,7 @@ from typing import Any
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from recurjax.data.config import ArrayRecords, Parquet, Tfds
-from recurjax.data.files import CorpusFile, matching_files
+from recurjax.data.corpora.files import CorpusFile, matching_files
 from recurjax.errors import UserError
 
 _AT_ONCE = 256

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from recurjax.data.prepared import Shard
+from recurjax.data.prepared.directory import Shard
 from recurjax.errors import UserError
 from recurjax.files.json_files import read_json_object
 from recurjax.files.whole import force_to_disk, refuse_existing, write_whole

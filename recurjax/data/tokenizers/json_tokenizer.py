@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
-from recurjax.data.byte_tokenizer import ByteStream
+from recurjax.data.tokenizers.byte_tokenizer import ByteStream
 from recurjax.errors import UserError
 from recurjax.files.json_files import parse_json, read_json_object
 from recurjax.files.whole import write_whole

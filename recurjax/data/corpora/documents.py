@@ -21,7 +21,7 @@ from recurjax.data.config import (
     TextFiles,
     Tfds,
 )
-from recurjax.data.files import CorpusFile, matching_files
+from recurjax.data.corpora.files import CorpusFile, matching_files
 from recurjax.errors import UserError
 
 
@@ -58,7 +58,7 @@ def read_corpus(corpus: Corpus) -> Reading:
         case JsonLines():
             total, documents = _per_file(corpus.patterns, _json_documents, corpus)
         case Parquet() | ArrayRecords() | Tfds():
-            from recurjax.data import records  # needs grain, pyarrow, tfds
+            from recurjax.data.corpora import records  # needs grain, pyarrow, tfds
 
             total, pairs = records.read_records(corpus)
             documents = (Document(text, done) for text, done in pairs)

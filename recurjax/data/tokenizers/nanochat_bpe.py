@@ -3,10 +3,10 @@
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from recurjax.data.bpe import EVERYTHING, TrainingPart
 from recurjax.data.config import NanochatBpe
 from recurjax.data.corpora import Reading
-from recurjax.data.json_tokenizer import JsonTokenizer, byte_characters
+from recurjax.data.tokenizers.bpe import EVERYTHING, TrainingPart
+from recurjax.data.tokenizers.json_tokenizer import JsonTokenizer, byte_characters
 from recurjax.errors import UserError
 
 PATTERN = (

@@ -16,8 +16,7 @@ import numpy as np
 from recurjax.data.config import Corpus
 from recurjax.data.corpora import Document, Reading, read_corpus
 from recurjax.data.encoding import EncodedDocument, closing, encoded_documents
-from recurjax.data.partial import Kept, Partial, partial_folder
-from recurjax.data.prepared import (
+from recurjax.data.prepared.directory import (
     FORMAT,
     INDEX,
     MANIFEST,
@@ -26,10 +25,11 @@ from recurjax.data.prepared import (
     PreparedStream,
     Shard,
 )
-from recurjax.data.shard_writer import BLOCK, ShardWriter, records_of
+from recurjax.data.prepared.partial import Kept, Partial, partial_folder
+from recurjax.data.prepared.shard_writer import BLOCK, ShardWriter, records_of
+from recurjax.data.prepared.workers import encode_in_processes
 from recurjax.data.streams import token_dtype, validation_start
 from recurjax.data.tokenizers import Tokenizer
-from recurjax.data.workers import encode_in_processes
 from recurjax.errors import UserError
 from recurjax.files.json_files import json_text
 from recurjax.version import VERSION
@@ -71,7 +71,7 @@ def prepare(
     part: tuple[int, int] | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
-    """Writes a prepared directory: see `recurjax.data.prepared` for what is in it.
+    """Writes a prepared directory: `directory.py` tells what is in it.
 
     The directory appears whole or not at all. What was stopped goes on, when it is
     called in the same way again, after the last shard that was full.

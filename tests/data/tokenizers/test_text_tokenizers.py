@@ -5,15 +5,19 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from recurjax.data import json_tokenizer
-from recurjax.data.bpe import TrainingPart, train_bpe
-from recurjax.data.byte_tokenizer import ByteTokenizer
 from recurjax.data.config import Bpe, Bytes, TextFiles, TokenizerFile
 from recurjax.data.corpora import Document, Reading, embedded_text, read_corpus
-from recurjax.data.json_tokenizer import JsonTokenizer
-from recurjax.data.tokenizers import Tokenizer, build_tokenizer, load_tokenizer
+from recurjax.data.tokenizers import (
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    json_tokenizer,
+    load_tokenizer,
+)
+from recurjax.data.tokenizers.bpe import TrainingPart, train_bpe
 from recurjax.errors import UserError
-from tests.data.tokenizer_files import plain_definition
+from tests.data.tokenizers.tokenizer_files import plain_definition
 
 SAMPLES = [
     "",

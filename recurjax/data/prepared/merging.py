@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from recurjax.data.prepare import (
+from recurjax.data.prepared.directory import (
+    TOKENIZER,
+    Manifest,
+    PreparedStream,
+    read_manifest,
+    verify_checksums,
+)
+from recurjax.data.prepared.shard_writer import BLOCK, ShardWriter, records_of
+from recurjax.data.prepared.writing import (
     BYTES,
     PART,
     Progress,
@@ -15,14 +23,6 @@ from recurjax.data.prepare import (
     write_manifest,
     written_to,
 )
-from recurjax.data.prepared import (
-    TOKENIZER,
-    Manifest,
-    PreparedStream,
-    read_manifest,
-    verify_checksums,
-)
-from recurjax.data.shard_writer import BLOCK, ShardWriter, records_of
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files.json_files import read_json_object
