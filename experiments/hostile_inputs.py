@@ -49,8 +49,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from recurjax.cli import main as command_line
+from recurjax.cli.convert import read_heads
 from recurjax.cli.options import override
-from recurjax.cli.surgery import read_heads
 from recurjax.config_json import from_json, to_json
 from recurjax.convert.formats.gguf_header import read_header
 from recurjax.convert.formats.gguf_tokenizer import gguf_tokenizer

@@ -1,1 +1,1 @@
-"""The command line: one file a command, each with `run(argv) -> exit code`."""
+"""The command line: a file or folder a command, each with `run(argv) -> exit code`."""

@@ -161,7 +161,8 @@ def test_an_imported_rat_begins_documents_with_their_separator(tmp_path, monkeyp
     )
     (tmp_path / "tokenizer.json").write_text(plain_definition("<unk>", "<s>", "</s>"))
     monkeypatch.setattr(
-        "recurjax.cli.convert.from_authors", lambda _, model, report: drawn(model)
+        "recurjax.cli.convert.command.from_authors",
+        lambda _, model, report: drawn(model),
     )
     code, _, err = recurjax(
         *("convert", "from-authors", tmp_path / "model.pt", tmp_path / "out"),

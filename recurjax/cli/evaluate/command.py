@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from recurjax.cli.evaluate_options import Evaluate
-from recurjax.cli.evaluate_task import of_task
-from recurjax.cli.evaluate_text import of_text
+from recurjax.cli.evaluate.options import Evaluate
+from recurjax.cli.evaluate.task import of_task
+from recurjax.cli.evaluate.text import of_text
 from recurjax.cli.options import parse
 from recurjax.data.corpora import embedded_text
 from recurjax.data.tasks.named import check_named

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from recurjax.cli.evaluate_options import Evaluate
-from recurjax.cli.evaluate_text import of_data
+from recurjax.cli.evaluate.options import Evaluate
+from recurjax.cli.evaluate.text import of_data
 from recurjax.data.tasks import (
     Compression,
     HashHop,

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from recurjax.cli.evaluate_exits import of_exits
-from recurjax.cli.evaluate_options import Evaluate
+from recurjax.cli.evaluate.exits import of_exits
+from recurjax.cli.evaluate.options import Evaluate
 from recurjax.data.config import DataConfig, TextFiles
 from recurjax.data.dataset import open_dataset
 from recurjax.data.tasks import TaskData

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
+from recurjax.cli.convert.recursive import run_to_recursive, run_to_transformer
+from recurjax.cli.convert.surgery import run_to_recurformer
 from recurjax.cli.options import parse
-from recurjax.cli.recursive import run_to_recursive, run_to_transformer
-from recurjax.cli.surgery import run_to_recurformer
 from recurjax.convert.authors import as_trained, from_authors
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from recurjax.cli.evaluate_options import Evaluate
+from recurjax.cli.evaluate.options import Evaluate
 from recurjax.evaluation.exit_scores import (
     THRESHOLDS,
     ExitScore,

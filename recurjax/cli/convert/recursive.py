@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from recurjax.cli.convert.surgery import cut_text, say, write_changed_run
 from recurjax.cli.options import parse
-from recurjax.cli.surgery import cut_text, say, write_changed_run
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
 from recurjax.files.json_files import json_text
