@@ -62,7 +62,7 @@ from recurjax.data.config import Bytes, DataConfig, EmbeddedText, TextFiles
 from recurjax.data.prepared import PreparedStream, prepare, read_manifest
 from recurjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.core_files import read_tasks
+from recurjax.evaluation.core import read_tasks
 from recurjax.evaluation.requests import read_requests
 from recurjax.experiment import Experiment, read_experiment, write_experiment
 from recurjax.layers.attention import AttentionConfig

@@ -25,7 +25,7 @@ from rich.console import Console
 from recurjax.cli import evaluate
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
-from recurjax.evaluation.core_model import ZERO_MEMORY
+from recurjax.evaluation.core import ZERO_MEMORY
 from recurjax.experiment import Experiment
 from recurjax.files.whole import write_whole
 from recurjax.machine import host

@@ -26,10 +26,9 @@ from recurjax.data.config import DataConfig, PromptAnswer, TokenizerFile
 from recurjax.data.corpora import embedded_text
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.journal import Journal
+from recurjax.evaluation.asking import Journal, Subject
 from recurjax.evaluation.rows import append_rows, markdown
 from recurjax.evaluation.ruler import NEEDLES, RulerMaker, evaluate_ruler
-from recurjax.evaluation.subject import Subject
 from recurjax.experiment import Experiment
 from recurjax.files.whole import write_whole
 from recurjax.machine import host

@@ -34,11 +34,9 @@ except ModuleNotFoundError as missing:
 
 from recurjax.data.chat import rendered
 from recurjax.errors import UserError
-from recurjax.evaluation.answering import GREEDY, Question
+from recurjax.evaluation.asking import GREEDY, Pair, Question, Subject, rolling
 from recurjax.evaluation.offline_tasks import offline_tasks
 from recurjax.evaluation.rows import Row
-from recurjax.evaluation.scoring import Pair, rolling
-from recurjax.evaluation.subject import Subject
 from recurjax.inference.sampling import SamplingConfig
 
 PACKAGE = f"lm-eval {version('lm-eval')}"

@@ -19,8 +19,7 @@ from recurjax.data.tasks import HashHop, TaskData
 from recurjax.data.tasks.hash_hop import END, right_share
 from recurjax.data.tasks.rows import row_of
 from recurjax.evaluation.accuracy import AS_CALLED, likeliest
-from recurjax.evaluation.answering import Question
-from recurjax.evaluation.subject import Subject
+from recurjax.evaluation.asking import Question, Subject
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.training.objective import Objective

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recurjax.errors import UserError
+from recurjax.evaluation.asking import PairScore, Subject
 from recurjax.evaluation.rows import Row, mean_and_error
-from recurjax.evaluation.scoring import PairScore
-from recurjax.evaluation.subject import Subject
 from recurjax.files.json_files import parse_json, read_json_object
 
 UNCONDITIONAL = 1_000_000

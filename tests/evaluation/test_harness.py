@@ -12,8 +12,7 @@ import pytest
 
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.scoring import Pair, Scorer
-from recurjax.evaluation.subject import Subject
+from recurjax.evaluation.asking import Pair, Scorer, Subject
 from tests.cli.commands import assert_refused, recurjax
 from tests.variants.latent_recurrent_transformer.switches import byte_model
 

@@ -6,8 +6,8 @@ import numpy as np
 from recurjax.data.tasks import HashHop, TaskData
 from recurjax.data.tasks.rows import row_of
 from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.evaluation.asking import Subject
 from recurjax.evaluation.hash_hop import generated_chains, read_chains
-from recurjax.evaluation.subject import Subject
 from recurjax.types import IGNORED, Batch, Tokens
 from tests.variants.latent_recurrent_transformer.switches import byte_model
 

@@ -8,11 +8,11 @@ import pytest
 
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
+from recurjax.evaluation.asking import Subject
 from recurjax.evaluation.longbench import TASKS, evaluate_longbench, read_longbench
 from recurjax.evaluation.longbench import metrics as room
 from recurjax.evaluation.longbench.evaluate import Item, longbench_cut, rat_cut
 from recurjax.evaluation.longbench.evaluate import question as asked
-from recurjax.evaluation.subject import Subject
 from tests.cli.commands import assert_refused, recurjax
 from tests.variants.latent_recurrent_transformer.switches import byte_model
 

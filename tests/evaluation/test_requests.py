@@ -9,14 +9,13 @@ import pytest
 
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
+from recurjax.evaluation.asking import PairScore, Subject
 from recurjax.evaluation.requests import (
     UNCONDITIONAL,
     evaluate_requests,
     read_request_file,
     read_requests,
 )
-from recurjax.evaluation.scoring import PairScore
-from recurjax.evaluation.subject import Subject
 from tests.variants.latent_recurrent_transformer.switches import byte_model
 
 

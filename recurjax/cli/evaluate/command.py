@@ -21,15 +21,12 @@ from recurjax.cli.options import parse
 from recurjax.data.corpora import embedded_text
 from recurjax.data.tasks.named import check_named
 from recurjax.errors import UserError
-from recurjax.evaluation import core_model, ruler
-from recurjax.evaluation.core import TaskScore
-from recurjax.evaluation.core_files import read_tasks
+from recurjax.evaluation import core, ruler
+from recurjax.evaluation.asking import Journal, Subject
 from recurjax.evaluation.exit_scores import check_loops
-from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.longbench import evaluate_longbench, read_longbench
 from recurjax.evaluation.requests import evaluate_requests, read_requests
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
-from recurjax.evaluation.subject import Subject
 from recurjax.files.json_files import json_text
 from recurjax.files.storage import open_store, url_of
 from recurjax.files.whole import write_whole
@@ -103,14 +100,14 @@ def _measure(
     """Returns the evaluation that the options ask for."""
     if options.core is not None:
         # Read now, so that a missing file is told before the model is loaded.
-        tasks = read_tasks(options.core)
+        tasks = core.read_tasks(options.core)
 
-        def core(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
-            def tell(reading: str, task: TaskScore) -> None:
+        def by_core(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
+            def tell(reading: str, task: core.TaskScore) -> None:
                 told = f"{task.label}: {task.accuracy:.4f} of {task.items:,} items"
                 _say(f"{reading}: {told}")
 
-            scores = core_model.core_of(
+            scores = core.core_of(
                 loaded.model,
                 loaded.tokenizer,
                 tasks,
@@ -119,11 +116,11 @@ def _measure(
                 report=tell,
                 journal=journal,
             )
-            _say(core_model.markdown(scores).rstrip())
-            rows = core_model.rows(scores, step=loaded.step, limit=options.core_limit)
-            return {"tasks": str(options.core)} | core_model.as_json(scores), rows
+            _say(core.markdown(scores).rstrip())
+            rows = core.rows(scores, step=loaded.step, limit=options.core_limit)
+            return {"tasks": str(options.core)} | core.as_json(scores), rows
 
-        return core
+        return by_core
     if options.harness is not None:
         # Needs a package that not everybody has.
         from recurjax.evaluation.harness import (

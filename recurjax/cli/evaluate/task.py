@@ -19,10 +19,10 @@ from recurjax.data.tasks import (
 from recurjax.data.tasks.named import NAMED, limited, name_of
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
+from recurjax.evaluation.asking import Subject
 from recurjax.evaluation.by_slice import curves_of, plot_by_slice
 from recurjax.evaluation.hash_hop import SCORE, generated_chains, read_chains
 from recurjax.evaluation.rows import Row, mean_and_error
-from recurjax.evaluation.subject import Subject
 from recurjax.sharding import local_rows, reading_mesh
 from recurjax.training.objective import Compress
 from recurjax.training.placement import placed

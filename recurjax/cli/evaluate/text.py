@@ -13,10 +13,10 @@ from recurjax.data.config import DataConfig, TextFiles
 from recurjax.data.dataset import open_dataset
 from recurjax.data.tasks import TaskData
 from recurjax.errors import UserError
+from recurjax.evaluation.asking import shown_items
 from recurjax.evaluation.by_position import loss_by_position, plot_by_position
 from recurjax.evaluation.perplexity import Score, score
 from recurjax.evaluation.rows import Row, share_error
-from recurjax.evaluation.shown import shown_items
 from recurjax.ranges import LARGEST_BATCH
 from recurjax.sharding import check_batch, local_rows, reading_mesh
 from recurjax.training.objective import Distilled, Exits, NextToken, Objective

@@ -11,11 +11,10 @@ import numpy as np
 
 from recurjax.data.packing import without_middle
 from recurjax.errors import UserError
-from recurjax.evaluation.answering import GREEDY, Question
+from recurjax.evaluation.asking import GREEDY, Question, Subject
 from recurjax.evaluation.longbench.metrics import best_score
 from recurjax.evaluation.longbench.tasks import TASKS, LongBenchTask
 from recurjax.evaluation.rows import Row, mean_and_error
-from recurjax.evaluation.subject import Subject
 
 PENALTY = replace(GREEDY, repetition_penalty=1.2)
 """Of summaries, RAT's: models that were only pretrained repeat themselves there. It

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from recurjax.evaluation.answering import Question
+from recurjax.evaluation.asking import Question, Subject
 from recurjax.evaluation.rows import Row, mean_and_error
 from recurjax.evaluation.ruler.scores import rat_share, string_match
 from recurjax.evaluation.ruler.tasks import MOST, NEEDLES, RulerMaker
-from recurjax.evaluation.subject import Subject
 
 ITEMS = 500
 """A task, where nothing else is said: RULER's."""

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import yaml
 
 from recurjax.errors import UserError
-from recurjax.evaluation.core_prompts import Task, TaskType
+from recurjax.evaluation.core.prompts import Task, TaskType
 from recurjax.files.json_files import parse_json, read_json_object
 
 _KEYS = {

@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.answering import Answerer, Question
-from recurjax.evaluation.journal import Journal
-from recurjax.evaluation.remembered import remembered_scores
-from recurjax.evaluation.scoring import Pair, PairScore, Scorer
-from recurjax.evaluation.shown import shown_items
+from recurjax.evaluation.asking.answering import Answerer, Question
+from recurjax.evaluation.asking.journal import Journal
+from recurjax.evaluation.asking.remembered import remembered_scores
+from recurjax.evaluation.asking.scoring import Pair, PairScore, Scorer
+from recurjax.evaluation.asking.shown import shown_items
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.model import Decoder
 

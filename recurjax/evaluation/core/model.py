@@ -8,13 +8,18 @@ from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.core import CoreScore, TaskScore, score_core
-from recurjax.evaluation.core_prompts import Task
-from recurjax.evaluation.journal import Journal
-from recurjax.evaluation.remembered import remembered_scores
+from recurjax.evaluation.asking import (
+    Journal,
+    Pair,
+    PairScore,
+    Reading,
+    Scorer,
+    remembered_scores,
+    shown_items,
+)
+from recurjax.evaluation.core.prompts import Task
+from recurjax.evaluation.core.score import CoreScore, TaskScore, score_core
 from recurjax.evaluation.rows import Row, share_error
-from recurjax.evaluation.scoring import Pair, PairScore, Reading, Scorer
-from recurjax.evaluation.shown import shown_items
 from recurjax.model import Decoder
 
 AS_CALLED = "core"
