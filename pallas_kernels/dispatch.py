@@ -269,14 +269,8 @@ def _floats(leaf: Any) -> bool:
 
 def _leaf_specs(specs: Any, arrays: Any) -> list[P]:
     """Returns one spec for each leaf of the arrays."""
-
-    def spread(spec: Any, tree: Any) -> Any:
-        return jax.tree.map(lambda _: spec, tree)
-
-    # An array that is not given is None, and so is its spec: no leaf in the end.
-    is_spec = lambda one: isinstance(one, P) or one is None  # noqa: E731
-    spread_out = jax.tree.map(spread, specs, arrays, is_leaf=is_spec)
-    return jax.tree.leaves(spread_out, is_leaf=lambda one: isinstance(one, P))
+    spread = mesh_cut.with_specs(lambda spec, _: spec, specs, arrays)
+    return jax.tree.leaves(spread, is_leaf=lambda one: isinstance(one, P))
 
 
 def _shared_by(cut: Cut, spec: P) -> tuple[str, ...]:

@@ -126,8 +126,17 @@ def local_shapes(cut: Cut, in_specs: Any, arrays: Any) -> Any:
                 sizes[axis] //= cut.mesh.shape[name]
         return jax.ShapeDtypeStruct(sizes, leaf.dtype)
 
-    def parts(spec: Any, tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: part(spec, leaf), tree)
+    return with_specs(part, in_specs, arrays)
+
+
+def with_specs(function: Callable[[P, Any], Any], specs: Any, arrays: Any) -> Any:
+    """Returns `function(spec, leaf)` of each leaf; a spec may stand for a whole tree.
+
+    An array that is not given is None, and so is its spec: no leaf in the end.
+    """
+
+    def below(spec: Any, tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: function(spec, leaf), tree)
 
     is_spec = lambda one: isinstance(one, P) or one is None  # noqa: E731
-    return jax.tree.map(parts, in_specs, arrays, is_leaf=is_spec)
+    return jax.tree.map(below, specs, arrays, is_leaf=is_spec)
