@@ -20,7 +20,7 @@ from jaxtyping import Int32
 from recurjax.data.chat import plain, rendered
 from recurjax.data.config import DataConfig, PromptAnswer
 from recurjax.data.corpora import Messages, read_messages
-from recurjax.data.loader import Batches, identity_of_rows
+from recurjax.data.loader import Batches, RowsOfText, identity_of_rows
 from recurjax.data.packing import without_middle
 from recurjax.data.pipeline import (
     Batch,
@@ -55,7 +55,7 @@ def fitted(example: Example, length: int) -> Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswersDataset:
+class AnswersDataset(RowsOfText):
     """Examples in memory; the counterpart of `recurjax.data.dataset.Dataset`.
 
     Attributes:
@@ -70,10 +70,6 @@ class AnswersDataset:
     examples: tuple[Example, ...]
     cut: int
 
-    @property
-    def vocabulary(self) -> int:
-        return self.tokenizer.vocabulary
-
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the tokenizer and of all that the rows depend on."""
@@ -86,13 +82,6 @@ class AnswersDataset:
             for part in (sizes, example.prompt, example.answer):
                 digest.update(part.astype("<i4").tobytes())
         return digest.hexdigest()
-
-    def evaluation_length(self, length: int) -> int:
-        """Returns the places of a row in evaluations: as in training."""
-        return length
-
-    def slices(self, split: str, *, batch: int) -> None:
-        """Returns None: rows of text are not told apart."""
 
     def split(self, name: Literal["train", "validation"]) -> tuple[Example, ...]:
         """Returns the examples of a split."""

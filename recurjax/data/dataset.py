@@ -20,7 +20,7 @@ from recurjax.data.config import (
 )
 from recurjax.data.corpora import read_corpus
 from recurjax.data.encoding import encoded_documents
-from recurjax.data.loader import Loader
+from recurjax.data.loader import Loader, RowsOfText
 from recurjax.data.mixture import ChainedLoader, MixtureLoader
 from recurjax.data.pipeline import Layout
 from recurjax.data.prepared import (
@@ -38,7 +38,7 @@ SplitName = Literal["train", "validation"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dataset:
+class Dataset(RowsOfText):
     """A tokenized corpus, in memory or in a prepared directory.
 
     Attributes:
@@ -54,10 +54,6 @@ class Dataset:
     stream: TokenStream
     cut: int
     fingerprint: str
-
-    @property
-    def vocabulary(self) -> int:
-        return self.tokenizer.vocabulary
 
     def split(self, name: SplitName) -> Split:
         """Returns one part of the stream."""
@@ -82,13 +78,6 @@ class Dataset:
             [ids] = self.stream.read([(start, min(start + step, split.stop))])
             total += int(self.tokenizer.token_bytes[ids].sum(dtype=np.int64))
         return total
-
-    def evaluation_length(self, length: int) -> int:
-        """Returns the places of a row in evaluations: as in training."""
-        return length
-
-    def slices(self, split: SplitName, *, batch: int) -> None:
-        """Returns None: rows of text are not told apart."""
 
     def loader(
         self,
@@ -156,7 +145,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureDataset:
+class MixtureDataset(RowsOfText):
     """The parts of a mixture; the counterpart of `recurjax.data.dataset.Dataset`.
 
     Attributes:
@@ -170,17 +159,6 @@ class MixtureDataset:
     tokenizer: Tokenizer
     parts: Mapping[str, Dataset]
     fingerprint: str
-
-    @property
-    def vocabulary(self) -> int:
-        return self.tokenizer.vocabulary
-
-    def evaluation_length(self, length: int) -> int:
-        """Returns the places of a row in evaluations: as in training."""
-        return length
-
-    def slices(self, split: SplitName, *, batch: int) -> None:
-        """Returns None: rows of text are not told apart."""
 
     def loader(
         self,

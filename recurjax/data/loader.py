@@ -17,7 +17,25 @@ from recurjax.data.pipeline import (
     in_order,
 )
 from recurjax.data.streams import Split
+from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
+
+
+class RowsOfText:
+    """What every data set of text answers alike; a task's rows differ in each."""
+
+    tokenizer: Tokenizer
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tokenizer.vocabulary
+
+    def evaluation_length(self, length: int) -> int:
+        """Returns the places of a row in evaluations: as in training."""
+        return length
+
+    def slices(self, split: str, *, batch: int) -> None:
+        """Returns None: rows of text are not told apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
