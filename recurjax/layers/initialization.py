@@ -62,7 +62,6 @@ def draw_output_weight(
     key: Array,
     shape: tuple[int, ...],
     *,
-    fan_in: int,
     layer: Array | int,
     layers: int,
     config: InitConfig,
@@ -70,12 +69,13 @@ def draw_output_weight(
     """Draws a weight that writes to the residual stream: see `InitConfig.output`.
 
     Args:
+      shape: D last; all dimensions before it are summed over, and so the fan in.
       layer: the layer's number from 0; may be traced.
       layers: L, the depth of the whole stack.
     """
     if config.output == "zero":
         return jnp.zeros(shape, jnp.float32)
-    weight = draw_weight(key, shape, fan_in=fan_in, config=config)
+    weight = draw_weight(key, shape, fan_in=math.prod(shape[:-1]), config=config)
     if config.output == "depth":
         # Two layers' outputs, attention's and the MLP's, are added to the residual
         # stream at every depth: 2 L of them (GPT-2, section 2.3).

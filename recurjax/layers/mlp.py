@@ -83,12 +83,7 @@ class Mlp(nnx.Module):
         self.w_gate = nnx.Param(draw(rngs.params(), up)) if config.gated else None
         self.w_down = nnx.Param(
             draw_output_weight(
-                rngs.params(),
-                down,
-                fan_in=config.width,
-                layer=layer,
-                layers=layers,
-                config=init,
+                rngs.params(), down, layer=layer, layers=layers, config=init
             )
         )
         zeros = partial(jnp.zeros, dtype=jnp.float32)

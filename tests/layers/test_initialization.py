@@ -20,9 +20,7 @@ def weight(**options):
 
 def output(layer=2, **options):
     config = InitConfig(**options)
-    return draw_output_weight(
-        KEY, SHAPE, fan_in=64, layer=layer, layers=8, config=config
-    )
+    return draw_output_weight(KEY, SHAPE, layer=layer, layers=8, config=config)
 
 
 def test_weights_are_normal_with_the_std_of_the_config():
@@ -59,6 +57,11 @@ def test_the_output_projections_shrink_with_depth(kind, divisor):
     drawn = output(std=0.5, output=kind)
     assert drawn.dtype == np.float32
     np.testing.assert_allclose(drawn, weight(std=0.5) / divisor, rtol=1e-6)
+
+
+def test_the_fan_in_of_an_output_projection_is_all_but_its_last_dimension():
+    drawn = output(std=None, output="same")
+    assert np.std(drawn) == pytest.approx(1 / np.sqrt(256), rel=0.02)
 
 
 def test_the_output_projections_can_start_at_zero():

@@ -113,12 +113,7 @@ class SelfAttention(nnx.Module):
         self.w_v = nnx.Param(draw(rngs.params(), (width, K, E)))
         self.w_out = nnx.Param(
             draw_output_weight(
-                rngs.params(),
-                (H, E, width),
-                fan_in=H * E,
-                layer=layer,
-                layers=layers,
-                config=init,
+                rngs.params(), (H, E, width), layer=layer, layers=layers, config=init
             )
         )
         zeros = partial(jnp.zeros, dtype=jnp.float32)

@@ -107,9 +107,7 @@ class LatentBlock(nnx.Module):
         self.w_q = nnx.Param(draw(rngs.params(), (D, H, E)))
         self.w_k = nnx.Param(draw(rngs.params(), (D, K, E)))
         self.w_v = nnx.Param(draw(rngs.params(), (D, K, E)))
-        out = draw_output_weight(
-            rngs.params(), (H, E, D), fan_in=H * E, config=init, **depth
-        )
+        out = draw_output_weight(rngs.params(), (H, E, D), config=init, **depth)
         self.w_out = nnx.Param(out)
         mlp = MlpConfig(kind="relu_squared", width=config.mlp_width)
         self.mlp = Mlp(mlp, D, init, rngs=rngs, **depth)

@@ -56,12 +56,7 @@ class RatMixer(nnx.Module):
         self.w_k = nnx.Param(draw(rngs.params(), (width, N, E)))
         self.w_out = nnx.Param(
             draw_output_weight(
-                rngs.params(),
-                (H, E, width),
-                fan_in=H * E,
-                layer=layer,
-                layers=layers,
-                config=init,
+                rngs.params(), (H, E, width), layer=layer, layers=layers, config=init
             )
         )
 

@@ -43,12 +43,7 @@ class ReversedRatMixer(nnx.Module):
         self.w_v = nnx.Param(draw(rngs.params(), (width, H, E)))
         self.w_out = nnx.Param(
             draw_output_weight(
-                rngs.params(),
-                (H, E, width),
-                fan_in=H * E,
-                layer=layer,
-                layers=layers,
-                config=init,
+                rngs.params(), (H, E, width), layer=layer, layers=layers, config=init
             )
         )
 

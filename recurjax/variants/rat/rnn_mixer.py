@@ -40,12 +40,7 @@ class RnnMixer(nnx.Module):
         self.w_v = nnx.Param(w_v)
         self.w_out = nnx.Param(
             draw_output_weight(
-                rngs.params(),
-                (H, E, width),
-                fan_in=H * E,
-                layer=layer,
-                layers=layers,
-                config=init,
+                rngs.params(), (H, E, width), layer=layer, layers=layers, config=init
             )
         )
 

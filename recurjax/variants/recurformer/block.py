@@ -63,7 +63,6 @@ class PartialAttention(nnx.Module):
             draw_output_weight(
                 rngs.params(),
                 (a.heads, E, D),
-                fan_in=a.heads * E,
                 layer=layer,
                 layers=base.layers,
                 config=init,
