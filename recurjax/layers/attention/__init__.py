@@ -8,6 +8,7 @@ from recurjax.layers.attention.heads import (
     project,
     project_flat,
 )
+from recurjax.layers.attention.implementation import AttentionImplementation
 from recurjax.layers.attention.key_value_cache import (
     KeyValueCache,
     empty_key_value_cache,
@@ -21,11 +22,7 @@ from recurjax.layers.attention.self_attention import (
     KeysValues,
     SelfAttention,
 )
-from recurjax.layers.attention.softmax import (
-    AttentionImplementation,
-    attend,
-    visible_by_position,
-)
+from recurjax.layers.attention.softmax import attend, visible_by_position
 
 __all__ = [
     "AttentionAdditions",

@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
+from pallas_kernels import target
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
+from recurjax.layers.attention.bands import attend_in_bands
 from recurjax.layers.attention.heads import keys_for_queries
 from recurjax.types import Array
 
@@ -21,21 +24,51 @@ def attend_in_blocks(
     v: Float[Array, "B T K E"],
     *,
     scale: float,
-    window: int | None,
+    window: int | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    slopes: np.ndarray | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Computes o[t] = softmax(scale q[t] k[s]) v[s] over s <= t, t - s <= window.
+    """Computes causal attention as `attend` does, in memory of B H T.
 
-    Attention over all tokens is chunk attention with chunks of one: every earlier token
-    is a chunk's end, and the token itself the own term. So it has that op's kernels,
-    skips what is hidden, and keeps inputs, o and log normalizers for the gradient.
+    By our own kernels where they say the same; else by plain XLA, in bands.
+    """
+    plain = window is None and slopes is None and soft_cap is None
+    if plain and target.current().platform != "cpu":
+        return attend_as_chunks_of_one(q, k, v, scale=scale, segments=segments)
+    by_head = None
+    if slopes is not None:
+        by_head = jnp.asarray(slopes, jnp.promote_types(q.dtype, jnp.float32))
+    return attend_in_bands(
+        q,
+        k,
+        v,
+        scale=scale,
+        window=window,
+        segments=segments,
+        slopes=by_head,
+        soft_cap=soft_cap,
+    )
+
+
+def attend_as_chunks_of_one(
+    q: Float[Array, "B T H E"],
+    k: Float[Array, "B T K E"],
+    v: Float[Array, "B T K E"],
+    *,
+    scale: float,
+    segments: Int[Array, "B T"] | None,
+) -> Float[Array, "B T H E"]:
+    """Attends to all earlier tokens as the ends of chunks of one.
+
+    The token itself is the own term. So attention has that op's kernels, skips what is
+    hidden, and keeps inputs, o and log normalizers for the gradient.
     """
     k, v = (keys_for_queries(x, q.shape[2]) for x in (k, v))
-    if window is not None and window < q.shape[1]:
-        return attend_in_window(q, k, v, scale=scale, window=window)
     # The token's own logit, apart from those of earlier tokens, as the op takes it.
     own = jnp.sum(q.astype(jnp.promote_types(q.dtype, jnp.float32)) * k, axis=-1)
-    ends = ChunkEnds(keys=k.swapaxes(1, 2), values=v.swapaxes(1, 2))
-    return chunk_attention(q, own, v, ends, chunk=1, scale=scale)
+    ends = ChunkEnds(k.swapaxes(1, 2), v.swapaxes(1, 2), segments)
+    return chunk_attention(q, own, v, ends, chunk=1, scale=scale, documents=segments)
 
 
 class Past(NamedTuple):

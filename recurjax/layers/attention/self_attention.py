@@ -10,8 +10,9 @@ from jaxtyping import Float
 
 from recurjax.layers.attention.cached import attend_to_cache, attend_to_written
 from recurjax.layers.attention.heads import merge, project
+from recurjax.layers.attention.implementation import AttentionImplementation
 from recurjax.layers.attention.key_value_cache import KeyValueCache, write
-from recurjax.layers.attention.softmax import AttentionImplementation, attend
+from recurjax.layers.attention.softmax import attend
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import LowRank
 from recurjax.layers.norm import Norm, NormConfig
@@ -20,6 +21,7 @@ from recurjax.layers.position import (
     PositionConfig,
     Rope,
     alibi_bias,
+    alibi_slopes,
     rotary_width,
     rotate,
 )
@@ -154,7 +156,7 @@ class SelfAttention(nnx.Module):
         q = self._queries(x, positions, added)
         new = self._keys_and_values(x, positions, added)
         if cache.slots == 0:
-            o = self._attend_to_input(q, *new, positions, tokens)
+            o = self._attend_to_input(q, *new, tokens)
         else:
             o, cache = self._attend_to_cache(q, *new, cache, tokens)
         return merge(o, self.w_out, self.b_out, added.out), cache, new
@@ -180,7 +182,7 @@ class SelfAttention(nnx.Module):
         positions = self._positions(x, before)
         q = self._queries(x, positions, added)
         if before.slots == 0:
-            o = self._attend_to_input(q, *kept, positions, tokens)
+            o = self._attend_to_input(q, *kept, tokens)
         else:
             o = attend_to_written(q, *kept, before, written, **self._options(q, tokens))
         return merge(o, self.w_out, self.b_out, added.out)
@@ -219,7 +221,7 @@ class SelfAttention(nnx.Module):
         k, v = self._keys_and_values(x, positions, none)
         q = self._queries(x, positions, none)
         tokens = Tokens(jnp.zeros(x.shape[:2], jnp.int32))
-        return v, self._attend_to_input(q, k, v, positions, tokens)
+        return v, self._attend_to_input(q, k, v, tokens)
 
     def _positions(self, x: Array, cache: KeyValueCache) -> Array:
         # All rows stand at 0 in training, so one row of positions serves them all.
@@ -250,11 +252,10 @@ class SelfAttention(nnx.Module):
         rope = self.config.position
         return rotate(heads, positions, rope) if isinstance(rope, Rope) else heads
 
-    def _attend_to_input(self, q, k, v, positions, tokens: Tokens) -> Array:
-        mask = None
-        if tokens.segments is not None:
-            segments = tokens.segments
-            mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+    def _attend_to_input(self, q, k, v, tokens: Tokens) -> Array:
+        # All rows stand at 0, so that distances are those of places in the row.
+        position = self.config.position
+        alibi = isinstance(position, Alibi)
         return attend(
             q,
             k,
@@ -262,8 +263,8 @@ class SelfAttention(nnx.Module):
             scale=self._scale(),
             causal=True,
             window=self.window,
-            mask=mask,
-            bias=self._bias(positions, positions, q.dtype),
+            segments=tokens.segments,
+            slopes=alibi_slopes(self.config.heads, position) if alibi else None,
             soft_cap=self.config.soft_cap,
             implementation=self.config.implementation,
         )

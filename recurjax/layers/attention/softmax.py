@@ -1,7 +1,5 @@
 """Softmax attention of arrays: grouped-query, windowed, biased, capped."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +8,12 @@ from jaxtyping import Bool, Float, Int
 from pallas_kernels import target
 from recurjax.layers.attention.blocked import attend_in_blocks
 from recurjax.layers.attention.few_queries import MOST_ROWS, few_logits, few_mixtures
+from recurjax.layers.attention.implementation import (
+    AttentionImplementation,
+    Call,
+    choose,
+)
 from recurjax.types import Array
-
-AttentionImplementation = Literal["xla", "cudnn", "blocks"]
-
-_CUDNN_HEAD_WIDTH = 128  # The widest head for which cuDNN has a backward on every GPU.
-_BLOCKS_FROM = 1024  # Shorter sequences' logits fit beside everything else.
 
 
 def attend(
@@ -26,6 +24,8 @@ def attend(
     scale: float,
     causal: bool,
     window: int | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    slopes: np.ndarray | None = None,
     mask: Bool[Array, "#B #H #T S"] | None = None,
     bias: Float[Array, "#B #H #T S"] | None = None,
     soft_cap: float | None = None,
@@ -41,62 +41,53 @@ def attend(
       scale: multiplies q k^T.
       causal: hide s > t, by index; needs T = S.
       window: with `causal`, also hide s < t - window (so window + 1 keys are seen).
-      mask: True where a key is visible; combined with `causal`.
+      segments: with `causal`, document of each position: no other's is seen.
+      slopes: with `causal`, ALiBi's slope_h (H numbers): slope_h (t - s) is taken off
+        the logits after the cap.
+      mask: True where a key is visible; combined with what else hides. It and `bias`
+        cost memory of T S; what the options above say is computed where it is needed.
       bias: added to the logits after the cap.
       soft_cap: c, or None.
-      implementation: "cudnn" is jax's binding of cuDNN's flash attention, "xla" plain
-        XLA (its logits take B H T S memory), "blocks" causal attention in blocks,
-        which takes B H T. None: cuDNN where it serves, else blocks for long sequences
-        (off the GPU), else "xla".
+      implementation: "cudnn" is jax's binding of cuDNN's flash attention and
+        "blocks" causal attention in blocks, both in memory of B H T; "xla" plain XLA,
+        whose logits take B H T S. None: the first of them that serves (blocks for long
+        sequences only), see the folder's README.
 
     Raises:
-      ValueError: `causal` with T != S, or `window` without `causal`.
-      NotImplementedError: cuDNN or blocks were asked for and cannot.
+      ValueError: `causal` with T != S, or an option that needs `causal` without it.
+      NotImplementedError: the named implementation cannot.
     """
     if causal and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"attend: causal needs as many queries as keys, got {q.shape[1]} and "
             f"{k.shape[1]}: pass a mask by position"
         )
-    if window is not None and not causal:
-        raise ValueError("attend: window needs causal=True")
-    obstacle = _cudnn_obstacle(q, mask, bias, soft_cap)
-    if implementation == "cudnn" and obstacle is not None:
-        raise NotImplementedError(f"attend: cudnn: {obstacle}")
-    no_blocks = _blocks_obstacle(causal, mask, bias, soft_cap)
-    if implementation == "blocks" and no_blocks is not None:
-        raise NotImplementedError(f"attend: blocks: {no_blocks}")
-    if implementation is None and obstacle is not None and no_blocks is None:
-        long = q.shape[1] >= _BLOCKS_FROM and not target.current().calls_cudnn
-        # Logits of a long row would be the largest array of a training step; blocks
-        # never hold them. On a GPU with cuDNN plain XLA stays the choice for what cuDNN
-        # refuses.
-        implementation = "blocks" if long else None
-    if implementation == "blocks":
-        return attend_in_blocks(q, k, v, scale=scale, window=window)
-    if implementation is None and not causal and _few(q):
-        products = few_logits, few_mixtures
-        return _plain_attention(q, k, v, scale, mask, bias, soft_cap, *products)
-    # The softmax of jax.nn.dot_product_attention is float32 for float64 inputs too.
-    if soft_cap is not None or q.dtype == jnp.float64:
-        if causal:
-            # The plain form knows no causal flag: the mask is made from indices, which
-            # T = S allows.
-            mask = _and(mask, _causal_mask(q.shape[1], window))
-        products = _logits, _mixtures
-        return _plain_attention(q, k, v, scale, mask, bias, soft_cap, *products)
-    use_cudnn = obstacle is None and implementation != "xla"
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        is_causal=causal,
-        local_window_size=None if window is None else (window, 0),
-        implementation="cudnn" if use_cudnn else "xla",
+    by_place = {"window": window, "segments": segments, "slopes": slopes}
+    for name, given in by_place.items():
+        if given is not None and not causal:
+            raise ValueError(f"attend: {name} needs causal=True")
+    call = Call(
+        shape=q.shape,
+        key_heads=k.shape[2],
+        dtype=q.dtype,
+        causal=causal,
+        window=window,
+        dense=mask is not None or bias is not None,
+        segments=segments is not None,
+        alibi=slopes is not None,
+        soft_cap=soft_cap,
     )
+    hidden = {"window": window, "segments": segments}
+    match choose(call, implementation):
+        case "cudnn":
+            return _cudnn(q, k, v, scale, window)
+        case "blocks":
+            options = hidden | {"slopes": slopes, "soft_cap": soft_cap}
+            return attend_in_blocks(q, k, v, scale=scale, **options)
+        case "xla":
+            mask, bias = _dense(q, segments, slopes, mask, bias)
+            options = (scale, mask, bias, soft_cap)
+            return _xla(q, k, v, *options, causal, window, named=bool(implementation))
 
 
 def visible_by_position(
@@ -111,6 +102,56 @@ def visible_by_position(
     if window is not None:
         visible &= i - j <= window
     return visible[:, None]
+
+
+def _cudnn(q, k, v, scale, window) -> Array:
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        is_causal=True,
+        local_window_size=None if window is None else (window, 0),
+        implementation="cudnn",
+    )
+
+
+def _xla(q, k, v, scale, mask, bias, soft_cap, causal, window, *, named: bool) -> Array:
+    if not named and not causal and _few(q):
+        products = few_logits, few_mixtures
+        return _plain_attention(q, k, v, scale, mask, bias, soft_cap, *products)
+    # The softmax of jax.nn.dot_product_attention is float32 for float64 inputs too.
+    if soft_cap is not None or q.dtype == jnp.float64:
+        if causal:
+            # The plain form knows no causal flag: the mask is made from indices, which
+            # T = S allows.
+            mask = _and(mask, _causal_mask(q.shape[1], window))
+        products = _logits, _mixtures
+        return _plain_attention(q, k, v, scale, mask, bias, soft_cap, *products)
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=causal,
+        local_window_size=None if window is None else (window, 0),
+        implementation="xla",
+    )
+
+
+def _dense(q, segments, slopes, mask, bias) -> tuple[Array | None, Array | None]:
+    """Returns mask and bias with what the other options hide and add, as arrays."""
+    if segments is not None:
+        mask = _and(mask, (segments[:, :, None] == segments[:, None])[:, None])
+    if slopes is not None:
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        t = jnp.arange(q.shape[1])
+        distance = jnp.abs(t[:, None] - t).astype(wide)
+        of_alibi = -jnp.asarray(slopes, wide)[:, None, None] * distance
+        bias = of_alibi[None] if bias is None else bias + of_alibi
+    return mask, bias
 
 
 def _few(q: Array) -> bool:
@@ -158,28 +199,3 @@ def _causal_mask(length: int, window: int | None) -> Array:
 
 def _and(a: Array | None, b: Array) -> Array:
     return b if a is None else a & b
-
-
-def _blocks_obstacle(causal, mask, bias, soft_cap) -> str | None:
-    """Returns why attention in blocks cannot serve, or None when it can."""
-    if soft_cap is not None:
-        return "a soft cap is not supported"
-    if mask is not None or bias is not None:
-        return "a dense mask or bias would cost O(T S) memory"
-    return None if causal else "only causal attention is cut into blocks"
-
-
-def _cudnn_obstacle(q, mask, bias, soft_cap) -> str | None:
-    """Returns why cuDNN's flash attention cannot serve, or None when it can."""
-    if soft_cap is not None:
-        return "a soft cap is not supported"
-    if mask is not None or bias is not None:
-        return "a dense mask or bias would cost O(T S) memory"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"dtype must be bfloat16 or float16, got {q.dtype}"
-    E = q.shape[-1]
-    if E % 8 or E > _CUDNN_HEAD_WIDTH:
-        return f"head width must be a multiple of 8 up to 128, got {E}"
-    if not target.current().calls_cudnn:
-        return f"needs a GPU with cuDNN, found {target.current().platform}"
-    return target.refusal_of_capability()

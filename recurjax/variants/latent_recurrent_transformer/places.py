@@ -90,13 +90,11 @@ def attend_at(
     scale = q.shape[-1] ** -0.5
     if isinstance(place, Whole):
         T = q.shape[1]
-        mask = None
-        if segments is not None:
-            mask = (segments[:, :, None] == segments[:, None, :])[:, None]
         # A window that reaches the first token hides nothing: plain causal attention
         # has faster forms.
         span = window if window < T - 1 else None
-        o = attend(q, k, v, scale=scale, causal=True, window=span, mask=mask)
+        options = {"window": span, "segments": segments}
+        o = attend(q, k, v, scale=scale, causal=True, **options)
         return o, Buffer(k, v) if place.kept else None
     if isinstance(place, Buffer):
         # The fresh keys take their places first, so that the chosen positions see each

@@ -21,11 +21,11 @@ from recurjax.variants.rat.config import AttentionMixerConfig
 class ShardedSelfAttention(SelfAttention):
     """`SelfAttention` that also trains with its tokens cut over devices."""
 
-    def _attend_to_input(self, q, k, v, positions, tokens: Tokens) -> Array:
+    def _attend_to_input(self, q, k, v, tokens: Tokens) -> Array:
         # Only where the mesh cuts the tokens of a row does anything differ from plain
         # attention.
         if sequence_shards() == 1:
-            return super()._attend_to_input(q, k, v, positions, tokens)
+            return super()._attend_to_input(q, k, v, tokens)
         config, scale = self.config, self.config.scale
         mixer = AttentionMixerConfig(attention=config, window=self.window)
         sequence_parallel.check(mixer, q.shape[1])

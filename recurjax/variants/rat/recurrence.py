@@ -101,11 +101,8 @@ def attend_within_chunks(
     # Chunks become rows of the batch: inside one, attention is plain and causal.
     q = jnp.tile(q, (1, 1, H // q.shape[2], 1))
     q, k, v = (x.reshape(-1, size, H, E) for x in (q, k, v))
-    mask = None
-    if documents is not None:
-        folded = documents.reshape(-1, size)
-        mask = (folded[:, :, None] == folded[:, None])[:, None]
-    a = attend(q, k, v, scale=E**-0.5, causal=True, mask=mask)
+    folded = None if documents is None else documents.reshape(-1, size)
+    a = attend(q, k, v, scale=E**-0.5, causal=True, segments=folded)
     return a.reshape(B, P, H, E)
 
 

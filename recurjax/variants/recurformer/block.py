@@ -116,17 +116,13 @@ class PartialAttention(nnx.Module):
         scale = config.head_width**-0.5 if config.scale is None else config.scale
         q, places = in_even_groups(q, heads)
         if training:
-            mask = None
-            if tokens.segments is not None:
-                segments = tokens.segments
-                mask = (segments[:, :, None] == segments[:, None, :])[:, None]
             o = attend(
                 q,
                 k,
                 v,
                 scale=scale,
                 causal=True,
-                mask=mask,
+                segments=tokens.segments,
                 soft_cap=config.soft_cap,
                 implementation=config.implementation,
             )

@@ -10,8 +10,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.chunk_attention import xla_cuts
-from recurjax.layers.attention import AttentionConfig, attend, softmax
-from recurjax.layers.attention.blocked import attend_in_blocks
+from recurjax.layers.attention import (
+    AttentionConfig,
+    attend,
+    attend_in_window,
+    implementation,
+    keys_for_queries,
+)
+from recurjax.layers.attention.blocked import (
+    attend_as_chunks_of_one,
+    attend_in_blocks,
+)
 from recurjax.plan.hlo import parse
 from recurjax.plan.traffic import read_traffic
 from recurjax.sharding import AXES, MeshConfig, make_mesh
@@ -26,6 +35,7 @@ SHAPE = (2, 13, 4, 6)
 
 @pytest.mark.parametrize("window", [None, 0, 3, 6, 12])
 def test_blocks_change_nothing(window, monkeypatch):
+    """Neither those of our own kernels, with documents, nor a window's."""
     monkeypatch.setattr(xla_cuts, "_TILE", 4)
     draw = np.random.default_rng(0)
     keys = (*SHAPE[:2], SHAPE[2] // 2, SHAPE[3])
@@ -34,21 +44,34 @@ def test_blocks_change_nothing(window, monkeypatch):
         for shape in (SHAPE, keys, keys)
     ]
     weights = draw.normal(size=SHAPE)
+    documents = jnp.asarray(np.sort(draw.integers(3, size=SHAPE[:2]), axis=1))
 
     def both(attention):
         @partial(jax.jit, compiler_options=QUICK_COMPILE)
         @partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
         def run(q, k, v):
-            o = attention(q, k, v, scale=0.4, window=window)
+            o = attention(q, k, v)
             return jnp.sum(o * weights), o
 
         (_, o), gradients = run(*arrays)
         return o, gradients
 
-    got, want = (
-        both(attend_in_blocks),
-        both(partial(attend, causal=True, implementation="xla")),
+    def in_blocks(q, k, v):
+        if window is None:
+            return attend_as_chunks_of_one(q, k, v, scale=0.4, segments=documents)
+        k, v = (keys_for_queries(x, SHAPE[2]) for x in (k, v))
+        options = {"window": window, "documents": documents}
+        return attend_in_window(q, k, v, scale=0.4, **options)
+
+    at_once = partial(
+        attend,
+        scale=0.4,
+        causal=True,
+        window=window,
+        segments=documents,
+        implementation="xla",
     )
+    got, want = both(in_blocks), both(at_once)
     assert_values_close(got[0], want[0])
     assert_gradients_close(got[1], want[1])
 
@@ -60,7 +83,7 @@ def test_a_long_sequence_trains_as_a_short_one(window, monkeypatch):
     ids = jnp.asarray(np.random.default_rng(1).integers(17, size=(2, 13)), jnp.int32)
     logits = []
     for threshold in (1024, 1):
-        monkeypatch.setattr(softmax, "_BLOCKS_FROM", threshold)
+        monkeypatch.setattr(implementation, "_BLOCKS_FROM", threshold)
 
         @partial(jax.jit, compiler_options=QUICK_COMPILE)
         def run(model):
@@ -74,7 +97,6 @@ def test_a_long_sequence_trains_as_a_short_one(window, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"soft_cap": 1.0}, "soft cap"),
         ({"mask": jnp.ones((1, 1, 2, 2), bool)}, "dense mask or bias"),
         ({"causal": False}, "only causal"),
     ],
@@ -86,7 +108,6 @@ def test_blocks_by_name_run_or_say_why_not(options, reason):
         attend(q, q, q, **options)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the GPU has cuDNN's")
 def test_any_model_s_long_sequences_are_cut_into_blocks():
     """No array of T x T elements in the gradient of a long call."""
     shape = jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)

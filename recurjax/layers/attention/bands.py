@@ -1,0 +1,352 @@
+"""Causal attention in bands of queries, whatever else hides or weighs keys: plain XLA.
+
+A band's queries see keys up to its own end only, which is known while tracing, so most
+of the hidden half is never computed; a block of them at a time bounds the memory that
+logits take. What hides a key (causality, a window, another document) and what is added
+for its distance (ALiBi) are made from positions inside the block: no array of T x T
+elements is ever held. The query heads that share a key head are rows of one product,
+so that keys and values are never repeated.
+
+Logits lie as [keys, rows]: maxima and sums over keys then run along the vectors of a
+CPU, which has no fast sum along them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+from pallas_kernels import dispatch, target
+from pallas_kernels.mesh_cut import Cut as MeshCut
+from recurjax.layers.attention.band_cuts import Band, Cut, choose_cut
+from recurjax.layers.attention.implementation import find_cut
+from recurjax.types import Array
+
+
+def attend_in_bands(
+    q: Float[Array, "B T H E"],
+    k: Float[Array, "B T K E"],
+    v: Float[Array, "B T K E"],
+    *,
+    scale: float,
+    window: int | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    slopes: Float[Array, " H"] | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B T H E"]:
+    """Computes causal attention as `attend` does, in memory of B H T.
+
+    Kept for the gradient: inputs, o and the log-sum-exp of the logits.
+
+    Args:
+      slopes: of ALiBi, which are not trained: they get no gradient.
+    """
+    (o,) = dispatch.run(
+        _OP,
+        (q, k, v, segments, slopes),
+        implementation="xla",
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    return o
+
+
+class _Options(NamedTuple):
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+
+class _Rows(NamedTuple):
+    """A block of queries of some units; r counts the heads of a unit, then queries.
+
+    Attributes:
+      start: position of the first query.
+      t: position of each row.
+      arrays: what the caller cut into blocks, [units, r, ...].
+      segments: of each row, or None.
+      slopes: of each row, or None.
+    """
+
+    start: Array | int
+    t: Int[Array, " r"]
+    arrays: dict[str, Array]
+    segments: Int[Array, "u r"] | None
+    slopes: Float[Array, "u r"] | None
+
+
+class _Keys(NamedTuple):
+    """The keys that a block of queries may see, of some units."""
+
+    s: Int[Array, " S"]
+    k: Float[Array, "u S E"]
+    v: Float[Array, "u S E"]
+    segments: Int[Array, "u S"] | None
+
+
+class _Backend:
+    """How the frame that all ops share runs this one: differentiated, cut by a mesh."""
+
+    @staticmethod
+    def supported(*arrays, **options) -> str | None:
+        """Returns None: everything is."""
+        return None
+
+    @staticmethod
+    def forward(q, k, v, segments, slopes, *, scale, window, soft_cap):
+        """Returns (o [B, T, H, E], log-sum-exp [B, H, T])."""
+        call = _Call(q, k, v, segments, slopes, _Options(scale, window, soft_cap))
+
+        def block(rows: _Rows, keys: _Keys):
+            logits, hidden, _ = call.logits(rows.arrays["q"], rows, keys)
+            # Finite, as rows of padding may see nothing.
+            logits = jnp.where(hidden, 0.7 * jnp.finfo(call.dtype).min, logits)
+            top = jnp.max(logits, axis=1, keepdims=True)
+            p = jnp.exp(logits - top)
+            total = jnp.sum(p, axis=1)
+            o = call.product("use,usr->uer", keys.v, p.astype(v.dtype))
+            o = (o / total[:, None]).swapaxes(1, 2).astype(q.dtype)
+            return {"o": o, "lse": top[:, 0] + jnp.log(total)}
+
+        def of_units(unit: "_Unit"):
+            return unit.joined([unit.map(block, band) for band in call.cut.bands])
+
+        out = call.over_units(of_units, {"q": call.by_unit(q)})
+        lse = out["lse"].reshape(q.shape[0], q.shape[2], q.shape[1])
+        return call.from_units(out["o"]), lse
+
+    @staticmethod
+    def backward(q, k, v, segments, slopes, o, lse, do, *, scale, window, soft_cap):
+        """Returns gradients of (q, k, v, slopes), the last one zero."""
+        call = _Call(q, k, v, segments, slopes, _Options(scale, window, soft_cap))
+        delta = jnp.sum(do.astype(call.dtype) * o, axis=-1).swapaxes(1, 2)  # [B, H, T]
+
+        def block(rows: _Rows, keys: _Keys):
+            q, do = rows.arrays["q"], rows.arrays["do"]
+            logits, hidden, slope = call.logits(q, rows, keys)
+            # Hidden keys first: their difference may be anything.
+            p = jnp.where(hidden, 0.0, jnp.exp(logits - rows.arrays["lse"][:, None]))
+            dp = call.product("use,ure->usr", keys.v, do)
+            d_logits = scale * slope * p * (dp - rows.arrays["delta"][:, None])
+            d_logits = d_logits.astype(q.dtype)
+            return (
+                call.product("use,usr->uer", keys.k, d_logits).swapaxes(1, 2),
+                call.product("usr,ure->use", d_logits, q),
+                call.product("usr,ure->use", p.astype(q.dtype), do),
+            )
+
+        def of_units(unit: "_Unit"):
+            sums = unit.no_gradients()
+            parts = []
+            for band in call.cut.bands:
+                sums, part = unit.scan(block, band, sums)
+                parts.append(part)
+            dk, dv = unit.whole_rows(sums)
+            return unit.joined(parts) | {"dk": dk, "dv": dv}
+
+        arrays = {
+            "q": call.by_unit(q),
+            "do": call.by_unit(do.astype(q.dtype)),
+            "lse": lse.reshape(call.units, call.share, -1),
+            "delta": delta.reshape(call.units, call.share, -1),
+        }
+        out = call.over_units(of_units, arrays)
+        B, T, K, E = k.shape
+        dk, dv = (
+            out[name].reshape(B, K, T, E).swapaxes(1, 2).astype(k.dtype)
+            for name in ("dk", "dv")
+        )
+        d_slopes = () if slopes is None else (jnp.zeros_like(slopes),)
+        return call.from_units(out["dq"]), dk, dv, *d_slopes
+
+
+class _Call:
+    """A call as B K units, each a key head of one row and the queries that read it."""
+
+    def __init__(self, q, k, v, segments, slopes, options: _Options):
+        B, T, H, E = q.shape
+        K = k.shape[2]
+        self.shape, self.units, self.share = q.shape, B * K, H // K
+        self.options = options
+        self.dtype = jnp.promote_types(q.dtype, jnp.float32)
+        self.cut: Cut = choose_cut(
+            self.units,
+            self.share,
+            T,
+            options.window,
+            few_cores=target.current().platform == "cpu",
+        )
+        # Before the first and behind the last token no one stands, but a block that
+        # begins or ends there reads the same number of keys as any other.
+        room = ((0, 0), (self.cut.before, self.cut.after))
+        self.keys = {
+            name: jnp.pad(x.swapaxes(1, 2).reshape(-1, T, E), (*room, (0, 0)))
+            for name, x in (("k", k), ("v", v))
+        }
+        self.rows: dict[str, Array] = {}
+        if segments is not None:
+            by_unit = jnp.repeat(segments, K, axis=0)
+            self.keys["segments"] = jnp.pad(by_unit, room)
+            self.rows["segments"] = jnp.repeat(by_unit[:, None], self.share, axis=1)
+        self.slopes = None
+        if slopes is not None:
+            by_unit = jnp.tile(slopes.reshape(K, self.share), (B, 1))
+            self.slopes = by_unit.astype(self.dtype)
+
+    def by_unit(self, x: Float[Array, "B T H E"]) -> Float[Array, "u share T E"]:
+        T, E = x.shape[1], x.shape[3]
+        return x.swapaxes(1, 2).reshape(self.units, self.share, T, E)
+
+    def from_units(self, x: Float[Array, "u share T E"]) -> Float[Array, "B T H E"]:
+        B, T, H, E = self.shape
+        return x.reshape(B, H, T, E).swapaxes(1, 2)
+
+    def over_units(self, function: Callable[["_Unit"], Any], arrays: dict[str, Array]):
+        """Maps `function` over the units, as many at a time as the cut says."""
+        rows = {name: self._padded(x) for name, x in (arrays | self.rows).items()}
+        parts = (self.keys, rows, self.slopes)
+        at_once = self.cut.units
+        if at_once == self.units:
+            return function(_Unit(self, *parts))
+        folded = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), parts)
+        out = jax.lax.map(lambda part: function(_Unit(self, *part)), folded)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+
+    def logits(self, q: Array, rows: _Rows, keys: _Keys):
+        """Returns logits [units, S, r], what is hidden, and the soft cap's slope."""
+        options = self.options
+        logits = options.scale * self.product("use,ure->usr", keys.k, q)
+        slope: Array | float = 1.0
+        if options.soft_cap is not None:
+            tanh = jnp.tanh(logits / options.soft_cap)
+            logits, slope = options.soft_cap * tanh, 1 - tanh**2
+        s, t = keys.s[:, None], rows.t
+        if rows.slopes is not None:
+            distance = t.astype(self.dtype) - s.astype(self.dtype)
+            logits = logits - rows.slopes[:, None] * distance
+        hidden = s > t
+        if options.window is not None:
+            hidden = hidden | (t - s > options.window) | (s < 0)
+        if rows.segments is not None and keys.segments is not None:
+            hidden = hidden | (keys.segments[:, :, None] != rows.segments[:, None])
+        return logits, hidden, slope
+
+    def product(self, subscripts: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(subscripts, a, b, preferred_element_type=self.dtype)
+
+    def _padded(self, x: Array) -> Array:
+        missing = self.cut.padded - x.shape[2]
+        return jnp.pad(x, ((0, 0), (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 3)))
+
+
+class _Unit(NamedTuple):
+    """Some units of a call: their keys whole, their queries to be cut into bands."""
+
+    call: _Call
+    keys: dict[str, Array]
+    rows: dict[str, Array]
+    slopes: Array | None
+
+    def map(self, block: Callable[[_Rows, _Keys], Any], band: Band):
+        """Runs a block at a time; what it returns, for each block of the band."""
+        run = lambda rows: block(rows, self._seen(rows, band))  # noqa: E731
+        return jax.lax.map(run, self._blocks(band))
+
+    def scan(self, block: Callable[[_Rows, _Keys], Any], band: Band, sums):
+        """Does the same, and adds what a block gives its keys to their (dk, dv)."""
+
+        def step(sums, rows: _Rows):
+            dq, *parts = block(rows, self._seen(rows, band))
+            at = self._first_key(rows, band)
+            sums = [_add(x, at, part) for x, part in zip(sums, parts, strict=True)]
+            return sums, {"dq": dq}
+
+        return jax.lax.scan(step, sums, self._blocks(band))
+
+    def no_gradients(self) -> list[Array]:
+        return [jnp.zeros(self.keys[n].shape, self.call.dtype) for n in "kv"]
+
+    def whole_rows(self, sums: list[Array]) -> list[Array]:
+        cut, T = self.call.cut, self.call.shape[1]
+        return [x[:, cut.before : cut.before + T] for x in sums]
+
+    def joined(self, parts: list[dict[str, Array]]) -> dict[str, Array]:
+        """Turns bands of [blocks, units, r, ...] into [units, share, T, ...]."""
+        share, T = self.call.share, self.call.shape[1]
+
+        def join(*bands: Array) -> Array:
+            pieces = []
+            for x in bands:
+                x = x.reshape(*x.shape[:2], share, -1, *x.shape[3:])
+                x = jnp.moveaxis(x, 0, 2)  # [units, share, blocks, rows, ...]
+                pieces.append(x.reshape(*x.shape[:2], -1, *x.shape[4:]))
+            return jnp.concatenate(pieces, axis=2)[:, :, :T]
+
+        return jax.tree.map(join, *parts)
+
+    def _blocks(self, band: Band) -> _Rows:
+        """Cuts the band's queries to [blocks, units, r, ...]."""
+        size, share = self.call.cut.rows, self.call.share
+        arrays = {}
+        for name, x in self.rows.items():
+            x = x[:, :, band.first : band.first + band.blocks * size]
+            x = x.reshape(*x.shape[:2], band.blocks, size, *x.shape[3:])
+            x = jnp.moveaxis(x, 2, 0)  # [blocks, units, share, rows, ...]
+            arrays[name] = x.reshape(*x.shape[:2], -1, *x.shape[4:])
+        start = band.first + size * jnp.arange(band.blocks)
+        t = jnp.tile(start[:, None] + jnp.arange(size), (1, share))
+        slopes = None
+        if self.slopes is not None:
+            by_row = jnp.repeat(self.slopes, size, axis=1)
+            slopes = jnp.broadcast_to(by_row, (band.blocks, *by_row.shape))
+        return _Rows(start, t, arrays, arrays.pop("segments", None), slopes)
+
+    def _seen(self, rows: _Rows, band: Band) -> _Keys:
+        at = self._first_key(rows, band)
+        take = partial(jax.lax.dynamic_slice_in_dim, slice_size=band.keys, axis=1)
+        seen = {name: take(x, start_index=at) for name, x in self.keys.items()}
+        s = at - self.call.cut.before + jnp.arange(band.keys)
+        return _Keys(s, seen["k"], seen["v"], seen.get("segments"))
+
+    def _first_key(self, rows: _Rows, band: Band) -> Array | int:
+        # Padding before the keys moves them by as much as a window reaches back.
+        return rows.start if band.slides else 0
+
+
+def _add(sums: Array, at: Array | int, part: Array) -> Array:
+    """Adds `part` to the keys from number `at` on."""
+    part = part + jax.lax.dynamic_slice_in_dim(sums, at, part.shape[1], axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(sums, part, at, axis=1)
+
+
+def _find_cut(q, k, v, segments, slopes) -> MeshCut | None:
+    del v, segments, slopes
+    return find_cut(q.shape[0], k.shape[2])
+
+
+def _specs(cut: MeshCut, q, k, v, segments, slopes) -> dispatch.Specs:
+    del q, k, v
+    heads = P(cut.by_row, None, cut.columns)
+    by_row = None if segments is None else P(cut.by_row)
+    by_head = None if slopes is None else P(cut.columns)
+    return dispatch.Specs(
+        arrays=(heads, heads, heads, by_row, by_head),
+        results=(heads, P(cut.by_row, cut.columns)),
+    )
+
+
+_OP = dispatch.Op(
+    name="attend_in_bands",
+    backends={"xla": _Backend},
+    find_cut=_find_cut,
+    specs=_specs,
+    outputs=1,
+    kept=(0, 1),  # o and its log-sum-exp.
+    # Left to the compiler, the rows of every device are gathered for a loop over heads.
+    cuts_xla=True,
+)
