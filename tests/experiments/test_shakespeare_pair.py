@@ -59,6 +59,19 @@ def test_runs_that_are_done_are_read_and_make_the_table(script, tmp_path, capsys
     assert "| 115,264 | 0.644 | 1 |" in baseline
 
 
+def test_one_model_alone_is_trained_where_it_is_named(script, tmp_path, capsys):
+    options = script.Options(models=("transformer",), rates=(1e-2,), seeds=1, steps=9)
+    run = script.Run(
+        model="transformer", rate=1e-2, seed=0, bits_per_byte=3.0, seconds=1.0
+    )
+    script.write_results(tmp_path / "results.json", script.pair(options), [run])
+    words = ["--models", "transformer", "--rates", "1e-2", "--seeds", "1"]
+    assert script.main([*words, "--steps", "9", "--directory", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 3
+    assert rows[2].startswith("| Transformer |")
+
+
 def test_results_of_other_settings_are_refused(script, tmp_path):
     file = tmp_path / "results.json"
     script.write_results(file, script.pair(script.Options(steps=7)), [])
