@@ -94,12 +94,12 @@ def summary(compiled) -> dict:
     }
 
 
-def main(target: str, case: str) -> None:
-    """Prints the summary of one case as JSON."""
+def summary_of(target: str, case: str) -> dict:
+    """Compiles one case and returns its summary."""
     module, name = case.split(":")
     function, arguments = getattr(importlib.import_module(module), name)()
-    print(json.dumps(summary(compile_for(target, function, arguments))))
+    return summary(compile_for(target, function, arguments))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(summary_of(*sys.argv[1:])))

@@ -5,36 +5,22 @@
 
 OP is "gated_scan" or "selective_scan", TARGET "h100" or a TPU topology; a CASE is a
 name in the op's `compile_cases`, and without one all of the target's are meant.
-`--json` before them prints the rows as JSON.
 """
 
-import json
-import os
-import subprocess
 import sys
 from importlib import import_module
 from types import ModuleType
 
 from tests.compile_target import compile_for
 from tests.moved_bytes import launches
-from tests.source_tree import ROOT
-
-MODULE = "tests.pallas_kernels.moved_table"
-COMPILERS = ROOT / ".compilers"
 
 
-def compiled(op: str, target: str, *cases: str) -> list[dict]:
-    """Returns the rows of some cases, from a process of its own."""
-    child = subprocess.run(
-        [sys.executable, "-m", MODULE, "--json", op, target, *cases],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILERS)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    return json.loads(child.stdout.splitlines()[-1])
+def rows(target: str, op: str, *cases: str) -> list[dict]:
+    """Returns the rows of some cases of an op, by default of all of the target's."""
+    compile_cases = import_module(f"tests.pallas_kernels.{op}.compile_cases")
+    prefix = "gpu_" if target == "h100" else "tpu_"
+    known = [name for name in vars(compile_cases) if name.startswith(prefix)]
+    return [row(compile_cases, target, case) for case in cases or known]
 
 
 def row(compile_cases: ModuleType, target: str, case: str) -> dict:
@@ -57,18 +43,10 @@ def row(compile_cases: ModuleType, target: str, case: str) -> dict:
 
 def main(*words: str) -> None:
     """Prints the table."""
-    as_json = words[0] == "--json"
-    op, target, *cases = words[as_json:]
-    compile_cases = import_module(f"tests.pallas_kernels.{op}.compile_cases")
-    prefix = "gpu_" if target == "h100" else "tpu_"
-    known = [name for name in vars(compile_cases) if name.startswith(prefix)]
-    rows = [row(compile_cases, target, case) for case in cases or known]
-    if as_json:
-        print(json.dumps(rows))
-        return
+    op, target, *cases = words
     print("| call | our kernels | others | GB moved | least | ratio |")
     print("|---|---|---|---|---|---|")
-    for one in rows:
+    for one in rows(target, op, *cases):
         moved = one["kernel_bytes"] + one["other_bytes"]
         print(
             f"| {one['case'][4:]} | {len(one['kernels'])} | {len(one['others'])} | "

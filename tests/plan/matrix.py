@@ -11,22 +11,17 @@ with others the bytes may move within `TOLERANCE`, the kernels may not.
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from recurjax.config_json import to_json
 from recurjax.plan.child import respond
-from recurjax.plan.compilation import environment
 from recurjax.plan.programs import ProgramName
-from recurjax.plan.topology import parse_topology
 from recurjax.sharding import MeshConfig
+from tests.absent_compilers import ask
 from tests.plan.small_experiments import VARIANTS, experiment
-from tests.source_tree import ROOT
 
 FILE = Path(__file__).parent / "golden_figures.json"
 TOLERANCE = 0.25
@@ -86,38 +81,15 @@ def request(case: Case) -> dict[str, Any]:
 
 def compile_cases(cases: Iterable[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Compiles cases, those of a topology in one process, and yields the answers."""
-    for topology, group in groupby(cases, key=lambda case: case.topology):
-        wanted = list(group)
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tests.plan.matrix", "--answer"],
-            env=environment(parse_topology(topology)),
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(json.dumps([request(case) for case in wanted]))
-        child.stdin.close()
-        for case in wanted:
-            line = child.stdout.readline()
-            if not line:
-                raise RuntimeError(f"the process that compiles {case.name} ended")
-            yield case, json.loads(line)
-        child.stdout.close()
-        child.wait()
+    for case in cases:
+        yield case, ask(case.topology, "tests.plan.matrix:answer", request(case))
 
 
-def answer() -> None:
-    """Compiles what standard input lists and prints a line of JSON for each."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # compilers write there as well
-    for one in json.load(sys.stdin):
-        before = _processor_seconds()
-        told = respond(one)
-        told["processor_seconds"] = _processor_seconds() - before
-        print(json.dumps(told), file=out, flush=True)
+def answer(target: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Compiles what a request wants, in the target's process."""
+    before = _processor_seconds()
+    told = respond(wanted)
+    return told | {"processor_seconds": _processor_seconds() - before}
 
 
 def _processor_seconds() -> float:
@@ -164,11 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--renew", action="store_true")
     parser.add_argument("--only", default="", help="part of a case's name")
-    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.answer:
-        answer()
-        return
     programs = golden()
     for case, found in compile_cases(c for c in CASES if options.only in c.name):
         try:

@@ -1,15 +1,10 @@
 """The kernels compile at the paper's sizes for an H100 and a v5e that are not here."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.source_tree import ROOT
+from tests.absent_compilers import COMPILERS, ask
 
-COMPILERS = ROOT / ".compilers"
-TRAFFIC = "tests.pallas_kernels.chunk_attention.traffic"
+TRAFFIC = "tests.pallas_kernels.chunk_attention.traffic:traffic"
 
 
 @pytest.fixture(autouse=True)
@@ -19,19 +14,11 @@ def compilers():
 
 
 def compiled(target: str, *cases: str) -> list[tuple[int, float]]:
-    """Returns each case's launches, and its bytes over the bound, from a child."""
-    child = subprocess.run(
-        [sys.executable, "-m", TRAFFIC, target, *cases],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILERS)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    rows = [line.split("|") for line in child.stdout.splitlines() if line[:1] == "|"]
-    assert len(rows) == len(cases), child.stdout
-    return [(int(row[3]), float(row[6])) for row in rows]
+    """Returns each case's launches, and its bytes over the bound."""
+    rows = (ask(target, TRAFFIC, case) for case in cases)
+    return [
+        (len(row["launched"]), round(row["bytes"] / row["bound"], 2)) for row in rows
+    ]
 
 
 def test_both_passes_take_three_kernels_on_h100():
@@ -54,8 +41,14 @@ def test_small_batches_share_a_group_s_heads_out_at_one_kernel_more():
     assert launched == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+    "target",
+    [  # The other ops' kernels meet the other TPUs.
+        pytest.param("v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x1", marks=pytest.mark.sweep),
+        pytest.param("v6e:2x2", marks=pytest.mark.sweep),
+    ],
+)
 def test_all_passes_compile_for_tpus(target):
     cases = ("tpu_forward", "tpu_training", "tpu_decode")
     assert all(share < 3 for _, share in compiled(target, *cases))

@@ -1,15 +1,9 @@
 """The kernels compile for H100, v5e, v5p and v6e, without them."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.source_tree import ROOT
+from tests.absent_compilers import COMPILERS, ask
 
-COMPILERS = ROOT / ".compilers"
 CASES = "tests.pallas_kernels.recurrent_prefill.compile_cases"
 MOST_KERNELS = 8
 TRITON = "__gpu$xla.gpu.triton"
@@ -22,17 +16,8 @@ def compilers():
 
 
 def compiled(target: str, case: str) -> dict:
-    """Returns the summary that the child process prints."""
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.compile_target", target, f"{CASES}:{case}"],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILERS)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    return json.loads(child.stdout.splitlines()[-1])
+    """Returns the summary of a case."""
+    return ask(target, "tests.compile_target:summary_of", f"{CASES}:{case}")
 
 
 def positions_loops(summary: dict) -> list[list[str]]:
@@ -65,32 +50,31 @@ def test_a_position_backward_on_h100_takes_at_most_9_kernels():
     assert len(backward) <= 9, backward
 
 
-def test_a_whole_layer_compiles_into_one_kernel_for_v5e():
-    summary = compiled("v5e:2x2", "tpu_forward")
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("v6e:2x2", marks=pytest.mark.sweep),
+    ],
+)
+def test_a_whole_layer_compiles_into_one_kernel_for(target):
+    summary = compiled(target, "tpu_forward")
     assert "tpu_custom_call" in summary["custom_calls"]
     assert summary["loops"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "case"),
     [
         # At the paper's width where there is least VMEM.
-        ("v5p:2x2x1", "tpu_training"),
-        ("v5e:2x2", "tpu_narrow_training"),
-        ("v6e:2x2", "tpu_narrow_training"),
+        pytest.param("v5p:2x2x1", "tpu_training", marks=pytest.mark.slow),
+        pytest.param("v5e:2x2", "tpu_narrow_training", marks=pytest.mark.slow),
+        pytest.param("v6e:2x2", "tpu_narrow_training", marks=pytest.mark.sweep),
     ],
 )
 def test_training_compiles_for(target, case):
     summary = compiled(target, case)
     assert "tpu_custom_call" in summary["custom_calls"]
-
-
-@pytest.mark.slow
-def test_a_whole_layer_compiles_into_one_kernel_for_v6e():
-    summary = compiled("v6e:2x2", "tpu_forward")
-    assert "tpu_custom_call" in summary["custom_calls"]
-    assert summary["loops"] == []
 
 
 @pytest.mark.slow

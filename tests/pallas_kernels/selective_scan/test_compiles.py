@@ -1,20 +1,23 @@
 """The kernels compile for an H100 and TPUs that are not here, and move little."""
 
-from functools import partial
-
 import pytest
 
-from tests.pallas_kernels import moved_table
+from tests.absent_compilers import COMPILERS, ask
 
-compiled = partial(moved_table.compiled, "selective_scan")
+ROWS = "tests.pallas_kernels.moved_table:rows"
 MOST = 1.3
 """Bytes of a call over those of its inputs and outputs."""
 
 
 @pytest.fixture(autouse=True)
 def compilers():
-    if not (moved_table.COMPILERS / "jax_plugins").is_dir():
+    if not (COMPILERS / "jax_plugins").is_dir():
         pytest.skip("no compilers for GPU and TPU here: run make compilers")
+
+
+def compiled(target: str, *cases: str) -> list[dict]:
+    """Returns a row of what is launched and moved for each case."""
+    return ask(target, ROWS, "selective_scan", *cases)
 
 
 def assert_one_kernel_and_few_bytes(rows: list[dict]) -> None:
@@ -34,8 +37,14 @@ def test_each_pass_on_h100_is_one_kernel():
     assert_one_kernel_and_few_bytes(compiled("h100", *cases))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+    "target",
+    [  # The other ops' kernels meet the other TPUs.
+        pytest.param("v5p:2x2x1", marks=pytest.mark.slow),
+        pytest.param("v5e:2x2", marks=pytest.mark.sweep),
+        pytest.param("v6e:2x2", marks=pytest.mark.sweep),
+    ],
+)
 def test_each_pass_on_tpu_is_one_kernel(target):
     cases = ("tpu_forward", "tpu_training", "tpu_backward", "tpu_float32_backward")
     rows = compiled(target, *cases, "tpu_odd_backward")
