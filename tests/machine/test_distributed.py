@@ -18,6 +18,7 @@ from tests.metadata_server import host, metadata_server
 from tests.training import tiny_experiment
 from tests.training.compilation import quick_compilation
 from tests.training.run_contents import arrays, assert_same_run, metrics
+from tests.training.tiny_run import finished_tiny_run
 
 __all__ = ["quick_compilation"]
 
@@ -85,10 +86,8 @@ def pair_run(quick_compilation, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(quick_compilation, tmp_path_factory):
-    """The same run in this process, on its eight devices."""
-    runs = tmp_path_factory.mktemp("alone")
-    assert recurjax("train", tiny_experiment.__file__, "--runs", runs)[0] == 0
-    return runs / "tiny"
+    """The same run in one process, on its eight devices."""
+    return finished_tiny_run(tmp_path_factory)
 
 
 def test_two_processes_make_the_losses_of_one(pair_run, alone):

@@ -25,6 +25,9 @@ from tests.convert.hf_directories import CASES as BASES
 from tests.convert.hf_directories import arrays
 from tests.golden.cases import GOLDEN, golden_cases, load
 from tests.tolerances import assert_values_close
+from tests.training.compilation import quick_compilation
+
+__all__ = ["quick_compilation"]
 
 ABSOLUTE = 2e-5
 WHOLE = 10**6
@@ -150,18 +153,18 @@ def test_tied_norms_start_as_they_are_told(init, llama):
         to_recursive(llama, untied, init=init, norms="zero")
 
 
-def test_a_random_block_is_drawn_and_the_rest_is_kept(llama):
+def test_a_random_block_is_drawn_and_the_rest_is_kept(llama, quick_compilation):
     stack = recursive(llama, loops=2, rank=2, tie_norms=False)
-    made, other = (
-        parameters(to_recursive(llama, stack, init="random", seed=seed))
-        for seed in (0, 1)
+    first, second = (
+        to_recursive(llama, stack, init="random", seed=seed) for seed in (0, 1)
     )
+    made, other = parameters(first), parameters(second)
     theirs = parameters(llama)
     for name in ("w_embedding", "final_norm.scale"):
         np.testing.assert_array_equal(made[name], theirs[name])
     w_q = "stack.blocks.0.attention.w_q"
     assert np.abs(made[w_q] - other[w_q]).max() > 1e-3
-    assert np.all(norm_of(to_recursive(llama, stack, init="random")) == 1)
+    assert np.all(norm_of(first) == 1)
 
 
 def test_layers_are_left_out_at_equal_steps_where_loops_do_not_divide(llama):

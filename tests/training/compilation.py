@@ -13,7 +13,7 @@ def quick_compilation(tmp_path_factory):
 
     Yields the environment that gives another process the same settings.
     """
-    directory = str(_shared(tmp_path_factory) / "compiled")
+    directory = str(shared_by_workers(tmp_path_factory) / "compiled")
     settings = {
         "jax_compilation_cache_dir": directory,
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -43,6 +43,7 @@ def _update(settings):
     compilation_cache.reset_cache()
 
 
-def _shared(tmp_path_factory):
+def shared_by_workers(tmp_path_factory):
+    """Returns the temporary folder of all processes that run tests together."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
