@@ -13,6 +13,9 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.model import Decoder, ModelConfig
 from recurjax.types import Tokens
 from recurjax.variants.transformer import TransformerConfig
+from tests.training.compilation import quick_compilation
+
+__all__ = ["quick_compilation"]
 
 STACK = TransformerConfig(
     layers=2,
@@ -38,6 +41,11 @@ def build(*, stack: TransformerConfig = STACK, **changes) -> Decoder:
         )
 
     return jax.tree_util.tree_map_with_path(weight, abstract)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly(quick_compilation):
+    """Nearly all that these tests take is compiling: tiny models, a few tokens each."""
 
 
 @pytest.fixture(scope="session")
