@@ -2,11 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,4 +64,29 @@ def repeat(call: Callable[[], Any], *, repeats: int, warmup: int = 2) -> list[fl
         began = time.perf_counter()
         jax.block_until_ready(call())
         times.append(time.perf_counter() - began)
+    return times
+
+
+def in_turns(
+    calls: Mapping[Name, Callable[[], Any]], *, repeats: int, warmup: int = 2
+) -> dict[Name, list[float]]:
+    """Returns the seconds of each call's repeats, taken in turns: one of each a round.
+
+    What slows a machine down for a while then slows all of them, and the ratios of
+    their minima say more than those of one after another.
+
+    Args:
+      calls: by name, as of `repeat`.
+      repeats: rounds.
+      warmup: rounds before them.
+    """
+    times: dict[Name, list[float]] = {name: [] for name in calls}
+    for _ in range(warmup):
+        for call in calls.values():
+            jax.block_until_ready(call())
+    for _ in range(repeats):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(time.perf_counter() - began)
     return times

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from recurjax.bench.timing import Row, repeat, row
-from recurjax.model import ModelConfig
+from recurjax.model import Decoder, ModelConfig
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.config import TrainingConfig
 from recurjax.training.objective import NextToken, Objective
@@ -75,6 +75,7 @@ def step_row(
     shape: dict[str, int],
     dtype: str,
     repeats: int,
+    frozen: Decoder | None = None,
 ) -> Row:
     """Times steps on one batch, each from the state that the one before left.
 
@@ -84,13 +85,14 @@ def step_row(
       state: used up.
       batch: from `random_batch`.
       shape, dtype, repeats: as every row's.
+      frozen: the objective's frozen model, if it has one.
     """
     # A step uses its state up (its buffers are donated), so each call gives the next
     # one its own.
     held = [state]
 
     def advance() -> Any:
-        held[0], metrics = step(held[0], batch)
+        held[0], metrics = step(held[0], batch, frozen)
         return metrics
 
     times = repeat(advance, repeats=repeats)

@@ -20,6 +20,7 @@ BENCHES = {
     "rat": "recurjax.bench.rat",
     "latent_recurrent_transformer": "recurjax.bench.latent_recurrent_transformer",
     "recurformer": "recurjax.bench.recurformer",
+    "relaxed_recursive_transformer": "recurjax.bench.relaxed_recursive_transformer",
     "trainer": "recurjax.bench.trainer",
 }
 """What can be timed, and the module whose `rows` times it."""
