@@ -20,6 +20,7 @@ PROMISED = {
     "rat.ipynb": {"pictures": 3, "comparisons": 2},
     "latent_recurrent_transformer.ipynb": {"pictures": 3, "comparisons": 6},
     "recurformer.ipynb": {"pictures": 3, "comparisons": 3},
+    "relaxed_recursive_transformer.ipynb": {"pictures": 3, "comparisons": 3},
 }
 
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
