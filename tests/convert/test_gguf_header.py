@@ -108,7 +108,7 @@ def test_a_tokenizer_of_the_header_s_fields():
         ({"merges": None}, "m.gguf has no list of texts tokenizer.ggml.merges"),
         ({"tokens": [1, 2, 3]}, "no list of texts tokenizer.ggml.tokens"),
         ({"merges": ["a c"]}, "m.gguf: merges do not fit the tokens"),
-        ({"merges": ["a"]}, "m.gguf: merges do not fit the tokens"),
+        ({"merges": ["a"]}, "m.gguf: merges do not fit the tokens: one is no pair"),
         ({"eos_token_id": 3}, "eos_token_id must be a token's number, got 3"),
         ({"eos_token_id": -1}, "eos_token_id must be a token's number, got -1"),
         ({"token_type": 3}, "token_type must be a list"),
