@@ -3,6 +3,9 @@
 #   make test         lint, types and the suite (under 15 minutes on two cores)
 #   make test-slow    the tests marked slow (under 25 minutes more)
 #   make test-all     both, and what only sweeps: for who touched what a sweep covers
+#   make test-torch   exported models in PyTorch, which it fetches into .venv-torch (with
+#                     what CUDA needs, several GB on Linux) unless
+#                     RECURJAX_TORCH_PYTHON names an interpreter that has it
 #   make compilers    fetch the TPU and CUDA compilers (1.2 GB on disk), which show here
 #                     that the kernels compile for devices that are not here
 PYTHON ?= python3
@@ -17,7 +20,7 @@ WORKERS ?= 2
 # Neighbours share compiled programs: each process takes half of the list, in order.
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
-.PHONY: quickstart test lint test-slow test-all compilers format clean
+.PHONY: quickstart test lint test-slow test-all test-torch compilers format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python experiments/quickstart.py
@@ -30,6 +33,11 @@ test-slow: $(VENV)/.installed-test
 
 test-all: lint
 	$(PYTEST)
+
+# In an interpreter of its own: what torch wants of others need not be what we want.
+TORCH_PYTHON := $(or $(RECURJAX_TORCH_PYTHON),$(CURDIR)/.venv-torch/bin/python)
+test-torch: $(VENV)/.installed-test $(if $(RECURJAX_TORCH_PYTHON),,.venv-torch/.installed)
+	RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) tests/convert/test_to_torch.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -46,7 +54,7 @@ compilers: $(VENV)/.installed
 	$(BIN)/recurjax compilers --into .compilers --constraint constraints.txt
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-torch
 
 # Another interpreter makes the environment anew.
 $(MADE):
@@ -64,4 +72,10 @@ $(VENV)/.installed: $(MADE) pyproject.toml setup.py constraints.txt
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing what the tests need"
 	$(PIP) --editable '.[test]'
+	@touch $@
+
+.venv-torch/.installed:
+	$(PYTHON) -m venv .venv-torch
+	@echo "installing PyTorch into .venv-torch"
+	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.2' numpy safetensors
 	@touch $@
