@@ -19,7 +19,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from small_set import table_of
 
 from recurjax.cli.options import parse
 from recurjax.convert.imported_run import write_run
@@ -35,7 +34,7 @@ from recurjax.surgery.recency import HeadRecency, choose_heads, measure_recency
 from recurjax.surgery.recurformer import to_recurformer
 from recurjax.training.loop import train
 from recurjax.training.run import LoadedRun, load_run
-from recurjax.training.sweep import seeded, shortened
+from recurjax.training.sweep import seeded, shortened, table_of
 from recurjax.types import Batch
 from recurjax.variants.recurformer import MambaConfig
 

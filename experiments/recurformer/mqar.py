@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from small_set import last_validation, table_of
 
 from recurjax.cli.options import parse
 from recurjax.data.tasks import Mqar, TaskData
@@ -23,7 +22,12 @@ from recurjax.files.whole import write_whole
 from recurjax.machine import host
 from recurjax.run_table import load_experiment
 from recurjax.training.loop import train
-from recurjax.training.sweep import seeded, shortened
+from recurjax.training.sweep import (
+    last_validation,
+    seeded,
+    shortened,
+    table_of,
+)
 
 TABLE = Path(__file__).with_name("runs.py")
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from small_set import table_of
 
 from recurjax.cli.main import main as recurjax
 from recurjax.cli.options import parse
@@ -33,6 +32,7 @@ from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train
 from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.run import RunDirectory, load_run
+from recurjax.training.sweep import table_of
 from recurjax.variants.recurformer import RecurFormerConfig
 from recurjax.variants.recurformer.cost import cache_bytes
 

@@ -5,11 +5,11 @@ told of a run is read from its own files.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -163,6 +163,39 @@ def markdown(reached: Sequence[Reached]) -> str:
             f"{runs[0].flops / 1e12:.3g} | {statistics.fmean(bits):.3f}{spread} | "
             f"{', '.join(f'{each:.3f}' for each in bits)} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def last_validation(root: Path) -> dict[str, Any]:
+    """Reads the last validation row of a run; of a run without one, nothing."""
+    rows = read_rows(RunDirectory(root).metrics).rows
+    return next((row for row in reversed(rows) if row["kind"] == "validation"), {})
+
+
+def table_of(what: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """Returns a Markdown table: a row a name, mean over seeds and (lowest, highest).
+
+    Args:
+      what: heads the column of names.
+      found: of each name, the figures of each seed by the columns' names.
+    """
+    # Of all seeds of all names: a set that is not whole yet lacks some.
+    rows = [row for seeds in found.values() for row in seeds]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [
+        f"| {what} | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name, seeds in found.items():
+        cells = []
+        for column in columns:
+            values = [row[column] for row in seeds if column in row]
+            if not values:
+                cells.append("")
+                continue
+            spread = f" ({min(values):.3f}, {max(values):.3f})" if values[1:] else ""
+            cells.append(f"{statistics.fmean(values):.3f}{spread}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,7 @@ __all__ = ["quick_compilation"]
 FOLDER = Path(__file__).parents[2] / "experiments" / "recurformer"
 TABLE = FOLDER / "runs.py"
 SCRIPTS = (
-    *("runs", "small_set", "cache_table"),
+    *("runs", "cache_table"),
     *("mqar", "hash_hop", "hash_hop_text", "smollm2"),
 )
 RUNS = load_runs(TABLE)
