@@ -11,6 +11,7 @@ from recurjax.data.tasks.mad import (
     SelectiveCopying,
 )
 from recurjax.data.tasks.mqar import Mqar, Setting
+from recurjax.data.tasks.needles import Needles
 from recurjax.data.tasks.rows import Row, Split, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
 
@@ -22,6 +23,7 @@ __all__ = [
     "InContextRecall",
     "Memorization",
     "Mqar",
+    "Needles",
     "Row",
     "SelectiveCopying",
     "Setting",

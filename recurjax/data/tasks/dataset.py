@@ -20,6 +20,7 @@ from recurjax.data.tasks.mad import (
     SelectiveCopying,
 )
 from recurjax.data.tasks.mqar import Mqar
+from recurjax.data.tasks.needles import Needles
 from recurjax.data.tasks.rows import Row, Split, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
 from recurjax.data.tokenizers import ByteTokenizer, Symbols, Tokenizer
@@ -36,6 +37,7 @@ TaskConfig = (
     | Copy
     | StateTracking
     | HashHop
+    | Needles
 )
 """Every task: a closed union, told apart by class in JSON."""
 

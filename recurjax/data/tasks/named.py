@@ -15,6 +15,7 @@ from recurjax.data.tasks.mad import (
     SelectiveCopying,
 )
 from recurjax.data.tasks.mqar import Mqar, Setting
+from recurjax.data.tasks.needles import Needles
 from recurjax.data.tasks.state_tracking import StateTracking
 from recurjax.errors import UserError
 
@@ -23,6 +24,7 @@ NAMED: dict[str, TaskConfig] = {
     "hash_hop": HashHop(),
     "hash_hop_full": HashHop(chains="full"),
     "copy": Copy(),
+    "needles": Needles(),
     "parity": StateTracking(group="parity"),
     "s3": StateTracking(group="S3"),
     "s5": StateTracking(group="S5"),
@@ -49,6 +51,8 @@ def name_of(task: TaskConfig) -> str:
             return "hash_hop" if task.chains == "one" else "hash_hop_full"
         case Copy():
             return "copy"
+        case Needles():
+            return "needles"
         case StateTracking():
             return task.group.lower()
         case InContextRecall():

@@ -13,6 +13,7 @@ from recurjax.data.tasks import (
     InContextRecall,
     Memorization,
     Mqar,
+    Needles,
     SelectiveCopying,
     Setting,
     StateTracking,
@@ -179,6 +180,22 @@ def test_mqar_asks_each_key_once_with_its_own_value():
         gaps += ((at - 16) // 2).tolist()
     # The power law prefers short gaps: of 24 places the first 8 have well over a third.
     assert np.mean(np.array(gaps) < 8) > 0.45
+
+
+def test_needles_are_asked_at_the_end_wherever_they_lie():
+    task, depths = Needles(keys=8, values=4, hay=16, needles=3, length=30), []
+    for row in rows(task):
+        body, asked = row.ids[:27], row.ids[27:]
+        at = np.flatnonzero(body < 8)
+        told = {int(body[t]): int(body[t + 1]) for t in at}
+        assert len(at) == len(told) == 3 and sorted(asked.tolist()) == sorted(told)
+        assert all(8 <= value < 12 for value in told.values())
+        # All else is hay: nothing looks like a needle and is none.
+        assert (np.delete(body, [*at, *(at + 1)]) >= 12).all()
+        assert (row.targets[:27] == IGNORED).all()
+        assert [told[key] for key in asked.tolist()] == row.targets[27:].tolist()
+        depths += at.tolist()
+    assert min(depths) <= 2 and max(depths) >= 23
 
 
 def test_mqar_has_the_settings_of_figure_2_one_after_the_other():

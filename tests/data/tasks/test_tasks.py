@@ -14,6 +14,7 @@ from recurjax.data.tasks import (
     InContextRecall,
     Memorization,
     Mqar,
+    Needles,
     SelectiveCopying,
     Setting,
     StateTracking,
@@ -37,6 +38,7 @@ TASKS = [
     Compression(),
     SMALL_MQAR,
     Copy(length=64, shortest=3, longest_string=9),
+    Needles(keys=8, values=8, hay=16, needles=3, length=40),
     StateTracking(group="parity", length=24),
     StateTracking(group="S3", length=16),
     StateTracking(group="S5", length=16),
@@ -120,7 +122,7 @@ print(digest.hexdigest())
     # Noted, so that a change of a generator, or of numpy's streams, is seen.
     assert (
         made.pop().strip()
-        == "25efcff5dc0e7911b084dfd5852199eeccb7f24dd141af187a0f3c595d544cb7"
+        == "0bb8dcbf412351710b5a102de8966ee43f2503a5a8669d0d39a667ebb9f8d885"
     )
 
 
@@ -140,6 +142,8 @@ print(digest.hexdigest())
         (lambda: Copy(length=100), "need 103 tokens"),
         (lambda: Copy(shortest=9, longest_string=8), "shortest <= longest"),
         (lambda: StateTracking(length=0), "length must be at least 1"),
+        (lambda: Needles(length=20), "need 24 tokens"),
+        (lambda: Needles(keys=4), "as many different keys, got 4"),
         (lambda: HashHop(length=100), "rows have 100"),
         (lambda: HashHop(size=1, hops=4, length=400), "too few"),
     ],

@@ -1,0 +1,84 @@
+"""Needles in a haystack of symbols: pairs far apart, asked for at the end of the row.
+
+RULER's needles (Hsieh et al. 2024) hide in text, which a small model must first learn
+to read. Here hay, keys and values are symbols of three kinds, so that what is measured
+is the distance alone: a window that ends before the needle cannot answer, and a state
+of a fixed size must keep all needles.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from recurjax.data.tasks.rows import Row, Split
+from recurjax.errors import UserError
+from recurjax.ranges import require_numbers
+from recurjax.types import IGNORED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needles:
+    """Hay with `needles` pairs of a key and its value, then all keys in another order.
+
+    The value is asked AT its key's second place; a key comes twice in a row, a value
+    may come several times. Tokens are keys, then values, then hay.
+
+    Attributes:
+      keys, values, hay: different symbols of each kind.
+      needles: pairs in a row.
+      length: T of every row.
+      train_rows: size of the fixed set that is learned from; None: endless.
+      validation_rows: size of the test.
+    """
+
+    keys: int = 32
+    values: int = 32
+    hay: int = 64
+    needles: int = 8
+    length: int = 512
+    train_rows: int | None = None
+    validation_rows: int = 1000
+
+    def __post_init__(self):
+        require_numbers(self)
+        for name in ("values", "hay", "needles", "train_rows", "validation_rows"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise UserError(f"Needles: {name} must be at least 1, got {size}")
+        if self.keys < self.needles:
+            raise UserError(
+                f"Needles: {self.needles} needles need as many different keys, got "
+                f"{self.keys}"
+            )
+        # A pair and its question take three tokens.
+        if self.length < 3 * self.needles:
+            raise UserError(
+                f"Needles: {self.needles} needles and their questions need "
+                f"{3 * self.needles} tokens, rows have {self.length}"
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        """Keys, values and hay."""
+        return self.keys + self.values + self.hay
+
+    def count(self, split: Split) -> int | None:
+        return self.train_rows if split == "train" else self.validation_rows
+
+    def longest(self, split: Split) -> int:
+        return self.length
+
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+        N, body = self.needles, self.length - self.needles
+        keys = rng.choice(self.keys, N, replace=False)
+        values = self.keys + rng.integers(self.values, size=N)
+        ids = self.keys + self.values + rng.integers(self.hay, size=self.length)
+        # Places in the body with every pair shrunk to one token; needle n then stands
+        # n places further right, so that no two overlap and all depths are as likely.
+        at = np.sort(rng.choice(body - N, N, replace=False)) + np.arange(N)
+        ids[at], ids[at + 1] = keys, values
+        asked = rng.permutation(N)
+        ids[body:] = keys[asked]
+        targets = np.full(self.length, IGNORED, np.int32)
+        targets[body:] = values[asked]
+        return Row(ids.astype(np.int32), targets, {"length": self.length, "needles": N})
