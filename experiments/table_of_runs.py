@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 TABLES = (
     *("recurrent_transformer", "rat", "latent_recurrent_transformer"),
-    *("relaxed_recursive_transformer", "recurformer"),
+    *("relaxed_recursive_transformer", "recurformer", "tasks"),
 )
 
 
