@@ -179,7 +179,7 @@ def _ends(root: Path, options: Options) -> dict[str, str]:
         seen, moment = _kill(
             root, name, random.Random(key), while_saving=number % 2 == 0
         )
-        resumed = _finish(root, name)
+        resumed = finish(start(root, name), name)
         differs = difference(contents(root / name), whole)
         answers[key] = differs
         if options.into is not None:
@@ -197,7 +197,7 @@ def _ends(root: Path, options: Options) -> dict[str, str]:
 
 def _unbroken(root: Path) -> Contents:
     shutil.rmtree(root / "whole", ignore_errors=True)
-    _finish(root, "whole")
+    finish(start(root, "whole"), "whole")
     return contents(root / "whole")
 
 
@@ -205,7 +205,7 @@ def _kill(
     root: Path, name: str, moments: random.Random, *, while_saving: bool
 ) -> tuple[int, str]:
     """Starts a run and kills it; returns the last step it told of, and the moment."""
-    process, saves = _start(root, name), root / name / "checkpoints"
+    process, saves = start(root, name), root / name / "checkpoints"
     last, seen = moments.randrange(1, STEPS), 0
     delay = moments.uniform(0.0, 0.03 if while_saving else 0.2)
     assert process.stdout is not None
@@ -213,14 +213,14 @@ def _kill(
         line = process.stdout.readline()
         if not line:
             break
-        seen = _step_of(line, seen)
+        seen = step_of(line, seen)
     while while_saving and process.poll() is None and not _is_saving(saves):
         pass
     time.sleep(delay)
     process.kill()
     rest = process.communicate()[0].splitlines()
     for line in rest:
-        seen = _step_of(line, seen)
+        seen = step_of(line, seen)
     if process.returncode == 0:
         return seen, "after its end"
     if process.returncode != -signal.SIGKILL:
@@ -228,9 +228,8 @@ def _kill(
     return seen, "in a save" if _is_saving(saves) else "between saves"
 
 
-def _finish(root: Path, name: str) -> str:
-    """Runs to the end and returns what was said about where it began."""
-    process = _start(root, name)
+def finish(process: subprocess.Popen[str], name: str) -> str:
+    """Waits for the end and returns what was said about where it began."""
     said = process.communicate()[0].splitlines()
     if process.returncode != 0:
         raise RuntimeError(f"{name} failed: {' / '.join(said[-3:])}")
@@ -238,7 +237,8 @@ def _finish(root: Path, name: str) -> str:
     return resumed[0] if resumed else "begun anew"
 
 
-def _start(root: Path, name: str) -> subprocess.Popen[str]:
+def start(root: Path, name: str) -> subprocess.Popen[str]:
+    """Starts a run, or resumes it; what it says comes line by line."""
     command = [sys.executable, "-m", "recurjax.cli.main", "train", __file__]
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(root / "compiled"),
@@ -254,7 +254,7 @@ def _start(root: Path, name: str) -> subprocess.Popen[str]:
     )
 
 
-def _step_of(line: str, before: int) -> int:
+def step_of(line: str, before: int) -> int:
     """Takes n from "step n/40  loss ..."; other lines change nothing."""
     head, _, rest = line.partition("/")
     told = head.startswith("step ") and rest.startswith(str(STEPS))
