@@ -89,7 +89,10 @@ def _train_in_bucket(experiment: Experiment, url: str) -> Any:
             "the mounted folder with --runs"
         )
     with mirrored(url) as mirror:
-        return train(experiment, mirror.folder, after_write=mirror.push)
+        result = train(experiment, mirror.folder, after_write=mirror.push)
+    # Only now: the block's end sends what came after the last save.
+    print(mirror.sentence())
+    return result
 
 
 def _take_runs(options: list[str]) -> tuple[str, list[str]]:

@@ -8,8 +8,9 @@ once, no links and no appending.
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any, TypeVar
 
 from recurjax.errors import UserError
@@ -71,12 +72,35 @@ def open_store(url: str, *, write: bool = False) -> "Store":
     return Store(url=url.rstrip("/"), system=system)
 
 
+@dataclass
+class Requests:
+    """How often a store was asked for something; several threads may ask at once.
+
+    A request is a call of fsspec's, which sends one over the network, or several of a
+    large object.
+    """
+
+    made: int = 0
+    _counting: Lock = field(default_factory=Lock)
+
+    def count(self) -> None:
+        with self._counting:
+            self.made += 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """The objects below one URL, by their names relative to it."""
+    """The objects below one URL, by their names relative to it.
+
+    Attributes:
+      url: without a slash at its end.
+      system: fsspec's.
+      requests: made so far.
+    """
 
     url: str
     system: Any
+    requests: Requests = field(default_factory=Requests)
 
     def sizes(self) -> dict[str, int]:
         """Lists every object below the URL with its size in bytes."""
@@ -126,6 +150,7 @@ class Store:
 
     def size(self, name: str = "") -> int | None:
         """Returns an object's size in bytes; None: there is no such object."""
+        self.requests.count()
         try:
             found = self.system.info(self._inner(name))
         except FileNotFoundError:
@@ -142,6 +167,7 @@ class Store:
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless there is one; of several who try one succeeds."""
         inner = self._inner(name)
+        self.requests.count()
         try:
             self.system.pipe_file(inner, content, mode="create")
         except FileExistsError:
@@ -166,6 +192,7 @@ class Store:
         return self.system._strip_protocol(whole)
 
     def _ask(self, ask: Callable[[], T]) -> T:
+        self.requests.count()
         try:
             return ask()
         except Exception as error:  # of each store's own classes

@@ -1,5 +1,7 @@
 """Runs in a bucket, at the command line; the bucket is fsspec's store in memory."""
 
+import re
+
 import fsspec
 import pytest
 
@@ -51,6 +53,12 @@ def test_runs_in_a_bucket_resume_bit_for_bit(finished, monkeypatch, bucket, tmp_
     code, out, err = recurjax("train", TINY, "--runs", RUNS)
     assert (code, err) == (0, "") and f"finished at step 12: {URL}" in out
     assert "resuming at step" in out
+    [told] = [line for line in out.splitlines() if line.startswith("sent ")]
+    assert re.fullmatch(
+        r"sent [\d,]+ bytes in \d+ objects, at [1-4] saves and the end, with \d+ "
+        "requests of all kinds",
+        told,
+    )
     for name, content in bucket().items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)

@@ -39,7 +39,7 @@ class Mirror:
 
     def __init__(self, store: Store, folder: Path):
         self.store, self.folder = store, folder
-        self.sent_bytes = self.sent_objects = 0
+        self.sent_bytes = self.sent_objects = self.pushes = 0
         self.check_lock: Callable[[], None] = lambda: None
         self._stamps: dict[str, tuple[int, int]] = {}
         self._pushing = threading.Lock()
@@ -80,6 +80,7 @@ class Mirror:
         """
         with self._pushing:
             self.check_lock()
+            self.pushes += 1
             # Names are looked up once; what appears meanwhile comes with the next push.
             local = {name: self.folder / name for name in self._names()}
             stamps = {}
@@ -100,6 +101,14 @@ class Mirror:
             gone = sorted(there - local.keys(), key=_order)
             # The commit file first: half a step must not look like a whole one.
             self.store.remove(reversed(gone))
+
+    def sentence(self) -> str:
+        """Says what was sent and asked so far, for who pays by bytes and requests."""
+        return (
+            f"sent {self.sent_bytes:,} bytes in {self.sent_objects:,} objects, at "
+            f"{self.pushes - 1:,} saves and the end, with "
+            f"{self.store.requests.made:,} requests of all kinds"
+        )
 
     def _names(self) -> list[str]:
         names = []

@@ -24,11 +24,18 @@ def test_what_is_made_here_is_there_and_comes_back(bucket):
     with mirrored(URL) as mirror:
         fill(mirror.folder, files | {"lock": "held", ".config.json.1.partial": "x"})
     assert {name: text.decode() for name, text in bucket().items()} == files
+    size = sum(map(len, files.values()))
+    assert mirror.sentence().startswith(
+        f"sent {size:,} bytes in {len(files)} objects, at 0 saves and the end, with "
+    )
+    made = mirror.store.requests.made
     with mirrored(URL) as mirror:
         again = mirror.folder / "checkpoints" / "3" / "state" / "d"
         assert again.read_text() == "arrays" and mirror.steps() == [3]
         mirror.push()
         assert mirror.sent_objects == 0  # nothing has changed
+    # It fetched as many as were sent before, and looked once more.
+    assert mirror.store.requests.made > made
 
 
 def test_an_unfinished_step_is_not_sent(bucket):
