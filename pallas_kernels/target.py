@@ -57,6 +57,11 @@ class Target:
         """Whether programs may call cuDNN."""
         return self.platform == "gpu" and self.cudnn
 
+    def capability_at_least(self, major: int) -> bool:
+        """Whether it is an NVIDIA GPU of this compute capability or a later one."""
+        found = self.compute_capability.split(".")[0]
+        return found.isdigit() and int(found) >= major
+
 
 _SET = jax.make_user_context(None)
 
@@ -73,11 +78,11 @@ def as_if(target: Target) -> AbstractContextManager[None]:
 
 def refusal_of_capability() -> str | None:
     """Returns why the GPU is too old for our kernels and cuDNN's, None if it is not."""
-    capability = current().compute_capability
-    major = capability.split(".")[0]
-    if not major.isdigit() or int(major) < _LEAST_CAPABILITY:
-        return f"needs compute capability 8.0 or higher, found {capability}"
-    return None
+    device = current()
+    if device.capability_at_least(_LEAST_CAPABILITY):
+        return None
+    found = device.compute_capability
+    return f"needs compute capability 8.0 or higher, found {found}"
 
 
 def refusal_of_triton() -> str | None:

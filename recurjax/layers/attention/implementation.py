@@ -7,11 +7,15 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from pallas_kernels import mesh_cut, target
+from recurjax.layers.attention import alibi_channels
 
-AttentionImplementation = Literal["cudnn", "blocks", "xla"]
+AttentionImplementation = Literal["cudnn", "splash", "blocks", "xla"]
 
-_BLOCKS_FROM = 1024  # Shorter sequences' logits fit beside everything else.
-_CUDNN_HEAD_WIDTH = 128  # The widest head for which cuDNN has a backward on every GPU.
+_BLOCKS_FROM, _SPLASH_FROM = 1024, 512
+"""Shorter sequences' logits fit beside everything else."""
+_CUDNN_HEAD_WIDTH, _CUDNN_HEAD_WIDTH_OF_HOPPER = 128, 256
+"""The widest heads for which cuDNN has a backward: on every GPU, and from 9.0 on."""
+_SPLASH_MULTIPLE = 128  # Of a block's tokens.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +61,33 @@ def choose(
             raise NotImplementedError(f"attend: {named}: {reason}")
         return named
     for name, refusal in _REFUSALS.items():
-        # Logits of a long row would be the largest array of a training step; those of
-        # a short one are computed fastest at once.
-        if name == "blocks" and call.length < _BLOCKS_FROM:
-            continue
-        if refusal(call) is None:
+        if refusal(call) is None and _pays(name, call):
             return name
     raise AssertionError("xla serves every call")
+
+
+def _pays(name: AttentionImplementation, call: Call) -> bool:
+    """Whether one that can serve a call is to be taken unasked."""
+    if name == "splash":
+        # Plain causal attention and packed rows have kernels of our own, in blocks.
+        other = call.window is not None or call.alibi or call.soft_cap is not None
+        return other and call.length >= _SPLASH_FROM
+    # Logits of a long row would be the largest array of a training step; those of a
+    # short one are computed fastest at once.
+    return name != "blocks" or call.length >= _BLOCKS_FROM
 
 
 def _refusal_of_dense(call: Call) -> str | None:
     if call.dense:
         return "a dense mask or bias would cost O(T S) memory"
     return None if call.causal else "only causal attention is served"
+
+
+def _refusal_of_channels(call: Call) -> str | None:
+    """Returns why ALiBi cannot be brought in by more channels, where there is any."""
+    if not call.alibi:
+        return None
+    return alibi_channels.refusal(call.length, call.dtype)
 
 
 def _refusal_of_cudnn(call: Call) -> str | None:
@@ -81,14 +99,32 @@ def _refusal_of_cudnn(call: Call) -> str | None:
         return "documents of packed rows would be a dense mask of O(T S) memory"
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype must be bfloat16 or float16, got {call.dtype}"
-    if call.alibi:
-        return "a bias, as ALiBi is, would be a dense array of O(T S) memory"
-    E = call.shape[3]
-    if E % 8 or E > _CUDNN_HEAD_WIDTH:
-        return f"head width must be a multiple of 8 up to 128, got {E}"
-    if not target.current().calls_cudnn:
-        return f"needs a GPU with cuDNN, found {target.current().platform}"
-    return target.refusal_of_capability()
+    E, device = call.shape[3], target.current()
+    more = alibi_channels.CHANNELS if call.alibi else 0
+    widest = _CUDNN_HEAD_WIDTH
+    if device.capability_at_least(9):
+        widest = _CUDNN_HEAD_WIDTH_OF_HOPPER
+    if E % 8 or E + more > widest:
+        beside = f" and {more} channels for ALiBi" if more else ""
+        return f"head width must be a multiple of 8 up to {widest}, got {E}{beside}"
+    if not device.calls_cudnn:
+        return f"needs a GPU with cuDNN, found {device.platform}"
+    return _refusal_of_channels(call) or target.refusal_of_capability()
+
+
+def _refusal_of_splash(call: Call) -> str | None:
+    if (reason := _refusal_of_dense(call)) is not None:
+        return reason
+    if call.dtype != jnp.bfloat16:
+        return f"dtype must be bfloat16, got {call.dtype}"
+    if call.length % _SPLASH_MULTIPLE:
+        return f"the length must be a multiple of {_SPLASH_MULTIPLE}, got {call.length}"
+    if call.alibi and call.soft_cap is not None:
+        return "the soft cap would be taken of ALiBi's bias too"
+    if (platform := target.current().platform) != "tpu":
+        return f"needs a TPU, found {platform}"
+    cut = find_cut(call.shape[0], call.key_heads)
+    return _refusal_of_channels(call) or (None if cut is None else cut.refusal)
 
 
 def find_cut(rows: int, key_heads: int) -> mesh_cut.Cut | None:
@@ -98,6 +134,7 @@ def find_cut(rows: int, key_heads: int) -> mesh_cut.Cut | None:
 
 _REFUSALS: dict[AttentionImplementation, Callable[[Call], str | None]] = {
     "cudnn": _refusal_of_cudnn,
+    "splash": _refusal_of_splash,
     "blocks": _refusal_of_dense,
     "xla": lambda call: None,
 }

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels import target
+from recurjax.layers.attention.alibi_channels import with_alibi_channels
 from recurjax.layers.attention.blocked import attend_in_blocks
 from recurjax.layers.attention.few_queries import MOST_ROWS, few_logits, few_mixtures
 from recurjax.layers.attention.implementation import (
@@ -13,6 +14,7 @@ from recurjax.layers.attention.implementation import (
     Call,
     choose,
 )
+from recurjax.layers.attention.splash import attend_by_splash
 from recurjax.types import Array
 
 
@@ -48,10 +50,10 @@ def attend(
         cost memory of T S; what the options above say is computed where it is needed.
       bias: added to the logits after the cap.
       soft_cap: c, or None.
-      implementation: "cudnn" is jax's binding of cuDNN's flash attention and
-        "blocks" causal attention in blocks, both in memory of B H T; "xla" plain XLA,
-        whose logits take B H T S. None: the first of them that serves (blocks for long
-        sequences only), see the folder's README.
+      implementation: "cudnn" is jax's binding of cuDNN's flash attention, "splash"
+        jax's kernel for TPUs, "blocks" causal attention in blocks, all three in memory
+        of B H T; "xla" plain XLA, whose logits take B H T S. None: the first of them
+        that serves (blocks for long sequences only), see the folder's README.
 
     Raises:
       ValueError: `causal` with T != S, or an option that needs `causal` without it.
@@ -80,7 +82,10 @@ def attend(
     hidden = {"window": window, "segments": segments}
     match choose(call, implementation):
         case "cudnn":
-            return _cudnn(q, k, v, scale, window)
+            return _cudnn(q, k, v, scale, window, slopes)
+        case "splash":
+            options = hidden | {"slopes": slopes, "soft_cap": soft_cap}
+            return attend_by_splash(q, k, v, scale=scale, **options)
         case "blocks":
             options = hidden | {"slopes": slopes, "soft_cap": soft_cap}
             return attend_in_blocks(q, k, v, scale=scale, **options)
@@ -104,8 +109,13 @@ def visible_by_position(
     return visible[:, None]
 
 
-def _cudnn(q, k, v, scale, window) -> Array:
-    return jax.nn.dot_product_attention(
+def _cudnn(q, k, v, scale, window, slopes) -> Array:
+    E = q.shape[3]
+    if slopes is not None:
+        q, k = with_alibi_channels(q, k, slopes, scale=scale)
+        # jax's binding wants values as wide as keys.
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, q.shape[3] - E)))
+    o = jax.nn.dot_product_attention(
         q,
         k,
         v,
@@ -114,6 +124,7 @@ def _cudnn(q, k, v, scale, window) -> Array:
         local_window_size=None if window is None else (window, 0),
         implementation="cudnn",
     )
+    return o[..., :E]
 
 
 def _xla(q, k, v, scale, mask, bias, soft_cap, causal, window, *, named: bool) -> Array:
