@@ -1,5 +1,6 @@
 """Meshes, and where everything lies on one: parameters by their table's rules."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,11 @@ class MeshConfig:
             raise ValueError(
                 f"MeshConfig: axes must be at least 1, one of them may be -1: {sizes}"
             )
+
+    @property
+    def least_devices(self) -> int:
+        """How many devices it needs at least; an axis of -1 is content with one."""
+        return math.prod(max(getattr(self, axis), 1) for axis in AXES)
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:

@@ -9,7 +9,7 @@ from recurjax.cli.options import override
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.storage import url_of
-from recurjax.machine import early_interrupt, peers
+from recurjax.machine import early_interrupt, host, peers
 from recurjax.machine.distributed import start_processes
 from recurjax.machine.peers import SharedError
 from recurjax.run_table import load_experiment
@@ -55,7 +55,8 @@ def _train(file: str, options: list[str]) -> int:
         # An XLA flag, which counts only before devices are looked for.
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
-    # Imported late: the flags above count only before jax looks for devices.
+    host.start_cpu_devices(experiment.mesh.least_devices)
+    # Imported late: the settings above count only before jax looks for devices.
     from recurjax.training.loop import train
 
     early_interrupt.stop_if_noted()

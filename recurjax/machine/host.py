@@ -1,7 +1,8 @@
 """Settings of the process that make XLA faster on CPU; they count from its start.
 
-Both are of the process, not of a program, so a library must not touch them: the command
-line and the scripts do, before jax is imported. Measured in docs/benchmarks.md.
+All are of the process, not of a program, so a library must not touch them: the command
+line and the scripts do, before jax is imported or asked for its devices. Measured in
+docs/benchmarks.md.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import sys
 from importlib.metadata import version
 
 _FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"
+_DEVICES = "xla_force_host_platform_device_count"
 _KNOWN = ("0.10.", "0.11.", "0.12.")
 """The jaxlib versions that know this flag; XLA ends a process that names another."""
 
@@ -33,6 +35,31 @@ def prepare() -> None:
     # A flag that this jaxlib does not know would end the process.
     if _FUSIONS not in flags and version("jaxlib").startswith(_KNOWN):
         os.environ["XLA_FLAGS"] = f"{flags} {_FUSIONS}=".strip()
+
+
+def start_cpu_devices(count: int) -> None:
+    """Has a CPU count as `count` devices, when jax comes to look for them.
+
+    For a mesh of more than one device: loops of one program never overlap on a CPU, so
+    that a recurrence runs on one core; two devices run theirs side by side, each on its
+    own rows. GPUs and TPUs are counted as ever.
+
+    Nothing is done for more devices than cores, which would only take turns; nor where
+    the number is fixed: by JAX_NUM_CPU_DEVICES or XLA_FLAGS, by several processes that
+    are one program, or since jax has looked already.
+    """
+    import jax
+    from jax._src import xla_bridge
+
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    fixed = (
+        xla_bridge.num_cpu_devices.value != -1
+        or _DEVICES in os.environ.get("XLA_FLAGS", "")
+        or jax.distributed.is_initialized()
+        or xla_bridge.backends_are_initialized()
+    )
+    if not fixed and 1 < count <= (cores or 1):
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def _keep_freed_memory() -> None:

@@ -29,3 +29,30 @@ def test_jax_starts_and_a_choice_already_made_stands(flags):
     assert child.returncode == 0, child.stderr
     expected = flags or "--xla_cpu_experimental_ynn_fusion_type="
     assert child.stdout.strip() == f"{expected} [[5.0, 14.0], [14.0, 50.0]]"
+
+
+_DEVICES = """
+from recurjax.machine import host
+host.start_cpu_devices({count})
+import jax
+before = jax.device_count()
+host.start_cpu_devices(1 + before)  # too late, and no error
+print(before, jax.device_count())
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core has one device")
+@pytest.mark.parametrize(
+    ("count", "given", "expected"), [(2, {}, 2), (2, {"JAX_NUM_CPU_DEVICES": "1"}, 1)]
+)
+def test_a_mesh_has_its_devices_unless_their_number_is_given(count, given, expected):
+    cleared = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    child = subprocess.run(
+        [sys.executable, "-c", _DEVICES.format(count=count)],
+        env=os.environ | cleared | given,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.split() == [str(expected)] * 2
