@@ -63,3 +63,22 @@ def test_the_grid_is_the_papers(script):
     assert len({run.name for run in runs}) == 6
     with pytest.raises(UserError, match="did you mean c4_150m_recurrent_12"):
         grid.grid(grid.Options(run="c4_150m_recurrent_13"))
+
+
+def test_a_block_in_torch_needs_an_interpreter_that_has_it(script):
+    torch_block = script("torch_block")
+    options = torch_block.Options(torch_python="no-such-python")
+    with pytest.raises(UserError, match="--torch-python: .*no-such-python"):
+        torch_block.ask(options, Path("none.npz"))
+
+
+@pytest.mark.slow
+def test_the_block_in_torch_gives_our_output(script, capsys):
+    pytest.importorskip("torch", reason="the test extra torch is not installed")
+    sizes = ["--length", "9", "--width", "8", "--heads", "2", "--batch", "1"]
+    few = ["--turns", "1", "--repeats", "1", "--threads", "1"]
+    words = ["--torch-python", sys.executable, *sizes, *few]
+    assert script("torch_block").main(words) == 0
+    said = capsys.readouterr().out
+    assert float(said.split("apart by ")[1].split()[0]) < 1e-5
+    assert "| PyTorch, SDPA |" in said and "| ours |" in said
