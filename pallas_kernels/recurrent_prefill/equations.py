@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from pallas_kernels.gelu import gelu
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
 
 HIDDEN = -1e30
@@ -173,7 +174,7 @@ def activate(
 ) -> Float[Array, "... F"]:
     """Applies the MLP's nonlinearity to [..., F] or, gated, to [..., 2 F]."""
     act = {
-        "gelu": partial(jax.nn.gelu, approximate=False),
+        "gelu": gelu,
         "gelu_tanh": partial(jax.nn.gelu, approximate=True),
         "relu_squared": lambda u: jnp.square(jax.nn.relu(u)),
         "silu": jax.nn.silu,

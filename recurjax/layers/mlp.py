@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
+from pallas_kernels.gelu import gelu
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import LowRank, linear
 from recurjax.ranges import require_numbers
@@ -45,11 +46,11 @@ class MlpConfig:
 
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
     "swiglu": jax.nn.silu,
-    "geglu": partial(jax.nn.gelu, approximate=False),
+    "geglu": gelu,
     "geglu_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
