@@ -1,9 +1,5 @@
 """jax's TPU kernels in their interpreter, ALiBi's channels, and what compiles."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -17,8 +13,8 @@ from recurjax.layers.attention.alibi_channels import CHANNELS, with_alibi_channe
 from recurjax.layers.attention.splash import attend_by_splash
 from recurjax.layers.position import Alibi, alibi_slopes
 from recurjax.sharding import MeshConfig, make_mesh
+from tests.absent_compilers import COMPILERS, ask
 from tests.compiling import QUICK_COMPILE
-from tests.source_tree import ROOT
 from tests.tolerances import assert_gradients_close, assert_values_close
 
 T = 256
@@ -100,7 +96,7 @@ def test_splash_by_name_runs_or_says_why_not(change, reason):
         jax.eval_shape(partial(attend, **options), q, q, q)
 
 
-CASE = "tests.layers.attention.compile_cases"
+CASES_TO_COMPILE = "tests.layers.attention.compile_cases"
 
 
 @pytest.mark.slow
@@ -114,18 +110,8 @@ CASE = "tests.layers.attention.compile_cases"
 )
 def test_training_compiles_for_accelerators_in_memory_of_t(target, case, kernel):
     """Both passes by kernels, of this length whose T x T logits would be 2 GB."""
-    compilers = ROOT / ".compilers"
-    if not (compilers / "jax_plugins").is_dir():
+    if not (COMPILERS / "jax_plugins").is_dir():
         pytest.skip("no compilers for GPU and TPU here: run make compilers")
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.compile_target", target, f"{CASE}:{case}"],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(compilers)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    told = json.loads(child.stdout.splitlines()[-1])
+    told = ask(target, "tests.compile_target:summary_of", f"{CASES_TO_COMPILE}:{case}")
     assert kernel in told["custom_calls"]
     assert told["temp_bytes"] < 2**28
