@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers.companions import read_companions, read_template
 from recurjax.errors import UserError
-from recurjax.files.json_files import read_json_object
 
-TEMPLATE_FILE = "chat_template.jinja"
-_CONFIG_FILE = "tokenizer_config.json"
 _FAILURES = (TypeError, ValueError, ArithmeticError, LookupError)
 """What a template that is no good for these messages raises, beside jinja2's own."""
 _FIRST_MARK = 0xF0000
@@ -166,32 +164,22 @@ def load_template(
     Raises:
       UserError: it cannot be read, or does not compile.
     """
+    source = read_companions(folder).template if file is None else read_template(file)
+    return None if source is None else compiled(source, tokenizer)
+
+
+def compiled(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Compiles a template for a tokenizer, whose names of BOS and EOS it may write.
+
+    Raises:
+      UserError: it does not compile.
+    """
     names = {}
     for role, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
         named = getattr(tokenizer, "named_tokens", {})
         found = [name for name, number in named.items() if number == token]
         names[role] = found[0] if found else None
-    # A file of its own is the newer way, and counts before the config's field.
-    if file is None and not (folder / TEMPLATE_FILE).is_file():
-        source = None
-        if (folder / _CONFIG_FILE).is_file():
-            what = "the tokenizer's config"
-            config = read_json_object(folder / _CONFIG_FILE, what)
-            source = _default(config.get("chat_template"))
-        return None if source is None else ChatTemplate(source, tokens=names)
-    file = folder / TEMPLATE_FILE if file is None else file
-    try:
-        return ChatTemplate(file.read_text(encoding="utf-8"), tokens=names)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the chat template {file}: {error}") from error
-
-
-def _default(value: Any) -> str | None:
-    """Returns the template of a config that has one, or several by name."""
-    if isinstance(value, list):
-        named = {row.get("name"): row for row in value if isinstance(row, dict)}
-        value = named.get("default", {}).get("template")
-    return value if isinstance(value, str) else None
+    return ChatTemplate(source, tokens=names)
 
 
 def _marks(

@@ -127,7 +127,7 @@ def test_rows_expanded_a_few_at_a_time_are_those_expanded_at_once(
     writer.write_tensors_to_file()
     writer.close()
     monkeypatch.setattr(gguf_file, "_AT_ONCE", 7 * 64)
-    _, source, _ = gguf_file.open_gguf(tmp_path / "m.gguf", with_tokenizer=False)
+    _, source, *_ = gguf_file.open_gguf(tmp_path / "m.gguf", with_tokenizer=False)
     assert source.tensors["lm_head.weight"].shape == (50, 64)
     want = gguf.quants.dequantize(quantized, kind)
     np.testing.assert_array_equal(source.read("lm_head.weight"), want)
@@ -146,7 +146,7 @@ def test_expanding_takes_little_more_memory_than_the_result(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     del data
-    _, source, _ = gguf_file.open_gguf(tmp_path / "m.gguf", with_tokenizer=False)
+    _, source, *_ = gguf_file.open_gguf(tmp_path / "m.gguf", with_tokenizer=False)
     tracemalloc.start()
     try:
         values = source.read("lm_head.weight")

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from recurjax.convert.formats.gguf_header import GgufTensor, read_header
-from recurjax.convert.formats.gguf_tokenizer import gguf_tokenizer
+from recurjax.convert.formats.gguf_tokenizer import gguf_companions, gguf_tokenizer
 from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
 from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers.companions import Companions
 from recurjax.errors import UserError
 
 _TOP = {
@@ -54,11 +55,12 @@ _AT_ONCE = 1 << 20
 
 def open_gguf(
     path: Path, *, with_tokenizer: bool
-) -> tuple[dict[str, Any], "GgufFile", Tokenizer | None]:
+) -> tuple[dict[str, Any], "GgufFile", Tokenizer | None, Companions]:
     """Opens a file.
 
     Returns:
-      What its config.json would say, its weights, and its tokenizer if asked for.
+      What its config.json would say, its weights, its tokenizer if asked for, and what
+      it says of chats.
 
     Raises:
       UserError: the package is missing, the file is damaged, of another architecture or
@@ -93,7 +95,7 @@ def open_gguf(
     # A GGUF file names no tie: it simply lacks the head.
     keys["tie_word_embeddings"] = "lm_head.weight" not in source.tensors
     found = gguf_tokenizer(fields, where=str(path)) if with_tokenizer else None
-    return keys, source, found
+    return keys, source, found, gguf_companions(fields)
 
 
 class GgufFile:

@@ -5,7 +5,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from recurjax.data.tokenizers import JsonTokenizer
+from recurjax.data.tokenizers import Companions, JsonTokenizer
 from recurjax.errors import UserError
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -68,11 +68,28 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
     stated = {
         "bos_token": _name(fields, "bos", tokens, where),
         "eos_token": _name(fields, "eos", tokens, where),
+        "pad_token": _name(fields, "padding", tokens, where),
     }
     # A model trained without BOS must not get one.
     if not fields.get("tokenizer.ggml.add_bos_token", False):
         stated["bos_token"] = None
-    return JsonTokenizer(made.to_str(), stated=stated)
+    beside = gguf_companions(fields)
+    return JsonTokenizer(made.to_str(), stated=stated, companions=beside)
+
+
+def gguf_companions(fields: dict[str, Any]) -> Companions:
+    """Reads what a file says of chats: its template, and where an answer ends.
+
+    A file names the end of a text and that of a turn apart; a model's own settings have
+    both in one list.
+    """
+    template = fields.get("tokenizer.chat_template")
+    ends = [fields.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot")]
+    ends = list(dict.fromkeys(end for end in ends if type(end) is int))
+    return Companions(
+        template=template if isinstance(template, str) else None,
+        generation={"eos_token_id": ends} if ends else None,
+    )
 
 
 def _texts(fields: dict[str, Any], name: str, where: str) -> list[str]:

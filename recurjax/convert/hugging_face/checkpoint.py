@@ -17,7 +17,8 @@ from recurjax.convert.hugging_face.read_config import (
     model_from_keys,
 )
 from recurjax.convert.loading import load_model
-from recurjax.data.tokenizers import Tokenizer, load_tokenizer
+from recurjax.data.tokenizers import JsonTokenizer, Tokenizer, load_tokenizer
+from recurjax.data.tokenizers.companions import read_companions
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 
@@ -27,7 +28,8 @@ class Imported(NamedTuple):
 
     Attributes:
       model: the parameters, in float32; `model.config` is the config.
-      tokenizer: None where the checkpoint has no tokenizer.json and none was named.
+      tokenizer: with the chat template and generation_config.json of the checkpoint;
+        None where it has no tokenizer.json and none was named.
       architecture: Hugging Face's `model_type`.
       length: the longest sequence that the model was trained on, in tokens.
     """
@@ -68,16 +70,19 @@ def from_hf(
         # Imported here: the package of the extra is needed for such files only.
         from recurjax.convert.formats.gguf_file import open_gguf  # the extra `gguf`
 
-        keys, source, found = open_gguf(path, with_tokenizer=tokenizer is None)
+        keys, source, found, beside = open_gguf(path, with_tokenizer=tokenizer is None)
         hf = model_from_keys(keys, where=str(path))
     else:
         # A directory's config.json and weights are read apart; a GGUF file has both.
         hf, source = _open(path)
-        found = None
+        found, beside = None, read_companions(path)
         if tokenizer is None and (path / "tokenizer.json").is_file():
             tokenizer = path
     if tokenizer is not None:
         found = load_tokenizer(tokenizer)
+        if isinstance(found, JsonTokenizer):
+            # A tokenizer from elsewhere may come without what belongs to the model.
+            found.companions = found.companions.filled(beside)
     # The tokenizer decides what is vocabulary; rows beyond it stay and are never
     # predicted.
     config = dataclasses.replace(_with_vocabulary(hf.config, found, path), dtype=dtype)

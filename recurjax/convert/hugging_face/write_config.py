@@ -23,14 +23,19 @@ _CLASSES = {
 
 
 def hf_keys(
-    config: ModelConfig, *, length: int, bos: int | None = None, eos: int | None = None
+    config: ModelConfig,
+    *,
+    length: int,
+    bos: int | None = None,
+    eos: int | None = None,
+    pad: int | None = None,
 ) -> dict[str, Any]:
     """Returns the config.json of a model.
 
     Args:
       config: the model.
       length: becomes `max_position_embeddings`.
-      bos, eos: token ids.
+      bos, eos, pad: token ids; without a pad the key is left out.
 
     Raises:
       UserError: none of the architectures can be this model; the differences from the
@@ -52,7 +57,8 @@ def hf_keys(
             continue
         found[architecture] = model_differences(_whole(config), back)
         if not found[architecture]:
-            return keys | {"bos_token_id": bos, "eos_token_id": eos}
+            names = {"bos_token_id": bos, "eos_token_id": eos}
+            return keys | names | ({} if pad is None else {"pad_token_id": pad})
     # The one with fewest differences, so that the reader sees what is in the way.
     nearest = min(found, key=lambda name: len(found[name]))
     raise UserError(

@@ -142,6 +142,7 @@ def _hf_config(run: LoadedRun) -> dict[str, Any]:
         length=max(run.experiment.training.length, 2048),
         bos=run.tokenizer.bos,
         eos=run.tokenizer.eos,
+        pad=getattr(run.tokenizer, "pad", None),
     )
 
 

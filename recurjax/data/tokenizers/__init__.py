@@ -1,12 +1,14 @@
 """Tokenizers: the protocol and loading, bytes, any tokenizer.json, training a BPE."""
 
 from recurjax.data.tokenizers.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers.companions import Companions
 from recurjax.data.tokenizers.json_tokenizer import NONE, JsonTokenizer
 from recurjax.data.tokenizers.loading import Tokenizer, build_tokenizer, load_tokenizer
 from recurjax.data.tokenizers.symbols import Symbols
 
 __all__ = [
     "ByteTokenizer",
+    "Companions",
     "JsonTokenizer",
     "NONE",
     "Symbols",

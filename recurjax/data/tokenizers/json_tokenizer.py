@@ -13,6 +13,11 @@ import tokenizers
 from jaxtyping import Int, Int32
 
 from recurjax.data.tokenizers.byte_tokenizer import ByteStream
+from recurjax.data.tokenizers.companions import (
+    CONFIG_FILE,
+    Companions,
+    read_companions,
+)
 from recurjax.errors import UserError
 from recurjax.files.json_files import parse_json, read_json_object
 from recurjax.files.whole import write_whole
@@ -55,6 +60,10 @@ class JsonTokenizer:
 
     Names of special tokens inside a text are plain text. Post-processing (BOS added by
     the file), truncation and padding of the file are not applied.
+
+    Attributes:
+      pad: the token that fills rows elsewhere, or None; nothing here asks for it.
+      companions: what stands beside the file; no part of the tokenizer's identity.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class JsonTokenizer:
         bos: str | None = None,
         eos: str | None = None,
         stated: Mapping[str, str | None] | None = None,
+        companions: Companions | None = None,
     ):
         """Builds it from the text of a tokenizer.json.
 
@@ -74,6 +84,7 @@ class JsonTokenizer:
             vocabulary, else none.
           eos: likewise, of the EOS token; without a well-known name BOS serves.
           stated: the names that tokenizer_config.json gives.
+          companions: None: there are none.
 
         Raises:
           UserError: not a tokenizer, or `bos` or `eos` is not in its vocabulary.
@@ -99,6 +110,12 @@ class JsonTokenizer:
         eos = stated.get("eos_token", self._first_of(_EOS_NAMES) or bos)
         self._names = {"bos_token": bos, "eos_token": eos}
         self.bos, self.eos = self._id(bos, "BOS"), self._id(eos, "EOS")
+        # Configs name pads that no file has: such a pad is none.
+        pad = stated.get("pad_token")
+        self.pad = self._ids_of.get(pad) if pad is not None else None
+        if self.pad is not None:
+            self._names["pad_token"] = pad
+        self.companions = companions or Companions()
         # Ids may have gaps: the table of bytes is as long as the largest id.
         self.vocabulary = max(self._ids_of.values(), default=-1) + 1
         if not 0 < self.vocabulary <= _MOST:
@@ -117,12 +134,14 @@ class JsonTokenizer:
         cls, file: Path, *, bos: str | None = None, eos: str | None = None
     ) -> "JsonTokenizer":
         """Reads a file; unnamed specials come from tokenizer_config.json or by name."""
-        stated = _stated_specials(file.parent / "tokenizer_config.json")
+        stated = _stated_specials(file.parent / CONFIG_FILE)
         try:
             definition = file.read_text(encoding="utf-8")
-            return cls(definition, bos=bos, eos=eos, stated=stated)
+            made = cls(definition, bos=bos, eos=eos, stated=stated)
         except ValueError as error:  # of ours, or not UTF-8
             raise UserError(f"{file}: {error}") from error
+        made.companions = read_companions(file.parent)
+        return made
 
     def separated_by_eos(self) -> "JsonTokenizer":
         """Returns the same tokenizer with EOS, if there is one, in the place of BOS."""
@@ -168,7 +187,8 @@ class JsonTokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / "tokenizer.json", self._definition)
         text = json.dumps(self._names, indent=1) + "\n"
-        write_whole(directory / "tokenizer_config.json", text)
+        write_whole(directory / CONFIG_FILE, text)
+        self.companions.save(directory)
 
     def _id(self, name: str | None, role: str) -> int | None:
         # None is a decision (no such token), not a name to look up.
@@ -250,12 +270,12 @@ class _WholeStream:
 
 
 def _stated_specials(file: Path) -> dict[str, str | None]:
-    """Reads bos_token and eos_token as Hugging Face writes them, those that it has."""
+    """Reads the special tokens as Hugging Face writes them, those that it has."""
     if not file.is_file():
         return {}
     config = read_json_object(file, "the tokenizer's config")
     stated = {}
-    for key in ("bos_token", "eos_token"):
+    for key in ("bos_token", "eos_token", "pad_token"):
         if key in config:
             value = config[key]
             value = value.get("content", 0) if isinstance(value, dict) else value

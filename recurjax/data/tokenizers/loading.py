@@ -150,7 +150,8 @@ def _load_from_store(url: str, *, bos: str | None, eos: str | None) -> Tokenizer
     is_file = url.endswith(".json")
     root, name = url.rsplit("/", 1) if is_file else (url, "")
     store = open_store(root)
-    names = [at for at in store.sizes() if at.endswith(".json") and "/" not in at]
+    kinds = (".json", ".jinja")
+    names = [at for at in store.sizes() if at.endswith(kinds) and "/" not in at]
     if not names or (is_file and name not in names):
         raise UserError(f"no tokenizer at {url}: name a tokenizer.json or its folder")
     with tempfile.TemporaryDirectory(prefix="recurjax-tokenizer-") as folder:
