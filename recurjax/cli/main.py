@@ -15,6 +15,7 @@ from recurjax.version import VERSION
 COMMANDS = {
     "train": "train an experiment, or resume it",
     "generate": "continue prompts with a trained model",
+    "chat": "talk with a trained model in the terminal",
     "serve": "answer OpenAI's clients with trained models",
     "evaluate": "loss, perplexity and bits per byte of a text; CORE",
     "convert": "checkpoints in from Hugging Face and PyTorch, and out to them",
@@ -29,8 +30,8 @@ COMMANDS = {
 
 _DEBUG = "--debug"
 _PACKAGE = Path(__file__).parents[1]
-_RUN_PROGRAMS = ("train", "generate", "serve", "evaluate", "bench")
-_KEEP_PROGRAMS = ("train", "generate", "serve", "evaluate")
+_RUN_PROGRAMS = ("train", "generate", "chat", "serve", "evaluate", "bench")
+_KEEP_PROGRAMS = ("train", "generate", "chat", "serve", "evaluate")
 """What XLA compiles for these is kept for the next time; `bench` times compilation."""
 
 
@@ -174,7 +175,7 @@ def _usage() -> str:
     lines += ["", f"  {_DEBUG}    with any of them: tracebacks of recurjax' own errors"]
     lines += [
         "",
-        "train, generate, serve and evaluate keep compiled programs in",
+        "train, generate, chat, serve and evaluate keep compiled programs in",
         "$RECURJAX_CACHE, by default in the user's cache folder; --no-cache leaves it",
         "out.",
     ]
