@@ -1,22 +1,27 @@
 """`recurjax serve`: models behind HTTP, in OpenAI's words."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+from jax.sharding import Mesh
 
 from recurjax.cli.options import parse
 from recurjax.data.chat import load_template
+from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig
 from recurjax.inference.engine.memory import slots_that_fit
+from recurjax.inference.state_size import state_sizes
+from recurjax.model import Decoder
 from recurjax.ranges import require_numbers
 from recurjax.sharding import MeshConfig, reading_mesh
-from recurjax.training.run import LoadedRun, load_run
+from recurjax.training.run import load_run
 
 if TYPE_CHECKING:
     from recurjax.serving.app import Served
@@ -39,6 +44,8 @@ class ServeOptions:
         what is new.
       prefill: "exact", or "sweeps:4" of a model with a latent memory.
       top_logprobs: likeliest tokens that a request may ask for at each place.
+      echo_logprobs: also tell probabilities of prompts, where a completion asks for
+        echo and logprobs; takes a further slot's memory while it works.
       api_key_file: a file with the key that requests must bring.
       template: a chat template for runs without one.
       grace: seconds that open requests have when the server is told to end.
@@ -56,6 +63,7 @@ class ServeOptions:
     states_gib: float = 0.5
     prefill: str = "exact"
     top_logprobs: int = 5
+    echo_logprobs: bool = True
     api_key_file: Path | None = None
     template: Path | None = None
     grace: float = 30.0
@@ -110,6 +118,7 @@ def run(argv: list[str]) -> int:
 
 def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     from recurjax.serving.app import Served
+    from recurjax.serving.prompt_scores import PromptScorer
     from recurjax.serving.worker import Worker
 
     mesh = reading_mesh(options.mesh)
@@ -117,6 +126,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     template = load_template(
         path / "tokenizer", file=options.template, tokenizer=loaded.tokenizer
     )
+    companions = getattr(loaded.tokenizer, "companions", None)
     if loaded.tokenizer.eos is None:
         _tell(f"{name}: its tokenizer has no EOS: only a limit or a stop ends a text")
     if template is None:
@@ -134,20 +144,40 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     )
     # Told now, and not when the server is up and its engine cannot be made.
     slots_that_fit(loaded.model, config)
-    build = partial(_build, name, loaded, config, mesh if mesh.size > 1 else None)
+    # Decoding is bound by reading weights: they are held as they are multiplied, and
+    # made so in the engine's thread, once.
+    model = cache(lambda: in_compute_dtype(loaded.model))
+    spread = mesh if mesh.size > 1 else None
+
+    def build_scorer() -> PromptScorer | None:
+        if not options.echo_logprobs or spread is not None:
+            return None
+        return PromptScorer(model(), length=length, top=options.top_logprobs)
+
     return Served(
         name=name,
-        worker=Worker(build, most_waiting=options.queue),
+        worker=Worker(
+            partial(_build, name, model, loaded.tokenizer, config, spread),
+            most_waiting=options.queue,
+            build_scorer=build_scorer,
+        ),
         tokenizer=loaded.tokenizer,
         template=template,
+        # A chat model's turn may end by another token than its texts.
+        ends=() if companions is None else companions.ends,
+        sizes=state_sizes(loaded.model, length),
     )
 
 
-def _build(name: str, loaded: LoadedRun, config: EngineConfig, mesh) -> Engine:
-    # Decoding is bound by reading weights: they are held as they are multiplied.
-    model = in_compute_dtype(loaded.model)
+def _build(
+    name: str,
+    model: Callable[[], Decoder],
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    mesh: Mesh | None,
+) -> Engine:
     try:
-        engine = Engine(model, config, tokenizer=loaded.tokenizer, mesh=mesh)
+        engine = Engine(model(), config, tokenizer=tokenizer, mesh=mesh)
     except UserError as error:
         _tell(f"{name}: {error}")
         raise

@@ -7,6 +7,7 @@ from typing import Any
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.serving.bodies import Wanted
+from recurjax.serving.prompt_scores import PromptScores
 from recurjax.serving.worker import News, Stream
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
@@ -21,6 +22,7 @@ class Choice:
 
     def __init__(self, *, index: int, stream: Stream, begin: str):
         self.index, self.stream, self.begin = index, stream, begin
+        self.begun = False
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -62,8 +64,11 @@ class Answers:
         """Returns the answer in one piece."""
         rows = []
         for choice in choices:
-            logprobs = self._logprobs(choice.tokens, choice.logprobs, choice.top)
+            tokens, values, top = choice.tokens, choice.logprobs, choice.top
+            logprobs = self._logprobs(tokens, values, top, before=self._before(choice))
             row: dict[str, Any] = {"index": choice.index}
+            if self._wanted.token_ids:
+                row["token_ids"] = choice.tokens
             if self._chat:
                 row["message"] = {"role": "assistant", "content": choice.text}
             else:
@@ -81,8 +86,10 @@ class Answers:
             if self._chat:
                 delta = {"role": "assistant", "content": ""}
                 yield self._piece(choice, {"delta": delta}, None, None)
-            # Of a completion only an echoed prompt comes before the first token.
-            elif choice.begin:
+            # Of a completion only an echoed prompt comes before the first token; with
+            # its probabilities it comes when they are known.
+            elif choice.begin and self._wanted.top_logprobs is None:
+                choice.begun = True
                 yield self._piece(choice, {"text": choice.begin}, None, None)
 
     def pieces(self, choice: Choice, news: News) -> Iterator[dict[str, Any]]:
@@ -90,11 +97,17 @@ class Answers:
         # A token may show no text yet: part of a character, or of a stop string.
         if not news.tokens and not news.text and news.reason is None:
             return
-        content = {"delta": {"content": news.text}} if self._chat else None
-        logprobs = self._logprobs(news.tokens, news.logprobs, news.top)
+        text, before = news.text, None
+        if not self._chat and not choice.begun:
+            text, before = choice.begin + text, self._before(choice)
+        choice.begun = True
+        content = {"delta": {"content": text}} if self._chat else {"text": text}
+        if self._wanted.token_ids:
+            content["token_ids"] = news.tokens
+        logprobs = self._logprobs(news.tokens, news.logprobs, news.top, before=before)
         # Chats tell their end in a piece of its own, with an empty delta.
         reason = None if self._chat else _REASONS.get(news.reason or "")
-        yield self._piece(choice, content or {"text": news.text}, logprobs, reason)
+        yield self._piece(choice, content, logprobs, reason)
         if self._chat and news.reason is not None:
             yield self._piece(choice, {"delta": {}}, None, _REASONS.get(news.reason))
 
@@ -134,19 +147,29 @@ class Answers:
         tokens: list[int],
         logprobs: list[float],
         top: list[list[tuple[int, float]]],
+        *,
+        before: tuple[list[int], PromptScores] | None = None,
     ) -> Any:
         if self._wanted.top_logprobs is None:
             return None
         count = self._wanted.top_logprobs
+        own, best = [*logprobs], [*top]
+        if before is not None:
+            prompt, scores = before
+            tokens = [*prompt, *tokens]
+            # Nothing comes before the first token, so it has no probability.
+            own, best = [None, *scores.logprobs, *own], [None, *scores.top, *best]
         names = [self._name(token) for token in tokens]
         # The two routes tell probabilities in different forms.
         if not self._chat:
             return {
                 "tokens": names,
-                "token_logprobs": logprobs,
+                "token_logprobs": own,
                 "top_logprobs": [
-                    {self._name(token): value for token, value in row[:count]}
-                    for row in top
+                    None
+                    if row is None
+                    else {self._name(token): value for token, value in row[:count]}
+                    for row in best
                 ],
                 "text_offset": [sum(map(len, names[:n])) for n in range(len(names))],
             }
@@ -155,6 +178,11 @@ class Answers:
             others = [_named(self._name(t), v) for t, v in row[:count]]
             rows.append(_named(name, value) | {"top_logprobs": others})
         return {"content": rows}
+
+    def _before(self, choice: Choice) -> tuple[list[int], PromptScores] | None:
+        """Returns an echoed prompt's tokens and what the model makes of them."""
+        scores = choice.stream.scores
+        return None if scores is None else (choice.stream.prompt.tolist(), scores)
 
     def _name(self, token: int) -> str:
         return self._tokenizer.decode([token])

@@ -3,8 +3,9 @@
 import hmac
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from starlette.routing import Route  # pyright: ignore[reportMissingImports]
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
+from recurjax.inference.state_size import StateSize
 from recurjax.serving.answers import Answers, Choice
 from recurjax.serving.bodies import (
     Wanted,
@@ -30,6 +32,13 @@ from recurjax.serving.metrics import Metrics
 from recurjax.serving.talk import Events, Talk, Whole
 from recurjax.serving.worker import Worker
 
+_ONLY_ITSELF = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+"""What the page may load: nothing but what this server answers."""
+
 LARGEST_BODY = 16 * 2**20
 _COMPLETION_TOKENS = 16
 """Of a completion that names no limit, as OpenAI has it."""
@@ -41,12 +50,16 @@ class Served:
 
     Attributes:
       template: None: the model has none, and no chat.
+      ends: tokens at which its texts end, beside the tokenizer's EOS.
+      sizes: what it keeps of texts of rising lengths, for the page.
     """
 
     name: str
     worker: Worker
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    ends: tuple[int, ...] = ()
+    sizes: Sequence[StateSize] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -64,6 +77,7 @@ class App:
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry, lambda: self._workers())
         routes: list[tuple[str, str, Callable[[Request], Awaitable[Any]]]] = [
+            ("/", "GET", self._page),
             ("/v1/models", "GET", self._list),
             ("/v1/completions", "POST", self._complete),
             ("/v1/chat/completions", "POST", self._chat),
@@ -90,8 +104,9 @@ class App:
 
         async def guarded(request: Request) -> Any:
             try:
-                # Load balancers ask for health and have no key.
-                if request.url.path != "/health":
+                # Load balancers ask for health and have no key; the page asks its
+                # reader for one.
+                if request.url.path not in ("/health", "/"):
                     self._check_key(request)
                 return await answer(request)
             except RequestError as error:
@@ -136,6 +151,11 @@ class App:
             )
         return self._models[name]
 
+    async def _page(self, request: Request) -> Response:
+        text = resources.files("recurjax.serving").joinpath("page.html").read_text()
+        headers = {"Content-Security-Policy": _ONLY_ITSELF}
+        return Response(text, media_type="text/html", headers=headers)
+
     async def _list(self, request: Request) -> Response:
         rows = [
             {
@@ -143,6 +163,11 @@ class App:
                 "object": "model",
                 "created": served.created,
                 "owned_by": "recurjax",
+                # For the page; other clients leave unknown fields alone.
+                "recurjax": {
+                    "chat": served.template is not None,
+                    "sizes": [size._asdict() for size in served.sizes],
+                },
             }
             for served in self._models.values()
         ]
@@ -203,17 +228,20 @@ class App:
         body = await self._body(request)
         served = self._model(body)
         wanted = read_wishes(body, chat=False)
-        if wanted.echo and wanted.top_logprobs is not None:
+        scored = wanted.echo and wanted.top_logprobs is not None
+        served.worker.ready()
+        if scored and served.worker.scorer is None:
             raise RequestError(
                 400,
-                "echo with logprobs is not supported: take one of them",
+                "this server tells no probabilities of prompts: take echo or logprobs, "
+                "or start it with --echo-logprobs on one device",
                 field="echo",
             )
         tokenizer = served.tokenizer
         prompts = read_prompts(body, lambda text: _encode(tokenizer, text, bos=True))
         # A completion has a small default; a chat goes on to the slot's end.
-        limit = wanted.max_tokens or _COMPLETION_TOKENS
-        return self._answer(request, served, prompts, wanted, [limit] * len(prompts))
+        limits = [wanted.max_tokens or _COMPLETION_TOKENS] * len(prompts)
+        return self._answer(request, served, prompts, wanted, limits, scored=scored)
 
     async def _chat(self, request: Request) -> Any:
         body = await self._body(request)
@@ -243,6 +271,7 @@ class App:
         limits: list[int],
         *,
         chat: bool = False,
+        scored: bool = False,
     ) -> Any:
         """Submits every prompt n times, and answers in one piece or as they come."""
         engine = served.worker.ready()
@@ -257,7 +286,7 @@ class App:
         asked = [
             (
                 np.asarray(prompt, np.int64),
-                wanted.request_settings(limit=limit, choice=choice),
+                wanted.request_settings(limit=limit, choice=choice, ends=served.ends),
             )
             for prompt, limit in zip(prompts, limits, strict=True)
             # Each choice draws from a stream of its own under the request's seed.
@@ -265,7 +294,7 @@ class App:
         ]
         if any(len(prompt) == 0 for prompt in prompts):
             raise RequestError(400, "the prompt has no tokens", field="prompt")
-        streams = served.worker.submit(asked)
+        streams = served.worker.submit(asked, scored=scored)
         tokenizer = served.tokenizer
         choices = [
             Choice(

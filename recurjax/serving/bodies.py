@@ -23,7 +23,7 @@ class Wanted:
       model: its name.
       max_tokens: None: as the route says.
       top_logprobs: likeliest tokens told at each place; None: no probabilities.
-      settings: without seeds' streams and limits, see `request_settings`.
+      token_ids: tell them beside the text.
     """
 
     model: str
@@ -32,20 +32,24 @@ class Wanted:
     stream: bool
     include_usage: bool
     echo: bool
+    token_ids: bool
     top_logprobs: int | None
     stop: tuple[str, ...]
     seed: int
     sampling: SamplingConfig
     ignore_eos: bool
 
-    def request_settings(self, *, limit: int, choice: int) -> RequestSettings:
-        """Returns the settings of one of the n choices."""
+    def request_settings(
+        self, *, limit: int, choice: int, ends: tuple[int, ...] = ()
+    ) -> RequestSettings:
+        """Returns the settings of one of the n choices; `ends`: the model's own."""
         return RequestSettings(
             max_new_tokens=limit,
             sampling=self.sampling,
             seed=self.seed,
             stream=choice,
             stop=self.stop,
+            stop_tokens=() if self.ignore_eos else ends,
             ignore_eos=self.ignore_eos,
             logprobs=self.top_logprobs is not None,
         )
@@ -81,6 +85,13 @@ def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
             raise RequestError(
                 400, f"{name} is not supported: leave it out", field=name
             )
+    if body.get("exit") is not None:
+        raise RequestError(
+            400,
+            "this server's models run all of their loops for every token: leave exit "
+            "out",
+            field="exit",
+        )
     stop = body.get("stop")
     stop = [stop] if isinstance(stop, str) else ([] if stop is None else stop)
     texts = isinstance(stop, list) and all(isinstance(x, str) and x for x in stop)
@@ -120,6 +131,7 @@ def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
         stream=_flag(body, "stream"),
         include_usage=_flag(options, "include_usage"),
         echo=_flag(body, "echo"),
+        token_ids=_flag(body, "return_token_ids"),
         top_logprobs=top,
         stop=tuple(stop),
         seed=secrets.randbits(32) if seed is None else seed % 2**32,
@@ -266,6 +278,8 @@ _BOTH = frozenset(
         "logprobs",
         "user",
         "ignore_eos",
+        "return_token_ids",
+        "exit",
         "frequency_penalty",
         "presence_penalty",
         "logit_bias",

@@ -3,13 +3,15 @@
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from recurjax.inference.engine import Engine, Request, RequestSettings
 from recurjax.serving.errors import RequestError
+from recurjax.serving.prompt_scores import PromptScorer, PromptScores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +32,17 @@ class News:
 
 
 class Stream:
-    """A request as the event loop sees it."""
+    """A request as the event loop sees it.
 
-    def __init__(self, prompt: np.ndarray, settings: RequestSettings):
-        self.prompt, self.settings = prompt, settings
+    Attributes:
+      scores: of the prompt, where they were asked for; there before the first news.
+    """
+
+    def __init__(
+        self, prompt: np.ndarray, settings: RequestSettings, *, scored: bool = False
+    ):
+        self.prompt, self.settings, self.scored = prompt, settings, scored
+        self.scores: PromptScores | None = None
         self.news: asyncio.Queue[News] = asyncio.Queue()
         # Bound to the loop that asked: the thread hands news over to that one.
         self.loop = asyncio.get_running_loop()
@@ -48,18 +57,28 @@ class Worker:
 
     Attributes:
       engine: None until it is compiled.
+      scorer: of prompts; None: there is none.
       broken: why it stopped for good, None while it works.
       draining: takes nothing more, and ends what it has.
     """
 
-    def __init__(self, build: Callable[[], Engine], *, most_waiting: int):
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        *,
+        most_waiting: int,
+        build_scorer: Callable[[], PromptScorer | None] = lambda: None,
+    ):
         """Prepares it.
 
         Args:
           build: makes the engine, in the thread.
           most_waiting: requests beyond the slots that may wait.
+          build_scorer: makes what scores prompts, likewise.
         """
         self.engine: Engine | None = None
+        self.scorer: PromptScorer | None = None
+        self._build_scorer = build_scorer
         self.broken: str | None = None
         self.draining = False
         self._build, self._most_waiting = build, most_waiting
@@ -67,6 +86,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[tuple[str, Stream | None]] = queue.SimpleQueue()
         self._streams: set[Stream] = set()  # the event loop's
         self._running: dict[Request, Stream] = {}  # the thread's
+        self._scoring: deque[tuple[Stream, Iterator[PromptScores | None]]] = deque()
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine")
 
     @property
@@ -97,8 +117,10 @@ class Worker:
             raise RequestError(503, "the server is ending: it takes nothing more")
         return self.engine
 
-    def submit(self, asked: list[tuple[np.ndarray, RequestSettings]]) -> list[Stream]:
-        """Takes some requests, or none of them.
+    def submit(
+        self, asked: list[tuple[np.ndarray, RequestSettings]], *, scored: bool = False
+    ) -> list[Stream]:
+        """Takes some requests, or none of them; `scored`: their prompts are too.
 
         Raises:
           RequestError: 503; 429 where too many wait already.
@@ -114,7 +136,7 @@ class Worker:
                 f"{self.open} requests are open, of at most "
                 f"{engine.slots + self._most_waiting}: try again later",
             )
-        streams = [Stream(*one) for one in asked]
+        streams = [Stream(*one, scored=scored) for one in asked]
         for stream in streams:
             self._streams.add(stream)
             self._inbox.put(("submit", stream))
@@ -142,7 +164,9 @@ class Worker:
     def _run(self) -> None:
         try:
             # Compiles for seconds to minutes; until then `ready` answers 503.
-            self.engine = engine = self._build()
+            engine = self._build()
+            self.scorer = self._build_scorer()
+            self.engine = engine
             while self._serve(engine):
                 pass
         except Exception as error:  # told to every client; the server goes on
@@ -151,6 +175,7 @@ class Worker:
             waiting: list[Stream | None] = []
             while not self._inbox.empty():
                 waiting.append(self._inbox.get()[1])
+            waiting += [stream for stream, _ in self._scoring]
             for stream in {*self._running.values(), *filter(None, waiting)}:
                 self._tell(stream, _ended("failed"))
 
@@ -158,20 +183,38 @@ class Worker:
         """Does one step, or waits for something to do; False: stop."""
         # Everything asked meanwhile is taken before the next step; an idle engine
         # blocks in get() instead of spinning.
-        while not (engine.busy and self._inbox.empty()):
+        while not ((engine.busy or self._scoring) and self._inbox.empty()):
             act, stream = self._inbox.get()
             if stream is None:
                 return False
-            if act == "submit":
-                stream.request = engine.submit(stream.prompt, stream.settings)
-                self._running[stream.request] = stream
+            if act == "submit" and stream.scored and self.scorer is not None:
+                self._scoring.append((stream, self.scorer.score(stream.prompt)))
+            elif act == "submit":
+                self._submit(engine, stream)
             # Messages keep their order: it was submitted before.
             elif stream.request is not None:
                 engine.cancel(stream.request)
                 self._running.pop(stream.request, None)
+            else:
+                left = [one for one in self._scoring if one[0] is not stream]
+                self._scoring = deque(left)
+        self._score(engine)
         for request in engine.step():
             self._pass_on(request)
         return True
+
+    def _submit(self, engine: Engine, stream: Stream) -> None:
+        stream.request = engine.submit(stream.prompt, stream.settings)
+        self._running[stream.request] = stream
+
+    def _score(self, engine: Engine) -> None:
+        """Scores a piece of one prompt; a whole one goes to the engine."""
+        if self._scoring:
+            stream, pieces = self._scoring[0]
+            stream.scores = next(pieces)
+            if stream.scores is not None:
+                self._scoring.popleft()
+                self._submit(engine, stream)
 
     def _pass_on(self, request: Request) -> None:
         stream = self._running.get(request)

@@ -1,116 +1,17 @@
 """The server over loopback, with a model whose text is known beforehand."""
 
-import http.client
 import json
 import random
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
-from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.inference.engine import Engine, EngineConfig
-from tests.compiling import QUICK_COMPILE
-
-pytest.importorskip("starlette", reason="needs recurjax[serve]")
-pytest.importorskip("uvicorn", reason="needs recurjax[serve]")
-pytest.importorskip("jinja2", reason="needs recurjax[serve]")
-
-from recurjax.data.chat import ChatTemplate  # noqa: E402
-from recurjax.serving import server as serving  # noqa: E402
-from recurjax.serving.app import App, Served  # noqa: E402
-from recurjax.serving.worker import Worker  # noqa: E402
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-SIZES = EngineConfig(
-    slots=2, length=48, prefill_tokens=16, steps=4, states_gib=1e-3, top_logprobs=2
-)
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}a{% endif %}"
-)
-GREEDY = {"temperature": 0, "max_tokens": 6}
-
-
-class Running:
-    """A server in a thread, and a client of it."""
-
-    def __init__(self, worker: Worker, port: int):
-        self.worker, self.port = worker, port
-
-    def ask(self, path: str, body=None, *, data: bytes | None = None, headers=None):
-        """Returns the status, and the JSON or the text."""
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        if body is not None:
-            data = json.dumps(body).encode()
-        link.request("GET" if data is None else "POST", path, data, headers or {})
-        answer = link.getresponse()
-        text = answer.read().decode()
-        link.close()
-        as_json = answer.headers.get_content_type() == "application/json"
-        return answer.status, json.loads(text) if as_json else text
-
-    def events(self, path: str, body) -> list:
-        status, text = self.ask(path, body | {"stream": True})
-        assert status == 200
-        lines = [line for line in text.split("\n\n") if line]
-        assert all(line.startswith("data: ") for line in lines)
-        assert lines[-1] == "data: [DONE]"
-        return [json.loads(line[6:]) for line in lines[:-1]]
-
-    def idle(self) -> bool:
-        """Waits until no slot is taken."""
-        for _ in range(400):
-            engine = self.worker.engine
-            if self.worker.open == 0 and not engine.busy:
-                return True
-            time.sleep(0.05)
-        return False
-
-
-@contextmanager
-def running(build, *, waiting: int = 4, api_key: str | None = None, template=TEMPLATE):
-    worker = Worker(build, most_waiting=waiting)
-    template = None if template is None else ChatTemplate(template)
-    model = Served(
-        name="abc", worker=worker, tokenizer=ByteTokenizer(), template=template
-    )
-    bound = serving.bind("127.0.0.1", 0)
-    app = App({"abc": model}, api_key=api_key)
-    ended = threading.Event()
-    thread = threading.Thread(
-        target=serving.serve,
-        args=(app, [worker], bound),
-        kwargs={"grace": 5.0, "told": ended},
-        daemon=True,
-    )
-    thread.start()
-    try:
-        yield Running(worker, bound.getsockname()[1])
-    finally:
-        ended.set()
-        thread.join(timeout=60)
-    assert not thread.is_alive()
-
-
-@pytest.fixture(scope="module")
-def engine(cycle):
-    options = {"tokenizer": ByteTokenizer(), "compiler_options": QUICK_COMPILE}
-    return Engine(cycle(LETTERS), SIZES, **options)
-
-
-@pytest.fixture(scope="module")
-def server(engine):
-    with running(lambda: engine) as found:
-        for _ in range(200):
-            if found.ask("/health")[0] == 200:
-                break
-            time.sleep(0.05)
-        yield found
+from recurjax.serving import server as serving
+from tests.serving.running import GREEDY, LETTERS, TEMPLATE, running, told
 
 
 def test_a_completion_has_text_reason_and_usage(server):
@@ -189,6 +90,12 @@ def test_small_routes(server):
     assert server.ask("/health") == (200, {"status": "ok"})
     _, models = server.ask("/v1/models")
     assert [row["id"] for row in models["data"]] == ["abc"]
+    own = models["data"][0]["recurjax"]
+    assert own["chat"] and own["sizes"][1] == {
+        "tokens": 48,
+        "state": 4800,
+        "attention": 19200,
+    }
     _, made = server.ask("/tokenize", {"prompt": "hé"})
     assert made == {"tokens": [256, 104, 195, 169], "count": 4}
     _, made = server.ask("/detokenize", {"tokens": [104, 195, 169]})
@@ -227,19 +134,12 @@ MALFORMED = [
     ({"prompt": "a", "stream": "yes"}, "stream must be true or false"),
     ({"prompt": "a", "seed": "x"}, "seed must be a whole number"),
     ({"prompt": "a", "logprobs": 9}, "at most 2 likeliest tokens"),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo with logprobs"),
+    ({"prompt": "a", "exit": "confidence:0.7"}, "leave exit out"),
     ({"prompt": "a", "presence_penalty": 1}, "presence_penalty is not supported"),
     ({"prompt": "a", "wings": 2}, "there is no field 'wings'"),
     ({"prompt": "a", "messages": []}, "there is no field 'messages'"),
     ({"prompt": "a", "stream_options": {"x": 1}}, "stream_options has no 'x'"),
 ]
-
-
-def told(server, path: str, body) -> tuple[int, str]:
-    sent = {"data": body} if isinstance(body, bytes) else {"body": body}
-    status, made = server.ask(path, **sent)
-    assert set(made["error"]) == {"message", "type", "param", "code"}
-    return status, made["error"]["message"]
 
 
 @pytest.mark.parametrize(("body", "said"), MALFORMED)
@@ -354,10 +254,7 @@ def test_keys_queues_and_draining(engine):
         assert told(server, "/v1/completions", {"prompt": "a"})[0] == 401
         key = {"Authorization": "Bearer secret"}
         ready.set()
-        for _ in range(200):
-            if server.ask("/health")[0] == 200:
-                break
-            time.sleep(0.05)
+        server.wait()
         body = json.dumps({"prompt": "a", **GREEDY}).encode()
         status, made = server.ask("/v1/completions", data=body, headers=key)
         assert status == 200 and made["choices"][0]["text"] == "bcdefg"

@@ -1,0 +1,58 @@
+"""What answers tell beside their text: probabilities, ids, what ends them."""
+
+import pytest
+
+from tests.serving.running import GREEDY, running, told
+
+
+def test_an_echoed_prompt_has_probabilities_too(server):
+    plain = {"prompt": "a", "logprobs": 1, **GREEDY}
+    _, made = server.ask("/v1/completions", plain)
+    asked = made["choices"][0]["logprobs"]
+    # The first half of that text as the prompt: every place has the same probability.
+    body = plain | {"prompt": "abcd", "max_tokens": 3, "echo": True}
+    _, made = server.ask("/v1/completions", body)
+    (choice,) = made["choices"]
+    found = choice["logprobs"]
+    assert choice["text"] == "abcdefg" and found["tokens"] == ["", *"abcdefg"]
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    assert found["token_logprobs"][2:] == pytest.approx(asked["token_logprobs"])
+    values, tops = found["token_logprobs"], found["top_logprobs"]
+    places = list(zip(values, tops, strict=True))[2:]
+    # What clients ask to learn whether a text is the greedy one: exactly the largest.
+    for value, top in places:
+        assert value == max(top.values())
+    assert found["text_offset"] == [0, *range(7)]
+    pieces = server.events("/v1/completions", body)
+    rows = [row for piece in pieces for row in piece["choices"]]
+    assert "".join(row["text"] for row in rows) == "abcdefg"
+    values = [value for row in rows for value in row["logprobs"]["token_logprobs"]]
+    assert values == found["token_logprobs"]
+
+
+def test_probabilities_of_prompts_can_be_left_out(engine):
+    with running(lambda: engine) as server:
+        server.wait()
+        body = {"prompt": "a", "echo": True, "logprobs": 1}
+        status, message = told(server, "/v1/completions", body)
+    assert status == 400 and "take echo or logprobs" in message
+
+
+def test_the_ids_of_tokens_come_where_they_are_asked_for(server):
+    body = {"prompt": "a", "return_token_ids": True, **GREEDY}
+    _, made = server.ask("/v1/completions", body)
+    assert made["choices"][0]["token_ids"] == list(b"bcdefg")
+    pieces = server.events("/v1/completions", body)
+    ids = [row.get("token_ids", []) for piece in pieces for row in piece["choices"]]
+    assert sum(ids, []) == list(b"bcdefg")
+
+
+def test_a_models_own_ends_end_its_texts(engine):
+    with running(lambda: engine, ends=(ord("e"),)) as server:
+        server.wait()
+        body = {"prompt": "a", **GREEDY}
+        _, made = server.ask("/v1/completions", body)
+        assert made["choices"][0]["finish_reason"] == "stop"
+        assert made["usage"]["completion_tokens"] == 4
+        _, made = server.ask("/v1/completions", body | {"ignore_eos": True})
+        assert made["choices"][0]["text"] == "bcdefg"
