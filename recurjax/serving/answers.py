@@ -101,7 +101,9 @@ class Answers:
         if not self._chat and not choice.begun:
             text, before = choice.begin + text, self._before(choice)
         choice.begun = True
-        content = {"delta": {"content": text}} if self._chat else {"text": text}
+        content: dict[str, Any] = {"text": text}
+        if self._chat:
+            content = {"delta": {"content": text}}
         if self._wanted.token_ids:
             content["token_ids"] = news.tokens
         logprobs = self._logprobs(news.tokens, news.logprobs, news.top, before=before)
