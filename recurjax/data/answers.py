@@ -1,25 +1,28 @@
-"""Rows of prompts and answers, of which the answers are learned.
+"""Rows of examples, of which a part is learned: answers, or what an assistant says.
 
 An example is BOS (where the tokenizer has one), the prompt, the answer and EOS. It
 fills one place less than it has tokens: each place reads a token, and is asked the next
-one where that belongs to the answer. Source: RAT's fine-tuning, which has no BOS.
+one where that belongs to the answer. Source: RAT's fine-tuning, which has no BOS. Of a
+conversation the answer is all from the assistant's first word on, of which only what it
+says is asked.
 """
 
 import bisect
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
-from recurjax.data.chat import plain, rendered
-from recurjax.data.config import DataConfig, PromptAnswer
-from recurjax.data.corpora import Messages, read_messages
+from recurjax.data.chat import Turn, compiled, plain, rendered
+from recurjax.data.config import DataConfig
+from recurjax.data.corpora import Messages, read_conversations, read_messages
+from recurjax.data.examples import Conversations, Examples, PromptAnswer
 from recurjax.data.loader import Batches, RowsOfText, identity_of_rows
 from recurjax.data.packing import without_middle
 from recurjax.data.pipeline import (
@@ -31,15 +34,21 @@ from recurjax.data.pipeline import (
 )
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
+from recurjax.types import IGNORED
 
 Ids = Int32[np.ndarray, " _"]
 
 
 class Example(NamedTuple):
-    """Tokens of a prompt, BOS included, and of its answer, EOS included."""
+    """Tokens of a prompt, BOS included, and of its answer, EOS included.
+
+    Attributes:
+      asked: which of the answer's tokens are learned; None: all.
+    """
 
     prompt: Ids
     answer: Ids
+    asked: Bool[np.ndarray, " _"] | None = None
 
 
 def fitted(example: Example, length: int) -> Example:
@@ -49,9 +58,14 @@ def fitted(example: Example, length: int) -> Example:
     last ones stand beside the answer: RAT's way. Only where the answer alone is longer
     than the row does it lose its end, EOS too.
     """
-    tokens, answer = length + 1, example.answer[:length]
+    tokens, most = length + 1, length
+    if example.asked is not None:
+        # A conversation is cut at its end, unless its first answer would be lost.
+        most = max(tokens - len(example.prompt), tokens // 2)
+    answer = example.answer[:most]
     prompt = without_middle(example.prompt, tokens - len(answer), first=tokens // 2)
-    return Example(prompt, answer)
+    asked = None if example.asked is None else example.asked[:most]
+    return Example(prompt, answer, asked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +73,7 @@ class AnswersDataset(RowsOfText):
     """Examples in memory; the counterpart of `recurjax.data.dataset.Dataset`.
 
     Attributes:
-      config: what it was opened with; its corpus is a PromptAnswer.
+      config: what it was opened with; its corpus is one of `Examples`.
       tokenizer: made the tokens.
       examples: all of them, in the files' order.
       cut: those from this number on are the validation.
@@ -79,7 +93,9 @@ class AnswersDataset(RowsOfText):
             # With their sizes: else a token could move from a prompt to its answer
             # unseen.
             sizes = np.array([len(example.prompt), len(example.answer)], "<i4")
-            for part in (sizes, example.prompt, example.answer):
+            parts = [sizes, example.prompt, example.answer]
+            parts += [] if example.asked is None else [example.asked]
+            for part in parts:
                 digest.update(part.astype("<i4").tobytes())
         return digest.hexdigest()
 
@@ -139,7 +155,7 @@ class AnswersDataset(RowsOfText):
 
     @property
     def _packed(self) -> bool:
-        assert isinstance(self.config.corpus, PromptAnswer)
+        assert isinstance(self.config.corpus, Examples)
         return self.config.corpus.rows == "packed"
 
 
@@ -174,12 +190,13 @@ class AnswersLoader:
     def _fill(self, batch: Batch, r: int, number: int) -> None:
         at = 0
         for segment, member in enumerate(self.plan[number]):
-            prompt, answer = self.examples[member]
+            prompt, answer, asked = self.examples[member]
             # The last token is predicted and never read, so it has no place.
             places = slice(at, at + len(prompt) + len(answer) - 1)
             batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
             # From the prompt's last place on, each is asked the token after it.
-            batch["targets"][r, places.stop - len(answer) : places.stop] = answer
+            wanted = answer if asked is None else np.where(asked, answer, IGNORED)
+            batch["targets"][r, places.stop - len(answer) : places.stop] = wanted
             if self.layout.segments:
                 batch["segments"][r, places] = segment
             at = places.stop
@@ -210,7 +227,7 @@ def packed(examples: Sequence[Example], length: int) -> list[list[int]]:
 
     Examples keep their order within a row, and rows that of their first examples.
     """
-    sizes = [len(prompt) + len(answer) - 1 for prompt, answer in examples]
+    sizes = [len(one.prompt) + len(one.answer) - 1 for one in examples]
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # free places of each open row, ascending
     # Ties go by number: a plan made again, elsewhere, must be the same.
@@ -231,10 +248,78 @@ def open_answers(config: DataConfig, tokenizer: Tokenizer) -> AnswersDataset:
     """Reads and tokenizes examples.
 
     Raises:
-      UserError: the files are not what `PromptAnswer` says, or nothing ends an answer.
+      UserError: the files are not what the corpus says, or nothing ends an answer.
     """
     corpus = config.corpus
-    assert isinstance(corpus, PromptAnswer)
+    assert isinstance(corpus, Examples)
+    if isinstance(corpus, Conversations):
+        examples = _talks(corpus, tokenizer)
+    else:
+        examples = _pairs(corpus, tokenizer)
+    if not examples:
+        raise UserError(f"there are no examples in {', '.join(corpus.patterns)}")
+    # At least one is kept, where any is asked for.
+    kept = round(config.held_out * len(examples))
+    kept = max(kept, int(config.held_out > 0))
+    return AnswersDataset(
+        config=config,
+        tokenizer=tokenizer,
+        examples=examples,
+        cut=len(examples) - kept,
+    )
+
+
+def _talks(corpus: Conversations, tokenizer: Tokenizer) -> tuple[Example, ...]:
+    """Reads conversations; each begins as its template begins it."""
+    source = _template(corpus)
+    if source is None:
+        companions = getattr(tokenizer, "companions", None)
+        source = None if companions is None else companions.template
+    if source is None:
+        raise UserError(
+            "Conversations: the tokenizer came without a chat template: name one in "
+            "the corpus' template"
+        )
+    template, talks = compiled(source, tokenizer), []
+    for messages, where in read_conversations(corpus):
+        try:
+            turns = template.turns(messages, tokenizer)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        if not turns[0].parts:
+            raise UserError(f"{where}: the template writes nothing before the answer")
+        talks.append(turns)
+    # All texts at once: the tokenizer takes them on all cores.
+    texts = [p for turns in talks for turn in turns for p in turn.parts if _is_text(p)]
+    encoded = iter(tokenizer.encode_many(texts))
+    return tuple(_talk(turns, encoded) for turns in talks)
+
+
+def _is_text(part: str | int) -> TypeGuard[str]:
+    return isinstance(part, str)
+
+
+def _talk(turns: Sequence[Turn], encoded: Iterator[Ids]) -> Example:
+    ids, asked = [], []
+    for turn in turns:
+        new = [
+            next(encoded) if _is_text(part) else np.array([part], np.int32)
+            for part in turn.parts
+        ]
+        # A turn ends with its last special token; line breaks behind it are read, for
+        # nobody draws them: who asks has stopped there.
+        ends = [n for n, part in enumerate(turn.parts) if not _is_text(part)]
+        last = ends[-1] if ends else len(new)
+        for n, part in enumerate(new):
+            ids.append(part)
+            asked.append(np.full(len(part), turn.says and n <= last))
+    first = sum(map(len, ids[: len(turns[0].parts)]))
+    tokens, learned = np.concatenate(ids), np.concatenate(asked)
+    return Example(tokens[:first], tokens[first:], learned[first:])
+
+
+def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
+    """Reads prompts with answers."""
     if tokenizer.eos is None:
         raise UserError(
             "answers end with EOS, and the tokenizer has none: name one, as in "
@@ -258,17 +343,7 @@ def open_answers(config: DataConfig, tokenizer: Tokenizer) -> AnswersDataset:
                 f"example {number + 1} of {', '.join(corpus.patterns)} has an empty "
                 "prompt, and the tokenizer has no BOS to begin with: leave it out"
             )
-    if not examples:
-        raise UserError(f"there are no examples in {', '.join(corpus.patterns)}")
-    # At least one is kept, where any is asked for.
-    kept = round(config.held_out * len(examples))
-    kept = max(kept, int(config.held_out > 0))
-    return AnswersDataset(
-        config=config,
-        tokenizer=tokenizer,
-        examples=examples,
-        cut=len(examples) - kept,
-    )
+    return examples
 
 
 def _prompt(line: Messages, template: str | None, tokenizer: Tokenizer) -> str:
@@ -280,10 +355,11 @@ def _prompt(line: Messages, template: str | None, tokenizer: Tokenizer) -> str:
     return rendered(template, said, tokenizer, bos=False)
 
 
-def _template(corpus: PromptAnswer) -> str | None:
+def _template(corpus: Examples) -> str | None:
     if corpus.template is None:
         return None
     try:
         return Path(corpus.template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"PromptAnswer: template cannot be read: {error}") from error
+        kind = type(corpus).__name__
+        raise UserError(f"{kind}: template cannot be read: {error}") from error

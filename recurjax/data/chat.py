@@ -9,7 +9,7 @@ import datetime
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.data.tokenizers.companions import read_companions, read_template
@@ -95,23 +95,54 @@ class ChatTemplate:
         # Names in the messages are hidden while the template writes its own, which
         # alone become tokens; then they are shown again, as text.
         marks = _marks(named, messages)
-        hidden = [
-            {
-                role: _hidden(text, marks) if isinstance(text, str) else text
-                for role, text in message.items()
-            }
-            for message in messages
-        ]
-        rendered = self.render(hidden, answer=answer)
-        shown = {mark: name for name, mark in marks.items()}
+        rendered = self.render(_hidden_in(messages, marks), answer=answer)
         ids: list[int] = []
-        for part in _split(rendered, named):
-            if part in named:
-                ids.append(named[part])
-            elif part:
-                text = "".join(shown.get(character, character) for character in part)
-                ids += tokenizer.encode(text).tolist()
+        for part in _parts(rendered, named, marks):
+            ids += [part] if isinstance(part, int) else tokenizer.encode(part).tolist()
         return ids
+
+    def turns(
+        self, messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer
+    ) -> list["Turn"]:
+        """Cuts a conversation where the assistant begins and where it ends.
+
+        The texts of turns are to be encoded apart: so are those that a model is asked
+        with, for its own tokens follow the question's.
+
+        Raises:
+          UserError: the template refuses the conversation, or writes a beginning of it
+            otherwise once it goes on.
+        """
+        named: dict[str, int] = getattr(tokenizer, "named_tokens", {})
+        marks = _marks(named, messages)
+        hidden, turns, before = _hidden_in(messages, marks), [], ""
+        for n, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            opened = self.render(hidden[:n], answer=True)
+            closed = self.render(hidden[: n + 1], answer=False)
+            if not opened.startswith(before) or not closed.startswith(opened):
+                raise UserError(
+                    "the chat template writes the beginning of a conversation "
+                    "otherwise once it goes on: where an answer begins cannot be told"
+                )
+            read, said = opened[len(before) :], closed[len(opened) :]
+            turns.append(Turn(_parts(read, named, marks), says=False))
+            turns.append(Turn(_parts(said, named, marks), says=True))
+            before = closed
+        return turns
+
+
+class Turn(NamedTuple):
+    """A stretch of a conversation.
+
+    Attributes:
+      parts: texts, and the special tokens between them.
+      says: whether the assistant does.
+    """
+
+    parts: list[str | int]
+    says: bool
 
 
 def plain(messages: Sequence[tuple[str, str]]) -> str:
@@ -197,6 +228,32 @@ def _marks(
         chr(code) for code in range(_FIRST_MARK, 0x10FFFE) if chr(code) not in whole
     )
     return dict(zip(present, free, strict=False))
+
+
+def _hidden_in(
+    messages: Sequence[Mapping[str, Any]], marks: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            role: _hidden(text, marks) if isinstance(text, str) else text
+            for role, text in message.items()
+        }
+        for message in messages
+    ]
+
+
+def _parts(
+    rendered: str, named: Mapping[str, int], marks: Mapping[str, str]
+) -> list[str | int]:
+    """Tells names that the template wrote from text, and shows what was hidden."""
+    shown = {mark: name for name, mark in marks.items()}
+    parts: list[str | int] = []
+    for part in _split(rendered, named):
+        if part in named:
+            parts.append(named[part])
+        elif part:
+            parts.append("".join(shown.get(character, character) for character in part))
+    return parts
 
 
 def _hidden(text: str, marks: Mapping[str, str]) -> str:

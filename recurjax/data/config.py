@@ -5,6 +5,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from recurjax.data.examples import (
+    Conversations,
+    Examples,
+    PromptAnswer,
+    require_patterns,
+)
 from recurjax.errors import UserError
 from recurjax.ranges import require_numbers, require_range
 
@@ -32,7 +38,7 @@ class TextFiles:
     separator: str | None = None
 
     def __post_init__(self):
-        _require_patterns(self, self.patterns)
+        require_patterns(self, self.patterns)
         if self.separator == "":
             raise UserError("TextFiles: separator must not be the empty string")
 
@@ -45,7 +51,7 @@ class JsonLines:
     field: str = "text"
 
     def __post_init__(self):
-        _require_patterns(self, self.patterns)
+        require_patterns(self, self.patterns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +62,7 @@ class Parquet:
     field: str = "text"
 
     def __post_init__(self):
-        _require_patterns(self, self.patterns)
+        require_patterns(self, self.patterns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +72,7 @@ class ArrayRecords:
     patterns: tuple[str, ...]
 
     def __post_init__(self):
-        _require_patterns(self, self.patterns)
+        require_patterns(self, self.patterns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,40 +193,7 @@ class Mixture:
                 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptAnswer:
-    """Prompts with answers, a JSON object a line (`.gz` too): the answers are learned.
-
-    Loss counts on the answer's tokens and on the EOS that ends it. An example that is
-    longer than a row loses the middle of its prompt, so that its beginning and its end
-    stay, as RAT's fine-tuning does. An epoch is every example once.
-
-    Attributes:
-      patterns: paths or globs.
-      prompt, answer: the fields with the two texts, which are joined as they stand: a
-        space between them is part of one of them. A line may have `messages` instead,
-        objects with role and content, the last one the assistant's answer.
-      template: a Jinja file that writes a conversation for the model, such as a chat
-        tokenizer's; None: "role: content" a line. Needs pip install jinja2.
-      rows: "one": an example a row, filled up; "packed": as many as fit into a row,
-        which do not see each other.
-    """
-
-    patterns: tuple[str, ...]
-    prompt: str = "prompt"
-    answer: str = "answer"
-    template: str | None = None
-    rows: Literal["one", "packed"] = "one"
-
-    def __post_init__(self):
-        _require_patterns(self, self.patterns)
-        if self.rows not in ("one", "packed"):
-            raise UserError(
-                f"PromptAnswer: rows must be one or packed, got {self.rows!r}"
-            )
-
-
-Corpus = PartCorpus | Mixture | PromptAnswer
+Corpus = PartCorpus | Mixture | PromptAnswer | Conversations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,25 +315,16 @@ class DataConfig:
                 )
         # Both lay out documents; an example has a prompt and an answer besides.
         packed = self.packing != "concat" or self.document_segments
-        if isinstance(self.corpus, PromptAnswer) and packed:
+        if isinstance(self.corpus, Examples) and packed:
             raise UserError(
-                "data: a PromptAnswer says by its own rows how examples are laid out: "
-                "leave packing and document_segments out"
+                f"data: {type(self.corpus).__name__} says by its own rows how examples "
+                "are laid out: leave packing and document_segments out"
             )
 
     @property
     def held_out(self) -> float:
         """The share kept for validation of a corpus that is not prepared."""
         return 0.1 if self.validation_fraction is None else self.validation_fraction
-
-
-def _require_patterns(corpus: object, patterns: tuple[str, ...]) -> None:
-    # One string would be read as a list of patterns of one letter each.
-    if isinstance(patterns, str) or not patterns or not all(patterns):
-        raise UserError(
-            f"{type(corpus).__name__}: patterns must name at least one file or glob, "
-            f"got {patterns!r}"
-        )
 
 
 def _require_size(tokenizer: object, vocabulary: int, least: int, why: str) -> None:

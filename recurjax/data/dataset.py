@@ -16,10 +16,10 @@ from recurjax.data.config import (
     Mixture,
     NanochatBpe,
     Prepared,
-    PromptAnswer,
 )
 from recurjax.data.corpora import read_corpus
 from recurjax.data.encoding import encoded_documents
+from recurjax.data.examples import Examples
 from recurjax.data.loader import Loader, RowsOfText
 from recurjax.data.mixture import ChainedLoader, MixtureLoader
 from recurjax.data.pipeline import Layout
@@ -241,7 +241,7 @@ def open_dataset(
         return _open_prepared(config, config.corpus, tokenizer)
     if isinstance(config.corpus, Mixture):
         return _open_mixture(config, config.corpus, tokenizer)
-    if isinstance(config.corpus, PromptAnswer):
+    if isinstance(config.corpus, Examples):
         tokenizer = tokenizer or build_tokenizer(
             config.tokenizer, config.corpus, validation_fraction=config.held_out
         )

@@ -11,6 +11,7 @@ from typing import IO, Any, NamedTuple, assert_never, cast
 
 from recurjax.data.config import (
     ArrayRecords,
+    Conversations,
     Corpus,
     EmbeddedText,
     JsonLines,
@@ -64,6 +65,9 @@ def read_corpus(corpus: Corpus) -> Reading:
             documents = (Document(text, done) for text, done in pairs)
         case PromptAnswer():
             total, documents = _per_file(corpus.patterns, _prompted_documents, corpus)
+        case Conversations():
+            talks = list(read_conversations(corpus))
+            total, documents = len(talks), _said(talks)
         # Tokens cannot be turned back into the text that another tokenizer would need.
         case Prepared():
             raise UserError(
@@ -77,6 +81,13 @@ def read_corpus(corpus: Corpus) -> Reading:
         case _:
             assert_never(corpus)
     return Reading(total=total, documents=_with_text(documents, corpus))
+
+
+class Conversation(NamedTuple):
+    """What was said, as messages with role and content; where it stands."""
+
+    messages: tuple[dict[str, str], ...]
+    where: str
 
 
 class Messages(NamedTuple):
@@ -96,6 +107,51 @@ def read_messages(corpus: PromptAnswer) -> Iterator[Messages]:
     for file in matching_files(corpus.patterns):
         for messages, _ in _messages(file, corpus):
             yield messages
+
+
+def read_conversations(corpus: Conversations) -> Iterator[Conversation]:
+    """Reads conversations, with where each stands for messages.
+
+    Raises:
+      UserError: a pattern matches no file, a file cannot be read, or a row holds no
+        messages, or none of the assistant's.
+    """
+    for file in matching_files(corpus.patterns):
+        for row, where in _rows(file, corpus.field):
+            if not isinstance(row, dict) or corpus.field not in row:
+                names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                raise UserError(
+                    f"{where} has no field {corpus.field!r}; it has: {names}"
+                )
+            said = _messages_of(row[corpus.field])
+            if not any(role == "assistant" for role, _ in said):
+                raise UserError(
+                    f"{where}: {corpus.field} must be objects with role and content, "
+                    "at least one of them the assistant's"
+                )
+            messages = tuple({"role": role, "content": text} for role, text in said)
+            yield Conversation(messages, where)
+
+
+def _rows(file: CorpusFile, field: str) -> Iterator[tuple[Any, str]]:
+    if file.suffix == ".parquet":
+        from recurjax.data.corpora.records import parquet_column  # needs pyarrow
+
+        for number, value in enumerate(parquet_column(file, field), 1):
+            yield {field: value}, f"{file}, row {number},"
+        return
+    with _opened(file) as (stream, _):
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                where = f"{file}:{number}"
+                yield _row(line, where), where
+
+
+def _said(talks: list[Conversation]) -> Iterator[Document]:
+    """Yields the texts as one, for a tokenizer that learns from them."""
+    for number, talk in enumerate(talks, 1):
+        texts = [message["content"] for message in talk.messages]
+        yield Document("\n".join(texts), number)
 
 
 def embedded_text() -> str:
@@ -209,19 +265,24 @@ def _as_messages(row: Any, where: str, corpus: PromptAnswer) -> Messages:
 
 
 def _conversation(messages: Any, where: str) -> Messages:
-    try:
-        said = [
-            (message["role"], _without_lone_surrogates(message["content"]))
-            for message in messages
-        ]
-    except (TypeError, KeyError, AttributeError):
-        said = []
+    said = _messages_of(messages)
     if len(said) < 2 or said[-1][0] != "assistant":
         raise UserError(
             f"{where}: messages must be objects with role and content, at least two, "
             "and the last one the assistant's"
         )
     return Messages(tuple(said[:-1]), said[-1][1])
+
+
+def _messages_of(messages: Any) -> list[tuple[str, str]]:
+    """Returns roles and texts; nothing where they are anything else."""
+    try:
+        return [
+            (message["role"], _without_lone_surrogates(message["content"]))
+            for message in messages
+        ]
+    except (TypeError, KeyError, AttributeError):
+        return []
 
 
 def _row(line: bytes, where: str) -> Any:

@@ -79,6 +79,32 @@ def _parquet(corpus: Parquet) -> tuple[int, Iterator[tuple[str, int]]]:
     return total, documents()
 
 
+def parquet_column(file: CorpusFile, field: str) -> Iterator[Any]:
+    """Yields a column's values, as Python's own.
+
+    Raises:
+      UserError: no Parquet file, no such column, or pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(
+            "reading Parquet needs pyarrow: pip install 'recurjax[parquet]'"
+        ) from error
+    try:
+        with pq.ParquetFile(file.local()) as table:
+            names = table.schema_arrow.names
+            if field not in names:
+                raise UserError(
+                    f"{file} has no column {field!r}; it has: {', '.join(names)}"
+                )
+            for batch in table.iter_batches(_AT_ONCE, columns=[field]):
+                yield from batch.column(0).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+
+
 def _array_record(file: CorpusFile) -> tuple[str, Any]:
     try:
         return str(file), ArrayRecordDataSource(str(file.local()))
