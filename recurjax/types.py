@@ -15,7 +15,7 @@ Time is axis 1: [B, T, ...] and [B, T, H, E]. Positions and lengths count tokens
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Float, Int, PyTree
+from jaxtyping import Bool, Float, Int, PyTree
 
 Array = jax.Array
 Cache = PyTree[Any]
@@ -39,6 +39,20 @@ class Tokens(NamedTuple):
     ids: Int[Array, "B T"]
     segments: Int[Array, "B T"] | None = None
     lengths: Int[Array, " B"] | None = None
+
+
+class Lanes(NamedTuple):
+    """Where tokens of a looped stack stand that are not all at the same loop.
+
+    Attributes:
+      loop: that a token runs next, from 0.
+      position: of the token in its row.
+      live: whether there is a token: others read and write nothing.
+    """
+
+    loop: Int[Array, "B T"]
+    position: Int[Array, "B T"]
+    live: Bool[Array, "B T"]
 
 
 class Batch(NamedTuple):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from recurjax.layers.mesh import as_matrix
 from recurjax.types import Array
@@ -15,15 +15,19 @@ class LowRank(NamedTuple):
 
     A block that serves several depths of a stack tells them apart by these. The two
     thin products are never joined to W: that would make a matrix a depth again. Each
-    row of a batch may bring its own, for rows that stand at different depths.
+    row of a batch may bring its own, for rows that stand at different depths; or those
+    of all depths are joined side by side and each token says which columns are its own,
+    which copies no matrix.
 
     Attributes:
       reduce: A.
       expand: B; its M outputs are flat, whatever axes W's own outputs have.
+      own: columns of x A that count, the others are zero; None: all.
     """
 
     reduce: Float[Array, "N R"] | Float[Array, "B N R"]
     expand: Float[Array, "R M"] | Float[Array, "B R M"]
+    own: Bool[Array, "B T R"] | None = None
 
 
 def linear(
@@ -43,7 +47,10 @@ def linear(
     y = _product(x, weight[...])
     if addition is not None:
         # (x A) B in this order: two thin products of rank R.
-        y = y + _product(_product(x, addition.reduce), addition.expand)
+        reduced = _product(x, addition.reduce)
+        if addition.own is not None:
+            reduced = jnp.where(addition.own, reduced, 0)
+        y = y + _product(reduced, addition.expand)
     return y if bias is None else (y + bias[...]).astype(x.dtype)
 
 

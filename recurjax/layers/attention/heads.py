@@ -34,7 +34,8 @@ def project_flat(
 ) -> Float[Array, "... HE"]:
     """Computes the same with all heads side by side: head h owns h E to (h + 1) E."""
     flat = weight[...].reshape(weight.shape[0], -1)
-    flat_bias = None if bias is None else bias[...].reshape(-1)
+    # A bias of each token's own has tokens in front of the heads.
+    flat_bias = None if bias is None else bias[...].reshape(*bias.shape[:-2], -1)
     return linear(x, flat, flat_bias, addition)
 
 

@@ -1,12 +1,13 @@
 """The attention layer: projections, qk-norm, positions, cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from recurjax.layers.attention.cached import attend_to_cache, attend_to_written
 from recurjax.layers.attention.heads import merge, project
@@ -203,6 +204,38 @@ class SelfAttention(nnx.Module):
         new = self._keys_and_values(x, self._positions(x, cache), added)
         return write(cache, *new, tokens.lengths)
 
+    def through(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        look: Callable[..., Float[Array, "B T H E"]],
+        additions: AttentionAdditions | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Attends where the caller keeps keys and values in a way of its own.
+
+        Args:
+          positions: of each token, in any order.
+          look: `look(q, new, *, window, scale, soft_cap, bias) -> o`, with what this
+            layer is made of: see `attend_to_cache`.
+          additions: as in `keep`.
+        """
+        added = AttentionAdditions() if additions is None else additions
+        q = self._queries(x, positions, added)
+        new = self._keys_and_values(x, positions, added)
+        options = self._options(q, None)
+        del options["lengths"]  # every token says for itself whether it is there
+        return merge(look(q, new, **options), self.w_out, self.b_out, added.out)
+
+    def keys_and_values(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        additions: AttentionAdditions | None = None,
+    ) -> KeysValues:
+        """Makes the keys and values of tokens that attend to nothing here."""
+        added = AttentionAdditions() if additions is None else additions
+        return self._keys_and_values(x, positions, added)
+
     def queries_and_keys(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"]]:
@@ -278,12 +311,12 @@ class SelfAttention(nnx.Module):
             )
         return attend_to_cache(q, k, v, cache, **self._options(q, tokens))
 
-    def _options(self, q: Array, tokens: Tokens) -> dict[str, Any]:
+    def _options(self, q: Array, tokens: Tokens | None) -> dict[str, Any]:
         """Returns what attention to a cache is told beside its arrays."""
         return {
             "scale": self._scale(),
             "window": self.window,
-            "lengths": tokens.lengths,
+            "lengths": None if tokens is None else tokens.lengths,
             "soft_cap": self.config.soft_cap,
             "bias": partial(self._bias, dtype=q.dtype),
         }

@@ -32,6 +32,7 @@ from recurjax.variants.relaxed_recursive_transformer.layer_runs import (
 )
 from recurjax.variants.relaxed_recursive_transformer.loop_by_loop import LoopByLoop
 from recurjax.variants.relaxed_recursive_transformer.sharing import shared_layers
+from recurjax.variants.relaxed_recursive_transformer.ticks import Ticks
 from recurjax.variants.relaxed_recursive_transformer.uses import (
     Uses,
     joined,
@@ -43,7 +44,7 @@ from recurjax.variants.transformer.block import TransformerBlock
 from recurjax.variants.transformer.stack import empty_cache
 
 
-class RelaxedRecursiveTransformerStack(LoopByLoop, CacheRows, UncutStack):
+class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack):
     """A block of K layers, run `loops` times; `blocks` as a Transformer's of K layers.
 
     Untied norms and biases have the loops as one more leading axis. `adapters[p]` has

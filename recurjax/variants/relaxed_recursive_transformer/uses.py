@@ -60,6 +60,53 @@ def own_leaves(
     )
 
 
+class ByLoop(NamedTuple):
+    """What tells the loops of one place's layers apart, laid out for rows of any loop.
+
+    Attributes:
+      vectors: as of `Uses`, the loops behind the layers: [K / P, loops, ...].
+      adapters: of all loops side by side, A [K / P, N, loops R], B [K / P, loops R, M].
+    """
+
+    vectors: tuple[Array, ...]
+    adapters: BlockAdapters | None
+
+
+def by_loop(
+    blocks: Sequence[TransformerBlock],
+    adapters: Sequence[BlockAdapters] | None,
+    config: RelaxedRecursiveTransformerConfig,
+) -> tuple[ByLoop, ...]:
+    """Lays out of each place what its uses own; a copy, so it is made once."""
+    # A norm by head is multiplied with [B, T, H, E], the other vectors with [B, T, D].
+    by_head = config.transformer.attention.qk_norm_over == "head"
+
+    def beside(path: tuple[Any, ...], leaf: Array) -> Array:
+        leaf = jnp.swapaxes(leaf, 0, 1)
+        name = jax.tree_util.keystr(path)
+        per_head = by_head and re.search(r"\b[qk]_norm\b", name) is not None
+        return leaf[:, :, None] if per_head else leaf
+
+    def side_by_side(path: tuple[Any, ...], leaf: Array) -> Array:
+        loops, layers, inner, outer = leaf.shape
+        if "w_reduce" in jax.tree_util.keystr(path):
+            return leaf.transpose(1, 2, 0, 3).reshape(layers, inner, loops * outer)
+        return leaf.swapaxes(0, 1).reshape(layers, loops * inner, outer)
+
+    made = []
+    for place, block in enumerate(blocks):
+        leaves = jax.tree_util.tree_leaves_with_path(block)
+        owned = [own for _, own in _leaves(block, config)]
+        vectors = [
+            beside(*leaf) for leaf, own in zip(leaves, owned, strict=True) if own
+        ]
+        joint = None
+        if adapters is not None:
+            joint = jax.tree_util.tree_map_with_path(side_by_side, adapters[place])
+        made.append(ByLoop(vectors=tuple(vectors), adapters=joint))
+    return tuple(made)
+
+
 def joined(
     block: TransformerBlock,
     config: RelaxedRecursiveTransformerConfig,

@@ -1,9 +1,10 @@
 """One Transformer layer."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from recurjax.layers.attention import (
     AttentionAdditions,
@@ -106,6 +107,30 @@ class TransformerBlock(nnx.Module):
         added = BlockAdditions() if additions is None else additions
         normed = self.attention_norm(x)
         return self.attention.write(normed, cache, tokens, added.attention)
+
+    def through(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        look: Callable[..., Float[Array, "B T H E"]],
+        additions: BlockAdditions | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Runs the layer on keys that the caller keeps: see `SelfAttention.through`."""
+        added = BlockAdditions() if additions is None else additions
+        normed = self.attention_norm(x)
+        mixed = self.attention.through(normed, positions, look, added.attention)
+        return self._write(x, mixed, added)
+
+    def keys_and_values(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        additions: BlockAdditions | None = None,
+    ) -> KeysValues:
+        """Makes the keys and values of tokens that do not run the layer."""
+        added = BlockAdditions() if additions is None else additions
+        normed = self.attention_norm(x)
+        return self.attention.keys_and_values(normed, positions, added.attention)
 
     def _write(self, x: Array, mixed: Array, added: BlockAdditions) -> Array:
         # In parallel both branches read x, and their products can be made as one.

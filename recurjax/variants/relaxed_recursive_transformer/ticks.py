@@ -1,0 +1,316 @@
+"""One pass through the block for rows that stand at different loops: an engine's tick.
+
+A row of the batch is a slot of an engine, and its T tokens are lanes: each stands at a
+loop and a position of its own. Nothing is gathered by row: the additions of all loops
+are one product, of which a lane's own columns are kept, and the keys of all loops lie
+beside each other on one axis, of which a lane sees its own loop's part.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from recurjax.layers.attention import (
+    KeysValues,
+    attend,
+    slot_positions,
+    visible_by_position,
+)
+from recurjax.layers.linear import LowRank
+from recurjax.layers.position import with_positions
+from recurjax.layers.stack import PatternCache, scan_layers
+from recurjax.types import Array, Lanes
+from recurjax.variants.relaxed_recursive_transformer.config import (
+    RelaxedRecursiveTransformerConfig,
+)
+from recurjax.variants.relaxed_recursive_transformer.uses import (
+    ByLoop,
+    by_loop,
+    joined,
+    shared_leaves,
+)
+from recurjax.variants.transformer.block import BlockAdditions
+
+
+class TickCache(NamedTuple):
+    """Keys and values of all loops, for each place in the pattern of windows.
+
+    The N parts behind the rows are the loops, or one where deeper loops read what loop
+    1 wrote. Positions are the caller's: its lanes stand at several.
+    """
+
+    keys: tuple[Float[Array, "L B N S K E"], ...]
+    values: tuple[Float[Array, "L B N S K E"], ...]
+
+
+class Ticks:
+    """What a looped stack offers to an engine that batches over depth."""
+
+    config: RelaxedRecursiveTransformerConfig
+    blocks: Any
+    adapters: Any
+    position: Any
+    _repeats: int
+
+    def tick_weights(self) -> tuple[ByLoop, ...]:
+        """Returns what the loops own, laid out for `tick`: made once, not in a tick."""
+        return by_loop(self.blocks, self.adapters, self.config)
+
+    def init_ticks(
+        self, batch: int, length: int, dtype: Any, *, ahead: int = 0
+    ) -> TickCache:
+        """Makes an empty cache for `length` tokens a row.
+
+        Args:
+          ahead: how many tokens may have been written behind one that still reads: the
+            ring of a window then holds so many more.
+        """
+        config = self.config.transformer
+        a, parts = config.attention, self._parts
+        made = []
+        for window in config.windows:
+            slots = length if window is None else min(length, window + 1 + ahead)
+            shape = (self._repeats, batch, parts, slots, a.key_heads, a.head_width)
+            made.append(jnp.zeros(shape, dtype))
+        return TickCache(keys=tuple(made), values=tuple(map(jnp.zeros_like, made)))
+
+    def insert_ticks(
+        self, cache: TickCache, row: Int[Array, ""] | int, other: PatternCache
+    ) -> TickCache:
+        """Puts a prompt that was read on a cache of one row into a row of ticks."""
+        parts = self._parts
+
+        def put(whole: Array, one: Array) -> Array:
+            # From loop after loop, [N L, 1, S, K, E], to all loops of a layer.
+            one = one.reshape(parts, self._repeats, *one.shape[1:])
+            one = jnp.moveaxis(one, 0, 2)
+            slots, there = whole.shape[3], one.shape[3]
+            if slots != there:
+                # A longer ring: every token goes where the longer one looks for it.
+                at = slot_positions(slots, other.position)[0] % there
+                one = jnp.take(one, at, axis=3)
+            one = one.astype(whole.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(whole, one, row, 1)
+
+        def all_places(whole: tuple[Array, ...], name: str) -> tuple[Array, ...]:
+            groups = [getattr(group, name) for group in other.groups]
+            return tuple(map(put, whole, groups))
+
+        return TickCache(
+            keys=all_places(cache.keys, "keys"),
+            values=all_places(cache.values, "values"),
+        )
+
+    def enter_ticks(
+        self, x: Float[Array, "B 1 D"], position: Int[Array, " B"]
+    ) -> Float[Array, "B 1 D"]:
+        """Returns what loop 1 reads: embeddings, with learned positions if any."""
+        return with_positions(x, self.position, position, training=False)
+
+    def tick(
+        self,
+        x: Float[Array, "B T D"],
+        lanes: Lanes,
+        cache: TickCache,
+        weights: tuple[ByLoop, ...],
+        *,
+        ran: Int[Array, "B P"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], TickCache]:
+        """Runs every lane through the loop at which it stands.
+
+        Args:
+          x: from `enter_ticks` at loop 0, else from the lane's loop before.
+          lanes: one for each row; or as many as there are loops, lane l at loop l.
+          weights: `tick_weights()`.
+          ran: how many loops the token at each position has run: where it was fewer
+            than a lane's, it wrote nothing and is not seen. For one lane a row. None:
+            all tokens are seen.
+        """
+        shared = shared_leaves(self.blocks, self.config)
+        own = [self._own(place, lanes.loop) for place in weights]
+        repeats = jnp.arange(self._repeats, dtype=jnp.int32)
+
+        def layer(carry, turn):
+            x, keys, values = carry
+            parts, entry = turn
+            keys, values = list(keys), list(values)
+            for place, (matrices, vectors, adapters) in enumerate(parts):
+                block = joined(self.blocks[place], self.config, matrices, vectors)
+
+                def look(q, new: KeysValues, place=place, **options) -> Array:
+                    # Written first: a token sees itself.
+                    keys[place] = _write(keys[place], entry, lanes, new.keys)
+                    values[place] = _write(values[place], entry, lanes, new.values)
+                    there = keys[place][entry], values[place][entry]
+                    return _read(q, *there, lanes, ran, **options)
+
+                additions = _additions(adapters, lanes.loop, self.config.loops)
+                x = block.through(x, lanes.position, look, additions)
+            return (x, tuple(keys), tuple(values)), None
+
+        parts = tuple(
+            (matrices, vectors, place.adapters)
+            for matrices, vectors, place in zip(shared, own, weights, strict=True)
+        )
+        (x, keys, values), _ = scan_layers(
+            layer,
+            (x, cache.keys, cache.values),
+            (parts, repeats),
+            remat="nothing",
+            unroll=min(self.config.transformer.unroll, self._repeats),
+            cached=True,
+        )
+        return x, TickCache(keys=keys, values=values)
+
+    def fill_ticks(
+        self,
+        x: Float[Array, "B 1 D"],
+        leaving: Lanes,
+        cache: TickCache,
+        weights: tuple[ByLoop, ...],
+    ) -> TickCache:
+        """Writes the keys and values that tokens which leave lack: see `propagate`.
+
+        All deeper layers' in one product and one scatter.
+
+        Args:
+          x: after the last loop run, before the final norm.
+          leaving: one lane a row; its loop is the last one run, and it is live where
+            its token leaves.
+        """
+        loops = self.config.loops
+        if self._parts == 1:  # nothing is missing where all loops read loop 1's
+            return cache
+        # Every deeper loop is a lane of its own that begins with the same state; those
+        # not deeper than the token's are dropped when they are written.
+        B, deeper = x.shape[0], jnp.arange(1, loops)
+        shape = (B, loops - 1)
+        live = leaving.live & (deeper > leaving.loop)
+        lanes = Lanes(
+            loop=jnp.broadcast_to(deeper, shape),
+            position=jnp.broadcast_to(leaving.position, shape),
+            live=live,
+        )
+        x = jnp.broadcast_to(x, (*shape, x.shape[-1]))
+        shared = shared_leaves(self.blocks, self.config)
+        keys, values = [], []
+        for place, (matrices, own) in enumerate(zip(shared, weights, strict=True)):
+
+            def made(matrices, vectors, adapters, place=place) -> KeysValues:
+                block = joined(self.blocks[place], self.config, matrices, vectors)
+                additions = _additions(adapters, lanes.loop, loops)
+                return block.keys_and_values(x, lanes.position, additions)
+
+            vectors = self._own(own, lanes.loop)
+            new = jax.vmap(made)(matrices, vectors, own.adapters)
+            entries = jnp.arange(self._repeats)[:, None, None]
+            keys.append(_write(cache.keys[place], entries, lanes, new.keys))
+            values.append(_write(cache.values[place], entries, lanes, new.values))
+        return TickCache(keys=tuple(keys), values=tuple(values))
+
+    @property
+    def _parts(self) -> int:
+        return self.config.loops if self.config.loop_cache == "own" else 1
+
+    def _own(self, place: ByLoop, loop: Int[Array, "B T"]) -> tuple[Array, ...]:
+        """Returns each lane's norms and biases, where they are untied."""
+        # Vectors, which are small: the matrices are never taken by row.
+        return tuple(leaf[:, loop] for leaf in place.vectors)
+
+
+def _additions(
+    adapters: Any, loop: Int[Array, "B T"], loops: int
+) -> BlockAdditions | None:
+    """Returns the additions of all loops, with the columns that are each lane's."""
+    if adapters is None:
+        return None
+
+    def masked(pair: LowRank) -> LowRank:
+        rank = pair.reduce.shape[-1] // loops
+        columns = jnp.arange(loops * rank) // rank
+        return pair._replace(own=columns == loop[..., None])
+
+    is_pair = partial(_is, LowRank)
+    return jax.tree.map(masked, adapters.additions(), is_leaf=is_pair)
+
+
+def _is(kind: type, node: Any) -> bool:
+    return isinstance(node, kind)
+
+
+def _write(
+    stacked: Float[Array, "L B N S K E"], entry: Array, lanes: Lanes, new: Array
+) -> Array:
+    """Writes each live lane's keys or values into its loop's part.
+
+    Args:
+      entry: a layer's number; or all, [L, 1, 1], with the layers in front of `new`.
+    """
+    B, slots = stacked.shape[1], stacked.shape[3]
+    # Out of range is dropped: the slot of a lane without a token, and, where there is
+    # only loop 1's part, deeper loops.
+    slot = jnp.where(lanes.live, lanes.position % slots, slots)
+    loop, rows = lanes.loop, jnp.arange(B)[:, None]
+    if new.shape[-4] * new.shape[-3] == 1:
+        # As in `key_value_cache.write`: a single token would not be a scatter for XLA,
+        # and on CPU all of the cache would be copied. The second one is dropped.
+        slot = jnp.concatenate([slot, jnp.full_like(slot, slots)], axis=1)
+        loop = jnp.concatenate([loop, loop], axis=1)
+        new = jnp.concatenate([new, new], axis=-3)
+    at = stacked.at[entry, rows, loop, slot]
+    return at.set(new.astype(stacked.dtype), mode="drop")
+
+
+def _read(
+    q: Float[Array, "B T H E"],
+    keys: Float[Array, "B N S K E"],
+    values: Float[Array, "B N S K E"],
+    lanes: Lanes,
+    ran: Int[Array, "B P"] | None,
+    *,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+    bias: Any,
+) -> Float[Array, "B T H E"]:
+    """Attends to what is written of each lane's loop, up to its own position."""
+    B, N, S = keys.shape[:3]
+    T, position = q.shape[1], lanes.position
+    folded = T > 1 and N > 1
+    if folded:
+        # Lane l stands at loop l and reads part l: lanes are rows of a larger batch,
+        # and nothing is moved for it.
+        q = q.reshape(B * T, 1, *q.shape[2:])
+        position = position.reshape(B * T, 1)
+        keys, values = (x.reshape(B * T, 1, *x.shape[2:]) for x in (keys, values))
+    # With several lanes on one part, slots are told by the newest token: what a lane
+    # sees has the same positions for all of them, as rings are longer by their number.
+    newest = position[:, 0]
+    if T > 1 and not folded:
+        newest = jnp.max(jnp.where(lanes.live, position, 0), axis=1)
+    at = slot_positions(S, newest + 1)
+    parts = keys.shape[1]
+    everywhere = jnp.tile(at, (1, parts))
+    mask = visible_by_position(position, everywhere, window=window)
+    if parts > 1:
+        part = jnp.arange(parts * S) // S
+        mask &= (part == lanes.loop)[:, None, None]
+    if ran is not None:
+        # An empty slot has a negative position and is unseen whatever is read for it.
+        loops = jnp.take_along_axis(ran, jnp.clip(at, 0, ran.shape[1] - 1), axis=1)
+        unwritten = (loops <= lanes.loop) & (at != position)
+        mask &= ~jnp.tile(unwritten, (1, parts))[:, None, None]
+    o = attend(
+        q,
+        keys.reshape(*keys.shape[:1], parts * S, *keys.shape[3:]).astype(q.dtype),
+        values.reshape(*keys.shape[:1], parts * S, *keys.shape[3:]).astype(q.dtype),
+        scale=scale,
+        causal=False,
+        mask=mask,
+        bias=bias(position, everywhere),
+        soft_cap=soft_cap,
+    )
+    return o.reshape(B, T, *o.shape[2:])
