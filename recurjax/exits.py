@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
 from recurjax.types import Array
@@ -69,6 +69,33 @@ def parse_rule(text: str) -> ExitRule:
             "and a threshold from 0 to 1"
         )
     return ExitRule(kind=found, threshold=threshold)
+
+
+def scores(
+    kind: RuleKind,
+    head: ExitHead | None,
+    loop: Int[Array, "B T"],
+    before: Float[Array, "B T D"],
+    after: Float[Array, "B T D"],
+    normed: Float[Array, "B T D"],
+    logits: Float[Array, "B T V"],
+) -> Float[Array, "B T"]:
+    """Returns a rule's score of tokens that have run mixed loops.
+
+    Args:
+      head: of the rule "head".
+      loop: that each has run last, from 0; of the deepest the score means nothing.
+      before, after: the states around that loop.
+      normed: what the output head reads.
+    """
+    if kind == "confidence":
+        return confidence(logits)
+    if kind == "cosine":
+        return cosine(before, after)
+    assert head is not None
+    at = jnp.minimum(loop, head.weight.shape[0] - 1)
+    weight, bias = jnp.asarray(head.weight)[at], jnp.asarray(head.bias)[at]
+    return jax.nn.sigmoid(jnp.sum(normed.astype(weight.dtype) * weight, axis=-1) + bias)
 
 
 def confidence(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recurjax.errors import UserError
+from recurjax.exits import ExitRule, Missing
 from recurjax.inference.sampling import PLAIN, SamplingConfig
 from recurjax.ranges import require_numbers
 
@@ -25,6 +26,12 @@ class EngineConfig:
       prefill: "exact", or a way of the variant's own such as "sweeps:4", in each piece
         of `prefill_tokens` for itself.
       top_logprobs: how many likeliest tokens a request may be told of at each place.
+      exit: when tokens leave a recursive model early; a step is then one pass of its
+        block over slots at mixed loops. None: they do not.
+      missing: with `exit`, what becomes of the keys and values that they lack; or
+        "verify": they go on through all loops while their successor starts from the
+        exit's guess, and greedy texts are the full model's. None: share where the model
+        does, else propagate.
     """
 
     slots: int | Literal["auto"] = 8
@@ -34,6 +41,8 @@ class EngineConfig:
     states_gib: float = 0.0
     prefill: str = "exact"
     top_logprobs: int = 0
+    exit: ExitRule | None = None
+    missing: Missing | Literal["verify"] | None = None
 
     def __post_init__(self):
         require_numbers(self)
@@ -52,6 +61,12 @@ class EngineConfig:
             raise UserError(
                 f"states are kept of texts that were read exactly, not by "
                 f"{self.prefill}: leave prefill at exact or states_gib at 0"
+            )
+
+        if self.missing is not None and self.exit is None:
+            raise UserError(
+                f"missing {self.missing} says what becomes of tokens that leave early: "
+                "say by exit when they do"
             )
 
     @property
@@ -85,6 +100,7 @@ class RequestSettings:
         prompt: their states are kept.
       logprobs: tell each token's logarithmic probability, before temperature and
         filters, and the `top_logprobs` likeliest tokens in its place.
+      threshold: of the engine's exit rule; None: the rule's own. 1: none leaves early.
     """
 
     max_new_tokens: int = 200
@@ -96,6 +112,7 @@ class RequestSettings:
     stop: tuple[str, ...] = ()
     keep: tuple[int, ...] = ()
     logprobs: bool = False
+    threshold: float | None = None
 
     def __post_init__(self):
         require_numbers(self)
@@ -108,6 +125,8 @@ class RequestSettings:
                 "the seed must be from 0 to 2^32 - 1 and the stream not negative, got "
                 f"{self.seed} and {self.stream}"
             )
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise UserError(f"threshold must be from 0 to 1, got {self.threshold}")
         if isinstance(self.stop, str) or not all(self.stop):
             raise UserError(
                 f"stop must be a list of non-empty strings, got {self.stop!r}"

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
+from recurjax.exits import ExitHead
 from recurjax.inference.continuation import Continuation
 from recurjax.inference.decoding import NOT_FINITE
 from recurjax.inference.engine.config import (
@@ -24,6 +26,7 @@ from recurjax.inference.engine.memory import row_bytes, slots_that_fit
 from recurjax.inference.engine.programs import Programs
 from recurjax.inference.engine.request import Counts, Request
 from recurjax.inference.engine.slots import NOTHING, Made, Wishes
+from recurjax.inference.engine.ways import choose_way, refuse_engine
 from recurjax.inference.sampling import sampling_rows
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache
@@ -60,6 +63,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         eos: int | None = None,
+        exit_head: ExitHead | None = None,
         mesh: Mesh | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ):
@@ -70,32 +74,18 @@ class Engine:
             `in_compute_dtype`.
           tokenizer: for texts and stop strings; its EOS is the engine's.
           eos: without a tokenizer, the token that ends a request.
+          exit_head: of the exit rule "head".
           mesh: on which the model lies; None: one device.
           compiler_options: of XLA.
 
         Raises:
           UserError: the model reads no prompts in this way, has fewer positions than
-            `length`, or the slots do not fit into memory.
+            `length` or no loops to leave early, or the slots do not fit into memory.
         """
-        # All that speaks against it is asked before anything is compiled.
-        reason = model.refuses_prefill(config.prefill)
-        if reason is None and mesh is not None:
-            reason = model.stack.refuses(mesh, config.length)
-        most = model.config.max_length
-        if reason is None and most is not None and config.length > most:
-            reason = (
-                f"the model has positions for {most} tokens, a slot was to hold "
-                f"{config.length}: give it a length of at most {most}"
-            )
-        if reason is None and tokenizer is not None:
-            has, knows = tokenizer.vocabulary, model.config.vocabulary
-            if has > knows:
-                reason = (
-                    f"the tokenizer has {has} tokens, the model only {knows}: use the "
-                    "tokenizer it was trained with"
-                )
+        reason = refuse_engine(model, config, tokenizer=tokenizer, mesh=mesh)
         if reason is not None:
             raise UserError(reason)
+        way = choose_way(model, config, exit_head)
         self.config, self.slots = config, slots_that_fit(model, config)
         self.row_bytes = row_bytes(model, config.length)
         self.counts = Counts(ended={})
@@ -106,6 +96,7 @@ class Engine:
         self._programs = Programs(
             model,
             config,
+            way=way,
             slots=self.slots,
             mesh=mesh,
             compiler_options=compiler_options,
@@ -190,11 +181,13 @@ class Engine:
             for request, row, first in firsts:
                 self._take(request, row, first, 0)
                 news[request] = None
-            tokens = np.asarray(made.tokens)
+            # One copy from the device for all rows, and not one for each.
+            made = jax.device_get(made)
             for row, request in enumerate(rows):
-                # A row in which nothing was made had ended before the call.
-                if request is not None and tokens[row, 0] != NOTHING:
-                    self._take(request, row, made, row, tokens=tokens)
+                # Where nothing was made the request had ended before the call, or its
+                # token is still on its way through the loops.
+                if request is not None and (made.tokens[row] != NOTHING).any():
+                    self._take(request, row, made, row)
                     news[request] = None
         return list(news)
 
@@ -213,6 +206,15 @@ class Engine:
                 f"the prompt has {ids.size} tokens and needs {needed} positions for "
                 f"{settings.max_new_tokens} new ones, a slot has {self.config.length}: "
                 "shorten it or ask for fewer new tokens"
+            )
+        if self.config.missing == "verify" and settings.sampling.temperature > 0:
+            raise UserError(
+                "verify is for greedy texts: give the request temperature 0, or the "
+                "engine another way for keys that are missing"
+            )
+        if settings.threshold is not None and self.config.exit is None:
+            raise UserError(
+                "a threshold is for an engine whose tokens leave early: leave it out"
             )
         if settings.stop and self._tokenizer is None:
             raise UserError("stop strings need a tokenizer: give stop_tokens instead")
@@ -309,6 +311,9 @@ class Engine:
         stops = np.full((1, MOST_STOPS), -1, np.int32)
         wanted = sorted(self._stops(settings))
         stops[0, : len(wanted)] = wanted
+        rule, threshold = self.config.exit, settings.threshold
+        if threshold is None:
+            threshold = 1.0 if rule is None else rule.threshold
         made: Any = (
             sampling_rows([settings.sampling]),
             np.array([settings.seed], np.uint32),
@@ -316,33 +321,29 @@ class Engine:
             np.array([settings.max_new_tokens], np.int32),
             stops,
             np.array([settings.logprobs]),
+            np.array([threshold], np.float32),
         )
         return Wishes(*made)
 
-    def _take(
-        self,
-        request: Request,
-        row: int,
-        made: Made,
-        at: int,
-        *,
-        tokens: np.ndarray | None = None,
-    ) -> None:
+    def _take(self, request: Request, row: int, made: Made, at: int) -> None:
         """Hands a request what was made in place `at`; ends it where it came to it."""
-        column = np.asarray(made.tokens if tokens is None else tokens)[at]
-        column = column[column != NOTHING].tolist()
+        column = np.asarray(made.tokens)[at]
         # The first token is there: what a user waits for.
         if request.started is None:
             request.started = time.monotonic()
-        for n, token in enumerate(column):
+        # Steps in which it drew nothing lie between, where tokens leave early.
+        for n in np.flatnonzero(column != NOTHING).tolist():
             if request.done:  # a stop string, which only the host sees, ended it
                 return
+            token = int(column[n])
             if token == NOT_FINITE:
                 self._free(row)
                 self._finish(request, "not_finite")
                 return
             request.tokens.append(token)
             self.counts.new_tokens += 1
+            if self.config.exit is not None:
+                request.loops.append(int(np.asarray(made.loops)[at, n]))
             if request.settings.logprobs:
                 self._tell(request, made, at, n)
             self._end_after(request, row, token)
@@ -367,7 +368,8 @@ class Engine:
             reason = "length"
         if reason is None:
             return
-        if reason != "stop" and self.config.states_gib:
+        keeps = self.config.states_gib and self.config.exit is None
+        if reason != "stop" and keeps:
             # All but the newest token were read, and the slot stands still since.
             told = np.array([*request.prompt, *request.tokens[:-1]], np.int32)
             if not self.kept.has(told):

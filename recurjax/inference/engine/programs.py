@@ -16,6 +16,7 @@ from recurjax.inference.engine.config import EngineConfig
 from recurjax.inference.engine.slots import (
     Made,
     Slots,
+    Way,
     Wishes,
     admit,
     decode_slots,
@@ -39,6 +40,7 @@ class Programs:
         model: Decoder,
         config: EngineConfig,
         *,
+        way: Way,
         slots: int,
         mesh: Mesh | None,
         compiler_options: Mapping[str, Any] | None,
@@ -46,6 +48,7 @@ class Programs:
         """Compiles them all.
 
         Args:
+          way: how slots move on.
           slots: how many.
           mesh: on which the model lies, with each slot's cache cut as the compiler cuts
             it in a prefill; None: one device.
@@ -73,7 +76,7 @@ class Programs:
         # Shapes alone: the programs are compiled before any memory is taken.
         last = jax.eval_shape(read, model, one, widest, count)[1]
         last = place(last)
-        whole = jax.eval_shape(lambda: empty_slots(model, slots, config.length))
+        whole = jax.eval_shape(lambda: empty_slots(model, way, slots, config.length))
         whole = place(whole)
         if mesh is not None:
             # A slot's row lies as the row that is read: its other axes are the same.
@@ -99,21 +102,27 @@ class Programs:
         prompt = place(_shape((config.length,), np.int32))
         made = None if out is None else (out(whole), everywhere)
         top = config.top_logprobs
-        self._admit = compile_(partial(admit, top=top), donate=(1,), out=made)(
+        put = partial(_admitting, way=way, top=top)
+        self._admit = compile_(put, donate=(1,), out=made)(
             model, whole, row, one, last, prompt, wishes
         )
-        decode = partial(decode_slots, steps=config.steps, top=top)
-        self._decode = compile_(decode, donate=(1,), out=made)(
-            model, whole, place(_shape((slots,), bool)), place(_shape((), bool))
+        # Laid out once: what every step would do again is not done in a step.
+        self._weights = compile_(way.weights)(model)(model)
+        decode = partial(decode_slots, way=way, steps=config.steps, top=top)
+        ended, until_free = place(_shape((slots,), bool)), place(_shape((), bool))
+        self._decode = compile_(decode, donate=(2,), out=made)(
+            model, self._weights, whole, ended, until_free
         )
-        empty = partial(empty_slots, model, slots, config.length)
+        empty = partial(empty_slots, model, way, slots, config.length)
         self.empty = compile_(empty, out=None if out is None else out(whole))()
-        # Without kept states nobody takes a slot's row out.
+        # Without kept states nobody takes a slot's row out, nor where tokens leave
+        # early: what they leave behind is not what reading them would.
         if config.states_gib:
             to_one = None if out is None else out(one)
-            self._take = compile_(
-                lambda m, cache, row: m.stack.take(cache, row[None]), out=to_one
-            )(model, whole.cache, row)
+            if config.exit is None:
+                self._take = compile_(
+                    lambda m, cache, row: m.stack.take(cache, row[None]), out=to_one
+                )(model, whole.cache, row)
             self._copy = compile_(
                 lambda cache: jax.tree.map(jnp.copy, cache), out=to_one
             )(one)
@@ -153,7 +162,8 @@ class Programs:
         self, slots: Slots, ended: Bool[np.ndarray, " B"], *, until_free: bool
     ) -> tuple[Slots, Made]:
         """See `decode_slots`; `slots` is donated."""
-        return self._decode(self._model, slots, ended, np.asarray(until_free))
+        free = np.asarray(until_free)
+        return self._decode(self._model, self._weights, slots, ended, free)
 
     def take(self, slots: Slots, row: int) -> Cache:
         """Makes a cache of one row of a slot's."""
@@ -162,6 +172,10 @@ class Programs:
     def copy(self, cache: Cache) -> Cache:
         """Copies a cache of one row, for `read` to donate."""
         return self._copy(cache)
+
+
+def _admitting(model: Decoder, slots: Slots, *given: Any, way: Way, top: int):
+    return admit(model, way, slots, *given, top=top)
 
 
 def _compile(function: Any, *, mesh: Mesh | None, options: dict, donate=(), out=None):

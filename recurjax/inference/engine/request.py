@@ -17,6 +17,7 @@ class Request:
       tokens: new ones so far, the stop token that ended it included.
       text: what they say, for an engine with a tokenizer; up to a stop string, and
         without what may still become one.
+      loops: that made each token, on an engine whose tokens leave early.
       logprobs: of each token, where the settings ask for it.
       top: for each token, the likeliest in its place and their logprobs.
       reason: "eos" (or another stop token), "stop" (a string), "length", "cancelled",
@@ -30,6 +31,7 @@ class Request:
         self.prompt, self.settings = prompt, settings
         self.tokens: list[int] = []
         self.text = ""
+        self.loops: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[list[tuple[int, float]]] = []
         self.reason: str | None = None

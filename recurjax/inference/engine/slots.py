@@ -2,17 +2,18 @@
 
 A slot is a row of the batch that decodes. It is free or it holds a request: `admit`
 puts a prompt that was read into it and draws the first token; `decode` draws further
-ones until a stop token or the limit makes it inactive. An inactive row reads tokens of
-length 0, so its cache stays as it was when its request ended.
+ones until a stop token or the limit makes it inactive. An inactive row reads and writes
+nothing, so its cache stays as it was when its request ended. What a step runs is told
+by a way: `SequenceWise`, `DepthWise` or `Verified`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
-from recurjax.inference.decoding import NOT_FINITE, cache_dtype, draw_ids
+from recurjax.inference.decoding import NOT_FINITE, draw_ids
 from recurjax.inference.engine.config import MOST_STOPS
 from recurjax.inference.sampling import PLAIN, RowSampling, sampling_rows
 from recurjax.model import Decoder
@@ -30,6 +31,7 @@ class Wishes(NamedTuple):
       limit: how many tokens it may draw.
       stops: tokens that end it; -1 where there are fewer.
       logprobs: whether anybody looks at them.
+      threshold: that scores exceed where tokens leave early.
     """
 
     sampling: RowSampling
@@ -38,6 +40,7 @@ class Wishes(NamedTuple):
     limit: Int[Array, " B"]
     stops: Int[Array, "B M"]
     logprobs: Bool[Array, " B"]
+    threshold: Float[Array, " B"]
 
 
 class Slots(NamedTuple):
@@ -45,6 +48,7 @@ class Slots(NamedTuple):
 
     Attributes:
       cache: of every token but the newest.
+      depth: where tokens stand in the stack, for ways that leave them there; else None.
       newest: the token that the model has not read yet.
       seen: which tokens a slot's text contains, its prompt's too.
       active: slots whose request goes on.
@@ -52,6 +56,7 @@ class Slots(NamedTuple):
     """
 
     cache: Cache
+    depth: Any
     newest: Int[Array, " B"]
     seen: Bool[Array, "B V"]
     active: Bool[Array, " B"]
@@ -63,23 +68,68 @@ class Made(NamedTuple):
     """What slots drew, step by step.
 
     Attributes:
-      tokens: `NOTHING` where a slot was inactive.
+      tokens: `NOTHING` where a slot drew none.
+      loops: that made these tokens, where they may leave early; else 0.
       logprobs: of these tokens, where wanted.
       top, top_logprobs: the likeliest tokens in their place, where wanted.
     """
 
     tokens: Int[Array, "B N"]
+    loops: Int[Array, "B N"]
     logprobs: Float[Array, "B N"]
     top: Int[Array, "B N K"]
     top_logprobs: Float[Array, "B N K"]
 
 
-def empty_slots(model: Decoder, rows: int, length: int) -> Slots:
+@runtime_checkable
+class Way(Protocol):
+    """How slots move on: what one step runs, and what it keeps for that."""
+
+    def weights(self, model: Decoder) -> Any:
+        """Returns the model's weights as a step wants them, where it wants others."""
+        ...
+
+    def loops(self, model: Decoder) -> int:
+        """Returns how many loops make a token that does not leave early, or 0."""
+        ...
+
+    def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Any]:
+        """Makes the cache of free slots, and their `depth`."""
+        ...
+
+    def put(
+        self,
+        model: Decoder,
+        slots: Slots,
+        row: Int[Array, ""],
+        read: Cache,
+        *,
+        length: Int[Array, ""],
+        limit: Int[Array, ""],
+    ) -> tuple[Cache, Any]:
+        """Puts a prompt of `length` tokens that was read into a slot's row.
+
+        Args:
+          read: its cache, of one row.
+          limit: how many tokens may be drawn.
+        """
+        ...
+
+    def step(
+        self, model: Decoder, weights: Any, slots: Slots, *, top: int
+    ) -> tuple[Slots, Made]:
+        """Runs the model once; `Made` without the axis of steps."""
+        ...
+
+
+def empty_slots(model: Decoder, way: Way, rows: int, length: int) -> Slots:
     """Makes slots that are all free."""
+    cache, depth = way.empty(model, rows, length)
     drawing = jax.tree.map(jnp.asarray, sampling_rows([PLAIN] * rows))
     zeros = jnp.zeros(rows, jnp.int32)
     return Slots(
-        cache=model.init_cache(rows, length, cache_dtype(model)),
+        cache=cache,
+        depth=depth,
         newest=zeros,
         seen=jnp.zeros((rows, model.config.vocabulary), bool),
         active=jnp.zeros(rows, bool),
@@ -92,6 +142,7 @@ def empty_slots(model: Decoder, rows: int, length: int) -> Slots:
             limit=zeros,
             stops=jnp.full((rows, MOST_STOPS), -1, jnp.int32),
             logprobs=jnp.zeros(rows, bool),
+            threshold=jnp.zeros(rows, jnp.float32),
         ),
     )
 
@@ -116,6 +167,7 @@ def read_piece(
 
 def admit(
     model: Decoder,
+    way: Way,
     slots: Slots,
     row: Int[Array, ""],
     cache: Cache,
@@ -135,30 +187,37 @@ def admit(
     seen = seen.at[0, prompt].set(True, mode="drop")
     # The request as slots of one row, so that its first token is drawn as all others.
     zero = jnp.zeros(1, jnp.int32)
-    one = Slots(cache, zero, seen, jnp.ones(1, bool), zero, wishes)
-    one, made = _draw(one, model.logits(last), top=top)
+    one = Slots(None, None, zero, seen, jnp.ones(1, bool), zero, wishes)
+    every = jnp.full(1, way.loops(model), jnp.int32)
+    one, made = draw(one, model.logits(last), one.active, every, top=top)
+    length = jnp.sum(prompt < model.config.vocabulary)
+    cache, depth = way.put(
+        model, slots, row, cache, length=length, limit=wishes.limit[0]
+    )
 
     def put(whole: Array, part: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
 
-    # Everything but the cache counts rows on its first axis; the stack knows its own.
-    rest = jax.tree.map(put, slots._replace(cache=None), one._replace(cache=None))
-    kept = model.stack.insert(slots.cache, row, cache)
-    return rest._replace(cache=kept), _as_steps(made)
+    # Everything else counts rows on its first axis.
+    rest = jax.tree.map(put, slots._replace(cache=None, depth=None), one)
+    return rest._replace(cache=cache, depth=depth), _as_steps(made)
 
 
 def decode_slots(
     model: Decoder,
+    weights: Any,
     slots: Slots,
     ended: Bool[Array, " B"],
     until_free: Bool[Array, ""],
     *,
+    way: Way,
     steps: int,
     top: int,
 ) -> tuple[Slots, Made]:
     """Draws up to `steps` tokens of each active slot.
 
     Args:
+      weights: `way.weights(model)`.
       ended: slots whose request the host has ended.
       until_free: return as soon as a slot has become free, for somebody waits for one.
     """
@@ -176,7 +235,7 @@ def decode_slots(
 
     def step(carry):
         n, slots, made = carry
-        slots, new = _step(model, slots, top=top)
+        slots, new = way.step(model, weights, slots, top=top)
         made = jax.tree.map(lambda all_, one: all_.at[:, n].set(one), made, new)
         return n + 1, slots, made
 
@@ -185,34 +244,39 @@ def decode_slots(
     return slots, made
 
 
-def _step(model: Decoder, slots: Slots, *, top: int) -> tuple[Slots, Made]:
-    # A length of 0 is a token that is not there, for attention and recurrent states.
-    lengths = slots.active.astype(jnp.int32)
-    tokens = Tokens(slots.newest[:, None], lengths=lengths)
-    x, cache = model.hidden(tokens, slots.cache)
-    return _draw(slots._replace(cache=cache), model.logits(x[:, 0]), top=top)
+def draw(
+    slots: Slots,
+    logits: Float[Array, "B V"],
+    who: Bool[Array, " B"],
+    loops: Int[Array, " B"],
+    *,
+    top: int,
+) -> tuple[Slots, Made]:
+    """Draws a token for each slot in `who`; `Made` without the axis of steps.
 
-
-def _draw(slots: Slots, logits: Float[Array, "B V"], *, top: int) -> tuple[Slots, Made]:
-    """Draws a token for each active slot; `Made` without the axis of steps."""
-    active, wishes = slots.active, slots.wishes
-    ids = draw_ids(
-        logits, _keys(wishes), slots.drawn, slots.seen, _asked(wishes, active)
-    )
-    made = _told(logits, ids, active & wishes.logprobs, top=top)
+    Args:
+      who: slots whose token has come to its end; they are active.
+      loops: that it has run.
+    """
+    wishes = slots.wishes
+    ids = draw_ids(logits, _keys(wishes), slots.drawn, slots.seen, _asked(wishes, who))
+    made = _told(logits, ids, who & wishes.logprobs, top=top)
     rows = jnp.arange(ids.shape[0])
     # A token past the vocabulary is dropped: nothing was drawn.
-    written = jnp.where(active & (ids != NOT_FINITE), ids, logits.shape[-1])
-    drawn = slots.drawn + active
+    written = jnp.where(who & (ids != NOT_FINITE), ids, logits.shape[-1])
+    drawn = slots.drawn + who
     # The mark of logits that are not finite ends a request too.
     stopped = (ids[:, None] == wishes.stops).any(-1) | (ids == NOT_FINITE)
+    ends = who & (stopped | (drawn >= wishes.limit))
     slots = slots._replace(
-        newest=jnp.where(active, ids, slots.newest),
+        newest=jnp.where(who, ids, slots.newest),
         seen=slots.seen.at[rows, written].set(True, mode="drop"),
-        active=active & ~stopped & (drawn < wishes.limit),
+        active=slots.active & ~ends,
         drawn=drawn,
     )
-    return slots, made._replace(tokens=jnp.where(active, ids, NOTHING))
+    return slots, made._replace(
+        tokens=jnp.where(who, ids, NOTHING), loops=jnp.where(who, loops, 0)
+    )
 
 
 def _keys(wishes: Wishes) -> Key[Array, " B"]:
@@ -221,11 +285,11 @@ def _keys(wishes: Wishes) -> Key[Array, " B"]:
     return jax.vmap(jax.random.fold_in)(keys, wishes.stream)
 
 
-def _asked(wishes: Wishes, active: Bool[Array, " B"]) -> RowSampling:
-    """Returns the settings with those of inactive slots greedy, which cost nothing."""
+def _asked(wishes: Wishes, who: Bool[Array, " B"]) -> RowSampling:
+    """Returns the settings with those of other slots greedy, which cost nothing."""
     quiet = RowSampling(*(jnp.asarray(x) for x in sampling_rows([_GREEDY])))
     return jax.tree.map(
-        lambda own, none: jnp.where(active, own, none), wishes.sampling, quiet
+        lambda own, none: jnp.where(who, own, none), wishes.sampling, quiet
     )
 
 
@@ -249,16 +313,17 @@ def _told(
 
     # Where nobody looks, no logarithms of V numbers are taken.
     def silent() -> tuple[Array, Array, Array]:
-        _, *told = jax.tree.map(lambda x: x[:, 0], _nothing(ids.shape[0], 1, top=top))
-        return tuple(told)
+        none = jax.tree.map(lambda x: x[:, 0], _nothing(ids.shape[0], 1, top=top))
+        return none.logprobs, none.top, none.top_logprobs
 
-    return Made(ids, *jax.lax.cond(jnp.any(wanted), tell, silent))
+    return Made(ids, ids, *jax.lax.cond(jnp.any(wanted), tell, silent))
 
 
 def _nothing(rows: int, steps: int, *, top: int) -> Made:
     best = jnp.zeros((rows, steps, top), jnp.int32)
     return Made(
         tokens=jnp.full((rows, steps), NOTHING, jnp.int32),
+        loops=jnp.zeros((rows, steps), jnp.int32),
         logprobs=jnp.zeros((rows, steps), jnp.float32),
         top=best,
         top_logprobs=best.astype(jnp.float32),

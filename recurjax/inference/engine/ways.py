@@ -1,0 +1,65 @@
+"""Whether an engine can be, and which way its slots move on."""
+
+from jax.sharding import Mesh
+
+from recurjax.data.tokenizers import Tokenizer
+from recurjax.exits import ExitHead
+from recurjax.inference.engine.config import EngineConfig
+from recurjax.inference.engine.depth_wise import DepthWise
+from recurjax.inference.engine.sequence_wise import SequenceWise
+from recurjax.inference.engine.slots import Way
+from recurjax.inference.engine.verified import Verified
+from recurjax.inference.exit_decoding import EarlyExit, check_exits
+from recurjax.model import Decoder
+
+
+def choose_way(model: Decoder, config: EngineConfig, head: ExitHead | None) -> Way:
+    """Returns the way that a config asks for.
+
+    Args:
+      head: for the rule "head".
+
+    Raises:
+      UserError: the model has no loops to leave, or others than the rule needs.
+    """
+    if config.exit is None:
+        return SequenceWise()
+    # Keys and values that a token lacks are made up for as the model was trained.
+    shares = getattr(model.config.stack, "loop_cache", None) == "first"
+    usual = "share" if shares else "propagate"
+    verifies = config.missing == "verify"
+    # Under `verify` nothing is missing in the end, whatever the model does about it.
+    missing = usual if config.missing in (None, "verify") else config.missing
+    check_exits(model, EarlyExit(rule=config.exit, missing=missing, head=head))
+    if verifies:
+        return Verified(kind=config.exit.kind, head=head)
+    return DepthWise(kind=config.exit.kind, missing=missing, head=head)
+
+
+def refuse_engine(
+    model: Decoder,
+    config: EngineConfig,
+    *,
+    tokenizer: Tokenizer | None,
+    mesh: Mesh | None,
+) -> str | None:
+    """Says what speaks against an engine, or None; before anything is compiled."""
+    reason = model.refuses_prefill(config.prefill)
+    if reason is None and mesh is not None:
+        reason = model.stack.refuses(mesh, config.length)
+        if config.exit is not None:
+            reason = "tokens leave early on one device: ask for no mesh"
+    most = model.config.max_length
+    if reason is None and most is not None and config.length > most:
+        reason = (
+            f"the model has positions for {most} tokens, a slot was to hold "
+            f"{config.length}: give it a length of at most {most}"
+        )
+    if reason is None and tokenizer is not None:
+        has, knows = tokenizer.vocabulary, model.config.vocabulary
+        if has > knows:
+            reason = (
+                f"the tokenizer has {has} tokens, the model only {knows}: use the "
+                "tokenizer it was trained with"
+            )
+    return reason

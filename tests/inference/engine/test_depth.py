@@ -1,0 +1,314 @@
+"""Slots at mixed loops: each request's tokens are those it has by itself."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recurjax.errors import UserError
+from recurjax.exits import ExitHead, ExitRule, confidence
+from recurjax.inference.engine import EngineConfig, RequestSettings
+from recurjax.inference.exit_decoding import EarlyExit
+from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.sampling import row_keys
+from recurjax.layers.mlp import MlpConfig
+from recurjax.layers.norm import NormConfig
+from recurjax.layers.position import LearnedPositions
+from recurjax.types import Tokens
+from tests.compiling import QUICK_COMPILE, compiled_programs
+from tests.inference.engine.models import (
+    GREEDY,
+    LENGTH,
+    SIZES,
+    build_engine,
+    build_model,
+    draw_requests,
+    finish,
+)
+from tests.training.compilation import quick_compilation
+from tests.variants.relaxed_recursive_transformer.switches import (
+    NEOX,
+    VOCABULARY,
+    build,
+    small,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+__all__ = ["quick_compilation"]
+
+OWN = small(
+    loops=3,
+    layers=6,
+    rank=2,
+    tie_norms=False,
+    windows=(3, None),
+    key_heads=2,
+    attention={"qk_norm": NormConfig()},
+)
+FIRST = small(loops=3, layers=6, rank=2, loop_cache="first", windows=(4, None))
+BIASED = small(loops=2, rank=3, tie_norms=False, windows=(4,), **NEOX)
+QUICK = small(
+    loops=3,
+    layers=3,
+    rank=2,
+    tie_norms=False,
+    windows=(3,),
+    key_heads=2,
+    mlp=MlpConfig(kind="swiglu", width=12),
+    attention={"position": LearnedPositions(length=LENGTH)},
+)
+HEAD = ExitHead(
+    *(
+        np.random.default_rng(n).normal(size=shape).astype(np.float32) * 0.3
+        for n, shape in enumerate(((2, 8), (2,)))
+    )
+)
+SURE, NEVER = 0.02, 1.0
+WAYS = {
+    "propagate": (OWN, "confidence", SURE),
+    "skip": (OWN, "head", 0.5),
+    "share": (FIRST, "cosine", 0.85),
+    "propagate biased": (BIASED, "confidence", 0.05),
+    "propagate quick": (QUICK, "confidence", SURE),
+}
+SLOW = ("propagate", "skip", "share", "propagate biased")
+
+
+def depth_engine(name: str, missing: str | None = None, **sizes):
+    config, kind, threshold = WAYS[name]
+    rule = ExitRule(kind=kind, threshold=threshold)
+    missing = missing or name.split()[0]
+    whole = dataclasses.replace(
+        SIZES, states_gib=0.0, steps=6, exit=rule, missing=missing, **sizes
+    )
+    head = HEAD if kind == "head" else None
+    return build_engine(build(config), whole, exit_head=head)
+
+
+def by_themselves(name: str, requests):
+    """What the reference makes of each request, one row and one loop at a time."""
+    config, kind, usual = WAYS[name]
+    exits = EarlyExit(
+        rule=ExitRule(kind=kind, threshold=usual),
+        missing=name.split()[0],
+        head=HEAD if kind == "head" else None,
+    )
+    model = build(config)
+    made = []
+    for prompt, settings in requests:
+        made.append(
+            generate_tokens(
+                model,
+                [prompt],
+                max_new_tokens=settings.max_new_tokens,
+                sampling=settings.sampling,
+                seed=row_keys(settings.seed, 2)[settings.stream : settings.stream + 1],
+                eos=settings.stop_tokens[0] if settings.stop_tokens else None,
+                cache_length=LENGTH,
+                exits=exits,
+            )
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def quick():
+    return depth_engine("propagate quick")
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    return depth_engine("propagate quick", missing="verify")
+
+
+@partial(jax.jit, compiler_options=QUICK_COMPILE)
+def whole_rows(model, ids, prompts, thresholds):
+    """The likeliest next token at each place, and the loops that each token ran."""
+
+    def leave(loop, before, after):
+        sure = confidence(model.logits(model.final_norm(after))) > thresholds[:, None]
+        return sure & (jnp.arange(ids.shape[1]) >= prompts[:, None])
+
+    x, ran = model.stack.leaving(model.embed(ids), Tokens(ids), leave)
+    return jnp.argmax(model.logits(model.final_norm(x)), axis=-1), ran
+
+
+def greedy_requests(count: int, thresholds: tuple[float | None, ...]):
+    return [
+        (
+            ids,
+            dataclasses.replace(
+                settings,
+                sampling=GREEDY,
+                threshold=thresholds[n % len(thresholds)],
+            ),
+        )
+        for n, (ids, settings) in enumerate(draw_requests(VOCABULARY, count))
+    ]
+
+
+def expect(requests, finished, *, early: bool):
+    """Holds greedy texts to whole rows of the model that made them.
+
+    Args:
+      early: their tokens left early; else they are the full model's.
+    """
+    count = len(finished)
+    ids, prompts = np.zeros((count, LENGTH), np.int32), np.zeros(count, np.int32)
+    thresholds = np.full(count, NEVER, np.float32)
+    for n, (request, (_, settings)) in enumerate(zip(finished, requests, strict=True)):
+        read = [*request.prompt, *request.tokens[:-1]]
+        ids[n, : len(read)], prompts[n] = read, len(request.prompt)
+        if early:
+            usual = SURE if settings.threshold is None else settings.threshold
+            thresholds[n] = usual
+    likeliest, ran = whole_rows(build(QUICK), ids, prompts, thresholds)
+    for n, request in enumerate(finished):
+        start, end = prompts[n], prompts[n] + len(request.tokens) - 1
+        assert request.tokens == likeliest[n, start - 1 : end].tolist()
+        assert len(request.loops) == len(request.tokens)
+        if early:
+            assert request.loops == [3, *ran[n, start:end].tolist()]
+
+
+def test_tokens_and_loops_are_those_of_whole_rows_in_any_company(quick):
+    # By one rule, always after the first loop, and never: as `generate`.
+    requests = greedy_requests(9, (None, 0.0, NEVER))
+    orders, made = (range(9), range(8, -1, -1)), []
+    with compiled_programs() as compiled:
+        for order in orders:
+            made.append([quick.submit(*requests[n]) for n in order])
+            finish(quick, made[-1])
+    assert compiled == []
+    for order, finished in zip(orders, made, strict=True):
+        expect([requests[n] for n in order], finished, early=True)
+    loops = [n for request in made[0] for n in request.loops[1:]]
+    assert set(loops) == {1, 2, 3}
+
+
+def test_a_sampled_request_is_the_same_alone_and_among_others(quick):
+    requests = draw_requests(VOCABULARY, 7)
+    single = []
+    for request in requests:
+        single.append(quick.submit(*request))
+        finish(quick, single[-1:])
+    together = [quick.submit(*request) for request in requests]
+    finish(quick, together)
+    for one, other in zip(single, together, strict=True):
+        assert (one.tokens, one.loops) == (other.tokens, other.loops)
+
+
+def test_verified_texts_are_the_full_models(verifier):
+    # Rules that guess now and then, always, and never.
+    requests = greedy_requests(9, (None, 0.0, NEVER))
+    finished = [verifier.submit(*request) for request in requests]
+    finish(verifier, finished)
+    expect(requests, finished, early=False)
+    guessed = [n < 3 for request in finished for n in request.loops[1:]]
+    assert 0 < sum(guessed) < len(guessed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    SLOW,
+)
+def test_tokens_and_loops_are_those_of_one_row_at_a_time(name):
+    engine, whole = depth_engine(name), WAYS[name][0].stack.loops
+    # A penalty makes a second pair of the reference's programs.
+    requests = [r for r in draw_requests(VOCABULARY, 9) if not r[1].sampling.penalizes]
+    expected = by_themselves(name, requests)
+    loops = {n for made in expected for n in made.loops[0][1:]}
+    assert min(loops) < whole and len(loops) > 1  # some leave, some do not
+    with compiled_programs() as compiled:
+        for order in (range(len(requests)), range(len(requests) - 1, -1, -1)):
+            together = [engine.submit(*requests[n]) for n in order]
+            finish(engine, together)
+            for n, request in zip(order, together, strict=True):
+                assert request.tokens == expected[n].tokens[0].tolist()
+                assert request.loops == expected[n].loops[0]
+    assert compiled == []
+
+
+@pytest.mark.slow
+def test_a_threshold_that_nothing_exceeds_gives_the_tokens_of_generate():
+    engine = depth_engine("skip")
+    requests = [r for r in draw_requests(VOCABULARY, 6) if not r[1].sampling.penalizes]
+    never = [
+        (ids, dataclasses.replace(settings, threshold=NEVER))
+        for ids, settings in requests
+    ]
+    together = [engine.submit(*request) for request in never]
+    finish(engine, together)
+    for (prompt, settings), request in zip(requests, together, strict=True):
+        made = generate_tokens(
+            build(OWN),
+            [prompt],
+            max_new_tokens=settings.max_new_tokens,
+            sampling=settings.sampling,
+            seed=row_keys(settings.seed, 2)[settings.stream : settings.stream + 1],
+            eos=settings.stop_tokens[0] if settings.stop_tokens else None,
+            cache_length=LENGTH,
+            chunk=16,
+        )
+        assert request.tokens == made.tokens[0].tolist()
+        assert set(request.loops) == {3}
+
+
+def verify(name: str, count: int) -> float:
+    """Compares greedy texts with the full model's; returns how many guesses held."""
+    engine = depth_engine(name, missing="verify")
+    model = build(WAYS[name][0])
+    requests = [
+        (ids, dataclasses.replace(settings, sampling=GREEDY))
+        for ids, settings in draw_requests(VOCABULARY, count)
+    ]
+    # Some rules guess always, some never, some now and then.
+    thresholds = (None, 0.0, NEVER, None)
+    together = [
+        engine.submit(ids, dataclasses.replace(s, threshold=thresholds[n % 4]))
+        for n, (ids, s) in enumerate(requests)
+    ]
+    with compiled_programs() as compiled:
+        finish(engine, together)
+    assert compiled == []
+    held = []
+    for (prompt, settings), request in zip(requests, together, strict=True):
+        made = generate_tokens(
+            model,
+            [prompt],
+            max_new_tokens=settings.max_new_tokens,
+            sampling=GREEDY,
+            eos=settings.stop_tokens[0] if settings.stop_tokens else None,
+            cache_length=LENGTH,
+            chunk=16,
+        )
+        assert request.tokens == made.tokens[0].tolist()
+        assert len(request.loops) == len(request.tokens)
+        held += request.loops[1:]
+    loops = WAYS[name][0].stack.loops
+    return sum(n < loops for n in held) / len(held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["propagate", "share"])
+def test_100_verified_texts_are_the_full_models(name):
+    assert 0 < verify(name, 100) < 1
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(verifier):
+    model = build(QUICK)
+    rule = ExitRule(kind="head", threshold=0.5)
+    with pytest.raises(UserError, match="say by exit when they do"):
+        EngineConfig(missing="skip")
+    with pytest.raises(UserError, match="needs a trained exit head"):
+        build_engine(model, EngineConfig(slots=1, length=8, exit=rule))
+    with pytest.raises(UserError, match="only a recursive model"):
+        build_engine(build_model("rnn"), EngineConfig(slots=1, length=8, exit=rule))
+    with pytest.raises(UserError, match="threshold must be from 0 to 1"):
+        RequestSettings(threshold=1.5)
+    with pytest.raises(UserError, match="verify is for greedy texts"):
+        verifier.submit([1, 2], RequestSettings(max_new_tokens=3))
