@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -55,10 +55,12 @@ class GenerateOptions:
         goes on where an earlier one stopped.
       exit: let tokens leave a recursive model early, by confidence:0.7, cosine:0.98 or
         head:0.9: once the likeliest token leads by more than this, a loop changes the
-        state by less, or the exit head of the run is surer. One prompt after another.
+        state by less, or the exit head of the run is surer. One prompt after another;
+        prompts of a file side by side.
       missing: what becomes of the keys and values that such tokens lack: "propagate",
-        "skip", or "share" for a model with loop_cache "first". None: share where the
-        model does, else propagate.
+        "skip", or "share" for a model with loop_cache "first"; or "verify": greedy
+        texts are the full model's, and early states only guess ahead. None: share where
+        the model does, else propagate.
       loops: run only the first loops of a recursive model.
       seed: the same seed gives the same texts.
       stream: show a single prompt's text as it comes.
@@ -82,7 +84,7 @@ class GenerateOptions:
     slots: int = 8
     json_lines: Path | None = None
     exit: str | None = None
-    missing: Missing | None = None
+    missing: Missing | Literal["verify"] | None = None
     loops: int | None = None
     seed: int = 0
     stream: bool = True
@@ -107,6 +109,8 @@ def run(argv: list[str]) -> int:
         repetition_penalty=options.repetition_penalty,
     )
     rule = None if options.exit is None else parse_rule(options.exit)
+    if options.missing == "verify" and options.temperature > 0:
+        raise UserError("--missing verify is for greedy texts: add --temperature 0")
     if options.missing is not None and rule is None:
         raise UserError("--missing goes with --exit: say when tokens leave")
     # Pieces of several texts would come mixed: only a single one is shown as it grows.
@@ -120,14 +124,17 @@ def run(argv: list[str]) -> int:
     if options.loops is not None:
         # Before the exits are made: a rule then leaves the loops of the shorter model.
         model = truncated(model, options.loops)
+    head = None
+    if rule is not None and rule.kind == "head":
+        head = read_exit_head(options.run)
     exits = None
-    if rule is not None:
+    if rule is not None and options.missing != "verify":
         # Keys and values that a token lacks are made up for as the model was trained.
         shares = getattr(model.config.stack, "loop_cache", None) == "first"
         exits = EarlyExit(
             rule=rule,
             missing=options.missing or ("share" if shares else "propagate"),
-            head=read_exit_head(options.run) if rule.kind == "head" else None,
+            head=head,
         )
     unshown = prompts[:1]  # Comes with the first text: only then all options are right.
 
@@ -152,7 +159,10 @@ def run(argv: list[str]) -> int:
         "mesh": spread,
     }
     if _wants_engine(options, prompts):
-        made = _on_engine(model, prompts, options, loaded.step, shared)
+        leaving = {"rule": rule, "missing": options.missing, "exit_head": head}
+        made = _on_engine(
+            model, prompts, options, loaded.step, shared, leaving if rule else {}
+        )
     else:
         on_text = show if streams else None
         made = generate(model, prompts, on_text=on_text, exits=exits, **shared)
@@ -176,16 +186,13 @@ def run(argv: list[str]) -> int:
 def _wants_engine(options: GenerateOptions, prompts: list[str]) -> bool:
     """Says whether slots serve better than one batch that runs to its end."""
     if options.json_lines is not None:
-        if options.exit is not None:
-            raise UserError(
-                "--exit continues one prompt after another: leave out --json-lines"
-            )
         if jax.process_count() > 1:
             raise UserError("--json-lines is for one process: leave it out")
         return True
     # One batch tells what sweeps leave open, and runs on several processes.
     plain = options.prefill == "exact" and jax.process_count() == 1
-    plain = plain and options.exit is None
+    if options.missing == "verify":  # only slots guess ahead
+        return True
     return options.prompts_file is not None and len(prompts) > 1 and plain
 
 
@@ -195,6 +202,7 @@ def _on_engine(
     options: GenerateOptions,
     step: int,
     shared: dict[str, Any],
+    leaving: dict[str, Any],
 ) -> Generation:
     lines, timing = None, Timing()
     if options.json_lines is not None:
@@ -207,12 +215,21 @@ def _on_engine(
             "tokenizer": shared["tokenizer"].hash,
             **{name: shared[name] for name in _DECIDE},
         }
+        # Files of texts that run all loops stay what they were.
+        if leaving:
+            settings |= {"exit": options.exit, "missing": options.missing}
         lines = JsonLines(options.json_lines, prompts, settings)
         if lines.done:
             _tell(f"{len(lines.done)} of {len(prompts)} texts were there already")
     done = {} if lines is None else lines.done
     for number, request in continue_prompts(
-        model, prompts, slots=options.slots, skip=set(done), timing=timing, **shared
+        model,
+        prompts,
+        slots=options.slots,
+        skip=set(done),
+        timing=timing,
+        **leaving,
+        **shared,
     ):
         line = {
             "prompt": prompts[number],
@@ -220,17 +237,22 @@ def _on_engine(
             "tokens": request.tokens,
             "finish_reason": request.reason,
         }
+        if leaving:
+            line["loops"] = request.loops
         done[number] = line
         if lines is not None:
             lines.add(number, line)
     # Slots end in any order; the prompts' own is given back.
     ordered = [done[number] for number in range(len(prompts))]
+    # The first token of each comes of the prompt, which all loops have read.
+    later = [n for line in ordered if leaving for n in line["loops"][1:]]
     return Generation(
         texts=[line["text"] for line in ordered],
         tokens=[np.asarray(line["tokens"], np.int32) for line in ordered],
         finish_reasons=[line["finish_reason"] for line in ordered],
         timing=timing,
-        aux={},
+        aux={"mean loops a token": sum(later) / len(later)} if later else {},
+        loops=[line["loops"] for line in ordered] if leaving else None,
     )
 
 

@@ -14,9 +14,12 @@ from recurjax.cli.options import parse
 from recurjax.data.chat import load_template
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
+from recurjax.evaluation.exit_scores import read_exit_head
+from recurjax.exits import ExitHead, Missing, parse_rule
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig
 from recurjax.inference.engine.memory import slots_that_fit
+from recurjax.inference.engine.ways import choose_way
 from recurjax.inference.state_size import state_sizes
 from recurjax.model import Decoder
 from recurjax.ranges import require_numbers
@@ -43,6 +46,8 @@ class ServeOptions:
       states_gib: memory for states of conversations, so that a next turn reads only
         what is new.
       prefill: "exact", or "sweeps:4" of a model with a latent memory.
+      exit, missing: let tokens leave a recursive model early, as in `generate`; a
+        request's text then needs fewer loops, and "verify" keeps greedy ones exact.
       top_logprobs: likeliest tokens that a request may ask for at each place.
       echo_logprobs: also tell probabilities of prompts, where a completion asks for
         echo and logprobs; takes a further slot's memory while it works.
@@ -62,6 +67,8 @@ class ServeOptions:
     steps: int = 4
     states_gib: float = 0.5
     prefill: str = "exact"
+    exit: str | None = None
+    missing: Missing | Literal["verify"] | None = None
     top_logprobs: int = 5
     echo_logprobs: bool = True
     api_key_file: Path | None = None
@@ -141,7 +148,14 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
         states_gib=options.states_gib if options.prefill == "exact" else 0.0,
         prefill=options.prefill,
         top_logprobs=options.top_logprobs,
+        exit=None if options.exit is None else parse_rule(options.exit),
+        missing=options.missing,
     )
+    head = None
+    if config.exit is not None and config.exit.kind == "head":
+        head = read_exit_head(path)
+    # Asked before the programs compile, as all that a user can put right.
+    choose_way(loaded.model, config, head)
     # Told now, and not when the server is up and its engine cannot be made.
     slots_that_fit(loaded.model, config)
     # Decoding is bound by reading weights: they are held as they are multiplied, and
@@ -157,7 +171,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     return Served(
         name=name,
         worker=Worker(
-            partial(_build, name, model, loaded.tokenizer, config, spread),
+            partial(_build, name, model, loaded.tokenizer, config, spread, head),
             most_waiting=options.queue,
             build_scorer=build_scorer,
         ),
@@ -175,9 +189,10 @@ def _build(
     tokenizer: Tokenizer,
     config: EngineConfig,
     mesh: Mesh | None,
+    head: ExitHead | None,
 ) -> Engine:
     try:
-        engine = Engine(model(), config, tokenizer=tokenizer, mesh=mesh)
+        engine = Engine(model(), config, tokenizer=tokenizer, mesh=mesh, exit_head=head)
     except UserError as error:
         _tell(f"{name}: {error}")
         raise

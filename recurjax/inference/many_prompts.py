@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from typing import Literal
 
 from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
+from recurjax.exits import ExitHead, ExitRule, Missing
 from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSettings
 from recurjax.inference.generate import encode_prompts
 from recurjax.inference.generate_tokens import NotFinite, rounded_length
@@ -28,6 +30,9 @@ def continue_prompts(
     slots: int,
     prefill: str = "exact",
     mesh: Mesh | None = None,
+    rule: ExitRule | None = None,
+    missing: Missing | Literal["verify"] | None = None,
+    exit_head: ExitHead | None = None,
     skip: Collection[int] = (),
     timing: Timing,
 ) -> Iterator[tuple[int, Request]]:
@@ -37,6 +42,8 @@ def continue_prompts(
 
     Args:
       slots: prompts that are continued at once, at most.
+      rule, missing, exit_head: of tokens that leave a recursive model early, see
+        `EngineConfig`.
       skip: numbers of prompts that are done already; the others' tokens are the same
         with or without them.
       timing: is filled in; the engine reads and decodes in turns, so its decode seconds
@@ -60,9 +67,13 @@ def continue_prompts(
         # No wider than the longest prompt: each width is a program to compile.
         prefill_tokens=min(512, max(16, 1 << (longest - 1).bit_length())),
         prefill=prefill,
+        exit=rule,
+        missing=missing,
     )
     with timing.measure("compile"):
-        engine = Engine(model, config, tokenizer=tokenizer, mesh=mesh)
+        engine = Engine(
+            model, config, tokenizer=tokenizer, mesh=mesh, exit_head=exit_head
+        )
     numbers: dict[Request, int] = {}
     for number in left:
         # Each prompt draws from the stream of its own number: what is skipped, or ends

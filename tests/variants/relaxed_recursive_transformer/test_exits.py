@@ -317,9 +317,25 @@ def test_the_commands_run_and_refuse(tmp_path):
     loops = json.loads(out)["generations"][0]["loops"]
     assert len(loops) == 4 and loops[0] == 2
     assert recurjax("generate", run, *prompt, "--loops", "1")[0] == 0
+    # Prompts of a file leave early side by side, with the tokens each has alone.
+    file = tmp_path / "prompts.txt"
+    file.write_text("It was\nIn April\n")
+    many = ("--prompts-file", file, *prompt[2:], "--json", "--exit", "confidence:0.02")
+    code, out, err = recurjax("generate", run, *many)
+    assert code == 0, err
+    first, second = json.loads(out)["generations"]
+    code, out, err = recurjax("generate", run, *prompt, *many[-3:])
+    alone = json.loads(out)["generations"][0]
+    assert (first["tokens"], first["loops"]) == (alone["tokens"], alone["loops"])
+    verified = recurjax("generate", run, *many, "--missing", "verify")
+    plain = recurjax("generate", run, *prompt, "--json")
+    rows = [json.loads(out)["generations"][0] for _, out, _ in (verified, plain)]
+    assert rows[0]["tokens"] == rows[1]["tokens"] and len(second["loops"]) == 4
     refuse = partial(recurjax, "generate", run, *prompt)
     assert_refused(refuse("--exit", "confidence:2"), "threshold from 0 to 1")
     assert_refused(refuse("--missing", "skip"), "goes with --exit")
+    drawn = ("--exit", "confidence:0.5", "--missing", "verify", "--temperature", "1")
+    assert_refused(refuse(*drawn), "verify is for greedy texts")
     assert_refused(refuse("--loops", "3"), "loops must lie in 1..2")
     share = ("--exit", "confidence:0.5", "--missing", "share")
     assert_refused(refuse(*share), "share is for a model with loop_cache")
