@@ -2,22 +2,26 @@
 
 import dataclasses
 
-import numpy as np
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from recurjax.errors import UserError
 from recurjax.model import Decoder
-from recurjax.surgery.relaxed_recursive import (
-    is_matrix,
-    parameters,
-    recursive_config,
-    with_parameters,
-)
+from recurjax.surgery.named_parameters import made_by, named_leaves
+from recurjax.surgery.recursive_parts import is_matrix
+from recurjax.surgery.relaxed_recursive import recursive_config
 from recurjax.surgery.shared_block import evenly_kept
+from recurjax.types import Array
 from recurjax.variants.transformer import TransformerConfig
 
 
-def with_evenly_kept_layers(model: Decoder, loops: int) -> Decoder:
+def with_evenly_kept_layers(
+    model: Decoder, loops: int, *, mesh: Mesh | None = None
+) -> Decoder:
     """Leaves out layers of a Transformer, so that the loops divide those that stay.
+
+    Args:
+      mesh: that the model lies on, and what it becomes; None: one device.
 
     Raises:
       UserError: the model is no Transformer, has fewer layers than loops, or has
@@ -39,13 +43,14 @@ def with_evenly_kept_layers(model: Decoder, loops: int) -> Decoder:
         raise UserError(
             f"layers cannot be left out of a model whose windows differ: {base.windows}"
         )
-    # Stacked layers are cut along their leading axis; all else stays.
-    made = {
-        name: leaf[list(kept)] if name.startswith("stack.blocks.") else leaf
-        for name, leaf in parameters(model).items()
-    }
+    ours, rows = named_leaves(model), jnp.array(kept)
+
+    def make(name: str) -> Array:
+        # Stacked layers are cut along their leading axis; all else stays.
+        return ours[name][rows] if name.startswith("stack.blocks.") else ours[name]
+
     stack = dataclasses.replace(base, layers=len(kept))
-    return with_parameters(dataclasses.replace(model.config, stack=stack), made)
+    return made_by(dataclasses.replace(model.config, stack=stack), make, mesh=mesh)
 
 
 def truncated(model: Decoder, loops: int) -> Decoder:
@@ -74,13 +79,14 @@ def truncated(model: Decoder, loops: int) -> Decoder:
     shorter = dataclasses.replace(base, layers=loops * stack.block_layers)
     cut = dataclasses.replace(stack, transformer=shorter, loops=loops)
 
-    def leaf_of(name: str, leaf: np.ndarray) -> np.ndarray:
+    ours = named_leaves(model)
+
+    def make(name: str) -> Array:
         # Additions and untied norms are each loop's own, the leading axis counting
         # loops; the block itself is shared and stays whole.
         own = name.startswith("stack.adapters.")
         untied = name.startswith("stack.blocks.") and not is_matrix(name)
         by_loop = own or (untied and not stack.tie_norms)
-        return leaf[:loops] if by_loop else leaf
+        return ours[name][:loops] if by_loop else ours[name]
 
-    made = {name: leaf_of(name, leaf) for name, leaf in parameters(model).items()}
-    return with_parameters(dataclasses.replace(model.config, stack=cut), made)
+    return made_by(dataclasses.replace(model.config, stack=cut), make)

@@ -1,19 +1,14 @@
 """How far a recursive model's matrices lie from those it was made of, and a picture."""
 
-import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from recurjax.model import Decoder
-from recurjax.surgery.relaxed_recursive import (
-    MAPS,
-    layer_of,
-    parameters,
-    recursive_config,
-    use_of,
-)
+from recurjax.surgery.named_parameters import named_leaves, on_host
+from recurjax.surgery.recursive_parts import MAPS, flat
+from recurjax.surgery.relaxed_recursive import recursive_config
 from recurjax.variants.relaxed_recursive_transformer.sharing import depths_of
 from recurjax.variants.transformer import TransformerConfig
 
@@ -43,25 +38,32 @@ def kept_energy(model: Decoder, recursive: Decoder) -> list[Energy]:
     """
     stack, base = recursive_config(recursive), model.config.stack
     assert isinstance(base, TransformerConfig)
-    ours, theirs = parameters(recursive), parameters(model)
-    # The shared block without its additions, to measure what they make up for.
-    bare = {n: leaf for n, leaf in ours.items() if not n.startswith("stack.adapters.")}
-    plain = dataclasses.replace(stack, rank=0)
+    ours, theirs, P = named_leaves(recursive), named_leaves(model), len(base.windows)
     found = []
     for b, row in enumerate(depths_of(base.layers, stack.loops, stack.sharing)):
-        for k, depth in enumerate(row):
-            wanted = layer_of(theirs, base, int(depth))
-            shared, joined = use_of(bare, plain, b, k), use_of(ours, stack, b, k)
+        for k, depth in enumerate(row.tolist()):
+            repeat, place = divmod(k, P)
             for name, weight in MAPS.items():
-                if weight not in wanted:
+                block = f"stack.blocks.{place}.{weight}"
+                if block not in theirs:
                     continue
-                # In float64: differences of nearly equal matrices are what is measured.
-                whole = wanted[weight].astype(np.float64)
-                before = float(np.sum((whole - shared[weight]) ** 2))
-                left = float(np.sum((whole - joined[weight]) ** 2))
+                # One matrix after another, gathered from its devices. In float64:
+                # differences of nearly equal matrices are what is measured.
+                residual = flat(weight, on_host(theirs[block][depth // P]))
+                residual -= flat(weight, on_host(ours[block][repeat]))
+                before = float(np.sum(residual**2))
+                if stack.rank:
+                    reduce, expand = (
+                        on_host(
+                            ours[f"stack.adapters.{place}.{name}.w_{side}"][b, repeat]
+                        )
+                        for side in ("reduce", "expand")
+                    )
+                    residual -= reduce.astype(np.float64) @ expand.astype(np.float64)
+                left = float(np.sum(residual**2))
                 # A layer that is the shared one leaves nothing to make up for.
                 kept = 1.0 - left / before if before else 1.0
-                found.append(Energy(int(depth), name, before**0.5, kept))
+                found.append(Energy(depth, name, before**0.5, kept))
     return sorted(found, key=lambda energy: energy.depth)
 
 

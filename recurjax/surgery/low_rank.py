@@ -25,19 +25,38 @@ def low_rank_factors(residual: Float[np.ndarray, "N M"], rank: int) -> Factors:
     Args:
       rank: R, at most min(N, M).
     """
+    return factors_along(residual, leading_vectors(residual, rank))
+
+
+def leading_vectors(
+    residual: Float[np.ndarray, "N M"], rank: int
+) -> Float[np.ndarray, "S R"]:
+    """Returns the leading singular vectors of the smaller side, S = min(N, M).
+
+    They are the left ones where N <= M. Of a matrix and its negative they are the same.
+
+    Args:
+      rank: R, at most min(N, M).
+    """
     residual = np.asarray(residual, np.float64)
     N, M = residual.shape
     if not 1 <= rank <= min(N, M):
         raise ValueError(
-            f"low_rank_factors: rank must lie in 1..{min(N, M)}, got {rank}"
+            f"leading_vectors: rank must lie in 1..{min(N, M)}, got {rank}"
         )
-    # The smaller Gram matrix: its eigenvectors are the singular vectors of that side.
+    gram = residual @ residual.T if N <= M else residual.T @ residual
+    # Eigenvalues come in ascending order.
+    return np.linalg.eigh(gram)[1][:, ::-1][:, :rank]
+
+
+def factors_along(
+    residual: Float[np.ndarray, "N M"], vectors: Float[np.ndarray, "S R"]
+) -> Factors:
+    """Returns the A and B whose product is the residual's part along these vectors."""
+    residual = np.asarray(residual, np.float64)
+    N, M = residual.shape
     if N <= M:
-        _, vectors = np.linalg.eigh(residual @ residual.T)
-        reduce = vectors[:, ::-1][:, :rank]  # eigenvalues come in ascending order
-        return Factors(reduce, reduce.T @ residual)
-    _, vectors = np.linalg.eigh(residual.T @ residual)
-    largest = vectors[:, ::-1][:, :rank]
-    # residual @ largest = V S: its orthonormal basis is V, whatever S holds of zeros.
-    reduce, scales = np.linalg.qr(residual @ largest)
-    return Factors(reduce, scales @ largest.T)
+        return Factors(vectors, vectors.T @ residual)
+    # residual @ vectors = V S: its orthonormal basis is V, whatever S holds of zeros.
+    reduce, scales = np.linalg.qr(residual @ vectors)
+    return Factors(reduce, scales @ vectors.T)

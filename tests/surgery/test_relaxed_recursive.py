@@ -1,6 +1,8 @@
 """Pretrained models made recursive: the golden logits, and there and back again."""
 
+import dataclasses
 import re
+import tracemalloc
 from functools import partial
 
 import jax
@@ -9,12 +11,13 @@ import pytest
 
 from recurjax.convert.hugging_face import from_hf
 from recurjax.errors import UserError
+from recurjax.layers.mlp import MlpConfig
+from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.surgery.fewer_layers import with_evenly_kept_layers
-from recurjax.surgery.relaxed_recursive import (
-    parameters,
-    to_recursive,
-    to_transformer,
-)
+from recurjax.surgery.kept_energy import kept_energy
+from recurjax.surgery.named_parameters import parameters
+from recurjax.surgery.recursive_parts import MAPS, flat
+from recurjax.surgery.relaxed_recursive import to_recursive, to_transformer
 from recurjax.surgery.shared_block import evenly_kept
 from recurjax.types import Tokens
 from recurjax.variants.relaxed_recursive_transformer import (
@@ -26,6 +29,7 @@ from tests.convert.hf_directories import arrays
 from tests.golden.cases import GOLDEN, golden_cases, load
 from tests.tolerances import assert_values_close
 from tests.training.compilation import quick_compilation
+from tests.variants.transformer import switches as transformer
 
 __all__ = ["quick_compilation"]
 
@@ -176,3 +180,63 @@ def test_layers_are_left_out_at_equal_steps_where_loops_do_not_divide(llama):
     assert with_evenly_kept_layers(llama, 3) is llama
     with pytest.raises(UserError, match=r"1\.\.6, got 7"):
         with_evenly_kept_layers(llama, 7)
+
+
+@pytest.mark.slow
+def test_a_model_on_a_mesh_becomes_the_same_one_there(llama):
+    stack = recursive(llama, loops=2, rank=3, tie_norms=False)
+    want = to_recursive(llama, stack, init="average")
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    spread = jax.device_put(llama, shardings(llama, mesh))
+    made = to_recursive(spread, stack, init="average", mesh=mesh)
+    back = to_transformer(made, mesh=mesh)
+    for model, alone in ((made, want), (back, to_transformer(want))):
+        places = jax.tree.leaves(shardings(model, mesh))
+        for leaf, where in zip(jax.tree.leaves(model), places, strict=True):
+            assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
+        ours, theirs = parameters(model), parameters(alone)
+        for name, leaf in theirs.items():
+            np.testing.assert_array_equal(ours[name], leaf, err_msg=name)
+    assert kept_energy(spread, made) == kept_energy(llama, want)
+
+
+def test_the_two_uses_of_a_mean_share_their_vectors_and_lose_nothing(llama):
+    stack = recursive(llama, loops=2, rank=3)
+    made = to_recursive(llama, stack, init="average")
+    theirs = parameters(llama)
+    # A square matrix, one that is wider than high, and one that is higher.
+    for name in ("q", "up", "down"):
+        weight = theirs[f"stack.blocks.0.{MAPS[name]}"]
+        layers = [flat(MAPS[name], layer) for layer in weight]
+        for energy in kept_energy(llama, made):
+            if energy.name == name:
+                other = layers[(energy.depth + 3) % 6]
+                residual = layers[energy.depth] - (layers[energy.depth] + other) / 2
+                singular = np.linalg.svd(residual, compute_uv=False) ** 2
+                kept = singular[:3].sum() / singular.sum()
+                assert energy.kept == pytest.approx(kept, abs=1e-5)
+
+
+def test_beside_both_models_memory_holds_a_few_matrices():
+    config = transformer.small(
+        layers=12, heads=8, key_heads=8, head_width=16, mlp=MlpConfig(width=512)
+    )
+    stack = dataclasses.replace(config.stack, width=128)
+    model = transformer.build(dataclasses.replace(config, stack=stack, vocabulary=4096))
+    stack = recursive(model, loops=2, rank=16, tie_norms=False)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+
+    def beside_both(convert, model):
+        tracemalloc.start()
+        made = convert(model)
+        kept, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        # JAX's arrays are not traced, and what NumPy holds at the end is the new model.
+        return made, (peak - kept) / size
+
+    made, peak = beside_both(partial(to_recursive, stack=stack, init="average"), model)
+    assert peak < 0.3
+    # All layers of a matrix are a fourth of so shallow a model.
+    back, peak = beside_both(to_transformer, made)
+    assert peak < 0.4
+    assert back.config == model.config

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jax.sharding import Mesh
 
 from recurjax.cli.convert.surgery import cut_text, say, write_changed_run
 from recurjax.cli.options import parse
@@ -15,10 +17,11 @@ from recurjax.evaluation.perplexity import score
 from recurjax.files.json_files import json_text
 from recurjax.files.whole import refuse_existing
 from recurjax.model import Decoder, count_parameters
+from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.surgery.fewer_layers import with_evenly_kept_layers
 from recurjax.surgery.kept_energy import kept_energy, plot_energy
+from recurjax.surgery.recursive_parts import TiedNorms
 from recurjax.surgery.relaxed_recursive import (
-    TiedNorms,
     recursive_stack,
     to_recursive,
     to_transformer,
@@ -59,6 +62,7 @@ class ToRecursive:
       samples, length: how much of that text: rows, and tokens of each.
       seed: of a random block, and of additions that start from nothing.
       step: of the checkpoint; None: the newest.
+      mesh: devices that both models lie on.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -78,6 +82,7 @@ class ToRecursive:
     length: int = 512
     seed: int = 0
     step: int | None = None
+    mesh: MeshConfig = MeshConfig(data=1)
 
     def __post_init__(self):
         if self.samples < 1 or self.length < 2:
@@ -91,7 +96,8 @@ def run_to_recursive(argv: list[str]) -> int:
     """Runs `recurjax convert to-recursive ARGV`."""
     options = parse(ToRecursive, argv, prog="recurjax convert to-recursive")
     refuse_existing(options.out)
-    loaded = load_run(options.run, step=options.step, report=say)
+    mesh = reading_mesh(options.mesh)
+    loaded = load_run(options.run, step=options.step, mesh=mesh, report=say)
     # The text first: a file that cannot be read should stop it before the work.
     rows = (
         None
@@ -101,7 +107,7 @@ def run_to_recursive(argv: list[str]) -> int:
     # The model whose layers the loops take; the loss is told of the whole one.
     base = loaded.model
     if options.keep == "evenly":
-        base = with_evenly_kept_layers(base, options.loops)
+        base = with_evenly_kept_layers(base, options.loops, mesh=mesh)
     stack = recursive_stack(
         base,
         loops=options.loops,
@@ -118,6 +124,7 @@ def run_to_recursive(argv: list[str]) -> int:
         fused_qkv=options.fused_qkv,
         norms=options.norms,
         seed=options.seed,
+        mesh=mesh,
     )
     # Measured between the matrices of the two models, not by training.
     energies = kept_energy(base, model)
@@ -133,7 +140,7 @@ def run_to_recursive(argv: list[str]) -> int:
         told["text"] = str(options.text)
         told["tokens"] = int(rows[:, 1:].size)
         told["loss_before"], told["loss_after"] = (
-            _loss(one, rows, loaded) for one in (loaded.model, model)
+            _loss(one, rows, loaded, mesh) for one in (loaded.model, model)
         )
 
     def report(folder: Path) -> None:
@@ -158,31 +165,36 @@ class ToTransformer:
       run: the run directory of a recursive model.
       out: the new run directory; it appears whole or not at all.
       step: of the checkpoint; None: the newest.
+      mesh: devices that both models lie on.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
     out: Annotated[Path, tyro.conf.Positional]
     step: int | None = None
+    mesh: MeshConfig = MeshConfig(data=1)
 
 
 def run_to_transformer(argv: list[str]) -> int:
     """Runs `recurjax convert to-transformer ARGV`."""
     options = parse(ToTransformer, argv, prog="recurjax convert to-transformer")
     refuse_existing(options.out)
-    loaded = load_run(options.run, step=options.step, report=say)
+    mesh = reading_mesh(options.mesh)
+    loaded = load_run(options.run, step=options.step, mesh=mesh, report=say)
     # Every depth gets matrices of its own, with its addition multiplied out.
-    model = to_transformer(loaded.model)
+    model = to_transformer(loaded.model, mesh=mesh)
     write_changed_run(options.out, loaded, model, lambda folder: None)
     layers = model.config.stack.layers
     print(f"{options.out}: a Transformer of {layers} layers")
     return 0
 
 
-def _loss(model: Decoder, rows: np.ndarray, loaded: LoadedRun) -> float:
+def _loss(model: Decoder, rows: np.ndarray, loaded: LoadedRun, mesh: Mesh) -> float:
     """Returns nats a token; every row starts without context."""
     # Inputs and their next tokens, a few rows at a time.
     batches = (
         Batch(jnp.asarray(part[:, :-1]), jnp.asarray(part[:, 1:]))
         for part in np.array_split(rows, -(-len(rows) // ROWS))
     )
-    return score(model, batches, token_bytes=loaded.tokenizer.token_bytes).loss
+    sizes = loaded.tokenizer.token_bytes
+    with jax.set_mesh(mesh):
+        return score(model, batches, token_bytes=sizes).loss

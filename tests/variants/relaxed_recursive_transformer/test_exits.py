@@ -24,9 +24,7 @@ from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Rope
 from recurjax.model import ModelConfig
 from recurjax.surgery.fewer_layers import truncated
-from recurjax.surgery.relaxed_recursive import (
-    with_parameters,
-)
+from recurjax.surgery.named_parameters import with_parameters
 from recurjax.types import IGNORED, Batch, Tokens
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,

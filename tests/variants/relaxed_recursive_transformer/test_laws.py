@@ -12,11 +12,8 @@ from recurjax.errors import UserError
 from recurjax.layers.position import LearnedPositions
 from recurjax.sharding import MeshConfig, batch_sharding, make_mesh, shardings
 from recurjax.surgery.fewer_layers import truncated
-from recurjax.surgery.relaxed_recursive import (
-    parameters,
-    to_transformer,
-    with_parameters,
-)
+from recurjax.surgery.named_parameters import parameters, with_parameters
+from recurjax.surgery.relaxed_recursive import to_transformer
 from recurjax.types import Tokens
 from recurjax.variants.relaxed_recursive_transformer.sharing import depths_of
 from tests.compiling import QUICK_COMPILE
