@@ -19,7 +19,8 @@ from recurjax.losses.divergence import Teacher, exit_losses
 from recurjax.model import ModelConfig
 from recurjax.plan.flops import count_flops
 from recurjax.plan.programs import build_program
-from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.sharding import MeshConfig, batch_sharding, make_mesh, shardings
+from recurjax.surgery.named_parameters import parameters
 from recurjax.training.objective import FrozenModel, NextToken
 from recurjax.training.run import RunDirectory, load_frozen
 from recurjax.types import IGNORED, Batch, Tokens
@@ -132,6 +133,31 @@ def test_losses_and_gradients_are_those_of_dense_tables(name, chunks, batch):
         sums = (told["exit_1"] + 2 * told["exit_2"] + 3 * told["loss"]) / 6
         sums += 0.5 * told["self_divergence"] + 0.7 * told["divergence"]
         assert float(loss) == pytest.approx(sums, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_eight_devices_are_taught_as_one_is(batch):
+    objective = replace(CASES["both"], vocabulary_chunks=3)
+    models = build(STUDENT), build(WHO.model)
+    rows = jax.tree.map(lambda a: jnp.concatenate([a, a[::-1]]), batch)
+
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def compute(model, rows, teacher):
+        loss = jax.value_and_grad(objective, has_aux=True)
+        return loss(model, rows, teacher)
+
+    (want, told), wanted = compute(models[0], rows, models[1])
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    with jax.set_mesh(mesh):
+        # The teacher lies over the devices by the same rules as the student.
+        model, teacher = jax.device_put(models, shardings(models, mesh))
+        weight = teacher.stack.blocks[0].mlp.w_up[...]
+        assert weight.addressable_shards[0].data.size * 4 == weight.size
+        rows = jax.device_put(rows, batch_sharding(mesh))
+        (got, said), gradient = compute(model, rows, teacher)
+    assert_values_close(got, want)
+    assert_values_close(said, told)
+    assert_gradients_close(parameters(gradient), parameters(wanted))
 
 
 def test_a_teacher_has_no_gradient_and_is_nothing_apart_from_itself(batch):
