@@ -7,21 +7,20 @@ jit's caches, so that a program traced for one is never run or compiled for anot
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 _MIB = 2**20
-VMEM = {
-    # Of 128 MiB.
-    **dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 120 * _MIB),
-    # Of 64 MiB.
-    **dict.fromkeys(("TPU v5", "TPU v5p"), 56 * _MIB),
-}
-"""Bytes of a TPU's VMEM that a kernel may use, by jax's name of the device: the TPUs
-that our kernels were compiled for. A v4 has 16 MiB, too little for them."""
-LEAST_VMEM = min(VMEM.values())
-"""What a kernel may use that is cut alike for all of them."""
+LEAST_VMEM = 56 * _MIB
+"""What a kernel may use that is cut alike for all TPUs: a v5p core's 64 MiB less what
+the compiler keeps. A v4 has 16 MiB, too little for our kernels."""
+MOST_VMEM = 120 * _MIB
+"""What a kernel may use where there is no TPU to ask: that of a v5e or v6e."""
+_COMPILER_S_VMEM = 8 * _MIB
 _LEAST_CAPABILITY = 8
 
 
@@ -98,11 +97,37 @@ def refusal_of_mosaic_tpu() -> str | None:
     target = current()
     if target.platform != "tpu":
         return f"needs a TPU, found {target.platform}"
-    if target.kind not in VMEM:
-        return f"needs the VMEM of a v5e, v5p or v6e, found {target.kind}"
+    vmem = vmem_of(target.kind)
+    if vmem is None:
+        return f"needs a TPU that jax knows the VMEM of, found {target.kind}"
+    if vmem < LEAST_VMEM:
+        return (
+            f"needs {LEAST_VMEM // _MIB} MiB of VMEM for a kernel, {target.kind} has "
+            f"{vmem // _MIB}"
+        )
     return None
 
 
 def vmem_bytes() -> int:
     """Returns what a kernel may use of VMEM; off a TPU, what most of them allow."""
-    return VMEM.get(current().kind, max(VMEM.values()))
+    vmem = vmem_of(current().kind)
+    return MOST_VMEM if vmem is None else vmem
+
+
+@cache
+def vmem_of(kind: str) -> int | None:
+    """Returns what a kernel may use of a core's VMEM, by jax's name of the TPU.
+
+    None for names that jax does not know.
+    """
+    # jax tells of the device that programs are lowered for: here, of one by its name. A
+    # mesh that is set already lets none of another size in, but for an empty one.
+    device = AbstractDevice(kind, 1, "tpu")
+    named = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+    set_mesh = jax.sharding.use_abstract_mesh
+    with set_mesh(AbstractMesh((), ())), set_mesh(named):
+        try:
+            capacity = pltpu.get_tpu_info().vmem_capacity_bytes
+        except ValueError:
+            return None
+    return capacity - _COMPILER_S_VMEM

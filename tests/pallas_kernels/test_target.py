@@ -6,6 +6,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from pallas_kernels import target
 from pallas_kernels.gated_scan import mosaic_tpu, triton
@@ -16,6 +17,8 @@ H100 = Target(platform="gpu", kind="NVIDIA H100 80GB HBM3", compute_capability="
 T4 = Target(platform="gpu", kind="Tesla T4", compute_capability="7.5")
 V5E = Target(platform="tpu", kind="TPU v5 lite")
 V4 = Target(platform="tpu", kind="TPU v4")
+TPU7X = Target(platform="tpu", kind="TPU7x")
+V99 = Target(platform="tpu", kind="TPU v99")
 
 ASKED_OF_JAX = {"default_backend", "compute_capability", "device_kind"}
 MAY_ASK = {
@@ -61,7 +64,9 @@ def test_a_target_is_set_in_its_own_thread_and_no_longer_than_asked():
         (triton, T4, "needs compute capability 8.0 or higher, found 7.5"),
         (triton, V5E, "needs an NVIDIA GPU, found tpu"),
         (mosaic_tpu, V5E, None),
-        (mosaic_tpu, V4, "needs the VMEM of a v5e, v5p or v6e, found TPU v4"),
+        (mosaic_tpu, TPU7X, None),
+        (mosaic_tpu, V4, "needs 56 MiB of VMEM for a kernel, TPU v4 has 8"),
+        (mosaic_tpu, V99, "needs a TPU that jax knows the VMEM of, found TPU v99"),
         (mosaic_tpu, H100, "needs a TPU, found gpu"),
     ],
 )
@@ -74,7 +79,15 @@ def test_backends_ask_the_target(backend, device, reason):
 def test_a_kernel_s_memory_is_that_of_the_target():
     with as_if(Target(platform="tpu", kind="TPU v5p")):
         assert target.vmem_bytes() == target.LEAST_VMEM
-    assert target.vmem_bytes() == max(target.VMEM.values())
+    assert target.vmem_bytes() == target.MOST_VMEM
+
+
+def test_a_mesh_that_is_set_does_not_hide_what_a_tpu_has():
+    four = AbstractMesh((4,), ("data",), (AxisType.Auto,))
+    target.vmem_of.cache_clear()
+    with jax.sharding.use_abstract_mesh(four):
+        assert target.vmem_of("TPU v6 lite") == target.MOST_VMEM
+        assert jax.sharding.get_abstract_mesh() == four
 
 
 def test_nothing_else_asks_jax_what_the_device_can_do():

@@ -13,7 +13,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     choose_tiles,
     refusal_of_sizes,
 )
-from pallas_kernels.target import VMEM
+from pallas_kernels.target import LEAST_VMEM, MOST_VMEM
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
     reference,
@@ -44,7 +44,7 @@ PAPER = LayerSizes(
     gated=False,
     bytes=2,
 )
-V5E, V5P = VMEM["TPU v5 lite"], VMEM["TPU v5p"]
+V5E, V5P = MOST_VMEM, LEAST_VMEM
 
 
 @pytest.mark.parametrize("positions", [1, pytest.param(32, marks=pytest.mark.slow), 33])
