@@ -1,7 +1,9 @@
 """The TPU kernels in interpret mode against the reference."""
 
 import dataclasses
+import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
@@ -95,6 +97,14 @@ def test_the_tpu_s_own_semantics_find_no_race():
 def test_a_layer_of_the_paper_fits_into_vmem():
     assert refusal_of_sizes(PAPER, None, V5E) is None
     assert choose_tiles(PAPER, None, V5E).rows == 32
+
+
+def test_row_tiles_are_shared_out_over_a_tpu_s_cores():
+    case = PLAIN._replace(positions=17)
+    traced = str(jax.make_jaxpr(lambda: values_and_gradients(mosaic_tpu, case))())
+    semantics = re.findall(r"dimension_semantics=\((.*?)\)", traced)
+    assert len(semantics) >= 2
+    assert set(semantics) == {"'parallel', 'arbitrary'"}
 
 
 def test_what_does_not_fit_into_vmem_is_refused():
