@@ -29,6 +29,7 @@ COMMANDS = {
 }
 
 _DEBUG = "--debug"
+_OWN_FLAGS = "--own-xla-flags"
 _PACKAGE = Path(__file__).parents[1]
 _RUN_PROGRAMS = ("train", "generate", "chat", "serve", "evaluate", "bench")
 _KEEP_PROGRAMS = ("train", "generate", "chat", "serve", "evaluate")
@@ -75,8 +76,11 @@ def _answer(argv: Sequence[str] | None) -> int:
             print(f"recurjax {VERSION}")
             return 0
         # Allocator and XLA flags count only before jax is imported.
-        if owns_process and argv[0] in _RUN_PROGRAMS:
-            host.prepare()
+        if argv[0] in _RUN_PROGRAMS:
+            leaves_flags = _OWN_FLAGS in argv
+            argv = [word for word in argv if word != _OWN_FLAGS]
+            if owns_process:
+                host.prepare(flags=not leaves_flags)
         kept = argv[0] in _KEEP_PROGRAMS and "--no-cache" not in argv
         if argv[0] in _KEEP_PROGRAMS:
             argv = [word for word in argv if word != "--no-cache"]
@@ -177,7 +181,8 @@ def _usage() -> str:
         "",
         "train, generate, chat, serve and evaluate keep compiled programs in",
         "$RECURJAX_CACHE, by default in the user's cache folder; --no-cache leaves it",
-        "out.",
+        "out. They and bench set flags of XLA's that XLA_FLAGS does not name;",
+        f"{_OWN_FLAGS} leaves XLA_FLAGS as it is.",
     ]
     return "\n".join(lines)
 

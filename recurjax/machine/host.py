@@ -1,8 +1,8 @@
-"""Settings of the process that make XLA faster on CPU; they count from its start.
+"""Settings of the process that make XLA faster; they count from its start.
 
 All are of the process, not of a program, so a library must not touch them: the command
-line and the scripts do, before jax is imported or asked for its devices. Measured in
-docs/benchmarks.md.
+line and the scripts do, before jax is imported or asked for its devices. Those for CPU
+are measured in docs/benchmarks.md.
 """
 
 import ctypes
@@ -10,31 +10,45 @@ import os
 import sys
 from importlib.metadata import version
 
-_FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"
+_FLAGS = {
+    # XLA's YNN fusions are slower than its plain kernels on these models' products.
+    "--xla_cpu_experimental_ynn_fusion_type": "",
+    # The loops over positions and layers as CUDA graphs: XLA leaves loops out of them
+    # by default, and then launches each kernel of each turn by itself.
+    "--xla_gpu_enable_command_buffer": "+WHILE",
+    "--xla_gpu_command_buffer_unroll_loops": "true",
+}
 _DEVICES = "xla_force_host_platform_device_count"
 _KNOWN = ("0.10.", "0.11.", "0.12.")
-"""The jaxlib versions that know this flag; XLA ends a process that names another."""
+"""The jaxlib versions that know these flags; XLA ends a process that names another."""
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 """glibc's names for what mallopt sets (malloc.h)."""
 
 
-def prepare() -> None:
-    """Keeps freed memory for the next step, and products on XLA's plain kernels.
+def prepare(*, flags: bool = True) -> None:
+    """Keeps freed memory for the next step, and sets XLA's flags for these models.
 
     A training step frees its buffers and asks for the same ones again; by default
     glibc hands large ones back, and the kernel clears every page anew. The process then
     stays as large as its largest step. Where there is no glibc, nothing is set.
 
-    XLA's YNN fusions are slower than its plain kernels on the products of these models.
-    A choice already made in XLA_FLAGS stands.
+    Args:
+      flags: whether to set those of XLA's that XLA_FLAGS does not name already; the
+        others stand in any case.
     """
     if sys.platform == "linux":
         _keep_freed_memory()
-    flags = os.environ.get("XLA_FLAGS", "")
     # A flag that this jaxlib does not know would end the process.
-    if _FUSIONS not in flags and version("jaxlib").startswith(_KNOWN):
-        os.environ["XLA_FLAGS"] = f"{flags} {_FUSIONS}=".strip()
+    if flags and version("jaxlib").startswith(_KNOWN):
+        _set_flags()
+
+
+def _set_flags() -> None:
+    given = os.environ.get("XLA_FLAGS", "").split()
+    chosen = {flag.partition("=")[0] for flag in given}
+    ours = [f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in chosen]
+    os.environ["XLA_FLAGS"] = " ".join([*given, *ours])
 
 
 def start_cpu_devices(count: int) -> None:

@@ -1,3 +1,5 @@
+import sys
+
 import jax
 import pytest
 
@@ -47,6 +49,16 @@ def test_the_sentence_names_the_place_in_our_code(monkeypatch):
     monkeypatch.setattr(main, "import_module", lambda name: None)
     _, _, err = recurjax("train")
     assert "of its own in recurjax/cli/main.py, line " in err
+
+
+@pytest.mark.parametrize(("words", "flags"), [([], True), (["--own-xla-flags"], False)])
+def test_xla_s_flags_can_be_left_alone(monkeypatch, words, flags):
+    told = []
+    monkeypatch.setattr(sys, "argv", ["recurjax", "bench", *words, "rat"])
+    monkeypatch.setattr(main, "_find", lambda _: lambda argv: told.append(argv) or 0)
+    monkeypatch.setattr(main.host, "prepare", lambda **said: told.append(said))
+    assert main._answer(None) == 0
+    assert told == [{"flags": flags}, ["rat"]]
 
 
 @pytest.mark.parametrize("word", ["caf\udce9", "\ud800", "a\0b"])

@@ -1,4 +1,4 @@
-"""What the command line sets for XLA on CPU before jax starts."""
+"""What the command line sets for XLA before jax starts."""
 
 import os
 import subprocess
@@ -15,7 +15,21 @@ print(os.environ["XLA_FLAGS"], jax.jit(lambda x: x @ x.T)(x).tolist())
 """
 
 
-@pytest.mark.parametrize("flags", ["", "--xla_cpu_experimental_ynn_fusion_type=dot"])
+OURS = {
+    "--xla_cpu_experimental_ynn_fusion_type": "",
+    "--xla_gpu_enable_command_buffer": "+WHILE",
+    "--xla_gpu_command_buffer_unroll_loops": "true",
+}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--xla_cpu_experimental_ynn_fusion_type=dot "
+        "--xla_gpu_enable_command_buffer=-FUSION",
+    ],
+)
 def test_jax_starts_and_a_choice_already_made_stands(flags):
     """Jax takes the flag in the installed version, and computes the same."""
     environment = os.environ | {"XLA_FLAGS": flags}
@@ -27,8 +41,10 @@ def test_jax_starts_and_a_choice_already_made_stands(flags):
         check=False,
     )
     assert child.returncode == 0, child.stderr
-    expected = flags or "--xla_cpu_experimental_ynn_fusion_type="
-    assert child.stdout.strip() == f"{expected} [[5.0, 14.0], [14.0, 50.0]]"
+    told, computed = child.stdout.strip().split(" [", 1)
+    chosen = dict(flag.split("=") for flag in flags.split())
+    assert dict(flag.split("=") for flag in told.split()) == OURS | chosen
+    assert computed == "[5.0, 14.0], [14.0, 50.0]]"
 
 
 _DEVICES = """
