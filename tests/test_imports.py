@@ -45,7 +45,7 @@ ONLY = {
 }
 # What asks a model by protocol imports no variant; converters and benches are of one.
 BY_PROTOCOL = {"experiment", "inference", "evaluation", "training", "plan", "cli"}
-KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "jax_triton", "numpy", "triton"}
+KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "numpy"}
 OURS = ("recurjax", "pallas_kernels", "tests", "experiments")
 HEAVY = {"grain", "matplotlib", "tensorflow", "tensorflow_datasets", "torch"}
 
@@ -271,6 +271,13 @@ def test_kernels_import_jax_and_never_recurjax():
             roots = {name.split(".")[0] for name in imported_by(tree_of(path), set())}
             extra = roots - standard - KERNELS_MAY_IMPORT - {"pallas_kernels"}
             assert not extra, f"{module} imports {extra}"
+
+
+def test_kernels_import_every_package_that_they_may():
+    """Or the package is one more to install, for nothing."""
+    kernels = [path for name, path in modules().items() if "pallas_kernels" in name]
+    names = {name for path in kernels for name in imported_by(tree_of(path), set())}
+    assert {name.split(".")[0] for name in names} >= KERNELS_MAY_IMPORT
 
 
 def test_packages_import_neither_tests_nor_experiments_nor_references():

@@ -20,7 +20,6 @@ from recurjax.version import VERSION
 # Without these nothing runs; each extra below is of one feature.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _EXTRAS = {
-    "jax-triton": "cuda",
     "pyarrow": "parquet",
     "tensorflow-datasets": "tfds",
     "tensorboard": "tensorboard",
