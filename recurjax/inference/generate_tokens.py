@@ -16,6 +16,7 @@ from jaxtyping import Int, Int32, Key
 
 from pallas_kernels import target
 from recurjax.errors import UserError
+from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.decoding import NOT_FINITE, decode, prefill
 from recurjax.inference.exit_decoding import EarlyExit, ExitDecoder, check_exits
 from recurjax.inference.sampling import (
@@ -127,6 +128,8 @@ def generate_tokens(
     ids = [prompt.astype(np.int32) for prompt in read]
     cache_length = _fitting_cache(ids, max_new_tokens, cache_length, model.config)
     _check_memory(model, len(ids), cache_length)
+    # Once for all tokens: the programs below would round the weights anew for each.
+    model = in_compute_dtype(model)
     # Prompts are padded to few widths, so that few programs are compiled.
     tokens = _padded(ids, longest=cache_length)
     keys = row_keys(seed, len(ids)) if isinstance(seed, int) else seed

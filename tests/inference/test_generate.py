@@ -1,5 +1,7 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
+from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.decoding import decode, prefill
 from recurjax.inference.generate import generate
 from recurjax.inference.generate_tokens import NotFinite, generate_tokens
@@ -49,6 +52,24 @@ def test_greedy_text_is_the_argmax_of_the_plain_forward(model, greedy):
     assert greedy.finish_reasons == ["length"] * 3
     assert_greedy(model, PROMPTS, greedy)
     assert len({int(token) for ids in greedy.tokens for token in ids}) > 10
+
+
+def test_weights_are_rounded_once_and_not_for_every_token(monkeypatch):
+    class Reached(Exception):
+        pass
+
+    def lower(model, *_, **__):
+        given.append(model)
+        raise Reached
+
+    given = []
+    program = SimpleNamespace(lower=lower)
+    monkeypatch.setattr("recurjax.inference.generate_tokens.prefill", program)
+    model = build(dtype="bfloat16")
+    with pytest.raises(Reached):
+        chunks_of_four(model)
+    chex.assert_trees_all_equal_dtypes(given[0], in_compute_dtype(model))
+    assert model.w_embedding[...].dtype == jnp.float32
 
 
 def test_parameters_that_are_not_finite_are_told_and_not_drawn_from(model):
