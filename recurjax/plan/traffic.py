@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pallas_kernels.moved_bytes import told_of
 from recurjax.plan.collectives import Collective, is_collective, read_collective
 from recurjax.plan.hlo import Instruction, Module, Unknown, array_bytes, executed
 
@@ -16,6 +17,7 @@ _NOTHING = {
 # Custom calls that are notes to the compiler.
 _NO_KERNEL = {"AllocateBuffer", "Sharding", "AssumeGatherIndicesInBound"}
 _SLICES = ("dynamic-slice", "slice", "gather")
+_IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +26,8 @@ class Traffic:
 
     Attributes:
       bytes: read from and written to its memory: operands and results of every
-        instruction that runs, of a slice only the slice. An array that stays in a
+        instruction that runs, of a slice only the slice; of a kernel that says what it
+        moves, that (`pallas_kernels/moved_bytes.py`). An array that stays in a
         TPU's on-chip memory counts nothing, and an array that a kernel reads more than
         once counts once: the least that has to move.
       launches: instructions that run as a kernel of their own.
@@ -110,6 +113,8 @@ def _moved(
     module: Module, here: dict[str, Instruction], instruction: Instruction
 ) -> int:
     opcode = instruction.opcode
+    if opcode == "custom-call" and (told := told_of(instruction.attributes)):
+        return told
     # An operand that is named twice is read once.
     operands = [here[name] for name in dict.fromkeys(instruction.operands)]
     written = array_bytes(instruction.type)
@@ -172,8 +177,8 @@ def _read(inside: dict[str, Instruction], name: str, whole: int) -> int:
         # The slice's start indices are operands too; only the sliced array counts so.
         elif user.opcode in _SLICES and user.operands[0] == name:
             total += array_bytes(user.type, on_chip=True)
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
-            total += 0  # updated in place
+        elif user.opcode in _IN_PLACE and user.operands[0] == name:
+            total += 0  # only its new part is touched
         else:
             return whole  # One user that needs all of it is enough.
     return min(total, whole)
@@ -187,6 +192,8 @@ def _written(
         result = inside[result.operands[0]]
     if result.opcode == "dynamic-update-slice":
         return array_bytes(inside[result.operands[1]].type, on_chip=True)
+    if result.opcode == "scatter":
+        return array_bytes(inside[result.operands[-1]].type, on_chip=True)
     # Inside a fusion layouts name no memory; the fusion's own type does.
     return array_bytes(result.type) if array_bytes(fusion.type) else 0
 

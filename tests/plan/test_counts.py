@@ -284,9 +284,13 @@ IN_PLACE = {
     "dynamic-update-slice(%big, %part, %at)": 2 * 40,
     "scatter(%big, %at, %part), to_apply=%put": 2 * 40,
     "fusion(%big, %part, %at), kind=kLoop, calls=%put": 2 * 40 + 4,
+    "fusion(%big, %part, %at), kind=kInput, calls=%sprinkle": 2 * 40 + 4,
     "fusion(%big, %part, %at), kind=kLoop, calls=%grow": 4000 + 40 + 4 + 4000,
     "fusion(%big, %big, %at), kind=kLoop, calls=%two": 4000 + 4000,
     "add(%big, %big)": 4000 + 4000,
+    # A kernel that says so moves less than its operands have.
+    'custom-call(%big, %part), custom_call_target="k", '
+    'metadata={op_name="jit(f)/moves_123_bytes/pallas_call"}': 123,
 }
 
 
@@ -301,6 +305,11 @@ def test_an_update_in_place_moves_the_new_part_and_what_is_read_twice_counts_onc
 %put (b: f32[1000], p: f32[10], i: s32[]) -> f32[1000] {{
 {parameters}
   ROOT %u = {update}
+}}
+
+%sprinkle (b: f32[1000], p: f32[10], i: s32[]) -> f32[1000] {{
+{parameters}
+  ROOT %u = f32[1000]{{0}} scatter(%big, %at, %part), to_apply=%put
 }}
 
 %grow (b: f32[1000], p: f32[10], i: s32[]) -> f32[1000] {{

@@ -21,6 +21,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     dot,
     launch_kernel,
     like,
+    one_slot,
     power_dividing,
 )
 from pallas_kernels.recurrent_prefill.triton.norms import (
@@ -88,6 +89,8 @@ def attend_prefix(
         ],
         out_specs=[scalar, scalar, tile(1)],
         out_shape=[rows, rows, jax.ShapeDtypeStruct(q.shape, jnp.float32)],
+        # The prefix grows from tile to tile: half of the slots over a whole call.
+        reads={4: 0.5, 5: 0.5},
         stages=2,
         spec=spec,
         chunk=power_dividing(S, launch.tiles.keys),
@@ -212,6 +215,9 @@ def attend(
         out_specs=outs,
         out_shape=[like(part) for part in state],
         aliases={10: 0, 11: 1, 12: 2, 13: 3},
+        # One query with its state, and the pairs before it: half a tile's on average.
+        reads=dict.fromkeys((1, 2, 3, 4), one_slot(q)) | {12: 0.5, 13: 0.5},
+        writes=dict.fromkeys(range(4), one_slot(q)),
         spec=spec,
         columns=columns,
     )

@@ -27,6 +27,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     dot,
     launch_kernel,
     like,
+    one_slot,
     power_dividing,
 )
 from pallas_kernels.recurrent_prefill.triton.products_backward import shape_of_sums
@@ -65,6 +66,8 @@ def later_queries_backward(
         in_specs=[one, one, tile, tile, queries, queries, scalars, scalars],
         out_specs=[tile, tile],
         out_shape=[jax.ShapeDtypeStruct(keys.shape, jnp.float32)] * 2,
+        # Later queries are half of all, over a whole call.
+        reads=dict.fromkeys((4, 5, 6, 7), 0.5),
         stages=2,
         spec=spec,
         chunk=min(launch.tiles.tile, launch.tiles.keys),
@@ -118,6 +121,10 @@ def own_tile_backward(
         ],
         out_shape=[like(dk), like(dv), sums],
         aliases={9: 0, 10: 1},
+        # One pair, and the queries after it: half a tile's on average.
+        reads=dict.fromkeys((1, 2, 7, 9, 10), one_slot(dk))
+        | dict.fromkeys((3, 4, 5, 6), 0.5),
+        writes=dict.fromkeys((0, 1), one_slot(dk)),
         spec=spec,
     )
 
@@ -263,6 +270,8 @@ def queries_backward(
         ],
         out_specs=[tile(1), tile(1), tile(1), scalar],
         out_shape=[rows, rows, rows, jax.ShapeDtypeStruct((L, b, H, B), jnp.float32)],
+        # As many pairs before them, on average, as behind.
+        reads={7: 0.5, 8: 0.5},
         stages=2,
         spec=spec,
         chunk=power_dividing(S, launch.tiles.keys),

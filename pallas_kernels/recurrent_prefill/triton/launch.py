@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Num
 
+from pallas_kernels.moved_bytes import moving
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 
@@ -105,6 +106,8 @@ def launch_kernel(
     out_shape: Sequence[jax.ShapeDtypeStruct],
     refs: Callable | None = None,
     aliases: dict[int, int] | None = None,
+    reads: dict[int, float] | None = None,
+    writes: dict[int, float] | None = None,
     warps: int = 4,
     stages: int = 3,
     **static,
@@ -114,19 +117,40 @@ def launch_kernel(
     Args:
       refs: where there are many, the NamedTuple in which the kernel gets them all.
       aliases: arguments, by number, that an output is written into.
+      reads: the share of arguments, by number, that all programs together read, on
+        average over a tile or a call; the others they read whole, those that an output
+        is written into not at all. What crosses memory is told by it, see `moving`.
+      writes: the same of the outputs.
     """
-    run = partial(kernel, **static)
-    return pl.pallas_call(
+    run, aliases = partial(kernel, **static), aliases or {}
+    reads = dict.fromkeys(aliases, 0.0) | (reads or {})
+    # An array that is given twice is read once.
+    once = {id(array): (n, array) for n, array in reversed([*enumerate(arguments)])}
+    moved = sum(_bytes_of(array) * reads.get(n, 1.0) for n, array in once.values())
+    for n, array in enumerate(out_shape):
+        moved += _bytes_of(array) * (writes or {}).get(n, 1.0)
+    call = pl.pallas_call(
         run if refs is None else lambda *each: run(refs(*each)),
         grid=grid,
         in_specs=list(in_specs),
         out_specs=list(out_specs),
         out_shape=list(out_shape),
-        input_output_aliases=aliases or {},
+        input_output_aliases=aliases,
         interpret=launch.interpret,
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
         name=kernel.__name__.strip("_"),
-    )(*arguments)
+    )
+    with moving(round(moved)):
+        return call(*arguments)
+
+
+def one_slot(array: Num[Array, "L slots B _"]) -> float:
+    """Returns the share of a tile's array that one position has."""
+    return 1.0 / array.shape[1]
+
+
+def _bytes_of(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    return array.size * array.dtype.itemsize
 
 
 def like(array: jax.Array) -> jax.ShapeDtypeStruct:

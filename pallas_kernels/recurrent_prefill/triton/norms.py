@@ -22,6 +22,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     launch_kernel,
     like,
     next_power,
+    one_slot,
     power_dividing,
     slot,
 )
@@ -124,6 +125,8 @@ def norm_back(
         ],
         out_shape=[like(out), jax.ShapeDtypeStruct((L, 1, B, D), launch.spec.dtype)],
         aliases={6: 0},
+        reads={1: one_slot(base)} | dict.fromkeys((2, 3, 4), one_slot(out)),
+        writes={0: one_slot(out)},
         kind=kind,
         residual_scale=launch.spec.residual_scale,
         depth=power_dividing(D, 1024),

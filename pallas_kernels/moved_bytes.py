@@ -1,0 +1,23 @@
+"""What a kernel moves, told where its operands' shapes do not tell it.
+
+A compiled program names whole arrays. A kernel that reads one slot of a tile in a loop
+would seem to move the tile each time; so its launch carries the bytes in its name.
+"""
+
+import re
+from contextlib import AbstractContextManager
+
+import jax
+
+_TOLD = re.compile(r"\bmoves_(\d+)_bytes\b")
+
+
+def moving(count: int) -> AbstractContextManager:
+    """Has the launch inside told apart as one that moves so many bytes."""
+    return jax.named_scope(f"moves_{count}_bytes")
+
+
+def told_of(attributes: str) -> int | None:
+    """Returns the bytes that a compiled launch tells of itself, or None."""
+    found = _TOLD.findall(attributes)
+    return int(found[-1]) if found else None
