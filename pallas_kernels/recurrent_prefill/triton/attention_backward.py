@@ -101,6 +101,8 @@ def own_tile_backward(
     )
     scalar = pl.BlockSpec((None, b, Q, block), lambda l, i, h: (l, 0, h, i))
     sums = jax.ShapeDtypeStruct(shape_of_sums(L, K, B), jnp.float32)
+    once: dict[int, float] = dict.fromkeys((1, 2, 7, 9, 10), one_slot(dk))
+    half: dict[int, float] = dict.fromkeys((3, 4, 5, 6), 0.5)
     return launch_kernel(
         launch,
         _own_tile_kernel,
@@ -122,8 +124,7 @@ def own_tile_backward(
         out_shape=[like(dk), like(dv), sums],
         aliases={9: 0, 10: 1},
         # One pair, and the queries after it: half a tile's on average.
-        reads=dict.fromkeys((1, 2, 7, 9, 10), one_slot(dk))
-        | dict.fromkeys((3, 4, 5, 6), 0.5),
+        reads=once | half,
         writes=dict.fromkeys((0, 1), one_slot(dk)),
         spec=spec,
     )

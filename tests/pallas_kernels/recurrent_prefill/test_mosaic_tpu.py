@@ -18,6 +18,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
 from pallas_kernels.target import LEAST_VMEM, MOST_VMEM
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
+    both_passes,
     reference,
     reference_values,
     refusal,
@@ -101,7 +102,7 @@ def test_a_layer_of_the_paper_fits_into_vmem():
 
 def test_row_tiles_are_shared_out_over_a_tpu_s_cores():
     case = PLAIN._replace(positions=17)
-    traced = str(jax.make_jaxpr(lambda: values_and_gradients(mosaic_tpu, case))())
+    traced = str(jax.make_jaxpr(both_passes(mosaic_tpu, case))(*case.inputs()))
     semantics = re.findall(r"dimension_semantics=\((.*?)\)", traced)
     assert len(semantics) >= 2
     assert set(semantics) == {"'parallel', 'arbitrary'"}
