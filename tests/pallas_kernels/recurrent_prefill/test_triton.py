@@ -134,6 +134,13 @@ def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
     assert "head_width" in str(refusal(triton, PLAIN, spec=narrow))
 
 
+def test_a_decode_step_is_left_to_xla():
+    one = PLAIN._replace(positions=1)
+    assert "decode step" in str(refusal(triton, one, slots=4))
+    assert refusal(triton, one) is None
+    assert refusal(triton, PLAIN, slots=24) is None
+
+
 def test_without_a_gpu_the_backend_says_so():
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")

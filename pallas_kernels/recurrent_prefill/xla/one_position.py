@@ -1,0 +1,159 @@
+"""A decode step of the XLA path: one position, straight from the cache and the weights.
+
+The loops over tiles lay weights and cached pairs out for many positions, which pays
+where many read them. One position reads everything once, so that a copy of anything
+would double its bytes: here products take the weights as they are given, and attention
+multiplies and sums where the cache lies, which XLA fuses with the layer's slice.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from pallas_kernels import target
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerSpec,
+    LayerWeights,
+    RecurrentCache,
+    Rows,
+)
+from pallas_kernels.recurrent_prefill.equations import (
+    HIDDEN,
+    activate,
+    linear,
+    norm_and_rotate,
+    pre_norm,
+    rotation,
+)
+from pallas_kernels.recurrent_prefill.xla.biases import alibi_slopes
+
+
+def serves(x: Float[Array, "B T D"], cache: RecurrentCache, spec: LayerSpec) -> bool:
+    """Whether a call without a gradient is such a step."""
+    # On a CPU products of matrices are several times faster than sums of products, and
+    # a block's temporary pairs are a second cache.
+    on_cpu = target.current().platform == "cpu"
+    return x.shape[1] == 1 and cache.slots > 0 and spec.block == 1 and not on_cpu
+
+
+def forward(
+    x: Float[Array, "B 1 D"],
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    *,
+    spec: LayerSpec,
+) -> tuple[Float[Array, "B 1 D"], RecurrentCache]:
+    """Runs one more position of every row through L layers, one after the other."""
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), spec.dtype)
+    positions = cache.position[None]  # [1, B]
+    rotary = rotation(positions, spec, wide)
+    bias = _bias(cache, spec, wide)
+    count = jnp.ones_like(cache.position) if rows.lengths is None else rows.lengths
+    count = count.astype(cache.position.dtype)
+    slot = jnp.where(count > 0, cache.position, cache.slots)  # out of range: dropped
+    batch = jnp.arange(x.shape[0])
+    # One row's scatter XLA turns into slices and a choice between two whole caches; a
+    # second row, which is dropped, keeps it a scatter.
+    alone = x.shape[0] == 1
+    if alone:
+        slot, batch = jnp.append(slot, cache.slots + 1), jnp.zeros(2, batch.dtype)
+
+    # The cache is carried, though no layer reads another's pairs: what a loop does not
+    # change XLA turns as a whole, before the loop, to the layout that suits it best.
+    def layer(carry, inputs):
+        x, slots = carry
+        number, w = inputs
+        old = tuple(part[number] for part in slots)
+        z, new = _layer(x, w, old, bias, rotary, spec)
+        slots = tuple(
+            part.at[number, batch, slot].set(
+                jnp.repeat(pair, 2 if alone else 1, axis=0).astype(part.dtype),
+                mode="drop",
+                unique_indices=True,
+            )
+            for part, pair in zip(slots, new, strict=True)
+        )
+        return (z, slots), None
+
+    start = x.astype(wide).swapaxes(0, 1)  # [1, B, D]: rows of one layer
+    numbers = jnp.arange(weights.w_q.shape[0])
+    (z, (keys, values)), _ = jax.lax.scan(
+        layer,
+        (start, (cache.keys, cache.values)),
+        (numbers, weights),
+        # In a loop XLA copies each layer's weights out of the stack before it
+        # multiplies by them; a layer that has a number is read where it lies.
+        unroll=True,
+    )
+    cache = cache._replace(keys=keys, values=values, position=cache.position + count)
+    return z.swapaxes(0, 1).astype(x.dtype), cache
+
+
+def _layer(x: Float[Array, "1 B D"], w: LayerWeights, pairs, bias, rotary, spec):
+    """Returns z [1, B, D] and the persistent pair, [B, K, E] each."""
+    B, K, E = x.shape[1], spec.key_heads, spec.head_width
+    w = jax.tree.map(lambda leaf: leaf[None], w)
+    attention_norm = (w.attention_norm_scale, w.attention_norm_bias)
+    k_norm = (w.k_norm_scale, w.k_norm_bias)
+
+    def product(x, weight, bias):
+        """Multiplies by a weight whose heads, if it has any, are columns."""
+        flat = weight.reshape(1, x.shape[-1], -1).astype(spec.dtype)
+        return linear(x, flat, None if bias is None else bias.reshape(1, -1))
+
+    def pair(source):
+        k = product(source, w.w_k, w.b_k)
+        k = norm_and_rotate(k, k_norm, rotary, spec).reshape(B, K, E)
+        v = product(source, w.w_v, w.b_v).reshape(B, K, E)
+        return k.astype(spec.dtype), v.astype(spec.dtype)
+
+    # The layer as the README has it: a, then y = x + s a, z = y + s MLP(norm y).
+    normed = pre_norm(x, attention_norm, spec)
+    q = product(normed, w.w_q, w.b_q)
+    q = norm_and_rotate(q, (w.q_norm_scale, w.q_norm_bias), rotary, spec)
+    q = q.reshape(B, K, -1, E).astype(spec.dtype)
+    attended = _attend(q, pair(normed), pairs, bias, spec).reshape(1, B, -1)
+    y = x + spec.residual_scale * product(
+        attended, w.w_out.reshape(1, attended.shape[-1], -1), w.b_out
+    )
+    normed = pre_norm(y, (w.mlp_norm_scale, w.mlp_norm_bias), spec)
+    pre = product(normed, w.w_up, w.b_up)
+    gated = w.w_gate is not None
+    if gated:
+        pre = jnp.concatenate([pre, product(normed, w.w_gate, w.b_gate)], axis=-1)
+    hidden = activate(pre, spec, gated=gated)
+    z = y + spec.residual_scale * product(hidden, w.w_down, w.b_down)
+    source = pre_norm(z, attention_norm, spec) if spec.normed_persistent else z
+    return z, pair(source)
+
+
+def _attend(
+    q: Float[Array, "B K Q E"], own: tuple, pairs: tuple, bias: Array, spec: LayerSpec
+) -> Float[Array, "B K Q E"]:
+    """Attends to the cached pairs [B, S, K, E] and the own one, [B, K, E]."""
+    wide = bias.dtype
+    (own_k, own_v), (k, v) = own, pairs
+    q = q.astype(wide)
+    # Sums of products and no matrix products: those would copy the layer's slice of the
+    # cache, and turn it, before they read it.
+    logits = jnp.sum(q[:, None] * k[:, :, :, None].astype(wide), axis=-1)  # [B,S,K,Q]
+    logits = logits * spec.logit_scale + bias
+    of_own = jnp.sum(q * own_k[:, :, None].astype(wide), axis=-1) * spec.logit_scale
+    largest = jnp.maximum(of_own, jnp.max(logits, axis=1))
+    p, p_own = jnp.exp(logits - largest[:, None]), jnp.exp(of_own - largest)
+    weighted = jnp.sum(p[..., None] * v[:, :, :, None].astype(wide), axis=1)
+    weighted = weighted + p_own[..., None] * own_v[:, :, None].astype(wide)
+    return weighted / (jnp.sum(p, axis=1) + p_own)[..., None]
+
+
+def _bias(cache: RecurrentCache, spec: LayerSpec, dtype) -> Float[Array, "B S #K #Q"]:
+    """Returns what is added to the logits of the cached pairs."""
+    # Slot s holds position s; those from the row's own position on hold nothing yet.
+    distance = cache.position[:, None] - jnp.arange(cache.slots)
+    bias = jnp.where(distance > 0, 0.0, HIDDEN).astype(dtype)[:, :, None, None]
+    slopes = alibi_slopes(spec, dtype)
+    if slopes is None:
+        return bias
+    return bias - slopes * distance.astype(dtype)[:, :, None, None]
