@@ -32,6 +32,7 @@ from pallas_kernels.recurrent_prefill.tiles.gradients import (
 from pallas_kernels.recurrent_prefill.tiles.layout import (
     Tiles,
     from_slots,
+    put_in_order,
     put_in_slots,
     queries_and_pairs,
 )
@@ -152,14 +153,12 @@ def run_backward(
             jnp.transpose(residuals.lse, (0, 2, 3, 1)), time=1, batch=3
         )
         _, _, new_keys, new_values = persistent(z, w, spec)
-        keys, values = put_in_slots(
-            (keys, values),
-            (new_keys, new_values),
-            start,
-            jnp.zeros(count, jnp.int32),
-            jnp.ones(count, bool),
-            T,
-        )
+        slots, new = (keys, values), (new_keys, new_values)
+        if cache.slots:
+            layers = jnp.zeros(count, jnp.int32), jnp.ones(count, bool)
+            keys, values = put_in_slots(slots, new, start, *layers, T)
+        else:
+            keys, values = put_in_order(slots, new, 0, T)
         dpairs = (None, None) if dwritten is None else map(by_position, dwritten)
         kept = Kept(x, z, attended, lse, dz, *dpairs)
         out = run_layers_back(
@@ -301,19 +300,26 @@ def _run_tile_back(
 def _append(later: LaterQueries, tile: LaterQueries, index: Array) -> LaterQueries:
     """Puts a tile's queries [L, b, B, ...] into their place; index n is dropped."""
     L, b, B, HE = tile.q.shape
-    layers = jnp.arange(L)
+    H, update = tile.lse.shape[2], jax.lax.dynamic_update_slice_in_dim
+    layers, batch, heads = jnp.arange(L), jnp.arange(B), jnp.arange(H)
 
+    # One layer's tile is one slice, never dropped. A wavefront's layers are each at its
+    # own place: a scatter by the axes in front, or XLA turns the array to have them so.
     def rows(old: Array, new: Array) -> Array:
+        new = new.swapaxes(1, 2)
+        if L == 1:
+            return update(old, new, index[0] * b, axis=2)
         split = old.reshape(L, B, -1, b, HE)
-        split = split.at[layers, :, index].set(new.swapaxes(1, 2), mode="drop")
-        return split.reshape(old.shape)
+        at = (layers[:, None], batch, index[:, None])
+        return split.at[at].set(new, mode="drop").reshape(old.shape)
 
     def scalars(old: Array, new: Array) -> Array:
-        split = old.reshape(*old.shape[:3], -1, b)
-        split = split.at[layers, :, :, index].set(
-            jnp.transpose(new, (0, 3, 2, 1)), mode="drop"
-        )
-        return split.reshape(old.shape)
+        new = jnp.transpose(new, (0, 3, 2, 1))
+        if L == 1:
+            return update(old, new, index[0] * b, axis=3)
+        split = old.reshape(L, B, H, -1, b)
+        at = (layers[:, None, None], batch[:, None], heads, index[:, None, None])
+        return split.at[at].set(new, mode="drop").reshape(old.shape)
 
     return LaterQueries(
         rows(later.q, tile.q),

@@ -7,6 +7,7 @@ zeros, which no norm makes infinite, and is cut off again.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Num
 
@@ -100,6 +101,32 @@ def put_in_slots(
     index = (jnp.arange(L)[:, None, None], jnp.arange(B)[:, None], at)
     keys, values = (
         slots.at[index].set(pairs.swapaxes(1, 2), mode="drop")
+        for slots, pairs in zip(old, new, strict=True)
+    )
+    return keys, values
+
+
+def put_in_order(
+    old: tuple[Float[Array, "L B S KE"], Float[Array, "L B S KE"]],
+    new: tuple[Float[Array, "L t B KE"], Float[Array, "L t B KE"]],
+    first: Int[Array, ""] | int,
+    positions: int,
+) -> tuple[Float[Array, "L B S KE"], Float[Array, "L B S KE"]]:
+    """Does what `put_in_slots` does where every row and layer stands at `first`.
+
+    Slots of one place are one slice, which is written where it lies; to scatter by row
+    and layer XLA would first turn the whole of both arrays, for every tile.
+
+    Args:
+      old: in training: zeros from `first` on.
+      positions: T; zeros are written beyond.
+    """
+    t = first + jnp.arange(new[0].shape[1])
+    real = (t < positions)[:, None]
+    keys, values = (
+        jax.lax.dynamic_update_slice_in_dim(
+            slots, jnp.where(real, pairs.swapaxes(1, 2), 0), first, axis=2
+        )
         for slots, pairs in zip(old, new, strict=True)
     )
     return keys, values

@@ -98,7 +98,8 @@ def forward(
     x_rows = blocks.pad_rows(x.astype(jnp.float32).swapaxes(0, 1), batch=1)
 
     def layers(x: Array, w: Prepared, keys: Array, values: Array):
-        out = run_layers(launch, x, w, keys, values, start)
+        training = cache.slots == 0
+        out = run_layers(launch, x, w, keys, values, start, training=training)
         attended = out.attended[:, :, :B].swapaxes(1, 2)
         kept = Residuals(
             z=out.z[:, :, :B].swapaxes(1, 2),

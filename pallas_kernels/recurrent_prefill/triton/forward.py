@@ -15,6 +15,7 @@ from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import Prepared, norm_and_rotate
 from pallas_kernels.recurrent_prefill.tiles.layout import (
     Vectors,
+    put_in_order,
     put_in_slots,
     queries_and_pairs,
 )
@@ -59,6 +60,8 @@ def run_layers(
     keys: Float[Array, "L B S KE"],
     values: Float[Array, "L B S KE"],
     start: Int[Array, " B"],
+    *,
+    training: bool,
 ) -> TritonOutputs:
     """Runs x [T, B, D] through the layers of `w`, all at once.
 
@@ -66,6 +69,7 @@ def run_layers(
       keys, values: [L, B, S, K E], filled up to each row's `start`; the new pairs of
         position t go to slot start + t, and are dropped where there is none.
       start: how many positions each row has seen, [B].
+      training: that is none.
     """
     b, L = launch.tiles.tile, w.w_kv.shape[0]
     T, B, D = x.shape
@@ -75,6 +79,12 @@ def run_layers(
     tiles = jnp.pad(x[: whole * b], ((0, (whole * b) - min(T, whole * b)), *NO_PAD))
     tiles = tiles.reshape(whole, 1, b, B, D)
     late = jnp.zeros((L - 1, *tiles.shape[1:]), x.dtype)
+
+    def put(slots, state: TileState, done: Array, active: Array):
+        pairs = (state.keys, state.values)
+        if training and L == 1:
+            return put_in_order(slots, pairs, done[0], T)
+        return put_in_slots(slots, pairs, start, done, active, T)
 
     def step(carry, inputs):
         below, keys, values = carry
@@ -86,8 +96,7 @@ def run_layers(
         active = (index >= 0) & (index < whole)
         done = jnp.where(active, index * b, 0)
         out = _run_tile(launch, tile, w, keys, values, start, done, b)
-        pairs = (out.state.keys, out.state.values)
-        kept = put_in_slots((keys, values), pairs, start, done, active, T)
+        kept = put((keys, values), out.state, done, active)
         return (out.z, *kept), (out.z, out.state.attended, out.state.lse)
 
     below = jnp.zeros((L, b, B, D), x.dtype)
@@ -102,8 +111,7 @@ def run_layers(
         rest = jnp.pad(x[whole * b :], ((0, b - count), *NO_PAD))[None]
         done = jnp.full(1, whole * b)
         out = _run_tile(launch, rest, w, keys, values, start, done, count)
-        pairs = (out.state.keys, out.state.values)
-        keys, values = put_in_slots((keys, values), pairs, start, done, done >= 0, T)
+        keys, values = put((keys, values), out.state, done, done >= 0)
         last = (out.z, out.state.attended, out.state.lse)
         rows = tuple(
             jnp.concatenate([part, new], axis=1)
@@ -172,7 +180,9 @@ def _run_tile(launch, x, w, keys, values, start, done, count) -> Tile:
     last_k = norm_and_rotate(pairs[..., :KE], w.k_norm, None, spec)
     last = (last_k.reshape(L, B, KE), pairs[..., KE:])
     new = (
-        old.at[:, count].set(part.astype(spec.dtype))[:, 1:]
+        jax.lax.dynamic_update_index_in_dim(old, part.astype(spec.dtype), count, 1)[
+            :, 1:
+        ]
         for old, part in zip((state.keys, state.values), last, strict=True)
     )
     keys, values = new

@@ -11,6 +11,7 @@ from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.xla import backend as xla
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
+    both_passes,
     interpreted,
     quick_jit,
     reference,
@@ -116,6 +117,12 @@ def test_gradients_reach_a_filled_cache_as_on_the_xla_path():
 
     got = quick_jit(lambda: run(triton, **interpreted(triton)))()
     assert_gradients_close(got, quick_jit(lambda: run(xla))())
+
+
+def test_one_layer_in_training_writes_in_place_and_scatters_nothing():
+    """A scatter by row has XLA turn whole arrays, once a tile."""
+    traced = jax.make_jaxpr(both_passes(triton, PLAIN))(*PLAIN.inputs())
+    assert "pallas_call" in str(traced) and "scatter" not in str(traced)
 
 
 def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
