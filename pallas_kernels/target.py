@@ -22,6 +22,14 @@ MOST_VMEM = 120 * _MIB
 """What a kernel may use where there is no TPU to ask: that of a v5e or v6e."""
 _COMPILER_S_VMEM = 8 * _MIB
 _LEAST_CAPABILITY = 8
+_SHARED_MEMORY = {
+    **dict.fromkeys(("8.0", "8.7"), 166_912),
+    # A10, L4, RTX 30, 40 and 50.
+    **dict.fromkeys(("8.6", "8.9", "12.0", "12.1"), 101_376),
+    **dict.fromkeys(("9.0", "10.0", "10.3"), 232_448),
+}
+"""Bytes of shared memory that a block may have, by compute capability: NVIDIA's table
+of technical specifications, less the 1,024 bytes that the system keeps of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +98,15 @@ def refusal_of_triton() -> str | None:
     if platform != "gpu":
         return f"needs an NVIDIA GPU, found {platform}"
     return refusal_of_capability()
+
+
+def shared_memory_bytes() -> int:
+    """Returns what a GPU's kernel may have a block; off a GPU, what an H100's may."""
+    target = current()
+    if target.platform != "gpu":
+        return _SHARED_MEMORY["9.0"]
+    least = min(_SHARED_MEMORY.values())
+    return _SHARED_MEMORY.get(target.compute_capability, least)
 
 
 def refusal_of_mosaic_tpu() -> str | None:

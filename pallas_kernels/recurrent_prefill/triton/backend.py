@@ -28,7 +28,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     refusal_of_tile,
     refusal_of_width,
 )
-from pallas_kernels.target import refusal_of_triton
+from pallas_kernels.target import refusal_of_triton, shared_memory_bytes
 
 
 def supported(*arrays: Any, stages: Stages = ONE_STAGE, **options: Any) -> str | None:
@@ -161,5 +161,11 @@ def _launch(
     interpret: bool,
     tiles: ProductTiles | None,
 ) -> Launch:
-    tiles = choose_tiles(batch=x.shape[0], tile=tile) if tiles is None else tiles
+    if tiles is None:
+        tiles = choose_tiles(
+            batch=x.shape[0],
+            tile=tile,
+            itemsize=jnp.dtype(spec.dtype).itemsize,
+            shared=shared_memory_bytes(),
+        )
     return Launch(spec=spec, tiles=tiles, interpret=interpret)

@@ -58,18 +58,40 @@ class Launch:
         return power_dividing(width, self.tiles.depth)
 
 
-def choose_tiles(*, batch: int, tile: int | None) -> ProductTiles:
-    """Returns sizes for `batch` rows; `tile` overrides the positions of a tile."""
+def choose_tiles(
+    *, batch: int, tile: int | None, itemsize: int, shared: int
+) -> ProductTiles:
+    """Returns sizes for `batch` rows; `tile` overrides the positions of a tile.
+
+    Args:
+      itemsize: bytes of an operand of the products.
+      shared: bytes of shared memory that a program may have.
+    """
     # A matrix unit takes at least 16 rows.
-    rows = min(max(next_power(batch), 16), 128)
+    rows, columns = min(max(next_power(batch), 16), 128), 128
+    # Products of float32 keep what they read in registers, and spill at 64.
+    depth = 64 if itemsize < 4 else 32
+    while depth > 16 and _needed(rows, columns, depth, itemsize) > shared:
+        depth //= 2
     return ProductTiles(
         tile=32 if tile is None else tile,
         rows=rows,
-        depth=64,
-        columns=128,
+        depth=depth,
+        columns=columns,
         attend_rows=4 if batch >= 64 else 1,
         keys=64,
     )
+
+
+def _needed(rows: int, columns: int, depth: int, itemsize: int) -> int:
+    """Returns how much shared memory the product that takes most of it does at most.
+
+    Read off `pair_product_back` as Triton 3.9 compiles it for 8.6 and 9.0.
+    """
+    # It reads two float32 rows ahead and turns them, and what goes into the matrix
+    # unit, by way of shared memory; and two blocks of a weight, two of each.
+    of_rows = (8 + 2 * itemsize) * depth + 4
+    return rows * of_rows + 4 * columns * depth * itemsize
 
 
 def refusal_of_tile(tile: int | None) -> str | None:

@@ -25,6 +25,7 @@ def layer(
     train=False,
     heads=16,
     head_width=64,
+    dtype="bfloat16",
 ):
     """Returns a function of x and weights, and its arguments: D = H E."""
     H, E, L = heads, head_width, layers
@@ -36,7 +37,7 @@ def layer(
         alibi_max_bias=8.0,
         logit_scale=E**-0.5,
         residual_scale=1.0,
-        dtype="bfloat16",
+        dtype=dtype,
     )
     weights = LayerWeights(
         w_q=_shape(L, D, H, E),

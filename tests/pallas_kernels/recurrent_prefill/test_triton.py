@@ -8,7 +8,9 @@ import pytest
 
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.triton import backend as triton
+from pallas_kernels.recurrent_prefill.triton.launch import choose_tiles
 from pallas_kernels.recurrent_prefill.xla import backend as xla
+from pallas_kernels.target import Target, as_if, shared_memory_bytes
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
     both_passes,
@@ -117,6 +119,29 @@ def test_gradients_reach_a_filled_cache_as_on_the_xla_path():
 
     got = quick_jit(lambda: run(triton, **interpreted(triton)))()
     assert_gradients_close(got, quick_jit(lambda: run(xla))())
+
+
+@pytest.mark.parametrize(
+    ("capability", "batch", "itemsize", "depth"),
+    [
+        ("9.0", 64, 2, 64),
+        ("8.0", 128, 2, 64),
+        ("8.6", 16, 2, 64),
+        ("8.6", 128, 2, 32),
+        ("99.9", 128, 2, 32),
+        ("9.0", 128, 4, 32),
+        ("8.9", 128, 4, 16),
+    ],
+)
+def test_targets_with_less_shared_memory_read_less_at_once(
+    capability, batch, itemsize, depth
+):
+    device = Target(platform="gpu", kind="a GPU", compute_capability=capability)
+    with as_if(device):
+        shared = shared_memory_bytes()
+    tiles = choose_tiles(batch=batch, tile=None, itemsize=itemsize, shared=shared)
+    # Rows and columns stay: they say how often weights are read.
+    assert (tiles.rows, tiles.columns, tiles.depth) == (batch, 128, depth)
 
 
 def test_one_layer_in_training_writes_in_place_and_scatters_nothing():
