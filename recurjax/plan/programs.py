@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import batch_sums
 from recurjax.experiment import Experiment
+from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.decoding import decode, prefill
 from recurjax.inference.sampling import PLAIN, sampling_rows
 from recurjax.sharding import check_batch, replicated
@@ -117,7 +118,7 @@ def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
 
 
 def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
-    model = _model(experiment, mesh, length)
+    model = _as_multiplied(_model(experiment, mesh, length))
     # Generation shards rows only: the tokens of a prompt stay together.
     by_row = NamedSharding(mesh, P(("data", "fsdp")))
     lengths = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
@@ -139,6 +140,18 @@ def _model(experiment: Experiment, mesh: Mesh, length: int) -> Any:
     if (refused := model.stack.refuses(mesh, length)) is not None:
         raise UserError(refused)
     return model
+
+
+def _as_multiplied(model: Any) -> Any:
+    """Returns the parameters in the dtypes in which generation holds them."""
+    narrow = jax.eval_shape(in_compute_dtype, model)
+    return jax.tree.map(
+        lambda leaf, like: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=like.sharding
+        ),
+        narrow,
+        model,
+    )
 
 
 def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
