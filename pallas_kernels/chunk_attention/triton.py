@@ -20,15 +20,18 @@ from pallas_kernels.chunk_attention.triton_launch import (
     choose_tiles,
     mask_arrays,
 )
-from pallas_kernels.dispatch import refusal_of_dtypes
+from pallas_kernels.dispatch import refusal_of_dtypes, refusal_of_one_position
 from pallas_kernels.target import refusal_of_triton
 
 _WIDEST = 256
 
 
-def supported(*arrays, **options) -> str | None:
+def supported(q, *arrays, **options) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    return refusal_of_triton() or expressible(*arrays, **options)
+    # One position is bound by reading the ends, which XLA reads out of a stack of
+    # layers where they lie; for a kernel it would copy the layer first.
+    reason = refusal_of_triton() or refusal_of_one_position(q)
+    return reason or expressible(q, *arrays, **options)
 
 
 def expressible(

@@ -16,13 +16,13 @@ from tests.pallas_kernels.chunk_attention.cases import (
 )
 
 CASES = {
-    "one position": Case(1),
+    "two positions": Case(2),
     "prime": Case(1031, chunk=16, width=64),
     "whole blocks": Case(512, chunk=16, groups=1, width=128),
     "a chunk longer than a block": Case(700, chunk=200, width=32),
     "chunks of one": Case(300, chunk=1),
     "cached ends": Case(130, chunk=16, ends=70, first=(61, 0), width=64),
-    "a decode step": Case(1, chunk=1, ends=256, first=(255, 2), width=64),
+    "few positions": Case(3, chunk=1, ends=256, first=(253, 2), width=64),
     "documents": Case(517, chunk=16, documents=True, width=64),
     "no ends": Case(7, ends=0, first=(2, 0)),
     "wide heads": Case(517, chunk=16, width=256),
