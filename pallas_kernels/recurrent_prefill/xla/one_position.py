@@ -8,6 +8,7 @@ multiplies and sums where the cache lies, which XLA fuses with the layer's slice
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float
 
 from pallas_kernels import target
@@ -65,13 +66,12 @@ def forward(
     def layer(carry, inputs):
         x, slots = carry
         number, w = inputs
-        old = tuple(part[number] for part in slots)
+        old = tuple(_as_it_lies(part[number]) for part in slots)
         z, new = _layer(x, w, old, bias, rotary, spec)
+        new = (jnp.repeat(pair, 2 if alone else 1, axis=0) for pair in new)
         slots = tuple(
             part.at[number, batch, slot].set(
-                jnp.repeat(pair, 2 if alone else 1, axis=0).astype(part.dtype),
-                mode="drop",
-                unique_indices=True,
+                _as_it_lies(pair.astype(part.dtype)), mode="drop", unique_indices=True
             )
             for part, pair in zip(slots, new, strict=True)
         )
@@ -89,6 +89,11 @@ def forward(
     )
     cache = cache._replace(keys=keys, values=values, position=cache.position + count)
     return z.swapaxes(0, 1).astype(x.dtype), cache
+
+
+def _as_it_lies(array: Array) -> Array:
+    """Keeps XLA from turning the whole cache to a layout that one product prefers."""
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def _layer(x: Float[Array, "1 B D"], w: LayerWeights, pairs, bias, rotary, spec):

@@ -4,8 +4,10 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float
 
+from pallas_kernels import target
 from pallas_kernels.chunk_attention import ChunkEnds
 from pallas_kernels.gated_scan import gated_scan
 from recurjax.layers.attention import (
@@ -189,8 +191,8 @@ class RatMixer(nnx.Module):
         # of them that stand in the next one.
         cache = self._write(cache, k, v, finals, rows)
         ends = ChunkEnds(
-            keys=read_layer(cache.keys, cache.layer).astype(x.dtype),
-            values=read_layer(cache.values, cache.layer).astype(x.dtype),
+            keys=_as_it_lies(read_layer(cache.keys, cache.layer)).astype(x.dtype),
+            values=_as_it_lies(read_layer(cache.values, cache.layer)).astype(x.dtype),
         )
         rotated = self._rotate_queries(q, rows.numbers, rows.positions)
         y = attend_across_chunks(
@@ -250,3 +252,10 @@ class RatMixer(nnx.Module):
             v_state=write_layer(cache.v_state, cache.layer, v_state),
             k_state=write_layer(cache.k_state, cache.layer, k_state),
         )
+
+
+def _as_it_lies(array: Array) -> Array:
+    """Keeps XLA for GPUs from turning all layers' chunk ends to another layout."""
+    if target.current().platform != "gpu":
+        return array
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
