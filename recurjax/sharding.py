@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -129,6 +130,18 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of what every device holds whole."""
     return NamedSharding(mesh, P())
+
+
+def laid_out(x: Any, where: NamedSharding) -> jax.Array:
+    """Puts an array that every process holds alike on the devices of all.
+
+    `jax.device_put` takes no array of one process' device to those of several.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = laid_out(jax.random.key_data(x), where)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(whole.shape, where, lambda at: whole[at])
 
 
 def check_batch(rows: int, mesh: Mesh, *, name: str) -> None:

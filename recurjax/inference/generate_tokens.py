@@ -28,7 +28,7 @@ from recurjax.inference.sampling import (
 from recurjax.inference.timing import Timing
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import LARGEST_SIZE
-from recurjax.sharding import replicated
+from recurjax.sharding import laid_out, replicated
 from recurjax.types import Array, Tokens
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -207,7 +207,7 @@ def _on_mesh(tree: Any, rows: int, mesh: Mesh | None) -> Any:
         return tree
     divides = rows % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
     where = NamedSharding(mesh, P(("data", "fsdp"))) if divides else replicated(mesh)
-    return jax.tree.map(lambda x: jax.device_put(x, where), tree)
+    return jax.tree.map(lambda x: laid_out(x, where), tree)
 
 
 def _with_exits(
