@@ -1,0 +1,103 @@
+"""A corpus and a tokenizer behind https://, read from a server on loopback."""
+
+import shutil
+import ssl
+import subprocess
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import fsspec
+import pytest
+
+from recurjax.data.corpora import embedded_text, read_corpus
+from recurjax.data.described import describe_corpus
+from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.errors import UserError
+from recurjax.files.storage import open_store
+from recurjax.files.store_copies import copy_of
+
+TEXT = embedded_text()[:5000]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Says nothing; what it was asked for is noted by its server."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        super().do_GET()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A web server with a certificate that it made itself; its URL and its folder."""
+    pytest.importorskip("aiohttp", reason="aiohttp (extra cloud) is not installed")
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl, which makes the server's certificate")
+    root = tmp_path_factory.mktemp("web")
+    made = tmp_path_factory.mktemp("certificate")
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    kind = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    files = ["-keyout", str(made / "key"), "-out", str(made / "certificate")]
+    command = ["openssl", "req", *kind, *files, *names]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made / "certificate", made / "key")
+    served = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root)))
+    served.asked = []
+    served.socket = context.wrap_socket(served.socket, server_side=True)
+    Thread(target=served.serve_forever, daemon=True).start()
+    yield served, f"https://127.0.0.1:{served.server_port}", root, made / "certificate"
+    served.shutdown()
+    served.server_close()
+
+
+@pytest.fixture
+def web(server, tmp_path, monkeypatch):
+    """The server, whose certificate clients trust, and an empty cache."""
+    aiohttp = pytest.importorskip("aiohttp")
+    served, url, root, certificate = server
+    trusting = ssl.create_default_context(cafile=certificate)
+
+    async def get_client(**options):
+        options.pop("loop")  # the one that this runs in
+        connector = aiohttp.TCPConnector(ssl=trusting)
+        return aiohttp.ClientSession(connector=connector, **options)
+
+    # As a user's own fsspec settings would; aiohttp reads SSL_CERT_FILE at its import.
+    monkeypatch.setitem(fsspec.config.conf, "https", {"get_client": get_client})
+    monkeypatch.setenv("RECURJAX_CACHE", str(tmp_path / "cache"))
+    served.asked.clear()
+    return url, root, served.asked
+
+
+def test_a_text_is_read_once_and_again_when_it_has_changed(web):
+    url, root, asked = web
+    (root / "a.txt").write_text(TEXT)
+    corpus = describe_corpus((f"{url}/a.txt",))
+    assert [d.text for d in read_corpus(corpus).documents] == [TEXT]
+    first = asked.count("/a.txt")
+    assert first > 0
+    assert [d.text for d in read_corpus(corpus).documents] == [TEXT]
+    assert asked.count("/a.txt") == first
+    (root / "a.txt").write_text(TEXT[:-100])
+    assert [d.text for d in read_corpus(corpus).documents] == [TEXT[:-100]]
+
+
+def test_a_folder_s_files_are_read_by_their_names_and_nothing_is_written(web, tmp_path):
+    url, root, _ = web
+    ByteTokenizer().save(root / "tokenizer")
+    for file in (root / "tokenizer").iterdir():
+        got = copy_of(open_store(f"{url}/tokenizer"), file.name)
+        assert got.read_bytes() == file.read_bytes()
+    with pytest.raises(UserError, match="nothing can be written at https://"):
+        open_store(url, write=True)
+
+
+def test_what_is_not_there_is_one_sentence(web):
+    url, _, _ = web
+    with pytest.raises(UserError, match=f"no file matches '{url}/none.txt'"):
+        list(read_corpus(describe_corpus((f"{url}/none.txt",))).documents)
