@@ -200,7 +200,9 @@ def table(
         _row("model", "parameters", *costs, *head, "the best rate's seeds"),
         "|" + "---|" * (len(rates) + 5),
     ]
-    for model in experiments:
+    for model, title in MODELS.items():
+        if model not in experiments:
+            continue
         scores = {
             rate: [
                 run.bits_per_byte
@@ -222,7 +224,7 @@ def table(
         seconds = statistics.median(run.seconds for run in runs if run.model == model)
         chosen = ", ".join(f"{each:.3f}" for each in scores[best])
         numbers = (f"{parameters:,}", f"{flops:.3g}", f"{seconds:.0f}")
-        lines.append(_row(MODELS[model], *numbers, *cells, f"{best:g}: {chosen}"))
+        lines.append(_row(title, *numbers, *cells, f"{best:g}: {chosen}"))
     return "\n".join(lines) + "\n"
 
 
