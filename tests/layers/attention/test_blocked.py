@@ -14,6 +14,7 @@ from recurjax.layers.attention import (
     AttentionConfig,
     attend,
     attend_in_window,
+    blocked,
     implementation,
     keys_for_queries,
 )
@@ -74,6 +75,26 @@ def test_blocks_change_nothing(window, monkeypatch):
     got, want = both(in_blocks), both(at_once)
     assert_values_close(got[0], want[0])
     assert_gradients_close(got[1], want[1])
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "served"),
+    [(4095, None, "bands"), (4096, None, "tiles"), (4096, 64, "bands")],
+)
+def test_a_cpu_takes_tiles_for_long_rows_of_plain_attention(
+    length, window, served, monkeypatch
+):
+    called = []
+
+    def served_by(label, q, *_, **__):
+        called.append(label)
+        return q
+
+    monkeypatch.setattr(blocked, "attend_in_bands", partial(served_by, "bands"))
+    monkeypatch.setattr(blocked, "attend_as_chunks_of_one", partial(served_by, "tiles"))
+    q = jax.ShapeDtypeStruct((1, length, 2, 4), jnp.float32)
+    jax.eval_shape(partial(attend_in_blocks, scale=1.0, window=window), q, q, q)
+    assert called == [served]
 
 
 @pytest.mark.parametrize("window", [None, 3])
