@@ -88,8 +88,8 @@ def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
     if body.get("exit") is not None:
         raise RequestError(
             400,
-            "this server's models run all of their loops for every token: leave exit "
-            "out",
+            "a request cannot choose its exits here: leave exit out, or start the "
+            "server with --exit",
             field="exit",
         )
     stop = body.get("stop")
