@@ -139,7 +139,7 @@ REFUSED = [
     (
         ("--data.corpus.patterns", "my.txt"),
         r"which has no field patterns \(TextFiles, JsonLines, Parquet, ArrayRecords, "
-        r"PromptAnswer would\): the experiment's file chooses",
+        r"PromptAnswer, Conversations would\): the experiment's file chooses",
     ),
     (
         ("--data.tokenizer=bpe:300",),

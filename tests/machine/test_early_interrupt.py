@@ -59,7 +59,7 @@ def as_a_program(monkeypatch, capsys):
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["recurjax", *map(str, words)])
         # Settings of a process that is not ours.
-        monkeypatch.setattr(main.host, "prepare", lambda: None)
+        monkeypatch.setattr(main.host, "prepare", lambda **_: None)
         code = main.main()
         return code, capsys.readouterr().err
 
