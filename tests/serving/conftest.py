@@ -30,7 +30,8 @@ def scorer(cycle):
     return PromptScorer(cycle(LETTERS), **options)
 
 
-@pytest.fixture(scope="session")
+# It ends with this folder's tests and does not listen on while others run.
+@pytest.fixture(scope="package")
 def server(engine, scorer):
     with running(lambda: engine, scorer=scorer) as found:
         found.wait()

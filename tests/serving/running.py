@@ -2,8 +2,10 @@
 
 import http.client
 import json
+import sys
 import threading
 import time
+import traceback
 from contextlib import contextmanager
 
 from recurjax.data.chat import ChatTemplate
@@ -95,7 +97,10 @@ def running(build, *, waiting=4, api_key=None, template=TEMPLATE, scorer=None, e
     finally:
         ended.set()
         thread.join(timeout=60)
-    assert not thread.is_alive()
+        if thread.is_alive():
+            stacks = [traceback.format_stack(f) for f in sys._current_frames().values()]
+            told = "\n".join("".join(stack) for stack in stacks)
+            raise AssertionError(f"the server has not ended in 60 s:\n{told}")
 
 
 def told(server, path: str, body) -> tuple[int, str]:
