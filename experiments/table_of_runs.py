@@ -1,38 +1,82 @@
 """Writes the tables of experiments/README.md from the tables of runs.
 
 A row a run: what it reproduces, the figure expected, and what it costs: parameters and
-tokens, and the FLOPs of training that the model itself counts. Runs nothing; the count
-of parameters takes about half a minute.
+tokens, the FLOPs of training that the model itself counts, and the hours of one H100 at
+the bound of a plan, from planned_hours.json. Runs nothing; the count of parameters
+takes about half a minute.
 
     python experiments/table_of_runs.py
+    python experiments/table_of_runs.py --plan rat recurrent_transformer
+
+`--plan` first plans what is not planned yet: it compiles each run's training step for
+h100:8, rows spread over the eight (weights too, where that does not fit), and
+multiplies the least time that a step can take by its steps and devices (runs that
+differ in their steps' number alone are planned once); `recurjax plan`
+says more of any one run, and a real one takes longer. Runs that read a prepared corpus
+are planned, a minute or two each on one core. Needs the compilers (`recurjax
+compilers`). What was planned is kept: a stopped command goes on.
 """
 
 import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from recurjax.cli.options import parse
 from recurjax.data.config import DataConfig, Prepared, PromptAnswer
+from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.files.json_files import json_text, read_json
 from recurjax.files.whole import write_whole
+from recurjax.machine import host
 from recurjax.model import count_parameters
+from recurjax.plan.compilation import check_compilers
+from recurjax.plan.planning import Plan, make_plan
+from recurjax.plan.topology import parse_topology
 from recurjax.run_table import Run, load_experiment, load_runs
+from recurjax.sharding import MeshConfig
 
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
+RECORD = FOLDER / "planned_hours.json"
 TABLES = (
     *("recurrent_transformer", "rat", "latent_recurrent_transformer"),
     *("relaxed_recursive_transformer", "recurformer", "tasks"),
 )
+TOPOLOGY = "h100:8"
+MESHES = (MeshConfig(data=8), MeshConfig(fsdp=8))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Writes the tables; plans runs first where that is asked.
+
+    Attributes:
+      plan: papers whose runs are planned first.
+      cache: a folder of earlier plans, found by the program's hash.
+    """
+
+    plan: tuple[str, ...] = ()
+    cache: Path = Path("runs/.plans")
+
+    def __post_init__(self):
+        for paper in self.plan:
+            if paper not in TABLES:
+                raise UserError(f"--plan {paper}: choose from {', '.join(TABLES)}")
 
 
 def table(paper: str) -> str:
     """Returns the Markdown table of a paper's runs."""
     file = FOLDER / paper / "runs.py"
     lines = [
-        "| run | reproduces | expected | needs | parameters | tokens | FLOPs |",
-        "|---|---|---|---|---|---|---|",
+        "| run | reproduces | expected | needs | parameters | tokens | FLOPs | hours |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, run in load_runs(file).items():
-        lines.append(named(name, run) + costs(load_experiment(f"{file}:{name}")))
+        experiment = load_experiment(f"{file}:{name}")
+        lines.append(named(name, run) + costs(experiment, f"{paper}/{name}"))
     return "\n".join(lines) + "\n"
 
 
@@ -41,8 +85,8 @@ def named(name: str, run: Run) -> str:
     return f"| `{name}` | {run.reproduces} | {run.expected} |"
 
 
-def costs(experiment: Experiment) -> str:
-    """Returns the other cells of a row."""
+def costs(experiment: Experiment, key: str) -> str:
+    """Returns the other cells of a row; `key`: paper/run."""
     data, training = experiment.data, experiment.training
     corpus = data.corpus if isinstance(data, DataConfig) else None
     needs = "nothing"
@@ -52,8 +96,10 @@ def costs(experiment: Experiment) -> str:
         needs = " ".join(f"`{pattern}`" for pattern in corpus.patterns)
     parameters = count_parameters(experiment.model).total
     tokens = training.steps * training.tokens_per_step
-    flops = tokens * experiment.flops_per_token
-    return f" {needs} | {_short(parameters)} | {_short(tokens)} | {flops:.1e} |"
+    flops = training_flops(experiment)
+    hours = planned_hours(experiment, read_record(), key)
+    cells = (needs, _short(parameters), _short(tokens), f"{flops:.1e}")
+    return " " + " | ".join((*cells, "-" if hours is None else f"{hours:.3g}")) + " |"
 
 
 def filled(text: str, paper: str, rows: str) -> str:
@@ -69,12 +115,103 @@ def filled(text: str, paper: str, rows: str) -> str:
     return whole.sub(lambda _: rows, text, count=1)
 
 
-def main() -> None:
+def planned_runs(paper: str) -> Iterator[tuple[str, Experiment]]:
+    """Yields (name, experiment) of each run of a paper that reads a prepared corpus."""
+    file = FOLDER / paper / "runs.py"
+    for name in load_runs(file):
+        run = load_experiment(f"{file}:{name}")
+        if isinstance(run.data, DataConfig) and isinstance(run.data.corpus, Prepared):
+            yield name, run
+
+
+def training_flops(experiment: Experiment) -> float:
+    """Returns the FLOPs of the whole training, as the model counts them."""
+    training = experiment.training
+    return training.steps * training.tokens_per_step * experiment.flops_per_token
+
+
+def planned_hours(
+    experiment: Experiment, record: dict[str, dict[str, Any]], key: str
+) -> float | None:
+    """Returns what was recorded of a run; None: nothing, or of a run that cost else."""
+    entry = record.get(key)
+    if entry is None or entry["flops"] != training_flops(experiment):
+        return None
+    return entry["hours"]
+
+
+def read_record() -> dict[str, dict[str, Any]]:
+    """Reads what is planned already, by paper/run."""
+    return read_json(RECORD, "the record of planned runs") if RECORD.exists() else {}
+
+
+def plan_run(experiment: Experiment, cache: Path) -> Plan:
+    """Plans a run on the first mesh that it fits; on the last where it fits none."""
+    topology = parse_topology(TOPOLOGY)
+    for mesh in MESHES:
+        plan = make_plan(replace(experiment, mesh=mesh), topology, cache=cache)
+        if plan.fits:
+            break
+    return plan
+
+
+def entry(experiment: Experiment, plan: Plan) -> dict[str, Any]:
+    """Returns what is recorded of a plan; no hours where nothing fits."""
+    hours = plan.run_hours if plan.fits else None
+    return {
+        "flops": training_flops(experiment),
+        "hours": None if hours is None else hours * plan.topology.devices,
+        "binding": None if plan.bounds is None else plan.bounds.binding,
+        "mesh": {axis: size for axis, size in plan.mesh.items() if size > 1},
+    }
+
+
+def entry_of_a_longer(
+    experiment: Experiment, paper: str, record: dict[str, dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Returns the entry of a planned run of the same step, at this one's length."""
+    for name, run in planned_runs(paper):
+        known = record.get(f"{paper}/{name}")
+        if known is None or known["flops"] != training_flops(run):
+            continue
+        training = replace(run.training, steps=experiment.training.steps)
+        if replace(run, name=experiment.name, training=training) == experiment:
+            hours, ratio = known["hours"], training.steps / run.training.steps
+            hours = None if hours is None else hours * ratio
+            return known | {"flops": training_flops(experiment), "hours": hours}
+    return None
+
+
+def plan_runs(papers: tuple[str, ...], cache: Path) -> None:
+    """Plans run by run what is not planned yet and writes the record after each."""
+    check_compilers(parse_topology(TOPOLOGY))
+    for paper in papers:
+        for name, run in planned_runs(paper):
+            key, record = f"{paper}/{name}", read_record()
+            if key in record and record[key]["flops"] == training_flops(run):
+                continue
+            try:
+                record[key] = entry_of_a_longer(run, paper, record) or entry(
+                    run, plan_run(run, cache)
+                )
+            except UserError as error:
+                print(f"{key}: {error}", flush=True)
+                continue
+            print(f"{key}: {record[key]}", flush=True)
+            write_whole(RECORD, json_text(record, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
     """Writes the file anew."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="table_of_runs.py")
+    if options.plan:
+        plan_runs(options.plan, options.cache)
     text = README.read_text()
     for paper in TABLES:
         text = filled(text, paper, table(paper))
     write_whole(README, text)
+    return 0
 
 
 def _short(count: int) -> str:
@@ -85,4 +222,8 @@ def _short(count: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    host.prepare()
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"table_of_runs.py: {error}")

@@ -32,7 +32,8 @@ def test_every_run_is_there_with_what_it_reproduces(paper):
         assert rows[name].startswith(table_of_runs.named(name, run))
     # What the first and the last cost; the slow test looks at all.
     for name in (list(runs)[0], list(runs)[-1]):
-        costs = table_of_runs.costs(load_experiment(f"{file}:{name}"))
+        run = load_experiment(f"{file}:{name}")
+        costs = table_of_runs.costs(run, f"{paper}/{name}")
         assert rows[name] == table_of_runs.named(name, runs[name]) + costs
 
 
@@ -46,3 +47,19 @@ def test_every_run_is_there_with_what_it_costs(paper):
 def test_a_readme_without_a_tables_place_is_told():
     with pytest.raises(ValueError, match=re.escape("<!-- rat/runs.py -->")):
         table_of_runs.filled("nothing", "rat", "")
+
+
+def test_a_run_of_more_steps_is_planned_by_a_shorter_one(monkeypatch):
+    paper, names = "latent_recurrent_transformer", ("base_20_r5", "base_20_r20")
+    file = table_of_runs.FOLDER / paper / "runs.py"
+    runs = {name: load_experiment(f"{file}:{name}") for name in (*names, "shared_20")}
+    monkeypatch.setattr(table_of_runs, "planned_runs", lambda _: iter(runs.items()))
+    short, long, other = runs.values()
+    flops = table_of_runs.training_flops(short)
+    known = {"flops": flops, "hours": 3.0, "binding": "memory", "mesh": {"data": 8}}
+    record = {f"{paper}/base_20_r5": known}
+    entry = table_of_runs.entry_of_a_longer(long, paper, record)
+    assert entry is not None
+    assert entry["hours"] == 3.0 * long.training.steps / short.training.steps
+    assert entry["flops"] == table_of_runs.training_flops(long)
+    assert table_of_runs.entry_of_a_longer(other, paper, record) is None
