@@ -93,7 +93,9 @@ def _run(root: Path, options: Options) -> int:
     for number in range(1, options.kills + 1):
         name = f"killed-{number}"
         seen = _kill(root, name, moments.randrange(shards), options, moments)
-        _finish(_start(root, name, options), name)
+        # A kill between the last rename and the process' end finds all done.
+        if not (root / name).exists():
+            _finish(_start(root, name, options), name)
         got = contents(root / name)
         differs = sorted(n for n in want.keys() | got if want.get(n) != got.get(n))
         left = list(root.glob(f".{name}*"))

@@ -1,11 +1,13 @@
 """`recurjax COMMAND ...`: finds the command and turns errors into one sentence."""
 
 import difflib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from multiprocessing import active_children
 from pathlib import Path
 
 from recurjax.errors import UserError
@@ -28,6 +30,7 @@ COMMANDS = {
     "doctor": "what is here, what works, and why the rest does not",
 }
 
+_INTERRUPTED = 130
 _DEBUG = "--debug"
 _OWN_FLAGS = "--own-xla-flags"
 _PACKAGE = Path(__file__).parents[1]
@@ -57,7 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             peers.end(1)
         raise
     peers.end(code)
+    if code == _INTERRUPTED and argv is None and not active_children():
+        _end_at_once(code)
     return code
+
+
+def _end_at_once(code: int) -> None:
+    # What compiles or reads in native threads can crash while Python takes itself
+    # apart; everything that must be written is by now.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _answer(argv: Sequence[str] | None) -> int:
@@ -119,7 +132,7 @@ def _answer(argv: Sequence[str] | None) -> int:
 
 def _interrupted() -> int:
     print("recurjax: interrupted", file=sys.stderr)
-    return 130
+    return _INTERRUPTED
 
 
 def _find(name: str) -> Callable[[list[str]], int]:

@@ -7,6 +7,7 @@ as well as raised, and who is about to begin something long asks for the note.
 """
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,11 +23,14 @@ def watched() -> Iterator[None]:
     """
     global _noted
     _noted = False
-    before = signal.signal(signal.SIGINT, _note)
+    before, hook = signal.signal(signal.SIGINT, _note), sys.unraisablehook
+    # Where Python drops the exception it prints it; here it is noted and comes again.
+    sys.unraisablehook = lambda lost: _noted_already(lost) or hook(lost)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = hook
         _noted = False
 
 
@@ -39,6 +43,10 @@ def stop_if_noted() -> None:
     """Raises KeyboardInterrupt again if it was raised where nobody heard it."""
     if _noted:
         raise KeyboardInterrupt
+
+
+def _noted_already(lost: "sys.UnraisableHookArgs") -> bool:
+    return _noted and lost.exc_type is KeyboardInterrupt
 
 
 def _note(number: int, frame: FrameType | None) -> None:

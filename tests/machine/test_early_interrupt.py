@@ -60,6 +60,7 @@ def as_a_program(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["recurjax", *map(str, words)])
         # Settings of a process that is not ours.
         monkeypatch.setattr(main.host, "prepare", lambda **_: None)
+        monkeypatch.setattr(main, "_end_at_once", lambda code: None)
         code = main.main()
         return code, capsys.readouterr().err
 
@@ -79,6 +80,21 @@ def test_swallowed_while_a_session_is_opened_it_stops_before_the_first_step(
     monkeypatch.setattr(loop, "Session", Session)
     words = ("train", tiny_experiment.__file__, "--runs", tmp_path, "--no-cache")
     assert as_a_program(*words) == (130, "recurjax: interrupted\n")
+
+
+def test_where_python_drops_it_nothing_is_printed(capsys, monkeypatch):
+    # pytest's own hook keeps what it gets.
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+
+    class Dropped:
+        def __del__(self):
+            press()
+
+    with early_interrupt.watched():
+        Dropped()
+        with pytest.raises(KeyboardInterrupt):
+            early_interrupt.stop_if_noted()
+    assert capsys.readouterr().err == ""
 
 
 def test_an_error_that_native_code_made_of_it_is_an_interruption(
