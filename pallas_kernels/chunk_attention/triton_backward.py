@@ -11,6 +11,7 @@ from pallas_kernels.chunk_attention.arrays import Array
 from pallas_kernels.chunk_attention.triton_launch import (
     LOG2_E,
     Call,
+    computed_pairs,
     dot,
     first_chunk,
     launch,
@@ -77,6 +78,8 @@ def position_gradients(
             jax.ShapeDtypeStruct((B, H, T), jnp.float32),
         ],
         accumulator=2 * rows * E,
+        products=3,  # q k^T, do v^T, d_logits k
+        pairs=computed_pairs(call, block_q=rows, block_k=call.tiles.block_k),
     )
 
 
@@ -113,6 +116,8 @@ def end_gradients(
             jax.ShapeDtypeStruct(values.shape, values.dtype),
         ],
         accumulator=2 * count * E,
+        products=4,  # k q^T, v do^T, d_logits q, p do
+        pairs=computed_pairs(call, block_q=call.tiles.backward_block_q, block_k=count),
     )
 
 

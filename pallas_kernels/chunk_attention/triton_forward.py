@@ -12,6 +12,7 @@ from pallas_kernels.chunk_attention.triton_launch import (
     HIDDEN,
     LOG2_E,
     Call,
+    computed_pairs,
     dot,
     first_chunk,
     launch,
@@ -62,6 +63,8 @@ def attend(
         ],
         # Operands of four bytes fill as many registers again.
         accumulator=rows * E * (2 if q.dtype == jnp.float32 else 1),
+        products=2,  # q k^T, p v
+        pairs=computed_pairs(call, block_q=rows, block_k=call.tiles.block_k),
     )
 
 

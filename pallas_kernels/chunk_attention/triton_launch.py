@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
+from pallas_kernels.chunk_attention.visibility import cdiv
 
 HIDDEN = -1e30
 """The logit of an end that is not seen; a position's own term is always seen."""
@@ -108,8 +109,18 @@ def launch(
     out_specs: Sequence[pl.BlockSpec],
     out_shape: Sequence[jax.ShapeDtypeStruct],
     accumulator: int,
+    products: int,
+    pairs: int,
 ) -> Sequence[Array]:
-    """Runs a kernel body over a grid; `accumulator` counts its float32 values."""
+    """Runs a kernel body over a grid.
+
+    Args:
+      accumulator: a program's float32 values that must stay in registers.
+      products: matrix products that the kernel makes of each pair of a position and an
+        end: 2 E FLOPs each.
+      pairs: what `computed_pairs` counts. The kernels' loops end where causality does,
+        so that no count of a loop's trips can know.
+    """
     return pl.pallas_call(
         partial(kernel, call=call),
         grid=grid,
@@ -120,8 +131,32 @@ def launch(
         compiler_params=pltriton.CompilerParams(
             num_warps=8 if accumulator >= 64 * 128 else 4, num_stages=2
         ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * call.width * pairs,
+            transcendentals=pairs,
+            bytes_accessed=sum(
+                a.size * a.dtype.itemsize for a in (*arguments, *out_shape)
+            ),
+        ),
         name="chunk_attention" + kernel.__name__,
     )(*arguments)
+
+
+def computed_pairs(call: Call, *, block_q: int, block_k: int) -> int:
+    """Returns how many pairs of a position and an end the kernels compute, all heads.
+
+    Whole blocks, as the kernels take them: an end that only the block's last position
+    sees is computed for all of it. Where a row's number of its first chunk is an array,
+    its positions may see every end and are counted so.
+    """
+    pairs = 0
+    for start in range(0, call.length, block_q):
+        last = min(start + block_q, call.length) - 1
+        seen = call.ends
+        if not call.has_first:
+            seen = min(last // call.chunk, call.ends)
+        pairs += block_q * cdiv(seen, block_k) * block_k
+    return call.batch * call.heads * pairs
 
 
 def mask_arrays(

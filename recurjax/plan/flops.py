@@ -1,9 +1,10 @@
 """FLOPs of a program as it is executed, counted on its jaxpr.
 
 The compilers' own counts take a loop's body once, whatever its trip count, and know
-nothing of what a kernel does. Here a scan counts `length` times, a kernel once for
-every point of its grid, a `shard_map` once for every device that runs it, and what is
-computed again in the backward pass (`jax.checkpoint`) counts again: by then it stands
+nothing of what a kernel does. Here a scan counts `length` times, a kernel what its
+launch tells as `cost_estimate` or else once for every point of its grid, a `shard_map`
+once for every device that runs it, and what is computed again in the backward pass
+(`jax.checkpoint`) counts again: by then it stands
 in the jaxpr twice.
 """
 
@@ -97,6 +98,10 @@ def _of_equation(equation: Any, chosen: dict[Any, int], platform: str) -> Flops:
         return max(branches, key=lambda one: (one.products, one.other))
     inner = list(jaxprs_in_params(params))
     if name == "pallas_call":
+        # A kernel whose loops end by the program's place in the grid says itself what
+        # all its programs do.
+        if (told := params.get("cost_estimate")) is not None:
+            return Flops(products=told.flops, other=told.transcendentals)
         # The jaxpr is what one program of the grid does; dynamic sizes count as one.
         grid = [size for size in params["grid_mapping"].grid if isinstance(size, int)]
         kernel = count_flops(params["jaxpr"], platform=platform)

@@ -104,6 +104,14 @@ def test_flops_see_loops_branches_kernels_and_shards():
 
     assert counted(gridded).products == 6 * product
 
+    def told(w):
+        cost = pl.CostEstimate(flops=17, transcendentals=3, bytes_accessed=0)
+        return pl.pallas_call(
+            kernel, out_shape=w, grid=(3, 2), interpret=True, cost_estimate=cost
+        )(w)
+
+    assert counted(told) == Flops(products=17, other=3)
+
     mesh = make_mesh()
     sharded = jax.shard_map(
         lambda w: w @ w.T, mesh=mesh, in_specs=P("data"), out_specs=P("data")

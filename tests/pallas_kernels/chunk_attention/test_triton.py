@@ -3,11 +3,20 @@
 import dataclasses
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.chunk_attention import triton
-from pallas_kernels.chunk_attention.triton_launch import Tiles, choose_tiles
+from pallas_kernels.chunk_attention.triton_backward import (
+    end_gradients,
+    position_gradients,
+)
+from pallas_kernels.chunk_attention.triton_forward import attend
+from pallas_kernels.chunk_attention.triton_launch import Call, Tiles, choose_tiles
+from pallas_kernels.chunk_attention.visibility import cdiv
+from recurjax.plan.flops import count_flops
 from tests.pallas_kernels.chunk_attention.cases import (
     Case,
     assert_is_the_definition,
@@ -53,6 +62,46 @@ def test_small_calls_share_a_group_s_heads_out():
     sizes = {"length": 4096, "heads": 16, "groups": 2, "width": 128, "wide": False}
     assert choose_tiles(batch=64, **sizes).splits == 1
     assert choose_tiles(batch=1, **sizes).splits == 4
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_launch_tells_the_products_of_all_its_programs(chunk):
+    """Their loops end where causality does: no count of a body's products knows."""
+    batch, length, heads, groups, width = 2, 37, 4, 2, 16
+    count = cdiv(length, chunk)
+    call = Call(
+        **{"batch": batch, "length": length, "heads": heads, "groups": groups},
+        **{"width": width, "ends": count, "chunk": chunk, "scale": 1.0},
+        **{"has_first": False, "has_documents": False, "interpret": True},
+        tiles=TILES,
+    )
+    q = jax.ShapeDtypeStruct((batch, length, groups, width), jnp.float32)
+    logits = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
+    own = jax.ShapeDtypeStruct((batch, length, heads, width), jnp.float32)
+    keys = jax.ShapeDtypeStruct((batch, heads, count, width), jnp.float32)
+    lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+
+    def told(function, *arrays) -> int:
+        jaxpr = jax.make_jaxpr(lambda *given: function(call, [], *given))(*arrays)
+        return count_flops(jaxpr, platform="cuda").products
+
+    def computed(rows: int, ends: int) -> int:
+        """Pairs in blocks of which any position sees any end."""
+        blocks = [
+            (i, j)
+            for i in range(0, length, rows)
+            for j in range(0, count, ends)
+            if any(j < t // chunk for t in range(i, min(i + rows, length)))
+        ]
+        return len(blocks) * rows * ends * batch * heads
+
+    forward = told(attend, q, logits, own, keys, keys)
+    assert forward == 2 * 2 * width * computed(TILES.block_q, TILES.block_k)
+    positions = told(position_gradients, q, logits, own, keys, keys, own, lse, own)
+    assert positions == 3 * 2 * width * computed(TILES.block_q, TILES.block_k)
+    ends = told(end_gradients, q, keys, keys, lse, lse, own)
+    rows, at_once = TILES.backward_block_q, TILES.backward_block_k
+    assert ends == 4 * 2 * width * computed(rows, at_once)
 
 
 def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
