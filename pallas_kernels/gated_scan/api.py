@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gated_scan import mesh_layout, mosaic_tpu, triton, xla
+from pallas_kernels.gated_scan.inputs import GateLogits
 
 Array = jax.Array
 
@@ -35,7 +36,7 @@ class Scanned(NamedTuple):
 
 
 def gated_scan(
-    gate: Float[Array, "B T D"],
+    gate: Float[Array, "B T D"] | GateLogits,
     values: tuple[Float[Array, "B T _"], ...],
     *,
     initial: tuple[Float[Array, "B D"], ...] | None = None,
@@ -51,7 +52,8 @@ def gated_scan(
     Differentiable in gate, values and initial.
 
     Args:
-      gate: g, in [0, 1]. Where it is 1 the state stays: what padding should have.
+      gate: g, in [0, 1], or its logits and bias, which cross memory in their dtype.
+        Where it is 1 the state stays: what padding should have (a logit of infinity).
       values: their widths divide D.
       initial: h[-1] of each stream; None: zeros.
       starts: positions before which the state is set to zero (a document begins).
@@ -87,6 +89,8 @@ def _check(gate, values, initial, starts, lengths, chunk) -> None:
                 f"gated_scan: wants values of shape {(B, T)} and a width that divides "
                 f"{D}, got {v.shape}"
             )
+    if isinstance(gate, GateLogits):
+        dispatch.check_shapes("gated_scan", {"bias": (gate.bias, (D,))})
     if initial is not None and [h.shape for h in initial] != [(B, D)] * len(values):
         raise ValueError(
             f"gated_scan: wants {len(values)} initial states of shape {(B, D)}, got "

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import mesh_cut
 from pallas_kernels.dispatch import Specs
+from pallas_kernels.gated_scan.inputs import GateLogits
 from pallas_kernels.mesh_cut import Cut
 
 
@@ -29,9 +30,13 @@ def specs(cut: Cut, gate, values, initial, starts, lengths) -> Specs:
     del initial
     wide, by_row = P(cut.by_row, None, cut.columns), P(cut.by_row)
     streams, state = len(values), P(cut.by_row, cut.columns)
+    of_gate = wide
+    if isinstance(gate, GateLogits):
+        of_bias = None if gate.bias is None else P(cut.columns)
+        of_gate = GateLogits(wide, of_bias)  # pyright: ignore[reportArgumentType]
     return Specs(
         arrays=(
-            wide,
+            of_gate,
             tuple(wide if v.shape[2] == gate.shape[2] else by_row for v in values),
             (state,) * streams,
             None if starts is None else by_row,

@@ -18,7 +18,9 @@ from pallas_kernels.gated_scan.mosaic_block import (
     chain,
     lanes_of,
     position,
+    read_gate,
     read_rows,
+    read_signed,
     row_in_block,
 )
 from pallas_kernels.gated_scan.mosaic_launch import (
@@ -26,9 +28,9 @@ from pallas_kernels.gated_scan.mosaic_launch import (
     LANES,
     STRETCHES,
     Call,
+    GateInputs,
     launch_kernel,
 )
-from pallas_kernels.gated_scan.signed_gate import read_signed
 from pallas_kernels.named_refs import by_name
 
 Array = jax.Array
@@ -36,8 +38,12 @@ _BEFORE = 8
 """Rows of scratch in front of a block's states; the last of them is the one before."""
 
 
-def run_backward(call: Call, e, values, initial, lengths, states, d_states, finals):
-    """Returns gradients of (e's magnitude, values, initial [B, D]).
+def run_backward(
+    call: Call, gates: GateInputs, values, initial, lengths, states, d_states, finals
+):
+    """Returns gradients of (gate or logits, bias, values, initial).
+
+    That of the bias is float32 [D], and None where the gate is given.
 
     Args:
       states, d_states: [B, T, D] each.
@@ -64,44 +70,52 @@ def run_backward(call: Call, e, values, initial, lengths, states, d_states, fina
     out = launch_kernel(
         call,
         _backward_kernel,
-        *(lengths, e, *values, *states, *d_states),
+        *(lengths, *gates.arrays, *values, *states, *d_states),
         *(x[:, None] for x in (*initial, *finals)),
         *halos,
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
-            *(wide, *own, *[wide] * (2 * N), *row, *row),
+            *call.gate_specs(reverse=True),
+            *(*own, *[wide] * (2 * N), *row, *row),
             *[call.halo_spec()] * len(halos),
         ],
-        out_specs=[wide, *own, *row],
+        out_specs=[wide, *own, *row, *[call.state_spec()] * call.logits],
         out_shape=[
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (e, *values)),
-            *[jax.ShapeDtypeStruct((call.B, 1, call.D), jnp.float32)] * N,
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gates.gate, *values)),
+            *[jax.ShapeDtypeStruct((call.B, 1, call.D), jnp.float32)]
+            * (N + call.logits),
         ],
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in (*scratch, *sums)],
     )
-    return out[0], tuple(out[1 : 1 + N]), tuple(d[:, 0] for d in out[1 + N :])
+    # Every row has summed its positions.
+    d_bias = out[-1][:, 0].sum(0) if call.logits else None
+    d_initial = tuple(d[:, 0] for d in out[1 + N : 1 + 2 * N])
+    return out[0], d_bias, tuple(out[1 : 1 + N]), d_initial
 
 
 class _Refs(NamedTuple):
     """References of the kernel; a tuple has one for each stream."""
 
     lengths: Any  # int32 [B], in scalar memory
-    e: Any  # [rows, D]: the gate, negative where the state is reset
+    gate: Any  # [rows, D]: the gate or its logits
+    bias: tuple[Any, ...]  # float32 [1, D], with logits
+    resets: tuple[Any, ...]  # [rows, 128], where some state is reset: not 0 there
     values: tuple[Any, ...]  # [rows, W] each
     states: tuple[Any, ...]  # [rows, D] each
     d_states: tuple[Any, ...]  # [rows, D] each
     initial: tuple[Any, ...]  # float32 [1, D] each
     d_finals: tuple[Any, ...]  # float32 [1, D] each
     halos: tuple[Any, ...]  # [16, D] each, states before the block; none for chunks
-    de: Any  # out, [rows, D]
+    d_gate: Any  # out, [rows, D]: of the gate or its logits
     d_values: tuple[Any, ...]  # out, [rows, W] each
     d_initial: tuple[Any, ...]  # out, float32 [1, D] each
+    d_bias: tuple[Any, ...]  # out, float32 [1, D], with logits
     # Scratch, float32: some groups of 128 channels of what the block reads and writes.
-    e_rows: Any  # [1, together, rows, 128]
+    e_rows: Any  # [1, together, rows, 128]: gates, negative where states are reset
     value_rows: Any  # [N, together, rows, 128]
     state_rows: Any  # [N, together, 8 + rows, 128]: row 7 is the position before
     d_state_rows: Any  # [N, together, rows, 128]
-    de_rows: Any  # [1, together, rows, 128]
+    d_gate_rows: Any  # [1, together, rows, 128]
     d_value_rows: Any  # [N, together, rows, 128]
     carried: Any  # [N, 1, D]: the state's gradient between a row's blocks
     sums: tuple[Any, ...]  # [W / 128, rows, 128] each: a narrow stream's gradient
@@ -116,13 +130,16 @@ _STREAMS = (
 def _backward_kernel(*refs, call: Call):
     N = len(call.widths)
     halos = N if call.tiles.linked else 0
-    at = by_name(_Refs, refs, **dict.fromkeys(_STREAMS, N), halos=halos)
+    counts = {"halos": halos, "d_bias": int(call.logits)} | call.gate_counts
+    at = by_name(_Refs, refs, **dict.fromkeys(_STREAMS, N), **counts)
     row, block = pl.program_id(0), call.blocks - 1 - pl.program_id(1)
 
     # 1. Before a row's last block, which is the first: no gradient has flowed yet.
     @pl.when(block == call.blocks - 1)
     def _():
         at.carried[:, :] = jnp.zeros_like(at.carried)
+        for ref in at.d_bias:
+            ref[:, :] = jnp.zeros_like(ref)
 
     for n, width in enumerate(call.widths):
         if width < call.D:
@@ -137,7 +154,10 @@ def _backward_kernel(*refs, call: Call):
         _run(call, at, entering, first)
         for i in range(call.together):
             lanes = lanes_of(first + i, call.D // LANES)
-            at.de[:, lanes] = at.de_rows[0, i].astype(at.de.dtype)
+            part = at.d_gate_rows[0, i]
+            at.d_gate[:, lanes] = part.astype(at.d_gate.dtype)
+            for ref in at.d_bias:
+                ref[:, lanes] += jnp.sum(part, axis=0, keepdims=True)
             for n, width in enumerate(call.widths):
                 part = at.d_value_rows[n, i]
                 if width < call.D:
@@ -167,7 +187,7 @@ def _read(call: Call, at: _Refs, row, block, first) -> None:
     for i in range(call.together):
         group = first + i
         lanes = lanes_of(group, call.D // LANES)
-        at.e_rows[0, i] = read_rows(call, at.e, group, block, 1.0)
+        at.e_rows[0, i] = read_gate(call, at, group, block)
         for n in range(len(call.widths)):
             at.value_rows[n, i] = read_rows(call, at.values[n], group, block, 0.0)
             at.d_state_rows[n, i] = read_rows(call, at.d_states[n], group, block, 0.0)
@@ -237,7 +257,10 @@ def _run(call: Call, at: _Refs, entering, first) -> None:
                 at.d_value_rows.at[n, i][rows, :] = (1 - g) * groups[i]
             if resets is not None:
                 of_keep = jnp.where(resets, 0.0, of_keep)
-            at.de_rows.at[0, i][rows, :] = of_keep - of_new
+            d_gate = of_keep - of_new
+            if call.logits:  # Of g to of its logit; beyond the sequence g is 1: 0.
+                d_gate = d_gate * g * (1 - g)
+            at.d_gate_rows.at[0, i][rows, :] = d_gate
         return _passed_on([keep for _, keep, _ in gates], totals)
 
     left = jax.lax.fori_loop(0, S, step, entering)
@@ -251,7 +274,7 @@ def _run(call: Call, at: _Refs, entering, first) -> None:
 def _gates(call: Call, at: _Refs, s):
     rows = position(call, s)
     return [
-        read_signed(at.e_rows.at[0, i][rows, :], signed=call.signed)
+        read_signed(at.e_rows.at[0, i][rows, :], signed=call.resets > 0)
         for i in range(call.together)
     ]
 

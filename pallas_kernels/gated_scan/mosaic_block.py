@@ -4,6 +4,8 @@ A block has 8 stretches of S positions. Position s of all stretches is one regis
 group of 128 lanes: rows s, s + S, ..., read with a stride.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -26,6 +28,34 @@ def read_rows(call: Call, ref, group: Array, block: Array, fill: float) -> Array
         return part
     t = jax.lax.broadcasted_iota(jnp.int32, part.shape, 0) + block * call.tiles.rows
     return jnp.where(t < call.T, part, fill)
+
+
+def read_gate(call: Call, at: Any, group: Array, block: Array) -> Array:
+    """Reads a group's lanes of a block's gate, negative where the state is reset.
+
+    What is reset rides in the sign: one scratch array serves for both. A gate of 0
+    becomes the smallest normal number there, so that it has a sign: 1 - g is the same,
+    and nothing else of g is used where the state is reset.
+
+    Args:
+      at: the kernel's references, with those of `GateInputs` among them.
+    """
+    # Beyond the sequence: a gate of 1, which is a logit of infinity, keeps the state.
+    fill = float("inf") if call.logits else 1.0
+    g = read_rows(call, at.gate, group, block, fill)
+    if call.logits:
+        g = jax.nn.sigmoid(g + at.bias[0][:, lanes_of(group, call.D // LANES)])
+    if not call.resets:
+        return g
+    resets = read_rows(call, at.resets[0], group, block, 0.0)
+    return jnp.where(resets > 0, -jnp.maximum(g, jnp.finfo(g.dtype).tiny), g)
+
+
+def read_signed(e: Array, *, signed: bool) -> tuple[Array, Array, Array | None]:
+    """Returns (g, the factor of the state before, where it is reset or None)."""
+    if not signed:
+        return e, e, None
+    return jnp.abs(e), jnp.maximum(e, 0.0), e < 0
 
 
 def position(call: Call, s: Array, offset: int = 0) -> Indices:

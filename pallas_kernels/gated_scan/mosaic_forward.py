@@ -19,26 +19,27 @@ from pallas_kernels.gated_scan.mosaic_block import (
     lanes_of,
     only_first,
     position,
+    read_gate,
     read_rows,
+    read_signed,
     row_in_block,
 )
 from pallas_kernels.gated_scan.mosaic_launch import (
     LANES,
     STRETCHES,
     Call,
+    GateInputs,
     launch_kernel,
 )
-from pallas_kernels.gated_scan.signed_gate import read_signed
 from pallas_kernels.named_refs import by_name
 
 Array = jax.Array
 
 
-def run_forward(call: Call, e, values, initial, lengths):
+def run_forward(call: Call, gates: GateInputs, values, initial, lengths):
     """Returns (states [B, T, D] of each stream, finals [B, D]).
 
     Args:
-      e: [B, T, D], with resets in its sign.
       values: [B, T, W] each.
       initial: float32 [B, D] each.
       lengths: int32 [B].
@@ -48,15 +49,15 @@ def run_forward(call: Call, e, values, initial, lengths):
     out = launch_kernel(
         call,
         _forward_kernel,
-        *(lengths, e, *values, *(h[:, None] for h in initial)),
+        *(lengths, *gates.arrays, *values, *(h[:, None] for h in initial)),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
-            wide,
+            *call.gate_specs(),
             *(call.rows_spec(width) for width in call.widths),
             *[call.state_spec()] * N,
         ],
         out_specs=[wide] * N + [call.state_spec()] * N,
-        out_shape=[jax.ShapeDtypeStruct(e.shape, v.dtype) for v in values]
+        out_shape=[jax.ShapeDtypeStruct(gates.gate.shape, v.dtype) for v in values]
         + [jax.ShapeDtypeStruct((call.B, 1, call.D), jnp.float32)] * N,
         scratch_shapes=[
             pltpu.VMEM((1, call.together, rows, LANES), jnp.float32),
@@ -72,12 +73,14 @@ class _Refs(NamedTuple):
     """References of the kernel; a tuple has one for each stream."""
 
     lengths: Any  # int32 [B], in scalar memory
-    e: Any  # [rows, D]: the gate, negative where the state is reset
+    gate: Any  # [rows, D]: the gate or its logits
+    bias: tuple[Any, ...]  # float32 [1, D], with logits
+    resets: tuple[Any, ...]  # [rows, 128], where some state is reset: not 0 there
     values: tuple[Any, ...]  # [rows, W] each
     initial: tuple[Any, ...]  # float32 [1, D] each
     states: tuple[Any, ...]  # out, [rows, D] each
     finals: tuple[Any, ...]  # out, float32 [1, D] each
-    e_rows: Any  # scratch, float32 [1, together, rows, 128]: some groups of the gate
+    e_rows: Any  # scratch, float32 [1, together, rows, 128]: some gates, with a sign
     value_rows: Any  # scratch, float32 [N, together, rows, 128]: of the values
     state_rows: Any  # scratch, float32 [N, together, rows, 128]: of the states
     carried: Any  # scratch, float32 [N, 1, D]: the state between a row's blocks
@@ -85,7 +88,7 @@ class _Refs(NamedTuple):
 
 def _forward_kernel(*refs, call: Call):
     streams = dict.fromkeys(("values", "initial", "states", "finals"), len(call.widths))
-    at = by_name(_Refs, refs, **streams)
+    at = by_name(_Refs, refs, **streams, **call.gate_counts)
     row, block = pl.program_id(0), pl.program_id(1)
     here, last = row_in_block(call, at.lengths[row] - 1, block)
 
@@ -101,8 +104,7 @@ def _forward_kernel(*refs, call: Call):
     def groups(turn, _):
         first = turn * call.together
         for i in range(call.together):
-            # Beyond the sequence: a gate of 1 keeps the state, a value of 0 adds none.
-            at.e_rows[0, i] = read_rows(call, at.e, first + i, block, 1.0)
+            at.e_rows[0, i] = read_gate(call, at, first + i, block)
             for n, ref in enumerate(at.values):
                 at.value_rows[n, i] = read_rows(call, ref, first + i, block, 0.0)
         entering = _entering(call, block, first, at.e_rows, at.value_rows, at.carried)
@@ -169,7 +171,7 @@ def _advance(call: Call, s, states, e_rows, value_rows):
     """Returns the states one position later, and each group's factor of the old."""
     at = position(call, s)
     gates = [
-        read_signed(e_rows.at[0, i][at, :], signed=call.signed)[:2]
+        read_signed(e_rows.at[0, i][at, :], signed=call.resets > 0)[:2]
         for i in range(call.together)
     ]
     states = [

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -37,6 +38,25 @@ class Tiles:
         return STRETCHES * self.stretch
 
 
+class GateInputs(NamedTuple):
+    """What kernels read of the gate.
+
+    Attributes:
+      gate: [B, T, D]: the gate, or its logits.
+      bias: float32 [1, D] where logits are given.
+      resets: bfloat16 [B or 1, T, 128] where some state is reset: not 0 there.
+    """
+
+    gate: jax.Array
+    bias: tuple[jax.Array, ...]
+    resets: tuple[jax.Array, ...]
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """Returns them one after the other."""
+        return (self.gate, *self.bias, *self.resets)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """What both kernels of a call have in common.
@@ -44,7 +64,9 @@ class Call:
     Attributes:
       B, T, D: sizes.
       widths: of the streams, multiples of 128.
-      signed: whether resets ride in the gate's sign.
+      logits: whether kernels make the gate of logits and a bias.
+      resets: rows of the array that says where the state is reset: B, 1 where it is
+        the same in all rows, 0 where there is none.
       interpret: False, True, or pltpu.InterpretParams for the TPU's own semantics.
     """
 
@@ -52,7 +74,8 @@ class Call:
     T: int
     D: int
     widths: tuple[int, ...]
-    signed: bool
+    logits: bool
+    resets: int
     tiles: Tiles
     interpret: bool | pltpu.InterpretParams = False
 
@@ -82,6 +105,25 @@ class Call:
             lambda i, j: (i, jax.numpy.maximum(block(j) * tiles - 1, 0), 0),
         )
 
+    def gate_specs(self, *, reverse: bool = False) -> list[pl.BlockSpec]:
+        """Returns the blocks of `GateInputs`."""
+        block, several = self._block(reverse), self.resets > 1
+        resets = pl.BlockSpec(
+            (None, self.tiles.rows, LANES),
+            lambda i, j: (i if several else 0, block(j), 0),
+        )
+        bias = pl.BlockSpec((1, self.D), lambda i, j: (0, 0))
+        return [
+            self.rows_spec(self.D, reverse=reverse),
+            *[bias] * self.logits,
+            *[resets] * (self.resets > 0),
+        ]
+
+    @property
+    def gate_counts(self) -> dict[str, int]:
+        """Returns how many references of `GateInputs` come in tuples, by field."""
+        return {"bias": int(self.logits), "resets": int(self.resets > 0)}
+
     def state_spec(self) -> pl.BlockSpec:
         """Returns a row's state of an array [B, 1, D]."""
         return pl.BlockSpec((None, 1, self.D), lambda i, j: (i, 0, 0))
@@ -95,7 +137,7 @@ def choose_tiles(*, T: int, D: int, streams: int, chunk: int | None) -> Tiles:
 
     A block's float32 inputs and outputs, two buffers each, stay within half of VMEM.
     Chunks are stretches when a block of 8 of them fits and pays; else, as in a whole
-    sequence, stretches are linked and the gate's sign resets.
+    sequence, stretches are linked and positions are told where to reset.
     """
     fitting = _BLOCK_BYTES // (row_bytes(D, streams) * STRETCHES) // 2 * 2
     most = max(2, min(32, fitting))

@@ -7,18 +7,22 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.dispatch import refusal_of_one_position
+from pallas_kernels.gated_scan.inputs import (
+    GateLogits,
+    array_of,
+    bias_of,
+    find_resets,
+    refusal_of_streams,
+)
 from pallas_kernels.gated_scan.mosaic_backward import run_backward
 from pallas_kernels.gated_scan.mosaic_forward import run_forward
 from pallas_kernels.gated_scan.mosaic_launch import (
     LANES,
     Call,
+    GateInputs,
     Tiles,
     choose_tiles,
     refusal_of_channels,
-)
-from pallas_kernels.gated_scan.signed_gate import (
-    refusal_of_streams,
-    sign_gate,
 )
 from pallas_kernels.target import refusal_of_mosaic_tpu
 
@@ -27,7 +31,7 @@ Array = jax.Array
 
 def supported(gate, *arrays, chunk) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_mosaic_tpu() or refusal_of_one_position(gate)
+    reason = refusal_of_mosaic_tpu() or refusal_of_one_position(array_of(gate))
     return reason or expressible(gate, *arrays, chunk=chunk)
 
 
@@ -38,7 +42,7 @@ def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
 
 
 def forward(
-    gate: Float[Array, "B T D"],
+    gate: Float[Array, "B T D"] | GateLogits,
     values: tuple[Float[Array, "B T _"], ...],
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
@@ -55,10 +59,10 @@ def forward(
       tiles: how the call is cut; None: the heuristic's.
     """
     D = gate.shape[2]
-    call, e = _cut(gate, values, starts, chunk, interpret, tiles)
+    call, gates = _cut(gate, values, starts, chunk, interpret, tiles)
     states, finals = run_forward(
         call,
-        e,
+        gates,
         tuple(_whole_lanes(v, D) for v in values),
         tuple(_padded(h.astype(jnp.float32)) for h in initial),
         _lengths(gate, lengths),
@@ -67,7 +71,7 @@ def forward(
 
 
 def backward(
-    gate: Float[Array, "B T D"],
+    gate: Float[Array, "B T D"] | GateLogits,
     values: tuple[Float[Array, "B T _"], ...],
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
@@ -82,10 +86,10 @@ def backward(
 ):
     """Returns gradients of (gate, values, initial)."""
     D = gate.shape[2]
-    call, e = _cut(gate, values, starts, chunk, interpret, tiles)
-    d_gate, d_values, d_initial = run_backward(
+    call, gates = _cut(gate, values, starts, chunk, interpret, tiles)
+    d_gate, d_bias, d_values, d_initial = run_backward(
         call,
-        e,
+        gates,
         tuple(_whole_lanes(v, D) for v in values),
         tuple(_padded(h.astype(jnp.float32)) for h in initial),
         _lengths(gate, lengths),
@@ -104,26 +108,44 @@ def backward(
             d + jnp.where(none, more, 0)
             for d, more in zip(d_initial, d_finals, strict=True)
         )
-    return d_gate[..., :D], d_values, d_initial
+    d_gate = d_gate[..., :D]
+    if isinstance(gate, GateLogits):
+        of_bias = None if gate.bias is None or d_bias is None else d_bias[:D]
+        d_gate = GateLogits(d_gate, of_bias)
+    return d_gate, d_values, d_initial
 
 
 def _cut(gate, values, starts, chunk, interpret, tiles: Tiles | None):
-    """Returns (how the call is cut, the gate with the resets that the cut leaves)."""
+    """Returns (how the call is cut, what its kernels read of the gate)."""
     B, T, D = gate.shape
     whole = D + -D % LANES
     if tiles is None:
         tiles = choose_tiles(T=T, D=whole, streams=len(values), chunk=chunk)
     period = chunk if tiles.linked and chunk is not None and chunk < T else None
+    resets, bias = find_resets(T, starts, period), bias_of(gate)
     call = Call(
         B=B,
         T=T,
         D=whole,
         widths=tuple(whole if v.shape[2] % LANES else v.shape[2] for v in values),
-        signed=starts is not None or period is not None,
+        logits=bias is not None,
+        resets=0 if resets is None else len(resets),
         tiles=tiles,
         interpret=interpret,
     )
-    return call, _padded(sign_gate(gate, starts, period))
+    inputs = GateInputs(
+        gate=_padded(array_of(gate)),
+        bias=() if bias is None else (_padded(bias[None]),),
+        resets=() if resets is None else (_over_lanes(resets),),
+    )
+    return call, inputs
+
+
+def _over_lanes(resets):
+    """Gives each position a register's lanes: 1 where its state is reset."""
+    # A sixteenth of a gate of 2048 channels. [B, T] would have to be turned on chip.
+    narrow = resets[..., None].astype(jnp.bfloat16)
+    return jnp.broadcast_to(narrow, (*resets.shape, LANES))
 
 
 def _lengths(gate, lengths):

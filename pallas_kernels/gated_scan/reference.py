@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from pallas_kernels.gated_scan.inputs import GateLogits
+
 Array = jax.Array
 
 
 def gated_scan_reference(
-    gate: Float[Array, "B T D"],
+    gate: Float[Array, "B T D"] | GateLogits,
     values: tuple[Float[Array, "B T _"], ...],
     *,
     initial: tuple[Float[Array, "B D"], ...] | None = None,
@@ -19,6 +21,9 @@ def gated_scan_reference(
     """Returns (h of each of `values`, the last of each), in at least float32."""
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
     B, T, D = gate.shape
+    if isinstance(gate, GateLogits):
+        bias = 0 if gate.bias is None else gate.bias
+        gate = jax.nn.sigmoid(gate.logits.astype(dtype) + bias)
     g = gate.astype(dtype).swapaxes(0, 1)
     v = jnp.stack([jnp.tile(v, (1, 1, D // v.shape[2])) for v in values])
     v = v.astype(dtype).swapaxes(0, 2).swapaxes(1, 2)  # [T, streams, B, D]

@@ -7,16 +7,20 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.dispatch import refusal_of_one_position
-from pallas_kernels.gated_scan.signed_gate import (
+from pallas_kernels.gated_scan.inputs import (
+    GateLogits,
+    array_of,
+    bias_of,
+    find_resets,
     narrowest,
     refusal_of_streams,
-    sign_gate,
 )
 from pallas_kernels.gated_scan.triton_backward import run_backward
 from pallas_kernels.gated_scan.triton_forward import run_forward
 from pallas_kernels.gated_scan.triton_launch import (
     MOST_TILES,
     Call,
+    GateInputs,
     Tiles,
     choose_tiles,
 )
@@ -27,13 +31,13 @@ Array = jax.Array
 
 def supported(gate, *arrays, chunk) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_triton() or refusal_of_one_position(gate)
+    reason = refusal_of_triton() or refusal_of_one_position(array_of(gate))
     return reason or expressible(gate, *arrays, chunk=chunk)
 
 
 def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    D, W = gate.shape[2], narrowest(gate, values)
+    D, W = gate.shape[2], narrowest(values)
     if W % 16:
         return f"the narrowest width must be a multiple of 16, got {W}"
     between = [v.shape[2] for v in values if v.shape[2] not in (W, D)]
@@ -45,7 +49,7 @@ def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
 
 
 def forward(
-    gate: Float[Array, "B T D"],
+    gate: Float[Array, "B T D"] | GateLogits,
     values: tuple[Float[Array, "B T _"], ...],
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
@@ -61,10 +65,10 @@ def forward(
       interpret: runs the kernels as plain JAX, on any device.
       tiles: how the call is cut; None: the heuristic's.
     """
-    call, e = _cut(gate, values, starts, lengths, chunk, interpret, tiles)
+    call, gates = _cut(gate, values, starts, lengths, chunk, interpret, tiles)
     states, finals = run_forward(
         call,
-        _flat(e),
+        gates,
         tuple(_flat(v) for v in values),
         tuple(h.astype(jnp.float32) for h in initial),
         None if lengths is None else lengths.astype(jnp.int32),
@@ -73,7 +77,7 @@ def forward(
 
 
 def backward(
-    gate: Float[Array, "B T D"],
+    gate: Float[Array, "B T D"] | GateLogits,
     values: tuple[Float[Array, "B T _"], ...],
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
@@ -87,10 +91,10 @@ def backward(
     tiles: Tiles | None = None,
 ):
     """Returns gradients of (gate, values, initial)."""
-    call, e = _cut(gate, values, starts, lengths, chunk, interpret, tiles)
-    d_gate, d_values, d_initial = run_backward(
+    call, gates = _cut(gate, values, starts, lengths, chunk, interpret, tiles)
+    d_gate, d_bias, d_values, d_initial = run_backward(
         call,
-        _flat(e),
+        gates,
         tuple(_flat(v) for v in values),
         tuple(h.astype(jnp.float32) for h in initial),
         None if lengths is None else lengths.astype(jnp.int32),
@@ -99,16 +103,20 @@ def backward(
         tuple(d.astype(jnp.float32) for d in d_finals),
     )
     d_values = tuple(d.reshape(v.shape) for d, v in zip(d_values, values, strict=True))
-    return d_gate.reshape(gate.shape), d_values, d_initial
+    d_gate = d_gate.reshape(gate.shape)
+    if isinstance(gate, GateLogits):
+        d_gate = GateLogits(d_gate, None if gate.bias is None else d_bias)
+    return d_gate, d_values, d_initial
 
 
 def _cut(gate, values, starts, lengths, chunk, interpret, tiles: Tiles | None):
-    """Returns (how the call is cut, the gate with the resets that the cut leaves)."""
+    """Returns (how the call is cut, what its kernels read of the gate)."""
     B, T, D = gate.shape
-    W = narrowest(gate, values)
+    W = narrowest(values)
     if tiles is None:
         tiles = choose_tiles(B=B, T=T, D=D, width=W, chunk=chunk)
     period = chunk if tiles.linked and chunk is not None and chunk < T else None
+    resets, bias = find_resets(T, starts, period), bias_of(gate)
     call = Call(
         B=B,
         T=T,
@@ -116,11 +124,17 @@ def _cut(gate, values, starts, lengths, chunk, interpret, tiles: Tiles | None):
         width=W,
         streams=len(values),
         lengths=lengths is not None,
-        signed=starts is not None or period is not None,
+        logits=bias is not None,
+        resets=0 if resets is None else len(resets),
         tiles=tiles,
         interpret=interpret,
     )
-    return call, sign_gate(gate, starts, period)
+    inputs = GateInputs(
+        gate=_flat(array_of(gate)),
+        bias=() if bias is None else (bias[None],),
+        resets=() if resets is None else (resets.astype(jnp.int32).reshape(-1),),
+    )
+    return call, inputs
 
 
 def _flat(x):

@@ -12,31 +12,44 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_scan.signed_gate import read_signed
 from pallas_kernels.gated_scan.triton_forward import States, fold_summaries
-from pallas_kernels.gated_scan.triton_launch import Call, launch_kernel
-from pallas_kernels.gated_scan.triton_program import Program, Tiled, at_tile
+from pallas_kernels.gated_scan.triton_launch import (
+    Call,
+    GateInputs,
+    launch_kernel,
+)
+from pallas_kernels.gated_scan.triton_program import (
+    Gates,
+    Program,
+    Read,
+    Tiled,
+    at_tile,
+)
 from pallas_kernels.named_refs import by_name
 
 Array = jax.Array
 
 
-def run_backward(call: Call, e, values, initial, lengths, states, d_states, finals):
-    """Returns gradients of (e's magnitude [B T, D], values [B T, W], initial [B, D]).
+def run_backward(
+    call: Call, gates: GateInputs, values, initial, lengths, states, d_states, finals
+):
+    """Returns gradients of (gate or logits, bias, values, initial).
+
+    They are [B T, D], float32 [D] (None where the gate is given), [B T, W], [B, D].
 
     Args:
       states, d_states: [B T, D] each.
       finals: gradients of the last states, float32 [B, D] each.
     """
     ragged = () if lengths is None else (lengths,)
-    arrays = (e, *values, *initial, *states, *d_states, *finals, *ragged)
+    arrays = (*gates.arrays, *values, *initial, *states, *d_states, *finals, *ragged)
+    summary = jax.ShapeDtypeStruct((call.B * call.blocks, call.D), jnp.float32)
     # As forward, from the other end: what later stretches make of the gradient.
     if call.summaries:
-        summary = jax.ShapeDtypeStruct((call.B * call.blocks, call.D), jnp.float32)
         summaries = launch_kernel(
             call,
             _summarize_backward_kernel,
-            *(e, *d_states, *finals, *ragged),
+            *(*gates.arrays, *d_states, *finals, *ragged),
             out_shape=[summary] * (1 + call.streams),
         )
         arrays = (*arrays, *summaries)
@@ -45,17 +58,23 @@ def run_backward(call: Call, e, values, initial, lengths, states, d_states, fina
         _backward_kernel,
         *arrays,
         out_shape=[
-            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (e, *values, *initial)
-        ],
+            jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for x in (gates.gate, *values, *initial)
+        ]
+        + [summary] * call.logits,
     )
     N = call.streams
-    return out[0], tuple(out[1 : 1 + N]), tuple(out[1 + N :])
+    # Every stretch has summed its positions; a few numbers of each are left to sum.
+    d_bias = out[-1].sum(0) if call.logits else None
+    return out[0], d_bias, tuple(out[1 : 1 + N]), tuple(out[1 + N : 1 + 2 * N])
 
 
 class _SummaryRefs(NamedTuple):
     """References of `_summarize_backward_kernel`; tuples have one a stream."""
 
-    e: Any  # [B T, D]: the gate, negative where the state is reset
+    gate: Any  # [B T, D]: the gate or its logits
+    bias: tuple[Any, ...]  # float32 [1, D], with logits
+    resets: tuple[Any, ...]  # int32 [B T] or [T], where some state is reset
     d_states: tuple[Any, ...]  # [B T, D] of each stream
     d_finals: tuple[Any, ...]  # float32 [B, D] of each stream
     lengths: tuple[Any, ...]  # int32 [B], where rows have their own
@@ -67,16 +86,18 @@ def _summarize_backward_kernel(*refs, call: Call):
     """Writes what a stretch makes of a gradient: u_before = product u_after + added."""
     N = call.streams
     streams = dict.fromkeys(("d_states", "d_finals", "added"), N)
-    at = by_name(_SummaryRefs, refs, **streams, lengths=call.lengths)
+    counts = call.gate_counts | {"lengths": call.lengths}
+    at = by_name(_SummaryRefs, refs, **streams, **counts)
     program = Program.here(call)
+    gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last, d_finals = _ends(program, at.d_finals, at.lengths)
 
     def turn(n, carry):
         product, flowing = carry
         for t, inside in _positions(program, n):
-            e = program.read(at.e, t, other=1.0, keep=inside)
+            gate = gates.read(t, inside)
             dh = _read_streams(program, at.d_states, t, inside)
-            keeps = [read_signed(part, signed=call.signed)[1] for part in e]
+            keeps = [keep for _, keep in gates.at(gate)]
             totals = _totals(dh, d_finals, flowing, _is_last(t, inside, last))
             flowing = _passed_on(keeps, totals)
             product = tuple(p * k for p, k in zip(product, keeps, strict=True))
@@ -92,7 +113,9 @@ def _summarize_backward_kernel(*refs, call: Call):
 class _BackwardRefs(NamedTuple):
     """References of `_backward_kernel`; a tuple of streams has one for each."""
 
-    e: Any  # [B T, D]: the gate, negative where the state is reset
+    gate: Any  # [B T, D]: the gate or its logits
+    bias: tuple[Any, ...]  # float32 [1, D], with logits
+    resets: tuple[Any, ...]  # int32 [B T] or [T], where some state is reset
     values: tuple[Any, ...]  # [B T, W] of each stream
     initial: tuple[Any, ...]  # float32 [B, D] of each stream
     states: tuple[Any, ...]  # [B T, D] of each stream
@@ -100,9 +123,10 @@ class _BackwardRefs(NamedTuple):
     d_finals: tuple[Any, ...]  # float32 [B, D] of each stream
     lengths: tuple[Any, ...]  # int32 [B], where rows have their own
     summaries: tuple[Any, ...]  # float32 [B blocks, D]: product, then added by stream
-    de: Any  # out, [B T, D]: of the gate's magnitude
+    d_gate: Any  # out, [B T, D]: of the gate or its logits
     d_values: tuple[Any, ...]  # out, [B T, W] of each stream
     d_initial: tuple[Any, ...]  # out, float32 [B, D] of each stream
+    d_bias: tuple[Any, ...]  # out, float32 [B blocks, D], with logits
 
 
 _STREAMS = ("values", "initial", "states", "d_states", "d_finals")
@@ -116,17 +140,21 @@ def _backward_kernel(*refs, call: Call):
         **dict.fromkeys((*_STREAMS, *_OUT_STREAMS), call.streams),
         lengths=call.lengths,
         summaries=call.summaries,
+        d_bias=int(call.logits),
+        **call.gate_counts,
     )
     program = Program.here(call)
+    gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last, d_finals = _ends(program, at.d_finals, at.lengths)
     initial = [program.read_row(ref) for ref in at.initial]
 
-    def turn(n, flowing):
+    def turn(n, carry):
+        flowing, d_bias = carry
         # 2. All reads of the turn first, so that they are under way together.
         read = []
         for t, inside in _positions(program, n):
             inputs = _Inputs(
-                e=program.read(at.e, t, other=1.0, keep=inside),
+                gate=gates.read(t, inside),
                 values=_read_streams(program, at.values, t, inside),
                 before=_before(program, at.states, initial, t, inside),
                 d_states=_read_streams(program, at.d_states, t, inside),
@@ -134,19 +162,30 @@ def _backward_kernel(*refs, call: Call):
             read.append((t, inside, inputs))
         # 3. Then back, position by position: totals are l, the gradients of the states.
         for t, inside, here in read:
-            gates = [read_signed(part, signed=call.signed) for part in here.e]
+            factors = gates.at(here.gate)
             ends = _is_last(t, inside, last)
             totals = _totals(here.d_states, d_finals, flowing, ends)
-            flowing = _passed_on([keep for _, keep, _ in gates], totals)
-            program.write(at.de, t, _for_gate(gates, totals, here), inside)
+            flowing = _passed_on([keep for _, keep in factors], totals)
+            d_gate = _for_gate(factors, totals, here)
+            if call.logits:
+                # Of g to of its logit: beyond the stretch g is 1 and this is 0.
+                d_gate = [
+                    d * g * (1 - g) for d, (g, _) in zip(d_gate, factors, strict=True)
+                ]
+                d_bias = tuple(s + d for s, d in zip(d_bias, d_gate, strict=True))
+            program.write(at.d_gate, t, d_gate, inside)
             for ref, v, parts in zip(at.d_values, here.values, totals, strict=True):
-                program.write(ref, t, _for_values(gates, parts, len(v)), inside)
-        return flowing
+                program.write(ref, t, _for_values(factors, parts, len(v)), inside)
+        return flowing, d_bias
 
     # 1. The gradient that enters from behind: of the row's last state, through what the
     # later stretches make of it.
     entering = _entering(program, d_finals, at.summaries, last)
-    flowing = jax.lax.fori_loop(0, program.turns, turn, entering)
+    zeros = tuple(jnp.zeros(call.tiles.channels) for _ in range(call.D // call.width))
+    carry = (entering, zeros if call.logits else ())
+    flowing, d_bias = jax.lax.fori_loop(0, program.turns, turn, carry)
+    for ref in at.d_bias:
+        program.write_block(ref, list(d_bias))
     # 4. What leaves a row's first stretch is the gradient of its initial state; later
     # stretches write nothing.
     for ref, parts, ends in zip(at.d_initial, flowing, d_finals, strict=True):
@@ -159,7 +198,7 @@ def _backward_kernel(*refs, call: Call):
 class _Inputs(NamedTuple):
     """What one position reads: for every stream, for every tile."""
 
-    e: Tiled
+    gate: Read
     values: list[Tiled]
     before: list[Tiled]
     d_states: list[Tiled]
@@ -243,10 +282,10 @@ def _passed_on(keeps: list[Array], totals: list[Tiled]) -> States:
     )
 
 
-def _for_gate(gates: list, totals: list[Tiled], at: _Inputs) -> Tiled:
+def _for_gate(factors: list, totals: list[Tiled], at: _Inputs) -> Tiled:
     """Returns dg = l (h[t-1] - v), summed over the streams."""
-    gradient = []
-    for tile, (_, _, resets) in enumerate(gates):
+    gradient, resets = [], at.gate.resets
+    for tile in range(len(factors)):
         # g weighs the state before, 1 - g the value; a reset forgets the state, and the
         # gate then weighs the value alone.
         of_keep = sum(u[tile] * h[tile] for u, h in zip(totals, at.before, strict=True))
@@ -258,8 +297,8 @@ def _for_gate(gates: list, totals: list[Tiled], at: _Inputs) -> Tiled:
     return gradient
 
 
-def _for_values(gates: list, parts: Tiled, tiles: int) -> Tiled:
+def _for_values(factors: list, parts: Tiled, tiles: int) -> Tiled:
     """Returns dv = (1 - g) l, summed over the tiles that share a stream's channels."""
     # Tile m of the gate reads tile m mod `tiles` of a narrow stream.
-    each = [(1 - g) * u for (g, _, _), u in zip(gates, parts, strict=True)]
+    each = [(1 - g) * u for (g, _), u in zip(factors, parts, strict=True)]
     return [sum(each[tile::tiles][1:], start=each[tile]) for tile in range(tiles)]

@@ -13,9 +13,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_scan.signed_gate import read_signed
-from pallas_kernels.gated_scan.triton_launch import Call, launch_kernel
-from pallas_kernels.gated_scan.triton_program import Program, Tiled, at_tile
+from pallas_kernels.gated_scan.triton_launch import (
+    Call,
+    GateInputs,
+    launch_kernel,
+)
+from pallas_kernels.gated_scan.triton_program import (
+    Gates,
+    Program,
+    Read,
+    Tiled,
+    at_tile,
+)
 from pallas_kernels.named_refs import by_name
 
 Array = jax.Array
@@ -23,16 +32,16 @@ States = tuple[tuple[Array, ...], ...]
 """One float32 [channels] for every stream and, within it, every tile."""
 
 
-def run_forward(call: Call, e, values, initial, lengths):
+def run_forward(call: Call, gates: GateInputs, values, initial, lengths):
     """Returns (states [B T, D] of each stream, finals [B, D]).
 
     Args:
-      e: [B T, D], with resets in its sign.
       values: [B T, W] each.
       initial: float32 [B, D] each.
       lengths: int32 [B] or None.
     """
-    arrays = (e, *values, *initial, *(() if lengths is None else (lengths,)))
+    ragged = () if lengths is None else (lengths,)
+    arrays = (*gates.arrays, *values, *initial, *ragged)
     # Stretches of one sequence run at once, so each must know what the ones before it
     # make of the row's state. Chunks start at 0 and need no summaries.
     if call.summaries:
@@ -40,7 +49,7 @@ def run_forward(call: Call, e, values, initial, lengths):
         summaries = launch_kernel(
             call,
             _summarize_kernel,
-            *(e, *values),
+            *(*gates.arrays, *values),
             out_shape=[summary] * (1 + call.streams),
         )
         arrays = (*arrays, *summaries)
@@ -48,7 +57,7 @@ def run_forward(call: Call, e, values, initial, lengths):
         call,
         _forward_kernel,
         *arrays,
-        out_shape=[jax.ShapeDtypeStruct(e.shape, v.dtype) for v in values]
+        out_shape=[jax.ShapeDtypeStruct(gates.gate.shape, v.dtype) for v in values]
         + [jax.ShapeDtypeStruct(h.shape, h.dtype) for h in initial],
     )
     return tuple(out[: call.streams]), tuple(out[call.streams :])
@@ -57,7 +66,9 @@ def run_forward(call: Call, e, values, initial, lengths):
 class _SummaryRefs(NamedTuple):
     """References of `_summarize_kernel`; a tuple has one for each stream."""
 
-    e: Any  # [B T, D]: the gate, negative where the state is reset
+    gate: Any  # [B T, D]: the gate or its logits
+    bias: tuple[Any, ...]  # float32 [1, D], with logits
+    resets: tuple[Any, ...]  # int32 [B T] or [T], where some state is reset
     values: tuple[Any, ...]  # [B T, W] each
     product: Any  # out, float32 [B blocks, D]
     added: tuple[Any, ...]  # out, float32 [B blocks, D] each
@@ -66,13 +77,14 @@ class _SummaryRefs(NamedTuple):
 def _summarize_kernel(*refs, call: Call):
     """Writes what a stretch makes of a state: h_last = product h_in + added."""
     N = call.streams
-    at = by_name(_SummaryRefs, refs, values=N, added=N)
+    at = by_name(_SummaryRefs, refs, values=N, added=N, **call.gate_counts)
     program = Program.here(call)
+    gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
 
     def turn(n, carry):
         product, states = carry
-        for _, e, values in _inputs(program, n, at.e, at.values):
-            states, kept = _advance(call, e, values, states)
+        for _, read, values in _inputs(program, n, gates, at.values):
+            states, kept = _advance(gates, read, values, states)
             product = tuple(p * k for p, k in zip(product, kept, strict=True))
         return product, states
 
@@ -88,7 +100,9 @@ def _summarize_kernel(*refs, call: Call):
 class _ForwardRefs(NamedTuple):
     """References of `_forward_kernel`; a tuple of streams has one for each."""
 
-    e: Any  # [B T, D]: the gate, negative where the state is reset
+    gate: Any  # [B T, D]: the gate or its logits
+    bias: tuple[Any, ...]  # float32 [1, D], with logits
+    resets: tuple[Any, ...]  # int32 [B T] or [T], where some state is reset
     values: tuple[Any, ...]  # [B T, W] of each stream
     initial: tuple[Any, ...]  # float32 [B, D] of each stream
     lengths: tuple[Any, ...]  # int32 [B], where rows have their own
@@ -105,14 +119,16 @@ def _forward_kernel(*refs, call: Call):
         **dict.fromkeys(("values", "initial", "states", "finals"), N),
         lengths=call.lengths,
         summaries=call.summaries,
+        **call.gate_counts,
     )
     program = Program.here(call)
+    gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last = at.lengths[0][program.row] - 1 if at.lengths else None
 
     # 2. One turn: `unroll` positions are read, then the state goes through them.
     def turn(n, states):
-        for t, e, values in _inputs(program, n, at.e, at.values):
-            states, _ = _advance(call, e, values, states)
+        for t, read, values in _inputs(program, n, gates, at.values):
+            states, _ = _advance(gates, read, values, states)
             inside = program.inside(t)
             for ref, parts in zip(at.states, states, strict=True):
                 program.write(ref, t, list(parts), inside)
@@ -167,27 +183,26 @@ def fold_summaries(program: Program, refs, states: States, count, block_of) -> S
     return jax.lax.fori_loop(0, count, fold, states)
 
 
-def _inputs(program: Program, n: Array, e_ref, value_refs):
+def _inputs(program: Program, n: Array, gates: Gates, value_refs):
     """Reads the positions of turn n; those beyond the stretch change nothing."""
     read = []
     for u in range(program.call.tiles.unroll):
         t = program.first + n * program.call.tiles.unroll + u
         inside = program.inside(t)
-        # A gate of 1 keeps the state and takes nothing of the value.
-        e = program.read(e_ref, t, other=1.0, keep=inside)
+        gate = gates.read(t, inside)
         values = [program.read(ref, t, other=0.0, keep=inside) for ref in value_refs]
-        read.append((t, e, values))
+        read.append((t, gate, values))
     return read
 
 
-def _advance(call: Call, e: Tiled, values: list[Tiled], states: States):
+def _advance(gates: Gates, read: Read, values: list[Tiled], states: States):
     """Returns the states one position later, and each tile's factor of the old."""
-    gates = [read_signed(part, signed=call.signed)[:2] for part in e]
+    factors = gates.at(read)
     states = tuple(
         tuple(
             keep * h + (1 - g) * at_tile(v, tile)
-            for tile, ((g, keep), h) in enumerate(zip(gates, parts, strict=True))
+            for tile, ((g, keep), h) in enumerate(zip(factors, parts, strict=True))
         )
         for parts, v in zip(states, values, strict=True)
     )
-    return states, [keep for _, keep in gates]
+    return states, [keep for _, keep in factors]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -34,6 +35,25 @@ class Tiles:
     unroll: int
 
 
+class GateInputs(NamedTuple):
+    """What kernels read of the gate; a reference of each inside one.
+
+    Attributes:
+      gate: [B T, D]: the gate, or its logits.
+      bias: float32 [1, D] where logits are given.
+      resets: int32 [B T] or [T] where some state is reset: not 0 there.
+    """
+
+    gate: Any
+    bias: tuple[Any, ...]
+    resets: tuple[Any, ...]
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """Returns them one after the other."""
+        return (self.gate, *self.bias, *self.resets)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """What every kernel of a call has in common.
@@ -44,7 +64,9 @@ class Call:
         tiles, so that a narrow stream is read once and its gradient summed on chip.
       streams: how many.
       lengths: whether rows have their own.
-      signed: whether resets ride in the gate's sign.
+      logits: whether kernels make the gate of logits and a bias.
+      resets: rows of the array that says where the state is reset: B, 1 where it is
+        the same in all rows, 0 where there is none.
       interpret: runs the kernels as plain JAX, on any device.
     """
 
@@ -54,7 +76,8 @@ class Call:
     width: int
     streams: int
     lengths: bool
-    signed: bool
+    logits: bool
+    resets: int
     tiles: Tiles
     interpret: bool = False
 
@@ -73,6 +96,11 @@ class Call:
     def columns(self) -> int:
         """Returns the programs side by side over a tile's channels."""
         return self.width // self.tiles.channels
+
+    @property
+    def gate_counts(self) -> dict[str, int]:
+        """Returns how many references of `GateInputs` come in tuples, by field."""
+        return {"bias": int(self.logits), "resets": int(self.resets > 0)}
 
     @property
     def ragged(self) -> bool:
@@ -100,7 +128,7 @@ def choose_tiles(*, B: int, T: int, D: int, width: int, chunk: int | None) -> Ti
     columns = B * (width // channels)
     sizes = {"channels": channels, "unroll": unroll}
     # Chunks as they are, where they are short or already many; few long ones are cut
-    # like a whole sequence, and the gate's sign resets the state between them.
+    # like a whole sequence, and the state is reset between them.
     if chunk is not None and chunk < T:
         programs = columns * -(-T // chunk)
         if chunk <= SHORTEST_BLOCK or programs >= ENOUGH_PROGRAMS // 4:

@@ -1,13 +1,14 @@
 """Where a Triton program stands, and how it reads and writes there."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.gated_scan.triton_launch import Call
+from pallas_kernels.gated_scan.triton_launch import Call, GateInputs
 
 Array = jax.Array
 Tiled = list[Array]
@@ -85,6 +86,20 @@ class Program:
         """Writes the stretch's summary of an array [B blocks, D]."""
         self._store(ref, self.row * self.call.blocks + self.block, parts, None)
 
+    def read_bias(self, refs: tuple) -> Tiled | None:
+        """Reads the program's channels of the bias of logits; None: none are given."""
+        return self._load(refs[0], jnp.int32(0), 0.0, None) if refs else None
+
+    def resets_at(self, refs: tuple, t: Array, keep: Array | None) -> Array | None:
+        """Returns whether the state is reset before position t; None: nowhere."""
+        if not refs:
+            return None
+        line = t if self.call.resets == 1 else self.row * self.call.T + t
+        if keep is None:
+            return refs[0][line] != 0
+        # Beyond the stretch some number is read that is there, and nothing is reset.
+        return (refs[0][jnp.where(keep, line, 0)] != 0) & keep
+
     def _load(self, ref, line: Array, other: float, keep: Array | None) -> Tiled:
         return [
             pltriton.load(at, **_masked(self._mask(keep), other)).astype(jnp.float32)
@@ -111,6 +126,50 @@ class Program:
 
 def _masked(mask: Array | None, other: float) -> dict:
     return {} if mask is None else {"mask": mask, "other": other}
+
+
+class Gates(NamedTuple):
+    """What a program reads of its gate, and how it becomes g.
+
+    Attributes:
+      refs: references.
+      bias: of its channels, read once; None: the gate itself is given.
+    """
+
+    program: Program
+    refs: GateInputs
+    bias: Tiled | None
+
+    @classmethod
+    def of(cls, program: Program, refs: GateInputs) -> "Gates":
+        """Reads what is the same at all positions."""
+        return cls(program, refs, program.read_bias(refs.bias))
+
+    def read(self, t: Array, keep: Array | None) -> "Read":
+        """Reads position t; beyond the stretch it keeps the state as it is."""
+        # A gate of 1, which is a logit of infinity, takes nothing of the value.
+        other = 1.0 if self.bias is None else float("inf")
+        parts = self.program.read(self.refs.gate, t, other=other, keep=keep)
+        return Read(parts, self.program.resets_at(self.refs.resets, t, keep))
+
+    def at(self, read: "Read") -> list[tuple[Array, Array]]:
+        """Returns (g, the factor of the state before) of every tile."""
+        parts = read.parts
+        if self.bias is not None:
+            parts = [
+                jax.nn.sigmoid(part + bias)
+                for part, bias in zip(parts, self.bias, strict=True)
+            ]
+        if read.resets is None:
+            return [(g, g) for g in parts]
+        return [(g, jnp.where(read.resets, 0.0, g)) for g in parts]
+
+
+class Read(NamedTuple):
+    """The gate or logits of one position by tile, and whether its state is reset."""
+
+    parts: Tiled
+    resets: Array | None
 
 
 def at_tile(parts: Tiled, tile: int) -> Array:

@@ -20,6 +20,7 @@ from pallas_kernels.gated_scan.folded_scan import (
     summarize_backward,
     summarize_forward,
 )
+from pallas_kernels.gated_scan.inputs import GateLogits, gate_of, pull_back
 
 Array = jax.Array
 
@@ -32,7 +33,7 @@ def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
 
 
 def forward(
-    gate: Float[Array, "B T D"],
+    gate: Float[Array, "B T D"] | GateLogits,
     values: tuple[Float[Array, "B T _"], ...],
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
@@ -43,6 +44,7 @@ def forward(
     """Returns (states, finals): see `gated_scan`."""
     T = gate.shape[1]
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
+    gate = gate_of(gate)
     initial = tuple(h.astype(dtype) for h in initial)
     narrow = tuple(v.dtype for v in values)
     if lengths is not None:  # The last states are read from the states: keep them wide.
@@ -69,7 +71,7 @@ def forward(
 
 
 def backward(
-    gate: Float[Array, "B T D"],
+    gate: Float[Array, "B T D"] | GateLogits,
     values: tuple[Float[Array, "B T _"], ...],
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
@@ -83,6 +85,7 @@ def backward(
     """Returns gradients of (gate, values, initial), in at least float32."""
     T = gate.shape[1]
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
+    g = gate_of(gate)  # Again: kept, it would be the widest of what is.
     initial = tuple(h.astype(dtype) for h in initial)
     passed = tuple(jnp.zeros_like(h) for h in initial)
     # With lengths the last state is one of the states: its gradient is added there. A
@@ -96,7 +99,7 @@ def backward(
             for dh, d in zip(d_states, d_finals, strict=True)
         )
         d_finals = tuple(jnp.zeros_like(d) for d in d_finals)
-    arrays = (gate, values, initial, starts, states, d_states, d_finals)
+    arrays = (g, values, initial, starts, states, d_states, d_finals)
     d_gate, d_values, d_initial = jax.lax.platform_dependent(
         *arrays,
         cpu=partial(chunked_backward, size=T, period=chunk),
@@ -105,7 +108,7 @@ def backward(
         else partial(blocked_backward, size=min(_BLOCK, T)),
     )
     d_initial = tuple(d + p for d, p in zip(d_initial, passed, strict=True))
-    return d_gate, d_values, d_initial
+    return pull_back(gate, g, d_gate), d_values, d_initial
 
 
 def blocked_forward(

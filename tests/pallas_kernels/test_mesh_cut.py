@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
 from pallas_kernels.chunk_attention import api as chunk_attention_api
 from pallas_kernels.chunk_attention import triton as chunk_attention_triton
+from pallas_kernels.gated_scan import GateLogits, gated_scan
 from pallas_kernels.gated_scan import api as gated_scan_api
-from pallas_kernels.gated_scan import gated_scan
 from pallas_kernels.gated_scan import triton as gated_scan_triton
 from pallas_kernels.selective_scan import api as selective_scan_api
 from pallas_kernels.selective_scan import selective_scan
@@ -61,9 +61,9 @@ def draw(*sizes):
     return jnp.asarray(shape(sizes), jnp.float32)
 
 
-def scan_loss(gate, wide, narrow, start, implementation):
-    gate = jax.nn.sigmoid(gate)
-    lengths = jnp.full(gate.shape[0], gate.shape[1] - 1)
+def scan_loss(logits, bias, wide, narrow, start, implementation):
+    gate = GateLogits(logits, bias)
+    lengths = jnp.full(logits.shape[0], logits.shape[1] - 1)
     states, finals = gated_scan(
         gate,
         (wide, narrow),
@@ -101,7 +101,7 @@ SELECTIVE = (
     *(draw(4, 6, 8), draw(4, 6, 8), draw(8, 3), draw(4, 6, 3), draw(4, 6, 3)),
     *(draw(8), draw(4, 8, 3)),
 )
-SCAN = (draw(4, 6, 64), draw(4, 6, 64), draw(4, 6, 32), draw(4, 64))
+SCAN = (draw(4, 6, 64), draw(64), draw(4, 6, 64), draw(4, 6, 32), draw(4, 64))
 ATTENTION = (
     *(draw(4, 4, 2, 16), draw(4, 4, 4), draw(4, 4, 4, 16)),
     *(draw(4, 4, 3, 16), draw(4, 4, 3, 16)),
@@ -112,6 +112,7 @@ ATTENTION = (
     ("loss", "arrays", "part"),
     [
         # 4 rows over 4 devices; 64 channels, or 4 heads that read 2 groups, over 2.
+        # Rows share the bias: its gradient is summed.
         (scan_loss, SCAN, ((1, 6, 32), (1, 32))),
         # Rows share a and skip, channels b and c: their gradients are summed.
         (selective_loss, SELECTIVE, ((1, 6, 4), (3,))),
@@ -142,7 +143,7 @@ def test_values_and_gradients_on_a_mesh_are_those_of_one_device(
 
 
 def test_a_kernel_is_refused_where_an_axis_is_left_to_the_compiler(mesh, parts):
-    gate, wide, *_ = SCAN
+    gate, _, wide, *_ = SCAN
     with jax.set_mesh(mesh):
         with pytest.raises(NotImplementedError, match="data and fsdp does not divide"):
             gated_scan(gate[:3], (wide[:3],), implementation="triton")

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
+from pallas_kernels.gated_scan import GateLogits, gate_of
 from recurjax.layers.attention import project_flat
 from recurjax.layers.initialization import InitConfig, draw_weight
 from recurjax.layers.linear import linear
 from recurjax.types import Array
 from recurjax.variants.rat.config import gate_bias_span
-from recurjax.variants.rat.recurrence import sigmoid_gate
 
 
 class Gate(nnx.Module):
@@ -51,6 +51,10 @@ class Gate(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T I"]:
         """Returns the gate in at least float32."""
+        return gate_of(self.logits(x))
+
+    def logits(self, x: Float[Array, "B T D"]) -> GateLogits:
+        """Returns what the gate is the sigmoid of: x W in x's dtype, and b."""
         if self.w_full is not None:
             logits = project_flat(x, self.w_full)
         else:
@@ -58,7 +62,7 @@ class Gate(nnx.Module):
             logits = project_flat(linear(x, self.w_reduce), self.w_expand)
         # Without a bias the gate starts at 1/2 and looks back two tokens.
         bias = None if self.b_forget is None else self.b_forget[...].reshape(-1)
-        return sigmoid_gate(logits, bias)
+        return GateLogits(logits, bias)
 
 
 def _draw_bias(key: Array, shape: tuple[int, int], horizon: int) -> Array:

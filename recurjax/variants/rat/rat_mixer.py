@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from pallas_kernels import target
 from pallas_kernels.chunk_attention import ChunkEnds
-from pallas_kernels.gated_scan import gated_scan
+from pallas_kernels.gated_scan import GateLogits, gated_scan
 from recurjax.layers.attention import (
     merge,
     project,
@@ -112,7 +112,7 @@ class RatMixer(nnx.Module):
         q: Array,
         k: Array,
         v: Array,
-        gate: Array,
+        gate: GateLogits,
         documents: Array | None,
         *,
         chunk: int,
@@ -171,7 +171,8 @@ class RatMixer(nnx.Module):
         x = rows.lay(x)
         q, k, v, gate = self._project(x)
         # A gate of 1 hands the state on over places that hold no token.
-        gate = jnp.where(rows.real[..., None], gate, 1)
+        logits = jnp.where(rows.real[..., None], gate.logits, jnp.inf)
+        gate = gate._replace(logits=logits)
         # A row that begins a chunk begins from zero; what the cache holds is then the
         # last chunk's.
         fresh = (rows.offset == 0)[:, None]
@@ -200,10 +201,10 @@ class RatMixer(nnx.Module):
         )
         return rows.pick(self._output(x, y), T), cache
 
-    def _project(self, x: Array) -> tuple[Array, Array, Array, Array]:
-        """Returns q by group, k and v flat, and the forget gate."""
+    def _project(self, x: Array) -> tuple[Array, Array, Array, GateLogits]:
+        """Returns q by group, k and v flat, and the forget gate's logits."""
         k, v = project_flat(x, self.w_k), project_flat(x, self.w_v)
-        return project(x, self.w_q), k, v, self.forget_gate(x)
+        return project(x, self.w_q), k, v, self.forget_gate.logits(x)
 
     def _output(self, x: Array, y: Array) -> Array:
         z = self.output_gate(x)

@@ -8,7 +8,6 @@ Writing [G, C] for chunk and place, in every chunk from a zero state,
 and the layer gives x + (z * y) W_out. Source: the RAT paper, eqs. (2) to (5).
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
@@ -17,14 +16,6 @@ from pallas_kernels.gated_scan import gated_scan
 from recurjax.layers.attention import attend
 from recurjax.layers.position import Rope, rotate
 from recurjax.types import Array
-
-
-def sigmoid_gate(
-    logits: Float[Array, "B T I"], bias: Float[Array, " I"] | None = None
-) -> Float[Array, "B T I"]:
-    """Computes sigmoid(logits + bias), in at least float32: 1 - g must keep digits."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return jax.nn.sigmoid(logits if bias is None else logits + bias)
 
 
 def document_starts(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from pallas_kernels.gated_scan import gated_scan
+from pallas_kernels.gated_scan import GateLogits, gated_scan
 from recurjax.layers.attention import merge, project_flat, read_layer, write_layer
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.mesh import sequence_shards
@@ -53,7 +53,7 @@ class RnnMixer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], cache: RnnCache, tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], RnnCache]:
-        gate, v = self.forget_gate(x), project_flat(x, self.w_v)
+        gate, v = self.forget_gate.logits(x), project_flat(x, self.w_v)
         starts = document_starts(tokens.segments)
         if cache.slots == 0:
             h = self._train(gate, v, starts)
@@ -72,7 +72,7 @@ class RnnMixer(nnx.Module):
         mixed = (self.output_gate(x) * h).astype(x.dtype)
         return merge(mixed, self.w_out), cache
 
-    def _train(self, gate: Array, v: Array, starts: Array | None) -> Array:
+    def _train(self, gate: GateLogits, v: Array, starts: Array | None) -> Array:
         if sequence_shards() > 1:
             sequence_parallel.check(self.config, v.shape[1])
             return sequence_parallel.run(sequence_parallel.scan_part, (gate, v, starts))

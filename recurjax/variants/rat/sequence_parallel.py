@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
-from pallas_kernels.gated_scan import gated_scan
+from pallas_kernels.gated_scan import GateLogits, gated_scan
 from pallas_kernels.mesh_cut import free_axes, row_axes
 from recurjax.layers.attention import Past, attend_in_window
 from recurjax.layers.mesh import SEQUENCE_AXIS, sequence_shards
@@ -69,11 +69,12 @@ class Shard(NamedTuple):
         return jax.lax.ppermute(x, SEQUENCE_AXIS, pairs)
 
 
-def run(function: Callable[..., Array], arrays: tuple[Array | None, ...]) -> Array:
+def run(function: Callable[..., Array], arrays: tuple[Any, ...]) -> Array:
     """Runs `function(*parts, shard=Shard)` on each device's part of [B, T, ...] arrays.
 
     The batch is cut as well where its axes of the mesh divide it; heads are left to the
-    compiler.
+    compiler. Arrays may be trees; a leaf of one axis, such as a gate's bias, is whole
+    on every device.
     """
     cut, mesh = free_axes(), jax.sharding.get_abstract_mesh()
     rows = row_axes(next(x for x in arrays if x is not None).shape[0])
@@ -90,7 +91,7 @@ def run(function: Callable[..., Array], arrays: tuple[Array | None, ...]) -> Arr
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=tuple(None if x is None else spec for x in arrays),
+        in_specs=jax.tree.map(lambda x: spec if x.ndim > 1 else P(), arrays),
         out_specs=spec,
         axis_names=ours,
         check_vma=False,
@@ -98,7 +99,7 @@ def run(function: Callable[..., Array], arrays: tuple[Array | None, ...]) -> Arr
 
 
 def scan_part(
-    gate: Float[Array, "B P I"],
+    gate: GateLogits,
     v: Float[Array, "B P I"],
     starts: Bool[Array, "B P"] | None,
     *,
@@ -111,7 +112,7 @@ def scan_part(
     (a, h) alone: h_in of part s + 1 is a h_in + h of part s; then h[t] + a[t] h_in.
     """
     B, _, I = gate.shape
-    dtype = gate.dtype
+    dtype = jnp.promote_types(gate.dtype, jnp.float32)
     # A stream of one channel is tiled over all: it costs a scan no memory.
     nothing = jnp.zeros((*gate.shape[:2], 1), dtype)
     zeros, ones = jnp.zeros((B, I), dtype), jnp.ones((B, I), dtype)

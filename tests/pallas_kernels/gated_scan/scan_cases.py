@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.gated_scan import GateLogits
 from pallas_kernels.gated_scan.reference import gated_scan_reference
 from tests.compiling import QUICK_COMPILE
 from tests.tolerances import assert_gradients_close, assert_values_close
@@ -21,6 +22,7 @@ class Case(NamedTuple):
     widths: tuple[int, ...] = (32, 16)
     starts: bool = False
     lengths: bool = False
+    logits: bool = False
     dtype: str = "float32"
 
     def inputs(self):
@@ -38,7 +40,11 @@ class Case(NamedTuple):
         starts = jnp.asarray(draw.random(size=(B, T)) < 0.3) if self.starts else None
         lengths = [T // 2, 0, T, 1][:B]
         lengths = jnp.asarray(lengths, jnp.int32) if self.lengths else None
-        return gate.astype(self.dtype), values, initial, starts, lengths
+        gate = gate.astype(self.dtype)
+        if self.logits:
+            logits = jnp.asarray(draw.normal(size=(B, T, D)), self.dtype)
+            gate = GateLogits(logits, jnp.asarray(draw.normal(size=D), "float32"))
+        return gate, values, initial, starts, lengths
 
     def cotangents(self):
         """Returns gradients of (states, finals)."""

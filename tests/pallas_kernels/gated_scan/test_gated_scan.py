@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_scan import api, gated_scan, mosaic_tpu, triton, xla
+from pallas_kernels.gated_scan import (
+    GateLogits,
+    api,
+    gated_scan,
+    mosaic_tpu,
+    triton,
+    xla,
+)
 from pallas_kernels.gated_scan.mosaic_launch import Tiles as MosaicTiles
 from pallas_kernels.gated_scan.reference import gated_scan_reference
 from pallas_kernels.gated_scan.triton_launch import Tiles as TritonTiles
@@ -80,13 +87,18 @@ class TestLaws(OpLaws):
         OracleCase("xla", 13, {"lengths": True}),
         OracleCase("xla", 13, {"lengths": True, "chunk": 4}),
         OracleCase("xla", 13, dtype="bfloat16"),
-        OracleCase("triton chunks", 13, {"chunk": 4, "starts": True}),
+        OracleCase("xla", 13, {"logits": True, "starts": True, "chunk": 4}),
+        OracleCase("xla", 7, {"logits": True, "lengths": True}, "bfloat16"),
+        OracleCase("triton chunks", 13, {"chunk": 4, "starts": True, "logits": True}),
+        OracleCase("triton chunks", 13, {"chunk": 4, "starts": True}).slow(),
         OracleCase("triton chunks", 1, {"chunk": 4}).slow(),
         OracleCase("triton chunks", 7, {"chunk": 4, "lengths": True}).slow(),
         OracleCase("triton chunks", 12, {"chunk": 4}, "bfloat16").slow(),
         OracleCase("triton", 13, {"lengths": True, "widths": (16,)}),
         OracleCase("triton", 1).slow(),
         OracleCase("triton", 12, {"chunk": 5, "lengths": True}).slow(),
+        OracleCase("triton", 13, {"chunk": 5, "logits": True}).slow(),
+        OracleCase("triton", 13, {"logits": True, "starts": True}, "bfloat16").slow(),
         OracleCase("triton", 7, {"starts": True}, "bfloat16").slow(),
         OracleCase(
             "mosaic_tpu chunks", 37, {"chunk": 4, "lengths": True, "widths": (128,)}
@@ -95,7 +107,15 @@ class TestLaws(OpLaws):
         OracleCase("mosaic_tpu chunks", 1, {"chunk": 4}).slow(),
         OracleCase("mosaic_tpu chunks", 64, {"chunk": 4, "starts": True}).slow(),
         OracleCase("mosaic_tpu chunks", 33, {"chunk": 4}, "bfloat16").slow(),
-        OracleCase("mosaic_tpu", 37, {"starts": True, "widths": (128,)}),
+        OracleCase(
+            "mosaic_tpu", 37, {"starts": True, "widths": (128,), "logits": True}
+        ),
+        OracleCase("mosaic_tpu", 37, {"starts": True, "widths": (128,)}).slow(),
+        OracleCase("mosaic_tpu", 37, {"chunk": 5, "logits": True}).slow(),
+        OracleCase("mosaic_tpu", 33, {"logits": True}, "bfloat16").slow(),
+        OracleCase(
+            "mosaic_tpu chunks", 37, {"chunk": 4, "logits": True, "starts": True}
+        ).slow(),
         OracleCase("mosaic_tpu", 1).slow(),
         OracleCase("mosaic_tpu", 32, {"chunk": 5, "lengths": True}).slow(),
         OracleCase("mosaic_tpu", 33, {"widths": (128,)}, "bfloat16").slow(),
@@ -207,9 +227,45 @@ def test_a_gate_of_one_carries_the_state_to_the_bit():
     np.testing.assert_array_equal(finals[0], initial[0])
 
 
+def test_logits_are_read_in_their_dtype_and_the_bias_in_its_own():
+    """The sum and the sigmoid are float32: bfloat16 would round both."""
+    (gate, values, _), _ = inputs(7)
+    logits = jnp.log(gate / (1 - gate)).astype(jnp.bfloat16)
+    bias = jnp.linspace(3.0, 9.0, D)
+    (states, _), _ = gated_scan(GateLogits(logits, bias), values)
+    wide = jax.nn.sigmoid(logits.astype(jnp.float32) + bias)
+    (want, _), _ = gated_scan(wide, values)
+    assert_values_close(states, want)
+    rounded = jax.nn.sigmoid(logits + bias.astype(jnp.bfloat16)).astype(jnp.float32)
+    (coarse, _), _ = gated_scan(rounded, values)
+    assert jnp.abs(coarse - want).max() > 1e-3
+    (without, _), _ = gated_scan(GateLogits(logits), values)
+    (plain, _), _ = gated_scan(jax.nn.sigmoid(logits.astype(jnp.float32)), values)
+    assert_values_close(without, plain)
+
+
+def test_a_logit_of_infinity_carries_the_state_to_the_bit_and_has_no_gradient():
+    (gate, values, initial), _ = inputs(7)
+
+    def last(logits, bias):
+        gate = GateLogits(logits, bias)
+        states, finals = gated_scan(gate, values, initial=initial)
+        return finals[0].sum(), finals[0]
+
+    arrays = (jnp.full_like(gate, jnp.inf), jnp.ones(D))
+    gradients, final = jax.grad(last, argnums=(0, 1), has_aux=True)(*arrays)
+    np.testing.assert_array_equal(final, initial[0])
+    for d in gradients:
+        np.testing.assert_array_equal(d, np.zeros_like(d))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            {"gate": GateLogits(jnp.zeros((B, 7, D)), jnp.zeros(D + 1))},
+            r"wants bias of shape \(4,\), got \(5,\)",
+        ),
         ({"chunk": 0}, "wants chunk of at least 1, got 0"),
         ({"values": ()}, "at least one position and one stream"),
         ({"values": (jnp.zeros((B, 7, 3)),)}, "a width that divides 4"),

@@ -21,6 +21,10 @@ CASES = {
     "long chunks": Case(positions=1000, chunk=300, widths=(64,)),
     "long": Case(positions=4099, widths=(128, 64), lengths=True, starts=True),
     "many rows": Case(positions=129, batch=70, widths=(2048,)),
+    "logits": Case(positions=65, chunk=16, widths=(256, 64), logits=True, lengths=True),
+    "logits of documents": Case(
+        positions=301, widths=(192, 48), logits=True, starts=True, dtype="bfloat16"
+    ),
     "bfloat16": Case(positions=129, chunk=16, widths=(256, 64), dtype="bfloat16"),
     "bfloat16, long": Case(positions=4096, widths=(256,), dtype="bfloat16"),
 }
