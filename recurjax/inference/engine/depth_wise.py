@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from recurjax.exits import ExitHead, Missing, RuleKind, scores
+from recurjax.exits import Missing, scores
 from recurjax.inference.decoding import cache_dtype
+from recurjax.inference.engine.over_depth import OverDepth
 from recurjax.inference.engine.slots import Made, Slots, draw
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Lanes
@@ -36,28 +37,14 @@ class Depth(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepthWise:
-    """Tokens leave by a rule; the threshold is each request's.
+class DepthWise(OverDepth):
+    """Tokens leave by a rule.
 
     Attributes:
-      kind: of the rule.
       missing: what becomes of the keys and values that they then lack.
-      head: of the rule "head".
     """
 
-    kind: RuleKind
     missing: Missing
-    head: ExitHead | None = None
-
-    def weights(self, model: Decoder) -> Any:
-        """What the loops own, laid out for ticks."""
-        stack: Any = model.stack
-        return stack.tick_weights()
-
-    def loops(self, model: Decoder) -> int:
-        """All that the stack has."""
-        stack: Any = model.stack
-        return stack.exits
 
     def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Depth]:
         """Slots at loop 0 of nothing."""

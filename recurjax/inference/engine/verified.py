@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from recurjax.exits import ExitHead, RuleKind, scores
+from recurjax.exits import scores
 from recurjax.inference.decoding import cache_dtype
+from recurjax.inference.engine.over_depth import OverDepth
 from recurjax.inference.engine.slots import Made, Slots, draw
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Lanes
@@ -46,26 +47,8 @@ class Flight(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
-    """Guesses by a rule; the threshold is each request's.
-
-    Attributes:
-      kind: of the rule.
-      head: of the rule "head".
-    """
-
-    kind: RuleKind
-    head: ExitHead | None = None
-
-    def weights(self, model: Decoder) -> Any:
-        """What the loops own, laid out for ticks."""
-        stack: Any = model.stack
-        return stack.tick_weights()
-
-    def loops(self, model: Decoder) -> int:
-        """All that the stack has."""
-        stack: Any = model.stack
-        return stack.exits
+class Verified(OverDepth):
+    """Guesses by a rule."""
 
     def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Flight]:
         """Slots with nothing on its way."""

@@ -1,0 +1,32 @@
+"""What both ways over depth are given, and what they ask of a stack with loops."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from recurjax.exits import ExitHead, RuleKind
+from recurjax.model import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverDepth:
+    """A step is one pass of the block; a rule says which tokens it trusts.
+
+    The rule's threshold is each request's.
+
+    Attributes:
+      kind: of the rule.
+      head: of the rule "head".
+    """
+
+    kind: RuleKind
+    head: ExitHead | None = None
+
+    def weights(self, model: Decoder) -> Any:
+        """What the loops own, laid out for ticks."""
+        stack: Any = model.stack
+        return stack.tick_weights()
+
+    def loops(self, model: Decoder) -> int:
+        """All that the stack has."""
+        stack: Any = model.stack
+        return stack.exits
