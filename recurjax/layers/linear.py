@@ -14,10 +14,9 @@ class LowRank(NamedTuple):
     """An addition of rank R to a linear map: x W becomes x W + (x A) B.
 
     A block that serves several depths of a stack tells them apart by these. The two
-    thin products are never joined to W: that would make a matrix a depth again. Each
-    row of a batch may bring its own, for rows that stand at different depths; or those
-    of all depths are joined side by side and each token says which columns are its own,
-    which copies no matrix.
+    thin products are never joined to W: that would make a matrix a depth again. Where
+    tokens stand at different depths, those of all depths are joined side by side and
+    each token says which columns are its own, which copies no matrix.
 
     Attributes:
       reduce: A.
@@ -25,8 +24,8 @@ class LowRank(NamedTuple):
       own: columns of x A that count, the others are zero; None: all.
     """
 
-    reduce: Float[Array, "N R"] | Float[Array, "B N R"]
-    expand: Float[Array, "R M"] | Float[Array, "B R M"]
+    reduce: Float[Array, "N R"]
+    expand: Float[Array, "R M"]
     own: Bool[Array, "B T R"] | None = None
 
 
@@ -56,8 +55,6 @@ def linear(
 
 def _product(x: Array, weight: Array) -> Array:
     weight = weight.astype(x.dtype)
-    if weight.ndim == 3:  # a matrix for each row of the batch
-        return jnp.einsum("btn,bnm->btm", x, weight)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
     y = as_matrix(x) @ weight

@@ -20,8 +20,7 @@ class KeyValueCache(NamedTuple):
       keys: after position encoding. S = 0 is the training cache: nothing is kept.
       values: as keys.
       position: how many tokens each row has seen.
-      layer: which of the L stacked layers reads and writes; one for all rows, or one
-        for each row, where rows stand at different depths of a stack.
+      layer: which of the L stacked layers reads and writes.
       hidden: slots that no query of this layer sees, for tokens that left the stack
         before it and wrote nothing there; None: there are none.
     """
@@ -29,7 +28,7 @@ class KeyValueCache(NamedTuple):
     keys: Float[Array, "L B S K E"]
     values: Float[Array, "L B S K E"]
     position: Int[Array, " B"]
-    layer: Int[Array, ""] | Int[Array, " B"]
+    layer: Int[Array, ""]
     hidden: Bool[Array, "B S"] | None = None
 
     @property
@@ -82,7 +81,7 @@ def write(
     kept = (offset < count[:, None]) & (offset >= count[:, None] - cache.slots)
     slot = (cache.position[:, None] + offset) % cache.slots
     slot = jnp.where(kept, slot, cache.slots)  # out of range: dropped
-    index = (_beside_rows(cache.layer), jnp.arange(B)[:, None], slot)
+    index = (cache.layer, jnp.arange(B)[:, None], slot)
     return cache._replace(
         keys=cache.keys.at[index].set(k.astype(cache.keys.dtype), mode="drop"),
         values=cache.values.at[index].set(v.astype(cache.values.dtype), mode="drop"),
@@ -90,26 +89,16 @@ def write(
 
 
 def read_layer(
-    stacked: Shaped[Array, "L B ..."], layer: Int[Array, ""] | Int[Array, " B"]
+    stacked: Shaped[Array, "L B ..."], layer: Int[Array, ""]
 ) -> Shaped[Array, "B ..."]:
-    """Returns the entry of one layer, or of each row's own."""
-    if layer.ndim == 0:
-        return stacked[layer]
-    return stacked[layer, jnp.arange(stacked.shape[1])]
+    """Returns the entry of one layer."""
+    return stacked[layer]
 
 
 def write_layer(
     stacked: Shaped[Array, "L B ..."],
-    layer: Int[Array, ""] | Int[Array, " B"],
+    layer: Int[Array, ""],
     new: Shaped[Array, "B ..."],
 ) -> Shaped[Array, "L B ..."]:
-    """Replaces the entry of one layer, or of each row's own."""
-    new = new.astype(stacked.dtype)
-    if layer.ndim == 0:
-        return stacked.at[layer].set(new)
-    return stacked.at[layer, jnp.arange(stacked.shape[1])].set(new)
-
-
-def _beside_rows(layer: Array) -> Array:
-    """Shapes layer numbers to stand beside [B, T] row and slot numbers in an index."""
-    return layer if layer.ndim == 0 else layer[:, None]
+    """Replaces the entry of one layer."""
+    return stacked.at[layer].set(new.astype(stacked.dtype))

@@ -129,7 +129,7 @@ def scan_pattern(
     x: Float[Array, "B T D"],
     groups: tuple[Cache, ...],
     places: tuple[Any, ...],
-    entries: Int[Array, " N"] | Int[Array, "N B"],
+    entries: Int[Array, " N"],
     *,
     position: Int[Array, " B"],
     remat: Remat,
@@ -148,8 +148,7 @@ def scan_pattern(
         counts the places from 0.
       groups: one cache a place, carried from layer to layer.
       places: what each place's layers are made of, the repeats on the leading axis.
-      entries: which entry of its group's cache each repeat uses: one for all rows, or
-        one for each row.
+      entries: which entry of its group's cache each repeat uses.
       position: of every row, which the caches are told.
       cached: a prefill or a decode step, not training.
       reverse: the last layer first.

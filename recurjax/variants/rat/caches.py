@@ -1,8 +1,7 @@
 """What the mixers keep between calls: one NamedTuple each, for L stacked layers.
 
 Every one has `slots`, 0 for the training cache that keeps nothing, and `position` and
-`layer`, which the stack sets for each layer and moves after the last one. `layer`
-may be one for all rows, or one for each row.
+`layer`, which the stack sets for each layer and moves after the last one.
 """
 
 from typing import NamedTuple
@@ -30,7 +29,7 @@ class RatCache(NamedTuple):
     k_state: Float[Array, "L B I"]
     v_state: Float[Array, "L B I"]
     position: Int[Array, " B"]
-    layer: Int[Array, ""] | Int[Array, " B"]
+    layer: Int[Array, ""]
 
     @property
     def slots(self) -> int:
@@ -43,7 +42,7 @@ class RnnCache(NamedTuple):
 
     state: Float[Array, "L B I"]
     position: Int[Array, " B"]
-    layer: Int[Array, ""] | Int[Array, " B"]
+    layer: Int[Array, ""]
 
     @property
     def slots(self) -> int:
@@ -64,7 +63,7 @@ class ReversedRatCache(NamedTuple):
     values: Float[Array, "L B C H E"]
     state: Float[Array, "L B I"]
     position: Int[Array, " B"]
-    layer: Int[Array, ""] | Int[Array, " B"]
+    layer: Int[Array, ""]
 
     @property
     def slots(self) -> int:

@@ -240,10 +240,7 @@ class RatMixer(nnx.Module):
         keys = self._rotate_ends(k[:, last], rows.numbers).swapaxes(1, 2)
         # A chunk's end is kept only when its last token is among the new ones.
         slot = jnp.where(rows.ended, rows.numbers, cache.slots)  # out: dropped
-        # One layer for all rows, or each row its own: shaped to stand beside rows and
-        # slots.
-        layer = cache.layer if cache.layer.ndim == 0 else cache.layer[:, None]
-        index = (layer, jnp.arange(k.shape[0])[:, None], slice(None), slot)
+        index = (cache.layer, jnp.arange(k.shape[0])[:, None], slice(None), slot)
         v_state, k_state = finals
         return cache._replace(
             keys=cache.keys.at[index].set(keys.astype(cache.keys.dtype), mode="drop"),

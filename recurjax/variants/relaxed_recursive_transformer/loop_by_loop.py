@@ -44,7 +44,7 @@ class LoopByLoop:
     def loop(
         self,
         x: Float[Array, "B T D"],
-        b: int | Int[Array, ""] | Int[Array, " B"],
+        b: int | Int[Array, ""],
         cache: PatternCache,
         tokens: Tokens,
         *,
@@ -56,15 +56,15 @@ class LoopByLoop:
 
         Args:
           x: from `enter`, or from the loop before.
-          b: which loop, from 0: one for all rows, or one for each row.
+          b: which loop, from 0.
           ran: how many loops the token at each position has run: where it was fewer
             than this one, it wrote nothing and is not seen. None: all tokens are seen.
 
         Raises:
-          ValueError: the sharing is not "cycle"; the cache is the training cache; rows
-            at different loops with untied norms; or loop_cache "first" with another
-            loop than a plain number, or with several tokens: deeper loops then find
-            what loop 1 made of one token in the cache, and only there.
+          ValueError: the sharing is not "cycle"; the cache is the training cache; or
+            loop_cache "first" with another loop than a plain number, or with several
+            tokens: deeper loops then find what loop 1 made of one token in the cache,
+            and only there.
         """
         self.check_cycle("loop")
         first = self.config.loop_cache == "first"
@@ -74,14 +74,7 @@ class LoopByLoop:
             raise ValueError(
                 "loop: with loop_cache 'first' wants one token, and b as an int"
             )
-        by_row = not isinstance(b, int) and b.ndim > 0
-        if by_row and not self.config.tie_norms:
-            raise ValueError("loop: rows at different loops need tied norms")
-        # With one loop for each row this gathers: rows come first, [B, K / P, ...].
         own, entries = jax.tree.map(lambda leaf: leaf[b], self.turns())
-        if by_row:  # the repeats first, as the scan over them wants: [K / P, B, ...]
-            own = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), own)
-            entries = entries.T
         kept, act = None, runs(tokens)
         if first and b:
             act = reads(tokens, cache)
@@ -211,4 +204,4 @@ def _unwritten(
     # An empty slot has a negative position and is unseen whatever is read for it.
     loops = jnp.take_along_axis(ran, jnp.clip(at, 0, ran.shape[1] - 1), axis=1)
     own = at == cache.position[:, None]  # a token always sees itself
-    return (loops <= jnp.asarray(b).reshape(-1, 1)) & ~own
+    return (loops <= b) & ~own

@@ -146,34 +146,15 @@ def test_states_after_each_loop_are_those_of_the_model_cut_there(loop_cache, ids
         )
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["together", "rows apart"])
-def test_loops_called_one_by_one_are_the_call(apart, ids):
-    """With rows apart, the second stands one loop behind and catches up at the end."""
+def test_loops_called_one_by_one_are_the_call(ids):
     model = build(small(loops=3, layers=6, rank=2, windows=(3, None), **LLAMA))
     stack, tokens = model.stack, Tokens(jnp.asarray(ids[:, :5]))
     x, cache = model.embed(tokens.ids), model.init_cache(B, T)
     want, wanted = quick(stack)(x, cache, tokens)
     loop = quick(stack.loop)
     x = stack.enter(x, cache)
-    for b in range(3 + apart):
-        if apart:
-            # A row that does not run this turn repeats a loop, and drops its output.
-            at = jnp.asarray([min(b, 2), max(b - 1, 0)], jnp.int32)
-            runs = jnp.asarray([b < 3, b > 0])
-            y, written = loop(x, at, cache, tokens)
-            keep = lambda new, old, runs=runs: jnp.where(  # noqa: E731
-                runs.reshape(1, -1, 1, 1, 1), new, old
-            )
-            groups = tuple(
-                new._replace(
-                    keys=keep(new.keys, old.keys), values=keep(new.values, old.values)
-                )
-                for new, old in zip(written.groups, cache.groups, strict=True)
-            )
-            x = jnp.where(runs[:, None, None], y, x)
-            cache = cache._replace(groups=groups)
-        else:
-            x, cache = loop(x, jnp.int32(b), cache, tokens)
+    for b in range(3):
+        x, cache = loop(x, jnp.int32(b), cache, tokens)
     cache = stack.advance(cache, tokens)
     assert_values_close(x, want)
     for got, group in zip(cache.groups, wanted.groups, strict=True):
