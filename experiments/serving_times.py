@@ -31,6 +31,7 @@ from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
 from recurjax.inference.engine.memory import row_bytes
+from recurjax.inference.engine.sequence_wise import SequenceWise
 from recurjax.machine import host
 from recurjax.model import Decoder, ModelConfig
 from recurjax.variants.rat import RatConfig, presets
@@ -187,7 +188,8 @@ def median(measure: Callable[[], float], repeats: int) -> float:
 def fitting(config: ModelConfig, length: int, options: Options) -> int:
     """Counts the slots that fit, from the shapes of their caches."""
     model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    return int(options.memory_gib * 2**30) // row_bytes(model, length)
+    row = row_bytes(model, length, SequenceWise())
+    return int(options.memory_gib * 2**30) // row
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -155,9 +155,9 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     if config.exit is not None and config.exit.kind == "head":
         head = read_exit_head(path)
     # Asked before the programs compile, as all that a user can put right.
-    choose_way(loaded.model, config, head)
+    way = choose_way(loaded.model, config, head)
     # Told now, and not when the server is up and its engine cannot be made.
-    slots_that_fit(loaded.model, config)
+    slots_that_fit(loaded.model, config, way)
     # Decoding is bound by reading weights: they are held as they are multiplied, and
     # made so in the engine's thread, once.
     model = cache(lambda: in_compute_dtype(loaded.model))

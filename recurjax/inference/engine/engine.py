@@ -86,8 +86,8 @@ class Engine:
         if reason is not None:
             raise UserError(reason)
         way = choose_way(model, config, exit_head)
-        self.config, self.slots = config, slots_that_fit(model, config)
-        self.row_bytes = row_bytes(model, config.length)
+        self.config, self.slots = config, slots_that_fit(model, config, way)
+        self.row_bytes = row_bytes(model, config.length, way)
         self.counts = Counts(ended={})
         self.kept = KeptStates(int(config.states_gib * 2**30))
         self._vocabulary = model.config.vocabulary

@@ -9,6 +9,7 @@ from pallas_kernels import target
 from recurjax.errors import UserError
 from recurjax.inference.decoding import cache_dtype
 from recurjax.inference.engine.config import EngineConfig
+from recurjax.inference.engine.slots import Way, empty_slots
 from recurjax.model import Decoder
 
 MOST_SLOTS = 256
@@ -19,20 +20,26 @@ _SHARE = 0.9
 
 
 def slots_that_fit(
-    model: Decoder, config: EngineConfig, *, free: int | None = None
+    model: Decoder, config: EngineConfig, way: Way, *, free: int | None = None
 ) -> int:
     """Returns how many slots an engine has.
 
     Args:
+      way: how they move on.
       free: bytes there; None: asks the device, or the host where that is a CPU.
 
     Raises:
       UserError: not one slot fits, or not as many as the config names.
     """
-    row = row_bytes(model, config.length)
+    row = row_bytes(model, config.length, way)
     free = _free_bytes() if free is None else free
-    # Kept states come on top, and so does the row into which a prompt is read.
-    rest = _SHARE * free - config.states_gib * 2**30 - row
+    # Beside the slots: kept states, the row into which a prompt is read, and what the
+    # steps want of the weights in another form.
+    prompt = jax.eval_shape(
+        lambda: model.init_cache(1, config.length, cache_dtype(model))
+    )
+    rest = _SHARE * free - config.states_gib * 2**30
+    rest -= tree_bytes(prompt) + copied_bytes(model, way)
     # Rounded down: half a slot holds nothing.
     fits = int(rest // row)
     if fits < 1:
@@ -51,12 +58,19 @@ def slots_that_fit(
     return config.slots
 
 
-def row_bytes(model: Decoder, length: int) -> int:
-    """Counts what one slot of `length` tokens holds: its cache and the tokens seen."""
+def row_bytes(model: Decoder, length: int, way: Way) -> int:
+    """Counts what one more slot of `length` tokens holds: all of `Slots`."""
+
     # As shapes: nothing is allocated to count it.
-    cache = jax.eval_shape(lambda: model.init_cache(1, length, cache_dtype(model)))
-    # A byte a token of the vocabulary for which ones a row contains.
-    return tree_bytes(cache) + model.config.vocabulary
+    def of(rows: int) -> int:
+        return tree_bytes(jax.eval_shape(lambda: empty_slots(model, way, rows, length)))
+
+    return of(2) - of(1)
+
+
+def copied_bytes(model: Decoder, way: Way) -> int:
+    """Counts the weights that a way lays out for its steps, beside the model's own."""
+    return tree_bytes(jax.eval_shape(way.weights, model))
 
 
 def tree_bytes(tree: Any) -> int:

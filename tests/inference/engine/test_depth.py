@@ -1,6 +1,7 @@
 """Slots at mixed loops: each request's tokens are those it has by itself."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -11,6 +12,12 @@ import pytest
 from recurjax.errors import UserError
 from recurjax.exits import ExitHead, ExitRule, confidence
 from recurjax.inference.engine import EngineConfig, RequestSettings
+from recurjax.inference.engine.memory import (
+    copied_bytes,
+    slots_that_fit,
+    tree_bytes,
+)
+from recurjax.inference.engine.ways import choose_way
 from recurjax.inference.exit_decoding import EarlyExit
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.inference.sampling import row_keys
@@ -252,6 +259,28 @@ def test_verified_texts_on_loop_1s_keys_are_those_of_generate():
             chunk=16,
         )
         assert request.tokens == made.tokens[0].tolist()
+
+
+def test_memory_is_counted_as_the_arrays_are(quick, verifier):
+    model, length = build(QUICK), quick.config.length
+    made = {}
+    for engine in (quick, verifier):
+        way = choose_way(model, engine.config, None)
+        # The weights of a tick are a second copy of all adapters and untied norms.
+        copied = copied_bytes(model, way)
+        assert copied == tree_bytes(engine._programs._weights)
+        assert copied >= tree_bytes(model.stack.adapters) > 0
+        row = engine.row_bytes
+        assert tree_bytes(engine._state) == engine.slots * row
+        made[engine.config.missing] = row
+        # So much more has to be free before as many slots fit.
+        prompt = tree_bytes(model.init_cache(1, length))
+        least = (copied + prompt + 2 * row) / 0.9
+        sizes = dataclasses.replace(engine.config, slots="auto")
+        assert slots_that_fit(model, sizes, way, free=math.ceil(least)) == 2
+        assert slots_that_fit(model, sizes, way, free=math.floor(least) - 2) == 1
+    # Lanes for tokens on their way, and longer rings.
+    assert made["verify"] > made["propagate"]
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(verifier):

@@ -11,7 +11,9 @@ from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.inference.engine import EngineConfig, RequestSettings
 from recurjax.inference.engine.kept_states import KeptStates
-from recurjax.inference.engine.memory import row_bytes, slots_that_fit
+from recurjax.inference.engine.memory import row_bytes, slots_that_fit, tree_bytes
+from recurjax.inference.engine.sequence_wise import SequenceWise
+from recurjax.inference.engine.slots import empty_slots
 from recurjax.inference.generate import generate
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.types import Tokens
@@ -245,18 +247,21 @@ def test_a_state_serves_only_texts_that_begin_with_its_own():
 
 
 def test_auto_takes_the_slots_that_fit_and_too_many_are_refused():
-    model = build_model("transformer")
-    row = row_bytes(model, LENGTH)
-    cache = jax.eval_shape(lambda: model.init_cache(1, LENGTH))
-    assert row == 17 + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    model, way = build_model("transformer"), SequenceWise()
+    row = row_bytes(model, LENGTH, way)
+    cache = model.init_cache(1, LENGTH)
+    # The tokens seen, and some numbers more; of the arrays themselves.
+    assert row > 17 + tree_bytes([group.keys for group in cache.groups]) * 2
+    one, three = (empty_slots(model, way, rows, LENGTH) for rows in (1, 3))
+    assert tree_bytes(three) - tree_bytes(one) == 2 * row
     sizes = EngineConfig(slots="auto", length=LENGTH)
-    assert slots_that_fit(model, sizes, free=10 * row) == 8
-    assert slots_that_fit(model, sizes, free=2**40) == 256
+    assert slots_that_fit(model, sizes, way, free=10 * row) == 8
+    assert slots_that_fit(model, sizes, way, free=2**40) == 256
     many = EngineConfig(slots=9, length=LENGTH)
     with pytest.raises(UserError, match="more than is free: 8 fit"):
-        slots_that_fit(model, many, free=10 * row)
+        slots_that_fit(model, many, way, free=10 * row)
     with pytest.raises(UserError, match="smaller length or fewer states"):
-        slots_that_fit(model, sizes, free=row)
+        slots_that_fit(model, sizes, way, free=row)
 
 
 @pytest.mark.parametrize(
