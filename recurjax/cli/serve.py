@@ -180,6 +180,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
         # A chat model's turn may end by another token than its texts.
         ends=() if companions is None else companions.ends,
         sizes=state_sizes(loaded.model, length),
+        exits=way.loops(loaded.model),
     )
 
 

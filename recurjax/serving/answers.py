@@ -27,6 +27,7 @@ class Choice:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[list[tuple[int, float]]] = []
+        self.exits: list[tuple[str, int]] = []
         self.reason: str | None = None
 
     def take(self, news: News) -> None:
@@ -35,6 +36,7 @@ class Choice:
         self.tokens += news.tokens
         self.logprobs += news.logprobs
         self.top += news.top
+        self.exits += news.exits
         self.reason = news.reason
 
 
@@ -69,6 +71,8 @@ class Answers:
             row: dict[str, Any] = {"index": choice.index}
             if self._wanted.token_ids:
                 row["token_ids"] = choice.tokens
+            if self._wanted.exits:
+                row["exits"] = choice.exits
             if self._chat:
                 row["message"] = {"role": "assistant", "content": choice.text}
             else:
@@ -106,6 +110,8 @@ class Answers:
             content = {"delta": {"content": text}}
         if self._wanted.token_ids:
             content["token_ids"] = news.tokens
+        if self._wanted.exits:
+            content["exits"] = news.exits
         logprobs = self._logprobs(news.tokens, news.logprobs, news.top, before=before)
         # Chats tell their end in a piece of its own, with an empty delta.
         reason = None if self._chat else _REASONS.get(news.reason or "")

@@ -52,6 +52,7 @@ class Served:
       template: None: the model has none, and no chat.
       ends: tokens at which its texts end, beside the tokenizer's EOS.
       sizes: what it keeps of texts of rising lengths, for the page.
+      exits: the loops after which its tokens may leave; 0: they do not leave early.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Served:
     template: ChatTemplate | None
     ends: tuple[int, ...] = ()
     sizes: Sequence[StateSize] = ()
+    exits: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -167,6 +169,7 @@ class App:
                 "recurjax": {
                     "chat": served.template is not None,
                     "sizes": [size._asdict() for size in served.sizes],
+                    "exits": served.exits,
                 },
             }
             for served in self._models.values()
@@ -293,6 +296,16 @@ class App:
                 "tokens at each place",
                 field="logprobs",
             )
+        # A threshold of 0 is a wish too.
+        wishes = {"exit": wanted.threshold is not None, "return_exits": wanted.exits}
+        for name, wish in wishes.items():
+            if wish and engine.config.exit is None:
+                raise RequestError(
+                    400,
+                    f"the tokens of {served.name} do not leave early: leave {name} "
+                    "out, or start the server with --exit",
+                    field=name,
+                )
         asked = [
             (
                 np.asarray(prompt, np.int64),

@@ -24,6 +24,8 @@ class Wanted:
       max_tokens: None: as the route says.
       top_logprobs: likeliest tokens told at each place; None: no probabilities.
       token_ids: tell them beside the text.
+      exits: tell by which loop each piece of it left.
+      threshold: of the server's exit rule; None: the rule's own.
     """
 
     model: str
@@ -33,6 +35,8 @@ class Wanted:
     include_usage: bool
     echo: bool
     token_ids: bool
+    exits: bool
+    threshold: float | None
     top_logprobs: int | None
     stop: tuple[str, ...]
     seed: int
@@ -52,6 +56,7 @@ class Wanted:
             stop_tokens=() if self.ignore_eos else ends,
             ignore_eos=self.ignore_eos,
             logprobs=self.top_logprobs is not None,
+            threshold=self.threshold,
         )
 
 
@@ -85,13 +90,6 @@ def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
             raise RequestError(
                 400, f"{name} is not supported: leave it out", field=name
             )
-    if body.get("exit") is not None:
-        raise RequestError(
-            400,
-            "a request cannot choose its exits here: leave exit out, or start the "
-            "server with --exit",
-            field="exit",
-        )
     stop = body.get("stop")
     stop = [stop] if isinstance(stop, str) else ([] if stop is None else stop)
     texts = isinstance(stop, list) and all(isinstance(x, str) and x for x in stop)
@@ -132,6 +130,8 @@ def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
         include_usage=_flag(options, "include_usage"),
         echo=_flag(body, "echo"),
         token_ids=_flag(body, "return_token_ids"),
+        exits=_flag(body, "return_exits"),
+        threshold=_number(body, "exit", None, least=0, most=1),
         top_logprobs=top,
         stop=tuple(stop),
         seed=secrets.randbits(32) if seed is None else seed % 2**32,
@@ -279,6 +279,7 @@ _BOTH = frozenset(
         "user",
         "ignore_eos",
         "return_token_ids",
+        "return_exits",
         "exit",
         "frequency_penalty",
         "presence_penalty",

@@ -73,3 +73,13 @@ class Metrics:
                     if worker.engine is not None:
                         family.add_metric([model], value(worker.engine))
                 yield family
+        exits = CounterMetricFamily(
+            "recurjax_exits",
+            "tokens by the loops that made them",
+            labels=["model", "loops"],
+        )
+        for model, worker in self._workers().items():
+            if worker.engine is not None:
+                for loops, count in worker.engine.counts.exits.items():
+                    exits.add_metric([model, str(loops)], count)
+        yield exits

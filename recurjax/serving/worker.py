@@ -21,6 +21,8 @@ class News:
     Attributes:
       text: its next piece.
       tokens, logprobs, top: the new ones; see `Request`.
+      exits: the pieces of text of the new tokens and the loops that made them, where
+        tokens leave early.
       reason: why it ended, None while it goes on.
     """
 
@@ -28,6 +30,7 @@ class News:
     tokens: list[int]
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
+    exits: list[tuple[str, int]]
     reason: str | None
 
 
@@ -227,6 +230,9 @@ class Worker:
             tokens=request.tokens[tokens:],
             logprobs=request.logprobs[tokens:],
             top=request.top[tokens:],
+            exits=list(
+                zip(request.pieces[tokens:], request.loops[tokens:], strict=True)
+            ),
             reason=request.reason,
         )
         stream.told = len(request.tokens), len(request.text)
@@ -242,4 +248,4 @@ class Worker:
 
 
 def _ended(reason: str) -> News:
-    return News(text="", tokens=[], logprobs=[], top=[], reason=reason)
+    return News(text="", tokens=[], logprobs=[], top=[], exits=[], reason=reason)

@@ -51,6 +51,12 @@ const base = { id: "m", recurjax: { chat: false } };
 check(asked(base, said, {}), ["/v1/completions", {
   max_tokens: 200, model: "m", ...common, prompt: "ab",
 }]);
+const left = { ...settings, exit: "0.5" };
+check(asked(chat, said, left)[1].exit, undefined);
+const early = { id: "m", recurjax: { chat: true, exits: 3 } };
+const { exit, return_exits } = asked(early, said, left)[1];
+check([exit, return_exits], [0.5, true]);
+check(asked(early, said, settings)[1].exit, undefined);
 check(titleOf({ messages: [] }), "New conversation");
 check(titleOf({ messages: said }), "a");
 check(readTalks(JSON.stringify([{ messages: said }, { messages: [{}] }, 3])).length, 1);

@@ -88,7 +88,9 @@ class Engine:
         way = choose_way(model, config, exit_head)
         self.config, self.slots = config, slots_that_fit(model, config, way)
         self.row_bytes = row_bytes(model, config.length, way)
-        self.counts = Counts(ended={})
+        # Every loop from the start: who reads it while it counts finds the same keys.
+        exits = dict.fromkeys(range(1, way.loops(model) + 1), 0)
+        self.counts = Counts(ended={}, exits=exits)
         self.kept = KeptStates(int(config.states_gib * 2**30))
         self._vocabulary = model.config.vocabulary
         self._tokenizer = tokenizer
@@ -343,7 +345,10 @@ class Engine:
             request.tokens.append(token)
             self.counts.new_tokens += 1
             if self.config.exit is not None:
-                request.loops.append(int(np.asarray(made.loops)[at, n]))
+                loops = int(np.asarray(made.loops)[at, n])
+                if request.loops:
+                    self.counts.exits[loops] += 1
+                request.loops.append(loops)
             if request.settings.logprobs:
                 self._tell(request, made, at, n)
             self._end_after(request, row, token)
@@ -358,7 +363,10 @@ class Engine:
         # Text only where there is a tokenizer; ids are counted either way.
         text, settings = self._texts.get(request), request.settings
         if text is not None:
-            request.text += text.push(token)
+            piece = text.push(token)
+            request.text += piece
+            if self.config.exit is not None:
+                request.pieces.append(piece)
         reason = None
         if token in self._stops(settings):
             reason = "eos"
@@ -385,6 +393,9 @@ class Engine:
         text = self._texts.pop(request, None)
         if text is not None:
             # What was held back, in case it began a stop string, is text after all.
-            request.text += text.finish()
+            rest = text.finish()
+            request.text += rest
+            if request.pieces:
+                request.pieces[-1] += rest
         request.reason, request.ended = reason, time.monotonic()
         self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1

@@ -18,6 +18,8 @@ class Request:
       text: what they say, for an engine with a tokenizer; up to a stop string, and
         without what may still become one.
       loops: that made each token, on an engine whose tokens leave early.
+      pieces: of `text` that each token added, on such an engine with a tokenizer; what
+        was held back to the end is the last one's.
       logprobs: of each token, where the settings ask for it.
       top: for each token, the likeliest in its place and their logprobs.
       reason: "eos" (or another stop token), "stop" (a string), "length", "cancelled",
@@ -32,6 +34,7 @@ class Request:
         self.tokens: list[int] = []
         self.text = ""
         self.loops: list[int] = []
+        self.pieces: list[str] = []
         self.logprobs: list[float] = []
         self.top: list[list[tuple[int, float]]] = []
         self.reason: str | None = None
@@ -55,6 +58,8 @@ class Counts:
       new_tokens: drawn and handed out.
       calls: of the decode program.
       ended: requests by what ended them.
+      exits: tokens by the loops that made them, where they leave early; the first of a
+        request is not among them, for it is drawn from its prompt.
     """
 
     submitted: int = 0
@@ -63,3 +68,4 @@ class Counts:
     new_tokens: int = 0
     calls: int = 0
     ended: dict[str, int]
+    exits: dict[int, int]
