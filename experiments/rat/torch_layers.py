@@ -10,8 +10,6 @@ the RNN are timed as well. Expect attention within twice SDPA's time.
 PYTHON is an interpreter that has torch and numpy.
 """
 
-import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recurjax.bench import rat
+from recurjax.bench.torch_peer import ask
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.machine import host
@@ -80,7 +79,14 @@ def main(argv: list[str] | None = None) -> int:
             arrays = Path(folder) / f"{length}.npz"
             np.savez(arrays, **case(options, length))
             for _ in range(options.turns):
-                answer = ask(options, arrays)
+                answer = ask(
+                    options.torch_python,
+                    Path(__file__).with_name("torch_layers_sdpa.py"),
+                    arrays,
+                    heads=options.heads,
+                    threads=options.threads,
+                    repeats=options.repeats,
+                )
                 print(f"T {length}: y apart by {answer['difference']:.1e}", flush=True)
                 theirs = {(length, THEIRS, what): answer[what] for what in PASSES}
                 for key, ms in (theirs | ours(options, length)).items():
@@ -123,29 +129,6 @@ def ours(options: Options, length: int) -> Times:
         (T, name, what): row.min_ms
         for (T, name, what), row in zip(keys, rows, strict=True)
     }
-
-
-def ask(options: Options, arrays: Path) -> dict[str, float]:
-    """Runs PyTorch in a process of its own.
-
-    Returns:
-      Milliseconds by pass, and the "difference": of its output from ours, the largest.
-
-    Raises:
-      UserError: the interpreter cannot be run, or has no torch.
-    """
-    script = Path(__file__).with_name("torch_layers_sdpa.py")
-    question = {"heads": options.heads, "arrays": str(arrays)}
-    question |= {"threads": options.threads, "repeats": options.repeats}
-    command = [options.torch_python, str(script), json.dumps(question)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        raise UserError(f"--torch-python: {error}") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UserError(f"--torch-python: {options.torch_python} failed: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def markdown(times: Times) -> str:

@@ -1,52 +1,15 @@
 """An attention layer in plain PyTorch; `torch_layers.py` calls it and says what for."""
 
-import json
-import sys
-import time
-from collections.abc import Callable
-
-import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 
 attend = torch.nn.functional.scaled_dot_product_attention
 
 
-def main() -> None:
-    """Reads a question as JSON and answers it on the last line of standard output."""
-    question = json.loads(sys.argv[1])
-    torch.set_num_threads(question["threads"])
-    arrays = {
-        name: torch.from_numpy(array)
-        for name, array in np.load(question["arrays"]).items()
-    }
+def peer(arrays: dict, heads: int) -> tuple:
+    """Returns what is timed, for `recurjax/bench/torch_side.py`."""
     x, y = arrays.pop("x"), arrays.pop("y")
-    layer = Layer(arrays, question["heads"])
-    repeats = question["repeats"]
-
-    def forward_backward() -> None:
-        layer.zero_grad()
-        x.grad = None
-        layer(x).sum().backward()
-
-    with torch.no_grad():
-        answer = {"difference": (layer(x) - y).abs().max().item()}
-        answer["forward"] = fastest(lambda: layer(x), repeats)
-        step = layer.step_after(x)
-        answer["decode"] = fastest(step, max(repeats, 20))
-    x.requires_grad_()
-    answer["forward_backward"] = fastest(forward_backward, repeats)
-    print(json.dumps(answer))
-
-
-def fastest(call: Callable[[], object], repeats: int, warmup: int = 5) -> float:
-    """Returns the milliseconds of the fastest call."""
-    times = []
-    for number in range(warmup + repeats):
-        began = time.perf_counter()
-        call()
-        if number >= warmup:
-            times.append(time.perf_counter() - began)
-    return 1e3 * min(times)
+    layer = Layer(arrays, heads)
+    return layer, x, y, torch.sum, {"decode": layer.step_after(x)}
 
 
 class Layer(torch.nn.Module):
@@ -67,6 +30,7 @@ class Layer(torch.nn.Module):
         q, k, v = self.project(x, 0)
         return self.close(x, attend(q, k, v, is_causal=True))
 
+    @torch.no_grad()
     def step_after(self, x):
         """Returns a call that adds the last position to a cache of those before it."""
         _, keys, values = (part.contiguous() for part in self.project(x, 0))
@@ -101,7 +65,3 @@ def rotate(x, start: int):
     cos, sin = angles.cos(), angles.sin()
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,8 +10,6 @@ figure is the fastest of all turns.
 PYTHON is an interpreter that has torch and numpy.
 """
 
-import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import numpy as np
 
 from recurjax.bench import recurrent_transformer as bench
 from recurjax.bench.timing import repeat
+from recurjax.bench.torch_peer import ask
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.layers.position import Alibi, alibi_slopes
@@ -80,7 +79,14 @@ def main(argv: list[str] | None = None) -> int:
         arrays = Path(folder) / "block.npz"
         np.savez(arrays, allow_pickle=False, **_arrays(made, options))
         for _ in range(options.turns):
-            answer = ask(options, arrays)
+            answer = ask(
+                options.torch_python,
+                Path(__file__).with_name("torch_block_sdpa.py"),
+                arrays,
+                heads=options.heads,
+                threads=options.threads,
+                repeats=options.repeats,
+            )
             print(f"z apart by {answer['difference']:.1e}", flush=True)
             for what in PASSES:
                 program = getattr(made, what)
@@ -108,29 +114,6 @@ def _arrays(made: bench.Programs, options: Options) -> dict[str, np.ndarray]:
     arrays |= {"x": made.x, "z": made.forward(made.stack, made.x)}
     arrays["slopes"] = alibi_slopes(options.heads, Alibi()).astype(np.float32)
     return {name: np.asarray(array) for name, array in arrays.items()}
-
-
-def ask(options: Options, arrays: Path) -> dict[str, float]:
-    """Runs PyTorch in a process of its own.
-
-    Returns:
-      Milliseconds by pass, and the "difference": of its output from ours, the largest.
-
-    Raises:
-      UserError: the interpreter cannot be run, or has no torch.
-    """
-    script = Path(__file__).with_name("torch_block_sdpa.py")
-    question = {"heads": options.heads, "arrays": str(arrays)}
-    question |= {"threads": options.threads, "repeats": options.repeats}
-    command = [options.torch_python, str(script), json.dumps(question)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        raise UserError(f"--torch-python: {error}") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UserError(f"--torch-python: {options.torch_python} failed: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

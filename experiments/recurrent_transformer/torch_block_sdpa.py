@@ -1,50 +1,15 @@
 """A Transformer block with ALiBi in plain PyTorch; `torch_block.py` calls it."""
 
-import json
-import sys
-import time
-from collections.abc import Callable
-
-import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 
 F = torch.nn.functional
 
 
-def main() -> None:
-    """Reads a question as JSON and answers it on the last line of standard output."""
-    question = json.loads(sys.argv[1])
-    torch.set_num_threads(question["threads"])
-    arrays = {
-        name: torch.from_numpy(array)
-        for name, array in np.load(question["arrays"]).items()
-    }
+def peer(arrays: dict, heads: int) -> tuple:
+    """Returns what is timed, for `recurjax/bench/torch_side.py`."""
     x, z, slopes = (arrays.pop(name) for name in ("x", "z", "slopes"))
-    block = Block(arrays, question["heads"], slopes, x.shape[1])
-
-    def forward_backward() -> None:
-        block.zero_grad()
-        x.grad = None
-        block(x).square().sum().backward()
-
-    repeats = question["repeats"]
-    with torch.no_grad():
-        answer = {"difference": (block(x) - z).abs().max().item()}
-        answer["forward"] = fastest(lambda: block(x), repeats)
-    x.requires_grad_()
-    answer["forward_backward"] = fastest(forward_backward, repeats)
-    print(json.dumps(answer))
-
-
-def fastest(call: Callable[[], object], repeats: int, warmup: int = 3) -> float:
-    """Returns the milliseconds of the fastest call."""
-    times = []
-    for number in range(warmup + repeats):
-        began = time.perf_counter()
-        call()
-        if number >= warmup:
-            times.append(time.perf_counter() - began)
-    return 1e3 * min(times)
+    block = Block(arrays, heads, slopes, x.shape[1])
+    return block, x, z, lambda z: z.square().sum(), {}
 
 
 class Block(torch.nn.Module):
@@ -84,7 +49,3 @@ class Block(torch.nn.Module):
 def norm(x, scale):
     """RMSNorm."""
     return F.rms_norm(x, scale.shape, scale, eps=1e-6)
-
-
-if __name__ == "__main__":
-    main()

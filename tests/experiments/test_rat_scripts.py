@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from recurjax.errors import UserError
-
 FOLDER = Path(__file__).parents[2] / "experiments" / "rat"
 SCRIPTS = (
     *("rat_shakespeare", "length_generalisation", "throughput", "latency", "cost"),
@@ -59,14 +57,6 @@ def test_the_papers_tables_are_whole(script):
     assert paper["forward", "rat128", None, 65536] == "46.67"
 
 
-def test_a_comparison_with_torch_needs_an_interpreter_that_has_it(script):
-    torch_layers = script("torch_layers")
-    with pytest.raises(UserError, match="--torch-python: .*no-such-python"):
-        torch_layers.ask(_options(torch_layers, "no-such-python"), Path("none.npz"))
-    with pytest.raises(UserError, match=f"--torch-python: {sys.executable} failed: "):
-        torch_layers.ask(_options(torch_layers, sys.executable), Path("none.npz"))
-
-
 def test_the_comparison_divides_by_torchs_times(script):
     torch_layers = script("torch_layers")
     layers, passes = (torch_layers.THEIRS, *torch_layers.LAYERS), torch_layers.PASSES
@@ -87,10 +77,6 @@ def test_attention_in_torch_gives_our_output(script, capsys):
     said = capsys.readouterr().out
     assert float(said.split("apart by ")[1].split()[0]) < 1e-5
     assert all(f"| {name} |" in said for name in torch_layers.LAYERS)
-
-
-def _options(torch_layers, python: str):
-    return torch_layers.Options(torch_python=python, lengths=(8,), width=8, heads=2)
 
 
 @pytest.mark.slow

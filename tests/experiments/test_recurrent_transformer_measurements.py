@@ -65,13 +65,6 @@ def test_the_grid_is_the_papers(script):
         grid.grid(grid.Options(run="c4_150m_recurrent_13"))
 
 
-def test_a_block_in_torch_needs_an_interpreter_that_has_it(script):
-    torch_block = script("torch_block")
-    options = torch_block.Options(torch_python="no-such-python")
-    with pytest.raises(UserError, match="--torch-python: .*no-such-python"):
-        torch_block.ask(options, Path("none.npz"))
-
-
 @pytest.mark.slow
 def test_the_block_in_torch_gives_our_output(script, capsys):
     pytest.importorskip("torch", reason="the test extra torch is not installed")

@@ -1,0 +1,41 @@
+"""Asks PyTorch, in an interpreter that has it, how fast it is at the same task."""
+
+import json
+import subprocess
+from pathlib import Path
+
+from recurjax.errors import UserError
+
+_SIDE = Path(__file__).with_name("torch_side.py")
+
+
+def ask(
+    python: str, script: Path, arrays: Path, *, heads: int, threads: int, repeats: int
+) -> dict[str, float]:
+    """Runs a script's PyTorch module in a process of its own.
+
+    Args:
+      python: an interpreter that has torch and numpy.
+      script: has the function `peer`, see `torch_side.py`.
+      arrays: an npz file of what `peer` makes the module from.
+      heads: for `peer`.
+      threads: of torch.
+      repeats: timed calls of each pass.
+
+    Returns:
+      Milliseconds by pass, and the "difference": of its output from ours, the largest.
+
+    Raises:
+      UserError: the interpreter cannot be run, or has no torch.
+    """
+    question = {"arrays": str(arrays), "heads": heads}
+    question |= {"threads": threads, "repeats": repeats}
+    command = [python, str(_SIDE), str(script), json.dumps(question)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(f"--torch-python: {error}") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UserError(f"--torch-python: {python} failed: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
