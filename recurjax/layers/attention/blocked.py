@@ -98,8 +98,8 @@ def attend_in_window(
     *,
     scale: float,
     window: int,
-    documents: Int[Array, "B T"] | None = None,
-    past: Past | None = None,
+    documents: Int[Array, "B T"] | None,
+    past: Past,
 ) -> Float[Array, "B T H E"]:
     """Attends block by block: one of `size` queries sees its own keys and W before.
 
@@ -110,7 +110,7 @@ def attend_in_window(
     Args:
       window: W; a key at a distance up to it is visible.
       documents: document number of each token: no other's is seen. None: one document.
-      past: what lies before the first token. None: nothing does.
+      past: what lies before the first token.
     """
     B, T, H, E = q.shape
     # Blocks no larger than the window: a block's keys are its own and W before it.
@@ -124,10 +124,8 @@ def attend_in_window(
         x = x.reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1)
         return x if x.ndim == 3 else x.swapaxes(2, 3)  # [blocks, B, H, size, E]
 
-    def with_past(x: Array, earlier: Array | None) -> Array:
+    def with_past(x: Array, earlier: Array) -> Array:
         """Gives each block the tokens that it may see: `before` blocks and its own."""
-        if earlier is None:
-            earlier = jnp.zeros((B, 0, *x.shape[2:]), x.dtype)
         # Whole blocks of past, however little there is: what is missing is zeros,
         # hidden by their positions below.
         room = before * size
@@ -141,16 +139,16 @@ def attend_in_window(
     S = (before + 1) * size
     distance = before * size + jnp.arange(size)[:, None] - jnp.arange(S)
     near = (distance >= 0) & (distance <= window)
-    start = 0 if past is None else past.start
     parts = {
         "q": fold(q),
-        "k": with_past(k, None if past is None else past.keys),
-        "v": with_past(v, None if past is None else past.values),
-        "first": start + size * jnp.arange(blocks),
+        "k": with_past(k, past.keys),
+        "v": with_past(v, past.values),
+        "first": past.start + size * jnp.arange(blocks),
     }
     if documents is not None:
-        earlier = None if past is None else past.documents
-        parts |= {"own": fold(documents), "seen": with_past(documents, earlier)}
+        assert past.documents is not None
+        seen = with_past(documents, past.documents)
+        parts |= {"own": fold(documents), "seen": seen}
 
     # The gradient makes each block's logits again: kept, they would be T (W + size)
     # numbers a head.

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.chunk_attention import xla_cuts
 from recurjax.layers.attention import (
     AttentionConfig,
+    Past,
     attend,
     attend_in_window,
     blocked,
@@ -61,8 +62,7 @@ def test_blocks_change_nothing(window, monkeypatch):
         if window is None:
             return attend_as_chunks_of_one(q, k, v, scale=0.4, segments=documents)
         k, v = (keys_for_queries(x, SHAPE[2]) for x in (k, v))
-        options = {"window": window, "documents": documents}
-        return attend_in_window(q, k, v, scale=0.4, **options)
+        return in_two_parts(q, k, v, documents, scale=0.4, window=window)
 
     at_once = partial(
         attend,
@@ -75,6 +75,29 @@ def test_blocks_change_nothing(window, monkeypatch):
     got, want = both(in_blocks), both(at_once)
     assert_values_close(got[0], want[0])
     assert_gradients_close(got[1], want[1])
+
+
+def in_two_parts(q, k, v, documents, *, scale, window):
+    """Attends as two devices do that hold a row: the right one has the left's last."""
+    cut, reach = max(window, 7), max(window, 1)
+    nothing = np.zeros((SHAPE[0], reach), np.int32)
+    nowhere = jnp.zeros((*nothing.shape, *k.shape[2:]))
+    pasts = [
+        Past(nowhere, nowhere, jnp.asarray(nothing), jnp.asarray(0)),
+        Past(*(x[:, cut - reach : cut] for x in (k, v, documents)), jnp.asarray(cut)),
+    ]
+    cuts = [slice(0, cut), slice(cut, None)]
+    parts = [
+        attend_in_window(
+            *(x[:, part] for x in (q, k, v)),
+            scale=scale,
+            window=window,
+            documents=documents[:, part],
+            past=past,
+        )
+        for part, past in zip(cuts, pasts, strict=True)
+    ]
+    return jnp.concatenate(parts, axis=1)
 
 
 @pytest.mark.parametrize(
