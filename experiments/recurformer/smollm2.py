@@ -13,7 +13,7 @@ decoded tokens a second at both. A stopped set goes on with the same command.
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +21,15 @@ from rich.console import Console
 
 from recurjax.cli.main import main as recurjax
 from recurjax.cli.options import parse
-from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
 from recurjax.errors import UserError
-from recurjax.experiment import Experiment, read_experiment
+from recurjax.experiment import Experiment
 from recurjax.files.whole import write_whole
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.machine import host
 from recurjax.model import Decoder
-from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train
-from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.run import RunDirectory, load_run
-from recurjax.training.sweep import table_of
+from recurjax.training.sweep import table_of, trained_further
 from recurjax.variants.recurformer import RecurFormerConfig
 from recurjax.variants.recurformer.cost import cache_bytes
 
@@ -73,27 +70,14 @@ class Options:
 
 def further(options: Options, start: Path, name: str) -> Experiment:
     """Returns the training of a converted model, or of the base."""
-    made = read_experiment(start / "config.json")
-    steps = max(1, options.tokens // (BATCH * options.length))
-    return replace(
-        made,
-        name=name,
-        data=DataConfig(
-            corpus=TextFiles(patterns=(str(options.text),)),
-            tokenizer=TokenizerFile(path=str(start / "tokenizer")),
-        ),
-        optimizer=AdamW(learning_rate=1e-4),
-        schedule=Cosine(warmup_steps=steps // 10, end=0.1),
-        training=TrainingConfig(
-            steps=steps,
-            batch=BATCH,
-            length=options.length,
-            start_from=str(start),
-            log_every=5,
-            checkpoint_every=max(1, steps // 4),
-            keep_checkpoints=1,
-        ),
-        evaluation=EvaluationConfig(every=max(1, steps // 5), batches=8),
+    return trained_further(
+        start,
+        name,
+        text=options.text,
+        tokens=options.tokens,
+        batch=BATCH,
+        length=options.length,
+        learning_rate=1e-4,
     )
 
 

@@ -15,18 +15,16 @@ or --minutes, goes on with the same command; --cases says which part of the grid
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from uptraining_set import Case, Set, chosen, stopped_after, to_recursive
 
 from recurjax.cli.options import parse
-from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
 from recurjax.errors import UserError
-from recurjax.experiment import Experiment, read_experiment
+from recurjax.experiment import Experiment
 from recurjax.machine import host
-from recurjax.training.config import EvaluationConfig, TrainingConfig
-from recurjax.training.optimizers import AdamW, Cosine
+from recurjax.training.sweep import trained_further
 
 BATCH = 2
 INITS = ("random", "lower", "average", "stepwise")
@@ -84,26 +82,14 @@ def cases(options: Options) -> list[Case]:
 
 def recipe(options: Options, start: Path, name: str) -> Experiment:
     """Returns the training of a converted model."""
-    steps = max(1, options.tokens // (BATCH * options.length))
-    return replace(
-        read_experiment(start / "config.json"),
-        name=name,
-        data=DataConfig(
-            corpus=TextFiles(patterns=(str(options.text),)),
-            tokenizer=TokenizerFile(path=str(start / "tokenizer")),
-        ),
-        optimizer=AdamW(learning_rate=2e-4),
-        schedule=Cosine(warmup_steps=steps // 10, end=0.1),
-        training=TrainingConfig(
-            steps=steps,
-            batch=BATCH,
-            length=options.length,
-            start_from=str(start),
-            log_every=5,
-            checkpoint_every=max(1, steps // 4),
-            keep_checkpoints=1,
-        ),
-        evaluation=EvaluationConfig(every=max(1, steps // 5), batches=8),
+    return trained_further(
+        start,
+        name,
+        text=options.text,
+        tokens=options.tokens,
+        batch=BATCH,
+        length=options.length,
+        learning_rate=2e-4,
     )
 
 

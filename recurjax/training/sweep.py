@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from recurjax.experiment import Experiment
+from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
+from recurjax.experiment import Experiment, read_experiment
 from recurjax.files.json_files import json_text
 from recurjax.files.whole import write_whole
 from recurjax.model import count_parameters
+from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train
+from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.run import RunDirectory
 from recurjax.training.run.metrics import read_rows
 
@@ -69,6 +72,53 @@ def shortened(experiment: Experiment, steps: int | None) -> Experiment:
     schedule = replace(experiment.schedule, warmup_steps=steps // 10)
     training = replace(experiment.training, steps=steps)
     return replace(experiment, schedule=schedule, training=training)
+
+
+def trained_further(
+    start: Path,
+    name: str,
+    *,
+    text: Path,
+    tokens: int,
+    batch: int,
+    length: int,
+    learning_rate: float,
+) -> Experiment:
+    """Returns the training of a run on a text, from its weights.
+
+    AdamW with a cosine to a tenth, a tenth of the steps warm-up, four checkpoints and
+    five evaluations.
+
+    Args:
+      start: a run directory with its tokenizer, converted or imported.
+      name: of the new run.
+      text: UTF-8; its last tenth is for validation.
+      tokens: to train on.
+      batch: B.
+      length: T of a row.
+      learning_rate: at its highest.
+    """
+    steps = max(1, tokens // (batch * length))
+    return replace(
+        read_experiment(start / "config.json"),
+        name=name,
+        data=DataConfig(
+            corpus=TextFiles(patterns=(str(text),)),
+            tokenizer=TokenizerFile(path=str(start / "tokenizer")),
+        ),
+        optimizer=AdamW(learning_rate=learning_rate),
+        schedule=Cosine(warmup_steps=steps // 10, end=0.1),
+        training=TrainingConfig(
+            steps=steps,
+            batch=batch,
+            length=length,
+            start_from=str(start),
+            log_every=5,
+            checkpoint_every=max(1, steps // 4),
+            keep_checkpoints=1,
+        ),
+        evaluation=EvaluationConfig(every=max(1, steps // 5), batches=8),
+    )
 
 
 def sweep(
