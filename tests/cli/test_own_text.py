@@ -11,7 +11,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from recurjax.cli.data import run as data
 from recurjax.cli.options import override
-from recurjax.cli.own_text import with_own_text
+from recurjax.cli.train import with_own_text
 from recurjax.data.config import (
     ArrayRecords,
     Bpe,

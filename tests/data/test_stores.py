@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recurjax.cli.data import run
-from recurjax.cli.own_text import with_own_text
+from recurjax.cli.train import with_own_text
 from recurjax.data.config import (
     ArrayRecords,
     DataConfig,

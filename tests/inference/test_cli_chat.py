@@ -8,9 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recurjax.cli import chat as command
-from recurjax.cli.chat import run
-from recurjax.cli.chat_talk import Talk, own_sampling
+from recurjax.cli.chat import Talk, command, own_sampling, run
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recurjax.cli import generate as command
-from recurjax.cli.generate import run
+from recurjax.cli.generate import command, run
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.inference import many_prompts

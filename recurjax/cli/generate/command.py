@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import tyro
 
-from recurjax.cli.json_lines import JsonLines
+from recurjax.cli.generate.json_lines import JsonLines
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import read_exit_head

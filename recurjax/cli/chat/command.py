@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from recurjax.cli.chat_talk import Talk, own_sampling
+from recurjax.cli.chat.talk import Talk, own_sampling
 from recurjax.cli.options import parse
 from recurjax.data.chat import load_template
 from recurjax.errors import UserError

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from recurjax.cli import own_text
 from recurjax.cli.options import override
+from recurjax.cli.train import own_text
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.storage import url_of
