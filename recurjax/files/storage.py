@@ -153,7 +153,9 @@ class Store:
         self.requests.count()
         try:
             found = self.system.info(self._inner(name))
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if (behind := _behind_not_found(error)) is not None:
+                raise _told(self.url, behind) from error
             return None
         except Exception as error:  # of each store's own classes
             raise _told(self.url, error) from error
@@ -199,10 +201,35 @@ class Store:
             raise _told(self.url, error) from error
 
 
+def _behind_not_found(error: FileNotFoundError) -> Exception | None:
+    """Returns why a web server was not asked or would not say; None: nothing is there.
+
+    fsspec calls every failure to ask over https:// a missing file.
+    """
+    cause = error.__cause__
+    # aiohttp's answers of a server have a status, all other failures have none.
+    if not isinstance(cause, Exception) or not _is_of_the_web(cause):
+        return None
+    return None if getattr(cause, "status", None) in (404, 410) else cause
+
+
+def _is_of_the_web(error: Exception) -> bool:
+    return type(error).__module__.partition(".")[0] == "aiohttp"
+
+
 def _told(url: str, error: Exception) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        error = _behind_not_found(error) or error
     text = " ".join(str(error).split()) or type(error).__name__
     whole = f"{type(error).__name__} {text}".lower()
     scheme = url.partition("://")[0]
+    if "certificate_verify_failed" in whole or "certificateerror" in whole:
+        why = re.search(r"verify failed: ([^(\]]+)", text)
+        return UserError(
+            f"{url}: the server's certificate is not one that this machine trusts "
+            f"({(why[1] if why else text[:160]).strip()}): name the file of its "
+            "authority's certificates in $SSL_CERT_FILE, or copy the file here"
+        )
     # Each store has its own class for this; words of the message are what they share.
     if scheme in _CREDENTIALS and any(word in whole for word in _WORDS):
         return UserError(

@@ -1,6 +1,7 @@
 """A corpus and a tokenizer behind https://, read from a server on loopback."""
 
 import shutil
+import socket
 import ssl
 import subprocess
 from functools import partial
@@ -101,3 +102,33 @@ def test_what_is_not_there_is_one_sentence(web):
     url, _, _ = web
     with pytest.raises(UserError, match=f"no file matches '{url}/none.txt'"):
         list(read_corpus(describe_corpus((f"{url}/none.txt",))).documents)
+
+
+@pytest.mark.parametrize("pattern", ["{}/a.txt", "{}/none.txt"])
+def test_a_certificate_that_is_not_trusted_is_named(server, tmp_path, pattern):
+    _, url, root, _ = server
+    (root / "a.txt").write_text(TEXT)
+    # As fsspec opens it without the settings of `web`.
+    fsspec.filesystem("https").clear_instance_cache()
+    with pytest.raises(UserError, match="certificate is not one that this") as raised:
+        list(read_corpus(describe_corpus((pattern.format(url),))).documents)
+    said = str(raised.value)
+    assert said.count("\n") == 0 and url in said
+    assert "self-signed certificate): name" in said and "$SSL_CERT_FILE" in said
+
+
+def test_a_server_that_does_not_answer_is_not_a_missing_file(web):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"https://127.0.0.1:{free.getsockname()[1]}/a.txt"
+    with pytest.raises(UserError, match=f"{nobody} cannot be used: .*[Cc]onnect"):
+        list(read_corpus(describe_corpus((nobody,))).documents)
+
+
+def test_a_missing_aiohttp_names_the_extra(monkeypatch):
+    def filesystem(*_, **__):
+        raise ImportError("HTTPFileSystem requires aiohttp")
+
+    monkeypatch.setattr(fsspec, "filesystem", filesystem)
+    with pytest.raises(UserError, match=r"needs aiohttp: pip install 'recurjax\[cloud"):
+        open_store("https://host/a.txt")
