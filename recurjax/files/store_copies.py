@@ -86,7 +86,9 @@ def sent_folder(url: str, *, last: str) -> Iterator[Path]:
     """Gives a folder of this machine that is sent to a store when the block ends well.
 
     The folder lies in the cache and is the same for each call with this URL: what is
-    kept beside it of work that was stopped is found again.
+    kept beside it of work that was stopped is found again. Where the block ends by an
+    error nothing is sent, and the folder stays until the next call. Where sending ends
+    by one, what was sent is removed again.
 
     Args:
       url: of the new folder; nothing may lie there.
@@ -112,8 +114,14 @@ def sent_folder(url: str, *, last: str) -> Iterator[Path]:
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     }
-    for name in sorted(files, key=lambda name: (name == last, name)):
-        store.send(files[name], name)
+    try:
+        for name in sorted(files, key=lambda name: (name == last, name)):
+            store.send(files[name], name)
+    except BaseException:  # Ctrl-C too
+        # Half a folder would be in the way of the next call.
+        with suppress(UserError):
+            store.remove(store.sizes())
+        raise
     shutil.rmtree(folder.parent, ignore_errors=True)
 
 

@@ -1,13 +1,18 @@
 """Imports and exports of a bucket are those of a disk; the bucket is in memory."""
 
+import re
 import shutil
+from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from recurjax.files.storage import open_store
+from recurjax.cli.convert import command
+from recurjax.convert.parity import Parity
+from recurjax.errors import UserError
+from recurjax.files.storage import Store, open_store
 from recurjax.training.run import load_run
 from tests.cli.commands import assert_refused, recurjax
 from tests.convert.hf_directories import LLAMA, copy_of
@@ -74,3 +79,62 @@ def test_what_is_not_there_or_is_there_already_is_told_and_nothing_is_sent(
     answer = recurjax("convert", "from-hf", source, f"{STORE}/runs/broken", *out)
     assert_refused(answer, "model.safetensors")
     assert dict(fsspec.filesystem("memory").store) == before
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_what_differs_from_its_source_is_not_sent_and_stays_here(
+    source, tmp_path, monkeypatch, quick_compilation, agrees
+):
+    """With exit code 1 a bucket must not hold what the next command takes for good."""
+    monkeypatch.setenv("RECURJAX_CACHE", str(tmp_path / "cache"))
+    apart = 0.0 if agrees else 1.0
+    found = Parity(
+        against="torch 2",
+        shape=(1, 8),
+        max_abs_difference=apart,
+        relative_difference=apart,
+        kl=apart,
+        top1_agreement=1.0,
+        first_differing_layer=None,
+        layer_differences=(),
+        greedy_tokens=4,
+        greedy_agreement=4,
+        tolerance=1e-3,
+    )
+    monkeypatch.setattr(command, "compare_with_hf", lambda *_, **__: found)
+    memory = fsspec.filesystem("memory")
+    before = dict(memory.store)
+    code, _, err = recurjax("convert", "from-hf", source, f"{STORE}/runs/llama")
+    if agrees:
+        assert code == 0 and f"sent to {STORE}/runs/llama" in err
+        assert "/bucket/runs/llama/config.json" in memory.store
+        return
+    assert code == 1 and dict(memory.store) == before
+    told = re.search(
+        rf"nothing was sent to {STORE}/runs/llama: what was made lies in (\S+)", err
+    )
+    assert told is not None, err
+    assert (Path(told[1]) / "config.json").is_file()
+
+
+def test_half_of_what_was_sent_is_removed(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("RECURJAX_CACHE", str(tmp_path / "cache"))
+    memory, sent, real = fsspec.filesystem("memory"), [], Store.send
+    before = dict(memory.store)
+
+    def send(store, file, name):
+        sent.append(name)
+        if len(sent) == 3:
+            raise UserError("the network went away")
+        real(store, file, name)
+
+    monkeypatch.setattr(Store, "send", send)
+    words = ("convert", "from-hf", source, f"{STORE}/runs/llama", "--no-check")
+    assert_refused(recurjax(*words), "the network went away")
+    assert len(sent) == 3 and dict(memory.store) == before
+    assert recurjax(*words)[0] == 0
+
+
+def test_options_stand_behind_the_places_where_one_is_a_url(source):
+    words = ("convert", "from-hf", "--no-check", source, f"{STORE}/runs/llama")
+    assert_refused(recurjax(*words), "name SOURCE and OUT first")

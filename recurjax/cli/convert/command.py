@@ -132,7 +132,8 @@ def run(argv: list[str]) -> int:
     """Runs `recurjax convert ARGV`.
 
     Returns:
-      0; 1 when both sides were compared and differ by more than the tolerance.
+      0; 1 when both sides were compared and differ by more than the tolerance: the
+      result is on this machine then, and not in a store that OUT names.
 
     Raises:
       UserError: something the user can put right, said in one sentence.
@@ -157,11 +158,29 @@ def run(argv: list[str]) -> int:
             f"recurjax convert has no command {argv[0]!r}; it has: "
             f"{', '.join(commands)}"
         )
-    with ExitStack() as stack:
-        code = commands[argv[0]](_here(argv[0], argv[1:], stack))
-    for url in filter(None, map(url_of, argv[2:3])):
-        _say(f"sent to {url}")
-    return code
+    url, command = url_of(argv[2]) if argv[2:] else None, commands[argv[0]]
+    if url is None:
+        with ExitStack() as stack:
+            return command(_here(argv[0], argv[1:], stack))
+    try:
+        with ExitStack() as stack:
+            words = _here(argv[0], argv[1:], stack)
+            # An error ends the block without anything being sent.
+            if code := command(words):
+                raise _Differs(code, words[1])
+    except _Differs as differs:
+        _say(f"nothing was sent to {url}: what was made lies in {differs.folder}")
+        return differs.code
+    _say(f"sent to {url}")
+    return 0
+
+
+class _Differs(Exception):  # noqa: N818 (no error: both sides were compared)
+    """What was made is not what it was made of."""
+
+    def __init__(self, code: int, folder: str):
+        super().__init__(code, folder)
+        self.code, self.folder = code, folder
 
 
 def _here(command: str, words: list[str], stack: ExitStack) -> list[str]:
@@ -170,6 +189,12 @@ def _here(command: str, words: list[str], stack: ExitStack) -> list[str]:
     A run to convert stays as it is: of it only one checkpoint is fetched.
     """
     words = list(words)
+    # Only there are they known: an option before them may have a value or none.
+    first = [word.startswith("-") for word in words[:2]]
+    if any(first) and any(url_of(word) for word in words):
+        raise UserError(
+            "with a URL, name SOURCE and OUT first and the options behind them"
+        )
     for at, word in enumerate(words[:2]):
         url = None if word.startswith("-") else url_of(word)
         if url is None:
