@@ -22,6 +22,7 @@ BENCHES = {
     "recurformer": "recurjax.bench.recurformer",
     "relaxed_recursive_transformer": "recurjax.bench.relaxed_recursive_transformer",
     "trainer": "recurjax.bench.trainer",
+    "data": "recurjax.bench.data",
 }
 """What can be timed, and the module whose `rows` times it."""
 
@@ -31,7 +32,8 @@ class Bench:
     """Times a variant's passes, or the trainer, on the first device.
 
     Attributes:
-      what: a variant, or `trainer` (the loop against the bare step, the data pipeline).
+      what: a variant, `trainer` (the loop against the bare step, the data pipeline), or
+        `data` (a mixture of five parts against one corpus).
       json: also write the rows to this file.
       large: the shapes of one accelerator; otherwise those of two CPU cores.
       dtype: of activations and matrix products.

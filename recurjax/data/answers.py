@@ -25,13 +25,8 @@ from recurjax.data.corpora import Messages, read_conversations, read_messages
 from recurjax.data.examples import Conversations, Examples, PromptAnswer
 from recurjax.data.loader import Batches, RowsOfText, identity_of_rows
 from recurjax.data.packing import without_middle
-from recurjax.data.pipeline import (
-    Batch,
-    Layout,
-    MadeRows,
-    endless_order,
-    prefetched,
-)
+from recurjax.data.pipeline import Batch, Layout, MadeRows, prefetched
+from recurjax.data.shuffle import EndlessOrder
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.types import IGNORED
@@ -177,7 +172,7 @@ class AnswersLoader:
     in_order: bool
 
     def __iter__(self) -> Batches:
-        config, order = self.dataset.config, endless_order(len(self.plan), self.seed)
+        config, order = self.dataset.config, EndlessOrder(len(self.plan), self.seed)
         made = MadeRows(
             self.layout,
             order=(lambda number: number) if self.in_order else order,

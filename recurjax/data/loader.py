@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 import grain
+import numpy as np
 
 from recurjax.data.config import DataConfig
 from recurjax.data.pipeline import (
@@ -132,8 +133,9 @@ class Batches:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position after the last batch delivered."""
-        return {"loader": self._identity, "position": self._iterator.get_state()}
+        """Returns the position after the last batch delivered, as JSON allows."""
+        position = _plain(self._iterator.get_state())
+        return {"loader": self._identity, "position": position}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues at a saved position, on any division of the rows.
@@ -155,3 +157,12 @@ class Batches:
     def close(self) -> None:
         """Ends the threads that read ahead."""
         self._iterator.close()
+
+
+def _plain(state: Any) -> Any:
+    """Returns a state with lists in the place of arrays."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [_plain(value) for value in state]
+    return state.tolist() if isinstance(state, np.ndarray) else state

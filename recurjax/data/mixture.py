@@ -1,7 +1,7 @@
 """Several corpora as one data set: rows of each in the shares that a config says."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,13 +16,13 @@ from recurjax.data.packing import BestFit, segment_numbers
 from recurjax.data.pipeline import (
     Batch,
     Layout,
-    endless_order,
     join_rows,
     packed_rows,
     prefetched,
     row_span,
 )
 from recurjax.data.shares import Shares
+from recurjax.data.shuffle import EndlessOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +126,10 @@ class _MixedBatches:
     """Batch i holds rows i*batch .. of the mixture, cut out of the parts' streams."""
 
     def __init__(self, parts: tuple[Loader, ...], layout: Layout, shares: Shares):
-        self._parts, self._layout, self._shares = parts, layout, shares
+        self._layout, self._shares = layout, shares
+        self._splits = [loader.part for loader in parts]
         self._orders = [
-            endless_order((loader.part.tokens - 1) // layout.length, loader.seed)
+            EndlessOrder((loader.part.tokens - 1) // layout.length, loader.seed)
             for loader in parts
         ]
 
@@ -137,23 +138,15 @@ class _MixedBatches:
 
     def __getitem__(self, index: int) -> Batch:
         layout, first = self._layout, index * self._layout.batch
-        drawn = [self._shares.row(first + r) for r in range(*layout.rows)]
-        # Filled part by part below, so that each stream is read once a batch.
-        none = np.zeros(0, np.int32)
-        rows, segments = [none] * len(drawn), [none] * len(drawn)
-        for p in {row.part for row in drawn}:
-            mine = [r for r, row in enumerate(drawn) if row.part == p]
-            split, order = self._parts[p].part, self._orders[p]
-            spans = [
-                row_span(split, order(drawn[r].number), layout.length) for r in mine
-            ]
-            tokens = split.stream.read(spans)
-            for r, span, ids in zip(mine, spans, tokens, strict=True):
-                rows[r] = ids
-                if layout.segments:
-                    segments[r] = segment_numbers(
-                        split.stream.starts, span[0], layout.length
-                    )
+        rows, segments = [], []
+        for r in range(*layout.rows):
+            part, number = self._shares.row(first + r)
+            split, length = self._splits[part], layout.length
+            span = row_span(split, self._orders[part](number), length)
+            rows += split.stream.read([span])
+            if layout.segments:
+                starts = split.stream.starts
+                segments.append(segment_numbers(starts, span[0], length))
         return join_rows(rows, segments, layout)
 
 
@@ -179,16 +172,23 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
     # A plan for each part: its buffer of documents has its own place.
     def __next__(self) -> Batch:
         capacity, (first, stop) = self._layout.length + 1, self._layout.rows
-        rows, segments = [], []
+        none = np.zeros(0, np.int32)
+        rows, segments = [none] * (stop - first), [none] * (stop - first)
+        # By part: where in the batch its rows stand, and what is in them.
+        mine: dict[int, list[int]] = {}
+        plans: dict[int, list[list[tuple[int, int]]]] = {}
         for r in range(self._layout.batch):
             # All rows are planned, on every process, and only its own are read.
             part = self._shares.row(self._row + r).part
             plan = self._plans[part].row(capacity)
             if first <= r < stop:
-                stream, starts = self._splits[part].stream, self._starts[part]
-                [tokens], [numbers] = packed_rows(stream, starts, [plan])
-                rows.append(tokens)
-                segments.append(numbers)
+                mine.setdefault(part, []).append(r - first)
+                plans.setdefault(part, []).append(plan)
+        for part, places in mine.items():
+            stream, starts = self._splits[part].stream, self._starts[part]
+            read = zip(places, *packed_rows(stream, starts, plans[part]), strict=True)
+            for r, tokens, numbers in read:
+                rows[r], segments[r] = tokens, numbers
         self._row += self._layout.batch
         return join_rows(rows, segments, self._layout)
 
@@ -203,5 +203,5 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
 
 def _plan(loader: Loader) -> BestFit:
     lengths = loader.part.document_lengths()
-    order: Callable[[int], int] = endless_order(len(lengths), loader.seed)
+    order = EndlessOrder(len(lengths), loader.seed)
     return BestFit(lengths, order, buffer=loader.config.packing_buffer)

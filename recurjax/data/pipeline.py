@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -11,6 +11,7 @@ from grain.experimental import ThreadPrefetchIterDataset
 from jaxtyping import Int32, Int64
 
 from recurjax.data.packing import BestFit, segment_numbers
+from recurjax.data.shuffle import EndlessOrder
 from recurjax.data.streams import Span, Split, TokenStream
 from recurjax.types import IGNORED
 
@@ -46,7 +47,7 @@ def concatenated(
     and the beginning of the next. Fewer than T tokens at the split's end are not used.
     """
     # T + 1 tokens make a row of T targets; the next row begins at the last of them.
-    order = endless_order((split.tokens - 1) // layout.length, seed)
+    order = EndlessOrder((split.tokens - 1) // layout.length, seed)
     batches = _Batches(split, layout, order, count=sys.maxsize)
     return prefetched(batches, prefetch, threads)
 
@@ -68,7 +69,7 @@ def best_fit(
 ) -> grain.IterDataset[Batch]:
     """Endless batches of best-fit packed documents, shuffled anew each epoch."""
     lengths = split.document_lengths()
-    order = endless_order(len(lengths), seed)
+    order = EndlessOrder(len(lengths), seed)
     batches = PackedBatches(
         split, layout, lambda: BestFit(lengths, order, buffer=buffer)
     )
@@ -268,13 +269,6 @@ def join_rows(
 
 def _repeated(counts: list[int]) -> Int32[np.ndarray, " T"]:
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-
-
-def endless_order(count: int, seed: int) -> Callable[[int], int]:
-    """Returns a permutation of range(count) for each epoch, one after the other."""
-    # Computed when asked for: a permutation of a billion rows takes no memory.
-    order = grain.MapDataset.range(count).seed(seed).shuffle().repeat()
-    return lambda k: cast(int, order[k])
 
 
 def prefetched(

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recurjax.data import pipeline
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText, JsonLines
 from recurjax.data.dataset import Dataset, open_dataset
 from recurjax.data.packing import BestFit
+from recurjax.data.shuffle import EndlessOrder
 from recurjax.data.streams import MemoryStream
 from recurjax.errors import UserError
 from recurjax.types import IGNORED
@@ -96,7 +96,7 @@ def test_the_seed_alone_decides_the_order(many):
 
 
 def test_documents_come_once_an_epoch_too():
-    order = pipeline.endless_order(50, seed=3)
+    order = EndlessOrder(50, seed=3)
     epochs = [[order(50 * epoch + i) for i in range(50)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]

@@ -13,8 +13,10 @@ import hashlib
 import io
 import json
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +159,11 @@ class PreparedStream:
         return source
 
     def _records(self, wanted: list[int]) -> Sequence[bytes]:
-        if not wanted:
-            return []
         try:
-            return self._source.__getitems__(wanted)
+            # One by one: ArrayRecord makes threads anew for each call with several,
+            # which takes longer than reading them (16 records: 0.4 ms instead of 2.6
+            # of a core). Batches are read ahead by threads of their own.
+            return [self._source[record] for record in wanted]
         except RuntimeError as error:
             shard = self._damaged_shard(wanted)
             raise UserError(
@@ -183,24 +186,17 @@ class _Fetched:
 
     def __init__(self, store: Store, manifest: Manifest):
         self._store, self._shards = store, manifest.shards
-        self._ends = np.cumsum([shard.records for shard in manifest.shards])
+        self._ends = list(accumulate(shard.records for shard in manifest.shards))
         self._opened: dict[int, ArrayRecordDataSource] = {}
         self._opening = threading.Lock()
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def __getitem__(self, record: int) -> bytes:
-        return self.__getitems__([record])[0]
-
-    def __getitems__(self, records: Sequence[int]) -> list[bytes]:
-        found: list[bytes] = []
-        homes = np.searchsorted(self._ends, records, side="right")
-        for home in sorted({*homes.tolist()}):  # records are sorted, and so are shards
-            first = int(self._ends[home]) - self._shards[home].records
-            mine = [r - first for r, h in zip(records, homes, strict=True) if h == home]
-            found += self._shard(home).__getitems__(mine)
-        return found
+        home = bisect_right(self._ends, record)
+        first = self._ends[home] - self._shards[home].records
+        return self._shard(home)[record - first]
 
     def _shard(self, number: int) -> ArrayRecordDataSource:
         # Threads read ahead together: the first that asks fetches, the others wait.

@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 from recurjax.data.config import MOST_AHEAD
 from recurjax.data.loader import Batches, identity_of_rows
-from recurjax.data.pipeline import Batch, Layout, MadeRows, endless_order, prefetched
+from recurjax.data.pipeline import Batch, Layout, MadeRows, prefetched
+from recurjax.data.shuffle import EndlessOrder
 from recurjax.data.tasks.copying import Copy
 from recurjax.data.tasks.hash_hop import HashHop
 from recurjax.data.tasks.mad import (
@@ -201,7 +202,7 @@ class TaskLoader:
         # New rows for ever need no order: number n is drawn for place n. A fixed set is
         # shuffled anew each epoch.
         if count is not None and not self.in_order:
-            order = endless_order(count, self.seed)
+            order = EndlessOrder(count, self.seed)
         places = count if self.in_order else None
         made = MadeRows(self.layout, order=order, places=places, fill=self._fill)
         pipeline = prefetched(made, config.prefetch, config.threads)

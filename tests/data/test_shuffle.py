@@ -1,0 +1,66 @@
+"""The endless shuffle: grain's order to the bit, and a permutation each epoch."""
+
+import threading
+
+import grain
+import numpy as np
+import pytest
+
+from recurjax.data import shuffle
+from recurjax.data.shuffle import EndlessOrder
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**32 - 1])
+@pytest.mark.parametrize("count", [1, 2, 7, 870, 65536, 65538, 200_000, 10**6, 2**33])
+def test_the_order_is_grains(count, seed):
+    want = grain.MapDataset.range(count).seed(seed).shuffle().repeat()
+    order = EndlessOrder(count, seed)
+    # The first places, those around the border of two epochs, and some far on.
+    some = [*range(6), *range(max(0, count - 3), count + 3), 5 * count + count // 2]
+    assert [order(place) for place in some] == [int(want[place]) for place in some]
+
+
+@pytest.mark.parametrize("count", [1, 5, 870, 65536, 65537])
+def test_every_epoch_is_another_permutation(count):
+    """With 65,537 too, of which grain's order repeats one number and lacks another."""
+    order = EndlessOrder(count, seed=1)
+    borders = range(0, count, order._stretch)
+    epochs = [
+        [number for first in borders for number in order._shuffled(epoch, first)]
+        for epoch in range(2)
+    ]
+    assert order(count + count // 2) == epochs[1][count // 2]
+    for epoch in epochs:
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(count))
+    assert count < 6 or epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("count", [100, 70_000])
+def test_places_are_found_in_any_order_and_by_several_threads(count):
+    places = np.random.default_rng(0).integers(0, 3 * count, 20).tolist()
+    want = {place: EndlessOrder(count, 2)(place) for place in places}
+    order, found = EndlessOrder(count, 2), []
+    threads = [
+        threading.Thread(target=lambda: found.extend((p, order(p)) for p in places))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found and all(want[place] == number for place, number in found)
+    assert len(order._made) <= shuffle._KEPT
+
+
+def test_a_small_sets_epoch_is_enciphered_once(monkeypatch):
+    calls, real = [], shuffle._encipher
+
+    def encipher(values, *options):
+        calls.append(len(values))
+        return real(values, *options)
+
+    monkeypatch.setattr(shuffle, "_encipher", encipher)
+    order = EndlessOrder(500, seed=0)
+    for place in range(1000):
+        order(place)
+    assert calls == [1 << 16] * 2
