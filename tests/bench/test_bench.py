@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
-from recurjax.bench import timing, transformer
+from recurjax.bench import data, timing, transformer
 from recurjax.bench.report import report
 from recurjax.cli.main import main
+from recurjax.data.corpora import embedded_text
 
+KINDS = ("text", "prepared")
 TINY = {"B": 2, "T": 8, "D": 128, "L": 1, "V": 64}
 
 
@@ -58,3 +60,19 @@ def test_an_unknown_bench_is_named_with_the_nearest(capsys):
     assert "did you mean transformer" in capsys.readouterr().err
     assert main(["bench", "transformer", "--repeats", "0"]) == 2
     assert "--repeats must be at least 1" in capsys.readouterr().err
+
+
+def test_five_parts_are_timed_beside_one_corpus(monkeypatch):
+    monkeypatch.setattr(data, "SMALL", {"B": 2, "T": 16})
+    monkeypatch.setattr(data, "_BATCHES", 2)
+    monkeypatch.setattr(data, "embedded_text", lambda: embedded_text()[:100_000])
+    rows = list(data.rows(large=False, dtype="float32", repeats=1))
+    kinds = [f"data/{k}_{p}" for p in ("concat", "best_fit") for k in KINDS]
+    names = [f"{kind}/{n}" for kind in kinds for n in ("one_corpus", "five_parts")]
+    assert [row.name for row in rows] == names
+    told = data.summary(rows).splitlines()
+    shares = [rows[i + 1].tokens_per_s / rows[i].tokens_per_s for i in (0, 2, 4, 6)]
+    assert told == [
+        f"{kind}: five parts at {share:.2f} of one corpus' rate"
+        for kind, share in zip(kinds, shares, strict=True)
+    ]
