@@ -293,8 +293,8 @@ RUNS: dict[str, Run] = {
         "CE clearly above c4_150m_recurrent_12's",
         rate=1e-3,
     ),
-    # Depth counted twice: output projections divided by sqrt(2 L) as well. Which init
-    # is better is not measured yet.
+    # Depth counted twice: output projections divided by sqrt(2 L) as well, which is the
+    # better start of twelve small layers (the variant's README, output_init.py).
     "c4_150m_transformer_12_depth_init": _150m(
         transformer(12, 1024, init=DEPTH_INIT),
         "no table: outputs start divided by sqrt(2 L) as well",
