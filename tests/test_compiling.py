@@ -1,0 +1,24 @@
+"""How tests compile, seen by a value that XLA refuses."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.compiling import QUICK_COMPILE, all_compiled_quickly
+
+LEVEL = "xla_backend_optimization_level"
+
+
+def test_operations_outside_jit_are_compiled_quickly_too(monkeypatch):
+    monkeypatch.setitem(QUICK_COMPILE, LEVEL, "none")
+    refused = pytest.raises(jax.errors.JaxRuntimeError, match=LEVEL)
+    with all_compiled_quickly(), refused:
+        jnp.sin(jnp.float32(3)) / 23
+
+
+def test_what_a_program_says_itself_stands(monkeypatch):
+    monkeypatch.setitem(QUICK_COMPILE, LEVEL, "none")
+    own = jax.jit(lambda: 7, compiler_options={LEVEL: 1})
+    with all_compiled_quickly():
+        made = own()
+    assert int(made) == 7
