@@ -6,6 +6,7 @@ objects. That is all that object stores do alike: they have no renames that happ
 once, no links and no appending.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -58,6 +59,12 @@ def open_store(url: str, *, write: bool = False) -> "Store":
         )
     # Imported here: most runs never see a bucket, and the import takes a while.
     import fsspec
+
+    # They print tracebacks of errors that they raise as well, told in a sentence here.
+    # Who asked for their messages keeps them.
+    for name in ("gcsfs", "google.auth"):
+        if logging.getLogger(name).level == logging.NOTSET:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
     try:
         # Lists of names are never kept: other processes write there too.

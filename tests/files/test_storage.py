@@ -1,5 +1,6 @@
 """Buckets, by fsspec's store in memory: what is asked of one, and what is told."""
 
+import logging
 import sys
 
 import fsspec
@@ -92,3 +93,22 @@ def test_what_a_store_answers_is_one_sentence(url, error, said, bucket, monkeypa
     with pytest.raises(UserError, match=said) as told:
         store.check_writable()
     assert "\n" not in str(told.value)
+
+
+def test_a_store_s_own_log_does_not_stand_beside_the_sentence(monkeypatch):
+    """gcsfs prints sixty lines of traceback where a host has no network."""
+    names = ("gcsfs", "google.auth")
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.setLevel(logging.NOTSET)
+    memory = fsspec.filesystem("memory")
+    monkeypatch.setattr(fsspec, "filesystem", lambda *_, **__: memory)
+    try:
+        open_store("gs://bucket/runs")
+        assert not any(logger.isEnabledFor(logging.ERROR) for logger in loggers)
+        loggers[0].setLevel(logging.DEBUG)
+        open_store("gs://bucket/runs")
+        assert loggers[0].isEnabledFor(logging.DEBUG)
+    finally:
+        for logger in loggers:
+            logger.setLevel(logging.NOTSET)
