@@ -98,3 +98,31 @@ def draw_requests(vocabulary: int, count: int, seed: int = 0):
         )
         made.append((draw.integers(vocabulary, size=length), settings))
     return made
+
+
+def interleave(engine, requests, expected, seed: int) -> None:
+    """Submits and cancels at random between steps; checks what became of each."""
+    draw = np.random.default_rng(seed)
+    keep_states(engine, int(draw.integers(2)) * 2**14)
+    running, cancelled = [], set()
+    left = [int(n) for n in draw.permutation(np.tile(np.arange(len(requests)), 2))]
+    while left or engine.busy:
+        act = draw.random()
+        if left and act < 0.5:
+            number = left.pop()
+            running.append((number, engine.submit(*requests[number])))
+        elif running and act < 0.6:
+            _, request = running[int(draw.integers(len(running)))]
+            engine.cancel(request)
+            cancelled.add(request)
+        else:
+            engine.step()
+        assert engine.active <= engine.slots
+    for number, request in running:
+        assert request.done
+        if request.reason == "cancelled":
+            assert request in cancelled
+            assert request.tokens == expected[number][: len(request.tokens)]
+        else:
+            assert request.tokens == expected[number]
+    assert engine.active == engine.waiting == 0

@@ -30,10 +30,12 @@ from tests.inference.engine.models import (
     GREEDY,
     LENGTH,
     SIZES,
+    alone,
     build_engine,
     build_model,
     draw_requests,
     finish,
+    interleave,
 )
 from tests.training.compilation import quick_compilation
 from tests.variants.relaxed_recursive_transformer.switches import (
@@ -238,6 +240,18 @@ def test_tokens_and_loops_are_those_of_one_row_at_a_time(name):
                 assert request.tokens == expected[n].tokens[0].tolist()
                 assert request.loops == expected[n].loops[0]
     assert compiled == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["quick", "verifier"])
+def test_200_random_interleavings_change_no_token(kind, request):
+    engine = request.getfixturevalue(kind)
+    requests = draw_requests(VOCABULARY, 8)
+    if kind == "verifier":
+        requests = greedy_requests(8, (None, 0.0, NEVER))
+    expected = [alone(engine, *one) for one in requests]
+    for seed in range(200):
+        interleave(engine, requests, expected, seed)
 
 
 @pytest.mark.slow

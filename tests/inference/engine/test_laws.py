@@ -16,13 +16,13 @@ from tests.inference.engine.models import (
     FAST,
     GREEDY,
     LENGTH,
-    SLOTS,
     VARIANTS,
     alone,
     build_engine,
     build_model,
     draw_requests,
     finish,
+    interleave,
     keep_states,
 )
 
@@ -94,34 +94,6 @@ def test_a_kept_state_changes_no_token_and_only_what_is_new_is_read(variant):
     assert alone(engine, turn, again) == kept
     request = engine.submit(turn, again)
     assert finish(engine, [request]) == [kept] and request.reused == len(turn)
-
-
-def interleave(engine, requests, expected, seed: int) -> None:
-    """Submits and cancels at random between steps; checks what became of each."""
-    draw = np.random.default_rng(seed)
-    keep_states(engine, int(draw.integers(2)) * 2**14)
-    running, cancelled = [], set()
-    left = [int(n) for n in draw.permutation(np.tile(np.arange(len(requests)), 2))]
-    while left or engine.busy:
-        act = draw.random()
-        if left and act < 0.5:
-            number = left.pop()
-            running.append((number, engine.submit(*requests[number])))
-        elif running and act < 0.6:
-            _, request = running[int(draw.integers(len(running)))]
-            engine.cancel(request)
-            cancelled.add(request)
-        else:
-            engine.step()
-        assert engine.active <= SLOTS
-    for number, request in running:
-        assert request.done
-        if request.reason == "cancelled":
-            assert request in cancelled
-            assert request.tokens == expected[number][: len(request.tokens)]
-        else:
-            assert request.tokens == expected[number]
-    assert engine.active == engine.waiting == 0
 
 
 def test_submitting_and_cancelling_at_random_changes_no_token(variant):
