@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from starlette.responses import (  # pyright: ignore[reportMissingImports]
 from recurjax.serving.answers import Answers, Choice
 from recurjax.serving.errors import RequestError
 from recurjax.serving.metrics import Metrics
-from recurjax.serving.worker import Worker
+from recurjax.serving.worker import News, Worker
 
 
 class Talk:
@@ -26,37 +26,29 @@ class Talk:
         self.worker, self.choices = worker, choices
         self._metrics, self._name = metrics, name
 
-    async def news(self) -> AsyncIterator[tuple[Choice, Any]]:
-        """Yields each choice's news until all have ended.
+    async def news(self) -> AsyncIterator[list[tuple[Choice, News]]]:
+        """Yields the choices' news, all that are there at once, until all have ended.
 
         Raises:
           RequestError: 500, where one failed.
         """
-        waits = {
-            asyncio.ensure_future(self.worker.next(choice.stream)): choice
-            for choice in self.choices
-        }
-        try:
-            # One wait a choice, renewed after each news: the slowest choice holds up
-            # no other.
-            while waits:
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                # Sets have no order; clients see choices by number.
-                for wait in sorted(done, key=lambda one: waits[one].index):
-                    choice, news = waits.pop(wait), wait.result()
-                    if news.reason in ("not_finite", "failed"):
-                        raise RequestError(500, _FAILED[news.reason])
-                    if news.reason is None:
-                        again = asyncio.ensure_future(self.worker.next(choice.stream))
-                        waits[again] = choice
-                    else:
-                        self._metrics.ended(self._name, choice.stream)
-                    choice.take(news)
-                    yield choice, news
-        finally:
-            # Left by an error or by the client: a wait would outlive the request.
-            for wait in waits:
-                wait.cancel()
+        choices = {choice.stream: choice for choice in self.choices}
+        going = len(choices)
+        while going:
+            # All choices share one queue: the slowest holds up no other.
+            told = [
+                (choices[stream], news)
+                for stream, news in await self.worker.next(self.choices[0].stream)
+            ]
+            told.sort(key=lambda one: one[0].index)  # clients see choices by number
+            for choice, news in told:
+                if news.reason in ("not_finite", "failed"):
+                    raise RequestError(500, _FAILED[news.reason])
+                if news.reason is not None:
+                    self._metrics.ended(self._name, choice.stream)
+                    going -= 1
+                choice.take(news)
+            yield told
 
     def cancel(self) -> None:
         for choice in self.choices:
@@ -108,24 +100,30 @@ class Events:
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         await send(start)
 
-        async def event(value: Any) -> None:
-            text = value if isinstance(value, str) else json.dumps(value)
-            body = f"data: {text}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        async def events(pieces: Iterable[Any], *, more: bool = True) -> None:
+            # What is there at once goes out at once: a send is a system call.
+            body = "".join(f"data: {_text(piece)}\n\n" for piece in pieces).encode()
+            if body or not more:
+                part = {"type": "http.response.body", "body": body, "more_body": more}
+                await send(part)
 
         try:
-            for piece in self._answers.begins(self._talk.choices):
-                await event(piece)
-            async for choice, news in self._talk.news():
-                for piece in self._answers.pieces(choice, news):
-                    await event(piece)
-            for piece in self._answers.ends(self._talk.choices):
-                await event(piece)
+            await events(self._answers.begins(self._talk.choices))
+            async for told in self._talk.news():
+                await events(
+                    piece
+                    for choice, news in told
+                    for piece in self._answers.pieces(choice, news)
+                )
+            ends = self._answers.ends(self._talk.choices)
             # OpenAI's own end of a stream, which its clients wait for.
-            await event("[DONE]")
+            await events([*ends, "[DONE]"], more=False)
         except RequestError as error:
-            await event(error.body())
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await events([error.body()], more=False)
+
+
+def _text(piece: Any) -> str:
+    return piece if isinstance(piece, str) else json.dumps(piece)
 
 
 async def _unless_gone(work: Any, receive: Any, talk: Talk) -> Any:

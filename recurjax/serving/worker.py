@@ -39,14 +39,20 @@ class Stream:
 
     Attributes:
       scores: of the prompt, where they were asked for; there before the first news.
+      news: of this stream and of those that were submitted with it.
     """
 
     def __init__(
-        self, prompt: np.ndarray, settings: RequestSettings, *, scored: bool = False
+        self,
+        prompt: np.ndarray,
+        settings: RequestSettings,
+        news: "asyncio.Queue[tuple[Stream, News]]",
+        *,
+        scored: bool = False,
     ):
         self.prompt, self.settings, self.scored = prompt, settings, scored
         self.scores: PromptScores | None = None
-        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self.news = news
         # Bound to the loop that asked: the thread hands news over to that one.
         self.loop = asyncio.get_running_loop()
         self.open = True
@@ -139,7 +145,8 @@ class Worker:
                 f"{self.open} requests are open, of at most "
                 f"{engine.slots + self._most_waiting}: try again later",
             )
-        streams = [Stream(*one, scored=scored) for one in asked]
+        news: asyncio.Queue[tuple[Stream, News]] = asyncio.Queue()
+        streams = [Stream(*one, news, scored=scored) for one in asked]
         for stream in streams:
             self._streams.add(stream)
             self._inbox.put(("submit", stream))
@@ -152,13 +159,16 @@ class Worker:
             self._close(stream)
             self._inbox.put(("cancel", stream))
 
-    async def next(self, stream: Stream) -> News:
-        """Waits for a request's next news."""
-        news = await stream.news.get()
+    async def next(self, stream: Stream) -> list[tuple[Stream, News]]:
+        """Waits for news of a stream or of those submitted with it; returns all."""
+        told = [await stream.news.get()]
+        while not stream.news.empty():
+            told.append(stream.news.get_nowait())
         # The last news carries the reason; nothing comes after it.
-        if news.reason is not None:
-            self._close(stream)
-        return news
+        for one, news in told:
+            if news.reason is not None:
+                self._close(one)
+        return told
 
     def _close(self, stream: Stream) -> None:
         stream.open = False
@@ -179,8 +189,8 @@ class Worker:
             while not self._inbox.empty():
                 waiting.append(self._inbox.get()[1])
             waiting += [stream for stream, _ in self._scoring]
-            for stream in {*self._running.values(), *filter(None, waiting)}:
-                self._tell(stream, _ended("failed"))
+            failed = {*self._running.values(), *filter(None, waiting)}
+            self._tell([(stream, _ended("failed")) for stream in failed])
 
     def _serve(self, engine: Engine) -> bool:
         """Does one step, or waits for something to do; False: stop."""
@@ -202,8 +212,7 @@ class Worker:
                 left = [one for one in self._scoring if one[0] is not stream]
                 self._scoring = deque(left)
         self._score(engine)
-        for request in engine.step():
-            self._pass_on(request)
+        self._tell([*filter(None, map(self._news, engine.step()))])
         return True
 
     def _submit(self, engine: Engine, stream: Stream) -> None:
@@ -219,10 +228,10 @@ class Worker:
                 self._scoring.popleft()
                 self._submit(engine, stream)
 
-    def _pass_on(self, request: Request) -> None:
+    def _news(self, request: Request) -> tuple[Stream, News] | None:
         stream = self._running.get(request)
         if stream is None:
-            return
+            return None
         # Requests only grow: what is new lies behind what was told last.
         tokens, text = stream.told
         news = News(
@@ -238,13 +247,23 @@ class Worker:
         stream.told = len(request.tokens), len(request.text)
         if request.done:
             del self._running[request]
-        self._tell(stream, news)
+        return stream, news
 
-    def _tell(self, stream: Stream, news: News) -> None:
-        try:
-            stream.loop.call_soon_threadsafe(stream.news.put_nowait, news)
-        except RuntimeError:  # the loop was closed: nobody listens any more
-            self._running.pop(stream.request, None)  # pyright: ignore
+    def _tell(self, told: list[tuple[Stream, News]]) -> None:
+        """Hands news over to the event loop, all of a step at once."""
+        # To wake it takes a system call, and the interpreter from this thread.
+        for loop in {stream.loop for stream, _ in told}:
+            own = [one for one in told if one[0].loop is loop]
+            try:
+                loop.call_soon_threadsafe(_put, own)
+            except RuntimeError:  # it was closed: nobody listens any more
+                for stream, _ in own:
+                    self._running.pop(stream.request, None)  # pyright: ignore
+
+
+def _put(told: list[tuple[Stream, News]]) -> None:
+    for stream, news in told:
+        stream.news.put_nowait((stream, news))
 
 
 def _ended(reason: str) -> News:
