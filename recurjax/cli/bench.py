@@ -4,6 +4,7 @@ import difflib
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,16 +16,20 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 
 BENCHES = {
-    "transformer": "recurjax.bench.transformer",
-    "recurrent_transformer": "recurjax.bench.recurrent_transformer",
-    "rat": "recurjax.bench.rat",
-    "latent_recurrent_transformer": "recurjax.bench.latent_recurrent_transformer",
-    "recurformer": "recurjax.bench.recurformer",
-    "relaxed_recursive_transformer": "recurjax.bench.relaxed_recursive_transformer",
-    "trainer": "recurjax.bench.trainer",
-    "data": "recurjax.bench.data",
+    "transformer": ("transformer",),
+    "recurrent_transformer": ("recurrent_transformer",),
+    "rat": ("rat",),
+    "latent_recurrent_transformer": ("latent_recurrent_transformer",),
+    "recurformer": ("recurformer",),
+    "relaxed_recursive_transformer": (
+        "relaxed_recursive_transformer",
+        "relaxed_recursive_engine",
+    ),
+    "relaxed_recursive_engine": ("relaxed_recursive_engine",),
+    "trainer": ("trainer",),
+    "data": ("data",),
 }
-"""What can be timed, and the module whose `rows` times it."""
+"""What can be timed, and the modules of `recurjax.bench` whose `rows` time it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +43,7 @@ class Bench:
       large: the shapes of one accelerator; otherwise those of two CPU cores.
       dtype: of activations and matrix products.
       repeats: timed calls of each program, after its warm-up.
+      requests: in the queue of a bench that serves one; fewer are quicker.
     """
 
     what: Annotated[str, tyro.conf.Positional]
@@ -45,6 +51,7 @@ class Bench:
     large: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
     repeats: int = 10
+    requests: int | None = None
 
 
 def run(argv: list[str]) -> int:
@@ -52,25 +59,42 @@ def run(argv: list[str]) -> int:
     options = parse(Bench, argv, prog="recurjax bench")
     if options.repeats < 1:
         raise UserError(f"--repeats must be at least 1, got {options.repeats}")
+    if options.requests is not None and options.requests < 1:
+        raise UserError(f"--requests must be at least 1, got {options.requests}")
     if options.what not in BENCHES:
         near = difflib.get_close_matches(options.what, BENCHES, n=1)
         known = ", ".join(BENCHES)
         hint = f"did you mean {near[0]}?" if near else f"known: {known}"
         raise UserError(f"there is nothing called {options.what!r} to time: {hint}")
     # Imported when it is asked for: a bench brings its variant and jax with it.
-    bench = import_module(BENCHES[options.what])
-    measured = []
-    for row in bench.rows(
-        large=options.large, dtype=options.dtype, repeats=options.repeats
-    ):
-        # To standard error, row by row: the table comes at the end, which may be an
-        # hour off.
-        print(f"{row.name}: {row.median_ms:,.2f} ms", file=sys.stderr)
-        measured.append(row)
+    benches = [
+        import_module(f"recurjax.bench.{name}") for name in BENCHES[options.what]
+    ]
+    serving = [one for one in benches if "requests" in signature(one.rows).parameters]
+    if options.requests is not None and not serving:
+        raise UserError(f"{options.what} serves no queue: leave out --requests")
+    sizes = {
+        "large": options.large,
+        "dtype": options.dtype,
+        "repeats": options.repeats,
+    }
+    measured, told = [], []
+    for bench in benches:
+        own = {}
+        if options.requests is not None and bench in serving:
+            own["requests"] = options.requests
+        found = []
+        for row in bench.rows(**sizes, **own):
+            # To standard error, row by row: the table comes at the end, which may be an
+            # hour off.
+            print(f"{row.name}: {row.median_ms:,.2f} ms", file=sys.stderr)
+            found.append(row)
+        told.append(bench.summary(found))
+        measured += found
     console = Console()
     # Into a file or a pipe the table gets a width that cuts no name.
     show(measured, console if console.is_terminal else Console(width=120))
-    print(bench.summary(measured))
+    print("\n".join(told))
     if options.json is not None:
         write(measured, options.json)
     return 0

@@ -174,7 +174,7 @@ class Engine:
         # As they are now: what ends below frees its row in the list itself.
         rows = list(self._rows)
         if any(rows):
-            self._state, made = self._programs.decode(
+            self._state, made, steps = self._programs.decode(
                 self._state, self._ended, until_free=bool(self._queue)
             )
             self._ended = np.zeros(self.slots, bool)
@@ -184,7 +184,8 @@ class Engine:
                 self._take(request, row, first, 0)
                 news[request] = None
             # One copy from the device for all rows, and not one for each.
-            made = jax.device_get(made)
+            made, steps = jax.device_get((made, steps))
+            self.counts.steps += int(steps)
             for row, request in enumerate(rows):
                 # Where nothing was made the request had ended before the call, or its
                 # token is still on its way through the loops.

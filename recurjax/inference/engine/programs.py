@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float, Int, Int32
 
 from recurjax.inference.decoding import cache_dtype
 from recurjax.inference.engine.config import EngineConfig
@@ -110,6 +110,8 @@ class Programs:
         self._weights = compile_(way.weights)(model)(model)
         decode = partial(decode_slots, way=way, steps=config.steps, top=top)
         ended, until_free = place(_shape((slots,), bool)), place(_shape((), bool))
+        if made is not None:
+            made = (*made, everywhere)
         self._decode = compile_(decode, donate=(2,), out=made)(
             model, self._weights, whole, ended, until_free
         )
@@ -160,7 +162,7 @@ class Programs:
 
     def decode(
         self, slots: Slots, ended: Bool[np.ndarray, " B"], *, until_free: bool
-    ) -> tuple[Slots, Made]:
+    ) -> tuple[Slots, Made, Int[Array, ""]]:
         """See `decode_slots`; `slots` is donated."""
         free = np.asarray(until_free)
         return self._decode(self._model, self._weights, slots, ended, free)

@@ -56,7 +56,7 @@ class Counts:
     Attributes:
       read_tokens, reused_tokens: of prompts, by the model and from kept states.
       new_tokens: drawn and handed out.
-      calls: of the decode program.
+      calls, steps: of the decode program, and what it ran in them.
       ended: requests by what ended them.
       exits: tokens by the loops that made them, where they leave early; the first of a
         request is not among them, for it is drawn from its prompt.
@@ -67,5 +67,6 @@ class Counts:
     reused_tokens: int = 0
     new_tokens: int = 0
     calls: int = 0
+    steps: int = 0
     ended: dict[str, int]
     exits: dict[int, int]

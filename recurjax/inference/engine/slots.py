@@ -213,13 +213,16 @@ def decode_slots(
     way: Way,
     steps: int,
     top: int,
-) -> tuple[Slots, Made]:
+) -> tuple[Slots, Made, Int[Array, ""]]:
     """Draws up to `steps` tokens of each active slot.
 
     Args:
       weights: `way.weights(model)`.
       ended: slots whose request the host has ended.
       until_free: return as soon as a slot has become free, for somebody waits for one.
+
+    Returns:
+      The slots, what they drew, and how many steps that took.
     """
     # Stop strings and cancellations are known to the host only.
     slots = slots._replace(active=slots.active & ~ended)
@@ -240,8 +243,8 @@ def decode_slots(
         return n + 1, slots, made
 
     start = (jnp.zeros((), jnp.int32), slots, made)
-    _, slots, made = jax.lax.while_loop(goes_on, step, start)
-    return slots, made
+    n, slots, made = jax.lax.while_loop(goes_on, step, start)
+    return slots, made, n
 
 
 def draw(

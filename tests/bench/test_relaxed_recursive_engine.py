@@ -1,0 +1,75 @@
+"""Engines of a looped block on one queue: a row a policy, and what stands beside it."""
+
+import numpy as np
+import pytest
+
+from recurjax.bench import relaxed_recursive_engine as bench
+from recurjax.cli.main import main
+from recurjax.inference.engine.sequence_wise import SequenceWise
+from recurjax.types import Tokens
+from tests.training.compilation import unoptimized
+from tests.variants.transformer.switches import build
+
+__all__ = ["unoptimized"]
+SIZES = {"B": 2, "T": 4, "D": 8, "L": 3, "R": 3, "V": 257, "steps": 1}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(bench, "SMALL", SIZES)
+    monkeypatch.setattr(bench, "LEAST", 2)
+    monkeypatch.setattr(bench, "MOST", 6)
+
+
+@pytest.mark.slow  # Six engines and three models to compile.
+def test_every_policy_has_a_row(unoptimized, tiny):
+    rows = list(bench.rows(large=False, dtype="float32", repeats=1, requests=3))
+    names = [f"relaxed_recursive_transformer/engine_{p}/serve" for p in bench.POLICIES]
+    assert [row.name for row in rows] == names
+    figures = {p: row.figures for p, row in zip(bench.POLICIES, rows, strict=True)}
+    for policy, f in figures.items():
+        assert min(f["step_ms"], f["pass_ms"], f["head_ms"], f["bits_a_byte"]) > 0
+        assert (f["missing_ms"] > 0) == (policy == "propagate")
+        assert f["of_bound"] == pytest.approx(f["speedup"] / f["bound"])
+        assert 1 <= f["loops"] <= 3 and f["paper"] == pytest.approx(3 / f["loops"])
+        # A token cannot cost less than the loops that made it, nor a lane's share.
+        lanes = 3 if policy == "verify" else 1
+        assert f["rows_a_token"] >= f["loops"] * lanes - 1e-9
+    assert figures["verify"]["bits_a_byte"] == figures["sequence"]["bits_a_byte"]
+    assert figures["sequence"]["speedup"] == 1 == figures["sequence"]["bound"]
+    made = {row.tokens_per_s * row.median_ms for row in rows}
+    assert max(made) - min(made) < 1e-6 * max(made)  # the same tokens in each queue
+    told = bench.summary(rows)
+    assert told.splitlines()[3].startswith("propagate: ") and "bits a byte" in told
+
+
+def test_bits_of_a_given_text_are_those_of_the_whole_rows(unoptimized, tiny):
+    config = bench._model(bench.stacks(SIZES)[2], SIZES, "float32")
+    model = build(config)
+    length = SIZES["T"] + 6
+    text = np.random.default_rng(0).integers(0, 257, 2 * length).astype(np.int32)
+    told = bench.held_out_bits(model, SequenceWise(), text, SIZES)
+    rows = text.reshape(2, length)
+    logits, _ = model(Tokens(rows[:, :-1]), model.init_cache(2, 0))
+    logits = np.asarray(logits, np.float64)
+    sums = np.log(np.exp(logits).sum(-1))
+    own = np.take_along_axis(logits, rows[:, 1:, None], -1)[..., 0]
+    assert told == pytest.approx((sums - own).mean() / np.log(2), rel=1e-5)
+
+
+def test_a_queue_is_drawn_once_and_fits_the_slots():
+    text = np.arange(300, dtype=np.int32)
+    queue = bench.draw_queue(bench.SMALL, text, 20)
+    again = bench.draw_queue(bench.SMALL, text, 20)
+    for one, other in zip(queue, again, strict=True):
+        assert one.settings == other.settings
+        np.testing.assert_array_equal(one.prompt, other.prompt)
+        assert len(one.prompt) == bench.SMALL["T"]
+        assert 16 <= one.settings.max_new_tokens <= 256
+
+
+def test_requests_are_for_a_bench_that_serves_them(capsys):
+    assert main(["bench", "transformer", "--requests", "4"]) == 2
+    assert "transformer serves no queue" in capsys.readouterr().err
+    assert main(["bench", "relaxed_recursive_engine", "--requests", "0"]) == 2
+    assert "--requests must be at least 1" in capsys.readouterr().err
