@@ -4,6 +4,7 @@
 """
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["RECURJAX_CACHE"] = (
@@ -17,6 +18,12 @@ from jaxtyping import install_import_hook  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 install_import_hook(["recurjax", "pallas_kernels"], "beartype.beartype")
 
+# It asks XLA what it knows, which fixes the number of devices.
+from tests.compiling import all_compiled_quickly  # noqa: E402
+
+NUMBERS = ("layers", "losses", "pallas_kernels", "variants")
+"""Where tests hold equations to their numbers: compiled as users compile them."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
@@ -24,3 +31,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("sweep"):
             item.add_marker("slow")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_compiled_quickly(request):
+    """Nearly all that the other tests take is compiling what runs once."""
+    inside = request.path.relative_to(Path(__file__).parent)
+    if inside.parts[0] in NUMBERS:
+        yield
+        return
+    with all_compiled_quickly():
+        yield

@@ -6,6 +6,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests.compiling import QUICK_COMPILE
+
 
 @pytest.fixture(scope="module")
 def quick_compilation(tmp_path_factory):
@@ -25,6 +27,9 @@ def quick_compilation(tmp_path_factory):
     before |= {"jax_disable_most_optimizations": False}
     _update(settings)
     env = {name.upper(): str(value) for name, value in settings.items()}
+    # As this process compiles, so that both compute the same bits.
+    flags = [f"--{name}={value}".lower() for name, value in QUICK_COMPILE.items()]
+    env["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
     yield {**os.environ, **env, "JAX_PLATFORMS": "cpu"}
     _update(before)
 
