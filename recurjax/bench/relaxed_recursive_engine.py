@@ -21,20 +21,20 @@ rules have something to be sure of.
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from recurjax.bench.timing import Row, in_turns
+from recurjax.bench.step_parts import time_parts
+from recurjax.bench.timing import Row
 from recurjax.bench.training_step import BenchedRun, one_device_step
 from recurjax.exits import ExitRule, Missing
-from recurjax.inference.decoding import cache_dtype
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
 from recurjax.inference.engine.slots import NOTHING, Slots, Way, empty_slots
 from recurjax.inference.engine.ways import choose_way
@@ -44,7 +44,7 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.model import Decoder, ModelConfig, StackConfig
 from recurjax.training.objective import Exits, NextToken, Objective
 from recurjax.training.optimizers import AdamW
-from recurjax.types import Array, Batch, Lanes, Tokens
+from recurjax.types import Array, Batch
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
 )
@@ -94,14 +94,6 @@ class ServedRow(Row):
     figures: Mapping[str, float]
 
 
-class Parts(NamedTuple):
-    """Seconds of what a step is made of, on so many rows: p, h and m."""
-
-    block: float
-    head: float
-    missing: float
-
-
 def rows(
     *, large: bool, dtype: Dtype, repeats: int, requests: int = REQUESTS
 ) -> Iterator[Row]:
@@ -136,7 +128,7 @@ def rows(
     seconds, counted = _in_turns(engines, queue, rounds=max(1, repeats // 5))
     # All parts in turns too, so that what slows the machine slows each.
     R, B = shape["R"], shape["B"]
-    parts = _parts(models["own"], {B, R * B}, _length(shape), repeats=repeats)
+    parts = time_parts(models["own"], {B, R * B}, _length(shape), repeats=repeats)
     figures = {}
     for policy, engine in engines.items():
         model = models[of.get(policy, "own")]
@@ -331,76 +323,6 @@ def _serve(engine: Engine, queue: list[Asked], *, static: bool) -> None:
             engine.submit(prompt, settings)
         while engine.busy:
             engine.step()
-
-
-def _parts(
-    model: Decoder, row_counts: set[int], length: int, *, repeats: int
-) -> dict[int, Parts]:
-    """Times a plain pass of the block, the head, and what propagates, in turns."""
-    stack: Any = model.stack
-    calls: dict[tuple[str, int], Callable[[], Any]] = {}
-    for rows_ in row_counts:
-        calls["loops", rows_] = _loops(model, rows_, length)
-        calls["head", rows_] = _head(model, rows_)
-        calls["missing", rows_] = _missing(model, rows_, length)
-    # They take milliseconds at most.
-    times = in_turns(calls, repeats=10 * repeats)
-    least = {name: min(found) for name, found in times.items()}
-    return {
-        rows_: Parts(
-            least["loops", rows_] / stack.exits,
-            least["head", rows_],
-            least["missing", rows_],
-        )
-        for rows_ in row_counts
-    }
-
-
-def _loops(model: Decoder, rows_: int, length: int) -> Callable[[], Any]:
-    @partial(jax.jit, donate_argnums=2)
-    def run(model: Decoder, x: Array, cache: Any) -> Any:
-        return model.stack(x, cache, Tokens(jnp.zeros((rows_, 1), jnp.int32)))
-
-    x = _states(model, rows_)
-    held = [model.init_cache(rows_, length, cache_dtype(model))]
-
-    def call() -> Array:
-        y, held[0] = run(model, x, held[0])
-        return y
-
-    return call
-
-
-def _head(model: Decoder, rows_: int) -> Callable[[], Any]:
-    run = jax.jit(lambda model, x: model.logits(model.final_norm(x)))
-    return partial(run, model, _states(model, rows_))
-
-
-def _missing(model: Decoder, rows_: int, length: int) -> Callable[[], Any]:
-    stack: Any = model.stack
-    weights = jax.jit(lambda model: model.stack.tick_weights())(model)
-    lanes = Lanes(
-        loop=jnp.zeros((rows_, 1), jnp.int32),
-        position=jnp.full((rows_, 1), length // 2),
-        live=jnp.ones((rows_, 1), bool),
-    )
-
-    @partial(jax.jit, donate_argnums=2)
-    def run(model: Any, x: Array, cache: Any, weights: Any) -> Any:
-        return model.stack.fill_ticks(x, lanes, cache, weights)
-
-    x = _states(model, rows_)
-    held = [stack.init_ticks(rows_, length, cache_dtype(model))]
-
-    def call() -> Any:
-        held[0] = run(model, x, held[0], weights)
-        return held[0].keys[0]
-
-    return call
-
-
-def _states(model: Decoder, rows_: int) -> Array:
-    return jnp.ones((rows_, 1, model.config.stack.width), model.config.dtype)
 
 
 def _trained(

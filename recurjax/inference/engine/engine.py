@@ -25,9 +25,8 @@ from recurjax.inference.engine.kept_states import KeptStates
 from recurjax.inference.engine.memory import row_bytes, slots_that_fit
 from recurjax.inference.engine.programs import Programs
 from recurjax.inference.engine.request import Counts, Request
-from recurjax.inference.engine.slots import NOTHING, Made, Wishes
+from recurjax.inference.engine.slots import NOTHING, Made, wishes_of
 from recurjax.inference.engine.ways import choose_way, refuse_engine
-from recurjax.inference.sampling import sampling_rows
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache
 
@@ -93,6 +92,7 @@ class Engine:
         self.counts = Counts(ended={}, exits=exits)
         self.kept = KeptStates(int(config.states_gib * 2**30))
         self._vocabulary = model.config.vocabulary
+        self._threshold = 1.0 if config.exit is None else config.exit.threshold
         self._tokenizer = tokenizer
         self._eos = eos if tokenizer is None else tokenizer.eos
         self._programs = Programs(
@@ -303,30 +303,11 @@ class Engine:
             reading.cache,
             reading.last,
             request.prompt,
-            self._wishes(request.settings),
+            wishes_of(request.settings, self._stops(request.settings), self._threshold),
         )
         self._rows[row] = request
         self._ended[row] = False
         return request, row, made
-
-    def _wishes(self, settings: RequestSettings) -> Wishes:
-        # -1 is no token: unused places end nothing.
-        stops = np.full((1, MOST_STOPS), -1, np.int32)
-        wanted = sorted(self._stops(settings))
-        stops[0, : len(wanted)] = wanted
-        rule, threshold = self.config.exit, settings.threshold
-        if threshold is None:
-            threshold = 1.0 if rule is None else rule.threshold
-        made: Any = (
-            sampling_rows([settings.sampling]),
-            np.array([settings.seed], np.uint32),
-            np.array([settings.stream], np.uint32),
-            np.array([settings.max_new_tokens], np.int32),
-            stops,
-            np.array([settings.logprobs]),
-            np.array([threshold], np.float32),
-        )
-        return Wishes(*made)
 
     def _take(self, request: Request, row: int, made: Made, at: int) -> None:
         """Hands a request what was made in place `at`; ends it where it came to it."""

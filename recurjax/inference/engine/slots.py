@@ -7,14 +7,16 @@ nothing, so its cache stays as it was when its request ended. What a step runs i
 by a way: `SequenceWise`, `DepthWise` or `Verified`.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from recurjax.inference.decoding import NOT_FINITE, draw_ids
-from recurjax.inference.engine.config import MOST_STOPS
+from recurjax.inference.engine.config import MOST_STOPS, RequestSettings
 from recurjax.inference.sampling import PLAIN, RowSampling, sampling_rows
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Tokens
@@ -41,6 +43,31 @@ class Wishes(NamedTuple):
     stops: Int[Array, "B M"]
     logprobs: Bool[Array, " B"]
     threshold: Float[Array, " B"]
+
+
+def wishes_of(
+    settings: RequestSettings, stops: Collection[int], threshold: float
+) -> Wishes:
+    """Makes the arrays of one request; numpy's, which compile nothing.
+
+    Args:
+      stops: all tokens that end it.
+      threshold: of a request that names none.
+    """
+    # -1 is no token: unused places end nothing.
+    ends = np.full((1, MOST_STOPS), -1, np.int32)
+    ends[0, : len(stops)] = sorted(stops)
+    own = settings.threshold
+    made: Any = (
+        sampling_rows([settings.sampling]),
+        np.array([settings.seed], np.uint32),
+        np.array([settings.stream], np.uint32),
+        np.array([settings.max_new_tokens], np.int32),
+        ends,
+        np.array([settings.logprobs]),
+        np.array([threshold if own is None else own], np.float32),
+    )
+    return Wishes(*made)
 
 
 class Slots(NamedTuple):
