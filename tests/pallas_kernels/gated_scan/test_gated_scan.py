@@ -15,6 +15,7 @@ from pallas_kernels.gated_scan import (
     triton,
     xla,
 )
+from pallas_kernels.gated_scan.inputs import find_resets
 from pallas_kernels.gated_scan.mosaic_launch import Tiles as MosaicTiles
 from pallas_kernels.gated_scan.reference import gated_scan_reference
 from pallas_kernels.gated_scan.triton_launch import Tiles as TritonTiles
@@ -225,6 +226,16 @@ def test_a_gate_of_one_carries_the_state_to_the_bit():
     (states, _), finals = gated_scan(jnp.ones_like(gate), values, initial=initial)
     np.testing.assert_array_equal(states[:, -1], initial[0])
     np.testing.assert_array_equal(finals[0], initial[0])
+
+
+def test_a_period_resets_where_chunks_begin_but_not_the_state_that_came_in():
+    want = [False, False, False, True, False, False, True]
+    np.testing.assert_array_equal(find_resets(7, None, 3), [want])
+    starts = jnp.zeros((2, 7), bool).at[1, 1].set(True)
+    both = np.asarray([want, want])
+    both[1, 1] = True
+    np.testing.assert_array_equal(find_resets(7, starts, 3), both)
+    assert find_resets(7, None, None) is None
 
 
 def test_logits_are_read_in_their_dtype_and_the_bias_in_its_own():
