@@ -21,8 +21,12 @@ install_import_hook(["recurjax", "pallas_kernels"], "beartype.beartype")
 # It asks XLA what it knows, which fixes the number of devices.
 from tests.compiling import all_compiled_quickly  # noqa: E402
 
-NUMBERS = ("layers", "losses", "pallas_kernels", "variants")
-"""Where tests hold equations to their numbers: compiled as users compile them."""
+AS_USERS = (
+    *("golden", "layers", "losses", "pallas_kernels", "variants"),
+    *("experiments", "machine", "packaging", "plan"),
+)
+"""Compiled as users compile: folders whose tests hold equations to their numbers, and
+those that start commands in processes of their own or read what a compiler made."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -37,7 +41,7 @@ def pytest_collection_modifyitems(items):
 def programs_compiled_quickly(request):
     """Nearly all that the other tests take is compiling what runs once."""
     inside = request.path.relative_to(Path(__file__).parent)
-    if inside.parts[0] in NUMBERS:
+    if inside.parts[0] in AS_USERS:
         yield
         return
     with all_compiled_quickly():
