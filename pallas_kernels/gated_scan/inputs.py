@@ -61,6 +61,13 @@ def pull_back(gate: Gate, g: Array, dg: Array) -> Gate:
     return GateLogits(d_logits, bias)
 
 
+def as_given(gate: Gate, d_gate: Array, d_bias: Array | None) -> Gate:
+    """Returns what kernels give, a bias' gradient with all logits, in `gate`'s form."""
+    if not isinstance(gate, GateLogits):
+        return d_gate
+    return GateLogits(d_gate, None if gate.bias is None else d_bias)
+
+
 def bias_of(gate: Gate) -> Array | None:
     """Returns what kernels add to logits, float32 [D]; None where the gate is given."""
     if not isinstance(gate, GateLogits):

@@ -10,6 +10,7 @@ from pallas_kernels.dispatch import refusal_of_one_position
 from pallas_kernels.gated_scan.inputs import (
     GateLogits,
     array_of,
+    as_given,
     bias_of,
     find_resets,
     refusal_of_streams,
@@ -108,11 +109,8 @@ def backward(
             d + jnp.where(none, more, 0)
             for d, more in zip(d_initial, d_finals, strict=True)
         )
-    d_gate = d_gate[..., :D]
-    if isinstance(gate, GateLogits):
-        of_bias = None if gate.bias is None or d_bias is None else d_bias[:D]
-        d_gate = GateLogits(d_gate, of_bias)
-    return d_gate, d_values, d_initial
+    d_bias = None if d_bias is None else d_bias[:D]
+    return as_given(gate, d_gate[..., :D], d_bias), d_values, d_initial
 
 
 def _cut(gate, values, starts, chunk, interpret, tiles: Tiles | None):

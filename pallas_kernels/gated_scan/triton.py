@@ -10,6 +10,7 @@ from pallas_kernels.dispatch import refusal_of_one_position
 from pallas_kernels.gated_scan.inputs import (
     GateLogits,
     array_of,
+    as_given,
     bias_of,
     find_resets,
     narrowest,
@@ -103,9 +104,7 @@ def backward(
         tuple(d.astype(jnp.float32) for d in d_finals),
     )
     d_values = tuple(d.reshape(v.shape) for d, v in zip(d_values, values, strict=True))
-    d_gate = d_gate.reshape(gate.shape)
-    if isinstance(gate, GateLogits):
-        d_gate = GateLogits(d_gate, None if gate.bias is None else d_bias)
+    d_gate = as_given(gate, d_gate.reshape(gate.shape), d_bias)
     return d_gate, d_values, d_initial
 
 
