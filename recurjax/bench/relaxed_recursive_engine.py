@@ -31,16 +31,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from recurjax.bench.relaxed_recursive_transformer import transformer
 from recurjax.bench.step_parts import time_parts
 from recurjax.bench.timing import Row
 from recurjax.bench.training_step import BenchedRun, one_device_step
-from recurjax.exits import ExitRule, Missing
+from recurjax.exits import ExitRule
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
 from recurjax.inference.engine.slots import NOTHING, Slots, Way, empty_slots
 from recurjax.inference.engine.ways import choose_way
 from recurjax.inference.sampling import SamplingConfig
-from recurjax.layers.attention import AttentionConfig
-from recurjax.layers.mlp import MlpConfig
 from recurjax.model import Decoder, ModelConfig, StackConfig
 from recurjax.training.objective import Exits, NextToken, Objective
 from recurjax.training.optimizers import AdamW
@@ -48,7 +47,6 @@ from recurjax.types import Array, Batch
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
 )
-from recurjax.variants.transformer import TransformerConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Policy = Literal["static", "sequence", "full", "propagate", "share", "skip", "verify"]
@@ -198,14 +196,7 @@ def stacks(
     shape: Mapping[str, int],
 ) -> tuple[StackConfig, StackConfig, StackConfig]:
     """Returns the looped block, the same on loop 1's keys, and the Transformer."""
-    L, D = shape["L"], shape["D"]
-    heads = max(1, D // 64)
-    base = TransformerConfig(
-        layers=L,
-        width=D,
-        attention=AttentionConfig(heads=heads, key_heads=heads, head_width=D // heads),
-        mlp=MlpConfig(kind="relu_squared", width=4 * D),
-    )
+    base = transformer(shape)
     looped = partial(
         RelaxedRecursiveTransformerConfig,
         transformer=base,
@@ -349,18 +340,14 @@ def _trained(
 
 
 def _sizes(policy: Policy, shape: Mapping[str, int]) -> EngineConfig:
-    missing: dict[Policy, Missing | Literal["verify"]] = {
-        "propagate": "propagate",
-        "share": "share",
-        "skip": "skip",
-        "verify": "verify",
-    }
+    over_depth = ("propagate", "share", "skip", "verify")
+    missing = policy if policy in over_depth else None
     return EngineConfig(
         slots=shape["B"],
         length=_length(shape),
         prefill_tokens=shape["T"],
-        exit=RULE if policy in missing else None,
-        missing=missing.get(policy),
+        exit=None if missing is None else RULE,
+        missing=missing,
     )
 
 

@@ -1,6 +1,6 @@
 """A block looped beside the Transformer of as many layers: passes, steps, decoding."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -75,16 +75,21 @@ def summary(rows: list[Row]) -> str:
     return "over the Transformer's time, " + "; ".join(told)
 
 
-def stacks(shape: dict[str, int]) -> dict[str, StackConfig]:
-    """Returns what is compared: a Transformer, two loops, three, two with additions."""
+def transformer(shape: Mapping[str, int]) -> TransformerConfig:
+    """Returns the stack that is looped: of shape's L layers, of width D."""
     L, D = shape["L"], shape["D"]
     heads = max(1, D // 64)
-    base = TransformerConfig(
+    return TransformerConfig(
         layers=L,
         width=D,
         attention=AttentionConfig(heads=heads, key_heads=heads, head_width=D // heads),
         mlp=MlpConfig(kind="relu_squared", width=4 * D),
     )
+
+
+def stacks(shape: dict[str, int]) -> dict[str, StackConfig]:
+    """Returns what is compared: a Transformer, two loops, three, two with additions."""
+    base = transformer(shape)
     loop = partial(RelaxedRecursiveTransformerConfig, transformer=base)
     return {
         "transformer": base,
