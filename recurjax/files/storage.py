@@ -7,6 +7,7 @@ once, no links and no appending.
 """
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,17 @@ _CREDENTIALS = {
     "application-default login`",
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
 }
+_CREDENTIALS_LIE = {
+    "gs": (
+        ("GOOGLE_APPLICATION_CREDENTIALS", "FSSPEC_GS_TOKEN"),
+        "~/.config/gcloud/application_default_credentials.json",
+    ),
+    "s3": (
+        ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_ROLE_ARN"),
+        "~/.aws/credentials",
+    ),
+}
+"""Variables and the file that a user may have set; a cloud's machines need neither."""
 _WRITABLE = {"gs": "gcsfs", "s3": "s3fs", "memory": None}
 _READABLE = {**_WRITABLE, "https": "aiohttp"}
 _EXTRA = {"gs": "cloud", "https": "cloud", "s3": "s3"}
@@ -245,4 +257,17 @@ def _told(url: str, error: Exception) -> UserError:
         )
     if isinstance(error, FileNotFoundError):
         return UserError(f"{url}: there is no such bucket or object ({text[:160]})")
-    return UserError(f"{url} cannot be used: {text[:240]}")
+    # Without any the store's package asks a cloud machine's own server, and what it
+    # says then is of that server's absence.
+    bare = ""
+    if _lacks_credentials(scheme):
+        bare = f"; no credentials are set here either: {_CREDENTIALS[scheme]}"
+    return UserError(f"{url} cannot be used: {text[:240]}{bare}")
+
+
+def _lacks_credentials(scheme: str) -> bool:
+    if scheme not in _CREDENTIALS_LIE:
+        return False
+    variables, file = _CREDENTIALS_LIE[scheme]
+    given = any(os.environ.get(name) for name in variables)
+    return not given and not Path(file).expanduser().is_file()

@@ -65,6 +65,18 @@ def last_words(action: Callable[[], object]) -> Iterator[None]:
         _actions.remove(action)
 
 
+def meet(name: str, *, seconds: float) -> None:
+    """Waits until every process has called it with this name; in any thread.
+
+    It asks the coordination service and no device, so it may run beside a step.
+
+    Raises:
+      TimeoutError: some process has not come within this time.
+    """
+    if _peers is not None:
+        _peers.meet(name, seconds)
+
+
 def leave(error: BaseException) -> bool:
     """Tells the others that this process ends by an error of its own, if it does.
 
@@ -130,6 +142,14 @@ class _Peers:
                     self._client.key_value_set(_news(rank), news, allow_overwrite=True)
         _say_last_words()
         return True
+
+    def meet(self, name: str, seconds: float) -> None:
+        try:
+            self._client.wait_at_barrier(f"recurjax/{name}", int(1000 * seconds))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise TimeoutError(name) from error
+            raise
 
     def end(self, code: int) -> None:
         """Process 0 holds the service: it goes last, once all have read the news."""

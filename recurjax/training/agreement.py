@@ -59,3 +59,31 @@ def first_process(action: Callable[[], T]) -> T:
     if "error" in answer:
         raise SharedError(answer["error"])
     return answer["value"]
+
+
+def each_process(action: Callable[[], T]) -> T:
+    """Runs `action` in every process, where each has files of its own.
+
+    Args:
+      action: returns a JSON value, the same in all.
+
+    Raises:
+      SharedError: in every process, when the action raised a UserError in one of them,
+        or returned different values.
+    """
+    if jax.process_count() == 1:
+        return action()
+    try:
+        own = {"value": action()}
+    except UserError as error:
+        own = {"error": str(error)}
+    answers = [json.loads(text) for text in every_process(json.dumps(own))]
+    for answer in answers:
+        if "error" in answer:
+            raise SharedError(answer["error"])
+    if any(answer != answers[0] for answer in answers):
+        raise SharedError(
+            f"the processes' own copies of the run differ: {answers[0]['value']} and "
+            f"{next(a['value'] for a in answers if a != answers[0])}; start all again"
+        )
+    return answers[0]["value"]

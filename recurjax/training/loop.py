@@ -24,6 +24,7 @@ from recurjax.training.interruption import Interruption
 from recurjax.training.run import (
     Description,
     MetricsWriter,
+    Mirror,
     TrainingProgress,
     device_memory,
     hold,
@@ -65,7 +66,7 @@ def train(
     root: Path,
     *,
     console: Console | None = None,
-    after_write: Callable[[], None] | None = None,
+    mirror: Mirror | None = None,
 ) -> TrainingResult:
     """Trains in the run directory `root`, going on from its newest good checkpoint.
 
@@ -77,7 +78,8 @@ def train(
       experiment: what to train.
       root: the run directory.
       console: where progress is shown; None: on standard output.
-      after_write: is called in the background whenever a checkpoint is on disk.
+      mirror: sends `root` to a bucket whenever a checkpoint is on disk; None: `root`
+        is the run's own directory, which all processes share.
 
     Raises:
       UserError: config, data, devices and directory do not go together, another process
@@ -88,7 +90,7 @@ def train(
     peers.watch()
     with ExitStack() as stack:
         try:
-            return _train(experiment, root, console, after_write, stack)
+            return _train(experiment, root, console, mirror, stack)
         except (Exception, KeyboardInterrupt) as error:
             if peers.leave(error):
                 # To close waits for the other processes, which are ending as well.
@@ -100,13 +102,13 @@ def _train(
     experiment: Experiment,
     root: Path,
     console: Console | None,
-    after_write: Callable[[], None] | None,
+    mirror: Mirror | None,
     stack: ExitStack,
 ) -> TrainingResult:
     quiet = jax.process_index() != 0
     console = Console(quiet=True) if quiet else console or Console()
     check_lock = hold(root, stack, console)
-    session = Session(experiment, root, after_write=after_write)
+    session = Session(experiment, root, mirror=mirror)
     stack.callback(session.close)
     early_interrupt.stop_if_noted()
     stack.enter_context(peers.last_words(session.finish_save))

@@ -28,6 +28,7 @@ from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.placement import place, placed
 from recurjax.training.program import Metrics, build_step
 from recurjax.training.run import (
+    Mirror,
     RunDirectory,
     check_frozen,
     check_shared,
@@ -51,11 +52,12 @@ class Session:
         experiment: Experiment,
         root: Path,
         *,
-        after_write: Callable[[], None] | None = None,
+        mirror: Mirror | None = None,
     ):
         # As it will be read back from config.json, before anything is made of it.
         experiment = from_json(Experiment, to_json(experiment), path="config")
-        check_shared(root)
+        if mirror is None:
+            check_shared(root)
         training = experiment.training
         # Meshes are checked here: what a plan refuses, training refuses in the same
         # words.
@@ -95,7 +97,9 @@ class Session:
             self.directory.checkpoints,
             keep=training.keep_checkpoints,
             model=experiment.model,
-            after_write=after_write,
+            after_write=None if mirror is None else mirror.push,
+            before_read=None if mirror is None else mirror.fetch_arrays,
+            apart=mirror is not None and mirror.parts > 1,
         )
         self._batches = iter(loader)
         self._rows_of_epoch = getattr(loader, "rows_of_epoch", None)

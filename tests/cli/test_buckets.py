@@ -99,12 +99,3 @@ def test_a_run_that_somebody_works_on_is_refused_before_anything_is_fetched(buck
         answer = recurjax("train", TINY, "--runs", RUNS)
     assert_refused(answer, f"{URL} is in use by process .* remove {URL}/lock")
     assert not bucket()
-
-
-def test_several_processes_are_refused_before_anything_starts(monkeypatch, bucket):
-    import jax
-
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    answer = recurjax("train", TINY, "--runs", RUNS)
-    assert_refused(answer, "mount the bucket on all hosts")
-    assert not bucket()

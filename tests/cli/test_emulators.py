@@ -16,6 +16,7 @@ import pytest
 from recurjax.files.storage import open_store
 from tests.cli.commands import TINY, recurjax
 from tests.cli.test_buckets import kill_at
+from tests.killed_pair import train_in_pairs
 from tests.training.run_contents import assert_same_run
 
 pytestmark = pytest.mark.slow
@@ -123,6 +124,24 @@ def test_five_kills_and_resumes_are_the_run_that_was_not_stopped(
     assert "resuming at step 9 of 12" in out
     assert_same_run(copy_of(url, tmp_path / "again"), finished)
     assert "12.damaged" in kept(url)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_five_kills_of_one_of_two_processes_are_the_run_that_was_not_stopped(
+    served, runs, quick_compilation, tmp_path
+):
+    env = quick_compilation | served[1]
+    codes = train_in_pairs(tmp_path / "whole", tmp_path / "runs", [0], env)
+    assert codes == {0: {0: 0, 1: 0}}
+    # Counted from where each start resumes; processes 0 and 1 are killed in turns.
+    said = tmp_path / "said"
+    codes = train_in_pairs(said, runs, [2, 4, 5, 4, 3, 0], env)
+    last = (said / "5.0").read_text()
+    assert codes[5] == {0: 0, 1: 0}, last
+    assert [codes[start][start % 2] for start in range(5)] == [-9] * 5, codes
+    assert "resuming at step" in last and "finished at step 12" in last
+    assert_same_run(copy_of(f"{runs}/tiny", tmp_path / "copy"), tmp_path / "runs/tiny")
+    assert "lock" not in open_store(f"{runs}/tiny").sizes()
 
 
 @pytest.mark.filterwarnings("ignore")

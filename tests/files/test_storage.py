@@ -7,6 +7,7 @@ import fsspec
 import pytest
 
 from recurjax.errors import UserError
+from recurjax.files import storage
 from recurjax.files.storage import open_store, url_of
 
 
@@ -93,6 +94,27 @@ def test_what_a_store_answers_is_one_sentence(url, error, said, bucket, monkeypa
     with pytest.raises(UserError, match=said) as told:
         store.check_writable()
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_who_set_no_credentials_is_told_which(scheme, bucket, monkeypatch, tmp_path):
+    """Offline a store's package speaks of its network alone."""
+    variables, _ = storage._CREDENTIALS_LIE[scheme]
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    store = open_store(bucket, write=True)
+    object.__setattr__(store, "url", f"{scheme}://b")
+
+    def refuse(*_, **__):
+        raise OSError("Cannot connect to host")
+
+    monkeypatch.setattr(type(store.system), "pipe_file", refuse)
+    with pytest.raises(UserError, match=f"to host; no credentials.*set {variables[0]}"):
+        store.check_writable()
+    monkeypatch.setenv(variables[0], "given")
+    with pytest.raises(UserError, match="to host$"):
+        store.check_writable()
 
 
 def test_a_store_s_own_log_does_not_stand_beside_the_sentence(monkeypatch):

@@ -11,7 +11,6 @@ from recurjax.experiment import Experiment
 from recurjax.files.storage import url_of
 from recurjax.machine import early_interrupt, host, peers
 from recurjax.machine.distributed import start_processes
-from recurjax.machine.peers import SharedError
 from recurjax.run_table import load_experiment
 
 _USAGE = f"""usage: recurjax train EXPERIMENT [--corpus FILES] [--runs DIR] [--field X]
@@ -82,17 +81,11 @@ def _train_in_bucket(experiment: Experiment, url: str) -> Any:
     from recurjax.training.loop import train
     from recurjax.training.run import mirrored
 
-    # Each process would send its own half-written copy.
-    if jax.process_count() > 1:
-        raise SharedError(
-            f"{url}: several processes write their parts of a checkpoint to one folder "
-            "at once: mount the bucket on all hosts (gcsfuse, mountpoint-s3) and name "
-            "the mounted folder with --runs"
-        )
     with mirrored(url) as mirror:
-        result = train(experiment, mirror.folder, after_write=mirror.push)
+        result = train(experiment, mirror.folder, mirror=mirror)
     # Only now: the block's end sends what came after the last save.
-    print(mirror.sentence())
+    if jax.process_index() == 0:
+        print(mirror.sentence())
     return result
 
 

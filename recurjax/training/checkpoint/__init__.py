@@ -3,10 +3,7 @@
 The one door is `Checkpoints`; see README.md for the rooms behind it.
 """
 
-from recurjax.training.checkpoint.checkpoints import (
-    Checkpoints,
-    NoGoodCheckpoint,
-    Restored,
-)
+from recurjax.training.checkpoint.checkpoints import Checkpoints, NoGoodCheckpoint
+from recurjax.training.checkpoint.restored import Restored
 
 __all__ = ["Checkpoints", "NoGoodCheckpoint", "Restored"]

@@ -6,47 +6,80 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Coroutine, Mapping
-from contextlib import suppress
+import tempfile
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 
 from recurjax.training.checkpoint.manifest import named, nested
-from recurjax.training.checkpoint.step_directory import ARRAYS, MANIFEST, MANIFEST_FILE
+from recurjax.training.checkpoint.step_directory import (
+    ARRAYS,
+    MANIFEST,
+    MANIFEST_FILE,
+    PART,
+)
+
+_INDEX = "manifest.ocdbt"
+"""Says where each array lies, in a part and in the whole that parts are joined to."""
 
 
 class ArrayStore:
     """Writes steps in the background, one at a time, and reads them."""
 
-    def __init__(self):
+    def __init__(self, *, apart: bool = False):
+        """Writes nothing yet.
+
+        Args:
+          apart: whether the processes of a run have folders of their own. Then each
+            writes a whole step there, but of the arrays its own part alone; `read`
+            joins the parts once they lie together.
+        """
         _end_what_failed()
+        # Orbax' word for: each process sees to its own folder.
+        processes = ocp.options.MultiprocessingOptions(
+            primary_host=None if apart else 0
+        )
         # Orbax logs what it does, and prints tracebacks of errors that it raises as
         # well. The filter stays: threads of a failed write speak after it was closed.
         logging.getLogger("absl").addFilter(_is_not_orbax)
         # With plain arrays only, orbax needs no files on their layout and shardings.
-        arrays = ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)
+        arrays = ocp.type_handlers.ArrayHandler(
+            primary_host=processes.primary_host, enable_write_sharding_file=False
+        )
         types = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
         # Trained weights hardly compress, and trying takes half as much CPU again.
-        self._handler = ocp.PyTreeCheckpointHandler(
-            type_handler_registry=types, use_compression=False
+        handler = _Parts if apart else ocp.PyTreeCheckpointHandler
+        self._handler = handler(
+            type_handler_registry=types,
+            use_compression=False,
+            multiprocessing_options=processes,
         )
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         registry.add(ARRAYS, ocp.args.PyTreeSave, self._handler)
-        manifests = ocp.JsonCheckpointHandler(filename=MANIFEST_FILE)
+        manifests = ocp.JsonCheckpointHandler(
+            filename=MANIFEST_FILE, multiprocessing_options=processes
+        )
         registry.add(MANIFEST, ocp.args.JsonSave, manifests)
         # Directories are made before `start_write` returns: made in the background, one
         # that cannot be made leaves its writers waiting for many minutes.
         options = ocp.AsyncOptions(create_directories_asynchronously=False)
         composite = ocp.CompositeCheckpointHandler(
             handler_registry=registry,
-            composite_options=ocp.CompositeOptions(async_options=options),
+            composite_options=ocp.CompositeOptions(
+                async_options=options, multiprocessing_options=processes
+            ),
         )
-        self._writer = ocp.AsyncCheckpointer(composite, async_options=options)
+        self._writer = ocp.AsyncCheckpointer(
+            composite, async_options=options, multiprocessing_options=processes
+        )
 
     def start_write(
         self,
@@ -92,7 +125,8 @@ class ArrayStore:
         args = ocp.args.PyTreeRestore(
             item=nested(item), restore_args=nested(places), partial_restore=True
         )
-        arrays = named(self._handler.restore(path / ARRAYS, args=args))
+        with _joined(Path(path / ARRAYS)) as folder:
+            arrays = named(self._handler.restore(epath.Path(folder), args=args))
         for name, leaf in item.items():
             # A name that orbax does not find it leaves as it was asked for.
             # Partial restoring is silent about what it lacks.
@@ -126,6 +160,44 @@ class ArrayStore:
         for _ in range(3):
             with suppress(Exception):
                 self._writer.wait_until_finished()
+
+
+class _Parts(ocp.PyTreeCheckpointHandler):
+    """Writes this process' part of the arrays and leaves the parts apart."""
+
+    def finalize(self, directory: epath.Path) -> None:
+        # Orbax would join what lies here, and that is this process' part alone.
+        del directory
+
+
+@contextmanager
+def _joined(folder: Path) -> Iterator[Path]:
+    """Gives a step's arrays as one store, for the time of a block.
+
+    Parts that several processes wrote to folders of their own are joined in a folder
+    aside, of links and an index: reading changes nothing where the step lies.
+    """
+    if (folder / _INDEX).exists() or not any(folder.glob(f"{PART}*")):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="recurjax-joined-") as made:
+        aside = Path(made)
+        for entry in folder.iterdir():
+            (aside / entry.name).symlink_to(entry.resolve())
+        context, join = ts.Context(), ts.Transaction(atomic=True)
+        whole = _index(aside, context).with_transaction(join)
+        # A part without an index is of a process that had nothing to write.
+        parts = [p for p in sorted(aside.glob(f"{PART}*")) if (p / _INDEX).exists()]
+        for part in parts:
+            # What the whole holds of a part is where it lies: no array is copied.
+            _index(part, context).experimental_copy_range_to(whole).result()
+        join.commit_sync()
+        yield aside
+
+
+def _index(folder: Path, context: ts.Context) -> ts.KvStore:
+    spec = {"driver": "ocdbt", "base": f"file://{folder.as_posix()}/"}
+    return ts.KvStore.open(spec, context=context).result()
 
 
 def reason(error: BaseException) -> str:

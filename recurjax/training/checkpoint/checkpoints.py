@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import jax
 
@@ -14,46 +14,14 @@ from recurjax.config_json import from_json, to_json
 from recurjax.errors import UserError
 from recurjax.experiment import model_differences
 from recurjax.model import ModelConfig
-from recurjax.training.agreement import every_process, first_process
+from recurjax.training.agreement import each_process, every_process, first_process
 from recurjax.training.checkpoint.array_store import ArrayStore, reason
 from recurjax.training.checkpoint.checksum import checksums
 from recurjax.training.checkpoint.manifest import ArrayEntry, Manifest, filled, named
+from recurjax.training.checkpoint.restored import Restored
 from recurjax.training.checkpoint.step_directory import StepDirectory
 
-
-class Restored(NamedTuple):
-    """A verified checkpoint.
-
-    Attributes:
-      step: training steps done.
-      tree: the arrays, placed as `abstract` asked.
-      data_states: the data iterator's state in each process of the run that saved.
-      digest: of the arrays' values, see `Manifest.digest`.
-    """
-
-    step: int
-    tree: dict[str, Any]
-    data_states: list[dict[str, Any]]
-    digest: str = ""
-
-    @property
-    def data_state(self) -> dict[str, Any]:
-        """The data iterator's state for this process.
-
-        Raises:
-          UserError: another number of processes saved, and their states differ.
-        """
-        if len(self.data_states) == jax.process_count():
-            return self.data_states[jax.process_index()]
-        # From another number of processes: their places agree only where all read the
-        # same.
-        if any(state != self.data_states[0] for state in self.data_states):
-            raise UserError(
-                f"checkpoint {self.step} was saved by {len(self.data_states)} processes"
-                f" that had read different data, and {jax.process_count()} cannot go on"
-                " from there: start as many as had saved."
-            )
-        return self.data_states[0]
+T = TypeVar("T")
 
 
 class NoGoodCheckpoint(UserError):
@@ -70,7 +38,7 @@ class Checkpoints:
 
     Reading changes nothing on disk; the first save takes the directory over and removes
     what a killed save left there. In a run of several processes every process calls
-    every method at the same point, and all see one file system.
+    every method at the same point; all see one directory, or each has one (`apart`).
     """
 
     def __init__(
@@ -81,6 +49,8 @@ class Checkpoints:
         keep_best: bool = True,
         model: ModelConfig | None = None,
         after_write: Callable[[], None] | None = None,
+        before_read: Callable[[int], None] | None = None,
+        apart: bool = False,
     ):
         """Touches nothing on disk.
 
@@ -90,8 +60,12 @@ class Checkpoints:
           keep_best: whether the step of the lowest loss stays however old it is.
           model: what the arrays are the parameters of: saved with them, and compared
             when they are restored; None: neither.
-          after_write: is called in the background whenever a step is on disk; of one
-            process only. Its UserError comes out where the next save waits.
+          after_write: is called in the background whenever a step is on disk. Its
+            UserError comes out where the next save waits.
+          before_read: is called with a step before it is read; its arrays need not be
+            there until then.
+          apart: whether each process of the run has a directory of its own, which holds
+            its part of the arrays of each step it saved, and all of a step to read.
 
         Raises:
           ValueError: keep < 1.
@@ -103,7 +77,9 @@ class Checkpoints:
         self._keep = keep
         self._keep_best = keep_best
         self._model = model
-        self._store = ArrayStore()
+        self._store = ArrayStore(apart=apart)
+        self._apart = apart
+        self._before_read = before_read
         self._writing: int | None = None
         self._after_write = after_write
         self._follower: threading.Thread | None = None
@@ -144,8 +120,8 @@ class Checkpoints:
             loss=float(loss) if loss is not None and math.isfinite(loss) else None,
             model=None if self._model is None else to_json(self._model),
         )
-        # Process 0 decides; the others follow its answer, so that all save or none.
-        if not first_process(lambda: self._directory.make_way(manifest)):
+        # One answer for all, so that all save or none.
+        if not self._decided(lambda: self._directory.make_way(manifest)):
             return
         self._directory.damaged.clear()
         try:
@@ -189,11 +165,14 @@ class Checkpoints:
             if getattr(leaf, "sharding", None) is None:
                 raise ValueError(f"Checkpoints.restore: {name} has no sharding")
         root = self._directory.root
-        for incomplete in first_process(self._directory.incomplete):
+        for incomplete in self._decided(self._directory.incomplete):
             report(f"Checkpoint {incomplete} in {root} is incomplete and is left out.")
         # Newest first; one that is damaged is told of and the next older one tried.
         faults: dict[int, str] = {}
         for candidate in self._candidates(step):
+            # All of it, also of a step that is found damaged: it is set aside whole.
+            if self._before_read is not None:
+                self._before_read(candidate)
             try:
                 manifest = self._read_manifest(candidate)
                 arrays = self._read_arrays(manifest, wanted)
@@ -218,11 +197,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Lists the complete steps, oldest first, without those found damaged."""
-        return first_process(self._directory.complete)
+        return self._decided(self._directory.complete)
 
     def best_step(self) -> int | None:
         """Names the step saved with the lowest loss; None when none has a loss."""
-        return first_process(self._directory.best)
+        return self._decided(self._directory.best)
 
     def wait(self) -> None:
         """Waits until the last save is on disk, then removes the steps not kept.
@@ -245,7 +224,7 @@ class Checkpoints:
         self._writing = None
         # Only now that a newer step is whole may older ones go.
         prune = self._directory.prune
-        first_process(lambda: prune(keep=self._keep, keep_best=self._keep_best))
+        self._decided(lambda: prune(keep=self._keep, keep_best=self._keep_best))
 
     def finish(self) -> None:
         """Waits until the last save is on disk, and asks no other process for anything.
@@ -280,8 +259,12 @@ class Checkpoints:
         except Exception as error:  # raised where the run waits for the write
             self._fault = error
 
+    def _decided(self, action: Callable[[], T]) -> T:
+        """Has those who see a directory of their own act on it, with one answer."""
+        return each_process(action) if self._apart else first_process(action)
+
     def _not_written(self, step: int, error: Exception) -> UserError:
-        if jax.process_index() == 0:
+        if self._apart or jax.process_index() == 0:
             with suppress(OSError):
                 self._directory.remove_leftovers()
         good = self._directory.complete()

@@ -22,13 +22,18 @@ from recurjax.training.checkpoint.manifest import Manifest
 ARRAYS = "state"
 MANIFEST = "manifest"
 MANIFEST_FILE = "manifest.json"
+PART = "ocdbt.process_"
+"""Begins the name of a process' part of the arrays; its number ends it."""
 _COMMIT_FILE = "commit_success.txt"
 _REMOVING = ".removing"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class StepDirectory:
-    """The steps under one root. In a run of several processes only one calls it."""
+    """The steps under one root.
+
+    In a run of several processes only one of those that see the root calls it.
+    """
 
     def __init__(self, root: PathLike[str] | str):
         """Touches nothing on disk."""

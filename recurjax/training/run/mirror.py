@@ -4,7 +4,10 @@ A bucket cannot append to metrics.jsonl, rename a checkpoint or link a lock. So 
 works in a folder of its own, which begins as a copy of the bucket's and is sent there
 at each save and at the end: first metrics and the other small files, then a
 checkpoint's arrays, and its commit file last. A step without one is incomplete: it is
-left out when the run is fetched again, and removed at the next save.
+left out when the run is fetched again, and removed when the next run begins.
+
+Each process of a run has such a folder. Process 0 sends what is the run's, the others
+their parts of a checkpoint's arrays; the commit file goes once all have sent theirs.
 
 An object `lock` says who works on the run.
 """
@@ -12,7 +15,7 @@ An object `lock` says who works on the run.
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 
@@ -22,12 +25,15 @@ from recurjax.errors import UserError
 from recurjax.files.storage import Store, open_store
 from recurjax.machine import peers
 from recurjax.training.agreement import first_process
+from recurjax.training.checkpoint.step_directory import ARRAYS, PART
 from recurjax.training.run.lock_places import LOCK
 from recurjax.training.run.run_lock import held_in_store
 
 _CHECKPOINTS = "checkpoints"
 _COMMIT = "commit_success.txt"
-_CONFIG = "config.json"
+_CONFIG, _PROFILE = "config.json", "profile"
+_MINUTES = 60
+"""So long the processes wait for each other to send a checkpoint."""
 NO_STEP = -1
 """Asks `fetched` for a run without its checkpoints."""
 _PASSING = (".partial", ".removing", ".orbax-checkpoint-tmp")
@@ -35,13 +41,20 @@ _PASSING = (".partial", ".removing", ".orbax-checkpoint-tmp")
 
 
 class Mirror:
-    """One run: a folder here, the same folder in a store."""
+    """One run: a folder here, the same folder in a store.
 
-    def __init__(self, store: Store, folder: Path):
+    Attributes:
+      parts: how many processes send their parts of each checkpoint.
+    """
+
+    def __init__(self, store: Store, folder: Path, *, part: int = 0, parts: int = 1):
         self.store, self.folder = store, folder
+        self.parts, self._part = parts, part
         self.sent_bytes = self.sent_objects = self.pushes = 0
         self.check_lock: Callable[[], None] = lambda: None
         self._stamps: dict[str, tuple[int, int]] = {}
+        self._unread: dict[int, list[str]] = {}
+        self._whole: set[str] = set()
         self._pushing = threading.Lock()
 
     def steps(self) -> list[int]:
@@ -49,13 +62,19 @@ class Mirror:
         return _complete(self.store.sizes())
 
     def fetch(
-        self, *, steps: list[int] | None = None, names: dict[str, int] | None = None
+        self,
+        *,
+        steps: list[int] | None = None,
+        names: dict[str, int] | None = None,
+        arrays: bool = True,
     ) -> None:
         """Copies the store's files into the folder.
 
         Args:
           steps: of these complete checkpoints only; None: of all.
           names: what the store holds, where it was listed before.
+          arrays: whether with the checkpoints' arrays; without them `fetch_arrays`
+            gets those of one.
         """
         names = self.store.sizes() if names is None else names
         # Half a checkpoint is never fetched: it has no commit file.
@@ -67,40 +86,109 @@ class Mirror:
             # The lock is this process' own, and hidden files are being written.
             if _is_lock(name) or name.startswith("."):
                 continue
-            file = self.folder / name
-            self.store.fetch(name, file)
-            self._stamps[name] = _stamp(file)
+            step = _step(name)
+            if step is not None and rest[1] == ARRAYS and not arrays:
+                self._unread.setdefault(step, []).append(name)
+                continue
+            self._fetch(name)
 
-    def push(self) -> None:
+    def fetch_arrays(self, step: int) -> None:
+        """Copies the arrays of a checkpoint that was fetched without them."""
+        for name in self._unread.pop(step, []):
+            self._fetch(name)
+
+    def push(self, *, after_save: bool = True) -> None:
         """Makes the store's folder as this one is now.
 
+        Args:
+          after_save: a checkpoint was saved: all processes call this at once and wait
+            for each other's parts. Otherwise process 0 alone may call it, and what is
+            no whole checkpoint by then never becomes one.
+
         Raises:
-          UserError: the store does not take it, or another process has taken the run
-            over.
+          UserError: the store does not take it, another process has taken the run over,
+            or another process of this run did not send its part.
         """
         with self._pushing:
             self.check_lock()
             self.pushes += 1
             # Names are looked up once; what appears meanwhile comes with the next push.
-            local = {name: self.folder / name for name in self._names()}
-            stamps = {}
-            for name in sorted(local, key=_order):
-                try:
-                    stamps[name] = _stamp(local[name])
-                    # Unchanged by size and time: not sent again.
-                    if self._stamps.get(name) == stamps[name]:
-                        continue
-                    self.store.send(local[name], name)
-                except FileNotFoundError:  # pruned or renamed meanwhile
-                    stamps.pop(name, None)
+            local = [name for name in self._names() if self._is_own(name)]
+            commits = [name for name in local if _is_commit(name)]
+            self._send(name for name in local if not _is_commit(name))
+            if after_save and self.parts > 1:
+                self._meet()
+                self._whole.update(commits)
+            # Commit files are process 0's, and so is removing: nobody sends meanwhile.
+            if self._part == 0:
+                mixed = self.parts > 1
+                self._send(
+                    name
+                    for name in commits
+                    if not mixed or name in self._whole or name in self._stamps
+                )
+                self._remove_others(set(local))
+
+    def _fetch(self, name: str) -> None:
+        file = self.folder / name
+        self.store.fetch(name, file)
+        self._stamps[name] = _stamp(file)
+
+    def _send(self, names: Iterable[str]) -> None:
+        """Sends files, each only if it changed since it was last sent or fetched."""
+        for name in sorted(names, key=_order):
+            file = self.folder / name
+            try:
+                stamp = _stamp(file)
+                if self._stamps.get(name) == stamp:
                     continue
-                self.sent_bytes += stamps[name][0]
-                self.sent_objects += 1
-            self._stamps = stamps
-            there = {name for name in self.store.sizes() if not _is_lock(name)}
-            gone = sorted(there - local.keys(), key=_order)
-            # The commit file first: half a step must not look like a whole one.
-            self.store.remove(reversed(gone))
+                self.store.send(file, name)
+            except FileNotFoundError:  # pruned or renamed meanwhile
+                continue
+            self._stamps[name] = stamp
+            self.sent_bytes += stamp[0]
+            self.sent_objects += 1
+
+    def _meet(self) -> None:
+        try:
+            peers.meet(f"sent/{self.pushes}", seconds=60 * _MINUTES)
+        except TimeoutError as error:
+            raise UserError(
+                f"{self.store.url}: another process did not send its part of a "
+                f"checkpoint within {_MINUTES} minutes: start all again, and the run "
+                "goes on from its last whole one"
+            ) from error
+
+    def _remove_others(self, local: set[str]) -> None:
+        """Removes from the store what is gone here, or was never of this run."""
+        there = {name for name in self.store.sizes() if not _is_lock(name)}
+        steps = {_step(name) for name in local}
+        gone = [n for n in there - local if not self._is_elsewhere(n, steps)]
+        for name in gone:
+            self._stamps.pop(name, None)
+        # The commit file first: half a step must not look like a whole one.
+        self.store.remove(sorted(gone, key=_order, reverse=True))
+
+    def _is_own(self, name: str) -> bool:
+        """Whether this process sends a file: its part, its profile; process 0 all."""
+        path = PurePosixPath(name).parts
+        part = (ARRAYS, f"{PART}{self._part}")
+        return self._part == 0 or path[0] == _PROFILE or path[2:4] == part
+
+    def _is_elsewhere(self, name: str, steps: set[int | None]) -> bool:
+        """Whether a file of the store stays though it is not in this folder.
+
+        Args:
+          name: of the file.
+          steps: the checkpoints that lie in this folder.
+        """
+        path, step = PurePosixPath(name).parts, _step(name)
+        if path[0] == _PROFILE:
+            return self.parts > 1
+        if step is None or step not in steps or path[2] != ARRAYS:
+            return False
+        parts = {f"{PART}{number}" for number in range(1, self.parts)}
+        return step in self._unread or path[3] in parts
 
     def sentence(self) -> str:
         """Says what was sent and asked so far, for who pays by bytes and requests."""
@@ -138,7 +226,12 @@ def mirrored(url: str) -> Iterator[Mirror]:
     with ExitStack() as stack:
         made = stack.enter_context(tempfile.TemporaryDirectory(prefix="recurjax-run-"))
         # The folder has the run's own name, which messages show.
-        mirror = Mirror(store, Path(made) / PurePosixPath(url).name)
+        mirror = Mirror(
+            store,
+            Path(made) / PurePosixPath(url).name,
+            part=jax.process_index(),
+            parts=jax.process_count(),
+        )
         mirror.folder.mkdir()
 
         def begin() -> dict[str, int]:
@@ -147,16 +240,21 @@ def mirrored(url: str) -> Iterator[Mirror]:
             mirror.check_lock = lock.check
             # Another process' end may end this one: the next start need not wait.
             stack.enter_context(peers.last_words(lock.release))
-            return store.sizes()
+            names = store.sizes()
+            # Before another step of that number is sent: its parts would mix.
+            for half in _incomplete(names):
+                store.remove([half])
+                del names[half]
+            return names
 
         # One list for all: what each listed for itself could differ.
-        mirror.fetch(names=first_process(begin))
+        mirror.fetch(names=first_process(begin), arrays=False)
         try:
             yield mirror
         # Also after an error: what was trained is in the bucket.
         finally:
             if jax.process_index() == 0:
-                mirror.push()
+                mirror.push(after_save=False)
 
 
 class Copy:
@@ -213,6 +311,23 @@ def _complete(names: dict[str, int]) -> list[int]:
         if head == _CHECKPOINTS and rest[1:] == [_COMMIT] and rest[0].isdecimal():
             steps.append(int(rest[0]))
     return sorted(steps)
+
+
+def _incomplete(names: dict[str, int]) -> list[str]:
+    """Lists the objects of checkpoints without a commit file."""
+    whole = _complete(names)
+    return [n for n in names if (step := _step(n)) is not None and step not in whole]
+
+
+def _step(name: str) -> int | None:
+    """Returns the step of whose checkpoint a file is; None: of none."""
+    head, *rest = PurePosixPath(name).parts
+    is_step = head == _CHECKPOINTS and len(rest) > 1 and rest[0].isdecimal()
+    return int(rest[0]) if is_step else None
+
+
+def _is_commit(name: str) -> bool:
+    return _step(name) is not None and PurePosixPath(name).name == _COMMIT
 
 
 def _order(name: str) -> tuple[bool, bool, bool, str]:

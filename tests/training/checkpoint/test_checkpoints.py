@@ -69,6 +69,21 @@ def test_a_checkpoint_comes_back_on_another_mesh(tmp_path):
     assert {k: x.sharding for k, x in restored.items()} == here
 
 
+def test_parts_that_were_written_apart_are_read_as_one(tmp_path):
+    """Here the only part is whole; two are in tests/cli/test_buckets_of_two.py."""
+    tree, read = {"w": jnp.arange(4096.0), "n": jnp.int32(3)}, []
+    checkpoints = Checkpoints(tmp_path, apart=True, before_read=read.append)
+    checkpoints.save(1, tree, data_state={})
+    checkpoints.close()
+    files = set(tmp_path.rglob("*"))
+    arrays = tmp_path / "1" / "state"
+    assert (arrays / "ocdbt.process_0" / "manifest.ocdbt").is_file()
+    assert not (arrays / "manifest.ocdbt").exists()
+    restored = Checkpoints(tmp_path, before_read=read.append).restore(abstract(tree))
+    assert_same(restored.tree, tree)
+    assert set(tmp_path.rglob("*")) == files and read == [1]
+
+
 def test_a_save_holds_the_values_of_its_moment_though_buffers_are_donated(tmp_path):
     update = jax.jit(lambda t: jax.tree.map(lambda x: x * 2 + 1, t), donate_argnums=0)
     tree = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}

@@ -1,9 +1,15 @@
 """Runs in a bucket: a copy here, sent at each save, commit files last."""
 
-import fsspec
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
-from recurjax.files.storage import Store
-from recurjax.training.run import mirrored
+import fsspec
+import pytest
+
+from recurjax.errors import UserError
+from recurjax.files.storage import Store, open_store
+from recurjax.machine import peers
+from recurjax.training.run import Mirror, mirrored
 from tests.training.bucket import URL, bucket
 
 __all__ = ["bucket"]
@@ -30,6 +36,7 @@ def test_what_is_made_here_is_there_and_comes_back(bucket):
     )
     made = mirror.store.requests.made
     with mirrored(URL) as mirror:
+        mirror.fetch_arrays(3)
         again = mirror.folder / "checkpoints" / "3" / "state" / "d"
         assert again.read_text() == "arrays" and mirror.steps() == [3]
         mirror.push()
@@ -83,3 +90,65 @@ def test_a_step_of_which_a_part_is_there_is_left_out_and_removed(bucket):
     with mirrored(URL) as mirror:
         assert not (mirror.folder / "checkpoints").exists() and mirror.steps() == []
     assert not bucket()
+
+
+def part(rank):
+    return {f"checkpoints/3/state/ocdbt.process_{rank}/d/a": f"arrays {rank}"}
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """The mirrors of two processes, which meet as threads here, with a step each."""
+    mirrors = []
+    for rank in range(2):
+        mirror = Mirror(open_store(URL), tmp_path / str(rank), part=rank, parts=2)
+        fill(mirror.folder, part(rank) | COMMIT | {"metrics.jsonl": f"of {rank}"})
+        mirrors.append(mirror)
+    barrier = threading.Barrier(2)
+    monkeypatch.setattr(peers, "meet", lambda *_, **__: barrier.wait(10))
+    return mirrors
+
+
+def push_both(mirrors):
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(mirror.push) for mirror in mirrors]:
+            done.result()
+
+
+def test_each_process_sends_its_part_and_the_first_what_is_the_runs(two, bucket):
+    push_both(two)
+    want = part(0) | part(1) | COMMIT | {"metrics.jsonl": "of 0"}
+    assert {name: text.decode() for name, text in bucket().items()} == want
+    # Kept while the step is, though process 0 never had it; gone with it.
+    push_both(two)
+    assert part(1).keys() <= bucket().keys()
+    for mirror in two:
+        (mirror.folder / "checkpoints" / "3" / "commit_success.txt").unlink()
+    push_both(two)
+    assert bucket().keys() == {"metrics.jsonl"}
+
+
+def test_a_step_of_which_one_part_was_not_sent_is_not_whole(two, bucket, monkeypatch):
+    def nobody(*_, **__):
+        raise TimeoutError
+
+    monkeypatch.setattr(peers, "meet", nobody)
+    with pytest.raises(UserError, match="another process did not send its part"):
+        two[0].push()
+    two[0].push(after_save=False)  # at the end, for the metrics
+    assert bucket().keys() == {*part(0), "metrics.jsonl"}
+    with mirrored(URL) as mirror:
+        assert mirror.steps() == []
+        assert bucket().keys() == {"metrics.jsonl"}
+
+
+def test_arrays_are_fetched_when_they_are_read_and_stay_until_then(bucket):
+    with mirrored(URL) as mirror:
+        fill(mirror.folder, STEP | COMMIT)
+    with mirrored(URL) as mirror:
+        state = mirror.folder / "checkpoints" / "3" / "state" / "d"
+        assert not state.exists()
+        mirror.push()
+        assert bucket().keys() == {*STEP, *COMMIT}
+        mirror.fetch_arrays(3)
+        assert state.read_text() == "arrays"
