@@ -52,35 +52,40 @@ class Shares:
         """Returns where row `number`, counted from 0, comes from."""
         # The change that this row falls under.
         at = bisect_right(self._firsts, number) - 1
-        part, before = self._cycles[at].row(number - self._firsts[at])
+        cycle = self._cycles[at]
+        cycles, place = divmod(number - self._firsts[at], cycle.length)
+        part = cycle.parts[place]
+        before = cycles * cycle.whole[part] + cycle.earlier[place]
         return Drawn(part, self._given[at][part] + before)
 
 
 class _Cycle:
-    """Shares that repeat after as many rows as their weights' denominator."""
+    """Shares that repeat after as many rows as their weights' denominator.
+
+    Attributes:
+      length: of the cycle, in rows.
+      parts: which part gives each of its rows.
+      earlier: for each of its rows, how many its part has given before.
+      whole: how many each part gives in a cycle.
+    """
+
+    # Lists, which are faster than arrays at being looked up row by row.
 
     def __init__(self, weights: Sequence[float]):
         parts = _whole_numbers(weights)
         # One cycle is worked out; every later one repeats it.
         order = _in_order(parts)
-        self._length = len(order)
+        self.length = len(order)
         hit = order[None, :] == np.arange(len(parts))[:, None]
         # [P, length + 1]: rows of each part before each row.
         self._before = np.pad(np.cumsum(hit, axis=1, dtype=np.int64), ((0, 0), (1, 0)))
-        # Looked up row by row, which lists are faster at.
-        self._parts: list[int] = order.tolist()
-        self._earlier: list[int] = self._before[order, np.arange(len(order))].tolist()
-        self._whole: list[int] = self._before[:, -1].tolist()
-
-    def row(self, number: int) -> tuple[int, int]:
-        """Returns the part, and how many rows it has given before."""
-        cycles, at = divmod(number, self._length)
-        part = self._parts[at]
-        return part, cycles * self._whole[part] + self._earlier[at]
+        self.parts: list[int] = order.tolist()
+        self.earlier: list[int] = self._before[order, np.arange(len(order))].tolist()
+        self.whole: list[int] = self._before[:, -1].tolist()
 
     def counts(self, rows: int) -> Int64[np.ndarray, " P"]:
         """Counts the rows of each part among the first so many."""
-        cycles, at = divmod(rows, self._length)
+        cycles, at = divmod(rows, self.length)
         return cycles * self._before[:, -1] + self._before[:, at]
 
 

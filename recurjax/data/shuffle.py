@@ -93,13 +93,14 @@ def _walked_by_table(
     keys: UInt32[np.ndarray, " R"],
 ) -> Int64[np.ndarray, " N"]:
     """Enciphers each place until it is below count, for all numbers of few bits."""
-    enciphered = _encipher(np.arange(1 << bits, dtype=np.int64), bits, keys)
+    assert bits == _LEAST_BITS
+    enciphered = _enciphered_bytes(keys)
     # following[v]: v if it is in the range, else what v is enciphered to. Following it
     # by itself doubles its steps, which stop in the range and so never go too far.
     following = enciphered.copy()
     following[:count] = np.arange(count)
     for _ in range(_DOUBLINGS):
-        following = following[following]
+        following = following.take(following, mode="clip")
     found = enciphered[places]
     # A walk comes back, for a cipher is a permutation: it returns to where it began.
     while len(outside := np.flatnonzero(found >= count)):
@@ -133,24 +134,45 @@ def _encipher(
     # As narrow as the halves allow: most of the time goes through memory.
     kind = np.uint8 if word == 8 else np.uint16 if word <= 16 else np.uint32
     mask = kind((1 << word) - 1)
-
-    def rotated(x: np.ndarray, by: int) -> np.ndarray:
-        return (x << kind(by) | x >> kind(word - by)) & mask
-
     left, right = (values & int(mask)).astype(kind), (values >> word).astype(kind)
-
-    def f(x: np.ndarray) -> np.ndarray:
-        # Rotating a word of eight bits by eight changes nothing.
-        by_eight = x if word == 8 else rotated(x, 8)
-        return (rotated(x, 1) & by_eight) ^ rotated(x, 2)
-
-    # Of so small a word f is looked up, which is four times as fast.
-    known = f(np.arange(256, dtype=np.uint8)) if word == 8 else None
     for key in keys:
-        mixed = f(left) if known is None else known.take(left, mode="clip")
-        left, right = right ^ mixed ^ kind(int(key) & int(mask)), left
+        mixed = right ^ _mixed(left, word) ^ kind(int(key) & int(mask))
+        left, right = mixed, left
     # The halves changed sides once for each of an even number of rounds.
     return right.astype(np.int64) << word | left
+
+
+def _enciphered_bytes(keys: UInt32[np.ndarray, " R"]) -> Int64[np.ndarray, " N"]:
+    """Returns `_encipher` of all N = 2^16 numbers of two bytes.
+
+    Of a byte f is looked up, and a round's key is already in what is found. Of the
+    first round all there is of `right` and f(left) are their 256 values.
+    """
+    byte = np.arange(256, dtype=np.uint8)
+    looked_up = [_mixed(byte, 8) ^ np.uint8(int(key) & 255) for key in keys]
+    # [right, left]: in the order of the numbers, of which left is the lower byte.
+    left, right = byte[:, None] ^ looked_up[0], byte
+    for known in looked_up[1:]:
+        mixed = known.take(left, mode="clip")
+        mixed ^= right
+        left, right = mixed, left
+    both = right.astype(np.int64)
+    both <<= 8
+    both |= left
+    return both.ravel()
+
+
+def _mixed(x: np.ndarray, word: int) -> np.ndarray:
+    """Returns the cipher's f of words of so many bits."""
+    kind = x.dtype.type
+    mask = kind((1 << word) - 1)
+
+    def rotated(by: int) -> np.ndarray:
+        return (x << kind(by) | x >> kind(word - by)) & mask
+
+    # Rotating a word of eight bits by eight changes nothing.
+    by_eight = x if word == 8 else rotated(8)
+    return (rotated(1) & by_eight) ^ rotated(2)
 
 
 def _round_keys(seed: int) -> UInt32[np.ndarray, " R"]:

@@ -53,14 +53,20 @@ def test_places_are_found_in_any_order_and_by_several_threads(count):
 
 
 def test_a_small_sets_epoch_is_enciphered_once(monkeypatch):
-    calls, real = [], shuffle._encipher
+    calls, real = [], shuffle._enciphered_bytes
 
-    def encipher(values, *options):
-        calls.append(len(values))
-        return real(values, *options)
+    def encipher(keys):
+        calls.append(real(keys))
+        return calls[-1]
 
-    monkeypatch.setattr(shuffle, "_encipher", encipher)
+    monkeypatch.setattr(shuffle, "_enciphered_bytes", encipher)
     order = EndlessOrder(500, seed=0)
     for place in range(1000):
         order(place)
-    assert calls == [1 << 16] * 2
+    assert [len(table) for table in calls] == [1 << 16] * 2
+
+
+def test_the_table_of_two_bytes_is_the_cipher_of_each_number():
+    keys = shuffle._round_keys(7)
+    want = shuffle._encipher(np.arange(1 << 16), 16, keys)
+    np.testing.assert_array_equal(shuffle._enciphered_bytes(keys), want)
