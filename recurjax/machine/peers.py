@@ -65,8 +65,8 @@ def last_words(action: Callable[[], object]) -> Iterator[None]:
         _actions.remove(action)
 
 
-def meet(name: str, *, seconds: float) -> None:
-    """Waits until every process has called it with this name; in any thread.
+def meet(*, seconds: float) -> None:
+    """Waits until every process has called it as often as this one; in any thread.
 
     It asks the coordination service and no device, so it may run beside a step.
 
@@ -74,7 +74,7 @@ def meet(name: str, *, seconds: float) -> None:
       TimeoutError: some process has not come within this time.
     """
     if _peers is not None:
-        _peers.meet(name, seconds)
+        _peers.meet(seconds)
 
 
 def leave(error: BaseException) -> bool:
@@ -113,6 +113,7 @@ class _Peers:
 
     def __init__(self, client: Any, rank: int, count: int):
         self.leaving = False
+        self._meetings = 0
         self._client, self._rank, self._count = client, rank, count
         self._speaking = threading.Lock()  # taken once: one sentence a process
         self._errors = _NativeErrors()
@@ -143,12 +144,15 @@ class _Peers:
         _say_last_words()
         return True
 
-    def meet(self, name: str, seconds: float) -> None:
+    def meet(self, seconds: float) -> None:
+        # A barrier of the service can be passed once.
+        self._meetings += 1
+        barrier = f"recurjax/meeting/{self._meetings}"
         try:
-            self._client.wait_at_barrier(f"recurjax/{name}", int(1000 * seconds))
+            self._client.wait_at_barrier(barrier, int(1000 * seconds))
         except Exception as error:
             if "DEADLINE_EXCEEDED" in str(error):
-                raise TimeoutError(name) from error
+                raise TimeoutError(f"waited {seconds:.0f} s for the others") from error
             raise
 
     def end(self, code: int) -> None:

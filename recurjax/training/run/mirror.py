@@ -151,7 +151,7 @@ class Mirror:
 
     def _meet(self) -> None:
         try:
-            peers.meet(f"sent/{self.pushes}", seconds=60 * _MINUTES)
+            peers.meet(seconds=60 * _MINUTES)
         except TimeoutError as error:
             raise UserError(
                 f"{self.store.url}: another process did not send its part of a "
