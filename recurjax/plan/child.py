@@ -36,6 +36,13 @@ from recurjax.sharding import AXES, make_mesh
 # What TPU's compiler says of a program's whole need, or of its temporaries alone.
 _WHOLE = re.compile(r"Used ([\d.]+)([KMGT]?) of")
 _TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")
+# Of a product that XLA would fuse with what follows it, in tiles that it finds by
+# trying them on the device; the tile it takes without one does not fit every fusion.
+_NO_TILES = "Couldn't find output tile sizes"
+_CUBLAS = (
+    "without a device XLA found no tiles for a product fused with what follows it: "
+    "products are planned as calls of cuBLAS, and what would be fused moves once more"
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -118,7 +125,8 @@ def respond(
         answer["parts"] = {k: device_bytes(v) for k, v in program.parts.items()}
         before_compiling(answer)
         try:
-            return answer | _compiled(program, topology, mesh, request, began)
+            found = _compiled(program, topology, mesh, request, began)
+            return answer | found | {"notes": answer["notes"] + found["notes"]}
         except UserError:
             raise
         except Exception as error:  # whatever a compiler has to say is the answer
@@ -138,7 +146,7 @@ def _compiled(
     # Counted on the jaxpr, before a compiler merges or drops anything.
     traced = program.function.trace(*program.arguments)
     counted = count_flops(traced.jaxpr, platform=topology.platform)
-    answer: dict[str, Any] = {"flops": dataclasses.asdict(counted)}
+    answer: dict[str, Any] = {"flops": dataclasses.asdict(counted), "notes": []}
     lowered = traced.lower()
     # What is asked again and again while a mesh is looked for is compiled once.
     stored = _stored(lowered, topology, mesh, request)
@@ -147,7 +155,7 @@ def _compiled(
         return answer | json.loads(stored.read_text()) | {"from_cache": seconds}
     lowering = time.perf_counter() - began
     try:
-        compiled = lowered.compile()
+        compiled, notes = _compile(lowered, topology)
     except Exception as error:
         sizes = {name: device_bytes(tree) for name, tree in program.parts.items()}
         found = read_failure(error, sizes)
@@ -160,8 +168,9 @@ def _compiled(
         )
         found = {
             "memory": dataclasses.asdict(memory),
-            "traffic": dataclasses.asdict(traffic),
             # Sums by kind and axes; a program may have thousands of collectives.
+            "traffic": dataclasses.asdict(traffic),
+            "notes": notes,
         }
     found["seconds"] = {
         "lower": lowering,
@@ -171,6 +180,17 @@ def _compiled(
         stored.parent.mkdir(parents=True, exist_ok=True)
         write_whole(stored, json.dumps(found))
     return answer | found
+
+
+def _compile(lowered: Any, topology: Topology) -> tuple[Any, list[str]]:
+    """Compiles, and says what had to be left out of it."""
+    try:
+        return lowered.compile(), []
+    except jax.errors.JaxRuntimeError as error:
+        if topology.platform != "cuda" or _NO_TILES not in str(error):
+            raise
+    options = {"xla_gpu_enable_triton_gemm": False}
+    return lowered.compile(compiler_options=options), [_CUBLAS]
 
 
 def _stored(

@@ -3,6 +3,11 @@
 import subprocess
 import sys
 
+import jax
+import pytest
+
+from recurjax.plan.child import _compile
+from recurjax.plan.topology import parse_topology
 from tests.source_tree import ROOT
 
 CHILD = """
@@ -25,3 +30,31 @@ def test_a_killed_plan_takes_its_compiler_along():
         parent.kill()
         # Both hold the pipe: it ends with the second.
         assert parent.stdout.read() == ""
+
+
+class Lowered:
+    """A program whose products XLA finds no tiles for, or fails otherwise."""
+
+    def __init__(self, said):
+        self.said = said
+
+    def compile(self, compiler_options=None):
+        if compiler_options is None:
+            raise jax.errors.JaxRuntimeError(self.said)
+        return compiler_options
+
+
+def test_products_without_tiles_are_planned_as_cublas_calls_and_it_is_told():
+    lowered = Lowered("INTERNAL: Couldn't find output tile sizes that satisfy hlo: dot")
+    options, notes = _compile(lowered, parse_topology("h100:8"))
+    assert options == {"xla_gpu_enable_triton_gemm": False}
+    assert len(notes) == 1 and "planned as calls of cuBLAS" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "topology"),
+    [("RESOURCE_EXHAUSTED: Used 90G of", "h100:8"), ("Couldn't find output", "cpu")],
+)
+def test_other_failures_of_a_compiler_stay_its_answer(said, topology):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=said):
+        _compile(Lowered(said), parse_topology(topology))
