@@ -138,15 +138,22 @@ class _MixedBatches:
 
     def __getitem__(self, index: int) -> Batch:
         layout, first = self._layout, index * self._layout.batch
-        rows, segments = [], []
+        spans, segments = [], []
+        # By part: where in the batch its rows stand, for one reading of each stream.
+        mine: dict[int, list[int]] = {}
         for r in range(*layout.rows):
             part, number = self._shares.row(first + r)
+            mine.setdefault(part, []).append(len(spans))
             split, length = self._splits[part], layout.length
-            span = row_span(split, self._orders[part](number), length)
-            rows += split.stream.read([span])
+            spans.append(row_span(split, self._orders[part](number), length))
             if layout.segments:
-                starts = split.stream.starts
-                segments.append(segment_numbers(starts, span[0], length))
+                starts, begin = split.stream.starts, spans[-1][0]
+                segments.append(segment_numbers(starts, begin, length))
+        rows = [np.zeros(0, np.int32)] * len(spans)
+        for part, places in mine.items():
+            read = self._splits[part].stream.read([spans[r] for r in places])
+            for r, tokens in zip(places, read, strict=True):
+                rows[r] = tokens
         return join_rows(rows, segments, layout)
 
 
