@@ -242,10 +242,9 @@ def mirrored(url: str) -> Iterator[Mirror]:
             stack.enter_context(peers.last_words(lock.release))
             names = store.sizes()
             # Before another step of that number is sent: its parts would mix.
-            for half in _incomplete(names):
-                store.remove([half])
-                del names[half]
-            return names
+            halves = _incomplete(names)
+            store.remove(halves)
+            return {name: names[name] for name in names.keys() - {*halves}}
 
         # One list for all: what each listed for itself could differ.
         mirror.fetch(names=first_process(begin), arrays=False)
@@ -304,13 +303,9 @@ def fetched(url: str, *, step: int | None = None) -> Iterator[Copy]:
         yield Copy(mirror, names, steps[:-1] if step is None else [])
 
 
-def _complete(names: dict[str, int]) -> list[int]:
-    steps = []
-    for name in names:
-        head, *rest = PurePosixPath(name).parts
-        if head == _CHECKPOINTS and rest[1:] == [_COMMIT] and rest[0].isdecimal():
-            steps.append(int(rest[0]))
-    return sorted(steps)
+def _complete(names: Iterable[str]) -> list[int]:
+    found = [_step(name) for name in names if _is_commit(name)]
+    return sorted(step for step in found if step is not None)
 
 
 def _incomplete(names: dict[str, int]) -> list[str]:
@@ -327,7 +322,7 @@ def _step(name: str) -> int | None:
 
 
 def _is_commit(name: str) -> bool:
-    return _step(name) is not None and PurePosixPath(name).name == _COMMIT
+    return _step(name) is not None and PurePosixPath(name).parts[2:] == (_COMMIT,)
 
 
 def _order(name: str) -> tuple[bool, bool, bool, str]:
