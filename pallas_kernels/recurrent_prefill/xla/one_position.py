@@ -3,7 +3,8 @@
 The loops over tiles lay weights and cached pairs out for many positions, which pays
 where many read them. One position reads everything once, so that a copy of anything
 would double its bytes: here products take the weights as they are given, and attention
-multiplies and sums where the cache lies, which XLA fuses with the layer's slice.
+reads the cache where it lies: by sums of products, which XLA fuses with the layer's
+slice; on a CPU, where products of matrices are several times faster, by `few_queries`.
 """
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float
 
-from pallas_kernels import target
+from pallas_kernels import few_queries, target
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
     LayerSpec,
@@ -32,10 +33,9 @@ from pallas_kernels.recurrent_prefill.xla.biases import alibi_slopes
 
 def serves(x: Float[Array, "B T D"], cache: RecurrentCache, spec: LayerSpec) -> bool:
     """Whether a call without a gradient is such a step."""
-    # On a CPU products of matrices are several times faster than sums of products, and
-    # a block's temporary pairs are a second cache.
-    on_cpu = target.current().platform == "cpu"
-    return x.shape[1] == 1 and cache.slots > 0 and spec.block == 1 and not on_cpu
+    if x.shape[1] > 1 or not cache.slots or spec.block > 1:
+        return False  # a block's temporary pairs are a second cache
+    return target.current().platform != "cpu" or few_queries.pay_off(1, spec.heads)
 
 
 def forward(
@@ -84,8 +84,9 @@ def forward(
         (start, (cache.keys, cache.values)),
         (numbers, weights),
         # In a loop XLA copies each layer's weights out of the stack before it
-        # multiplies by them; a layer that has a number is read where it lies.
-        unroll=True,
+        # multiplies by them; a layer that has a number is read where it lies. On a CPU
+        # that gains nothing, and to compile takes as often as long as there are layers.
+        unroll=target.current().platform != "cpu",
     )
     cache = cache._replace(keys=keys, values=values, position=cache.position + count)
     return z.swapaxes(0, 1).astype(x.dtype), cache
@@ -140,17 +141,42 @@ def _attend(
     """Attends to the cached pairs [B, S, K, E] and the own one, [B, K, E]."""
     wide = bias.dtype
     (own_k, own_v), (k, v) = own, pairs
+    on_cpu = target.current().platform == "cpu"
+    logits_of, weigh = _PRODUCTS if on_cpu else _SUMS
+    logits = logits_of(q, k, wide) * spec.logit_scale + bias  # [B, S, K, Q]
     q = q.astype(wide)
-    # Sums of products and no matrix products: those would copy the layer's slice of the
-    # cache, and turn it, before they read it.
-    logits = jnp.sum(q[:, None] * k[:, :, :, None].astype(wide), axis=-1)  # [B,S,K,Q]
-    logits = logits * spec.logit_scale + bias
     of_own = jnp.sum(q * own_k[:, :, None].astype(wide), axis=-1) * spec.logit_scale
     largest = jnp.maximum(of_own, jnp.max(logits, axis=1))
     p, p_own = jnp.exp(logits - largest[:, None]), jnp.exp(of_own - largest)
-    weighted = jnp.sum(p[..., None] * v[:, :, :, None].astype(wide), axis=1)
-    weighted = weighted + p_own[..., None] * own_v[:, :, None].astype(wide)
+    weighted = weigh(p, v) + p_own[..., None] * own_v[:, :, None].astype(wide)
     return weighted / (jnp.sum(p, axis=1) + p_own)[..., None]
+
+
+def _logits_by_sums(q, k, wide) -> Float[Array, "B S K Q"]:
+    # Matrix products would copy the layer's slice of the cache, and turn it, before
+    # they read it.
+    return jnp.sum(q[:, None].astype(wide) * k[:, :, :, None].astype(wide), axis=-1)
+
+
+def _weigh_by_sums(p, v) -> Float[Array, "B K Q E"]:
+    return jnp.sum(p[..., None] * v[:, :, :, None].astype(p.dtype), axis=1)
+
+
+def _logits_by_products(q, k, wide) -> Float[Array, "B S K Q"]:
+    B, K, Q, E = q.shape
+    logits = few_queries.few_logits(q.reshape(B, 1, K * Q, E), k, wide)  # [B, H, 1, S]
+    return logits.reshape(B, K, Q, -1).transpose(0, 3, 1, 2)
+
+
+def _weigh_by_products(p, v) -> Float[Array, "B K Q E"]:
+    B, S, K, Q = p.shape
+    weights = p.astype(v.dtype).reshape(B, S, K * Q).swapaxes(1, 2)  # [B, H, S]
+    mixtures = few_queries.few_mixtures(weights[:, :, None], v, p.dtype)
+    return mixtures.reshape(B, K, Q, -1)
+
+
+_SUMS = _logits_by_sums, _weigh_by_sums
+_PRODUCTS = _logits_by_products, _weigh_by_products
 
 
 def _bias(cache: RecurrentCache, spec: LayerSpec, dtype) -> Float[Array, "B S #K #Q"]:

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels import target
+from pallas_kernels import few_queries
 from recurjax.layers.attention.alibi_channels import with_alibi_channels
 from recurjax.layers.attention.blocked import attend_in_blocks
-from recurjax.layers.attention.few_queries import MOST_ROWS, few_logits, few_mixtures
 from recurjax.layers.attention.implementation import (
     AttentionImplementation,
     Call,
@@ -128,8 +127,8 @@ def _cudnn(q, k, v, scale, window, slopes) -> Array:
 
 
 def _xla(q, k, v, scale, mask, bias, soft_cap, causal, window, *, named: bool) -> Array:
-    if not named and not causal and _few(q):
-        products = few_logits, few_mixtures
+    if not named and not causal and few_queries.pay_off(q.shape[1], q.shape[2]):
+        products = few_queries.few_logits, few_queries.few_mixtures
         return _plain_attention(q, k, v, scale, mask, bias, soft_cap, *products)
     # The softmax of jax.nn.dot_product_attention is float32 for float64 inputs too.
     if soft_cap is not None or q.dtype == jnp.float64:
@@ -163,13 +162,6 @@ def _dense(q, segments, slopes, mask, bias) -> tuple[Array | None, Array | None]
         of_alibi = -jnp.asarray(slopes, wide)[:, None, None] * distance
         bias = of_alibi[None] if bias is None else bias + of_alibi
     return mask, bias
-
-
-def _few(q: Array) -> bool:
-    """Returns whether a copy of the keys costs more than this query's products."""
-    # A decode step on a CPU; on other devices the copy overlaps with what follows.
-    few = q.shape[1] == 1 and q.shape[2] <= MOST_ROWS
-    return few and target.current().platform == "cpu"
 
 
 def _plain_attention(q, k, v, scale, mask, bias, soft_cap, product, mixtures):

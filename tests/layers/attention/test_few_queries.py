@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels import few_queries
 from recurjax.layers.attention import (
     AttentionConfig,
     SelfAttention,
@@ -52,7 +53,7 @@ def test_values_and_gradients_equal_those_by_key_head(case, dtype, monkeypatch):
         g = draw.normal(size=shapes["q"]).astype(np.float32)
 
         def run(few: bool):
-            monkeypatch.setattr(softmax, "_few", lambda q: few)
+            monkeypatch.setattr(few_queries, "pay_off", lambda *_: few)
 
             @partial(jax.jit, compiler_options=QUICK_COMPILE)
             @partial(jax.value_and_grad, has_aux=True)
@@ -81,7 +82,7 @@ def test_a_step_of_ragged_rows_is_the_same_by_both(window, monkeypatch):
     tokens = Tokens(jnp.zeros((B, 1), jnp.int32), lengths=lengths)
 
     def run(few: bool):
-        monkeypatch.setattr(softmax, "_few", lambda q: few)
+        monkeypatch.setattr(few_queries, "pay_off", lambda *_: few)
         return jax.jit(layer.__call__, compiler_options=QUICK_COMPILE)(x, cache, tokens)
 
     (got, got_cache), (want, want_cache) = run(True), run(False)

@@ -1,14 +1,19 @@
-"""A decode step on accelerators against the loop over tiles, which CPUs run."""
+"""A decode step against the loop over tiles, by what CPUs and accelerators multiply."""
 
+import math
 import re
-from functools import partial
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.recurrent_prefill import recurrent_prefill
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
+from pallas_kernels.recurrent_prefill.xla import one_position
 from pallas_kernels.target import Target, as_if
 from tests.pallas_kernels.recurrent_prefill.layer_cases import WIDTH, Case, quick_jit
 from tests.tolerances import assert_values_close
@@ -28,31 +33,45 @@ H100 = Target(platform="gpu", kind="NVIDIA H100 80GB HBM3", compute_capability="
 def step(case: Case):
     """Returns the function of one step, and its arguments: rows at three places."""
     x, weights, _ = case.inputs()
-    cache = empty_cache(case.layers, case.batch, 8, case.spec)
+    old = empty_cache(case.layers, case.batch, 8, case.spec)
     keys = jax.random.split(jax.random.key(1), 2)
-    cache = cache._replace(
-        keys=jax.random.normal(keys[0], cache.keys.shape),
-        values=jax.random.normal(keys[1], cache.values.shape),
+    old = old._replace(
+        keys=jax.random.normal(keys[0], old.keys.shape),
+        values=jax.random.normal(keys[1], old.values.shape),
         position=jnp.asarray([7, 4, 0], jnp.int32)[: case.batch],
     )
     rows = Rows(lengths=jnp.asarray([1, 0, 1])[: case.batch])
-    return partial(recurrent_prefill, spec=case.spec), (x, weights, cache), rows
+    return partial(recurrent_prefill, spec=case.spec), (x, weights, old), rows
 
 
+@cache
+def loop_over_tiles(case):
+    run, arguments, rows = step(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_position, "serves", lambda *_: False)
+        return quick_jit(run)(*arguments, rows=rows)
+
+
+@pytest.mark.parametrize("device", [None, H100], ids=["products", "sums"])
 @pytest.mark.parametrize(
     "case",
     [PLAIN, SWITCHES, PLAIN._replace(batch=1, layers=1)],
     ids=["plain", "switches", "one row"],
 )
-def test_a_step_is_that_of_the_loop_over_tiles(case):
+def test_a_step_is_that_of_the_loop_over_tiles(case, device, monkeypatch):
+    want_z, want = loop_over_tiles(case)
     run, arguments, rows = step(case)
-    want_z, want = quick_jit(run)(*arguments, rows=rows)
-    with as_if(H100):
-        z, cache = quick_jit(run)(*arguments, rows=rows)
+    served, serves = [], one_position.serves
+    monkeypatch.setattr(
+        one_position, "serves", lambda *a: served.append(serves(*a)) or served[-1]
+    )
+    with nullcontext() if device is None else as_if(device):
+        z, new = quick_jit(run)(*arguments, rows=rows)
+    assert served == [True]
     # The second row has no token: what it computes has no meaning.
     assert_values_close(z[::2], want_z[::2])
-    assert_values_close((cache.keys, cache.values), (want.keys, want.values))
-    assert cache.position.tolist() == [8, 4, 1][: case.batch]
+    assert_values_close((new.keys, new.values), (want.keys, want.values))
+    assert new.position.tolist() == [8, 4, 1][: case.batch]
 
 
 def test_a_step_makes_no_copy_of_its_weights_side_by_side():
@@ -62,3 +81,28 @@ def test_a_step_makes_no_copy_of_its_weights_side_by_side():
     # Weights [.., D, N]: what is told by its place is a concatenation too.
     assert "dot_general" in traced
     assert not re.findall(rf"\[(?:\d+,)*{WIDTH},\d+\] = concatenate", traced)
+
+
+def turned(jaxpr) -> Iterator[int]:
+    """Yields the elements of each array that is transposed, loops' bodies too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "transpose":
+            yield math.prod(equation.invars[0].aval.shape)
+        for inner in jaxprs_in_params(equation.params):
+            yield from turned(inner)
+
+
+def test_a_step_on_a_cpu_turns_no_cache(monkeypatch):
+    case = PLAIN._replace(layers=3)
+    run, (x, weights, _), rows = step(case)
+    empty = empty_cache(case.layers, case.batch, 512, case.spec)
+    of_a_layer = empty.keys.size // case.layers
+
+    def largest() -> int:
+        traced = jax.make_jaxpr(lambda *a: run(*a, rows=rows))(x, weights, empty)
+        return max(turned(traced.jaxpr))
+
+    with as_if(Target(platform="cpu", kind="cpu")):
+        assert largest() < of_a_layer
+        monkeypatch.setattr(one_position, "serves", lambda *_: False)
+        assert largest() >= of_a_layer

@@ -8,12 +8,20 @@ K times as often, beside a memory that decides how long a step takes.
 """
 
 import jax.numpy as jnp
+from jax import Array
 from jaxtyping import Float
 
-from recurjax.types import Array
+from pallas_kernels import target
 
 MOST_ROWS = 32
 """T H up to which this was measured to be no slower than the copy (on CPU, T = 1)."""
+
+
+def pay_off(queries: int, heads: int) -> bool:
+    """Returns whether a copy of the keys costs more than these queries' products."""
+    # A decode step on a CPU; on other devices the copy overlaps with what follows.
+    few = queries == 1 and heads <= MOST_ROWS
+    return few and target.current().platform == "cpu"
 
 
 def few_logits(
@@ -33,12 +41,16 @@ def few_logits(
 
 
 def few_mixtures(
-    weights: Float[Array, "B H T S"], v: Float[Array, "B S K E"]
+    weights: Float[Array, "B H T S"], v: Float[Array, "B S K E"], dtype=None
 ) -> Float[Array, "B T H E"]:
-    """Computes sum_s weights[h, t, s] v[s, h // (H / K)]."""
+    """Computes sum_s weights[h, t, s] v[s, h // (H / K)], accumulated in `dtype`.
+
+    None: in the operands' own.
+    """
     B, H, T, S = weights.shape
     K, E = v.shape[2:]
     rows = weights.swapaxes(1, 2).reshape(B, T * H, S)
-    mixtures = jnp.einsum("brs,bsi->bri", rows, v.reshape(B, S, K * E))
+    values = v.reshape(B, S, K * E)
+    mixtures = jnp.einsum("brs,bsi->bri", rows, values, preferred_element_type=dtype)
     mixtures = mixtures.reshape(B, T, K, H // K, K, E)
     return jnp.einsum("btkgke->btkge", mixtures).reshape(B, T, H, E)
