@@ -2,14 +2,12 @@
 
     faulty_pair.py FOLDER SCENARIO ...
 
-Each scenario's processes write what they say to FOLDER/SCENARIO.RANK, and a line with
-exit code and time of the end to FOLDER/ends. A fault notes its time in FOLDER/SCENARIO.
-jax is imported once for all and forked before it has started anything.
+What they say and how they end is where `pairs.fork_pairs` leaves it; a fault notes its
+time in FOLDER/SCENARIO.
 """
 
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ from recurjax.training import loop
 from recurjax.training import session as session_module
 from recurjax.training.run import RunDirectory, shared_directory
 from recurjax.training.session import Session
+from tests.pairs import fork_pairs
 from tests.training import tiny_experiment
 
 FAULTY = 1
@@ -76,47 +75,13 @@ def arm(scenario: str, rank: int, folder: Path) -> None:
         shared_directory._WAIT_SECONDS = 2.0
 
 
-def run(scenario: str, rank: int, port: int, folder: Path) -> int:
-    out = os.open(folder / f"{scenario}.{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
-    os.environ |= {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)}
+def run(scenario: str, rank: int, folder: Path) -> int:
     arm(scenario, rank, folder)
     apart = f".{rank}" if scenario == "apart" else ""
     runs = folder / f"runs_{scenario}{apart}"
-    file = str(tiny_experiment.__file__)
-    return main(["train", file, "--runs", str(runs)])
-
-
-def start(scenario: str, folder: Path) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            try:
-                sys.exit(run(scenario, rank, port, folder))
-            except SystemExit:
-                raise
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-                sys.exit(1)
-        children.append(child)
-    return children
+    return main(["train", str(tiny_experiment.__file__), "--runs", str(runs)])
 
 
 if __name__ == "__main__":
     folder, scenarios = Path(sys.argv[1]), sys.argv[2:]
-    with (folder / "ends").open("w") as ends:
-        for scenario in scenarios:
-            running = start(scenario, folder)
-            names = {child: rank for rank, child in enumerate(running)}
-            while names:
-                child, status = os.wait()
-                code = os.waitstatus_to_exitcode(status)
-                rank = names.pop(child)
-                ends.write(f"{scenario} {rank} {code} {time.time()!r}\n")
-                ends.flush()
+    fork_pairs(folder, scenarios, lambda scenario, rank: run(scenario, rank, folder))

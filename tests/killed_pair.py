@@ -4,15 +4,12 @@
 
 Each STEP starts two processes on the tiny run in RUNS, with parameters cut over both;
 the process whose turn it is kills itself when it reads that batch of its own, and none
-does for a STEP of 0. What they say goes to FOLDER/START.RANK, a line with start, rank
-and exit code to FOLDER/ends. `memory://` is a folder of FOLDER's, which two processes
-can see. jax is imported once for all and forked before it has started anything.
+does for a STEP of 0. What they say and how they end is where `pairs.fork_pairs` leaves
+it. `memory://` is a folder of FOLDER's, which two processes can see.
 """
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,17 +19,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from recurjax.cli.main import main
 from recurjax.training.session import Session
-from tests.source_tree import ROOT
+from tests.pairs import fork_pairs, run_script
 from tests.training import tiny_experiment
 
-ENV = {
-    "JAX_NUM_CPU_DEVICES": "1",
-    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    "PYTHONUNBUFFERED": "1",
-    "PYTHONPATH": str(ROOT),
-    # It is forked before jax has started a thread, which jax cannot know.
-    "PYTHONWARNINGS": "ignore",
-}
 OPTIONS = ["--mesh.fsdp", "2", "--training.keep-checkpoints", "2"]
 
 
@@ -41,13 +30,9 @@ def train_in_pairs(
 ) -> dict[int, dict[int, int]]:
     """Runs this script; returns the exit codes of each start by rank."""
     folder.mkdir()
-    command = [sys.executable, "-m", "tests.killed_pair", str(folder), str(runs)]
-    command += map(str, batches)
-    subprocess.run(command, check=True, timeout=500, env={**env, **ENV})
     codes: dict[int, dict[int, int]] = {}
-    for line in (folder / "ends").read_text().splitlines():
-        start, rank, code = map(int, line.split())
-        codes.setdefault(start, {})[rank] = code
+    for end in run_script("tests.killed_pair", folder, runs, *batches, env=env):
+        codes.setdefault(int(end.name), {})[end.rank] = end.code
     return codes
 
 
@@ -78,12 +63,7 @@ def memory_on_disk(folder: Path) -> None:
     fsspec.register_implementation("memory", OnDisk, clobber=True)
 
 
-def run(start: int, rank: int, port: int, folder: Path, runs: str, batch: int) -> int:
-    out = os.open(folder / f"{start}.{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
-    os.environ |= {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)}
+def run(start: int, rank: int, folder: Path, runs: str, batch: int) -> int:
     memory_on_disk(folder / "memory")
     if batch and rank == start % 2:
         die_at(batch)
@@ -91,33 +71,12 @@ def run(start: int, rank: int, port: int, folder: Path, runs: str, batch: int) -
     return main(["train", file, "--runs", runs, *OPTIONS])
 
 
-def pair(start: int, folder: Path, runs: str, batch: int) -> dict[int, int]:
-    """Runs two processes to their ends; returns their ranks by process number."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = {}
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            try:
-                sys.exit(run(start, rank, port, folder, runs, batch))
-            except SystemExit:
-                raise
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-                sys.exit(1)
-        ranks[child] = rank
-    return ranks
-
-
 if __name__ == "__main__":
     folder, runs, batches = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    with (folder / "ends").open("w") as ends:
-        for start, batch in enumerate(batches):
-            ranks = pair(start, folder, runs, int(batch))
-            while ranks:
-                child, status = os.wait()
-                code = os.waitstatus_to_exitcode(status)
-                ends.write(f"{start} {ranks.pop(child)} {code}\n")
-                ends.flush()
+    fork_pairs(
+        folder,
+        [str(start) for start in range(len(batches))],
+        lambda start, rank: run(
+            int(start), rank, folder, runs, int(batches[int(start)])
+        ),
+    )

@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from tests.cli.commands import recurjax
-from tests.source_tree import ROOT
+from tests.pairs import environment, places
 
 MEASURED = {
     "text": ("--text", "FOLDER/text.txt", "--positions", "8", "--batch", "8"),
@@ -67,25 +66,15 @@ def here(run, folder, mesh):
 
 def in_two_processes(run, folder, env):
     """Returns what the first of two prints; the other one prints nothing."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-        "JAX_NUM_PROCESSES": "2",
-        "JAX_NUM_CPU_DEVICES": "2",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "PYTHONPATH": str(ROOT),
-    }
     told = json.dumps(commands(run, folder, PAIR))
     pair = [
         subprocess.Popen(
             [sys.executable, "-c", DRIVER, str(folder), told],
             stderr=subprocess.PIPE,
             text=True,
-            env={**env, **place, "JAX_PROCESS_ID": str(rank)},
+            env={**env, **environment(2), **place},
         )
-        for rank in range(2)
+        for place in places()
     ]
     try:
         said = [process.communicate(timeout=200)[1] for process in pair]

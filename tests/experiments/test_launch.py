@@ -3,7 +3,6 @@
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pairs import environment, places
 from tests.source_tree import ROOT
 from tests.training.compilation import quick_compilation
 
@@ -116,31 +116,19 @@ def test_two_processes_under_the_entry_stop_save_and_resume(
     )
 
     def start(steps: int) -> list[subprocess.Popen]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         command = [sys.executable, "-m", "recurjax.cli.main", "train"]
         command += [str(file), "--runs", str(tmp_path)]
         command += ["--training.steps", str(steps), "--evaluation.every", "0"]
         command += ["--training.checkpoint-every", "20"]
-        place = {
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": "2",
-            "JAX_NUM_CPU_DEVICES": "2",
-            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "PYTHONUNBUFFERED": "1",
-        }
         return [
             subprocess.Popen(
                 [str(LAUNCH / "entry.sh"), str(tmp_path / f"{rank}.log"), *command],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=ROOT,
-                env=quick_compilation
-                | place
-                | {"JAX_PROCESS_ID": str(rank), "PYTHONPATH": str(ROOT)},
+                env=quick_compilation | environment(2) | place,
             )
-            for rank in range(2)
+            for rank, place in enumerate(places())
         ]
 
     def codes(pair: list[subprocess.Popen]) -> list[int]:

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from recurjax.machine import distributed
 from tests.cli.commands import assert_refused, recurjax
 from tests.metadata_server import host, metadata_server
+from tests.pairs import environment, free_port, places
 from tests.training import tiny_experiment
 from tests.training.compilation import quick_compilation
 from tests.training.run_contents import arrays, assert_same_run, metrics
@@ -25,17 +25,12 @@ __all__ = ["quick_compilation"]
 
 def start(env, runs, *options):
     """Starts two processes of two devices each on one run."""
-    place = {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}",
-        "JAX_NUM_PROCESSES": "2",
-    }
-    each = [place | {"JAX_PROCESS_ID": str(rank)} for rank in range(2)]
-    return _start("recurjax.cli.main", env, each, runs, *options)
+    return _start("recurjax.cli.main", env, places(), runs, *options)
 
 
 def start_slice(env, servers, runs, *options):
     """Starts the same on two hosts of a TPU slice, of which only jax can know."""
-    place = {"JAX_COORDINATOR_PORT": str(_free_port()), "JAX_FORCE_TPU_INIT": "1"}
+    place = {"JAX_COORDINATOR_PORT": str(free_port()), "JAX_FORCE_TPU_INIT": "1"}
     each = [place | {"GCE_METADATA_IP": server} for server in servers]
     return _start("tests.metadata_server", env, each, runs, *options)
 
@@ -43,27 +38,16 @@ def start_slice(env, servers, runs, *options):
 def _start(module, env, places, runs, *options):
     command = [sys.executable, "-m", module, "train"]
     command += [tiny_experiment.__file__, "--runs", str(runs), *options]
-    every = {
-        "JAX_NUM_CPU_DEVICES": "2",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "PYTHONUNBUFFERED": "1",
-    }
     return [
         subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**env, **every, **place},
+            env={**env, **environment(2), **place},
         )
         for place in places
     ]
-
-
-def _free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def finish(pair, timeout=200):

@@ -1,14 +1,12 @@
 """One of two processes fails, or is killed: both end, each with one sentence."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
 from recurjax.errors import UserError
 from recurjax.machine import peers
-from tests.source_tree import ROOT
+from tests.pairs import run_script
 from tests.training.compilation import quick_compilation
 from tests.training.run_contents import arrays, metrics
 
@@ -32,29 +30,18 @@ SECONDS = 15.0
 
 @pytest.fixture(scope="module")
 def ended(quick_compilation, tmp_path_factory):
-    """Runs all scenarios; a folder with what was said and when which process ended."""
+    """Runs all scenarios; a folder with what was said, and the ends of processes."""
     folder = tmp_path_factory.mktemp("faults")
-    place = {
-        "JAX_NUM_CPU_DEVICES": "1",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": str(ROOT),
-        # It is forked before jax has started a thread, which jax cannot know.
-        "PYTHONWARNINGS": "ignore",
-    }
-    command = [sys.executable, "-m", "tests.faulty_pair", str(folder), *SAID]
-    subprocess.run(command, check=True, timeout=400, env=quick_compilation | place)
-    return folder
+    found = run_script("tests.faulty_pair", folder, *SAID, env=quick_compilation)
+    return folder, found
 
 
-def ends(folder, scenario):
+def ends(ended, scenario):
     """Returns exit codes and seconds from the fault to the end, by process."""
+    folder, found = ended
     fault = float((folder / scenario).read_text())
-    lines = [line.split() for line in (folder / "ends").read_text().splitlines()]
     return {
-        int(rank): (int(code), float(at) - fault)
-        for name, rank, code, at in lines
-        if name == scenario
+        end.rank: (end.code, end.at - fault) for end in found if end.name == scenario
     }
 
 
@@ -63,7 +50,7 @@ def ends(folder, scenario):
 def test_a_fault_of_one_process_ends_both_with_a_sentence(ended, scenario):
     for rank, (code, seconds) in ends(ended, scenario).items():
         wanted, sentence = SAID[scenario][rank]
-        said = (ended / f"{scenario}.{rank}").read_text()
+        said = (ended[0] / f"{scenario}.{rank}").read_text()
         assert code == wanted, said
         assert seconds < SECONDS, said
         ours = [line for line in said.splitlines() if line.startswith("recurjax: ")]
@@ -76,14 +63,14 @@ def test_a_fault_of_one_process_ends_both_with_a_sentence(ended, scenario):
 
 @pytest.mark.slow
 def test_what_was_being_saved_and_written_is_whole(ended):
-    run = ended / "runs_data" / "tiny"
+    run = ended[0] / "runs_data" / "tiny"
     assert arrays(run)[0] == 4
     assert [row["step"] for row in metrics(run) if row["kind"] == "train"][-1] == 4
 
 
 @pytest.mark.slow
 def test_directories_of_ones_own_are_left_as_they_were(ended):
-    assert not list(ended.glob("runs_apart.*"))
+    assert not list(ended[0].glob("runs_apart.*"))
 
 
 def test_one_process_tells_nobody():
