@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import chunk_attention, gated_scan, recurrent_prefill
 from pallas_kernels.selective_scan import selective_scan
 from recurjax.errors import UserError
+from recurjax.machine import caches
 from recurjax.plan import compilers
 from recurjax.version import VERSION
 
@@ -24,6 +25,9 @@ _EXTRAS = {
     "tensorflow-datasets": "tfds",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "mlflow": "mlflow",
+    "gcsfs": "cloud",
+    "s3fs": "s3",
     "gguf": "gguf",
     "torch": "torch",
 }
@@ -172,7 +176,12 @@ def _compilers() -> Iterator[str]:
 
 
 def _disk() -> Iterator[str]:
-    for folder, what in ((Path.cwd(), "runs"), (compilers.user_cache(), "caches")):
+    folders = {"runs": Path.cwd(), "compilers": compilers.places()[-1]}
+    if (cache := caches.cache_folder()) is None:
+        yield f"compiled programs and copies: not kept, as ${caches.VARIABLE} is empty"
+    else:
+        folders["compiled programs and copies"] = cache
+    for what, folder in folders.items():
         # A folder that is not there yet lies on the disk of the nearest one above it.
         there = next(p for p in (folder, *folder.parents) if p.exists())
         free = shutil.disk_usage(there).free / 1e9

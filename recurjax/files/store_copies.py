@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from recurjax.errors import UserError
 from recurjax.files.storage import Store, open_store
-from recurjax.machine.compiled_programs import VARIABLE, user_cache
+from recurjax.machine import caches
 
 _FOLDER = "stores"
 _passing: list[Path] = []
@@ -30,13 +30,13 @@ def cache_folder() -> Path:
     By default it is in the user's cache folder. The variable set to nothing stands for
     a folder that is removed when the process ends.
     """
-    given = os.environ.get(VARIABLE)
-    if given == "":
+    kept = caches.cache_folder()
+    if kept is None:
         if not _passing:
             _passing.append(Path(tempfile.mkdtemp(prefix="recurjax-stores-")))
             atexit.register(shutil.rmtree, _passing[0], ignore_errors=True)
         return _passing[0]
-    return (Path(given).expanduser() if given else user_cache()) / _FOLDER
+    return kept / _FOLDER
 
 
 def copy_of(store: Store, name: str, *, sha256: str | None = None) -> Path:
@@ -151,5 +151,5 @@ def _place(url: str, key: str) -> Path:
 def _unwritable(folder: Path, error: OSError) -> UserError:
     return UserError(
         f"{folder} cannot be written: {error.strerror or error}; name another folder "
-        f"in ${VARIABLE}"
+        f"in ${caches.VARIABLE}"
     )

@@ -15,15 +15,14 @@ import os
 import platform
 import secrets
 import stat
-import sys
 import time
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 from recurjax.errors import UserError
+from recurjax.machine.caches import VARIABLE, cache_folder
 
-VARIABLE = "RECURJAX_CACHE"
 _LARGEST = 4 * 2**30
 _LEAST_SECONDS = 0.1
 """Programs compiled in less are not kept: reading one takes some milliseconds."""
@@ -43,15 +42,15 @@ def keep() -> None:
     import jax
     from jax._src import compilation_cache  # jax has no door for another store
 
-    given = os.environ.get(VARIABLE)
+    cache = cache_folder()
     told = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
-    if given == "" or told is not None:
+    if cache is None or told is not None:
         return
-    folder = (Path(given) if given else user_cache()) / "compiled" / _kind()
+    folder = cache / "compiled" / _kind()
     try:
         _own(folder)
     except OSError as error:
-        if given is None:  # no home, or one that cannot be written: a container
+        if VARIABLE not in os.environ:  # no home that can be written: a container
             return
         raise UserError(
             f"${VARIABLE}: {folder} cannot be written: {error}; name another folder, "
@@ -63,13 +62,6 @@ def keep() -> None:
     )
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
-
-
-def user_cache() -> Path:
-    """Returns the folder of this library below the user's cache folder."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "recurjax"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "recurjax"
 
 
 class Programs:

@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from recurjax.errors import UserError
 from recurjax.files.whole import new_folder
+from recurjax.machine.caches import user_cache
 
 VARIABLE = "RECURJAX_COMPILERS"
 _ROOT = Path(__file__).parents[2]
@@ -38,14 +39,6 @@ def places() -> list[Path]:
 def find_compilers(plugin: str) -> Path | None:
     """Returns the first place with a plugin's package, or None."""
     return next((place for place in places() if (place / plugin).is_dir()), None)
-
-
-def user_cache() -> Path:
-    """Returns the folder of this package among the user's caches."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "recurjax"
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "recurjax"
 
 
 def wanted(constraints: Path | None = None) -> list[Requirement]:

@@ -151,3 +151,11 @@ def test_doctor_says_which_backend_each_operation_takes(monkeypatch):
     assert "HF_TOKEN is set" in out and f"recurjax {VERSION}, Python 3" in out
     for op in ("recurrent_prefill", "chunk_attention", "gated_scan", "selective_scan"):
         assert re.search(rf"{op}: xla\n +not triton: .+\n +not mosaic_tpu: .+\n", out)
+
+
+def test_doctor_names_the_folder_that_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("RECURJAX_CACHE", str(tmp_path / "not there yet"))
+    _, out, _ = recurjax("doctor")
+    assert re.search(rf"copies: .* GB free at {tmp_path}/not there yet\n", out)
+    monkeypatch.setenv("RECURJAX_CACHE", "")
+    assert "copies: not kept" in recurjax("doctor")[1]

@@ -8,7 +8,8 @@ import pytest
 
 from recurjax.errors import UserError
 from recurjax.machine import compiled_programs
-from recurjax.machine.compiled_programs import VARIABLE, Programs
+from recurjax.machine.caches import VARIABLE
+from recurjax.machine.compiled_programs import Programs
 from tests.source_tree import ROOT
 
 

@@ -68,7 +68,7 @@ def open_trackers(training: TrainingConfig, description: Description) -> list[Tr
         except Exception as error:  # of each service's own classes
             text = " ".join(str(error).split())
             raise UserError(
-                f"{kind.__name__} does not take the run: {text[:300]}"
+                f"{kind.__name__} does not take the run: {text[:1000]}"
             ) from error
     return trackers
 
