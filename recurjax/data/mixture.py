@@ -137,23 +137,25 @@ class _MixedBatches:
         return sys.maxsize
 
     def __getitem__(self, index: int) -> Batch:
-        layout, first = self._layout, index * self._layout.batch
-        spans, segments = [], []
-        # By part: where in the batch its rows stand, for one reading of each stream.
+        layout, length = self._layout, self._layout.length
+        first, stop = (index * layout.batch + r for r in layout.rows)
+        # By part: where in the batch its rows stand. They are neighbours among its own
+        # rows, so that its order is asked and its stream is read once for all.
         mine: dict[int, list[int]] = {}
-        for r in range(*layout.rows):
-            part, number = self._shares.row(first + r)
-            mine.setdefault(part, []).append(len(spans))
-            split, length = self._splits[part], layout.length
-            spans.append(row_span(split, self._orders[part](number), length))
-            if layout.segments:
-                starts, begin = split.stream.starts, spans[-1][0]
-                segments.append(segment_numbers(starts, begin, length))
-        rows = [np.zeros(0, np.int32)] * len(spans)
+        for r, part in enumerate(self._shares.parts(first, stop)):
+            mine.setdefault(part, []).append(r)
+        rows = [np.zeros(0, np.int32)] * (stop - first)
+        segments = rows.copy() if layout.segments else []
         for part, places in mine.items():
-            read = self._splits[part].stream.read([spans[r] for r in places])
-            for r, tokens in zip(places, read, strict=True):
+            split, number = self._splits[part], self._shares.row(first + places[0])[1]
+            own = self._orders[part].following(number, len(places))
+            spans = [row_span(split, row, length) for row in own]
+            for r, tokens in zip(places, split.stream.read(spans), strict=True):
                 rows[r] = tokens
+            if layout.segments:
+                starts = split.stream.starts
+                for r, (begin, _) in zip(places, spans, strict=True):
+                    segments[r] = segment_numbers(starts, begin, length)
         return join_rows(rows, segments, layout)
 
 
@@ -184,9 +186,9 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
         # By part: where in the batch its rows stand, and what is in them.
         mine: dict[int, list[int]] = {}
         plans: dict[int, list[list[tuple[int, int]]]] = {}
-        for r in range(self._layout.batch):
+        parts = self._shares.parts(self._row, self._row + self._layout.batch)
+        for r, part in enumerate(parts):
             # All rows are planned, on every process, and only its own are read.
-            part = self._shares.row(self._row + r).part
             plan = self._plans[part].row(capacity)
             if first <= r < stop:
                 mine.setdefault(part, []).append(r - first)

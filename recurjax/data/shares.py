@@ -58,6 +58,19 @@ class Shares:
         before = cycles * cycle.whole[part] + cycle.earlier[place]
         return Drawn(part, self._given[at][part] + before)
 
+    def parts(self, first: int, stop: int) -> list[int]:
+        """Returns the parts that rows first .. stop-1 come from."""
+        found: list[int] = []
+        while first < stop:
+            at = bisect_right(self._firsts, first) - 1
+            cycle, last = self._cycles[at], stop
+            if at + 1 < len(self._firsts):
+                last = min(last, self._firsts[at + 1])
+            place = (first - self._firsts[at]) % cycle.length
+            found += cycle.parts[place : place + last - first]
+            first = min(last, first + cycle.length - place)
+        return found
+
 
 class _Cycle:
     """Shares that repeat after as many rows as their weights' denominator.

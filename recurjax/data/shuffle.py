@@ -58,15 +58,23 @@ class EndlessOrder:
         self._making = Lock()
 
     def __call__(self, place: int) -> int:
-        epoch, at = divmod(place, self._count)
-        first = at - at % self._stretch
-        with self._making:
-            made = self._made.get((epoch, first))
-            if made is None:
-                made = self._made[epoch, first] = self._shuffled(epoch, first)
-                if len(self._made) > _KEPT:
-                    self._made.popitem(last=False)
-        return made[at - first]
+        [number] = self.following(place, 1)
+        return number
+
+    def following(self, place: int, many: int) -> list[int]:
+        """Returns the numbers at `many` places from `place` on."""
+        found: list[int] = []
+        while len(found) < many:
+            epoch, at = divmod(place + len(found), self._count)
+            first = at - at % self._stretch
+            with self._making:
+                made = self._made.get((epoch, first))
+                if made is None:
+                    made = self._made[epoch, first] = self._shuffled(epoch, first)
+                    if len(self._made) > _KEPT:
+                        self._made.popitem(last=False)
+            found += made[at - first : at - first + many - len(found)]
+        return found
 
     def _shuffled(self, epoch: int, first: int) -> list[int]:
         keys = _round_keys((self._seed + epoch) % 2**32)

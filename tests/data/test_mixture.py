@@ -107,6 +107,9 @@ def test_weights_change_at_a_row_and_parts_go_on_where_they_were():
     assert sum(row.part for row in drawn[:10]) == 5
     assert abs(sum(row.part for row in drawn[10:1000]) - 0.75 * 990) < 1
     assert {row.part for row in drawn[1000:]} == {1}
+    # Any stretch of rows at once, across cycles and changes.
+    for first, stop in ((0, 1100), (3, 3), (7, 12), (9, 10), (998, 1001), (1050, 1060)):
+        assert shares.parts(first, stop) == [row.part for row in drawn[first:stop]]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

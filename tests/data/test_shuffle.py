@@ -70,3 +70,13 @@ def test_the_table_of_two_bytes_is_the_cipher_of_each_number():
     keys = shuffle._round_keys(7)
     want = shuffle._encipher(np.arange(1 << 16), 16, keys)
     np.testing.assert_array_equal(shuffle._enciphered_bytes(keys), want)
+
+
+@pytest.mark.parametrize("count", [1, 7, 100, 70_000])
+def test_places_that_follow_each_other_are_found_at_once(count):
+    """Across the borders of epochs, and of the stretches of a large set."""
+    order, alone = EndlessOrder(count, 2), EndlessOrder(count, 2)
+    for place in (0, count - 1, 4090, 2 * count - 5 if count > 5 else 0):
+        want = [alone(place + n) for n in range(12)]
+        assert order.following(place, 12) == want
+    assert order.following(3, 0) == []
