@@ -152,10 +152,9 @@ def test_collectives_of_a_loop_are_those_of_the_unrolled_program(compiled):
 
 def test_bytes_of_a_loop_are_those_of_the_unrolled_program(compiled):
     looped, unrolled = compiled[1][0].bytes, compiled[STEPS][0].bytes
-    # The loop also copies its slices of the weights, and counts.
-    assert unrolled == pytest.approx(looped, rel=0.35)
-    cost = compiled[STEPS][1].cost_analysis()["bytes accessed"]
-    assert unrolled == pytest.approx(cost, rel=0.1)
+    # The loop also counts, and reads a place of each slice of the weights.
+    assert unrolled <= looped <= 1.05 * unrolled
+    assert unrolled == compiled[STEPS][1].cost_analysis()["bytes accessed"]
     once = compiled[1][1].cost_analysis()["bytes accessed"]
     assert once < looped / 3, "the compiler's own count takes a loop's body once"
 
