@@ -139,17 +139,14 @@ class _MixedBatches:
     def __getitem__(self, index: int) -> Batch:
         layout, length = self._layout, self._layout.length
         first, stop = (index * layout.batch + r for r in layout.rows)
-        # By part: where in the batch its rows stand. They are neighbours among its own
-        # rows, so that its order is asked and its stream is read once for all.
-        mine: dict[int, list[int]] = {}
-        for r, part in enumerate(self._shares.parts(first, stop)):
-            mine.setdefault(part, []).append(r)
         rows = [np.zeros(0, np.int32)] * (stop - first)
         segments = rows.copy() if layout.segments else []
-        for part, places in mine.items():
-            split, number = self._splits[part], self._shares.row(first + places[0])[1]
-            own = self._orders[part].following(number, len(places))
-            spans = [row_span(split, row, length) for row in own]
+        # A part's rows in a batch are neighbours among its own: its order is asked and
+        # its stream is read once for all.
+        for part, (number, places) in self._shares.rows(first, stop).items():
+            split, own = self._splits[part], self._orders[part]
+            numbers = own.following(number, len(places))
+            spans = [row_span(split, row, length) for row in numbers]
             for r, tokens in zip(places, split.stream.read(spans), strict=True):
                 rows[r] = tokens
             if layout.segments:
@@ -183,21 +180,15 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
         capacity, (first, stop) = self._layout.length + 1, self._layout.rows
         none = np.zeros(0, np.int32)
         rows, segments = [none] * (stop - first), [none] * (stop - first)
-        # By part: where in the batch its rows stand, and what is in them.
-        mine: dict[int, list[int]] = {}
-        plans: dict[int, list[list[tuple[int, int]]]] = {}
-        parts = self._shares.parts(self._row, self._row + self._layout.batch)
-        for r, part in enumerate(parts):
+        drawn = self._shares.rows(self._row, self._row + self._layout.batch)
+        for part, (_, places) in drawn.items():
             # All rows are planned, on every process, and only its own are read.
-            plan = self._plans[part].row(capacity)
-            if first <= r < stop:
-                mine.setdefault(part, []).append(r - first)
-                plans.setdefault(part, []).append(plan)
-        for part, places in mine.items():
+            plans = {r: self._plans[part].row(capacity) for r in places}
+            mine = [r for r in places if first <= r < stop]
             stream, starts = self._splits[part].stream, self._starts[part]
-            read = zip(places, *packed_rows(stream, starts, plans[part]), strict=True)
-            for r, tokens, numbers in read:
-                rows[r], segments[r] = tokens, numbers
+            read = packed_rows(stream, starts, [plans[r] for r in mine])
+            for r, tokens, numbers in zip(mine, *read, strict=True):
+                rows[r - first], segments[r - first] = tokens, numbers
         self._row += self._layout.batch
         return join_rows(rows, segments, self._layout)
 

@@ -58,17 +58,31 @@ class Shares:
         before = cycles * cycle.whole[part] + cycle.earlier[place]
         return Drawn(part, self._given[at][part] + before)
 
-    def parts(self, first: int, stop: int) -> list[int]:
-        """Returns the parts that rows first .. stop-1 come from."""
-        found: list[int] = []
-        while first < stop:
-            at = bisect_right(self._firsts, first) - 1
-            cycle, last = self._cycles[at], stop
+    def rows(self, first: int, stop: int) -> dict[int, tuple[int, list[int]]]:
+        """Returns, by part, where rows first .. stop-1 come from.
+
+        Returns:
+          For each part that gives any: the number of the first of them among its own
+          rows, which the others follow, and which rows they are, less `first`.
+        """
+        found: dict[int, tuple[int, list[int]]] = {}
+        begin = first
+        while begin < stop:
+            at = bisect_right(self._firsts, begin) - 1
+            cycle, end = self._cycles[at], stop
             if at + 1 < len(self._firsts):
-                last = min(last, self._firsts[at + 1])
-            place = (first - self._firsts[at]) % cycle.length
-            found += cycle.parts[place : place + last - first]
-            first = min(last, first + cycle.length - place)
+                end = min(end, self._firsts[at + 1])
+            cycles, place = divmod(begin - self._firsts[at], cycle.length)
+            end = min(end, begin + cycle.length - place)
+            for row in range(begin - first, end - first):
+                part = cycle.parts[place]
+                if part in found:
+                    found[part][1].append(row)
+                else:
+                    before = cycles * cycle.whole[part] + cycle.earlier[place]
+                    found[part] = self._given[at][part] + before, [row]
+                place += 1
+            begin = end
         return found
 
 

@@ -63,18 +63,25 @@ class EndlessOrder:
 
     def following(self, place: int, many: int) -> list[int]:
         """Returns the numbers at `many` places from `place` on."""
-        found: list[int] = []
-        while len(found) < many:
-            epoch, at = divmod(place + len(found), self._count)
-            first = at - at % self._stretch
-            with self._making:
-                made = self._made.get((epoch, first))
-                if made is None:
-                    made = self._made[epoch, first] = self._shuffled(epoch, first)
-                    if len(self._made) > _KEPT:
-                        self._made.popitem(last=False)
-            found += made[at - first : at - first + many - len(found)]
+        epoch, at = divmod(place, self._count)
+        begin = at % self._stretch
+        made = self._made.get((epoch, at - begin))
+        if made is None:
+            made = self._make(epoch, at - begin)
+        found = made[begin : begin + many]
+        if (left := many - len(found)) and found:
+            found += self.following(place + len(found), left)
         return found
+
+    def _make(self, epoch: int, first: int) -> list[int]:
+        with self._making:
+            # Another thread may have been here meanwhile.
+            made = self._made.get((epoch, first))
+            if made is None:
+                made = self._made[epoch, first] = self._shuffled(epoch, first)
+                if len(self._made) > _KEPT:
+                    self._made.popitem(last=False)
+        return made
 
     def _shuffled(self, epoch: int, first: int) -> list[int]:
         keys = _round_keys((self._seed + epoch) % 2**32)

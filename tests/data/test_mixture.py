@@ -109,7 +109,12 @@ def test_weights_change_at_a_row_and_parts_go_on_where_they_were():
     assert {row.part for row in drawn[1000:]} == {1}
     # Any stretch of rows at once, across cycles and changes.
     for first, stop in ((0, 1100), (3, 3), (7, 12), (9, 10), (998, 1001), (1050, 1060)):
-        assert shares.parts(first, stop) == [row.part for row in drawn[first:stop]]
+        found = {
+            row: (part, number + n)
+            for part, (number, rows) in shares.rows(first, stop).items()
+            for n, row in enumerate(rows)
+        }
+        assert [found[row] for row in range(stop - first)] == drawn[first:stop]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
