@@ -26,9 +26,9 @@ def require_range(
         value = getattr(config, name)
         if value is None:
             continue
-        # NaN compares false with everything, so it is outside of every range.
+        # NaN compares false with everything, and infinity is not below itself.
         inside = least <= value <= most and above < value < below
-        if not (inside and math.isfinite(value)):
+        if not inside:
             bounds = [
                 f">= {least:g}" if least > -math.inf else "",
                 f"> {above:g}" if above > -math.inf else "",

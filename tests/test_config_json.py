@@ -52,6 +52,7 @@ WRONG = [
     ("optimizer.b1", "a", "config.optimizer.b1 must be of type float, got 'a'"),
     ("training.gradient_clip", "a", "config.training.gradient_clip must be of type"),
     ("schedule.type", "Cosin", "config.schedule.type must be one of Constant, Cosine"),
+    ("schedule.type", [], r"config.schedule.type must be one of .*, got \[\]"),
     ("optimizer.type", "SGD", "config.optimizer.type must be one of AdamW, Adam"),
     ("training.type", "Cosine", "config.training.type must be TrainingConfig"),
     (

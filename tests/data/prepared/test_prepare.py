@@ -215,20 +215,20 @@ def test_a_manifest_cannot_name_a_file_outside_the_folder(folder, name):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "message"),
     [
-        ("tokens", "9"),
-        ("block", 0),
-        ("dtype", "object"),
-        ("shards", []),
-        ("tokens", -1),
+        ("tokens", "9", ""),
+        ("block", 0, ".*block 0"),
+        ("dtype", "object", "dtype 'object'"),
+        ("shards", [], "it names no shards"),
+        ("tokens", -1, ""),
     ],
 )
-def test_a_manifest_with_wrong_values_is_named(folder, field, value):
+def test_a_manifest_with_wrong_values_is_named(folder, field, value, message):
     manifest = folder / "manifest.json"
     values = json.loads(manifest.read_text()) | {field: value}
     manifest.write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+    with pytest.raises(UserError, match=rf"manifest\.json is damaged: {message}"):
         opened(folder)
 
 

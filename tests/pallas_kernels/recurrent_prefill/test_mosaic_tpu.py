@@ -115,6 +115,13 @@ def test_what_does_not_fit_into_vmem_is_refused():
     assert "VMEM" in str(refusal_of_sizes(long, None, V5E))
 
 
+def test_widths_are_refused_that_leave_lanes_of_a_tile_empty():
+    for field, name in (("width", "D"), ("inner_width", "F")):
+        odd = dataclasses.replace(PAPER, **{field: 192})
+        told = f"{name} must be a multiple of 128, got 192"
+        assert refusal_of_sizes(odd, None, V5E) == told
+
+
 def test_half_the_vmem_takes_fewer_rows_and_then_refuses():
     assert choose_tiles(PAPER, None, V5P).rows < 32
     assert refusal_of_sizes(PAPER, None, V5P) is None
