@@ -170,7 +170,8 @@ def _logits_by_products(q, k, wide) -> Float[Array, "B S K Q"]:
 
 def _weigh_by_products(p, v) -> Float[Array, "B K Q E"]:
     B, S, K, Q = p.shape
-    weights = p.astype(v.dtype).reshape(B, S, K * Q).swapaxes(1, 2)  # [B, H, S]
+    # Not rounded to the cache's dtype: one that is held wide gives the same bits.
+    weights = p.reshape(B, S, K * Q).swapaxes(1, 2)  # [B, H, S]
     mixtures = few_queries.few_mixtures(weights[:, :, None], v, p.dtype)
     return mixtures.reshape(B, K, Q, -1)
 
