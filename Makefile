@@ -1,6 +1,6 @@
 # Needs Python >= 3.11 and make; everything else goes into .venv.
 #   make quickstart   train a small model on Shakespeare and sample from it
-#   make test         lint, types and the suite (under 15 minutes on two cores)
+#   make test         lint, types and the suite (under 12 minutes on two cores)
 #   make test-slow    the tests marked slow (under 25 minutes more)
 #   make test-all     both, and what only sweeps: for who touched what a sweep covers
 #   make test-torch   exported models in PyTorch, which it fetches into .venv-torch (with
