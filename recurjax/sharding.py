@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from recurjax.errors import UserError
+from recurjax.machine import host
 from recurjax.machine.devices import is_flat_slice
 from recurjax.parameters import find_rule, parameter_name
 from recurjax.ranges import require_numbers
@@ -110,11 +111,13 @@ def reading_mesh(config: MeshConfig) -> Mesh:
     """Lays out what a trained model is read on: as few devices as the axes need.
 
     Those are the first ones; an axis of -1 takes all that are left, and several
-    processes take part with all devices of each.
+    processes take part with all devices of each. A CPU that nothing has run on yet
+    counts as many as are needed.
 
     Raises:
       UserError: there are fewer devices, or several processes have others.
     """
+    host.start_cpu_devices(config.least_devices)
     devices = jax.devices()
     sizes = [getattr(config, axis) for axis in AXES]
     if -1 not in sizes and jax.process_count() == 1:

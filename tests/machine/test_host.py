@@ -72,3 +72,23 @@ def test_a_mesh_has_its_devices_unless_their_number_is_given(count, given, expec
     )
     assert child.returncode == 0, child.stderr
     assert child.stdout.split() == [str(expected)] * 2
+
+
+_READING = """
+from recurjax.sharding import MeshConfig, reading_mesh
+print(reading_mesh(MeshConfig(data=1, tensor=2)).size)
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core has one device")
+def test_what_reads_a_model_on_a_mesh_starts_its_devices():
+    """As `generate`, `evaluate`, `convert`, `chat` and `serve` do in a shell."""
+    cleared = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    child = subprocess.run(
+        [sys.executable, "-c", _READING],
+        env=os.environ | cleared,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.stdout.split() == ["2"], child.stderr
