@@ -3,9 +3,10 @@
 #   make test         lint, types and the suite (under 12 minutes on two cores)
 #   make test-slow    the tests marked slow (under 25 minutes more)
 #   make test-all     both, and what only sweeps: for who touched what a sweep covers
-#   make test-torch   exported models in PyTorch, which it fetches into .venv-torch (with
-#                     what CUDA needs, several GB on Linux) unless
-#                     RECURJAX_TORCH_PYTHON names an interpreter that has it
+#   make test-torch   exported models in PyTorch and transformers, which it fetches into
+#                     .venv-torch (on Linux with what CUDA needs, several GB, where pip
+#                     finds no CPU build) unless RECURJAX_TORCH_PYTHON names an
+#                     interpreter that has them
 #   make compilers    fetch the TPU and CUDA compilers (1.2 GB on disk), which show here
 #                     that the kernels compile for devices that are not here
 PYTHON ?= python3
@@ -35,9 +36,11 @@ test-all: lint
 	$(PYTEST)
 
 # In an interpreter of its own: what torch wants of others need not be what we want.
+TORCH_TESTS := tests/convert/test_to_torch.py tests/experiments/test_torch_export_parity.py \
+  tests/bench/test_torch_peer.py
 TORCH_PYTHON := $(or $(RECURJAX_TORCH_PYTHON),$(CURDIR)/.venv-torch/bin/python)
 test-torch: $(VENV)/.installed-test $(if $(RECURJAX_TORCH_PYTHON),,.venv-torch/.installed)
-	RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) tests/convert/test_to_torch.py
+	RECURJAX_TORCH_PYTHON=$(TORCH_PYTHON) $(PYTEST) $(TORCH_TESTS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -76,6 +79,6 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 .venv-torch/.installed:
 	$(PYTHON) -m venv .venv-torch
-	@echo "installing PyTorch into .venv-torch"
-	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.2' numpy safetensors
+	@echo "installing PyTorch and transformers into .venv-torch"
+	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch transformers numpy safetensors
 	@touch $@

@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 
 from recurjax.cli.options import parse
-from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer, Tokenizer
 from recurjax.errors import UserError
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
 from recurjax.inference.engine.memory import row_bytes
@@ -83,29 +83,45 @@ def stacks(options: Options) -> dict[str, RatConfig]:
     return {name: presets.stack(mixer, **shape) for name, mixer in mixers.items()}
 
 
-def queue(options: Options) -> list[list[int]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What an engine is asked for.
+
+    Attributes:
+      prompts: token ids, one list a request.
+      new_tokens: of each; no EOS ends one.
+      clients: that ask over HTTP at once.
+    """
+
+    prompts: list[list[int]]
+    new_tokens: int
+    clients: int
+
+
+def drawn_load(options: Options) -> Load:
     """Draws prompts of 32 to 256 tokens."""
     draw = np.random.default_rng(0)
     lengths = draw.integers(32, 257, options.requests)
-    return [draw.integers(0, 256, length).tolist() for length in lengths]
+    prompts = [draw.integers(0, 256, length).tolist() for length in lengths]
+    return Load(prompts=prompts, new_tokens=options.new_tokens, clients=options.slots)
 
 
-def engine_seconds(engine: Engine, options: Options) -> float:
-    """Runs the queue on the engine alone."""
-    settings = RequestSettings(max_new_tokens=options.new_tokens, ignore_eos=True)
+def engine_seconds(engine: Engine, load: Load) -> float:
+    """Runs a queue on the engine alone."""
+    settings = RequestSettings(max_new_tokens=load.new_tokens, ignore_eos=True)
     began = time.perf_counter()
-    for prompt in queue(options):
+    for prompt in load.prompts:
         engine.submit(prompt, settings)
     while engine.busy:
         engine.step()
     return time.perf_counter() - began
 
 
-def client_seconds(port: int, options: Options) -> float:
-    """Sends the queue as streams, as many at once as there are slots."""
+def client_seconds(port: int, load: Load) -> float:
+    """Sends a queue as streams, so many at once."""
 
     def ask(prompt: list[int]) -> None:
-        wish = {"max_tokens": options.new_tokens, "ignore_eos": True, "stream": True}
+        wish = {"max_tokens": load.new_tokens, "ignore_eos": True, "stream": True}
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         link.request("POST", "/v1/completions", json.dumps({"prompt": prompt, **wish}))
         answer = link.getresponse()
@@ -115,12 +131,14 @@ def client_seconds(port: int, options: Options) -> float:
         link.close()
 
     began = time.perf_counter()
-    with ThreadPoolExecutor(options.slots) as pool:
-        list(pool.map(ask, queue(options)))
+    with ThreadPoolExecutor(load.clients) as pool:
+        list(pool.map(ask, load.prompts))
     return time.perf_counter() - began
 
 
-def http_seconds(engine: Engine, options: Options) -> list[float]:
+def http_seconds(
+    engine: Engine, load: Load, *, tokenizer: Tokenizer, repeats: int
+) -> list[float]:
     """Serves an engine on loopback and times clients in a process of their own."""
     try:
         from recurjax.serving import server
@@ -128,8 +146,7 @@ def http_seconds(engine: Engine, options: Options) -> list[float]:
         from recurjax.serving.worker import Worker
     except ImportError as error:
         raise UserError(f"needs {error.name}: pip install 'recurjax[serve]'") from error
-    worker = Worker(lambda: engine, most_waiting=options.requests)
-    tokenizer = ByteTokenizer()
+    worker = Worker(lambda: engine, most_waiting=len(load.prompts))
     app = App(
         {"m": Served(name="m", worker=worker, tokenizer=tokenizer, template=None)}
     )
@@ -147,10 +164,10 @@ def http_seconds(engine: Engine, options: Options) -> list[float]:
         with ProcessPoolExecutor(1, mp_context=spawn) as clients:
 
             def once() -> float:
-                return clients.submit(client_seconds, port, options).result()
+                return clients.submit(client_seconds, port, load).result()
 
             once()  # imports, and the first connection
-            return [once() for _ in range(options.repeats)]
+            return [once() for _ in range(repeats)]
     finally:
         ended.set()
         thread.join()
@@ -196,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, and prints a table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="serving_times.py")
+    load, tokenizer = drawn_load(options), ByteTokenizer()
     made = options.requests * options.new_tokens
     longest = max(options.talk + 20, 257 + options.new_tokens)
     print(
@@ -214,8 +232,8 @@ def main(argv: list[str] | None = None) -> int:
         sizes = EngineConfig(
             slots=options.slots, length=longest, steps=4, states_gib=0.25
         )
-        engine = Engine(model, sizes, tokenizer=ByteTokenizer())
-        alone = median(lambda e=engine: engine_seconds(e, options), options.repeats)
+        engine = Engine(model, sizes, tokenizer=tokenizer)
+        alone = median(lambda e=engine: engine_seconds(e, load), options.repeats)
         turns = [
             median(
                 lambda e=engine, k=kept: second_turn_seconds(e, options, kept=k),
@@ -223,7 +241,9 @@ def main(argv: list[str] | None = None) -> int:
             )
             for kept in (True, False)
         ]
-        over = statistics.median(http_seconds(engine, options))
+        over = statistics.median(
+            http_seconds(engine, load, tokenizer=tokenizer, repeats=options.repeats)
+        )
         fits = [fitting(config, length, options) for length in (4096, 65536)]
         print(
             f"| {name} | {made / alone:,.0f} | {made / over:,.0f} "
