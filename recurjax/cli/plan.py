@@ -39,9 +39,12 @@ class PlanOptions:
     Attributes:
       topology: devices to plan for: v5e:16x16, v5p:4x4x4, v6e:2x2, h100:8, cpu, ...
       mesh: like data=4,fsdp=64,tensor=1; one axis may be -1; None: the experiment's.
-      program: which of its programs.
-      rows: texts that prefill and decode run at once; None: 8 for each data shard.
-      length: tokens of a prompt, or of the cache that decode reads; None: training's.
+      program: which of its programs; tick is one pass of a recursive model's block
+        over the slots of an engine whose tokens leave early.
+      rows: texts that prefill and decode run at once, or slots; None: 8 for each data
+        shard.
+      length: tokens of a prompt, of the cache that decode reads, or of a slot; None:
+        training's.
       price: US$ a device-hour; None: the list price, where there is one.
       json: also write everything to this file.
       plot: also draw a roofline into this PNG file.
@@ -74,7 +77,8 @@ class PlanOptions:
                 raise UserError(f"--{name} must be at least 1, got {value}")
         if (self.rows or self.length) and self.program in ("train", "evaluate"):
             raise UserError(
-                "--rows and --length are of prefill and decode: set --training.batch "
+                "--rows and --length are of prefill, decode and tick: set "
+                "--training.batch "
                 "and --training.length instead"
             )
         if self.sweep and self.program != "train":

@@ -27,13 +27,15 @@ def places() -> list[Path]:
     """Lists the folders that are looked at, in order.
 
     $RECURJAX_COMPILERS alone where it is set; else .compilers here, that of the clone
-    which this package runs from, and the user's cache.
+    which this package runs from, and the user's cache where there is one.
     """
     if os.environ.get(VARIABLE):
         return [Path(os.environ[VARIABLE]).expanduser()]
     beside = [_ROOT] if (_ROOT / "pyproject.toml").is_file() else []
     folders = [folder / ".compilers" for folder in (Path.cwd(), *beside)]
-    return [*dict.fromkeys(folders), user_cache() / "compilers"]
+    if (cache := user_cache()) is not None:
+        folders.append(cache / "compilers")
+    return [*dict.fromkeys(folders)]
 
 
 def find_compilers(plugin: str) -> Path | None:

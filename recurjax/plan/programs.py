@@ -11,15 +11,19 @@ from jax.sharding import PartitionSpec as P
 
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import batch_sums
+from recurjax.exits import ExitRule
 from recurjax.experiment import Experiment
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.decoding import decode, prefill
+from recurjax.inference.engine import EngineConfig
+from recurjax.inference.engine.slots import decode_slots, empty_slots
+from recurjax.inference.engine.ways import choose_way
 from recurjax.inference.sampling import PLAIN, sampling_rows
 from recurjax.sharding import check_batch, replicated
 from recurjax.training.program import batch_shapes, build_step, model_shapes
 from recurjax.types import Tokens
 
-ProgramName = Literal["train", "evaluate", "prefill", "decode"]
+ProgramName = Literal["train", "evaluate", "prefill", "decode", "tick"]
 ROWS_A_SHARD = 8
 """Texts that a device continues at once, unless told otherwise."""
 
@@ -56,14 +60,17 @@ def build_program(
 
     Args:
       experiment: with the batch, length and accumulation to plan for.
-      name: which program; "decode" makes one token of every row.
+      name: which program; "decode" makes one token of every row, "tick" takes every
+        slot of an engine over depth through one pass of a recursive model's block.
       mesh: of the devices.
-      rows: of prefill and decode; None: 8 for each of the mesh's data shards.
-      length: of the prompts, or of the cache that decode reads; None: training's.
+      rows: of prefill and decode, or slots; None: 8 for each of the mesh's data shards.
+      length: of the prompts, of the cache that decode reads, or of a slot; None:
+        training's.
 
     Raises:
       UserError: the model does not run on the mesh, or that does not divide the rows;
-        for "train" what `build_step` refuses, which training refuses too.
+        for "train" what `build_step` refuses, which training refuses too; a tick of a
+        model without loops, or on more than one device.
     """
     if name == "train":
         return _training(experiment, mesh)
@@ -75,6 +82,8 @@ def build_program(
     check_batch(texts, mesh, name="--rows")
     if name == "prefill":
         return _prefill(experiment, mesh, texts, tokens)
+    if name == "tick":
+        return _tick(experiment, mesh, texts, tokens)
     return _decode(experiment, mesh, texts, tokens)
 
 
@@ -176,6 +185,41 @@ def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Progr
         # One token of each row: the count is by token.
         own_flops=_forward_flops(experiment, rows, length) / length,
     )
+
+
+def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> Program:
+    if mesh.size > 1:
+        raise UserError(
+            "tokens leave early on one device: plan a tick for one, such as "
+            "--topology h100 --mesh data=1"
+        )
+    model = _as_multiplied(_model(experiment, mesh, length))
+    # Any rule that needs no trained head: which tokens leave does not change a tick.
+    rule = ExitRule(kind="confidence", threshold=0.5)
+    way = choose_way(model, EngineConfig(slots=slots, length=length, exit=rule), None)
+    state = jax.eval_shape(lambda: empty_slots(model, way, slots, length))
+    weights = jax.eval_shape(way.weights, model)
+    ended = jax.ShapeDtypeStruct((slots,), bool)
+    until_free = jax.ShapeDtypeStruct((), bool)
+    state, weights, ended, until_free = _place(
+        (state, weights, ended, until_free), replicated(mesh)
+    )
+    run = partial(decode_slots, way=way, steps=1, top=0)
+    return Program(
+        function=jax.jit(run, donate_argnums=2),
+        arguments=(model, weights, state, ended, until_free),
+        parts={"parameters": (model, weights), "caches": state},
+        tokens=slots,
+        own_flops=slots * _flops_of_a_tick(experiment, way.loops(model), length),
+    )
+
+
+def _flops_of_a_tick(experiment: Experiment, loops: int, length: int) -> float:
+    """Counts a slot's pass of the block, and its head, which every loop has."""
+    config = experiment.model
+    stack = config.stack.flops_per_token(length)
+    head = config.flops_per_token(length) - stack
+    return (stack / loops + head) / 3  # forward alone
 
 
 def _forward_flops(experiment: Experiment, rows: int, length: int) -> float:

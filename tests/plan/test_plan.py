@@ -5,19 +5,22 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jax
 import pytest
 from rich.console import Console
 
+from recurjax.errors import UserError
 from recurjax.plan import compilation
 from recurjax.plan.changes import _other_meshes, find_changes
 from recurjax.plan.child import read_failure
 from recurjax.plan.compilation import compile_elsewhere
 from recurjax.plan.planning import Plan, make_plan
+from recurjax.plan.programs import build_program
 from recurjax.plan.report import show_plan
 from recurjax.plan.topology import parse_topology
-from recurjax.sharding import AXES
+from recurjax.sharding import AXES, MeshConfig, make_mesh
 from tests.cli.commands import recurjax
-from tests.plan import measured_step
+from tests.plan import measured_step, small_experiments
 from tests.source_tree import ROOT
 from tests.training import tiny_experiment
 
@@ -232,6 +235,28 @@ def test_the_other_programs_are_planned_too(program):
     own, counted = plan.answer["own_flops"], plan.answer["flops"]["products"]
     # Prefill's head reads the last position only; a cache is longer than causal.
     assert 0.5 * own < counted < 2.5 * own
+
+
+@pytest.mark.slow
+def test_a_tick_is_planned_as_one_pass_of_the_block():
+    run = small_experiments.experiment("relaxed_recursive_transformer", "float32")
+    sizes = {"rows": 4, "length": 128}
+    plan = make_plan(run, parse_topology("cpu"), "tick", **sizes)
+    whole = make_plan(run, parse_topology("cpu"), "decode", **sizes)
+    assert plan.fits and plan.answer["memory"]["caches"] > 0
+    own, counted = plan.answer["own_flops"], plan.answer["flops"]["products"]
+    # Adapters of both loops are multiplied, and what leaving tokens lack is made.
+    assert own < counted < whole.answer["flops"]["products"]
+
+
+def test_a_tick_is_refused_where_no_engine_runs_one():
+    run = small_experiments.experiment("transformer")
+    with pytest.raises(UserError, match="only a recursive model has loops to leave"):
+        build_program(run, "tick", make_mesh(MeshConfig(data=1), jax.devices()[:1]))
+    run = small_experiments.experiment("relaxed_recursive_transformer")
+    mesh = make_mesh(MeshConfig(data=2), jax.devices()[:2])
+    with pytest.raises(UserError, match="leave early on one device: plan a tick"):
+        build_program(run, "tick", mesh)
 
 
 @pytest.mark.slow
