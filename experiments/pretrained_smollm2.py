@@ -184,5 +184,5 @@ def _show(name: str, figures: Any) -> None:
 
 
 if __name__ == "__main__":
-    host.prepare()
+    host.prepare(reading=True)
     main()

@@ -255,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    host.prepare()
+    host.prepare(reading=True)
     try:
         sys.exit(main())
     except UserError as error:

@@ -35,6 +35,7 @@ _DEBUG = "--debug"
 _OWN_FLAGS = "--own-xla-flags"
 _PACKAGE = Path(__file__).parents[1]
 _RUN_PROGRAMS = ("train", "generate", "chat", "serve", "evaluate", "bench")
+_READ_PROGRAMS = ("generate", "chat", "serve", "evaluate")
 _KEEP_PROGRAMS = ("train", "generate", "chat", "serve", "evaluate")
 """What XLA compiles for these is kept for the next time; `bench` times compilation."""
 
@@ -93,7 +94,8 @@ def _answer(argv: Sequence[str] | None) -> int:
             leaves_flags = _OWN_FLAGS in argv
             argv = [word for word in argv if word != _OWN_FLAGS]
             if owns_process:
-                host.prepare(flags=not leaves_flags)
+                reading = argv[0] in _READ_PROGRAMS
+                host.prepare(flags=not leaves_flags, reading=reading)
         kept = argv[0] in _KEEP_PROGRAMS and "--no-cache" not in argv
         if argv[0] in _KEEP_PROGRAMS:
             argv = [word for word in argv if word != "--no-cache"]

@@ -1,8 +1,10 @@
 """Settings of the process that make XLA faster; they count from its start.
 
 All are of the process, not of a program, so a library must not touch them: the command
-line and the scripts do, before jax is imported or asked for its devices. Those for CPU
-are measured in docs/benchmarks.md.
+line and the scripts do, before jax is imported or asked for its devices. Only the
+number of a CPU's devices is also set for who asks for a mesh of several
+(`reading_mesh`), which would otherwise be refused. Those for CPU are measured in
+docs/benchmarks.md.
 """
 
 import ctypes
@@ -10,13 +12,19 @@ import os
 import sys
 from importlib.metadata import version
 
+_CPU_PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type"
 _FLAGS = {
-    # XLA's YNN fusions are slower than its plain kernels on these models' products.
-    "--xla_cpu_experimental_ynn_fusion_type": "",
+    # XLA's YNN fusions are slower than its plain kernels on the products of training.
+    _CPU_PRODUCTS: "",
     # The loops over positions and layers as CUDA graphs: XLA leaves loops out of them
     # by default, and then launches each kernel of each turn by itself.
     "--xla_gpu_enable_command_buffer": "+WHILE",
     "--xla_gpu_command_buffer_unroll_loops": "true",
+}
+_READING = {
+    # The plain kernels take up to 30 times as long for a few rows times a matrix whose
+    # rows are the outputs, as a tied head is: 4 texts cost what 4 times one does.
+    _CPU_PRODUCTS: "individual_dot",
 }
 _DEVICES = "xla_force_host_platform_device_count"
 _KNOWN = ("0.10.", "0.11.", "0.12.")
@@ -26,7 +34,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 """glibc's names for what mallopt sets (malloc.h)."""
 
 
-def prepare(*, flags: bool = True) -> None:
+def prepare(*, flags: bool = True, reading: bool = False) -> None:
     """Keeps freed memory for the next step, and sets XLA's flags for these models.
 
     A training step frees its buffers and asks for the same ones again; by default
@@ -36,18 +44,19 @@ def prepare(*, flags: bool = True) -> None:
     Args:
       flags: whether to set those of XLA's that XLA_FLAGS does not name already; the
         others stand in any case.
+      reading: whether models are read and continued, and not trained.
     """
     if sys.platform == "linux":
         _keep_freed_memory()
     # A flag that this jaxlib does not know would end the process.
     if flags and version("jaxlib").startswith(_KNOWN):
-        _set_flags()
+        _set_flags(_FLAGS | _READING if reading else _FLAGS)
 
 
-def _set_flags() -> None:
+def _set_flags(wanted: dict[str, str]) -> None:
     given = os.environ.get("XLA_FLAGS", "").split()
     chosen = {flag.partition("=")[0] for flag in given}
-    ours = [f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in chosen]
+    ours = [f"{flag}={value}" for flag, value in wanted.items() if flag not in chosen]
     os.environ["XLA_FLAGS"] = " ".join([*given, *ours])
 
 

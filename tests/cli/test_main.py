@@ -58,7 +58,21 @@ def test_xla_s_flags_can_be_left_alone(monkeypatch, words, flags):
     monkeypatch.setattr(main, "_find", lambda _: lambda argv: told.append(argv) or 0)
     monkeypatch.setattr(main.host, "prepare", lambda **said: told.append(said))
     assert main._answer(None) == 0
-    assert told == [{"flags": flags}, ["rat"]]
+    assert told == [{"flags": flags, "reading": False}, ["rat"]]
+
+
+@pytest.mark.parametrize(
+    ("command", "reading"), [("train", False), ("generate", True), ("serve", True)]
+)
+def test_who_continues_texts_has_the_products_of_few_rows(
+    monkeypatch, command, reading
+):
+    told = []
+    monkeypatch.setattr(sys, "argv", ["recurjax", command, "--no-cache"])
+    monkeypatch.setattr(main, "_find", lambda _: lambda argv: 0)
+    monkeypatch.setattr(main.host, "prepare", lambda **said: told.append(said))
+    assert main._answer(None) == 0
+    assert told == [{"flags": True, "reading": reading}]
 
 
 @pytest.mark.parametrize("word", ["caf\udce9", "\ud800", "a\0b"])

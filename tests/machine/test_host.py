@@ -8,33 +8,34 @@ import pytest
 
 _PROGRAM = """
 from recurjax.machine import host
-host.prepare()
+host.prepare(reading={reading})
 import os, jax, jax.numpy as jnp
 x = jnp.arange(6.0).reshape(2, 3)
 print(os.environ["XLA_FLAGS"], jax.jit(lambda x: x @ x.T)(x).tolist())
 """
 
 
+PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type"
 OURS = {
-    "--xla_cpu_experimental_ynn_fusion_type": "",
+    PRODUCTS: "",
     "--xla_gpu_enable_command_buffer": "+WHILE",
     "--xla_gpu_command_buffer_unroll_loops": "true",
 }
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "reading"),
     [
-        "",
-        "--xla_cpu_experimental_ynn_fusion_type=dot "
-        "--xla_gpu_enable_command_buffer=-FUSION",
+        ("", False),
+        ("", True),
+        (f"{PRODUCTS}=dot --xla_gpu_enable_command_buffer=-FUSION", True),
     ],
 )
-def test_jax_starts_and_a_choice_already_made_stands(flags):
+def test_jax_starts_and_a_choice_already_made_stands(flags, reading):
     """Jax takes the flag in the installed version, and computes the same."""
     environment = os.environ | {"XLA_FLAGS": flags}
     child = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
+        [sys.executable, "-c", _PROGRAM.format(reading=reading)],
         env=environment,
         capture_output=True,
         text=True,
@@ -43,9 +44,20 @@ def test_jax_starts_and_a_choice_already_made_stands(flags):
     assert child.returncode == 0, child.stderr
     told, computed = child.stdout.strip().split(" [", 1)
     chosen = dict(flag.split("=") for flag in flags.split())
-    assert dict(flag.split("=") for flag in told.split()) == OURS | chosen
+    ours = OURS | ({PRODUCTS: "individual_dot"} if reading else {})
+    assert dict(flag.split("=") for flag in told.split()) == ours | chosen
     assert computed == "[5.0, 14.0], [14.0, 50.0]]"
 
+
+_CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+_OF_TWO_CORES = pytest.mark.skipif(
+    (_CORES or 1) < 2, reason="one core has one device: needs two"
+)
+_CLEARED = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+} | {"JAX_PLATFORMS": "cpu"}
 
 _DEVICES = """
 from recurjax.machine import host
@@ -57,15 +69,14 @@ print(before, jax.device_count())
 """
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core has one device")
+@_OF_TWO_CORES
 @pytest.mark.parametrize(
     ("count", "given", "expected"), [(2, {}, 2), (2, {"JAX_NUM_CPU_DEVICES": "1"}, 1)]
 )
 def test_a_mesh_has_its_devices_unless_their_number_is_given(count, given, expected):
-    cleared = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     child = subprocess.run(
         [sys.executable, "-c", _DEVICES.format(count=count)],
-        env=os.environ | cleared | given,
+        env=_CLEARED | given,
         capture_output=True,
         text=True,
         check=False,
@@ -80,13 +91,12 @@ print(reading_mesh(MeshConfig(data=1, tensor=2)).size)
 """
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core has one device")
+@_OF_TWO_CORES
 def test_what_reads_a_model_on_a_mesh_starts_its_devices():
     """As `generate`, `evaluate`, `convert`, `chat` and `serve` do in a shell."""
-    cleared = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     child = subprocess.run(
         [sys.executable, "-c", _READING],
-        env=os.environ | cleared,
+        env=_CLEARED,
         capture_output=True,
         text=True,
         check=False,
