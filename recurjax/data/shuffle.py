@@ -63,14 +63,15 @@ class EndlessOrder:
 
     def following(self, place: int, many: int) -> list[int]:
         """Returns the numbers at `many` places from `place` on."""
-        epoch, at = divmod(place, self._count)
-        begin = at % self._stretch
-        made = self._made.get((epoch, at - begin))
-        if made is None:
-            made = self._make(epoch, at - begin)
-        found = made[begin : begin + many]
-        if (left := many - len(found)) and found:
-            found += self.following(place + len(found), left)
+        found: list[int] = []
+        # A stretch ends where an epoch does; a small set's many epochs are as many.
+        while (left := many - len(found)) > 0:
+            epoch, at = divmod(place + len(found), self._count)
+            begin = at % self._stretch
+            made = self._made.get((epoch, at - begin))
+            if made is None:
+                made = self._make(epoch, at - begin)
+            found += made[begin : begin + left]
         return found
 
     def _make(self, epoch: int, first: int) -> list[int]:

@@ -80,3 +80,9 @@ def test_places_that_follow_each_other_are_found_at_once(count):
         want = [alone(place + n) for n in range(12)]
         assert order.following(place, 12) == want
     assert order.following(3, 0) == []
+
+
+def test_places_of_many_epochs_are_found_at_once():
+    """As a large batch of a mixture asks a tiny part for its rows."""
+    order, alone = EndlessOrder(2, 1), EndlessOrder(2, 1)
+    assert order.following(1, 2500) == [alone(1 + n) for n in range(2500)]
