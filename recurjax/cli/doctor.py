@@ -25,7 +25,7 @@ _EXTRAS = {
     "tensorflow-datasets": "tfds",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
-    "mlflow": "mlflow",
+    "mlflow-skinny": "mlflow",
     "gcsfs": "cloud",
     "s3fs": "s3",
     "gguf": "gguf",
@@ -178,7 +178,9 @@ def _compilers() -> Iterator[str]:
 def _disk() -> Iterator[str]:
     folders = {"runs": Path.cwd(), "compilers": compilers.places()[-1]}
     if (cache := caches.cache_folder()) is None:
-        yield f"compiled programs and copies: not kept, as ${caches.VARIABLE} is empty"
+        empty = caches.VARIABLE in os.environ
+        why = f"${caches.VARIABLE} is empty" if empty else "the user has no home"
+        yield f"compiled programs and copies: not kept, as {why}"
     else:
         folders["compiled programs and copies"] = cache
     for what, folder in folders.items():

@@ -7,18 +7,25 @@ from pathlib import Path
 VARIABLE = "RECURJAX_CACHE"
 
 
-def user_cache() -> Path:
-    """Returns the folder of this library below the user's cache folder."""
+def user_cache() -> Path | None:
+    """Returns the folder of this library below the user's cache folder.
+
+    None: the user has no home, as in a container that runs under any number.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "recurjax"
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "recurjax"
+        folder = "~/Library/Caches"
+    try:
+        return Path(folder).expanduser() / "recurjax"
+    except RuntimeError:
+        return None
 
 
 def cache_folder() -> Path | None:
     """Returns `$RECURJAX_CACHE`, by default the user's folder.
 
-    None: the variable is set to nothing, so that nothing is to be kept.
+    None: the variable is set to nothing, so that nothing is to be kept, or it is not
+    set and the user has no home.
     """
     given = os.environ.get(VARIABLE)
     if given == "":

@@ -3,6 +3,7 @@
 import json
 import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -156,6 +157,20 @@ def test_doctor_says_which_backend_each_operation_takes(monkeypatch):
 def test_doctor_names_the_folder_that_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("RECURJAX_CACHE", str(tmp_path / "not there yet"))
     _, out, _ = recurjax("doctor")
-    assert re.search(rf"copies: .* GB free at {tmp_path}/not there yet\n", out)
+    assert re.search(
+        rf"copies: .* GB free at {re.escape(str(tmp_path))}/not there yet\n", out
+    )
     monkeypatch.setenv("RECURJAX_CACHE", "")
-    assert "copies: not kept" in recurjax("doctor")[1]
+    assert "copies: not kept, as $RECURJAX_CACHE is empty" in recurjax("doctor")[1]
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch):
+    """As in a container that runs under a number that no user has."""
+
+    def homeless(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("RECURJAX_CACHE", raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    code, out, _ = recurjax("doctor")
+    assert code == 0 and "copies: not kept, as the user has no home" in out
