@@ -77,7 +77,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) --editable '.[test]'
 	@touch $@
 
-.venv-torch/.installed:
+.venv-torch/.installed: constraints.txt
 	$(PYTHON) -m venv .venv-torch
 	@echo "installing PyTorch and transformers into .venv-torch"
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch transformers numpy safetensors

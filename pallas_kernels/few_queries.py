@@ -4,7 +4,8 @@ XLA has products over batch dimensions that come first, so that [B, S, K, E] by 
 head costs a transposed copy of keys and of values. It pays off when many queries read
 the copy; for one, the copy is the step. Here all heads' keys of a token are one row of
 width K E, and a query is such a row too, zero outside its own head. That multiplies
-K times as often, beside a memory that decides how long a step takes.
+K times as often, beside a memory that decides how long a step takes. The zeros meet the
+other heads' keys: one that is infinite makes the logits of all heads NaN.
 """
 
 import jax.numpy as jnp

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -230,9 +231,28 @@ def assert_same_parameters(one, other):
 
 def needs(*packages):
     """Skips, saying why, unless an interpreter with these packages is at hand."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if PYTHON is None and missing:
-        pytest.skip(f"{', '.join(missing)} not installed; see RECURJAX_TORCH_PYTHON")
+    if missing := _missing(packages):
+        where = "" if PYTHON is None else f" in {PYTHON}"
+        pytest.skip(
+            f"{', '.join(missing)} not installed{where}; see RECURJAX_TORCH_PYTHON"
+        )
+
+
+_ASKS = """
+import sys
+from importlib.util import find_spec
+print(*[name for name in sys.argv[1:] if find_spec(name) is None])
+"""
+
+
+@cache
+def _missing(packages):
+    if PYTHON is None:
+        return [name for name in packages if importlib.util.find_spec(name) is None]
+    asked = subprocess.run(
+        [PYTHON, "-c", _ASKS, *packages], capture_output=True, text=True, check=True
+    )
+    return asked.stdout.split()
 
 
 def few_tokens(length):

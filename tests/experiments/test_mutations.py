@@ -16,6 +16,8 @@ def test_each_mutation_changes_exactly_one_place_of_a_file():
     }
     assert wrong == {}
     assert len(TABLE) >= 95 and len({one.name for one in TABLE}) == len(TABLE)
+    same = {(one.file, one.line.strip(), one.instead.strip()) for one in TABLE}
+    assert len(same) == len(TABLE)
 
 
 def test_the_tests_that_should_notice_it_are_there():

@@ -85,7 +85,7 @@ def forward(
         (numbers, weights),
         # In a loop XLA copies each layer's weights out of the stack before it
         # multiplies by them; a layer that has a number is read where it lies. On a CPU
-        # that gains nothing, and to compile takes as often as long as there are layers.
+        # that gains nothing, and L layers would take L times as long to compile.
         unroll=target.current().platform != "cpu",
     )
     cache = cache._replace(keys=keys, values=values, position=cache.position + count)
