@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     engine = seconds = None
     # The most slots last: what follows is measured on their engine.
     for slots in sorted(options.slots):
-        load = Load(prompts=prompts, new_tokens=options.new_tokens, clients=slots)
+        load = Load(prompts=prompts, new_tokens=options.new_tokens)
         engine = Engine(
             model, EngineConfig(slots=slots, length=length), tokenizer=run.tokenizer
         )
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     print("|---|---|---|---|", flush=True)
     for share in options.shares:
         rate = share * options.requests / seconds
-        load = Load(prompts=prompts, new_tokens=options.new_tokens, clients=1)
+        load = Load(prompts=prompts, new_tokens=options.new_tokens)
         late = waits(engine, load, rate=rate, arrivals=options.arrivals)
         p50, p95 = np.percentile(late, [50, 95]) * 1e3
         print(

@@ -47,7 +47,7 @@ class Options:
       width, layers, heads: of the models.
       requests: in the queue; of prompts of 32 to 256 tokens.
       new_tokens: of each.
-      slots: requests at once, and clients.
+      slots: requests at once.
       talk: tokens of the talk whose next turn is timed.
       repeats: of each figure; the median is told.
       memory_gib: that slots are counted for.
@@ -90,12 +90,10 @@ class Load:
     Attributes:
       prompts: token ids, one list a request.
       new_tokens: of each; no EOS ends one.
-      clients: that ask over HTTP at once.
     """
 
     prompts: list[list[int]]
     new_tokens: int
-    clients: int
 
 
 def drawn_load(options: Options) -> Load:
@@ -103,7 +101,7 @@ def drawn_load(options: Options) -> Load:
     draw = np.random.default_rng(0)
     lengths = draw.integers(32, 257, options.requests)
     prompts = [draw.integers(0, 256, length).tolist() for length in lengths]
-    return Load(prompts=prompts, new_tokens=options.new_tokens, clients=options.slots)
+    return Load(prompts=prompts, new_tokens=options.new_tokens)
 
 
 def engine_seconds(engine: Engine, load: Load) -> float:
@@ -118,7 +116,7 @@ def engine_seconds(engine: Engine, load: Load) -> float:
 
 
 def client_seconds(port: int, load: Load) -> float:
-    """Sends a queue as streams, so many at once."""
+    """Sends a queue as streams, all at once: the server has the engine's own queue."""
 
     def ask(prompt: list[int]) -> None:
         wish = {"max_tokens": load.new_tokens, "ignore_eos": True, "stream": True}
@@ -131,7 +129,7 @@ def client_seconds(port: int, load: Load) -> float:
         link.close()
 
     began = time.perf_counter()
-    with ThreadPoolExecutor(load.clients) as pool:
+    with ThreadPoolExecutor(len(load.prompts)) as pool:
         list(pool.map(ask, load.prompts))
     return time.perf_counter() - began
 

@@ -280,7 +280,11 @@ class Engine:
         ends = [len(reading.request.prompt), size * (at // size + 1)]
         if self.config.states_gib:
             ends += [mark for mark in reading.request.settings.keep if mark > at]
-        return min(ends) - at
+        count = min(ends) - at
+        # Sweeps are near the exact state by as much as a piece is long.
+        if self.config.prefill != "exact":
+            return count
+        return self._programs.first_part(count)
 
     def _read(self, reading: _Reading, count: int) -> None:
         request, end = reading.request, reading.at + count

@@ -27,6 +27,9 @@ from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.types import Array, Cache
 
+_WORTH_A_CALL = 64
+"""Tokens of padding that take about as long as a call reads weights (on two cores)."""
+
 
 class Programs:
     """What runs on the device, for a model and sizes that are fixed.
@@ -132,6 +135,16 @@ class Programs:
     def fresh(self) -> Cache:
         """Makes an empty cache of one row."""
         return self._fresh()
+
+    def first_part(self, count: int) -> int:
+        """Returns how many of `count` tokens to read first.
+
+        Fewer than all where the padding of one call would cost more than another call.
+        """
+        fits = next(n for n, width in enumerate(self.widths) if width >= count)
+        if not fits or self.widths[fits] - count < _WORTH_A_CALL:
+            return count
+        return self.widths[fits - 1]
 
     def read(
         self, cache: Cache, ids: Int32[np.ndarray, " T"]

@@ -9,7 +9,7 @@ import pytest
 
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.inference.engine import EngineConfig, RequestSettings
+from recurjax.inference.engine import EngineConfig, RequestSettings, programs
 from recurjax.inference.engine.kept_states import KeptStates
 from recurjax.inference.engine.memory import row_bytes, slots_that_fit, tree_bytes
 from recurjax.inference.engine.sequence_wise import SequenceWise
@@ -303,6 +303,44 @@ def test_engines_that_cannot_be_are_refused_in_a_sentence():
         build_engine(model, EngineConfig(slots=1, length=8, prefill="sweeps:2"))
     with pytest.raises(UserError, match="257 tokens, the model only 17"):
         build_engine(model, SIZES, tokenizer=BYTES)
+
+
+@pytest.mark.parametrize(
+    ("count", "parts"),
+    [
+        (1, [1]),
+        (16, [16]),
+        (65, [65]),
+        (144, [128, 16]),
+        (200, [200]),
+        (161, [128, 33]),
+    ],
+)
+def test_much_padding_is_another_call(count, parts):
+    sizes = object.__new__(programs.Programs)
+    sizes.widths = EngineConfig(prefill_tokens=512).widths
+    found = []
+    while count:
+        found.append(sizes.first_part(count))
+        count -= found[-1]
+    assert found == parts
+
+
+def test_a_prompt_that_is_read_in_parts_has_the_same_tokens(monkeypatch):
+    sizes = EngineConfig(slots=1, length=48, prefill_tokens=32, steps=3)
+    engine = build_engine(build_model("rnn"), sizes)
+    calls, read = [], engine._programs.read
+    prompt = np.random.default_rng(0).integers(9, size=18)
+
+    def counted(cache, ids):
+        calls.append(len(ids))
+        return read(cache, ids)
+
+    monkeypatch.setattr(engine._programs, "read", counted)
+    whole = alone(engine, prompt, greedy())
+    monkeypatch.setattr(programs, "_WORTH_A_CALL", 8)
+    assert alone(engine, prompt, greedy()) == whole
+    assert calls == [18, 16, 2]
 
 
 def test_widths_double_up_to_the_longest_piece():
