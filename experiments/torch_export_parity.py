@@ -1,10 +1,12 @@
 """PyTorch exports of small trained models beside the models themselves: one row each.
 
 The small models of the folders beside, trained for a few steps on the embedded text,
-are exported and run on both sides on rows of the validation split: logits, layers and
-64 greedy tokens. The PyTorch side runs in --torch-python, or in a virtual environment
-made here with nothing but torch, numpy, safetensors and what they ask for. Expect about
-5 minutes on two cores, and differences of float32's rounding.
+and the small Transformer looped twice with additions of rank 8 and with half of its
+heads replaced by Mamba, are exported and run on both sides on rows of the validation
+split: logits, layers and 64 greedy tokens. The PyTorch side runs in --torch-python, or
+in a virtual environment made here with nothing but torch, numpy, safetensors and what
+they ask for. Expect about 8 minutes on two cores, and differences of float32's
+rounding.
 
     python experiments/torch_export_parity.py --out runs/torch_export_parity
 """
@@ -14,6 +16,7 @@ import dataclasses
 import subprocess
 import tempfile
 import venv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +26,69 @@ from recurjax.convert.torch import to_torch
 from recurjax.data.dataset import open_dataset
 from recurjax.files.json_files import json_text
 from recurjax.files.whole import write_whole
-from recurjax.model import count_parameters
+from recurjax.layers.position import Rope
+from recurjax.model import StackConfig, count_parameters
 from recurjax.run_table import load_experiment
 from recurjax.training.loop import train
 from recurjax.training.run import LoadedRun, load_run
+from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
+from recurjax.variants.transformer import TransformerConfig
 
 FOLDER = Path(__file__).parent
+TRANSFORMER = "recurrent_transformer/runs.py:shakespeare_transformer"
 MODELS = {
-    "transformer": "recurrent_transformer/runs.py:shakespeare_transformer",
+    "transformer": TRANSFORMER,
     "recurrent_transformer": "recurrent_transformer/runs.py:shakespeare_recurrent",
     "rat": "rat/runs.py:shakespeare_rat16",
     "latent_recurrent_transformer": (
         "latent_recurrent_transformer/runs.py:shakespeare_shared"
     ),
+    "relaxed_recursive_transformer": TRANSFORMER,
+    "recurformer": TRANSFORMER,
 }
 PACKAGES = ("torch==2.13.0", "numpy", "safetensors")
 ROWS, LENGTH = 4, 64
 
 
+def looped(base: TransformerConfig) -> StackConfig:
+    """Returns the base with one block of half its layers, run twice."""
+    return RelaxedRecursiveTransformerConfig(
+        transformer=base, loops=2, rank=8, tie_norms=False
+    )
+
+
+def with_mamba(base: TransformerConfig) -> StackConfig:
+    """Returns the base with the even heads of each layer replaced."""
+    # A layer whose heads are replaced knows positions by rotation only, and has norms
+    # by head.
+    attention = dataclasses.replace(
+        base.attention, position=Rope(), qk_norm_over="head"
+    )
+    base = dataclasses.replace(base, attention=attention)
+    even = tuple(range(0, attention.heads, 2))
+    return RecurFormerConfig(
+        transformer=base, replaced=(even,) * base.layers, mamba=MambaConfig(dt_rank=16)
+    )
+
+
+MADE: dict[str, Callable[[TransformerConfig], StackConfig]] = {
+    "relaxed_recursive_transformer": looped,
+    "recurformer": with_mamba,
+}
+"""Stacks that are made of the Transformer's."""
+
+
 def trained(name: str, steps: int, runs: Path) -> LoadedRun:
     """Trains a model, or finds it trained."""
     experiment = load_experiment(FOLDER / MODELS[name])
+    if (make := MADE.get(name)) is not None:
+        base = experiment.model.stack
+        assert isinstance(base, TransformerConfig)
+        model = dataclasses.replace(experiment.model, stack=make(base))
+        experiment = dataclasses.replace(experiment, model=model)
     experiment = dataclasses.replace(
         experiment,
         name=name,

@@ -93,15 +93,23 @@ class ServedRow(Row):
 
 
 def rows(
-    *, large: bool, dtype: Dtype, repeats: int, requests: int = REQUESTS
+    *,
+    large: bool,
+    dtype: Dtype,
+    repeats: int,
+    requests: int = REQUESTS,
+    slots: int | None = None,
 ) -> Iterator[Row]:
     """Runs the queue on an engine of each policy, in turns of one process.
 
     Args:
       repeats: of the parts; the queue runs a fifth as often, at least once.
       requests: in the queue.
+      slots: of each engine; None: the shape's.
     """
     shape = LARGE if large else SMALL
+    if slots is not None:
+        shape = shape | {"B": slots}
     text, held_out = _source()
     own, first, full = stacks(shape)
     # Every loop learns to predict: rules look at what it says.

@@ -44,6 +44,7 @@ class Bench:
       dtype: of activations and matrix products.
       repeats: timed calls of each program, after its warm-up.
       requests: in the queue of a bench that serves one; fewer are quicker.
+      slots: of its engines; None: the bench's own.
     """
 
     what: Annotated[str, tyro.conf.Positional]
@@ -52,6 +53,7 @@ class Bench:
     dtype: Literal["float32", "bfloat16"] = "float32"
     repeats: int = 10
     requests: int | None = None
+    slots: int | None = None
 
 
 def run(argv: list[str]) -> int:
@@ -59,8 +61,11 @@ def run(argv: list[str]) -> int:
     options = parse(Bench, argv, prog="recurjax bench")
     if options.repeats < 1:
         raise UserError(f"--repeats must be at least 1, got {options.repeats}")
-    if options.requests is not None and options.requests < 1:
-        raise UserError(f"--requests must be at least 1, got {options.requests}")
+    served = {"requests": options.requests, "slots": options.slots}
+    served = {name: count for name, count in served.items() if count is not None}
+    for name, count in served.items():
+        if count < 1:
+            raise UserError(f"--{name} must be at least 1, got {count}")
     if options.what not in BENCHES:
         near = difflib.get_close_matches(options.what, BENCHES, n=1)
         known = ", ".join(BENCHES)
@@ -71,8 +76,9 @@ def run(argv: list[str]) -> int:
         import_module(f"recurjax.bench.{name}") for name in BENCHES[options.what]
     ]
     serving = [one for one in benches if "requests" in signature(one.rows).parameters]
-    if options.requests is not None and not serving:
-        raise UserError(f"{options.what} serves no queue: leave out --requests")
+    if served and not serving:
+        words = " and ".join(f"--{name}" for name in served)
+        raise UserError(f"{options.what} serves no queue: leave out {words}")
     sizes = {
         "large": options.large,
         "dtype": options.dtype,
@@ -80,9 +86,7 @@ def run(argv: list[str]) -> int:
     }
     measured, told = [], []
     for bench in benches:
-        own = {}
-        if options.requests is not None and bench in serving:
-            own["requests"] = options.requests
+        own = served if bench in serving else {}
         found = []
         for row in bench.rows(**sizes, **own):
             # To standard error, row by row: the table comes at the end, which may be an
