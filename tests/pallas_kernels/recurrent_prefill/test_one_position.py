@@ -93,6 +93,7 @@ def turned(jaxpr) -> Iterator[int]:
 
 
 def test_a_step_on_a_cpu_turns_no_cache(monkeypatch):
+    """In the program as it is traced; XLA may lay out copies of its own."""
     case = PLAIN._replace(layers=3)
     run, (x, weights, _), rows = step(case)
     empty = empty_cache(case.layers, case.batch, 512, case.spec)
