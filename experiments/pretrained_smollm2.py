@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from recurjax.bench.torch_peer import answer_of
 from recurjax.data.config import DataConfig, EmbeddedText
 from recurjax.data.dataset import open_dataset
 from recurjax.evaluation.perplexity import Score, score
@@ -141,14 +142,7 @@ def transformers_figures(python: str, gguf: Path, run: LoadedRun) -> dict[str, A
         "new_tokens": NEW_TOKENS,
         "decoded": DECODED,
     }
-    done = subprocess.run(
-        [python, str(script)],
-        input=json.dumps(question),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer = answer_of(python, script, given=json.dumps(question))
     answer["continuations"] = [
         run.tokenizer.decode(np.array(row)) for row in answer.pop("tokens")
     ]

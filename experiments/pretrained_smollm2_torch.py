@@ -9,14 +9,20 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
 
-def main() -> None:
-    """Reads a question as JSON and answers it on the last line of standard output."""
+def asked():
+    """Reads a question as JSON and the model of the file that it names."""
     question = json.loads(sys.stdin.read())
     path = Path(question["gguf"])
     torch.set_num_threads(2)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    )
+    return question, model.eval()
+
+
+def main() -> None:
+    """Answers a question as JSON on the last line of standard output."""
+    question, model = asked()
     paragraph = torch.tensor([question["paragraph"]])
     with torch.no_grad():
         nats = model(paragraph, labels=paragraph).loss.item()

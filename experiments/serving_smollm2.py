@@ -17,7 +17,6 @@ Any run of ours can be named; --gguf is what transformers reads.
 
 import json
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -27,11 +26,12 @@ import numpy as np
 from pretrained_smollm2 import find_gguf
 from serving_times import Load, engine_seconds, http_seconds, median
 
+from recurjax.bench.torch_peer import answer_of
 from recurjax.cli.options import parse
 from recurjax.data.corpora import embedded_text
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
-from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
+from recurjax.inference.engine import Engine, EngineConfig
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.machine import host
@@ -107,13 +107,12 @@ def waits(engine: Engine, load: Load, *, rate: float, arrivals: int) -> np.ndarr
     """Returns seconds from arrival to first token, of Poisson arrivals at a rate."""
     draw = np.random.default_rng(1)
     arriving = np.cumsum(draw.exponential(1 / rate, arrivals))
-    settings = RequestSettings(max_new_tokens=load.new_tokens, ignore_eos=True)
     began, requests = time.monotonic(), []
     while len(requests) < arrivals or engine.busy:
         now = time.monotonic() - began
         while len(requests) < arrivals and arriving[len(requests)] <= now:
             prompt = load.prompts[len(requests) % len(load.prompts)]
-            requests.append(engine.submit(prompt, settings))
+            requests.append(engine.submit(prompt, load.settings))
         if engine.busy:
             engine.step()
         else:
@@ -141,16 +140,8 @@ def transformers_seconds(options: Options, load: Load, rows: int) -> float:
         "repeats": options.repeats,
     }
     script = Path(__file__).with_name("serving_smollm2_torch.py")
-    done = subprocess.run(
-        [options.torch_python, str(script)],
-        input=json.dumps(question),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UserError(f"--torch-python: {options.torch_python} failed: {last}")
-    return statistics.median(json.loads(done.stdout.splitlines()[-1])["seconds"])
+    answer = answer_of(options.torch_python, script, given=json.dumps(question))
+    return statistics.median(answer["seconds"])
 
 
 def main(argv: list[str] | None = None) -> int:

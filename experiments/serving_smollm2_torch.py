@@ -1,22 +1,16 @@
 """Batches of SmolLM2 by transformers' `generate`; `serving_smollm2.py` calls it."""
 
 import json
-import sys
 import time
-from pathlib import Path
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
+from pretrained_smollm2_torch import asked
 
 
 def main() -> None:
-    """Reads a question as JSON and answers it on the last line of standard output."""
-    question = json.loads(sys.stdin.read())
-    path = Path(question["gguf"])
-    torch.set_num_threads(2)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    """Answers a question as JSON on the last line of standard output."""
+    question, model = asked()
     prompts, rows = question["prompts"], question["rows"]
     batches = [prompts[at : at + rows] for at in range(0, len(prompts), rows)]
     padded = [left_padded(batch) for batch in batches]

@@ -95,6 +95,11 @@ class Load:
     prompts: list[list[int]]
     new_tokens: int
 
+    @property
+    def settings(self) -> RequestSettings:
+        """Each request's."""
+        return RequestSettings(max_new_tokens=self.new_tokens, ignore_eos=True)
+
 
 def drawn_load(options: Options) -> Load:
     """Draws prompts of 32 to 256 tokens."""
@@ -106,10 +111,9 @@ def drawn_load(options: Options) -> Load:
 
 def engine_seconds(engine: Engine, load: Load) -> float:
     """Runs a queue on the engine alone."""
-    settings = RequestSettings(max_new_tokens=load.new_tokens, ignore_eos=True)
     began = time.perf_counter()
     for prompt in load.prompts:
-        engine.submit(prompt, settings)
+        engine.submit(prompt, load.settings)
     while engine.busy:
         engine.step()
     return time.perf_counter() - began

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from recurjax.errors import UserError
 
@@ -30,9 +31,23 @@ def ask(
     """
     question = {"arrays": str(arrays), "heads": heads}
     question |= {"threads": threads, "repeats": repeats}
-    command = [python, str(_SIDE), str(script), json.dumps(question)]
+    return answer_of(python, _SIDE, str(script), json.dumps(question))
+
+
+def answer_of(python: str, script: Path, *words: str, given: str | None = None) -> Any:
+    """Runs a script in that interpreter; returns the JSON of the last line it prints.
+
+    Args:
+      python: the interpreter.
+      words: for the script's command line.
+      given: for its standard input.
+
+    Raises:
+      UserError: the interpreter cannot be run, or the script failed.
+    """
+    command = [python, str(script), *words]
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, input=given, capture_output=True, text=True)
     except OSError as error:
         raise UserError(f"--torch-python: {error}") from error
     if done.returncode:

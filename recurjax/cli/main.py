@@ -34,10 +34,11 @@ _INTERRUPTED = 130
 _DEBUG = "--debug"
 _OWN_FLAGS = "--own-xla-flags"
 _PACKAGE = Path(__file__).parents[1]
-_RUN_PROGRAMS = ("train", "generate", "chat", "serve", "evaluate", "bench")
 _READ_PROGRAMS = ("generate", "chat", "serve", "evaluate")
-_KEEP_PROGRAMS = ("train", "generate", "chat", "serve", "evaluate")
+_KEEP_PROGRAMS = ("train", *_READ_PROGRAMS)
 """What XLA compiles for these is kept for the next time; `bench` times compilation."""
+
+_RUN_PROGRAMS = (*_KEEP_PROGRAMS, "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -51,28 +51,24 @@ def test_the_sentence_names_the_place_in_our_code(monkeypatch):
     assert "of its own in recurjax/cli/main.py, line " in err
 
 
-@pytest.mark.parametrize(("words", "flags"), [([], True), (["--own-xla-flags"], False)])
-def test_xla_s_flags_can_be_left_alone(monkeypatch, words, flags):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench"], {"flags": True, "reading": False}),
+        (["bench", "--own-xla-flags"], {"flags": False, "reading": False}),
+        (["train", "--no-cache"], {"flags": True, "reading": False}),
+        (["generate", "--no-cache"], {"flags": True, "reading": True}),
+        (["serve", "--no-cache"], {"flags": True, "reading": True}),
+    ],
+)
+def test_a_command_has_xla_s_flags_for_what_it_does(monkeypatch, words, said):
+    """Who continues texts has the products of few rows; flags can be left alone."""
     told = []
-    monkeypatch.setattr(sys, "argv", ["recurjax", "bench", *words, "rat"])
+    monkeypatch.setattr(sys, "argv", ["recurjax", *words, "rat"])
     monkeypatch.setattr(main, "_find", lambda _: lambda argv: told.append(argv) or 0)
     monkeypatch.setattr(main.host, "prepare", lambda **said: told.append(said))
     assert main._answer(None) == 0
-    assert told == [{"flags": flags, "reading": False}, ["rat"]]
-
-
-@pytest.mark.parametrize(
-    ("command", "reading"), [("train", False), ("generate", True), ("serve", True)]
-)
-def test_who_continues_texts_has_the_products_of_few_rows(
-    monkeypatch, command, reading
-):
-    told = []
-    monkeypatch.setattr(sys, "argv", ["recurjax", command, "--no-cache"])
-    monkeypatch.setattr(main, "_find", lambda _: lambda argv: 0)
-    monkeypatch.setattr(main.host, "prepare", lambda **said: told.append(said))
-    assert main._answer(None) == 0
-    assert told == [{"flags": True, "reading": reading}]
+    assert told == [said, ["rat"]]
 
 
 @pytest.mark.parametrize("word", ["caf\udce9", "\ud800", "a\0b"])

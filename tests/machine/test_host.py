@@ -23,6 +23,19 @@ OURS = {
 }
 
 
+def run(program, environment):
+    """Returns what a program prints in a process of its own."""
+    child = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
 @pytest.mark.parametrize(
     ("flags", "reading"),
     [
@@ -34,15 +47,8 @@ OURS = {
 def test_jax_starts_and_a_choice_already_made_stands(flags, reading):
     """Jax takes the flag in the installed version, and computes the same."""
     environment = os.environ | {"XLA_FLAGS": flags}
-    child = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(reading=reading)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    told, computed = child.stdout.strip().split(" [", 1)
+    said = run(_PROGRAM.format(reading=reading), environment)
+    told, computed = said.strip().split(" [", 1)
     chosen = dict(flag.split("=") for flag in flags.split())
     ours = OURS | ({PRODUCTS: "individual_dot"} if reading else {})
     assert dict(flag.split("=") for flag in told.split()) == ours | chosen
@@ -74,15 +80,8 @@ print(before, jax.device_count())
     ("count", "given", "expected"), [(2, {}, 2), (2, {"JAX_NUM_CPU_DEVICES": "1"}, 1)]
 )
 def test_a_mesh_has_its_devices_unless_their_number_is_given(count, given, expected):
-    child = subprocess.run(
-        [sys.executable, "-c", _DEVICES.format(count=count)],
-        env=_CLEARED | given,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.split() == [str(expected)] * 2
+    said = run(_DEVICES.format(count=count), _CLEARED | given)
+    assert said.split() == [str(expected)] * 2
 
 
 _READING = """
@@ -94,11 +93,4 @@ print(reading_mesh(MeshConfig(data=1, tensor=2)).size)
 @_OF_TWO_CORES
 def test_what_reads_a_model_on_a_mesh_starts_its_devices():
     """As `generate`, `evaluate`, `convert`, `chat` and `serve` do in a shell."""
-    child = subprocess.run(
-        [sys.executable, "-c", _READING],
-        env=_CLEARED,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.stdout.split() == ["2"], child.stderr
+    assert run(_READING, _CLEARED).split() == ["2"]
