@@ -219,7 +219,11 @@ def _synthetic(name: str, *, stack: Stack, task: TaskConfig) -> Experiment:
         ),
         schedule=Cosine(end=1e-6 / rate),
         training=TrainingConfig(
-            steps=steps, batch=MAD_BATCH, length=task.longest("train")
+            steps=steps,
+            batch=MAD_BATCH,
+            length=task.longest("train"),
+            # MAD skips no step.
+            spikes=SpikeConfig(enabled=False),
         ),
         evaluation=EvaluationConfig(every=steps // 20, batch=MAD_BATCH),
     )

@@ -33,6 +33,7 @@ from recurjax.run_table import Run
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import Interleaved, NextToken
 from recurjax.training.optimizers import Adam, Cosine
+from recurjax.training.spikes import SpikeConfig
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
 )
@@ -160,6 +161,8 @@ def _small(name: str, *, model: Model, task: TaskConfig) -> Experiment:
             log_every=50,
             checkpoint_every=STEPS,
             keep_checkpoints=1,
+            # A task's loss falls all at once, and a batch may rise far above it.
+            spikes=SpikeConfig(enabled=False),
         ),
         evaluation=EvaluationConfig(batch=64 if length == LENGTH else LONG_BATCH),
     )

@@ -3,17 +3,23 @@
 Each model's rate on each task is the best of --rates at seed 0, by the accuracy of its
 test; the other seeds train at that one. Expect a table of accuracies (the mean, and the
 lowest and highest seed) after about two hours on two idle cores. `s3 to 4 T` is the
-same model read on to four times the rows that it learned from. A stopped set goes on
-with the same command.
+same model read on to four times the rows that it learned from; a second table has the
+share of whole rows. A stopped set goes on with the same command. Rows of another table
+of tasks go the same way: the Recurrent Transformer's layer and the Transformer's on
+MAD, for a thousand steps instead of 20,000.
 
     python experiments/tasks/small.py --runs runs/tasks
     python experiments/tasks/small.py --tasks copy recall --rates 3e-3 --seeds 1
+    python experiments/tasks/small.py --runs runs/mad --steps 1000 --batch 32 \
+        --table experiments/recurrent_transformer/runs.py --rates 1e-3 \
+        --models transformer recurrent --tasks mad_copy mad_in_context_recall
 """
 
 import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +57,8 @@ class Options:
       rates: learning rates to choose from; the first of them is trained first.
       seeds: how many runs of each, of the init and of the rows.
       steps: of each run; None: the table's.
+      batch: rows of a step; None: the table's.
+      table: the file of the rows.
     """
 
     runs: Path = Path("runs/tasks")
@@ -62,6 +70,8 @@ class Options:
     rates: tuple[float, ...] = (3e-3, 1e-3, 1e-2)
     seeds: int = 3
     steps: int | None = None
+    batch: int | None = None
+    table: Path = TABLE
 
     def __post_init__(self):
         if self.seeds < 1 or not (self.rates and self.tasks and self.models):
@@ -80,23 +90,42 @@ class Cell(NamedTuple):
     model: str
 
 
-Found = dict[Cell, dict[tuple[int, float], dict[str, float]]]
+class Figures(NamedTuple):
+    """What a run reached on the test.
+
+    Attributes:
+      accuracy: of the answers.
+      whole_rows: the share of rows whose answers are all right.
+      loss: nats an answer; infinite, where training diverged.
+      longer: the accuracy of rows of FURTHER times the length; None: not read.
+    """
+
+    accuracy: float
+    whole_rows: float
+    loss: float
+    longer: float | None = None
+
+
+Found = dict[Cell, dict[tuple[int, float], Figures]]
 """Figures of a cell's finished runs, by (seed, rate)."""
 
 
-def one(cell: Cell, *, seed: int, rate: float, steps: int | None) -> Experiment:
-    """Returns a row of runs.py at a seed and a rate, as long as is said."""
-    row = load_experiment(f"{TABLE}:{cell.task}_{cell.model}")
-    run = shortened(replace(row, name=f"{cell.task}_{cell.model}_{rate:g}"), steps)
+def one(options: Options, cell: Cell, *, seed: int, rate: float) -> Experiment:
+    """Returns a row of the table at a seed and a rate, as long as is said."""
+    row = load_experiment(f"{options.table}:{cell.task}_{cell.model}")
+    name = f"{cell.task}_{cell.model}_{rate:g}"
+    run = shortened(replace(row, name=name), options.steps)
+    if options.batch is not None:
+        run = replace(run, training=replace(run.training, batch=options.batch))
     return seeded(
         replace(run, optimizer=replace(run.optimizer, learning_rate=rate)), seed
     )
 
 
-def best_rate(runs: dict[tuple[int, float], dict[str, float]], task: str) -> float:
+def best_rate(runs: dict[tuple[int, float], Figures]) -> float:
     """Returns seed 0's rate of the highest accuracy, at a tie of the lowest loss."""
     tried = {rate: figures for (seed, rate), figures in runs.items() if seed == 0}
-    return max(tried, key=lambda rate: (tried[rate][task], -tried[rate]["loss"]))
+    return max(tried, key=lambda rate: (tried[rate].accuracy, -tried[rate].loss))
 
 
 def in_turn(options: Options, found: Found) -> Iterator[tuple[Cell, int, float]]:
@@ -107,7 +136,7 @@ def in_turn(options: Options, found: Found) -> Iterator[tuple[Cell, int, float]]
     for seed in range(1, options.seeds):
         for cell in cells:
             # Asked for only now: all rates of seed 0 are known.
-            yield cell, seed, best_rate(found[cell], cell.task)
+            yield cell, seed, best_rate(found[cell])
 
 
 def is_finished(run: Experiment, root: Path) -> bool:
@@ -149,41 +178,44 @@ def read_further(root: Path, *, report: Console) -> float:
     return result.accuracy.token
 
 
-def figures_of(cell: Cell, root: Path, *, report: Console) -> dict[str, float]:
+def figures_of(cell: Cell, root: Path, *, report: Console) -> Figures:
     """Reads what a finished run reached."""
     row = last_validation(root)
-    figures = {cell.task: row["accuracy"], "loss": row["loss"]}
-    if cell.task == "s3":
-        figures[f"s3 to {FURTHER} T"] = read_further(root, report=report)
-    return figures
+    loss = row["loss"]
+    return Figures(
+        accuracy=row["accuracy"],
+        whole_rows=row["sequence_accuracy"],
+        loss=loss if loss is not None and math.isfinite(loss) else math.inf,
+        longer=read_further(root, report=report) if cell.task == "s3" else None,
+    )
 
 
 def markdown(options: Options, found: Found) -> str:
     """Returns the accuracies, the rates chosen, and how large the models are."""
-    chosen = {cell: best_rate(runs, cell.task) for cell, runs in found.items()}
-    shown: dict[str, list[dict[str, float]]] = {}
-    for model in options.models:
-        rows = []
-        for seed in range(options.seeds):
-            row = {}
-            for cell, rate in chosen.items():
-                if cell.model == model:
-                    row |= found[cell].get((seed, rate), {})
-            row.pop("loss", None)
-            rows += [row] if row else []
-        if rows:
-            shown[model] = rows
+    chosen = {cell: best_rate(runs) for cell, runs in found.items()}
+    answers: dict[str, list[dict[str, float]]] = {}
+    rows: dict[str, list[dict[str, float]]] = {}
+    for (cell, rate), seed in product(chosen.items(), range(options.seeds)):
+        figures = found[cell].get((seed, rate))
+        if figures is None:
+            continue
+        answer = {cell.task: figures.accuracy}
+        if figures.longer is not None:
+            answer[f"{cell.task} to {FURTHER} T"] = figures.longer
+        _add(answers, cell.model, seed, answer)
+        _add(rows, cell.model, seed, {cell.task: figures.whole_rows})
     lines = [
-        table_of("accuracy", shown),
+        table_of("accuracy", answers),
+        table_of("whole rows", rows),
         "| rate | " + " | ".join(options.tasks) + " |",
     ]
     lines.append("|---" * (len(options.tasks) + 1) + "|")
-    for model in shown:
+    for model in answers:
         rates = (chosen.get(Cell(task, model)) for task in options.tasks)
         told = ("" if rate is None else f"{rate:g}" for rate in rates)
         lines.append(f"| {model} | " + " | ".join(told) + " |")
     sizes = [
-        count_parameters(one(cell, seed=0, rate=1.0, steps=None).model).total
+        count_parameters(one(options, cell, seed=0, rate=1.0).model).total
         for cell in found
         if cell.task == options.tasks[0]
     ]
@@ -194,13 +226,25 @@ def markdown(options: Options, found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _add(
+    table: dict[str, list[dict[str, float]]],
+    model: str,
+    seed: int,
+    figures: dict[str, float],
+) -> None:
+    """Puts figures into a model's row of a seed."""
+    rows = table.setdefault(model, [])
+    rows += [{} for _ in range(seed + 1 - len(rows))]
+    rows[seed] |= figures
+
+
 def main(argv: list[str] | None = None) -> int:
     """Trains what is not trained yet and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="small.py")
     console, found = Console(stderr=True), {}
     for cell, seed, rate in in_turn(options, found):
-        run = one(cell, seed=seed, rate=rate, steps=options.steps)
+        run = one(options, cell, seed=seed, rate=rate)
         console.rule(run.name)
         root = options.runs / run.name
         # `train` would find out too, but reads the whole checkpoint for it.

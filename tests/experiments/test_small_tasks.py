@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,7 @@ def test_rates_are_tried_at_one_seed_and_the_best_one_is_kept(
         rate, copy = run.optimizer.learning_rate, run.name.startswith("copy")
         share = 0.9 if rate == (0.01 if copy else 0.001) else 0.5
         row = {"step": 7, "kind": "validation", "accuracy": share, "loss": 1.0}
+        row["sequence_accuracy"] = share / 2
         small.RunDirectory(root).metrics.write_text(json.dumps(row) + "\n")
         return SimpleNamespace(outcome="finished")
 
@@ -65,11 +67,22 @@ def test_rates_are_tried_at_one_seed_and_the_best_one_is_kept(
     table = (tmp_path / "results.md").read_text()
     assert table == capsys.readouterr().out
     assert "| rnn | 0.900 (0.900, 0.900) | 0.900 (0.900, 0.900) |" in table
+    assert "| rnn | 0.450 (0.450, 0.450) | 0.450 (0.450, 0.450) |" in table
     assert "| rnn | 0.01 | 0.001 |" in table
     # What is there is not trained again, unless it is another run.
     assert small.main(words) == 0 and len(trained) == 8
     with pytest.raises(FileExistsError):
         small.main([*words[:-1], "8"])
+
+
+def test_rows_of_another_table_can_be_trained_in_smaller_batches(small):
+    table = FOLDER.parent / "recurrent_transformer" / "runs.py"
+    options = small.Options(table=table, steps=9, batch=4)
+    run = small.one(options, small.Cell("mad_copy", "recurrent"), seed=1, rate=0.25)
+    row = load_experiment(f"{table}:mad_copy_recurrent")
+    assert run.model == row.model and run.name == "mad_copy_recurrent_0.25_seed1"
+    assert (run.training.steps, run.training.batch) == (9, 4)
+    assert run.optimizer.learning_rate == 0.25 and run.training.seed == 1
 
 
 def test_a_table_is_whole_at_one_rate_before_another_is_tried(small):
@@ -84,11 +97,12 @@ def test_a_table_is_whole_at_one_rate_before_another_is_tried(small):
     assert len(turns) == 12
     # At equal accuracy the lower loss decides.
     runs = {
-        (0, 0.1): {"copy": 0.5, "loss": 2.0},
-        (0, 0.2): {"copy": 0.5, "loss": 1.0},
-        (1, 0.3): {"copy": 0.9, "loss": 0.1},
+        (0, 0.1): small.Figures(accuracy=0.5, whole_rows=0.0, loss=2.0),
+        (0, 0.2): small.Figures(accuracy=0.5, whole_rows=0.0, loss=1.0),
+        (1, 0.3): small.Figures(accuracy=0.9, whole_rows=0.0, loss=0.1),
+        (0, 0.4): small.Figures(accuracy=0.5, whole_rows=0.0, loss=math.inf),
     }
-    assert small.best_rate(runs, "copy") == 0.2
+    assert small.best_rate(runs) == 0.2
     with pytest.raises(UserError, match="--rates must be positive numbers"):
         small.main(["--rates", "0"])
 

