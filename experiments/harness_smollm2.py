@@ -156,7 +156,9 @@ def line(name: str, answers: Answers, first: Answers | None = None) -> str:
         return "| " + " | ".join([*cells, "", ""]) + " |"
     alike = sum(a == b for a, b in zip(answers.right, first.right, strict=True))
     pairs = zip(answers.log_p, first.log_p, strict=True)
-    worst = max(abs(a - b) for mine, other in pairs for a, b in zip(mine, other))
+    worst = max(
+        abs(a - b) for mine, other in pairs for a, b in zip(mine, other, strict=True)
+    )
     return "| " + " | ".join([*cells, f"{alike} of {count}", f"{worst:.1e}"]) + " |"
 
 
@@ -177,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         offline_tasks(Path(made))
         manager = TaskManager(include_path=[made])
         for task in options.tasks:
-            print(f"\n| {task} | s | items/s | acc | acc_norm | as ours | log p within |")
+            columns = "s | items/s | acc | acc_norm | as ours | log p within"
+            print(f"\n| {task} | {columns} |")
             print("|---" * 7 + "|")
             first = ask(sides[0], task, options.limit, manager)
             print(line("ours, compiling", first))

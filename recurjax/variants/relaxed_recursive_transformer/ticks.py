@@ -1,9 +1,10 @@
 """One pass through the block for rows that stand at different loops: an engine's tick.
 
 A row of the batch is a slot of an engine, and its T tokens are lanes: each stands at a
-loop and a position of its own. Nothing is gathered by row: the additions of all loops
-are one product, of which a lane's own columns are kept, and the keys of all loops lie
-beside each other on one axis, of which a lane sees its own loop's part.
+loop and a position of its own. No matrix is gathered by row: the additions of all loops
+are one product, of which a lane's own columns are kept. Keys and values are kept loop
+by loop, and a lane reads its own loop's part: a piece that moves whole, or, on TPU, all
+of them under a mask.
 """
 
 from functools import partial
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from pallas_kernels import target
 from recurjax.layers.attention import (
     KeysValues,
     attend,
@@ -144,7 +146,7 @@ class Ticks:
                     # Written first: a token sees itself.
                     keys[place] = _write(keys[place], entry, lanes, new.keys)
                     values[place] = _write(values[place], entry, lanes, new.values)
-                    there = keys[place][entry], values[place][entry]
+                    there = (_seen(x[place], entry, lanes) for x in (keys, values))
                     return _read(q, *there, lanes, ran, **options)
 
                 additions = _additions(adapters, lanes.loop, self.config.loops)
@@ -262,6 +264,25 @@ def _write(
         new = jnp.concatenate([new, new], axis=-3)
     at = stacked.at[entry, rows, loop, slot]
     return at.set(new.astype(stacked.dtype), mode="drop")
+
+
+def _seen(
+    stacked: Float[Array, "L B N S K E"], entry: Array, lanes: Lanes
+) -> Float[Array, "B M S K E"]:
+    """Returns a layer's parts that lanes read: a single lane's loop, or all N."""
+    N = stacked.shape[2]
+    # XLA for TPU moves seven times a cache of 256 rows for such pieces: there all
+    # parts are read under a mask, which is N times the attention.
+    on_tpu = target.current().platform == "tpu"
+    if lanes.loop.shape[1] > 1 or N == 1 or on_tpu:
+        return stacked[entry]
+
+    # One piece a row, moved whole: the other loops' parts are not touched.
+    def one(row: Array, loop: Array) -> Array:
+        at = (entry, row, loop, 0, 0, 0)
+        return jax.lax.dynamic_slice(stacked, at, (1, 1, 1, *stacked.shape[3:]))[0, 0]
+
+    return jax.vmap(one)(jnp.arange(stacked.shape[1]), lanes.loop[:, 0])
 
 
 def _read(

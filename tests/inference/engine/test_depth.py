@@ -4,11 +4,13 @@ import dataclasses
 import math
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import target
 from recurjax.errors import UserError
 from recurjax.exits import ExitHead, ExitRule, confidence
 from recurjax.inference.engine import EngineConfig, RequestSettings
@@ -24,7 +26,7 @@ from recurjax.inference.sampling import row_keys
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions
-from recurjax.types import Tokens
+from recurjax.types import Lanes, Tokens
 from tests.compiling import QUICK_COMPILE, compiled_programs
 from tests.inference.engine.models import (
     GREEDY,
@@ -83,6 +85,38 @@ WAYS = {
     "propagate quick": (QUICK, "confidence", SURE),
 }
 SLOW = ("propagate", "skip", "share")
+
+
+@pytest.mark.parametrize("kind", ["windows", "ran"])
+def test_a_slots_own_part_says_what_all_parts_under_a_mask_do(kind):
+    """A TPU reads the keys of all loops, other devices a slot's own."""
+    stack = build(OWN if kind == "windows" else BIASED).stack
+    B, loops = 4, 3
+    draw = np.random.default_rng(0)
+    cache = jax.tree.map(
+        lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), leaf.dtype),
+        stack.init_ticks(B, LENGTH, jnp.float32),
+    )
+    lanes = Lanes(
+        loop=jnp.asarray([[0], [2], [1], [2]]),
+        position=jnp.asarray([[1], [5], [0], [7]]),
+        live=jnp.ones((B, 1), bool),
+    )
+    ran = None
+    if kind == "ran":
+        ran = jnp.asarray(draw.integers(1, loops + 1, size=(B, LENGTH)))
+    x = jnp.asarray(draw.normal(size=(B, 1, stack.config.width)), jnp.float32)
+    made = []
+    for platform in ("cpu", "tpu"):
+        with target.as_if(target.Target(platform=platform, kind="")):
+            tick = jax.jit(
+                lambda x, cache: stack.tick(
+                    x, lanes, cache, stack.tick_weights(), ran=ran
+                ),
+                compiler_options=QUICK_COMPILE,
+            )
+            made.append(tick(x, cache))
+    chex.assert_trees_all_close(*made, rtol=1e-6, atol=1e-6)
 
 
 def depth_engine(name: str, missing: str | None = None, **sizes):
