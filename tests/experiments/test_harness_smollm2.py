@@ -1,0 +1,33 @@
+"""The comparison with the harness' own model: what it counts and how it times."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.harness_smollm2 import Answers, Timed, line, main
+from recurjax.errors import UserError
+
+
+def answers(right, log_p):
+    return Answers(seconds=2.0, figures={"acc,none": 0.5}, right=right, log_p=log_p)
+
+
+def test_a_row_counts_the_items_that_both_answer_alike():
+    ours = answers([1.0, 0.0, 0.0], [[-1.0, -2.0], [-3.0], [-4.0]])
+    other = answers([1.0, 1.0, 0.0], [[-1.0, -2.5], [-3.0], [-4.1]])
+    assert line("ours", ours) == "| ours | 2.0 | 1.50 | 0.500 |  |  |  |"
+    assert line("hf", other, ours).endswith("| 0.500 |  | 2 of 3 | 5.0e-01 |")
+
+
+def test_only_the_time_of_asking_counts():
+    asked = SimpleNamespace(loglikelihood=lambda wait: time.sleep(wait) or [wait])
+    side = Timed(asked)
+    assert side.model.loglikelihood(0.02) == [0.02]
+    assert 0.02 <= side.seconds < 10
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
+    with pytest.raises(UserError, match=r"a package that is not here \(lm_eval"):
+        main([str(tmp_path), str(tmp_path)])
