@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Shaped
 
+from recurjax.layers.mesh import keep_slots_apart
 from recurjax.types import Array
 
 
@@ -82,10 +83,9 @@ def write(
     slot = (cache.position[:, None] + offset) % cache.slots
     slot = jnp.where(kept, slot, cache.slots)  # out of range: dropped
     index = (cache.layer, jnp.arange(B)[:, None], slot)
-    return cache._replace(
-        keys=cache.keys.at[index].set(k.astype(cache.keys.dtype), mode="drop"),
-        values=cache.values.at[index].set(v.astype(cache.values.dtype), mode="drop"),
-    )
+    keys = cache.keys.at[index].set(k.astype(cache.keys.dtype), mode="drop")
+    values = cache.values.at[index].set(v.astype(cache.values.dtype), mode="drop")
+    return cache._replace(keys=keep_slots_apart(keys), values=keep_slots_apart(values))
 
 
 def read_layer(

@@ -6,7 +6,7 @@ from recurjax.layers.mesh.mesh_axes import (
     refuse_sequence,
     refuse_stages,
 )
-from recurjax.layers.mesh.row_sharding import keep_rows_apart
+from recurjax.layers.mesh.row_sharding import keep_rows_apart, keep_slots_apart
 from recurjax.layers.mesh.sequence_axis import SEQUENCE_AXIS, as_matrix, sequence_shards
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "UncutStack",
     "as_matrix",
     "keep_rows_apart",
+    "keep_slots_apart",
     "refuse_sequence",
     "refuse_stages",
     "sequence_shards",

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Shaped
 
-from pallas_kernels.mesh_cut import ROW_AXES, free_axes
+from pallas_kernels.mesh_cut import COLUMN_AXIS, ROW_AXES, free_axes, row_axes
 from recurjax.layers.mesh.sequence_axis import SEQUENCE_AXIS
 from recurjax.types import Array
 
@@ -34,3 +34,23 @@ def keep_rows_apart(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
     # None keeps an axis whole: widths are never cut here.
     spec = P(rows or None, tokens, *[None] * (x.ndim - 2))
     return jax.lax.with_sharding_constraint(x, spec)
+
+
+def keep_slots_apart(
+    cache: Shaped[Array, "L B S K E"],
+) -> Shaped[Array, "L B S K E"]:
+    """Pins a cache whose few heads `tensor` does not divide to a cut of its slots.
+
+    Left to itself, the compiler cuts such heads along their width, as the product that
+    makes them is cut, and gathers every layer's cache for each token. Cut by slots, a
+    device attends to its own, and only what the softmax adds up is sent.
+
+    Returns:
+      The cache itself where `tensor` divides the heads, or does not divide the slots.
+    """
+    shards = free_axes().get(COLUMN_AXIS, 1)
+    _, B, S, K, _ = cache.shape
+    if K % shards == 0 or S % shards:
+        return cache
+    spec = P(None, row_axes(B) or None, COLUMN_AXIS, None, None)
+    return jax.lax.with_sharding_constraint(cache, spec)

@@ -1,11 +1,18 @@
 """The cache against a list of the tokens seen: full caches and rings alike."""
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from recurjax.layers.attention import empty_key_value_cache, read_layer, write_layer
+from recurjax.layers.attention.cached import attend_to_cache
 from recurjax.layers.attention.key_value_cache import slot_positions, write
+from recurjax.sharding import MeshConfig, make_mesh
+from tests.compiling import QUICK_COMPILE
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
@@ -75,3 +82,41 @@ def test_layers_are_read_and_replaced_one_at_a_time():
     changed = write_layer(empty.keys, jnp.int32(2), new)
     np.testing.assert_array_equal(read_layer(changed, jnp.int32(2)), new)
     assert not np.any(changed[:2])
+
+
+@pytest.mark.parametrize("key_heads, cut", [(1, 2), (4, 3)])
+def test_a_cache_is_cut_by_slots_where_tensor_does_not_divide_its_heads(key_heads, cut):
+    """Left alone, XLA cuts one head along its width, and gathers it to read."""
+    mesh = make_mesh(MeshConfig(data=2, tensor=4), jax.devices()[:8])
+    B, T, slots, heads, width = 4, 40, 64, 8, 16
+    draw = np.random.default_rng(0)
+
+    def values(*shape):
+        return jnp.asarray(draw.normal(size=shape), jnp.float32)
+
+    prompt = [values(B, T, key_heads, width) for _ in range(2)]
+    token = [values(B, 1, n, width) for n in (heads, key_heads, key_heads)]
+
+    def read_on(prompt, token):
+        cache = empty_key_value_cache(2, B, slots, key_heads, width, jnp.float32)
+        cache = write(cache, *prompt, None)
+        cache = cache._replace(position=jnp.full(B, T))
+        return attend_to_cache(*token, cache, scale=0.3, window=None, lengths=None)
+
+    want = jax.jit(read_on)(prompt, token)
+
+    def laid(x):
+        # As the products leave them: whole heads, or the width of too few.
+        spec = P(
+            "data", None, *(("tensor", None) if x.shape[2] > 1 else (None, "tensor"))
+        )
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        run = jax.jit(read_on, compiler_options=QUICK_COMPILE)
+        o, written = run(*jax.tree.map(laid, (prompt, token)))
+    chex.assert_trees_all_close(o, want[0], rtol=2e-5, atol=1e-6)
+    for name in ("keys", "values"):
+        made = getattr(written, name)
+        chex.assert_trees_all_equal(made, getattr(want[1], name))
+        assert made.sharding.spec[cut] == "tensor"
