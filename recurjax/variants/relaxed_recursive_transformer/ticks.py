@@ -146,8 +146,8 @@ class Ticks:
                     # Written first: a token sees itself.
                     keys[place] = _write(keys[place], entry, lanes, new.keys)
                     values[place] = _write(values[place], entry, lanes, new.values)
-                    there = (_seen(x[place], entry, lanes) for x in (keys, values))
-                    return _read(q, *there, lanes, ran, **options)
+                    k, v = (_seen(x[place], entry, lanes) for x in (keys, values))
+                    return _read(q, k, v, lanes, ran, **options)
 
                 additions = _additions(adapters, lanes.loop, self.config.loops)
                 x = block.through(x, lanes.position, look, additions)
