@@ -32,7 +32,7 @@ Reading = Literal["as_called", "zero_memory"]
 """How the model reads: as it is called, or, of a latent memory, the parallel pass
 without it, which has no cache."""
 
-SMALLEST_WIDTH, SMALLEST_CONTINUATION = 16, 4
+SMALLEST_WIDTH, FEWEST_COLUMNS = 16, 4
 """Of rows that are read whole, and of what follows a context: often a word or two."""
 
 
@@ -142,8 +142,7 @@ class Scorer:
                 "a context and its continuation need a token each: put the tokenizer's "
                 "BOS before an empty context"
             )
-        # A continuation's last token is scored from the state before it.
-        # The last token is scored and not read.
+        # The last token is scored from the state before it, and not read.
         length = len(pair.context) + len(pair.continuation) - 1
         longest = self.model.config.max_length
         if longest is not None and length > longest:
@@ -214,9 +213,7 @@ class Scorer:
             flat.sort(key=lambda at: len(pairs[at[1]].continuation), reverse=True)
             for part in _batches(flat, self._rows):
                 wanted = [pairs[number].continuation for _, number in part]
-                columns = bucket(
-                    max(map(len, wanted)), room, smallest=SMALLEST_CONTINUATION
-                )
+                columns = bucket(max(map(len, wanted)), room, smallest=FEWEST_COLUMNS)
                 nats, greedy = _score_continuations(
                     self.model,
                     state,
