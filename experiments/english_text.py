@@ -16,7 +16,6 @@ dictionary and the documentation have licences of their own: do not pass them on
         'text/usr/share/doc/python3.11/html/_sources/**/*.rst.txt'
 """
 
-import glob
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,8 @@ import numpy as np
 import tyro
 
 from recurjax.cli.options import parse
+from recurjax.data.config import TextFiles
+from recurjax.data.corpora import read_corpus
 from recurjax.errors import UserError
 from recurjax.files.whole import write_whole
 
@@ -51,21 +52,6 @@ class Options:
             raise UserError(f"--part must be at least 1, got {self.part}")
 
 
-def paths_of(patterns: tuple[str, ...]) -> list[Path]:
-    """Returns the files of all patterns in the order of their names.
-
-    Raises:
-      UserError: a pattern finds nothing.
-    """
-    paths: set[Path] = set()
-    for pattern in patterns:
-        found = [Path(name) for name in glob.glob(pattern, recursive=True)]
-        if not found:
-            raise UserError(f"no file is called {pattern}")
-        paths |= {path for path in found if path.is_file()}
-    return sorted(paths)
-
-
 def parts_of(text: str, part: int) -> list[str]:
     """Cuts a text at the ends of lines into parts of so many bytes and a line."""
     parts, lines, size = [], [], 0
@@ -82,17 +68,14 @@ def main(argv: list[str] | None = None) -> int:
     """Writes the text and says how long it is."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="english_text.py")
-    paths, parts = paths_of(options.files), []
-    for path in paths:
-        try:
-            parts += parts_of(path.read_text(encoding="utf-8"), options.part)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8: {error}") from error
+    documents = read_corpus(TextFiles(patterns=options.files)).documents
+    files = [document.text for document in documents]
+    parts = [part for text in files for part in parts_of(text, options.part)]
     order = np.random.default_rng(options.seed).permutation(len(parts))
     text = "".join(parts[number] for number in order)
     write_whole(options.out, text)
     size = len(text.encode())
-    print(f"{options.out}: {size:,} bytes, {len(parts)} parts of {len(paths)} files")
+    print(f"{options.out}: {size:,} bytes, {len(parts)} parts of {len(files)} files")
     return 0
 
 

@@ -25,12 +25,9 @@ import tyro
 
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import Subject
-from recurjax.evaluation.asking.journal import Journal
+from recurjax.evaluation.asking import Journal
 from recurjax.evaluation.offline_tasks import offline_tasks
-from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.machine import host
-from recurjax.training.run import load_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,14 +119,10 @@ def ours(options: Options) -> Timed:
     """Opens the run as `recurjax evaluate --harness --no-bos` does."""
     from recurjax.evaluation.harness import HarnessModel
 
-    loaded = load_run(options.run, report=lambda _: None)
-    subject = Subject(
-        model=in_compute_dtype(loaded.model),
-        tokenizer=loaded.tokenizer,
-        rows=options.rows,
-        bos=False,
+    model = HarnessModel.create_from_arg_obj(
+        {"run": str(options.run), "rows": options.rows, "bos": False}
     )
-    return Timed(HarnessModel(subject))
+    return Timed(model)
 
 
 def forget(side: Timed) -> None:

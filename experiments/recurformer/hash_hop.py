@@ -34,7 +34,7 @@ from recurjax.surgery.recency import HeadRecency, choose_heads, measure_recency
 from recurjax.surgery.recurformer import to_recurformer
 from recurjax.training.loop import train
 from recurjax.training.run import LoadedRun, load_run
-from recurjax.training.sweep import seeded, shortened, table_of
+from recurjax.training.sweep import seeded, shortened, table_of, tell
 from recurjax.types import Batch
 from recurjax.variants.recurformer import MambaConfig
 
@@ -135,10 +135,8 @@ def main(argv: list[str] | None = None) -> int:
             return None
         return load_run(root, report=_quiet)
 
-    def tell(name: str, column: str, run: LoadedRun, seed: int) -> None:
-        rows = found.setdefault(name, [])
-        rows += [{} for _ in range(seed + 1 - len(rows))]
-        rows[seed][column] = chain_score(run.model, run.experiment)
+    def score(name: str, column: str, run: LoadedRun, seed: int) -> None:
+        tell(found, name, seed, {column: chain_score(run.model, run.experiment)})
         write_whole(options.runs / "results.md", table_of("h_gq at beta", found))
 
     for seed in range(options.seeds):
@@ -146,12 +144,12 @@ def main(argv: list[str] | None = None) -> int:
         trained = finish(start)
         if trained is None:
             return 130
-        tell("base", "0", trained, seed)
+        score("base", "0", trained, seed)
         root = options.runs / start.name
         on = finish(further(start, root, f"on_seed{seed}"))
         if on is None:
             return 130
-        tell("base, trained on", "0", on, seed)
+        score("base, trained on", "0", on, seed)
         recency = _measured(trained, options.window)
         for beta in options.betas:
             for choice in options.choices:
@@ -163,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
                 run = finish(further(start, changed, name))
                 if run is None:
                     return 130
-                tell(choice, str(beta), run, seed)
+                score(choice, str(beta), run, seed)
     print(table_of("h_gq at beta", found), end="")
     return 0
 

@@ -39,7 +39,13 @@ from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.training.loop import train
 from recurjax.training.placement import placed
 from recurjax.training.run import RunDirectory, load_run
-from recurjax.training.sweep import last_validation, seeded, shortened, table_of
+from recurjax.training.sweep import (
+    last_validation,
+    seeded,
+    shortened,
+    table_of,
+    tell,
+)
 
 TABLE = Path(__file__).with_name("runs.py")
 FURTHER = 4
@@ -202,8 +208,8 @@ def markdown(options: Options, found: Found) -> str:
         answer = {cell.task: figures.accuracy}
         if figures.longer is not None:
             answer[f"{cell.task} to {FURTHER} T"] = figures.longer
-        _add(answers, cell.model, seed, answer)
-        _add(rows, cell.model, seed, {cell.task: figures.whole_rows})
+        tell(answers, cell.model, seed, answer)
+        tell(rows, cell.model, seed, {cell.task: figures.whole_rows})
     lines = [
         table_of("accuracy", answers),
         table_of("whole rows", rows),
@@ -224,18 +230,6 @@ def markdown(options: Options, found: Found) -> str:
         f"rates {', '.join(f'{rate:g}' for rate in options.rates)} at seed 0"
     )
     return "\n".join(lines) + "\n"
-
-
-def _add(
-    table: dict[str, list[dict[str, float]]],
-    model: str,
-    seed: int,
-    figures: dict[str, float],
-) -> None:
-    """Puts figures into a model's row of a seed."""
-    rows = table.setdefault(model, [])
-    rows += [{} for _ in range(seed + 1 - len(rows))]
-    rows[seed] |= figures
 
 
 def main(argv: list[str] | None = None) -> int:

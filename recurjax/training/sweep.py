@@ -222,6 +222,18 @@ def last_validation(root: Path) -> dict[str, Any]:
     return next((row for row in reversed(rows) if row["kind"] == "validation"), {})
 
 
+def tell(
+    found: dict[str, list[dict[str, float]]],
+    name: str,
+    seed: int,
+    figures: Mapping[str, float],
+) -> None:
+    """Adds what a seed reached to its row of a name, for `table_of`."""
+    rows = found.setdefault(name, [])
+    rows += [{} for _ in range(seed + 1 - len(rows))]
+    rows[seed] |= figures
+
+
 def table_of(what: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """Returns a Markdown table: a row a name, mean over seeds and (lowest, highest).
 

@@ -26,10 +26,10 @@ def test_every_line_comes_once_and_parts_stay_whole(tmp_path, capsys):
 
 def test_what_cannot_be_read_is_said(tmp_path):
     out = str(tmp_path / "out")
-    with pytest.raises(UserError, match="no file is called nothing"):
+    with pytest.raises(UserError, match="no file matches 'nothing'"):
         main([out, "nothing"])
     (tmp_path / "binary").write_bytes(b"\xff\x00")
-    with pytest.raises(UserError, match="is not UTF-8"):
+    with pytest.raises(UserError, match="binary is not UTF-8"):
         main([out, str(tmp_path / "binary")])
     with pytest.raises(UserError, match="--part must be at least 1"):
         main([out, str(tmp_path / "binary"), "--part", "0"])
