@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -113,6 +114,47 @@ def run(
         axis_names=ours,
         check_vma=False,
     )(*arrays)
+
+
+def as_it_lies(
+    array: jax.Array, *, rows: int, columns: tuple[int, ...] = ()
+) -> jax.Array:
+    """Keeps XLA from turning an array to another layout that one reader prefers.
+
+    The compiler cannot cut such a constraint either: left to it, a cut array would be
+    gathered, whole on every device. Here each device constrains its own part.
+
+    Args:
+      array: on a mesh cut by its rows and, where there is `tensor`, by a column axis.
+      rows: which axis has the B rows.
+      columns: axes that `tensor` may cut; the first that it divides is taken.
+
+    Returns:
+      The array; as it came where the mesh does not divide it.
+    """
+
+    def constrain(part: jax.Array) -> jax.Array:
+        return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
+
+    free = free_axes()
+    if not free:
+        return constrain(array)
+    spec: list[Any] = [None] * array.ndim
+    by_row, shards = row_axes(array.shape[rows]), free.get(COLUMN_AXIS, 1)
+    if by_row:
+        spec[rows] = by_row
+    if shards > 1:
+        column = next((c for c in columns if array.shape[c] % shards == 0), None)
+        if column is None:
+            return array
+        spec[column] = COLUMN_AXIS
+    cut = Cut(
+        mesh=jax.sharding.get_abstract_mesh(),
+        rows=by_row,
+        columns=COLUMN_AXIS if shards > 1 else None,
+        left=(),
+    )
+    return run(cut, constrain, P(*spec), P(*spec), array) if cut.cuts else array
 
 
 def local_shapes(cut: Cut, in_specs: Any, arrays: Any) -> Any:

@@ -16,6 +16,7 @@ from pallas_kernels.chunk_attention import triton as chunk_attention_triton
 from pallas_kernels.gated_scan import GateLogits, gated_scan
 from pallas_kernels.gated_scan import api as gated_scan_api
 from pallas_kernels.gated_scan import triton as gated_scan_triton
+from pallas_kernels.mesh_cut import as_it_lies
 from pallas_kernels.selective_scan import api as selective_scan_api
 from pallas_kernels.selective_scan import selective_scan
 from pallas_kernels.selective_scan import xla as selective_scan_xla
@@ -150,3 +151,32 @@ def test_a_kernel_is_refused_where_an_axis_is_left_to_the_compiler(mesh, parts):
         # Not asked for by name, the op then takes what the compiler can cut.
         gated_scan(gate[:3], (wide[:3],))
     assert parts == []
+
+
+@pytest.mark.parametrize(
+    "shape, spec",
+    [
+        ((4, 6, 2, 3), P(("data", "fsdp"), None, "tensor")),
+        ((4, 6, 1, 3), P(("data", "fsdp"), "tensor")),
+        ((3, 6, 2, 3), P(None, None, "tensor")),
+    ],
+    ids=["by heads", "by slots", "rows whole"],
+)
+def test_a_layout_is_kept_part_by_part(mesh, shape, spec):
+    x = jax.device_put(draw(*shape), NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        keep = jax.jit(lambda x: as_it_lies(2 * x, rows=0, columns=(2, 1)))
+        compiled = keep.lower(x).compile()
+        y = compiled(x)
+    np.testing.assert_array_equal(y, 2 * x)
+    assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
+    assert "all-gather" not in compiled.as_text()
+
+
+def test_a_layout_that_the_mesh_does_not_divide_is_left_alone(mesh):
+    x = draw(4, 5, 1, 3)
+    with jax.set_mesh(mesh):
+        traced = jax.make_jaxpr(lambda x: as_it_lies(x, rows=0, columns=(2, 1)))(x)
+    assert "layout_constraint" not in str(traced)
+    whole = jax.make_jaxpr(lambda x: as_it_lies(x, rows=0, columns=(2, 1)))(x)
+    assert "layout_constraint" in str(whole)

@@ -7,12 +7,15 @@ reads the cache where it lies: by sums of products, which XLA fuses with the lay
 slice; on a CPU, where products of matrices are several times faster, by `few_queries`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from pallas_kernels import few_queries, target
+from pallas_kernels.mesh_cut import COLUMN_AXIS, as_it_lies, free_axes, row_axes
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
     LayerSpec,
@@ -66,12 +69,15 @@ def forward(
     def layer(carry, inputs):
         x, slots = carry
         number, w = inputs
-        old = tuple(_as_it_lies(part[number]) for part in slots)
+        # Pairs [B, S, K, E] by heads, or by slots where they are too few.
+        old = tuple(as_it_lies(part[number], rows=0, columns=(2, 1)) for part in slots)
         z, new = _layer(x, w, old, bias, rotary, spec)
         new = (jnp.repeat(pair, 2 if alone else 1, axis=0) for pair in new)
         slots = tuple(
             part.at[number, batch, slot].set(
-                _as_it_lies(pair.astype(part.dtype)), mode="drop", unique_indices=True
+                as_it_lies(pair.astype(part.dtype), rows=0, columns=(1,)),
+                mode="drop",
+                unique_indices=True,
             )
             for part, pair in zip(slots, new, strict=True)
         )
@@ -90,11 +96,6 @@ def forward(
     )
     cache = cache._replace(keys=keys, values=values, position=cache.position + count)
     return z.swapaxes(0, 1).astype(x.dtype), cache
-
-
-def _as_it_lies(array: Array) -> Array:
-    """Keeps XLA from turning the whole cache to a layout that one product prefers."""
-    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def _layer(x: Float[Array, "1 B D"], w: LayerWeights, pairs, bias, rotary, spec):
@@ -135,6 +136,18 @@ def _layer(x: Float[Array, "1 B D"], w: LayerWeights, pairs, bias, rotary, spec)
     return z, pair(source)
 
 
+def _beside_slots(x: Array, *, slots: int | None = None) -> Array:
+    """Lays x beside a cache that is cut by slots, as few heads are; `slots` is an axis.
+
+    Left to itself, the compiler cuts queries and weights by heads, as the products
+    around attention are cut, and gathers the cached pairs to meet them.
+    """
+    cut: list[Any] = [row_axes(x.shape[0]) or None, *[None] * (x.ndim - 1)]
+    if slots is not None:
+        cut[slots] = COLUMN_AXIS
+    return jax.lax.with_sharding_constraint(x, P(*cut))
+
+
 def _attend(
     q: Float[Array, "B K Q E"], own: tuple, pairs: tuple, bias: Array, spec: LayerSpec
 ) -> Float[Array, "B K Q E"]:
@@ -143,13 +156,20 @@ def _attend(
     (own_k, own_v), (k, v) = own, pairs
     on_cpu = target.current().platform == "cpu"
     logits_of, weigh = _PRODUCTS if on_cpu else _SUMS
+    shards = free_axes().get(COLUMN_AXIS, 1)
+    by_slots = q.shape[1] % shards > 0 and k.shape[1] % shards == 0
+    if by_slots:
+        q, own_k, own_v = (_beside_slots(one) for one in (q, own_k, own_v))
     logits = logits_of(q, k, wide) * spec.logit_scale + bias  # [B, S, K, Q]
+    if by_slots:
+        logits = _beside_slots(logits, slots=1)
     q = q.astype(wide)
     of_own = jnp.sum(q * own_k[:, :, None].astype(wide), axis=-1) * spec.logit_scale
     largest = jnp.maximum(of_own, jnp.max(logits, axis=1))
     p, p_own = jnp.exp(logits - largest[:, None]), jnp.exp(of_own - largest)
     weighted = weigh(p, v) + p_own[..., None] * own_v[:, :, None].astype(wide)
-    return weighted / (jnp.sum(p, axis=1) + p_own)[..., None]
+    attended = weighted / (jnp.sum(p, axis=1) + p_own)[..., None]
+    return _beside_slots(attended) if by_slots else attended
 
 
 def _logits_by_sums(q, k, wide) -> Float[Array, "B S K Q"]:

@@ -4,12 +4,12 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float
 
 from pallas_kernels import target
 from pallas_kernels.chunk_attention import ChunkEnds
 from pallas_kernels.gated_scan import GateLogits, gated_scan
+from pallas_kernels.mesh_cut import as_it_lies
 from recurjax.layers.attention import (
     merge,
     project,
@@ -252,8 +252,8 @@ class RatMixer(nnx.Module):
         )
 
 
-def _as_it_lies(array: Array) -> Array:
+def _as_it_lies(ends: Float[Array, "B H S E"]) -> Float[Array, "B H S E"]:
     """Keeps XLA for GPUs from turning all layers' chunk ends to another layout."""
     if target.current().platform != "gpu":
-        return array
-    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+        return ends
+    return as_it_lies(ends, rows=0, columns=(1,))

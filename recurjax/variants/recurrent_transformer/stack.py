@@ -15,7 +15,7 @@ from pallas_kernels.recurrent_prefill import (
     empty_cache,
     recurrent_prefill,
 )
-from recurjax.layers.mesh import STAGE_AXIS, refuse_sequence
+from recurjax.layers.mesh import STAGE_AXIS, keep_slots_apart, refuse_sequence
 from recurjax.layers.position import (
     check_cache_length,
     learned_positions,
@@ -103,6 +103,9 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
             schedule=self.config.schedule,
             tile=self.config.tile,
         )
+        if cache.slots:
+            keys, values = keep_slots_apart(cache.keys), keep_slots_apart(cache.values)
+            cache = cache._replace(keys=keys, values=values)
         return z.astype(x.dtype), cache
 
     def layer_states(

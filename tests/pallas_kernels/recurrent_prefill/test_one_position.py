@@ -10,11 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.recurrent_prefill import recurrent_prefill
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.xla import one_position
 from pallas_kernels.target import Target, as_if
+from recurjax.sharding import MeshConfig, make_mesh
+from tests.compiling import QUICK_COMPILE
 from tests.pallas_kernels.recurrent_prefill.layer_cases import WIDTH, Case, quick_jit
 from tests.tolerances import assert_values_close
 
@@ -30,10 +34,10 @@ SWITCHES = PLAIN._replace(
 H100 = Target(platform="gpu", kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
 
 
-def step(case: Case):
+def step(case: Case, slots: int = 8):
     """Returns the function of one step, and its arguments: rows at three places."""
     x, weights, _ = case.inputs()
-    old = empty_cache(case.layers, case.batch, 8, case.spec)
+    old = empty_cache(case.layers, case.batch, slots, case.spec)
     keys = jax.random.split(jax.random.key(1), 2)
     old = old._replace(
         keys=jax.random.normal(keys[0], old.keys.shape),
@@ -107,3 +111,37 @@ def test_a_step_on_a_cpu_turns_no_cache(monkeypatch):
         assert largest() < of_a_layer
         monkeypatch.setattr(one_position, "serves", lambda *_: False)
         assert largest() >= of_a_layer
+
+
+# A CPU's products by heads still gather the values: its devices share one memory.
+@pytest.mark.parametrize(
+    "key_heads, device",
+    [(4, H100), (1, H100), (1, None)],
+    ids=["sums by heads", "sums by slots", "products by slots"],
+)
+def test_a_step_on_a_mesh_gathers_no_cache(key_heads, device):
+    """A constraint of layout that the compiler must cut makes a cache whole."""
+    case = PLAIN._replace(heads=4, key_heads=key_heads, batch=2)
+    run, arguments, rows = step(case, slots=256)
+    want_z, want = quick_jit(run)(*arguments, rows=rows)
+    mesh = make_mesh(MeshConfig(data=2, tensor=4), jax.devices()[:8])
+    cut = P(None, "data", *((None, "tensor") if key_heads > 1 else ("tensor", None)))
+
+    def laid(pairs):
+        return jax.device_put(pairs, NamedSharding(mesh, cut))
+
+    x, weights, old = arguments
+    old = old._replace(keys=laid(old.keys), values=laid(old.values))
+    with jax.set_mesh(mesh), nullcontext() if device is None else as_if(device):
+        jitted = jax.jit(run, compiler_options=QUICK_COMPILE)
+        compiled = jitted.lower(x, weights, old, rows=rows).compile()
+        z, new = compiled(x, weights, old, rows=rows)
+    text = compiled.as_text()
+    assert "all-reduce" in text
+    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", text)
+    sizes = [math.prod(map(int, shape.split(","))) for shape in gathered]
+    of_a_device = arguments[2].keys[0].size // 8
+    assert max(sizes, default=0) < of_a_device
+    assert_values_close(
+        (z[:1], new.keys, new.values), (want_z[:1], want.keys, want.values)
+    )
