@@ -3,11 +3,24 @@
 The ops' own kernels are compiled by tests/pallas_kernels/*/test_compiles.py.
 """
 
+from dataclasses import replace
+
 import pytest
 
+from recurjax.config_json import to_json
 from recurjax.plan.compilers import find_compilers
-from tests.plan.matrix import CASES, Case, compile_cases, differences, figures, golden
-from tests.plan.small_experiments import VARIANTS
+from recurjax.sharding import MeshConfig
+from tests.absent_compilers import ask
+from tests.plan.matrix import (
+    CASES,
+    Case,
+    compile_cases,
+    differences,
+    figures,
+    golden,
+    request,
+)
+from tests.plan.small_experiments import VARIANTS, WIDTH, experiment
 
 needs_compilers = pytest.mark.skipif(
     find_compilers("jax_plugins") is None,
@@ -49,6 +62,25 @@ def test_a_variant_compiles_with_its_kernels_into_its_memory():
 def test_each_variant_compiles_with_its_kernels_into_its_memory():
     assert {case.variant for case in SLOW} == set(VARIANTS)
     assert_as_before(SLOW)
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_decoding_on_two_gpus_sends_no_cache(axis):
+    """The layout that chunks' ends keep there gathered them at every token."""
+    rows, length, chunk = 8, 4096, 16
+    mesh = replace(MeshConfig(data=1), **{axis: 2})
+    run = replace(experiment("rat"), mesh=mesh)
+    wanted = {
+        **request(Case("rat", "decode", "h100")),
+        "experiment": to_json(run),
+        "topology": "h100:2",
+        "length": length,
+    }
+    told = ask("h100:2", "tests.plan.matrix:answer", wanted)
+    keys_of_a_layer = 2 * rows * WIDTH * length // chunk  # bytes in bfloat16
+    assert sum(one["sent"] for one in told["traffic"]["collectives"]) < keys_of_a_layer
 
 
 @needs_compilers
