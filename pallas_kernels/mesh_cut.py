@@ -136,25 +136,21 @@ def as_it_lies(
     def constrain(part: jax.Array) -> jax.Array:
         return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
 
-    free = free_axes()
-    if not free:
+    def cut_by(shards: int) -> int | None:
+        return next((c for c in columns if array.shape[c] % shards == 0), None)
+
+    cut = find_cut(array.shape[rows], lambda shards: cut_by(shards) is not None)
+    if cut is None:
         return constrain(array)
+    if not cut.cuts or COLUMN_AXIS in cut.left:
+        return array
     spec: list[Any] = [None] * array.ndim
-    by_row, shards = row_axes(array.shape[rows]), free.get(COLUMN_AXIS, 1)
-    if by_row:
-        spec[rows] = by_row
-    if shards > 1:
-        column = next((c for c in columns if array.shape[c] % shards == 0), None)
-        if column is None:
-            return array
-        spec[column] = COLUMN_AXIS
-    cut = Cut(
-        mesh=jax.sharding.get_abstract_mesh(),
-        rows=by_row,
-        columns=COLUMN_AXIS if shards > 1 else None,
-        left=(),
-    )
-    return run(cut, constrain, P(*spec), P(*spec), array) if cut.cuts else array
+    spec[rows] = cut.by_row
+    if cut.columns is not None:
+        column = cut_by(cut.mesh.shape[cut.columns])
+        assert column is not None
+        spec[column] = cut.columns
+    return run(cut, constrain, P(*spec), P(*spec), array)
 
 
 def local_shapes(cut: Cut, in_specs: Any, arrays: Any) -> Any:
