@@ -127,7 +127,7 @@ def test_a_long_sequence_trains_as_a_short_one(window, monkeypatch):
     ids = jnp.asarray(np.random.default_rng(1).integers(17, size=(2, 13)), jnp.int32)
     logits = []
     for threshold in (1024, 1):
-        monkeypatch.setattr(implementation, "_BLOCKS_FROM", threshold)
+        monkeypatch.setattr(implementation, "_BLOCKS_FROM_ON_CPU", threshold)
 
         @partial(jax.jit, compiler_options=QUICK_COMPILE)
         def run(model):
