@@ -22,7 +22,7 @@ import tyro
 from rich.console import Console
 
 from recurjax.cli.options import parse
-from recurjax.data.config import DataConfig, PromptAnswer, TokenizerFile
+from recurjax.data.config import Bytes, DataConfig, PromptAnswer, TokenizerFile
 from recurjax.data.corpora import embedded_text
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
@@ -89,13 +89,16 @@ def fine_tuned(run: Experiment, options: Options, problems: Path) -> Experiment:
     held_out = 0.02
     count = len(NEEDLES) * options.rows
     steps = max(1, round((1 - held_out) * count / options.batch))
-    tokenizer = TokenizerFile(path=str(options.run / "tokenizer"))
+    tokenizer = getattr(run.data, "tokenizer", None)
+    if not isinstance(tokenizer, Bytes):
+        # The run's own file: one that is trained would be trained on the problems.
+        tokenizer = TokenizerFile(path=str(options.run / "tokenizer"))
     return replace(
         run,
         name="needles",
         data=DataConfig(
             corpus=PromptAnswer(patterns=(str(problems),)),
-            tokenizer=getattr(run.data, "tokenizer", tokenizer),
+            tokenizer=tokenizer,
             validation_fraction=held_out,
         ),
         optimizer=AdamW(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from recurjax.data.config import Bpe, TokenizerFile
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
 from recurjax.data.tokenizers import ByteTokenizer
@@ -49,3 +50,12 @@ def test_an_epoch_learns_the_answers_of_all_kinds_of_needles(script, tmp_path):
     asked = (batch["targets"] != IGNORED).sum()
     answers = [line["answer"] for line in lines[:15]]
     assert asked == sum(len(answer) + 1 for answer in answers)
+
+
+def test_a_trained_tokenizer_is_read_from_the_run(script, tmp_path):
+    tiny = config()
+    data = dataclasses.replace(tiny.data, tokenizer=Bpe(vocabulary=300))
+    options = script.Options(run=tmp_path / "base", out=tmp_path)
+    run = script.fine_tuned(dataclasses.replace(tiny, data=data), options, tmp_path)
+    # Trained anew, on the problems, it would give the words other numbers.
+    assert run.data.tokenizer == TokenizerFile(path=str(tmp_path / "base/tokenizer"))
