@@ -7,6 +7,8 @@
 #                     .venv-torch (on Linux with what CUDA needs, several GB, where pip
 #                     finds no CPU build) unless RECURJAX_TORCH_PYTHON names an
 #                     interpreter that has them
+#   make triton       fetch Triton's compiler (1 GB on disk), which shows what registers
+#                     and shared memory the GPU kernels take
 #   make compilers    fetch the TPU and CUDA compilers (1.2 GB on disk), which show here
 #                     that the kernels compile for devices that are not here
 PYTHON ?= python3
@@ -21,7 +23,7 @@ WORKERS ?= 2
 # Neighbours share compiled programs: each process takes half of the list, in order.
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
-.PHONY: quickstart test lint test-slow test-all test-torch compilers format clean
+.PHONY: quickstart test lint test-slow test-all test-torch compilers triton format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python experiments/quickstart.py
@@ -55,6 +57,11 @@ format: $(VENV)/.installed-test
 # What is there in the constraints' versions stays: it takes minutes to fetch.
 compilers: $(VENV)/.installed
 	$(BIN)/recurjax compilers --into .compilers --constraint constraints.txt
+
+# Triton's compiler alone, for one more question: do kernels spill, do they fit a GPU's
+# shared memory? Pinned, since every release spills elsewhere.
+triton: $(VENV)/.installed
+	test -d .triton/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .triton triton==3.9.0
 
 clean:
 	rm -rf $(VENV) .venv-torch

@@ -91,6 +91,7 @@ def attend_prefix(
         out_shape=[rows, rows, jax.ShapeDtypeStruct(q.shape, jnp.float32)],
         # The prefix grows from tile to tile: half of the slots over a whole call.
         reads={4: 0.5, 5: 0.5},
+        warps=launch.query_warps(),
         stages=2,
         spec=spec,
         chunk=power_dividing(S, launch.tiles.keys),

@@ -68,6 +68,7 @@ def later_queries_backward(
         out_shape=[jax.ShapeDtypeStruct(keys.shape, jnp.float32)] * 2,
         # Later queries are half of all, over a whole call.
         reads=dict.fromkeys((4, 5, 6, 7), 0.5),
+        warps=launch.query_warps(),
         stages=2,
         spec=spec,
         chunk=min(launch.tiles.tile, launch.tiles.keys),
@@ -153,23 +154,29 @@ def _later_queries_kernel(refs: LaterQueriesRefs, *, spec, chunk):
     first, at = refs.first[0], refs.at[0]
     k, v = refs.keys[...], refs.values[...]
     key = at + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 0)
-    slopes = [slope_of(spec, pl.program_id(2) * Q + g) for g in range(Q)]
+    first_head = pl.program_id(2) * Q
 
     def attend_chunk(c, totals):
-        dk, dv = totals
         part = pl.ds(c * chunk, chunk)
         query = c * chunk + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 1)
-        for g in range(Q):
+
+        def attend_head(g, totals):
+            dk, dv = totals
             heads = pl.ds(g * E, E)
             q, do = refs.q[part, heads], refs.do[part, heads]
             logits = spec.logit_scale * dot(k, q.T)
-            logits = logits - slopes[g] * (query - key).astype(jnp.float32)
+            slope = slope_of(spec, first_head + g)
+            logits = logits - slope * (query - key).astype(jnp.float32)
             p = jnp.exp(logits - refs.lse[g, part][None, :])
             p = jnp.where((key < first) & (query >= first), p, 0.0)
             ds = p * (dot(v, do.T) - refs.delta[g, part][None, :])
             dv = dv + dot(p.astype(do.dtype), do)
             dk = dk + dot((spec.logit_scale * ds).astype(q.dtype), q)
-        return dk, dv
+            return dk, dv
+
+        # A loop that stays one: unrolled, the rows of all heads are read ahead, and in
+        # float32 four heads spill.
+        return jax.lax.fori_loop(0, Q, attend_head, totals)
 
     zero = jnp.zeros((b, E), jnp.float32)
     dk, dv = jax.lax.fori_loop(first // chunk, T // chunk, attend_chunk, (zero, zero))
@@ -202,7 +209,6 @@ def _own_tile_kernel(refs: OwnTileRefs, *, spec):
     b, rows, E = refs.keys.shape
     Q = refs.lse.shape[1]
     k, v = refs.keys[t].astype(jnp.float32), refs.values[t].astype(jnp.float32)
-    dk, dv = refs.old_dk[t], refs.old_dv[t]
     # Only positions after t count, and only they have written their do.
     at = jax.lax.broadcasted_iota(jnp.int32, (b, rows), 0)
     later = at > t
@@ -212,9 +218,12 @@ def _own_tile_kernel(refs: OwnTileRefs, *, spec):
         part = pltriton.load(ref.at[:, :, heads], mask=read, other=0.0)
         return part.astype(jnp.float32)
 
-    for g in range(Q):
+    first_head = pl.program_id(2) * Q
+
+    def attend_head(g, totals):
+        dk, dv = totals
         heads = pl.ds(g * E, E)
-        slope = slope_of(spec, pl.program_id(2) * Q + g)
+        slope = slope_of(spec, first_head + g)
         q, do = load(refs.q, heads), load(refs.do, heads)
         delta = jnp.sum(do * load(refs.attended, heads), axis=2)
         logits = spec.logit_scale * jnp.sum(q * k[None], axis=2)
@@ -223,6 +232,10 @@ def _own_tile_kernel(refs: OwnTileRefs, *, spec):
         ds = p * (jnp.sum(do * v[None], axis=2) - delta)
         dv = dv + jnp.sum(p[:, :, None] * do, axis=0)
         dk = dk + spec.logit_scale * jnp.sum(ds[:, :, None] * q, axis=0)
+        return dk, dv
+
+    # A loop that stays one, as above.
+    dk, dv = jax.lax.fori_loop(0, Q, attend_head, (refs.old_dk[t], refs.old_dv[t]))
     refs.dk[t], refs.dv[t] = dk, dv
     # The k-norm's backward needs two sums over all heads; each leaves its part.
     scaled = dk * refs.scale[...][None, :]
@@ -273,6 +286,7 @@ def queries_backward(
         out_shape=[rows, rows, rows, jax.ShapeDtypeStruct((L, b, H, B), jnp.float32)],
         # As many pairs before them, on average, as behind.
         reads={7: 0.5, 8: 0.5},
+        warps=launch.query_warps(),
         stages=2,
         spec=spec,
         chunk=power_dividing(S, launch.tiles.keys),

@@ -163,9 +163,6 @@ def _launch(
 ) -> Launch:
     if tiles is None:
         tiles = choose_tiles(
-            batch=x.shape[0],
-            tile=tile,
-            itemsize=jnp.dtype(spec.dtype).itemsize,
-            shared=shared_memory_bytes(),
+            batch=x.shape[0], tile=tile, spec=spec, shared=shared_memory_bytes()
         )
     return Launch(spec=spec, tiles=tiles, interpret=interpret)

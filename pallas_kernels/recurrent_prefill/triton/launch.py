@@ -16,6 +16,12 @@ from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 
 PROGRAMS = 128
 """About as many programs as a data-centre GPU has multiprocessors."""
+_TILE_IN_REGISTERS = 32 * 4 * 64
+"""Elements of a block [b, rows, E], three of which four warps hold without a spill."""
+_QUERIES = 32 * 64 * 4
+"""Bytes of a tile's queries of one row and head beside which four warps hold chunks of
+64 keys. With twice of them in float32 they spill, and `query_kernel` takes 106,496
+bytes of shared memory, where a block of 8.6 may have 101,376."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,30 +63,67 @@ class Launch:
         """Returns how much of a contracted axis is read at once."""
         return power_dividing(width, self.tiles.depth)
 
+    def query_warps(self) -> int:
+        """Returns how many warps share a tile's queries of one row and head."""
+        queries = _bytes_of_queries(self.tiles.tile, self.spec)
+        return 8 if queries > _QUERIES else 4
+
 
 def choose_tiles(
-    *, batch: int, tile: int | None, itemsize: int, shared: int
+    *, batch: int, tile: int | None, spec: LayerSpec, shared: int
 ) -> ProductTiles:
     """Returns sizes for `batch` rows; `tile` overrides the positions of a tile.
 
     Args:
-      itemsize: bytes of an operand of the products.
+      spec: its dtype is that of the products' operands.
       shared: bytes of shared memory that a program may have.
     """
+    itemsize = jnp.dtype(spec.dtype).itemsize
+    tile = 32 if tile is None else tile
     # A matrix unit takes at least 16 rows.
     rows, columns = min(max(next_power(batch), 16), 128), 128
-    # Products of float32 keep what they read in registers, and spill at 64.
-    depth = 64 if itemsize < 4 else 32
+    # Products of float32 keep what they read in registers: beside 64 rows they spill at
+    # a depth of 64, beside 128 at 32.
+    depth = 64 if itemsize < 4 else min(32, 2048 // rows)
     while depth > 16 and _needed(rows, columns, depth, itemsize) > shared:
         depth //= 2
     return ProductTiles(
-        tile=32 if tile is None else tile,
+        tile=tile,
         rows=rows,
         depth=depth,
         columns=columns,
-        attend_rows=4 if batch >= 64 else 1,
-        keys=64,
+        attend_rows=_attend_rows(tile, spec) if batch >= 64 else 1,
+        keys=_keys(tile, spec),
     )
+
+
+def _attend_rows(tile: int, spec: LayerSpec) -> int:
+    """Returns the rows of a program whose registers hold a tile's queries.
+
+    `own_tile_kernel` keeps three float32 blocks [b, rows, E]: at 4 rows of 32 queries
+    of 64, 192 registers a thread of 255.
+    """
+    each = tile * spec.head_width * _grouping(spec)
+    return max(1, min(4, _TILE_IN_REGISTERS // each))
+
+
+def _keys(tile: int, spec: LayerSpec) -> int:
+    """Returns the slots of a chunk of the prefix, beside a tile's queries."""
+    queries = _bytes_of_queries(max(tile, 32), spec)
+    return max(16, min(64, 64 * _QUERIES // queries))
+
+
+def _bytes_of_queries(tile: int, spec: LayerSpec) -> int:
+    itemsize = jnp.dtype(spec.dtype).itemsize
+    return tile * spec.head_width * itemsize * _grouping(spec)
+
+
+def _grouping(spec: LayerSpec) -> int:
+    """Returns 2 where a program runs through several query heads, else 1.
+
+    Its loop over them takes registers too: in float32 some 32 bytes spilled.
+    """
+    return 1 if spec.heads == spec.key_heads else 2
 
 
 def _needed(rows: int, columns: int, depth: int, itemsize: int) -> int:

@@ -117,7 +117,7 @@ def hidden_product(
         out_specs=[pl.BlockSpec((None, None, block, columns), _own_columns)],
         out_shape=[jax.ShapeDtypeStruct((L, 1, B, F), spec.dtype)],
         reads={1: one_slot(x)},
-        warps=warps_of(block, columns),
+        warps=warps_of(block, 2 * columns if gated else columns),
         kind=spec.norm,
         eps=spec.norm_eps,
         activation=spec.activation,

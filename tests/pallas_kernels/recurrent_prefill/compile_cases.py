@@ -25,33 +25,39 @@ def layer(
     train=False,
     heads=16,
     head_width=64,
+    key_heads=None,
+    gated=False,
+    tile=None,
     dtype="bfloat16",
 ):
     """Returns a function of x and weights, and its arguments: D = H E."""
     H, E, L = heads, head_width, layers
+    K = H if key_heads is None else key_heads
     D, F = H * E, 4 * H * E
     spec = LayerSpec(
         heads=H,
-        key_heads=H,
+        key_heads=K,
         head_width=E,
         alibi_max_bias=8.0,
         logit_scale=E**-0.5,
         residual_scale=1.0,
+        activation="silu" if gated else "gelu",
         dtype=dtype,
     )
     weights = LayerWeights(
         w_q=_shape(L, D, H, E),
-        w_k=_shape(L, D, H, E),
-        w_v=_shape(L, D, H, E),
+        w_k=_shape(L, D, K, E),
+        w_v=_shape(L, D, K, E),
         w_out=_shape(L, H, E, D),
         w_up=_shape(L, D, F),
         w_down=_shape(L, F, D),
+        w_gate=_shape(L, D, F) if gated else None,
         attention_norm_scale=_shape(L, D),
         mlp_norm_scale=_shape(L, D),
         q_norm_scale=_shape(L, D),
-        k_norm_scale=_shape(L, D),
+        k_norm_scale=_shape(L, K * E),
     )
-    options = {"spec": spec, "schedule": schedule, "tile": None}
+    options = {"spec": spec, "schedule": schedule, "tile": tile}
 
     def run(x, weights):
         cache = empty_cache(L, batch, 0, spec)
@@ -84,3 +90,24 @@ tpu_forward = partial(layer, mosaic_tpu, batch=8, positions=128)
 tpu_training = partial(layer, mosaic_tpu, batch=8, positions=128, train=True)
 tpu_narrow_training = partial(tpu_training, heads=8)
 tpu_heads_of_40 = partial(layer, mosaic_tpu, batch=8, positions=128, head_width=40)
+
+GPU_CLASSES: dict[str, dict] = {
+    "few rows": {"batch": 32},
+    "rows": {"batch": 64},
+    "many rows": {"batch": 512},
+    "wide heads": {"batch": 512, "heads": 8, "head_width": 128},
+    "few rows, wide heads": {"batch": 32, "heads": 8, "head_width": 128},
+    "grouped heads": {"batch": 512, "key_heads": 4},
+    "few rows, grouped heads": {"batch": 32, "key_heads": 4},
+    "gate": {"batch": 512, "gated": True},
+    "long tiles": {"batch": 512, "tile": 64},
+    "few rows, long tiles": {"batch": 32, "tile": 64},
+    "short tiles": {"batch": 512, "tile": 16},
+}
+"""Shapes that between them ask for every choice of block sizes."""
+
+
+def gpu_class(name: str, dtype: str):
+    """Returns both passes of one of GPU_CLASSES."""
+    sizes = {"positions": 128, "train": True} | GPU_CLASSES[name]
+    return layer(triton, dtype=dtype, **sizes)

@@ -122,24 +122,26 @@ def test_gradients_reach_a_filled_cache_as_on_the_xla_path():
 
 
 @pytest.mark.parametrize(
-    ("capability", "batch", "itemsize", "depth"),
+    ("capability", "batch", "dtype", "depth"),
     [
-        ("9.0", 64, 2, 64),
-        ("8.0", 128, 2, 64),
-        ("8.6", 16, 2, 64),
-        ("8.6", 128, 2, 32),
-        ("99.9", 128, 2, 32),
-        ("9.0", 128, 4, 32),
-        ("8.9", 128, 4, 16),
+        ("9.0", 64, "bfloat16", 64),
+        ("8.0", 128, "bfloat16", 64),
+        ("8.6", 16, "bfloat16", 64),
+        ("8.6", 128, "bfloat16", 32),
+        ("99.9", 128, "bfloat16", 32),
+        ("9.0", 64, "float32", 32),
+        ("9.0", 128, "float32", 16),
+        ("8.9", 128, "float32", 16),
     ],
 )
 def test_targets_with_less_shared_memory_read_less_at_once(
-    capability, batch, itemsize, depth
+    capability, batch, dtype, depth
 ):
     device = Target(platform="gpu", kind="a GPU", compute_capability=capability)
     with as_if(device):
         shared = shared_memory_bytes()
-    tiles = choose_tiles(batch=batch, tile=None, itemsize=itemsize, shared=shared)
+    spec = dataclasses.replace(PLAIN.spec, dtype=dtype)
+    tiles = choose_tiles(batch=batch, tile=None, spec=spec, shared=shared)
     # Rows and columns stay: they say how often weights are read.
     assert (tiles.rows, tiles.columns, tiles.depth) == (batch, 128, depth)
 

@@ -1,0 +1,39 @@
+"""Each class of shapes fits each generation of GPUs: no spill, no launch that fails."""
+
+import pytest
+
+from pallas_kernels.target import Target, as_if, shared_memory_bytes
+from tests.pallas_kernels.recurrent_prefill.compile_cases import GPU_CLASSES
+from tests.triton_resources import COMPILER, resources_of
+
+CASE = "tests.pallas_kernels.recurrent_prefill.compile_cases:gpu_class"
+# A10, L4 and RTX 40 have the least shared memory, and spilled in these; the others are
+# a sweep of some half a minute each.
+SLOW = {
+    ("8.6", "wide heads", "float32"),
+    ("8.6", "grouped heads", "bfloat16"),
+    ("9.0", "many rows", "bfloat16"),
+}
+EVERY = [
+    (capability, name, dtype)
+    for capability in ("8.0", "8.6", "8.9", "9.0", "12.0")
+    for name in GPU_CLASSES
+    for dtype in ("bfloat16", "float32")
+]
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "dtype"),
+    [
+        pytest.param(*one, marks=pytest.mark.slow if one in SLOW else pytest.mark.sweep)
+        for one in EVERY
+    ],
+)
+def test_kernels_spill_nothing_and_fit_the_shared_memory(capability, name, dtype):
+    if not (COMPILER / "triton").is_dir():
+        pytest.skip("no Triton here: run make triton")
+    with as_if(Target(platform="gpu", kind="", compute_capability=capability)):
+        most = shared_memory_bytes()
+    kernels = resources_of(capability, CASE, name, dtype)
+    assert len(kernels) >= 12  # five forward, seven and more backward
+    assert [one for one in kernels if one["stack"] or one["shared"] > most] == []

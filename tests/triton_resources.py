@@ -1,0 +1,128 @@
+"""What Triton's compiler makes of a call's kernels for a GPU that is not here.
+
+    JAX_PLATFORMS=cpu PYTHONPATH=.triton python -m tests.triton_resources 8.6 CASE
+
+prints a line of JSON a kernel: warps, stages, registers a thread, bytes of stack that a
+thread spills to, bytes of shared memory. CASE is "module:function", whose call with
+the words after it returns a function and its arguments as ShapeDtypeStructs. `make
+triton` fetches the compiler. jax lowers the kernels to Triton's language and XLA
+compiles that when a program is loaded; here Triton itself does, by the same passes.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax._src.lib.mlir import ir
+from jax._src.lib.triton import dialect
+
+from pallas_kernels.target import Target, as_if
+from tests.source_tree import ROOT
+
+COMPILER = ROOT / ".triton"
+
+
+class Kernel(NamedTuple):
+    """A kernel as jax lowers it: Triton's language as text, and its launch options."""
+
+    name: str
+    text: str
+    warps: int
+    stages: int
+
+
+def resources_of(capability: str, case: str, *words: str) -> list[dict]:
+    """Asks a process of its own; `capability` is that of a GPU, such as "8.6"."""
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.triton_resources", capability, case, *words],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COMPILER)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr[-4000:]
+    return [json.loads(line) for line in told.stdout.splitlines()]
+
+
+def kernels_of(function, arguments, target: Target) -> list[Kernel]:
+    """Returns the different kernels of a call, in the order of the program."""
+    with as_if(target):
+        traced = jax.jit(function).trace(*arguments)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    found: dict[Kernel, None] = {}
+
+    def visit(operation) -> ir.WalkResult:
+        if "backend_config" in str(list(operation.attributes)):
+            name = ir.StringAttr(operation.attributes["call_target_name"]).value
+            if "triton" in name:
+                found[_kernel(operation.attributes["mhlo.backend_config"])] = None
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    return list(found)
+
+
+def _kernel(config) -> Kernel:
+    config = ir.DictAttr(config)
+    number = lambda name: ir.IntegerAttr(config[name]).value  # noqa: E731
+    context = ir.Context()
+    dialect.register_dialect(context)
+    with context:
+        module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
+        text = module.operation.get_asm()
+    name = ir.StringAttr(config["name"]).value
+    return Kernel(name, text, number("num_warps"), number("num_stages"))
+
+
+def compiled(kernel: Kernel, capability: str) -> dict:
+    """Has Triton compile a kernel and reads what it takes."""
+    triton = importlib.import_module("triton")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget
+    bare = int(capability.replace(".", ""))
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ttir"
+        source.write_text(kernel.text)
+        options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+        made = triton.compile(
+            str(source), target=target("cuda", bare, 32), options=options
+        )
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(made.asm["cubin"])
+        tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+        told = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", binary],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", told)[0]
+    return {
+        "kernel": kernel.name,
+        "warps": kernel.warps,
+        "stages": kernel.stages,
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": made.metadata.shared,
+    }
+
+
+def main(capability: str, case: str, *words: str) -> None:
+    """Prints what each kernel of a case takes."""
+    # Asked by Triton 3.9, which says so aloud where it is not set: fused products.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    module, function = case.split(":")
+    call, arguments = getattr(importlib.import_module(module), function)(*words)
+    target = Target(platform="gpu", kind="a GPU", compute_capability=capability)
+    for kernel in kernels_of(call, arguments, target):
+        print(json.dumps(compiled(kernel, capability)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
