@@ -95,7 +95,10 @@ tpu_heads_of_40 = partial(layer, mosaic_tpu, batch=8, positions=128, head_width=
 
 
 def persistent_resources(target: str, batch: int) -> dict[str, int]:
-    """Returns what ptxas says of the persistent kernel: registers and spilled bytes.
+    """Returns what the compiler makes of the persistent kernel.
+
+    Registers and spilled bytes as ptxas tells them, and how often its loop over
+    positions signals a counter in memory and waits at one.
 
     Args:
       batch: one that no other case has: a process compiles a kernel once.
@@ -104,7 +107,8 @@ def persistent_resources(target: str, batch: int) -> dict[str, int]:
     from tests.compile_target import compile_for
 
     function, arguments = gpu_persistent(batch=batch)
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    dumps = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_PTX")
+    os.environ.update(dict.fromkeys(dumps, "1"))
     # The compiler writes it to standard output or error, as a C program does.
     before = {stream: os.dup(stream) for stream in (1, 2)}
     with tempfile.TemporaryFile() as file:
@@ -116,9 +120,15 @@ def persistent_resources(target: str, batch: int) -> dict[str, int]:
             for stream, kept in before.items():
                 os.dup2(kept, stream)
                 os.close(kept)
-            del os.environ["MOSAIC_GPU_DUMP_PTXAS"]
+            for name in dumps:
+                del os.environ[name]
         file.seek(0)
         told = file.read().decode()
     (registers,) = re.findall(r"Used (\d+) registers", told)
     (spilled,) = re.findall(r"(\d+) bytes spill stores", told)
-    return {"registers": int(registers), "spilled_bytes": int(spilled)}
+    return {
+        "registers": int(registers),
+        "spilled_bytes": int(spilled),
+        "signals": len(re.findall(r"\bred\.release\.gpu\b", told)),
+        "waits": len(re.findall(r"\bfence\.acquire\.gpu\b", told)),
+    }
