@@ -73,6 +73,13 @@ def test_more_rows_than_programs_are_the_reference_s():
     check_values(PLAIN._replace(positions=2, batch=130))
 
 
+# 64 programs: products are split 8, 2, 8 and 4 times, as at the paper's width.
+@pytest.mark.sweep
+def test_the_splits_of_the_papers_width_are_the_reference_s():
+    widths = {"heads": 8, "key_heads": 8, "width": 512, "inner": 2048}
+    check_values(PLAIN._replace(positions=2, **widths))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
