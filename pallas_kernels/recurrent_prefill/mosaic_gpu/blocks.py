@@ -1,5 +1,6 @@
 """Blocks of 64 rows: how they lie in registers and on chip, and how they are read."""
 
+from inspect import signature
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ TILE = plgpu.Layout.WGMMA
 """The layout of [64, columns] in registers, as the matrix unit leaves it."""
 BY_ROW = TILE.reduce(1)
 BY_COLUMN = TILE.reduce(0)
+# What jax 0.10's load wants besides a reference; 0.12's takes nothing.
+_WHOLE = (...,) if "idx" in signature(plgpu.load).parameters else ()
 
 
 def read(launch: Launch, ref: Any, *index: Any, layout: Any = TILE) -> Array:
@@ -21,7 +24,7 @@ def read(launch: Launch, ref: Any, *index: Any, layout: Any = TILE) -> Array:
     # The interpreter knows no layouts, nor jax's load that takes one.
     if launch.interpret:
         return ref[index]
-    return plgpu.load(ref, index, layout=layout, optimized=False)
+    return plgpu.load(ref.at[index], *_WHOLE, layout=layout, optimized=False)
 
 
 def laid_out(launch: Launch, x: Array, layout: Any = TILE) -> Array:
