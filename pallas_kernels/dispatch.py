@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import mesh_cut
 from pallas_kernels.mesh_cut import Cut
 
-Implementation = Literal["triton", "mosaic_tpu", "xla"]
+Implementation = Literal["triton", "mosaic_gpu", "mosaic_tpu", "xla"]
 
 
 class Specs(NamedTuple):
@@ -46,7 +46,8 @@ class Op:
 
     Attributes:
       name: as callers know it.
-      backends: by name, in order of preference; "xla", the last, can do everything.
+      backends: by name, in order of preference, up to "xla", which can do everything:
+        those behind it run only when they are named.
       find_cut: (*arrays) -> how the mesh that is set cuts the call, or None.
       specs: (cut, *arrays) -> how the parts lie on it.
       outputs: how many of the results are the caller's, from the first.

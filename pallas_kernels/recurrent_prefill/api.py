@@ -17,13 +17,20 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Schedule,
 )
 from pallas_kernels.recurrent_prefill.mesh_layout import check_stages
+from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.xla import backend as xla
 
 OP = dispatch.Op(
     name="recurrent_prefill",
-    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    backends={
+        "triton": triton,
+        "mosaic_tpu": mosaic_tpu,
+        "xla": xla,
+        # By name only, as long as it has not run on a device.
+        "mosaic_gpu": mosaic_gpu,
+    },
     find_cut=mesh_layout.find_cut,
     specs=mesh_layout.specs,
     kept_specs=mesh_layout.kept_specs,
@@ -73,7 +80,8 @@ def recurrent_prefill(
         measurement.
       tile: positions handled between two tile updates, a multiple of spec.block. None:
         chosen by measurement.
-      implementation: a backend, which then runs or raises; None: the first that can.
+      implementation: a backend, which then runs or raises; None: the first that can,
+        "mosaic_gpu" left aside.
 
     Raises:
       ValueError: shapes disagree, more positions than the cache has slots, an unknown

@@ -5,6 +5,7 @@ the layers run one after the other). Its queries first attend to the prefix; the
 runs through its positions; then its persistent pairs join the prefix.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -62,6 +63,7 @@ def run_layers(
     start: Int[Array, " B"],
     *,
     training: bool,
+    run_tile: Callable[..., "Tile"] | None = None,
 ) -> TritonOutputs:
     """Runs x [T, B, D] through the layers of `w`, all at once.
 
@@ -70,7 +72,9 @@ def run_layers(
         position t go to slot start + t, and are dropped where there is none.
       start: how many positions each row has seen, [B].
       training: that is none.
+      run_tile: another backend's loop through a tile, called as `_run_tile`.
     """
+    run_tile = _run_tile if run_tile is None else run_tile
     b, L = launch.tiles.tile, w.w_kv.shape[0]
     T, B, D = x.shape
     # One layer runs its whole tiles in the loop and the rest after it, so that no
@@ -95,7 +99,7 @@ def run_layers(
         index = j - jnp.arange(L)
         active = (index >= 0) & (index < whole)
         done = jnp.where(active, index * b, 0)
-        out = _run_tile(launch, tile, w, keys, values, start, done, b)
+        out = run_tile(launch, tile, w, keys, values, start, done, b)
         kept = put((keys, values), out.state, done, active)
         return (out.z, *kept), (out.z, out.state.attended, out.state.lse)
 
@@ -110,7 +114,7 @@ def run_layers(
     if count > 0:
         rest = jnp.pad(x[whole * b :], ((0, b - count), *NO_PAD))[None]
         done = jnp.full(1, whole * b)
-        out = _run_tile(launch, rest, w, keys, values, start, done, count)
+        out = run_tile(launch, rest, w, keys, values, start, done, count)
         keys, values = put((keys, values), out.state, done, done >= 0)
         last = (out.z, out.state.attended, out.state.lse)
         rows = tuple(

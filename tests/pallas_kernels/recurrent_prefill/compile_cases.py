@@ -1,5 +1,8 @@
 """Calls at the paper's sizes, as shapes, for `tests/compile_target.py`."""
 
+import os
+import re
+import tempfile
 from functools import partial
 
 import jax
@@ -11,6 +14,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
     empty_cache,
 )
+from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 
@@ -86,6 +90,10 @@ gpu_wavefront = partial(
     layer, triton, batch=32, positions=512, layers=3, schedule="wavefront"
 )
 gpu_training = partial(layer, triton, batch=512, positions=512, train=True)
+gpu_persistent = partial(layer, mosaic_gpu, batch=512, positions=512)
+gpu_persistent_training = partial(
+    layer, mosaic_gpu, batch=512, positions=512, train=True
+)
 tpu_forward = partial(layer, mosaic_tpu, batch=8, positions=128)
 tpu_training = partial(layer, mosaic_tpu, batch=8, positions=128, train=True)
 tpu_narrow_training = partial(tpu_training, heads=8)
@@ -111,3 +119,43 @@ def gpu_class(name: str, dtype: str):
     """Returns both passes of one of GPU_CLASSES."""
     sizes = {"positions": 128, "train": True} | GPU_CLASSES[name]
     return layer(triton, dtype=dtype, **sizes)
+
+
+def persistent_resources(target: str, batch: int) -> dict[str, int]:
+    """Returns what the compiler makes of the persistent kernel.
+
+    Registers and spilled bytes as ptxas tells them, and how often its loop over
+    positions signals a counter in memory and waits at one.
+
+    Args:
+      batch: one that no other case has: a process compiles a kernel once.
+    """
+    # Only the process that compiles may import this.
+    from tests.compile_target import compile_for
+
+    function, arguments = gpu_persistent(batch=batch)
+    dumps = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_PTX")
+    os.environ.update(dict.fromkeys(dumps, "1"))
+    # The compiler writes it to standard output or error, as a C program does.
+    before = {stream: os.dup(stream) for stream in (1, 2)}
+    with tempfile.TemporaryFile() as file:
+        for stream in before:
+            os.dup2(file.fileno(), stream)
+        try:
+            compile_for(target, function, arguments)
+        finally:
+            for stream, kept in before.items():
+                os.dup2(kept, stream)
+                os.close(kept)
+            for name in dumps:
+                del os.environ[name]
+        file.seek(0)
+        told = file.read().decode()
+    (registers,) = re.findall(r"Used (\d+) registers", told)
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", told)
+    return {
+        "registers": int(registers),
+        "spilled_bytes": int(spilled),
+        "signals": len(re.findall(r"\bred\.release\.gpu\b", told)),
+        "waits": len(re.findall(r"\bfence\.acquire\.gpu\b", told)),
+    }

@@ -11,6 +11,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
     empty_cache,
 )
+from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.triton.launch import ProductTiles
@@ -36,6 +37,9 @@ class Case(NamedTuple):
     normed_persistent: bool = True
     dtype: str = "float32"
     schedule: str | None = None
+    width: int = WIDTH
+    inner: int = INNER
+    alibi: float = 8.0
 
     @property
     def spec(self) -> LayerSpec:
@@ -46,7 +50,7 @@ class Case(NamedTuple):
             norm=self.norm,  # pyright: ignore[reportArgumentType]
             qk_norm=self.norm,  # pyright: ignore[reportArgumentType]
             normed_persistent=self.normed_persistent,
-            alibi_max_bias=8.0,
+            alibi_max_bias=self.alibi,
             logit_scale=self.head_width**-0.5,
             residual_scale=0.7,
             activation=self.activation,  # pyright: ignore[reportArgumentType]
@@ -60,13 +64,13 @@ class Case(NamedTuple):
     def inputs(self) -> tuple[jax.Array, LayerWeights, jax.Array]:
         """Returns x, weights and a cotangent of z."""
         keys = jax.random.split(jax.random.key(0), 3)
-        shape = (self.batch, self.positions, WIDTH)
+        shape = (self.batch, self.positions, self.width)
         x, dz = (jax.random.normal(key, shape) for key in keys[:2])
         return x, self.weights(keys[2]), dz
 
     def weights(self, key: jax.Array) -> LayerWeights:
         """Returns weights of the size of a usual init, norms and biases disturbed."""
-        D, F = WIDTH, INNER
+        D, F = self.width, self.inner
         H, K, E = self.heads, self.key_heads, self.head_width
         matrices = {
             "w_q": (D, H, E),
@@ -128,6 +132,12 @@ def interpreted(backend) -> dict:
             tile=16, rows=16, depth=16, columns=32, attend_rows=16, keys=16
         )
         return {"interpret": True, "tiles": small}
+    if backend is mosaic_gpu:
+        # Not above: jax has no public name of it yet.
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        # What a program reads before another wrote it shows.
+        return {"interpret": InterpretGPUParams(uninitialized_memory="nan")}
     return {"interpret": True}
 
 

@@ -1,5 +1,7 @@
 """The kernels compile for H100, v5e, v5p and v6e, without them."""
 
+import shutil
+
 import pytest
 
 from tests.absent_compilers import COMPILERS, ask
@@ -7,6 +9,7 @@ from tests.absent_compilers import COMPILERS, ask
 CASES = "tests.pallas_kernels.recurrent_prefill.compile_cases"
 MOST_KERNELS = 8
 TRITON = "__gpu$xla.gpu.triton"
+MOSAIC_GPU = "mosaic_gpu_v2"
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +51,36 @@ def test_a_position_backward_on_h100_takes_at_most_9_kernels():
     assert len(forward) <= MOST_KERNELS, forward
     assert sum(TRITON in name for name in backward) == 7
     assert len(backward) <= 9, backward
+
+
+@pytest.fixture
+def ptxas():
+    if shutil.which("ptxas") is None:
+        pytest.skip("Mosaic GPU kernels need a ptxas on PATH to compile")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gpu_persistent", "gpu_persistent_training"])
+def test_a_tile_forward_on_h100_is_a_kernel_for_its_prefix_and_one_for_the_rest(
+    case, ptxas
+):
+    loops = [loop["launched"] for loop in compiled("h100", case)["loops"]]
+    (tiles,) = [
+        launched for launched in loops if any(MOSAIC_GPU in name for name in launched)
+    ]
+    assert sum(MOSAIC_GPU in name for name in tiles) == 1
+    assert sum(TRITON in name for name in tiles) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [32, 1024])
+def test_the_persistent_kernel_spills_nothing_and_meets_nine_times(batch, ptxas):
+    told = ask("h100", f"{CASES}:persistent_resources", batch)
+    assert 0 < told["registers"] <= 255
+    assert told["spilled_bytes"] == 0
+    # After attention and each product all programs; before a product's parts are added
+    # up those that own the same columns.
+    assert told["signals"] == told["waits"] == 5 + 4
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from functools import partial
 import jax
 import pytest
 
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.recurrent_prefill import recurrent_prefill
 from pallas_kernels.recurrent_prefill.arrays import empty_cache
+from pallas_kernels.target import refusal_of_mosaic_gpu
 from tests.pallas_kernels.recurrent_prefill.layer_cases import Case, reference
 from tests.tolerances import assert_gradients_close, assert_values_close
 
@@ -32,6 +34,27 @@ CASES = {
     "bfloat16": Case(positions=37, batch=70, dtype="bfloat16"),
 }
 
+# Programs wait for one another here, which no interpreter runs: 4, 64 and 128 of them.
+PERSISTENT = Case(
+    positions=37,
+    batch=70,
+    heads=2,
+    key_heads=2,
+    head_width=64,
+    width=128,
+    inner=256,
+    dtype="bfloat16",
+    alibi=1.0,
+)
+PERSISTENT_CASES = {
+    "one position": PERSISTENT._replace(positions=1),
+    "prime": PERSISTENT,
+    "64 programs": PERSISTENT._replace(heads=8, key_heads=8, width=512, inner=2048),
+    "the paper's width": PERSISTENT._replace(
+        heads=16, key_heads=16, width=1024, inner=4096
+    ),
+}
+
 
 @pytest.fixture(autouse=True)
 def gpu():
@@ -41,13 +64,24 @@ def gpu():
 
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_kernels_agree_with_the_reference_on_gpu(name):
-    case = CASES[name]
+    check(CASES[name], "triton")
+
+
+@pytest.mark.parametrize("name", PERSISTENT_CASES)
+def test_the_persistent_kernel_agrees_with_the_reference_on_gpu(name):
+    reason = refusal_of_mosaic_gpu()
+    if reason is not None:
+        pytest.skip(reason)
+    check(PERSISTENT_CASES[name], "mosaic_gpu")
+
+
+def check(case: Case, backend: Implementation) -> None:
     x, weights, dz = case.inputs()
 
     @jax.jit
     def run(x, weights, dz):
         cache = empty_cache(case.layers, case.batch, 0, case.spec)
-        call = partial(recurrent_prefill, implementation="triton", **case.options)
+        call = partial(recurrent_prefill, implementation=backend, **case.options)
         z, back = jax.vjp(lambda x, w: call(x, w, cache)[0], x, weights)
         return z, back(dz)
 
