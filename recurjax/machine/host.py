@@ -30,7 +30,7 @@ _DEVICES = "xla_force_host_platform_device_count"
 _KNOWN = ("0.10.", "0.11.", "0.12.")
 """The jaxlib versions that know these flags; XLA ends a process that names another."""
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 """glibc's names for what mallopt sets (malloc.h)."""
 
 
@@ -90,5 +90,9 @@ def _keep_freed_memory() -> None:
     if mallopt is None:  # musl
         return
     mallopt(_MMAP_MAX, 0)
-    mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    # XLA allocates on threads. A thread's own arena has no room for a large buffer and
+    # maps it all the same, so that all share the one arena that keeps.
+    mallopt(_ARENA_MAX, 1)
+    # Never: any threshold would be an int, and a step's buffers can be above 2 GiB.
+    mallopt(_TRIM_THRESHOLD, -1)
     mallopt(_TOP_PAD, 2**28)

@@ -94,3 +94,42 @@ print(reading_mesh(MeshConfig(data=1, tensor=2)).size)
 def test_what_reads_a_model_on_a_mesh_starts_its_devices():
     """As `generate`, `evaluate`, `convert`, `chat` and `serve` do in a shell."""
     assert run(_READING, _CLEARED).split() == ["2"]
+
+
+_BUFFERS = """
+import ctypes, resource, threading
+from recurjax.machine import host
+host.prepare(flags=False)
+c = ctypes.CDLL(None)
+c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+c.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+c.free.argtypes = [ctypes.c_void_p]
+def step():
+    buffer = c.malloc({size})
+    assert buffer
+    c.memset(buffer, 1, {size})
+    c.free(buffer)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+found = []
+def steps():
+    for _ in range(3):
+        faults()
+thread = threading.Thread(target=steps)
+thread.start()
+thread.join()
+print(*found)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize(
+    "size", [2**27, pytest.param(2**31 + 2**27, marks=pytest.mark.slow)]
+)
+def test_a_buffer_freed_on_a_thread_is_there_for_the_next_step(size):
+    first, *later = map(int, run(_BUFFERS.format(size=size), os.environ).split())
+    # Once every page of it, unless pages are huge; then none.
+    assert first > 50
+    assert max(later) < 20
