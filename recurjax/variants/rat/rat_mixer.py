@@ -18,6 +18,7 @@ from recurjax.layers.attention import (
     write_layer,
 )
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.layers.linear import apart
 from recurjax.layers.mesh import sequence_shards
 from recurjax.layers.position import rotate
 from recurjax.types import Array, Tokens
@@ -203,8 +204,9 @@ class RatMixer(nnx.Module):
 
     def _project(self, x: Array) -> tuple[Array, Array, Array, GateLogits]:
         """Returns q by group, k and v flat, and the forget gate's logits."""
-        k, v = project_flat(x, self.w_k), project_flat(x, self.w_v)
-        return project(x, self.w_q), k, v, self.forget_gate.logits(x)
+        x_q, x_k, x_v, x_gate = apart(x, 4)
+        k, v = project_flat(x_k, self.w_k), project_flat(x_v, self.w_v)
+        return project(x_q, self.w_q), k, v, self.forget_gate.logits(x_gate)
 
     def _output(self, x: Array, y: Array) -> Array:
         z = self.output_gate(x)
