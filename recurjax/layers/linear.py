@@ -81,8 +81,13 @@ def apart(x: Float[Array, "B T N"], products: int) -> tuple[Array, ...]:
 
 
 def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
-    """Says whether x is one token a row, in a program for a GPU."""
-    return x.ndim > 2 and x.shape[1] == 1 and target.current().platform == "gpu"
+    """Says whether x is one token each of several rows, in a program for a GPU.
+
+    A single row's products are sums, not matrix products, to XLA: it joins none.
+    """
+    if x.ndim < 3 or x.shape[0] == 1 or x.shape[1] > 1:
+        return False
+    return target.current().platform == "gpu"
 
 
 def _product(x: Array, weight: Array) -> Array:

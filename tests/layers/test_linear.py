@@ -46,13 +46,14 @@ def products(x: jax.Array) -> list[jax.Array]:
     return [jnp.sin(x) for x in apart(x, 3)]
 
 
-def test_only_one_token_a_row_on_a_gpu_is_kept_apart():
+def test_only_one_token_each_of_several_rows_on_a_gpu_is_kept_apart():
     def barriers(x: jax.Array) -> int:
         return str(jax.make_jaxpr(products)(x)).count("optimization_barrier")
 
     with as_if(H100):
         assert barriers(drawn(2, 1, 4)) == 1
         assert barriers(drawn(2, 3, 4)) == 0
+        assert barriers(drawn(1, 1, 4)) == 0
     assert barriers(drawn(2, 1, 4)) == 0
 
 
