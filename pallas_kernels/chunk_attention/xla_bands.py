@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
-from pallas_kernels.chunk_attention.xla_cuts import Bands, choose_bands
+from pallas_kernels.chunk_attention.xla_cuts import Bands, choose_bands, choose_part
 
 
 def forward(
@@ -37,7 +37,7 @@ def forward(
         p = jnp.exp(logits - top[:, :, None])
         p_own = jnp.exp(own - top)
         total = jnp.sum(p, axis=2) + p_own
-        o = _product("bhse,bhst->bhet", values, p.astype(values.dtype), dtype)
+        o = _weighted(values, p.astype(values.dtype), dtype)
         o = (o / total[:, :, None]).astype(values.dtype).swapaxes(2, 3)
         return {"o": o, "weight": p_own / total, "lse": top + jnp.log(total)}
 
@@ -171,6 +171,21 @@ def _logits(q, keys, scale, hidden):
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     logits = scale * _product("bhse,bhte->bhst", keys, q, dtype)
     return jnp.where(hidden[:, None], -jnp.inf, logits)
+
+
+def _weighted(values: Array, p: Array, dtype) -> Array:
+    """Sums values over the ends by their weights: [B, H, E, T]."""
+    B, H, S, E = values.shape
+    part = choose_part(B, p.shape[3], S)
+    if part == S:
+        return _product("bhse,bhst->bhet", values, p, dtype)
+    whole = S - S % part
+    v, w = (x[:, :, :whole].reshape(B, H, -1, part, x.shape[3]) for x in (values, p))
+    sums = _product("bhnse,bhnst->bhnet", v, w, dtype)
+    # Apart from the sum over the parts, which XLA would make one with it again.
+    o = jnp.sum(jax.lax.optimization_barrier(sums), axis=2)
+    rest = _product("bhse,bhst->bhet", values[:, :, whole:], p[:, :, whole:], dtype)
+    return o + rest
 
 
 def _product(subscripts: str, a, b, dtype):

@@ -2,10 +2,12 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float
 
+from pallas_kernels import target
 from recurjax.layers.mesh import as_matrix
 from recurjax.types import Array
 
@@ -43,7 +45,19 @@ def linear(
     Args:
       addition: added to the product before the bias, if given.
     """
-    y = _product(x, weight[...])
+    x_added = x
+    if addition is not None:
+        x, x_added = apart(x, 2)
+    return with_additions(_product(x, weight[...]), x_added, bias, addition)
+
+
+def with_additions(
+    y: Float[Array, "... M"],
+    x: Float[Array, "... N"],
+    bias: Array | nnx.Param | None,
+    addition: LowRank | None,
+) -> Float[Array, "... M"]:
+    """Adds to y = x W what `linear` adds to it."""
     if addition is not None:
         # (x A) B in this order: two thin products of rank R.
         reduced = _product(x, addition.reduce)
@@ -51,6 +65,29 @@ def linear(
             reduced = jnp.where(addition.own, reduced, 0)
         y = y + _product(reduced, addition.expand)
     return y if bias is None else (y + bias[...]).astype(x.dtype)
+
+
+def apart(x: Float[Array, "B T N"], products: int) -> tuple[Array, ...]:
+    """Gives each of several products that read x an x of its own, in a decode step.
+
+    XLA for GPUs makes one product of those that read the same array, by joining their
+    weights. Where they meet one token a row, the joined weights, written and read again
+    at every step, are most of what the step moves.
+    """
+    if not decodes_on_gpu(x):
+        return (x,) * products
+    # One barrier over all of them: several of x alone are found equal and become one.
+    return tuple(jax.lax.optimization_barrier((x,) * products))
+
+
+def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
+    """Says whether x is one token each of several rows, in a program for a GPU.
+
+    A single row's products are sums, not matrix products, to XLA: it joins none.
+    """
+    if x.ndim < 3 or x.shape[0] == 1 or x.shape[1] > 1:
+        return False
+    return target.current().platform == "gpu"
 
 
 def _product(x: Array, weight: Array) -> Array:

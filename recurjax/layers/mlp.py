@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from pallas_kernels.gelu import gelu
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.linear import LowRank, linear
+from recurjax.layers.linear import LowRank, apart, linear
 from recurjax.ranges import require_numbers
 from recurjax.types import Array
 
@@ -99,10 +99,11 @@ class Mlp(nnx.Module):
     ) -> Float[Array, "B T D"]:
         added = MlpAdditions() if additions is None else additions
         activation = _ACTIVATIONS[self.config.kind]
-        up = linear(x, self.w_up, self.b_up, added.up)
+        x_up, x_gate = apart(x, 2)
+        up = linear(x_up, self.w_up, self.b_up, added.up)
         if self.w_gate is None:
             hidden = activation(up)
         else:
-            gate = linear(x, self.w_gate, self.b_gate, added.gate)
+            gate = linear(x_gate, self.w_gate, self.b_gate, added.gate)
             hidden = activation(gate) * up
         return linear(hidden, self.w_down, self.b_down, added.down)

@@ -1,5 +1,6 @@
 """Every variant small, with shapes that its kernels take."""
 
+from dataclasses import replace
 from typing import Any
 
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
@@ -44,6 +45,22 @@ def experiment(variant: str, dtype: Any = "bfloat16") -> Experiment:
             steps=10, batch=BATCHES.get(variant, 4), length=LENGTHS.get(variant, 1024)
         ),
     )
+
+
+def wide_experiment(variant: str) -> Experiment:
+    """Returns four layers of width 2,048: of these the weights are most of a step."""
+    run = experiment(variant)
+    stack: Any = run.model.stack
+    heads = {"heads": 16, "head_width": 128}
+    mlp = replace(stack.mlp, width=4 * 2048)
+    if isinstance(stack, RatConfig):
+        mixers: Any = stack.pattern
+        pattern = tuple(replace(mixer, **heads) for mixer in mixers)
+        stack = replace(stack, layers=4, width=2048, pattern=pattern, mlp=mlp)
+    else:
+        attention = replace(stack.attention, key_heads=16, **heads)
+        stack = replace(stack, layers=4, width=2048, attention=attention, mlp=mlp)
+    return replace(run, model=replace(run.model, stack=stack))
 
 
 VARIANTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from pallas_kernels.mesh_cut import as_it_lies
 from recurjax.layers.attention.key_value_cache import (
     KeyValueCache,
     read_layer,
@@ -16,6 +17,7 @@ from recurjax.layers.attention.key_value_cache import (
     write,
 )
 from recurjax.layers.attention.softmax import attend, visible_by_position
+from recurjax.layers.linear import decodes_on_gpu
 from recurjax.types import Array
 
 Bias = Callable[[Array, Array], Array | None]
@@ -104,6 +106,10 @@ def attend_to_written(
     else:
         keys = read_layer(written.keys, before.layer)
         values = read_layer(written.values, before.layer)
+        if decodes_on_gpu(q):
+            # Left to itself XLA turns the caches of all layers to the layout that the
+            # products like best, and back, at every token: four times their bytes.
+            keys, values = (as_it_lies(x, rows=0, columns=(2,)) for x in (keys, values))
         # After the write slot s holds the token that the ring rule names; padding has
         # none.
         count = T if lengths is None else lengths

@@ -15,7 +15,7 @@ from recurjax.layers.attention.implementation import AttentionImplementation
 from recurjax.layers.attention.key_value_cache import KeyValueCache, write
 from recurjax.layers.attention.softmax import attend
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
-from recurjax.layers.linear import LowRank
+from recurjax.layers.linear import LowRank, apart
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.position import (
     Alibi,
@@ -154,8 +154,9 @@ class SelfAttention(nnx.Module):
         """
         added = AttentionAdditions() if additions is None else additions
         positions = self._positions(x, cache)
-        q = self._queries(x, positions, added)
-        new = self._keys_and_values(x, positions, added)
+        x_q, x_new = apart(x, 2)
+        q = self._queries(x_q, positions, added)
+        new = self._keys_and_values(x_new, positions, added)
         if cache.slots == 0:
             o = self._attend_to_input(q, *new, tokens)
         else:
@@ -220,8 +221,9 @@ class SelfAttention(nnx.Module):
           additions: as in `keep`.
         """
         added = AttentionAdditions() if additions is None else additions
-        q = self._queries(x, positions, added)
-        new = self._keys_and_values(x, positions, added)
+        x_q, x_new = apart(x, 2)
+        q = self._queries(x_q, positions, added)
+        new = self._keys_and_values(x_new, positions, added)
         options = self._options(q, None)
         del options["lengths"]  # every token says for itself whether it is there
         return merge(look(q, new, **options), self.w_out, self.b_out, added.out)
@@ -269,8 +271,9 @@ class SelfAttention(nnx.Module):
     def _keys_and_values(
         self, x: Array, positions: Array, added: AttentionAdditions
     ) -> KeysValues:
-        k = project(x, self.w_k, self.b_k, added.k)
-        v = project(x, self.w_v, self.b_v, added.v)
+        x_k, x_v = apart(x, 2)
+        k = project(x_k, self.w_k, self.b_k, added.k)
+        v = project(x_v, self.w_v, self.b_v, added.v)
         return KeysValues(self._turned(self._normed(k, self.k_norm), positions), v)
 
     def _normed(self, heads: Array, norm: Norm | None) -> Array:

@@ -18,6 +18,7 @@ from recurjax.layers.attention import (
     write_layer,
 )
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.layers.linear import apart
 from recurjax.layers.mesh import sequence_shards
 from recurjax.layers.position import rotate
 from recurjax.types import Array, Tokens
@@ -30,6 +31,7 @@ from recurjax.variants.rat.recurrence import (
     attend_across_chunks,
     document_starts,
     rotate_chunks,
+    with_ends,
 )
 from recurjax.variants.rat.sequence_parallel import Shard, gather_ends
 
@@ -122,26 +124,28 @@ class RatMixer(nnx.Module):
         # One gate for both streams: k~ and v~ forget alike, so one op runs them
         # together. A state starts from zero in each chunk and at each document.
         starts = document_starts(documents)
-        states, _ = gated_scan(gate, (v, k), starts=starts, chunk=chunk)
-        v, k = (self._heads(h) for h in states)
+        (of_v, of_k), _ = gated_scan(gate, (v, k), starts=starts, chunk=chunk)
+        v, v_ends = map(self._heads, with_ends(of_v, chunk))
+        k, k_ends = map(self._heads, with_ends(of_k, chunk))
         # Positions attend to the states at the ends of the chunks before their own; the
         # own chunk they know through their own state, which is not rotated (see
         # `attend_across_chunks`).
         G = v.shape[1] // chunk
         numbers = jnp.arange(G)[None]
-        seen = slice(chunk - 1, -1, chunk)  # No position sees the end of the last.
+        seen = slice(0, G - 1)  # No position sees the end of the last chunk.
         first = None
         if shard is not None:
             # A shard counts its chunks on from those of its left neighbours, and the
             # end of its last chunk is seen by its right one.
             numbers = numbers + shard.index * G
-            seen = slice(chunk - 1, None, chunk)
+            seen = slice(0, G)
             first = jnp.full(v.shape[0], shard.index * G, jnp.int32)
-        ended = k[:, seen]
         ends = ChunkEnds(
-            keys=self._rotate_ends(ended, numbers[:, : ended.shape[1]]),
-            values=v[:, seen].swapaxes(1, 2),
-            documents=None if documents is None else documents[:, seen],
+            keys=self._rotate_ends(k_ends[:, seen], numbers[:, seen]),
+            values=v_ends[:, seen].swapaxes(1, 2),
+            documents=None
+            if documents is None
+            else documents[:, chunk - 1 :: chunk][:, seen],
         )
         if shard is not None:
             ends = gather_ends(ends, shard)
@@ -203,8 +207,9 @@ class RatMixer(nnx.Module):
 
     def _project(self, x: Array) -> tuple[Array, Array, Array, GateLogits]:
         """Returns q by group, k and v flat, and the forget gate's logits."""
-        k, v = project_flat(x, self.w_k), project_flat(x, self.w_v)
-        return project(x, self.w_q), k, v, self.forget_gate.logits(x)
+        x_q, x_k, x_v, x_gate = apart(x, 4)
+        k, v = project_flat(x_k, self.w_k), project_flat(x_v, self.w_v)
+        return project(x_q, self.w_q), k, v, self.forget_gate.logits(x_gate)
 
     def _output(self, x: Array, y: Array) -> Array:
         z = self.output_gate(x)

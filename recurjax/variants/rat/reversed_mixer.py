@@ -8,6 +8,7 @@ from jaxtyping import Float
 
 from recurjax.layers.attention import attend, merge, project, read_layer, write_layer
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.layers.linear import apart
 from recurjax.layers.mesh import sequence_shards
 from recurjax.layers.position import rotate
 from recurjax.types import Array, Tokens
@@ -158,12 +159,14 @@ class ReversedRatMixer(nnx.Module):
         return a.reshape(B, rows.places, -1), new[0], new[1]
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        q, k, v = (project(x, w) for w in (self.w_q, self.w_k, self.w_v))
+        weights = (self.w_q, self.w_k, self.w_v)
+        q, k, v = (project(*pair) for pair in zip(apart(x, 3), weights, strict=True))
         rope = self.config.position
         if rope is not None:
             q, k = rotate(q, positions, rope), rotate(k, positions, rope)
         return q, k, v
 
     def _output(self, x: Array, y: Array) -> Array:
+        (x,) = apart(x, 1)  # The forget gate reads it too.
         mixed = (self.output_gate(x) * y).astype(x.dtype)
         return merge(mixed, self.w_out)

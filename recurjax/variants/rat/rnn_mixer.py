@@ -9,6 +9,7 @@ from jaxtyping import Float
 from pallas_kernels.gated_scan import GateLogits, gated_scan
 from recurjax.layers.attention import merge, project_flat, read_layer, write_layer
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
+from recurjax.layers.linear import apart
 from recurjax.layers.mesh import sequence_shards
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import sequence_parallel
@@ -53,7 +54,8 @@ class RnnMixer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], cache: RnnCache, tokens: Tokens
     ) -> tuple[Float[Array, "B T D"], RnnCache]:
-        gate, v = self.forget_gate.logits(x), project_flat(x, self.w_v)
+        x_gate, x_v = apart(x, 2)
+        gate, v = self.forget_gate.logits(x_gate), project_flat(x_v, self.w_v)
         starts = document_starts(tokens.segments)
         if cache.slots == 0:
             h = self._train(gate, v, starts)

@@ -17,6 +17,7 @@ from recurjax.layers.attention import (
     project,
 )
 from recurjax.layers.initialization import draw_output_weight, draw_weight
+from recurjax.layers.linear import apart
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.position import Rope, rotate
@@ -105,7 +106,8 @@ class PartialAttention(nnx.Module):
         # In training every row starts at 0, in one row of positions for all.
         start = jnp.zeros((1, 1), jnp.int32) if training else cache.position[:, None]
         positions = start + jnp.arange(x.shape[1])
-        q, k = project(x, self.w_q, self.b_q), project(x, self.w_k, self.b_k)
+        x_q, x_k = apart(x, 2)
+        q, k = project(x_q, self.w_q, self.b_q), project(x_k, self.w_k, self.b_k)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if isinstance(config.position, Rope):

@@ -19,6 +19,7 @@ from pallas_kernels.chunk_attention import (
 from pallas_kernels.chunk_attention.mosaic_launch import Tiles as MosaicTiles
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
 from pallas_kernels.chunk_attention.triton_launch import Tiles as TritonTiles
+from pallas_kernels.target import Target, as_if
 from tests.compiling import QUICK_COMPILE, equations, sizes
 from tests.pallas_kernels.chunk_attention.cases import (
     KERNEL_CASES,
@@ -29,6 +30,7 @@ from tests.pallas_kernels.chunk_attention.cases import (
     op_passes,
 )
 from tests.pallas_kernels.laws import Call, OpLaws, OracleCase
+from tests.tolerances import assert_values_close
 
 B, H, E, CHUNK = 2, 4, 4, 3
 SMALL = Case(13, width=E)
@@ -52,6 +54,27 @@ def small_bands(monkeypatch):
 def small_tiles(monkeypatch):
     """Several tiles along both axes, of positions in several chunks."""
     monkeypatch.setattr(xla_cuts, "_TILE", 4)
+
+
+@pytest.mark.parametrize("ends", [3, 8, 11])
+def test_one_row_s_sums_over_parts_of_the_ends_are_the_definition(ends, monkeypatch):
+    monkeypatch.setattr(xla_cuts, "_PART", 4)
+    (*arrays, keys, values), first, *_ = Case(
+        1, ends=ends, first=(ends - 1,), batch=1, chunk=1
+    ).inputs()
+    options = {"chunk": 1, "scale": 0.3, "first": first}
+    h100 = Target(platform="gpu", kind="H100", compute_capability="9.0")
+
+    def run(*arrays):
+        return chunk_attention(*arrays, ChunkEnds(keys, values), **options)
+
+    with as_if(h100):
+        assert str(jax.make_jaxpr(run)(*arrays)).count("optimization_barrier") == (
+            ends > 4
+        )
+        got = jax.jit(run)(*arrays)
+    want = chunk_attention_reference(*arrays, ChunkEnds(keys, values), **options)
+    assert_values_close(got, want)
 
 
 class TestLaws(OpLaws):

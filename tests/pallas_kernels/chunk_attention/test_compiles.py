@@ -36,6 +36,14 @@ def test_a_forward_pass_or_a_decode_step_is_one_kernel_on_h100():
 
 
 @pytest.mark.slow
+def test_one_row_s_decode_step_writes_no_weighted_values_on_h100():
+    """Left to itself XLA moves three times the bound, in as many launches."""
+    ((launched, share),) = compiled("h100", "gpu_decode_one_row")
+    assert launched == 6
+    assert share < 1.1
+
+
+@pytest.mark.slow
 def test_small_batches_share_a_group_s_heads_out_at_one_kernel_more():
     ((launched, _),) = compiled("h100", "gpu_small_batch")
     assert launched == 4
