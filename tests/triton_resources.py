@@ -59,7 +59,7 @@ def kernels_of(function, arguments, target: Target) -> list[Kernel]:
     found: dict[Kernel, None] = {}
 
     def visit(operation) -> ir.WalkResult:
-        if "backend_config" in str(list(operation.attributes)):
+        if operation.name == "stablehlo.custom_call":
             name = ir.StringAttr(operation.attributes["call_target_name"]).value
             if "triton" in name:
                 found[_kernel(operation.attributes["mhlo.backend_config"])] = None
