@@ -101,6 +101,21 @@ class Case(NamedTuple):
         return LayerWeights(**leaves)
 
 
+FOUR_PROGRAMS = Case(
+    positions=5,
+    heads=2,
+    key_heads=2,
+    head_width=64,
+    width=128,
+    inner=256,
+    dtype="bfloat16",
+    alibi=1.0,
+)
+"""The smallest layer of `mosaic_gpu`: two of its programs split the contracted axis of
+the products into D columns. Slopes are steep, so that a wrong distance shows in
+bfloat16."""
+
+
 @cache
 def reference_values(case: Case) -> jax.Array:
     """Returns z in float32."""

@@ -23,6 +23,7 @@ from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
 )
 from pallas_kernels.target import Target, as_if
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
+    FOUR_PROGRAMS,
     Case,
     reference,
     reference_values,
@@ -32,18 +33,7 @@ from tests.pallas_kernels.recurrent_prefill.layer_cases import (
 )
 from tests.tolerances import assert_gradients_close, assert_values_close
 
-# Four programs: two split the contracted axis of the products into D columns. Slopes
-# are steep, so that a wrong distance shows in bfloat16.
-PLAIN = Case(
-    positions=5,
-    heads=2,
-    key_heads=2,
-    head_width=64,
-    width=128,
-    inner=256,
-    dtype="bfloat16",
-    alibi=1.0,
-)
+PLAIN = FOUR_PROGRAMS
 PAPER = LayerWidths(1024, 1024, 4096)
 SHARED = 232_448
 H100 = Target(

@@ -12,7 +12,11 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.recurrent_prefill import recurrent_prefill
 from pallas_kernels.recurrent_prefill.arrays import empty_cache
 from pallas_kernels.target import refusal_of_mosaic_gpu
-from tests.pallas_kernels.recurrent_prefill.layer_cases import Case, reference
+from tests.pallas_kernels.recurrent_prefill.layer_cases import (
+    FOUR_PROGRAMS,
+    Case,
+    reference,
+)
 from tests.tolerances import assert_gradients_close, assert_values_close
 
 CASES = {
@@ -35,17 +39,7 @@ CASES = {
 }
 
 # Programs wait for one another here, which no interpreter runs: 4, 64 and 128 of them.
-PERSISTENT = Case(
-    positions=37,
-    batch=70,
-    heads=2,
-    key_heads=2,
-    head_width=64,
-    width=128,
-    inner=256,
-    dtype="bfloat16",
-    alibi=1.0,
-)
+PERSISTENT = FOUR_PROGRAMS._replace(positions=37, batch=70)
 PERSISTENT_CASES = {
     "one position": PERSISTENT._replace(positions=1),
     "prime": PERSISTENT,
