@@ -1,8 +1,9 @@
 """What refining a subset of the positions costs, in passes over all of them.
 
-FLOPs of all matrix products of the traced programs, forward, of the paper's 20 layers
-and of the small set's model; nothing runs. `refine` computes T / S positions, so S of
-them should cost about one pass. More than one: the shared projection of the memory.
+FLOPs of all matrix products of the programs traced for a TPU, forward, of the paper's
+20 layers and of the small set's model; nothing runs. `refine` computes T / S positions,
+so S of them should cost about one pass. More than one: the shared projection of the
+memory.
 
     python experiments/latent_recurrent_transformer/refinement_cost.py
 """
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import target
 from recurjax.model import Decoder, ModelConfig
 from recurjax.plan.flops import count_flops
 from recurjax.run_table import load_experiment
@@ -31,7 +33,8 @@ TABLE = Path(__file__).with_name("runs.py")
 SUBSETS = (1, 2, 4, 8)
 LENGTH = 512
 """Of the paper's model here: longer passes are computed in blocks that skip what is
-hidden, where a buffer's keys are masked."""
+hidden, where a buffer's keys are masked. A CPU takes blocks from 64 tokens on."""
+PLATFORM = "tpu"
 
 
 def models() -> dict[str, ModelConfig]:
@@ -63,8 +66,9 @@ def passes(config: ModelConfig, subsets: int) -> tuple[int, list[int]]:
         )
 
     def product_flops(function, *inputs) -> int:
-        jaxpr = jax.make_jaxpr(function)(*inputs)
-        return count_flops(jaxpr, platform="tpu").products
+        with target.as_if(target.Target(platform=PLATFORM, kind="")):
+            jaxpr = jax.make_jaxpr(function)(*inputs)
+        return count_flops(jaxpr, platform=PLATFORM).products
 
     whole = product_flops(lambda s, x, i: start(s, x, Tokens(i)), stack, x, ids)
     parts = [
