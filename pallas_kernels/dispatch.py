@@ -85,11 +85,15 @@ def run(
 
     Raises:
       ValueError: no backend has this name.
-      NotImplementedError: the named backend cannot run this call here.
+      NotImplementedError: the named backend cannot run this call here, or none can
+        with these options.
     """
     # A backend that was named is the only one asked: it runs or its reason is raised.
-    names = list(op.backends) if implementation is None else [implementation]
-    reason = None
+    names = [implementation]
+    if implementation is None:
+        known = list(op.backends)
+        names = known[: known.index("xla") + 1]
+    reasons = []
     for name in names:
         if name not in op.backends:
             raise ValueError(
@@ -100,7 +104,8 @@ def run(
         reason = call.refusal(arrays)
         if reason is None:
             return _differentiable(call, arrays)
-    raise NotImplementedError(f"{op.name}: {names[-1]}: {reason}")
+        reasons.append(f"{name}: {reason}")
+    raise NotImplementedError(f"{op.name}: {'; '.join(reasons)}")
 
 
 def check_shapes(op: str, wanted: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:

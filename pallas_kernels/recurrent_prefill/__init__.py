@@ -9,8 +9,10 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
     empty_cache,
 )
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 
 __all__ = [
+    "BlockSizes",
     "LayerSpec",
     "LayerWeights",
     "RecurrentCache",

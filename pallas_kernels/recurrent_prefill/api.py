@@ -16,6 +16,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
     Schedule,
 )
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.mesh_layout import check_stages
 from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
@@ -52,6 +53,7 @@ def recurrent_prefill(
     rows: Rows | None = None,
     schedule: Schedule | None = None,
     tile: int | None = None,
+    blocks: BlockSizes | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T D"], RecurrentCache]:
     """Runs z_i = layer(x_i, persistent pairs of j < i, temporary pair of i) for all i.
@@ -80,6 +82,9 @@ def recurrent_prefill(
         measurement.
       tile: positions handled between two tile updates, a multiple of spec.block. None:
         chosen by measurement.
+      blocks: how kernels cut the call beside that; what is None they choose. Where tile
+        is None too, sizes measured on this device are taken, if RECURJAX_TILES names a
+        file of them (`measured_sizes.py`).
       implementation: a backend, which then runs or raises; None: the first that can,
         "mosaic_gpu" left aside.
 
@@ -99,6 +104,7 @@ def recurrent_prefill(
         spec=spec,
         schedule=schedule,
         tile=tile,
+        blocks=blocks,
     )
     return z, written
 

@@ -1,4 +1,4 @@
-"""`recurjax bench WHAT [--json OUT]`: times passes, prints a table, writes JSON."""
+"""`recurjax bench WHAT [--json OUT] [--tune OUT]`: times passes, or tunes an op."""
 
 import difflib
 import sys
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal
 
 import tyro
@@ -18,6 +19,7 @@ from recurjax.errors import UserError
 BENCHES = {
     "transformer": ("transformer",),
     "recurrent_transformer": ("recurrent_transformer",),
+    "recurrent_prefill": ("recurrent_prefill",),
     "rat": ("rat",),
     "latent_recurrent_transformer": ("latent_recurrent_transformer",),
     "recurformer": ("recurformer",),
@@ -30,6 +32,8 @@ BENCHES = {
     "data": ("data",),
 }
 """What can be timed, and the modules of `recurjax.bench` whose `rows` time it."""
+TUNED = ("recurrent_prefill",)
+"""Those with `tune`: ops whose block sizes can be measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,14 +41,19 @@ class Bench:
     """Times a variant's passes, or the trainer, on the first device.
 
     Attributes:
-      what: a variant, `trainer` (the loop against the bare step, the data pipeline), or
-        `data` (a mixture of five parts against one corpus).
+      what: a variant, `recurrent_prefill` (the Recurrent Transformer's op by backend),
+        `trainer` (the loop against the bare step, the data pipeline), or `data` (a
+        mixture of five parts against one corpus).
       json: also write the rows to this file.
       large: the shapes of one accelerator; otherwise those of two CPU cores.
       dtype: of activations and matrix products.
       repeats: timed calls of each program, after its warm-up.
       requests: in the queue of a bench that serves one; fewer are quicker.
       slots: of its engines; None: the bench's own.
+      tune: times block sizes of an op instead, and adds the best to this file, which
+        programs read that have RECURJAX_TILES=FILE.
+      experiment: tunes the layer of this run, as `recurjax train` names it, in place of
+        the bench's own.
     """
 
     what: Annotated[str, tyro.conf.Positional]
@@ -54,6 +63,8 @@ class Bench:
     repeats: int = 10
     requests: int | None = None
     slots: int | None = None
+    tune: Path | None = None
+    experiment: str | None = None
 
 
 def run(argv: list[str]) -> int:
@@ -75,6 +86,8 @@ def run(argv: list[str]) -> int:
     benches = [
         import_module(f"recurjax.bench.{name}") for name in BENCHES[options.what]
     ]
+    if options.tune is not None or options.experiment is not None:
+        return _tune(options, benches[0])
     serving = [one for one in benches if "requests" in signature(one.rows).parameters]
     if served and not serving:
         words = " and ".join(f"--{name}" for name in served)
@@ -101,4 +114,31 @@ def run(argv: list[str]) -> int:
     print("\n".join(told))
     if options.json is not None:
         write(measured, options.json)
+    return 0
+
+
+def _tune(options: Bench, bench: ModuleType) -> int:
+    """Tunes the op's block sizes."""
+    if options.tune is None:
+        raise UserError("--experiment says what to tune: name a file with --tune too")
+    if not hasattr(bench, "tune"):
+        ops = ", ".join(TUNED)
+        raise UserError(f"{options.what} has no block sizes to tune: {ops} has")
+    if options.json is not None:
+        raise UserError("--tune writes its own file: leave --json out")
+    if not options.tune.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {options.tune.parent} for --tune")
+    tuning = import_module("recurjax.bench.tuning")
+    experiment = None
+    if options.experiment is not None:
+        run_table = import_module("recurjax.run_table")
+        experiment = run_table.load_experiment(options.experiment)
+    found = bench.tune(
+        large=options.large,
+        dtype=options.dtype,
+        repeats=options.repeats,
+        experiment=experiment,
+    )
+    tuning.keep(found, options.tune)
+    print(tuning.how_to_use(options.tune))
     return 0

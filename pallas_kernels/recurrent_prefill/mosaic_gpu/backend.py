@@ -19,6 +19,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Residuals,
     Rows,
 )
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.equations import prepare
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
@@ -56,8 +57,11 @@ def expressible(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
 ) -> str | None:
     """Returns what of a call the kernel does not do, whatever the device."""
+    if blocks is not None and (reason := blocks.refusal_beyond()) is not None:
+        return reason
     options = {"spec": spec, "schedule": schedule, "tile": tile}
     reason = triton.expressible(x, weights, cache, rows, **options)
     if reason is not None:
@@ -92,6 +96,7 @@ def forward(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
     interpret: Any = False,
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
     """Runs L layers, one after the other, from position 0.
@@ -146,6 +151,7 @@ def backward(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
     interpret: Any = False,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache, by the Triton kernels."""
@@ -154,6 +160,7 @@ def backward(
         spec=spec,
         schedule=schedule,
         tile=tile,
+        blocks=blocks,
         interpret=bool(interpret),
     )
 

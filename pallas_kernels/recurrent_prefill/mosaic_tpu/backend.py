@@ -15,6 +15,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Residuals,
     Rows,
 )
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.equations import prepare
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import mosaic_kernels
@@ -46,8 +47,11 @@ def expressible(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
+    if blocks is not None and (reason := blocks.refusal_beyond()) is not None:
+        return reason
     reason = refusal_of_call(x, rows, spec)
     if reason is not None:
         return reason
@@ -70,6 +74,7 @@ def forward(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
     interpret=False,
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
     """Runs L layers, one kernel after the other, from position 0."""
@@ -108,6 +113,7 @@ def backward(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
     interpret=False,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache."""

@@ -14,6 +14,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Residuals,
     Rows,
 )
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes, choose
 from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
@@ -23,8 +24,8 @@ from pallas_kernels.recurrent_prefill.triton.backward import triton_kernels
 from pallas_kernels.recurrent_prefill.triton.forward import run_layers
 from pallas_kernels.recurrent_prefill.triton.launch import (
     Launch,
-    ProductTiles,
     choose_tiles,
+    refusal_of_blocks,
     refusal_of_tile,
     refusal_of_width,
 )
@@ -47,8 +48,9 @@ def expressible(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
 ) -> str | None:
-    """Returns what of a call the kernels do not do, whatever the device."""
+    """Returns what of a call the kernels do not do on the target's kind of GPU."""
     reason = refusal_of_call(x, rows, spec)
     if reason is not None:
         return reason
@@ -67,7 +69,19 @@ def expressible(
         "key_heads * head_width": spec.key_heads * spec.head_width,
     }
     reasons = (refusal_of_width(name, width) for name, width in widths.items())
-    return refusal_of_tile(tile) or next(filter(None, reasons), None)
+    reason = next(filter(None, reasons), None)
+    if reason is not None:
+        return reason
+    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
+    tile, blocks = choose("triton", x, weights, cache, **options)
+    reason = refusal_of_tile(tile)
+    if reason is not None or not blocks.given():
+        return reason
+    shared = shared_memory_bytes()
+    tiles = choose_tiles(
+        batch=x.shape[0], tile=tile, spec=spec, shared=shared, blocks=blocks
+    )
+    return refusal_of_blocks(tiles, spec, shared)
 
 
 def forward(
@@ -80,22 +94,22 @@ def forward(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
     interpret: bool = False,
-    tiles: ProductTiles | None = None,
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
     """Runs L layers, one after the other or, as a wavefront, all at once.
 
     Args:
       interpret: runs the kernels as plain JAX, on any device.
-      tiles: block sizes; None: the heuristic's.
     """
     B, T, _ = x.shape
-    launch = _launch(x, spec, tile, interpret, tiles)
-    blocks = launch.tiles
+    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
+    launch = _launch(x, weights, cache, interpret, **options)
+    tiles = launch.tiles
     w = prepare(weights, spec.dtype)
-    keys, values = blocks.cached_slots(cache, T, spec)
-    start = blocks.start(cache)
-    x_rows = blocks.pad_rows(x.astype(jnp.float32).swapaxes(0, 1), batch=1)
+    keys, values = tiles.cached_slots(cache, T, spec)
+    start = tiles.start(cache)
+    x_rows = tiles.pad_rows(x.astype(jnp.float32).swapaxes(0, 1), batch=1)
 
     def layers(x: Array, w: Prepared, keys: Array, values: Array):
         training = cache.slots == 0
@@ -143,11 +157,12 @@ def backward(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
     interpret: bool = False,
-    tiles: ProductTiles | None = None,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache."""
-    launch = _launch(x, spec, tile, interpret, tiles)
+    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
+    launch = _launch(x, weights, cache, interpret, **options)
     inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
     kernels = triton_kernels(launch)
     together = schedule == "wavefront"
@@ -156,13 +171,19 @@ def backward(
 
 def _launch(
     x: Array,
-    spec: LayerSpec,
-    tile: int | None,
+    weights: LayerWeights,
+    cache: RecurrentCache,
     interpret: bool,
-    tiles: ProductTiles | None,
+    *,
+    spec: LayerSpec,
+    **options: Any,
 ) -> Launch:
-    if tiles is None:
-        tiles = choose_tiles(
-            batch=x.shape[0], tile=tile, spec=spec, shared=shared_memory_bytes()
-        )
+    tile, blocks = choose("triton", x, weights, cache, spec=spec, **options)
+    tiles = choose_tiles(
+        batch=x.shape[0],
+        tile=tile,
+        spec=spec,
+        shared=shared_memory_bytes(),
+        blocks=blocks,
+    )
     return Launch(spec=spec, tiles=tiles, interpret=interpret)

@@ -12,10 +12,13 @@ from jaxtyping import Float, Num
 
 from pallas_kernels.moved_bytes import moving
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 
 PROGRAMS = 128
 """About as many programs as a data-centre GPU has multiprocessors."""
+_LEAST = 16
+"""Rows, columns and depth of a product on a matrix unit, at least."""
 _TILE_IN_REGISTERS = 32 * 4 * 64
 """Elements of a block [b, rows, E], three of which four warps hold without a spill."""
 _QUERIES = 32 * 64 * 4
@@ -70,31 +73,38 @@ class Launch:
 
 
 def choose_tiles(
-    *, batch: int, tile: int | None, spec: LayerSpec, shared: int
+    *,
+    batch: int,
+    tile: int | None,
+    spec: LayerSpec,
+    shared: int,
+    blocks: BlockSizes | None = None,
 ) -> ProductTiles:
-    """Returns sizes for `batch` rows; `tile` overrides the positions of a tile.
+    """Returns sizes for `batch` rows; `tile` and `blocks` override what they name.
 
     Args:
       spec: its dtype is that of the products' operands.
       shared: bytes of shared memory that a program may have.
     """
+    given = {} if blocks is None else blocks.given()
     itemsize = jnp.dtype(spec.dtype).itemsize
     tile = 32 if tile is None else tile
     # A matrix unit takes at least 16 rows.
-    rows, columns = min(max(next_power(batch), 16), 128), 128
+    rows = given.get("rows", min(max(next_power(batch), _LEAST), 128))
+    columns = given.get("columns", 128)
     # Products of float32 keep what they read in registers: beside 64 rows they spill at
     # a depth of 64, beside 128 at 32.
-    depth = 64 if itemsize < 4 else min(32, 2048 // rows)
-    while depth > 16 and _needed(rows, columns, depth, itemsize) > shared:
+    depth = 64 if itemsize < 4 else max(_LEAST, min(32, 2048 // rows))
+    while depth > _LEAST and _needed(rows, columns, depth, itemsize) > shared:
         depth //= 2
-    return ProductTiles(
-        tile=tile,
-        rows=rows,
-        depth=depth,
-        columns=columns,
-        attend_rows=_attend_rows(tile, spec) if batch >= 64 else 1,
-        keys=_keys(tile, spec),
-    )
+    chosen = {
+        "rows": rows,
+        "columns": columns,
+        "depth": depth,
+        "attend_rows": _attend_rows(tile, spec) if batch >= 64 else 1,
+        "keys": _keys(tile, spec),
+    }
+    return ProductTiles(tile=tile, **(chosen | given))
 
 
 def _attend_rows(tile: int, spec: LayerSpec) -> int:
@@ -142,6 +152,28 @@ def refusal_of_tile(tile: int | None) -> str | None:
     if tile is None or tile in (16, 32, 64):
         return None
     return f"runs tiles of 16, 32 or 64 positions, got tile={tile}"
+
+
+def refusal_of_blocks(tiles: ProductTiles, spec: LayerSpec, shared: int) -> str | None:
+    """Returns why a device cannot run these sizes, None when it can.
+
+    Args:
+      shared: bytes of shared memory that a program may have.
+    """
+    for name in ("rows", "keys", "depth", "columns", "attend_rows"):
+        size, least = getattr(tiles, name), 1 if name == "attend_rows" else _LEAST
+        if size < least or size != next_power(size):
+            return f"{name} must be a power of two from {least}, got {size}"
+    if tiles.attend_rows > tiles.rows:
+        return f"attend_rows must be at most rows={tiles.rows}, got {tiles.attend_rows}"
+    itemsize = jnp.dtype(spec.dtype).itemsize
+    needed = _needed(tiles.rows, tiles.columns, tiles.depth, itemsize)
+    if needed > shared:
+        return (
+            f"rows={tiles.rows}, columns={tiles.columns} and depth={tiles.depth} need "
+            f"{needed:,} bytes of shared memory, the device has {shared:,}"
+        )
+    return None
 
 
 def refusal_of_width(name: str, width: int) -> str | None:

@@ -15,6 +15,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Residuals,
     Rows,
 )
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.xla import one_position
@@ -35,9 +36,11 @@ from pallas_kernels.recurrent_prefill.xla.geometry import (
 )
 
 
-def supported(*arrays: Any, **options: Any) -> str | None:
-    """Returns None: there is nothing that this backend cannot do."""
-    return None
+def supported(
+    *arrays: Any, blocks: BlockSizes | None = None, **options: Any
+) -> str | None:
+    """Returns None but for block sizes of kernels: there is nothing it cannot do."""
+    return None if blocks is None else blocks.refusal_beyond("keys")
 
 
 def forward(
@@ -50,13 +53,15 @@ def forward(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
     stages: Stages = ONE_STAGE,
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
     """Runs L layers, one after the other or all at once; on stages, a stage's."""
     if not residuals and stages.count == 1 and one_position.serves(x, cache, spec):
         # One position in any order of work is the same work.
         return *one_position.forward(x, weights, cache, rows, spec=spec), None
-    call = Call.of(x, weights, cache, rows, spec, schedule, tile, stages)
+    sizes = {"schedule": schedule, "tile": tile, "blocks": blocks}
+    call = Call.of(x, weights, cache, rows, spec=spec, stages=stages, **sizes)
     w = prepare(weights, spec.dtype)
     run = lambda x, w, cache: run_layers(  # noqa: E731
         x, w, cache, call.visibility, geometry=call.geometry, spec=spec
@@ -93,10 +98,12 @@ def backward(
     spec: LayerSpec,
     schedule: str | None,
     tile: int | None,
+    blocks: BlockSizes | None = None,
     stages: Stages = ONE_STAGE,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache; on stages, dx's part of each."""
-    call = Call.of(x, weights, cache, rows, spec, schedule, tile, stages)
+    sizes = {"schedule": schedule, "tile": tile, "blocks": blocks}
+    call = Call.of(x, weights, cache, rows, spec=spec, stages=stages, **sizes)
     T = x.shape[1]
     w = prepare(weights, spec.dtype)
     dpairs, dold = written_backward(dcache, x, cache, rows, call, spec)

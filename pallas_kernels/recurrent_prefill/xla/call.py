@@ -4,7 +4,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerSpec,
+    LayerWeights,
+    RecurrentCache,
+    Rows,
+)
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes, choose
 from pallas_kernels.recurrent_prefill.mesh_layout import Stages
 from pallas_kernels.recurrent_prefill.xla.biases import Visibility, visibility_of
 from pallas_kernels.recurrent_prefill.xla.geometry import (
@@ -25,15 +32,32 @@ class Call(NamedTuple):
 
     @classmethod
     def of(
-        cls, x, weights, cache, rows, spec, schedule, tile, stages: Stages
+        cls,
+        x: Array,
+        weights: LayerWeights,
+        cache: RecurrentCache,
+        rows: Rows,
+        *,
+        spec: LayerSpec,
+        schedule: str | None,
+        tile: int | None,
+        blocks: BlockSizes | None,
+        stages: Stages,
     ) -> "Call":
+        """Cuts the call; sizes that are None are measured ones or the heuristic's."""
+        options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
+        tile, blocks = choose("xla", x, weights, cache, **options)
         T, L = x.shape[1], weights.w_q.shape[0]
         schedule = "prefix" if schedule is None else schedule
         together = schedule == "wavefront" or L == 1
         # With a real cache, rows may stand at different places within their blocks.
         phased = cache.slots > 0 and spec.block > 1 and T > 1
         tile, chunk = tile_and_chunk(
-            positions=T, block=spec.block, schedule=schedule, tile=tile
+            positions=T,
+            block=spec.block,
+            schedule=schedule,
+            tile=tile,
+            keys=blocks.keys,
         )
         unit = spec.block if phased else min(spec.block, T)
         geometry = plan(
@@ -56,17 +80,17 @@ class Call(NamedTuple):
 
 
 def tile_and_chunk(
-    *, positions: int, block: int, schedule: str, tile: int | None
+    *, positions: int, block: int, schedule: str, tile: int | None, keys: int | None
 ) -> tuple[int, int]:
     """Returns b, positions of a tile, and how many keys of its prefix are read at once.
 
-    The caller's tile, or the size that measured fastest on two CPU cores. 8 rows,
+    The caller's sizes, or the tile that measured fastest on two CPU cores. 8 rows,
     forward and backward: 32 and 64 do not differ at 256 positions of width 128; at 1024
     of width 256, 64 takes 12 % less CPU time than 32 and 28 % less than 128. `plan`
     rounds the keys up to whole tiles.
     """
     if schedule == "naive":
-        return block, 256
+        return block, 256 if keys is None else keys
     if tile is None:
         tile = -(-(32 if positions <= 256 else 64) // block) * block
-    return tile, 128
+    return tile, 128 if keys is None else keys

@@ -11,10 +11,10 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
     empty_cache,
 )
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from pallas_kernels.recurrent_prefill.triton import backend as triton
-from pallas_kernels.recurrent_prefill.triton.launch import ProductTiles
 from tests.compiling import QUICK_COMPILE
 
 WIDTH, HEADS, HEAD_WIDTH, INNER = 32, 2, 16, 64
@@ -143,10 +143,8 @@ def interpreted(backend) -> dict:
     than one along each contracted axis and each row of blocks.
     """
     if backend is triton:
-        small = ProductTiles(
-            tile=16, rows=16, depth=16, columns=32, attend_rows=16, keys=16
-        )
-        return {"interpret": True, "tiles": small}
+        small = BlockSizes(rows=16, depth=16, columns=32, attend_rows=16, keys=16)
+        return {"interpret": True, "blocks": small}
     if backend is mosaic_gpu:
         # Not above: jax has no public name of it yet.
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams

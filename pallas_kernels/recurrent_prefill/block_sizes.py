@@ -1,0 +1,113 @@
+"""Block sizes of a call: the caller's, else measured ones, else the heuristic's."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from pallas_kernels import measured_sizes
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerSpec,
+    LayerWeights,
+    RecurrentCache,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSizes:
+    """How a backend's kernels cut a call beside `tile`; None: the backend chooses.
+
+    Attributes:
+      rows: rows of the batch in one program.
+      keys: slots of the prefix that are read at once, at most.
+      depth: how much of the contracted axis a product reads at once, at most.
+      columns: columns of one program of a product, at most.
+      attend_rows: rows in one program of the attention step.
+    """
+
+    rows: int | None = None
+    keys: int | None = None
+    depth: int | None = None
+    columns: int | None = None
+    attend_rows: int | None = None
+
+    def __post_init__(self):
+        for name, size in self.given().items():
+            if size < 1:
+                raise ValueError(f"BlockSizes: {name} must be at least 1, got {size}")
+
+    def given(self) -> dict[str, int]:
+        """Returns those that are set, by name."""
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: size for name, size in named.items() if size is not None}
+
+    def refusal_beyond(self, *taken: str) -> str | None:
+        """Returns which size is given that a backend has no use for, None if none."""
+        for name, size in self.given().items():
+            if name not in taken:
+                known = f"only {' and '.join(taken)}" if taken else "none"
+                return f"takes of the block sizes {known}, got {name}={size}"
+        return None
+
+
+def choose(
+    backend: str,
+    x: Float[Array, "B T D"],
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+    tile: int | None,
+    blocks: BlockSizes | None,
+) -> tuple[int | None, BlockSizes]:
+    """Returns the tile and the block sizes that the caller gave, or measured ones.
+
+    What was measured belongs together: where the caller gives anything, the rest is the
+    heuristic's.
+    """
+    if tile is None and blocks is None:
+        shape = shape_class(x, weights, cache, spec=spec, schedule=schedule)
+        found = measured_sizes.find("recurrent_prefill", backend, shape)
+        tile = found.get("tile")
+        rest = {name: size for name, size in found.items() if name != "tile"}
+        try:
+            blocks = BlockSizes(**rest)
+        except TypeError as error:
+            raise ValueError(
+                f"{measured_sizes.VARIABLE}: recurrent_prefill has no block sizes "
+                f"{', '.join(sorted(rest))}"
+            ) from error
+    return tile, BlockSizes() if blocks is None else blocks
+
+
+def shape_class(
+    x: Float[Array, "B T D"],
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    *,
+    spec: LayerSpec,
+    schedule: str | None,
+) -> dict[str, Any]:
+    """Returns what of a call its best block sizes depend on: one entry of the file.
+
+    Batch and positions stand for all that round up to the same power of two.
+    """
+    B, T, D = x.shape
+    return {
+        "batch": measured_sizes.power_above(B),
+        "positions": measured_sizes.power_above(T),
+        "width": D,
+        "inner_width": weights.w_up.shape[2],
+        "gated": weights.w_gate is not None,
+        "heads": spec.heads,
+        "key_heads": spec.key_heads,
+        "head_width": spec.head_width,
+        "block": spec.block,
+        "dtype": jnp.dtype(spec.dtype).name,
+        "schedule": "prefix" if schedule is None else schedule,
+        "training": cache.slots == 0,
+    }

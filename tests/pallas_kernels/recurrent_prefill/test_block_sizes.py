@@ -1,0 +1,147 @@
+"""Block sizes of the op: given, measured, refused; never another result."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.measured_sizes import VARIABLE
+from pallas_kernels.recurrent_prefill import (
+    BlockSizes,
+    Rows,
+    empty_cache,
+    recurrent_prefill,
+)
+from pallas_kernels.recurrent_prefill.block_sizes import choose, shape_class
+from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE
+from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
+from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
+from pallas_kernels.recurrent_prefill.triton import backend as triton
+from pallas_kernels.recurrent_prefill.triton.launch import choose_tiles
+from pallas_kernels.recurrent_prefill.xla.call import Call
+from pallas_kernels.target import Target, as_if
+from tests.pallas_kernels.recurrent_prefill.layer_cases import (
+    FOUR_PROGRAMS,
+    Case,
+    quick_jit,
+    reference_values,
+    refusal,
+)
+from tests.tolerances import assert_values_close
+
+CASE = Case(positions=37, batch=3)
+SMALL_GPU = Target(platform="gpu", kind="an A10", compute_capability="8.6")
+
+
+def written(path, backend: str, sizes: dict, case: Case = CASE, device="cpu") -> str:
+    """Writes a file with the sizes of the case's call."""
+    x, weights, _ = case.inputs()
+    cache = empty_cache(case.layers, case.batch, 0, case.spec)
+    entry = {
+        "op": "recurrent_prefill",
+        "backend": backend,
+        "device": device,
+        "shape": shape_class(x, weights, cache, spec=case.spec, schedule=None),
+        "sizes": sizes,
+    }
+    (path / "tiles.json").write_text(json.dumps({"sizes": [entry]}))
+    return str(path / "tiles.json")
+
+
+def xla_call(case: Case = CASE, *, tile=None, blocks=None) -> Call:
+    x, weights, _ = case.inputs()
+    cache = empty_cache(case.layers, case.batch, 0, case.spec)
+    options = {"spec": case.spec, "schedule": None, "stages": ONE_STAGE}
+    options |= {"tile": tile, "blocks": blocks}
+    return Call.of(x, weights, cache, Rows(), **options)
+
+
+# What kernels compute with given sizes every test of theirs checks: `interpreted` gives
+# them small ones.
+def test_given_sizes_change_no_result_of_xla():
+    x, weights, _ = CASE.inputs()
+    cache = empty_cache(1, CASE.batch, 0, CASE.spec)
+
+    def run(x, weights, **options):
+        return recurrent_prefill(x, weights, cache, spec=CASE.spec, **options)[0]
+
+    blocks = BlockSizes(keys=16)
+    got = quick_jit(lambda x, w: run(x, w, tile=16, blocks=blocks))(x, weights)
+    assert_values_close(got, reference_values(CASE))
+    assert xla_call(tile=16, blocks=blocks).geometry.chunk == 16
+    assert xla_call(tile=16).geometry.chunk == 48  # All slots.
+
+
+def test_measured_sizes_are_taken_where_the_caller_gives_none(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, written(tmp_path, "xla", {"tile": 4, "keys": 8}))
+    geometry = xla_call().geometry
+    assert (geometry.tile, geometry.chunk) == (4, 8)
+    # Another batch of the same power of two; then another power.
+    assert xla_call(CASE._replace(batch=4)).geometry.tile == 4
+    assert xla_call(CASE._replace(batch=5)).geometry.tile == 32
+    # Whoever names a size has said how to run it.
+    assert xla_call(tile=8).geometry.chunk == 40
+    assert xla_call(blocks=BlockSizes()).geometry.tile == 32
+
+
+def test_the_kernels_of_a_gpu_take_measured_sizes(tmp_path, monkeypatch):
+    sizes = {"tile": 16, "columns": 64}
+    file = written(tmp_path, "triton", sizes, device=SMALL_GPU.kind)
+    monkeypatch.setenv(VARIABLE, file)
+    x, weights, _ = CASE.inputs()
+    cache = empty_cache(1, CASE.batch, 0, CASE.spec)
+    options = {"spec": CASE.spec, "schedule": None, "tile": None, "blocks": None}
+    with as_if(SMALL_GPU):
+        tile, blocks = choose("triton", x, weights, cache, **options)
+        assert (tile, blocks) == (16, BlockSizes(columns=64))
+        assert triton.supported(x, weights, cache, Rows(), **options) is None
+
+
+def test_a_measured_size_that_the_op_has_not_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, written(tmp_path, "xla", {"stages": 4}))
+    with pytest.raises(ValueError, match=f"{VARIABLE}: .*no block sizes stages"):
+        xla_call()
+
+
+def test_the_heuristic_fills_what_is_not_given():
+    sizes = {"batch": 512, "tile": None, "spec": CASE.spec, "shared": 232_448}
+    free = choose_tiles(**sizes)
+    given = choose_tiles(**sizes, blocks=BlockSizes(columns=64, rows=64))
+    assert given == dataclasses.replace(free, columns=64, rows=64, depth=32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"rows": 8}, "rows must be a power of two from 16, got 8"),
+        ({"depth": 48}, "depth must be a power of two from 16, got 48"),
+        ({"attend_rows": 3}, "attend_rows must be a power of two from 1, got 3"),
+        ({"attend_rows": 32, "rows": 16}, "attend_rows must be at most rows=16, got"),
+        (
+            {"rows": 128, "columns": 128, "depth": 64},
+            "columns=128 and depth=64 need 262,656 bytes of shared memory, the device "
+            "has 101,376",
+        ),
+    ],
+)
+def test_sizes_that_a_gpu_cannot_have_are_refused_with_the_numbers(sizes, message):
+    with as_if(SMALL_GPU):
+        assert message in str(refusal(triton, CASE, blocks=BlockSizes(**sizes)))
+
+
+def test_a_backend_refuses_sizes_that_it_has_no_use_for():
+    depth = BlockSizes(depth=32)
+    told = "takes of the block sizes none, got depth=32"
+    assert refusal(mosaic_tpu, CASE, blocks=depth) == told
+    assert refusal(mosaic_gpu, FOUR_PROGRAMS, blocks=depth) == told
+    x, weights, _ = CASE.inputs()
+    told = "mosaic_tpu: .*; xla: takes of the block sizes only keys, got depth=32"
+    with pytest.raises(NotImplementedError, match=told):
+        recurrent_prefill(
+            *(x, weights, empty_cache(1, CASE.batch, 0, CASE.spec)),
+            spec=CASE.spec,
+            blocks=depth,
+        )
+    with pytest.raises(ValueError, match="BlockSizes: keys must be at least 1, got 0"):
+        BlockSizes(keys=jnp.int32(0).item())
