@@ -89,10 +89,9 @@ def run(
         with these options.
     """
     # A backend that was named is the only one asked: it runs or its reason is raised.
-    names = [implementation]
-    if implementation is None:
-        known = list(op.backends)
-        names = known[: known.index("xla") + 1]
+    known = list(op.backends)
+    unasked = known[: known.index("xla") + 1]
+    names = unasked if implementation is None else [implementation]
     reasons = []
     for name in names:
         if name not in op.backends:
