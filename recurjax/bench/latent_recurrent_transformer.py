@@ -27,6 +27,7 @@ from recurjax.variants.latent_recurrent_transformer.presets import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+Trained = NextToken | Interleaved
 
 SMALL = {"B": 8, "T": 256, "D": 256, "L": 4, "V": 4096}
 """The depth-4, width-256 model of nanochat's speed test, for two CPU cores."""
@@ -42,7 +43,13 @@ _NAME = "latent_recurrent_transformer"
 def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     """Measures every row; nothing is rematerialised."""
     shape = LARGE if large else SMALL
-    measure = partial(_training, shape=shape, dtype=dtype, repeats=repeats)
+
+    def measure(kind: str, objective: Trained, *, suffix: str = "") -> Iterator[Row]:
+        config = model_of(kind, shape, dtype)
+        return training_rows(
+            f"{kind}{suffix}", config, objective, shape=shape, repeats=repeats
+        )
+
     # Every ratio of the summary is over this row: the same layers without a memory.
     yield from measure("base", NextToken())
     # Interleaved training makes one pass a subset after the first, so its time should
@@ -80,17 +87,16 @@ def summary(rows: list[Row]) -> str:
     )
 
 
-def _training(
-    kind: str,
-    objective: NextToken | Interleaved,
+def training_rows(
+    name: str,
+    config: ModelConfig,
+    objective: Trained,
     *,
     shape: dict[str, int],
-    dtype: Dtype,
     repeats: int,
-    suffix: str = "",
 ) -> Iterator[Row]:
     """Forward and backward of all passes, and a whole step with MuonAdamW."""
-    config = _model(kind, shape, dtype)
+    dtype, name = config.dtype, f"{_NAME}/{name}"
     B, T = shape["B"], shape["T"]
     run = BenchedRun(
         model=config,
@@ -112,7 +118,6 @@ def _training(
         return objective(model, rows)[0]
 
     times = repeat(lambda: gradient(state.model, rows), repeats=repeats)
-    name = f"{_NAME}/{kind}{suffix}"
     yield row(f"{name}/forward_backward", shape, dtype, times, tokens=B * T)
     yield step_row(
         f"{name}/train_step",
@@ -129,7 +134,7 @@ def _inference(
     kind: str, shape: dict[str, int], dtype: Dtype, repeats: int
 ) -> Iterator[Row]:
     """Prefill of T tokens, exact and swept, and one more token after them."""
-    config = _model(kind, shape, dtype)
+    config = model_of(kind, shape, dtype)
     B, T = shape["B"], shape["T"]
     # Made under jit: without it every initialiser would be compiled by itself.
     model = jax.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
@@ -178,7 +183,8 @@ def _inference(
     yield row(f"{_NAME}/{kind}/decode", sizes, dtype, times, tokens=B)
 
 
-def _model(kind: str, shape: dict[str, int], dtype: Dtype) -> ModelConfig:
+def model_of(kind: str, shape: dict[str, int], dtype: Dtype) -> ModelConfig:
+    """Returns a model of these sizes: "base", "shared" or "layerwise"."""
     layers, width = shape["L"], shape["D"]
     memory = {"base": None, "shared": shared(layers), "layerwise": layerwise(layers)}
     return ModelConfig(

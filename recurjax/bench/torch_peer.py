@@ -1,7 +1,9 @@
 """Asks PyTorch, in an interpreter that has it, how fast it is at the same task."""
 
 import json
+import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,14 @@ _SIDE = Path(__file__).with_name("torch_side.py")
 
 
 def ask(
-    python: str, script: Path, arrays: Path, *, heads: int, threads: int, repeats: int
+    python: str,
+    script: Path,
+    arrays: Path,
+    *,
+    heads: int,
+    threads: int,
+    repeats: int,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
     """Runs a script's PyTorch module in a process of its own.
 
@@ -22,6 +31,7 @@ def ask(
       heads: for `peer`.
       threads: of torch.
       repeats: timed calls of each pass.
+      environment: variables that the process gets beside ours.
 
     Returns:
       Milliseconds by pass, and the "difference": of its output from ours, the largest.
@@ -31,23 +41,35 @@ def ask(
     """
     question = {"arrays": str(arrays), "heads": heads}
     question |= {"threads": threads, "repeats": repeats}
-    return answer_of(python, _SIDE, str(script), json.dumps(question))
+    return answer_of(
+        *(python, _SIDE, str(script), json.dumps(question)), environment=environment
+    )
 
 
-def answer_of(python: str, script: Path, *words: str, given: str | None = None) -> Any:
+def answer_of(
+    python: str,
+    script: Path,
+    *words: str,
+    given: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
     """Runs a script in that interpreter; returns the JSON of the last line it prints.
 
     Args:
       python: the interpreter.
       words: for the script's command line.
       given: for its standard input.
+      environment: variables that it gets beside ours.
 
     Raises:
       UserError: the interpreter cannot be run, or the script failed.
     """
     command = [python, str(script), *words]
+    own = {**os.environ, **(environment or {})}
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True)
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, env=own
+        )
     except OSError as error:
         raise UserError(f"--torch-python: {error}") from error
     if done.returncode:

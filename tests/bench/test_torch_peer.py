@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recurjax.bench.torch_peer import ask
+from recurjax.bench.torch_peer import answer_of, ask
 from recurjax.errors import UserError
 
 FEW = {"heads": 2, "threads": 1, "repeats": 1}
@@ -47,3 +47,12 @@ def test_a_module_in_torch_is_compared_and_timed(tmp_path):
     assert answer.pop("difference") == pytest.approx(0.25)
     assert set(answer) == {"forward", "decode", "forward_backward"}
     assert min(answer.values()) > 0
+
+
+def test_a_peer_gets_variables_of_its_own(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("import json, os; print(json.dumps(os.environ['A_PEER_S']))")
+    monkeypatch.delenv("A_PEER_S", raising=False)
+    given = {"A_PEER_S": "checkout"}
+    assert answer_of(sys.executable, script, environment=given) == "checkout"
+    assert "A_PEER_S" not in os.environ
