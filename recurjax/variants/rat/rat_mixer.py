@@ -132,7 +132,9 @@ class RatMixer(nnx.Module):
         # `attend_across_chunks`).
         G = v.shape[1] // chunk
         numbers = jnp.arange(G)[None]
-        seen = slice(0, G - 1)  # No position sees the end of the last chunk.
+        # No position sees the end of the last chunk. Left out it would leave an odd
+        # number of ends, which a GPU's and a TPU's layouts pad and copy in both passes.
+        seen = slice(0, G if G > 1 else 0)
         first = None
         if shard is not None:
             # A shard counts its chunks on from those of its left neighbours, and the

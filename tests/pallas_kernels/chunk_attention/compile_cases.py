@@ -14,11 +14,11 @@ HEADS, WIDTH, GROUPS = 16, 128, 2
 def call(backend, *, batch, length, train=False, decode=False, dtype="bfloat16"):
     """Returns a function of the call's arrays, and its arguments: C 16.
 
-    Training has every chunk end but the last; `decode` gives one position of every row
-    a cache of `length` tokens.
+    Training has every chunk's end, as RAT gives them; `decode` gives one position of
+    every row a cache of `length` tokens.
     """
     B, T, H, E = batch, 1 if decode else length, HEADS, WIDTH
-    S = length // CHUNK - (0 if decode else 1)
+    S = length // CHUNK
     shape = partial(jax.ShapeDtypeStruct, dtype=dtype)
     # As the projections give them: heads side by side.
     arrays = (
