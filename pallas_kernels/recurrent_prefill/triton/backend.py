@@ -1,5 +1,6 @@
 """GPU path: Pallas kernels lowered by Triton around the loop over positions."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,11 @@ from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
 from pallas_kernels.recurrent_prefill.tiles.layout import from_slots
 from pallas_kernels.recurrent_prefill.tiles.refusal import refusal_of_call
 from pallas_kernels.recurrent_prefill.triton.backward import triton_kernels
-from pallas_kernels.recurrent_prefill.triton.forward import run_layers
+from pallas_kernels.recurrent_prefill.triton.forward import (
+    Folded,
+    run_layers,
+    run_tile,
+)
 from pallas_kernels.recurrent_prefill.triton.launch import (
     Launch,
     choose_tiles,
@@ -107,13 +112,17 @@ def forward(
     launch = _launch(x, weights, cache, interpret, **options)
     tiles = launch.tiles
     w = prepare(weights, spec.dtype)
+    folded = Folded.of(prepare(weights, jnp.float32), spec)
     keys, values = tiles.cached_slots(cache, T, spec)
     start = tiles.start(cache)
     x_rows = tiles.pad_rows(x.astype(jnp.float32).swapaxes(0, 1), batch=1)
 
-    def layers(x: Array, w: Prepared, keys: Array, values: Array):
-        training = cache.slots == 0
-        out = run_layers(launch, x, w, keys, values, start, training=training)
+    def layers(
+        x: Array, w: Prepared, folded: Folded | None, keys: Array, values: Array
+    ):
+        training, run = cache.slots == 0, partial(run_tile, folded)
+        slots = (keys, values, start)
+        out = run_layers(launch, x, w, *slots, training=training, run_tile=run)
         attended = out.attended[:, :, :B].swapaxes(1, 2)
         kept = Residuals(
             z=out.z[:, :, :B].swapaxes(1, 2),
@@ -124,14 +133,14 @@ def forward(
         return out.z[-1], (pairs, kept if residuals else None)
 
     if schedule == "wavefront" or w.w_kv.shape[0] == 1:
-        last, (pairs, kept) = layers(x_rows, w, keys, values)
+        last, (pairs, kept) = layers(x_rows, w, folded, keys, values)
     else:
 
         def layer(x, inputs):
             last, out = layers(x, *jax.tree.map(lambda leaf: leaf[None], inputs))
             return last, jax.tree.map(lambda leaf: leaf[0], out)
 
-        last, (pairs, kept) = jax.lax.scan(layer, x_rows, (w, keys, values))
+        last, (pairs, kept) = jax.lax.scan(layer, x_rows, (w, folded, keys, values))
     if pairs is not None:
         count = T if rows.lengths is None else rows.lengths
         seen = (cache.position + count).astype(cache.position.dtype)

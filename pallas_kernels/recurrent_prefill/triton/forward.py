@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import Prepared, norm_and_rotate
 from pallas_kernels.recurrent_prefill.tiles.layout import (
     Vectors,
@@ -63,7 +63,7 @@ def run_layers(
     start: Int[Array, " B"],
     *,
     training: bool,
-    run_tile: Callable[..., "Tile"] | None = None,
+    run_tile: Callable[..., "Tile"],
 ) -> TritonOutputs:
     """Runs x [T, B, D] through the layers of `w`, all at once.
 
@@ -72,9 +72,8 @@ def run_layers(
         position t go to slot start + t, and are dropped where there is none.
       start: how many positions each row has seen, [B].
       training: that is none.
-      run_tile: another backend's loop through a tile, called as `_run_tile`.
+      run_tile: the loop through a tile, `run_tile` below or another backend's.
     """
-    run_tile = _run_tile if run_tile is None else run_tile
     b, L = launch.tiles.tile, w.w_kv.shape[0]
     T, B, D = x.shape
     # One layer runs its whole tiles in the loop and the rest after it, so that no
@@ -132,7 +131,43 @@ class Tile(NamedTuple):
     state: TileState
 
 
-def _run_tile(launch, x, w, keys, values, start, done, count) -> Tile:
+class Folded(NamedTuple):
+    """Weights and biases of the products behind the norms, with scale and shift in.
+
+    n(x) W + b = f (x W') + b' with W' = scale W, b' = b + shift W and f the factor by
+    which RMSNorm multiplies a row: programs then read rows in the products' dtype and
+    multiply their sums once. A layer norm takes off each row's mean first, which those
+    sums would lose in bfloat16: it stays apart.
+    """
+
+    w_in: Array
+    b_in: Array
+    w_kv: Array
+    b_kv: Array
+
+    @classmethod
+    def of(cls, wide: Prepared, spec: LayerSpec) -> "Folded | None":
+        """Folds float32 weights; None where the norm stays apart."""
+        if spec.norm == "layer":
+            return None
+        vectors = Vectors.of(wide, spec, wide.w_out.shape[2])
+
+        def fold(norm, w: Array, b: Array) -> tuple[Array, Array]:
+            scale, shift = norm
+            shifted = jnp.einsum(
+                "ln,lnm->lm", shift, w, precision=jax.lax.Precision.HIGHEST
+            )
+            return (scale[..., None] * w).astype(spec.dtype), b + shifted
+
+        return cls(
+            *fold(vectors.mlp_norm, wide.w_in, vectors.b_in),
+            *fold(vectors.attention_norm, wide.w_kv, vectors.b_kv),
+        )
+
+
+def run_tile(
+    folded: Folded | None, launch: Launch, x, w, keys, values, start, done, count
+) -> Tile:
     """Runs `count` of a tile's positions; `done` of each layer came before."""
     spec = launch.spec
     L, b, B, D = x.shape
@@ -141,6 +176,11 @@ def _run_tile(launch, x, w, keys, values, start, done, count) -> Tile:
     running = attend_prefix(launch, q, own_k, own_v, keys, values, before)
     # XLA would make constants anew at every position.
     vectors = jax.lax.optimization_barrier(Vectors.of(w, spec, D))
+    of_hidden = (vectors.mlp_norm, w.w_in, vectors.b_in)
+    of_pairs = (vectors.attention_norm, w.w_kv, vectors.b_kv)
+    if folded is not None:
+        of_hidden = (None, folded.w_in, folded.b_in)
+        of_pairs = (None, folded.w_kv, folded.b_kv)
     F, KE = w.w_down.shape[1], own_k.shape[-1]
     columns = pair_columns(launch, L, B, 2 * KE)
 
@@ -151,16 +191,16 @@ def _run_tile(launch, x, w, keys, values, start, done, count) -> Tile:
             *(launch, t, q, running, pairs, statistics, columns),
             *(vectors.k_norm, state),
         )
-        y, y_statistics = add_product(
+        y, y_row, y_statistics = add_product(
             launch, t, state.attended, w.w_out, vectors.b_out, x, y
         )
-        hidden = hidden_product(
-            launch, t, y, y_statistics, vectors.mlp_norm, w.w_in, vectors.b_in, F
+        rows = y if folded is None else y_row
+        hidden = hidden_product(launch, t, rows, y_statistics, *of_hidden, F)
+        z, z_row, z_statistics = add_product(
+            launch, t, hidden, w.w_down, vectors.b_down, y, z
         )
-        z, z_statistics = add_product(launch, t, hidden, w.w_down, vectors.b_down, y, z)
-        pairs, statistics = pair_product(
-            launch, t, z, z_statistics, vectors.attention_norm, w.w_kv, vectors.b_kv
-        )
+        rows = z if folded is None else z_row
+        pairs, statistics = pair_product(launch, t, rows, z_statistics, *of_pairs)
         return y, z, state, pairs, statistics
 
     statistics = shape_of_statistics(L, 2 * KE // columns, B)

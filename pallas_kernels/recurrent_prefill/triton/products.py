@@ -40,6 +40,9 @@ from pallas_kernels.recurrent_prefill.triton.norms import (
     write_statistics,
 )
 
+Norm = tuple[Float[Array, "L D"], Float[Array, "L D"]]
+"""Scale and shift."""
+
 
 def add_product(
     launch: Launch,
@@ -50,7 +53,11 @@ def add_product(
     residual: Float[Array, "L _ B M"],
     out: Float[Array, "L _ B M"],
 ):
-    """Writes out[t] = residual[t] + s (rows[t] w + b); and returns its statistics."""
+    """Writes out[t] = residual[t] + s (rows[t] w + b).
+
+    Returns:
+      out; its row t once more, in the products' dtype, [L, 1, B, M]; its statistics.
+    """
     L, _, B, N = out.shape
     block = launch.tiles.rows
     columns = launch.columns(N, L * (B // block))
@@ -68,8 +75,16 @@ def add_product(
             slot_spec(residual, block, columns),
             own,
         ],
-        out_specs=[own, write_spec(block)],
-        out_shape=[like(out), shape_of_statistics(L, N // columns, B)],
+        out_specs=[
+            own,
+            pl.BlockSpec((None, None, block, columns), _own_columns),
+            write_spec(block),
+        ],
+        out_shape=[
+            like(out),
+            jax.ShapeDtypeStruct((L, 1, B, N), launch.spec.dtype),
+            shape_of_statistics(L, N // columns, B),
+        ],
         aliases={5: 0},
         reads={1: one_slot(rows), 4: one_slot(residual)},
         writes={0: one_slot(out)},
@@ -84,23 +99,28 @@ def hidden_product(
     t: Int[Array, "1"],
     x: Float[Array, "L _ B D"],
     statistics: Float[Array, "L programs 2 B"],
-    norm: tuple[Float[Array, "L D"], Float[Array, "L D"]],
+    norm: Norm | None,
     w_in: Float[Array, "L D F_or_2F"],
     b_in: Float[Array, "L F_or_2F"],
     width: int,
 ) -> Float[Array, "L 1 B F"]:
-    """Returns act(n(x[t]) W_up + b), or act(gate) * up, as [L, 1, B, F]."""
+    """Returns act(n(x[t]) W_up + b), or act(gate) * up, as [L, 1, B, F].
+
+    Args:
+      norm: scale and shift; None: w_in and b_in have them.
+    """
     spec, block = launch.spec, launch.tiles.rows
     L, B, D, F = w_in.shape[0], x.shape[2], x.shape[3], width
     gated = w_in.shape[2] != F
     columns = launch.columns(F, L * (B // block))
     if gated:
-        columns = min(columns, 64)
+        # Two accumulators: in float32 beside 128 rows 64 columns spill on 8.0.
+        columns = min(columns, 64 if jnp.dtype(spec.dtype).itemsize < 4 else 32)
     up, gate = 0, F // columns if gated else 0
     (hidden,) = launch_kernel(
         launch,
         _hidden_kernel,
-        *(t, x, statistics, *norm, w_in, w_in, b_in, b_in),
+        *(t, x, statistics, *_norm_arrays(norm, L, D), w_in, w_in, b_in, b_in),
         refs=_HiddenRefs,
         grid=(L, B // block, F // columns),
         in_specs=[
@@ -120,6 +140,7 @@ def hidden_product(
         warps=warps_of(block, 2 * columns if gated else columns),
         kind=spec.norm,
         eps=spec.norm_eps,
+        folded=norm is None,
         activation=spec.activation,
         gated=gated,
         columns_read=launch.columns(D, L * (B // block)),
@@ -133,18 +154,22 @@ def pair_product(
     t: Int[Array, "1"],
     z: Float[Array, "L _ B D"],
     statistics: Float[Array, "L programs 2 B"],
-    norm: tuple[Float[Array, "L D"], Float[Array, "L D"]],
+    norm: Norm | None,
     w_kv: Float[Array, "L D KE_and_KE"],
     b_kv: Float[Array, "L KE_and_KE"],
 ):
-    """Returns n(z[t]) [W_k | W_v] + b in float32 [L, B, 2 K E], and its statistics."""
+    """Returns n(z[t]) [W_k | W_v] + b in float32 [L, B, 2 K E], and its statistics.
+
+    Args:
+      norm: as of `hidden_product`.
+    """
     spec, block = launch.spec, launch.tiles.rows
     L, B, D, N = w_kv.shape[0], z.shape[2], z.shape[3], w_kv.shape[2]
     columns = pair_columns(launch, L, B, N)
     return launch_kernel(
         launch,
         _pair_kernel,
-        *(t, z, statistics, *norm, w_kv, b_kv),
+        *(t, z, statistics, *_norm_arrays(norm, L, D), w_kv, b_kv),
         refs=_PairRefs,
         grid=(L, B // block, N // columns),
         in_specs=[
@@ -168,6 +193,7 @@ def pair_product(
         warps=warps_of(block, columns),
         kind=spec.norm if spec.normed_persistent else "none",
         eps=spec.norm_eps,
+        folded=norm is None,
         columns_read=launch.columns(D, L * (B // block)),
         depth=launch.depth(D),
     )
@@ -176,6 +202,14 @@ def pair_product(
 def pair_columns(launch: Launch, layers: int, batch: int, width: int) -> int:
     """Returns the columns of a program of the pairs' product; keys fill whole ones."""
     return launch.columns(width // 2, 2 * layers * (batch // launch.tiles.rows))
+
+
+def _norm_arrays(norm: Norm | None, layers: int, width: int) -> Norm:
+    """Returns what a kernel is given for a norm; of a folded one it reads nothing."""
+    if norm is not None:
+        return norm
+    unread = jnp.zeros((layers, width), jnp.float32)
+    return unread, unread
 
 
 # A program reads its rows whole and its columns of w, `depth` of the contracted axis at
@@ -188,6 +222,7 @@ def _add_product_kernel(
     residual_ref,
     _,
     out_ref,
+    narrow_ref,
     statistics_ref,
     *,
     scale,
@@ -206,6 +241,7 @@ def _add_product_kernel(
     total = total + b_ref[...][None, :]
     out = residual_ref[slot(residual_ref, t)] + scale * total
     out_ref[slot(out_ref, t)] = out
+    narrow_ref[:] = out.astype(narrow_ref.dtype)
     write_statistics(statistics_ref, out)
 
 
@@ -224,10 +260,11 @@ class _HiddenRefs(NamedTuple):
     out: Any  # out, [rows, columns]
 
 
-# A program normalises its rows as it reads them. With a gate it has two accumulators,
-# for the same columns of both halves of w_in.
+# A program normalises its rows: their sum at the end, where the norm's scale is in the
+# weights, else as it reads them. With a gate it has two accumulators, for the same
+# columns of both halves of w_in.
 def _hidden_kernel(
-    refs: _HiddenRefs, *, kind, eps, activation, gated, columns_read, depth
+    refs: _HiddenRefs, *, kind, eps, folded, activation, gated, columns_read, depth
 ):
     weights = (refs.w_up, refs.w_gate) if gated else (refs.w_up,)
     # Without a gate, w_gate's specs repeat w_up's columns and are not read.
@@ -241,7 +278,7 @@ def _hidden_kernel(
             kind=kind,
             eps=eps,
         ),
-        (refs.scale, refs.shift),
+        None if folded else (refs.scale, refs.shift),
         weights,
         depth,
     )
@@ -271,25 +308,37 @@ class _PairRefs(NamedTuple):
 
 # As above, without an activation; it leaves statistics for the k-norm, which the
 # attention of the next position applies.
-def _pair_kernel(refs: _PairRefs, *, kind, eps, columns_read, depth):
+def _pair_kernel(refs: _PairRefs, *, kind, eps, folded, columns_read, depth):
     moments = read_statistics(
         refs.statistics, width=refs.z.shape[2], columns=columns_read, kind=kind, eps=eps
     )
     at = slot(refs.z, refs.t[0])
-    (pairs,) = _normed_dots(
-        refs.z, at, moments, (refs.scale, refs.shift), (refs.w,), depth
-    )
+    norm = None if folded else (refs.scale, refs.shift)
+    (pairs,) = _normed_dots(refs.z, at, moments, norm, (refs.w,), depth)
     pairs = pairs + refs.b[...][None, :]
     refs.out[:] = pairs
     write_statistics(refs.new_statistics, pairs)
 
 
 def _normed_dots(x_ref, at, moments, norm_refs, w_refs, depth):
-    """Returns n(x[at]) w for each of `w_refs`; rows are normalised as they are read."""
-    subtracted, factor = moments
-    scale_ref, shift_ref = norm_refs
+    """Returns n(x[at]) w for each of `w_refs`.
 
-    def add(k, totals):
+    Args:
+      norm_refs: scale and shift; None: the weights have them, and nothing is subtracted
+        from a row, so that its factor multiplies the sum.
+    """
+    subtracted, factor = moments
+
+    def add_rows(k, totals):
+        part = pl.ds(k * depth, depth)
+        rows = x_ref[at, :, part]
+        return tuple(
+            total + dot(rows, w_ref[part, :])
+            for total, w_ref in zip(totals, w_refs, strict=True)
+        )
+
+    def add_normed(k, totals):
+        scale_ref, shift_ref = norm_refs
         part = pl.ds(k * depth, depth)
         n = (x_ref[at, :, part] - subtracted[:, None]) * factor[:, None]
         n = n * scale_ref[part][None, :] + shift_ref[part][None, :]
@@ -301,7 +350,11 @@ def _normed_dots(x_ref, at, moments, norm_refs, w_refs, depth):
 
     shape = (x_ref.shape[1], w_refs[0].shape[1])
     zeros = tuple(jnp.zeros(shape, jnp.float32) for _ in w_refs)
-    return jax.lax.fori_loop(0, x_ref.shape[2] // depth, add, zeros)
+    add = add_rows if norm_refs is None else add_normed
+    totals = jax.lax.fori_loop(0, x_ref.shape[2] // depth, add, zeros)
+    if norm_refs is not None:
+        return totals
+    return tuple(total * factor[:, None] for total in totals)
 
 
 def _own_columns(l, i, j):
