@@ -30,6 +30,8 @@ _DEVICES = "xla_force_host_platform_device_count"
 _KNOWN = ("0.10.", "0.11.", "0.12.")
 """The jaxlib versions that know these flags; XLA ends a process that names another."""
 
+_kept = False
+"""Whether this process keeps the memory that it frees."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 """glibc's names for what mallopt sets (malloc.h)."""
 
@@ -39,7 +41,8 @@ def prepare(*, flags: bool = True, reading: bool = False) -> None:
 
     A training step frees its buffers and asks for the same ones again; by default
     glibc hands large ones back, and the kernel clears every page anew. The process then
-    stays as large as its largest step. Where there is no glibc, nothing is set.
+    stays as large as its largest step, and grows where steps alternate with other work
+    (`give_back_freed_memory`). Where there is no glibc, nothing is set.
 
     Args:
       flags: whether to set those of XLA's that XLA_FLAGS does not name already; the
@@ -51,6 +54,18 @@ def prepare(*, flags: bool = True, reading: bool = False) -> None:
     # A flag that this jaxlib does not know would end the process.
     if flags and version("jaxlib").startswith(_KNOWN):
         _set_flags(_FLAGS | _READING if reading else _FLAGS)
+
+
+def give_back_freed_memory() -> None:
+    """Gives back the pages that this process has freed, where `prepare` kept them.
+
+    Kept memory is one heap: what an evaluation or a checkpoint leaves in it, between
+    the steps' buffers, makes holes that the next steps' buffers do not fit, so that a
+    process grows by each. To be called after such work; the next step takes its pages
+    anew, once.
+    """
+    if _kept:
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _set_flags(wanted: dict[str, str]) -> None:
@@ -96,3 +111,5 @@ def _keep_freed_memory() -> None:
     # Never: any threshold would be an int, and a step's buffers can be above 2 GiB.
     mallopt(_TRIM_THRESHOLD, -1)
     mallopt(_TOP_PAD, 2**28)
+    global _kept
+    _kept = True

@@ -17,7 +17,7 @@ from recurjax.experiment import Experiment
 from recurjax.inference.generate import generate
 from recurjax.inference.generate_tokens import NotFinite
 from recurjax.inference.sampling import SamplingConfig
-from recurjax.machine import early_interrupt, peers
+from recurjax.machine import early_interrupt, host, peers
 from recurjax.machine.distributed import require_joined
 from recurjax.training.agreement import first_process
 from recurjax.training.interruption import Interruption
@@ -313,6 +313,7 @@ class _Loop:
             self._write_samples(state, step)
         finally:  # Whatever drawing samples may meet, the step is on disk.
             self._save_if_sound(state, step, score.loss)
+        host.give_back_freed_memory()
 
     def _save_if_sound(
         self, state: TrainState, step: int, loss: float | None = None

@@ -133,3 +133,29 @@ def test_a_buffer_freed_on_a_thread_is_there_for_the_next_step(size):
     # Once every page of it, unless pages are huge; then none.
     assert first > 50
     assert max(later) < 20
+
+
+_HOLES = """
+from recurjax.machine import host
+import sys
+host.prepare()
+page = 4096
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * page
+blocks = [bytearray(2**20) for _ in range(256)]
+for block in blocks:
+    block[::page] = b"x" * (2**20 // page)
+full = resident()
+# What stays lies at the end: everything before it is a hole.
+del blocks[:-1]
+kept = resident()
+host.give_back_freed_memory()
+print(full - kept, full - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is set is glibc's")
+def test_freed_memory_is_kept_until_it_is_given_back():
+    kept, given_back = map(int, run(_HOLES, os.environ).split())
+    assert kept < 2**24
+    assert given_back > 200 * 2**20
