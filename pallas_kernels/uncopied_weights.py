@@ -7,21 +7,46 @@ over, for which some weights are first taken out of their stack of layers. The f
 here write the products so that it has no reason to.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels import target
+from pallas_kernels.mesh_cut import row_axes
 
 Array = jax.Array
+LEAST_ROWS = 8
+"""Rows from which XLA reads the weights where they lie, as compiled for an H100."""
 
 
-def pay_off(rows: int) -> bool:
-    """Returns whether XLA would copy weights to multiply so many rows by them.
+def pay_off() -> bool:
+    """Returns whether XLA would copy weights to multiply a few rows by them."""
+    return target.current().platform == "gpu"
 
-    A single row's products are sums, not matrix products, to XLA: it joins none.
+
+def with_more_rows(
+    product: Callable[[Array], Array], x: Float[Array, "B ..."]
+) -> Float[Array, "B ..."]:
+    """Computes product(x), of fewer than eight rows as part of a product of eight.
+
+    Of a single row it is a sum to XLA, for which it turns and copies the weights; of
+    two to seven it copies some out of their stack. Eight rows read no more weights than
+    one, and those are what takes the time.
+
+    Args:
+      product: maps each row by itself.
     """
-    return rows > 1 and target.current().platform == "gpu"
+    B = x.shape[0]
+    # Rows that lie on several devices would be sent about.
+    if B >= LEAST_ROWS or row_axes(B):
+        return product(x)
+    if B == 1:
+        more = jnp.broadcast_to(x, (LEAST_ROWS, *x.shape[1:]))
+    else:
+        more = jnp.pad(x, [(0, LEAST_ROWS - B)] + [(0, 0)] * (x.ndim - 1))
+    return product(more)[:B]
 
 
 def apart(x: Array, products: int) -> tuple[Array, ...]:
@@ -50,6 +75,9 @@ def merge_by_head(
     which it copies W again.)
     """
     wide = jnp.promote_types(weight.dtype, jnp.float32)
-    y = y.astype(weight.dtype)
-    parts = jnp.einsum("bhe,hed->hbd", y, weight, preferred_element_type=wide)
-    return jnp.sum(parts, axis=0)
+
+    def product(y: Array) -> Array:
+        parts = jnp.einsum("bhe,hed->hbd", y, weight, preferred_element_type=wide)
+        return jnp.sum(parts, axis=0)
+
+    return with_more_rows(product, y.astype(weight.dtype))

@@ -93,13 +93,17 @@ def apart_by_layer(
 
 
 def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
-    """Says whether x is one token each of several rows, in a program for a GPU."""
-    return x.ndim > 2 and x.shape[1] == 1 and uncopied_weights.pay_off(x.shape[0])
+    """Says whether x is one token a row, in a program for a GPU."""
+    return x.ndim > 2 and x.shape[1] == 1 and uncopied_weights.pay_off()
 
 
 def _product(x: Array, weight: Array) -> Array:
     weight = weight.astype(x.dtype)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
-    y = as_matrix(x) @ weight
+    rows = as_matrix(x)
+    if decodes_on_gpu(x):
+        y = uncopied_weights.with_more_rows(lambda rows: rows @ weight, rows)
+    else:
+        y = rows @ weight
     return y.reshape(*x.shape[:-1], weight.shape[-1])

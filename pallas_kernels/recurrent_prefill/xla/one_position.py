@@ -5,6 +5,7 @@ where many read them. One position reads everything once, so that a copy of anyt
 would double its bytes: here products take the weights as they are given, and attention
 reads the cache where it lies: by sums of products, which XLA fuses with the layer's
 slice; on a CPU, where products of matrices are several times faster, by `few_queries`.
+On a GPU each product has an input of its own (`uncopied_weights`).
 """
 
 from typing import Any
@@ -102,14 +103,18 @@ def _layer(x: Float[Array, "1 B D"], w: LayerWeights, pairs, bias, rotary, spec)
     """Returns z [1, B, D] and the persistent pair, [B, K, E] each."""
     B, K, E = x.shape[1], spec.key_heads, spec.head_width
     w = jax.tree.map(lambda leaf: leaf[None], w)
-    uncopied = uncopied_weights.pay_off(B)
+    uncopied = uncopied_weights.pay_off()
     attention_norm = (w.attention_norm_scale, w.attention_norm_bias)
     k_norm = (w.k_norm_scale, w.k_norm_bias)
 
     def product(x, weight, bias):
         """Multiplies by a weight whose heads, if it has any, are columns."""
         flat = weight.reshape(1, x.shape[-1], -1).astype(spec.dtype)
-        return linear(x, flat, None if bias is None else bias.reshape(1, -1))
+        bias = None if bias is None else bias.reshape(1, -1)
+        if not uncopied:
+            return linear(x, flat, bias)
+        multiply = lambda rows: linear(rows[None], flat, bias)[0]  # noqa: E731
+        return uncopied_weights.with_more_rows(multiply, x[0].astype(spec.dtype))[None]
 
     def apart(source, products):
         """Gives each product its own source, in the dtype that it multiplies in."""
@@ -193,10 +198,6 @@ def _logits_by_sums(q, k, wide) -> Float[Array, "B S K Q"]:
     return jnp.sum(q[:, None].astype(wide) * k[:, :, :, None].astype(wide), axis=-1)
 
 
-def _weigh_by_sums(p, v) -> Float[Array, "B K Q E"]:
-    return jnp.sum(p[..., None] * v[:, :, :, None].astype(p.dtype), axis=1)
-
-
 def _logits_by_products(q, k, wide) -> Float[Array, "B S K Q"]:
     B, K, Q, E = q.shape
     logits = few_queries.few_logits(q.reshape(B, 1, K * Q, E), k, wide)  # [B, H, 1, S]
@@ -211,7 +212,7 @@ def _weigh_by_products(p, v) -> Float[Array, "B K Q E"]:
     return mixtures.reshape(B, K, Q, -1)
 
 
-_SUMS = _logits_by_sums, _weigh_by_sums
+_SUMS = _logits_by_sums, few_queries.summed_mixtures
 _PRODUCTS = _logits_by_products, _weigh_by_products
 
 
