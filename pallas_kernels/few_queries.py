@@ -6,8 +6,12 @@ the copy; for one, the copy is the step. Here all heads' keys of a token are one
 width K E, and a query is such a row too, zero outside its own head. That multiplies
 K times as often, beside a memory that decides how long a step takes. The zeros meet the
 other heads' keys: one that is infinite makes the logits of all heads NaN.
+
+On a GPU one query's products are sums, which XLA fuses with the cache's slice; what one
+row alone asks of it is in `choose_part`.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -16,6 +20,9 @@ from pallas_kernels import target
 
 MOST_ROWS = 32
 """T H up to which this was measured to be no slower than the copy (on CPU, T = 1)."""
+
+PART = 64
+"""Slots of a part; the sums of parts, written and read, are 6 % of the values."""
 
 
 def pay_off(queries: int, heads: int) -> bool:
@@ -55,3 +62,35 @@ def few_mixtures(
     mixtures = jnp.einsum("brs,bsi->bri", rows, values, preferred_element_type=dtype)
     mixtures = mixtures.reshape(B, T, K, H // K, K, E)
     return jnp.einsum("btkgke->btkge", mixtures).reshape(B, T, H, E)
+
+
+def choose_part(batch: int, queries: int, slots: int) -> int:
+    """Returns how many slots each sum over them takes; all of them, or a part.
+
+    A GPU is not filled by the sums of one row's next position. XLA cuts those over more
+    than 4,096 slots by itself; of fewer it writes every weighted value to memory first,
+    which is three times the bytes.
+    """
+    alone = batch == queries == 1 and target.current().platform == "gpu"
+    return min(PART, slots) if alone else slots
+
+
+def summed_mixtures(
+    p: Float[Array, "B S K Q"], v: Float[Array, "B S K E"]
+) -> Float[Array, "B K Q E"]:
+    """Computes sum_s p[s, k, q] v[s, k] of one position by sums, in p's dtype."""
+    S = p.shape[1]
+    part = choose_part(p.shape[0], 1, S)
+
+    def summed(p: Array, v: Array, axis: int) -> Array:
+        return jnp.sum(p[..., None] * v[..., None, :].astype(p.dtype), axis=axis)
+
+    if part == S:
+        return summed(p, v, 1)
+    whole = S - S % part
+    in_parts = (
+        x[:, :whole].reshape(x.shape[0], -1, part, *x.shape[2:]) for x in (p, v)
+    )
+    # Apart from the sum over the parts, which XLA would make one with it again.
+    sums = jax.lax.optimization_barrier(summed(*in_parts, 2))
+    return jnp.sum(sums, axis=1) + summed(p[:, whole:], v[:, whole:], 1)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from pallas_kernels import few_queries
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
-from pallas_kernels.chunk_attention.xla_cuts import Bands, choose_bands, choose_part
+from pallas_kernels.chunk_attention.xla_cuts import Bands, choose_bands
 
 
 def forward(
@@ -176,7 +177,7 @@ def _logits(q, keys, scale, hidden):
 def _weighted(values: Array, p: Array, dtype) -> Array:
     """Sums values over the ends by their weights: [B, H, E, T]."""
     B, H, S, E = values.shape
-    part = choose_part(B, p.shape[3], S)
+    part = few_queries.choose_part(B, p.shape[3], S)
     if part == S:
         return _product("bhse,bhst->bhet", values, p, dtype)
     whole = S - S % part

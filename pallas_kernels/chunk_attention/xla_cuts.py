@@ -7,14 +7,11 @@ the memory that logits take. Bands bound the ends too, so that logits stay in ca
 
 from dataclasses import dataclass
 
-from pallas_kernels import target
-
 _BAND_LOGITS = 2**19
 _BLOCK_LOGITS = 2**22
 _MOST_BANDS = 8
 _ROW_MULTIPLE = 64  # Products of odd sizes are slow.
 _TILE = 512
-_PART = 64  # Ends; the sums of parts, written and read, are 6 % of the values.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,17 +45,6 @@ def choose_bands(
     if rows > _ROW_MULTIPLE:
         rows = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
     return Bands(block_q=rows, blocks=blocks, bands=-(-length // (blocks * rows)))
-
-
-def choose_part(batch: int, length: int, ends: int) -> int:
-    """Returns how many ends each sum over them takes; all of them, or a part.
-
-    A GPU is not filled by the sums of one row's next position. XLA cuts those over more
-    than 4,096 ends by itself; of fewer it writes every weighted value to memory first,
-    which is three times the bytes.
-    """
-    alone = batch == length == 1 and target.current().platform == "gpu"
-    return min(_PART, ends) if alone else ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

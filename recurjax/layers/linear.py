@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float
 
-from pallas_kernels import target
+from pallas_kernels import uncopied_weights
 from recurjax.layers.mesh import as_matrix
 from recurjax.types import Array
 
@@ -76,23 +75,35 @@ def apart(x: Float[Array, "B T N"], products: int) -> tuple[Array, ...]:
     """
     if not decodes_on_gpu(x):
         return (x,) * products
-    # One barrier over all of them: several of x alone are found equal and become one.
-    return tuple(jax.lax.optimization_barrier((x,) * products))
+    return uncopied_weights.apart(x, products)
+
+
+def apart_by_layer(
+    x: Float[Array, "B T N"], own: Float[Array, "B T M"]
+) -> Float[Array, "B T N"]:
+    """Gives a layer an x of its own where the products of every layer read one x.
+
+    As `apart` does inside a layer: left to itself, XLA for GPUs joins the weights of
+    all layers.
+
+    Args:
+      own: what only this layer has.
+    """
+    return uncopied_weights.apart_by_layer(x, own) if decodes_on_gpu(x) else x
 
 
 def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:
-    """Says whether x is one token each of several rows, in a program for a GPU.
-
-    A single row's products are sums, not matrix products, to XLA: it joins none.
-    """
-    if x.ndim < 3 or x.shape[0] == 1 or x.shape[1] > 1:
-        return False
-    return target.current().platform == "gpu"
+    """Says whether x is one token a row, in a program for a GPU."""
+    return x.ndim > 2 and x.shape[1] == 1 and uncopied_weights.pay_off()
 
 
 def _product(x: Array, weight: Array) -> Array:
     weight = weight.astype(x.dtype)
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
-    y = as_matrix(x) @ weight
+    rows = as_matrix(x)
+    if decodes_on_gpu(x):
+        y = uncopied_weights.with_more_rows(lambda rows: rows @ weight, rows)
+    else:
+        y = rows @ weight
     return y.reshape(*x.shape[:-1], weight.shape[-1])

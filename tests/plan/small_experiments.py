@@ -18,6 +18,7 @@ from recurjax.variants.latent_recurrent_transformer import (
 )
 from recurjax.variants.latent_recurrent_transformer.objectives import Interleaved
 from recurjax.variants.rat import RatConfig, RatMixerConfig
+from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
@@ -49,18 +50,35 @@ def experiment(variant: str, dtype: Any = "bfloat16") -> Experiment:
 
 def wide_experiment(variant: str) -> Experiment:
     """Returns four layers of width 2,048: of these the weights are most of a step."""
+    if variant == "recurformer":  # half of the Transformer's heads give way to Mamba
+        run = wide_experiment("transformer")
+        base: Any = run.model.stack
+        stack = RecurFormerConfig(
+            transformer=base,
+            replaced=(tuple(range(8)),) * base.layers,
+            mamba=MambaConfig(),
+        )
+        return replace(run, model=replace(run.model, stack=stack))
     run = experiment(variant)
-    stack: Any = run.model.stack
+    return replace(run, model=replace(run.model, stack=_widened(run.model.stack)))
+
+
+def _widened(stack: Any) -> Any:
     heads = {"heads": 16, "head_width": 128}
+    size = {"layers": 4, "width": 2048}
+    if isinstance(stack, RelaxedRecursiveTransformerConfig):
+        return replace(stack, transformer=_widened(stack.transformer))
+    if isinstance(stack, LatentRecurrentTransformerConfig):
+        return replace(stack, mlp_width=4 * 2048, key_heads=16, **heads, **size)
     mlp = replace(stack.mlp, width=4 * 2048)
     if isinstance(stack, RatConfig):
         mixers: Any = stack.pattern
         pattern = tuple(replace(mixer, **heads) for mixer in mixers)
-        stack = replace(stack, layers=4, width=2048, pattern=pattern, mlp=mlp)
-    else:
-        attention = replace(stack.attention, key_heads=16, **heads)
-        stack = replace(stack, layers=4, width=2048, attention=attention, mlp=mlp)
-    return replace(run, model=replace(run.model, stack=stack))
+        return replace(stack, pattern=pattern, mlp=mlp, **size)
+    if isinstance(stack, RecurrentTransformerConfig):
+        return replace(stack, key_heads=16, mlp=mlp, **heads, **size)
+    attention = replace(stack.attention, key_heads=16, **heads)
+    return replace(stack, attention=attention, mlp=mlp, **size)
 
 
 VARIANTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -13,6 +13,7 @@ from recurjax.sharding import MeshConfig
 from tests.absent_compilers import ask
 from tests.plan.matrix import (
     CASES,
+    ONE,
     Case,
     compile_cases,
     differences,
@@ -88,22 +89,39 @@ def test_decoding_on_two_gpus_sends_no_cache(axis):
     assert sum(one["sent"] for one in told["traffic"]["collectives"]) < keys_of_a_layer
 
 
+MOST_BYTES = {
+    "transformer": {8: 1.2, 1: 1.2},
+    "rat": {8: 1.2, 1: 1.2},
+    "latent_recurrent_transformer": {8: 1.2, 1: 1.2},
+    "recurformer": {8: 1.2, 1: 1.2},
+    # w_k and w_v are read twice, for the pair of the layer's input and for that of its
+    # output, with the MLP's weights in between: 0.10 of all with 8 rows, 0.15 with one.
+    "recurrent_transformer": {8: 1.21, 1: 1.29},
+    # Each of two loops reads the shared block, which no cache on the chip holds, and
+    # needs what the loop before it made: 0.49 of all with 8 rows, 0.87 with one.
+    "relaxed_recursive_transformer": {8: 1.66, 1: 2.09},
+}
+"""What a decode step may move, over its weights and cache, by rows."""
+
+
 @needs_compilers
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["rat", "transformer"])
-def test_a_decode_step_moves_little_beside_its_weights_and_cache(variant):
+@pytest.mark.parametrize("rows", [8, 1])
+@pytest.mark.parametrize("variant", MOST_BYTES)
+def test_a_decode_step_moves_little_beside_its_weights_and_cache(variant, rows):
     """Of a whole stack, with the head and the most costly way to draw a token.
 
-    With products that share an input joined, RAT moved 1.81 times them and the
-    Transformer 1.52 times.
+    Left to XLA, which joins products that share an input and takes layers out of their
+    stack, eight rows moved up to 3.6 times them (two loops), a single one from 1.8
+    (RecurFormer) to 5.1 times (Recurrent Transformer).
     """
     wanted = {
-        **request(Case(variant, "decode", "h100")),
-        "experiment": to_json(wide_experiment(variant)),
-        "length": 1024,
+        "experiment": to_json(replace(wide_experiment(variant), mesh=ONE)),
+        **{"topology": "h100", "program": "decode", "rows": rows, "length": 1024},
     }
     told = ask("h100", "tests.plan.matrix:answer", wanted)
-    assert told["traffic"]["bytes"] < 1.2 * sum(told["parts"].values())
+    moved, least = told["traffic"]["bytes"], sum(told["parts"].values())
+    assert moved < MOST_BYTES[variant][rows] * least
 
 
 @needs_compilers

@@ -5,6 +5,7 @@ where many read them. One position reads everything once, so that a copy of anyt
 would double its bytes: here products take the weights as they are given, and attention
 reads the cache where it lies: by sums of products, which XLA fuses with the layer's
 slice; on a CPU, where products of matrices are several times faster, by `few_queries`.
+On a GPU each product has an input of its own (`uncopied_weights`).
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from pallas_kernels import few_queries, target
+from pallas_kernels import few_queries, target, uncopied_weights
 from pallas_kernels.mesh_cut import COLUMN_AXIS, as_it_lies, free_axes, row_axes
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
@@ -102,38 +103,57 @@ def _layer(x: Float[Array, "1 B D"], w: LayerWeights, pairs, bias, rotary, spec)
     """Returns z [1, B, D] and the persistent pair, [B, K, E] each."""
     B, K, E = x.shape[1], spec.key_heads, spec.head_width
     w = jax.tree.map(lambda leaf: leaf[None], w)
+    uncopied = uncopied_weights.pay_off()
     attention_norm = (w.attention_norm_scale, w.attention_norm_bias)
     k_norm = (w.k_norm_scale, w.k_norm_bias)
 
     def product(x, weight, bias):
         """Multiplies by a weight whose heads, if it has any, are columns."""
         flat = weight.reshape(1, x.shape[-1], -1).astype(spec.dtype)
-        return linear(x, flat, None if bias is None else bias.reshape(1, -1))
+        bias = None if bias is None else bias.reshape(1, -1)
+        if not uncopied:
+            return linear(x, flat, bias)
+        multiply = lambda rows: linear(rows[None], flat, bias)[0]  # noqa: E731
+        return uncopied_weights.with_more_rows(multiply, x[0].astype(spec.dtype))[None]
 
-    def pair(source):
-        k = product(source, w.w_k, w.b_k)
+    def apart(source, products):
+        """Gives each product its own source, in the dtype that it multiplies in."""
+        if not uncopied:
+            return (source,) * products
+        return uncopied_weights.apart(source.astype(spec.dtype), products)
+
+    def pair(for_k, for_v):
+        k = product(for_k, w.w_k, w.b_k)
         k = norm_and_rotate(k, k_norm, rotary, spec).reshape(B, K, E)
-        v = product(source, w.w_v, w.b_v).reshape(B, K, E)
+        v = product(for_v, w.w_v, w.b_v).reshape(B, K, E)
         return k.astype(spec.dtype), v.astype(spec.dtype)
 
+    def merge(attended):
+        """Computes w_out's product: head by head, or of all heads side by side."""
+        if not uncopied:
+            flat = w.w_out.reshape(1, attended.shape[-1], -1)
+            return product(attended, flat, w.b_out)
+        by_head = attended.reshape(B, -1, E)
+        merged = uncopied_weights.merge_by_head(by_head, w.w_out[0].astype(spec.dtype))
+        return merged[None] if w.b_out is None else merged[None] + w.b_out
+
     # The layer as the README has it: a, then y = x + s a, z = y + s MLP(norm y).
-    normed = pre_norm(x, attention_norm, spec)
-    q = product(normed, w.w_q, w.b_q)
+    for_q, for_k, for_v = apart(pre_norm(x, attention_norm, spec), 3)
+    q = product(for_q, w.w_q, w.b_q)
     q = norm_and_rotate(q, (w.q_norm_scale, w.q_norm_bias), rotary, spec)
     q = q.reshape(B, K, -1, E).astype(spec.dtype)
-    attended = _attend(q, pair(normed), pairs, bias, spec).reshape(1, B, -1)
-    y = x + spec.residual_scale * product(
-        attended, w.w_out.reshape(1, attended.shape[-1], -1), w.b_out
-    )
+    attended = _attend(q, pair(for_k, for_v), pairs, bias, spec).reshape(1, B, -1)
+    y = x + spec.residual_scale * merge(attended)
     normed = pre_norm(y, (w.mlp_norm_scale, w.mlp_norm_bias), spec)
-    pre = product(normed, w.w_up, w.b_up)
+    for_up, for_gate = apart(normed, 2)
+    pre = product(for_up, w.w_up, w.b_up)
     gated = w.w_gate is not None
     if gated:
-        pre = jnp.concatenate([pre, product(normed, w.w_gate, w.b_gate)], axis=-1)
+        pre = jnp.concatenate([pre, product(for_gate, w.w_gate, w.b_gate)], axis=-1)
     hidden = activate(pre, spec, gated=gated)
     z = y + spec.residual_scale * product(hidden, w.w_down, w.b_down)
     source = pre_norm(z, attention_norm, spec) if spec.normed_persistent else z
-    return z, pair(source)
+    return z, pair(*apart(source, 2))
 
 
 def _beside_slots(x: Array, *, slots: int | None = None) -> Array:
@@ -178,10 +198,6 @@ def _logits_by_sums(q, k, wide) -> Float[Array, "B S K Q"]:
     return jnp.sum(q[:, None].astype(wide) * k[:, :, :, None].astype(wide), axis=-1)
 
 
-def _weigh_by_sums(p, v) -> Float[Array, "B K Q E"]:
-    return jnp.sum(p[..., None] * v[:, :, :, None].astype(p.dtype), axis=1)
-
-
 def _logits_by_products(q, k, wide) -> Float[Array, "B S K Q"]:
     B, K, Q, E = q.shape
     logits = few_queries.few_logits(q.reshape(B, 1, K * Q, E), k, wide)  # [B, H, 1, S]
@@ -196,7 +212,7 @@ def _weigh_by_products(p, v) -> Float[Array, "B K Q E"]:
     return mixtures.reshape(B, K, Q, -1)
 
 
-_SUMS = _logits_by_sums, _weigh_by_sums
+_SUMS = _logits_by_sums, few_queries.summed_mixtures
 _PRODUCTS = _logits_by_products, _weigh_by_products
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
+from pallas_kernels.uncopied_weights import merge_by_head
 from recurjax.layers.linear import LowRank, decodes_on_gpu, linear, with_additions
 from recurjax.types import Array
 
@@ -54,24 +55,8 @@ def merge(
     flat = y.reshape(*y.shape[:2], -1)
     if not decodes_on_gpu(y):
         return linear(flat, weight[...].reshape(-1, D), bias, addition)
-    merged = _merge_by_head(y.reshape(-1, H, E), weight[...])
-    return with_additions(merged[:, None], flat, bias, addition)
-
-
-def _merge_by_head(
-    y: Float[Array, "B H E"], weight: Float[Array, "H E D"]
-) -> Float[Array, "B D"]:
-    """Computes the sum over the heads of y[h] W[h], each product by itself.
-
-    XLA for GPUs cuts the product of so few rows along what it sums over, too. Cut
-    across the heads, W is first copied out of its stack of layers; cut between them, it
-    is read where it lies.
-    """
-    dtype = jnp.promote_types(y.dtype, jnp.float32)
-    parts = jnp.einsum(
-        "bhe,hed->hbd", y, weight.astype(y.dtype), preferred_element_type=dtype
-    )
-    return jnp.sum(parts, axis=0).astype(y.dtype)
+    merged = merge_by_head(y.reshape(-1, H, E), weight[...].astype(y.dtype))
+    return with_additions(merged[:, None].astype(y.dtype), flat, bias, addition)
 
 
 def keys_for_queries(

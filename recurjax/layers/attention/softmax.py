@@ -130,6 +130,10 @@ def _xla(q, k, v, scale, mask, bias, soft_cap, causal, window, *, named: bool) -
     if not named and not causal and few_queries.pay_off(q.shape[1], q.shape[2]):
         products = few_queries.few_logits, few_queries.few_mixtures
         return _plain_attention(q, k, v, scale, mask, bias, soft_cap, *products)
+    (B, T), S = q.shape[:2], k.shape[1]
+    if not named and not causal and few_queries.choose_part(B, T, S) < S:
+        products = _logits, _mixtures_by_sums
+        return _plain_attention(q, k, v, scale, mask, bias, soft_cap, *products)
     # The softmax of jax.nn.dot_product_attention is float32 for float64 inputs too.
     if soft_cap is not None or q.dtype == jnp.float64:
         if causal:
@@ -191,6 +195,13 @@ def _mixtures(weights, v) -> Array:
     B, H, T, S = weights.shape
     weights = weights.reshape(B, v.shape[2], -1, T, S)
     return jnp.einsum("bkgts,bske->btkge", weights, v).reshape(B, T, H, -1)
+
+
+def _mixtures_by_sums(weights, v) -> Array:
+    B, H, _, S = weights.shape
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+    p = weights.reshape(B, v.shape[2], -1, S).transpose(0, 3, 1, 2).astype(wide)
+    return few_queries.summed_mixtures(p, v).reshape(B, 1, H, -1).astype(v.dtype)
 
 
 def _causal_mask(length: int, window: int | None) -> Array:

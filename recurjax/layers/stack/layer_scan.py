@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from pallas_kernels import target
 from recurjax.layers.stack.rematerialization import Remat, rematerialize
@@ -48,6 +49,25 @@ def scan_layers(
 
     bits = jax.tree.map(_to_bits, layers, narrow)
     return scan(on_bits, carry, bits)
+
+
+def layers_a_turn(
+    x: Float[Array, "B T D"], unroll: int, turns: int, *, cached: bool
+) -> int:
+    """Returns how many of a scan's turns are unrolled: all in a GPU's decode step.
+
+    In a loop XLA for GPUs copies each layer's weights out of the stack before it
+    multiplies by them: for one token that is three times the bytes that a step is bound
+    by. A layer that has a number is read where it lies.
+
+    Args:
+      unroll: as the config has it.
+      turns: of the scan.
+      cached: a prefill or a decode step, not training.
+    """
+    if cached and x.shape[1] == 1 and target.current().platform == "gpu":
+        return turns
+    return min(unroll, turns)
 
 
 def _to_bits(x: Array, narrow: bool) -> Array:

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from pallas_kernels import target
 from recurjax.layers.mesh import keep_rows_apart
-from recurjax.layers.stack.layer_scan import scan_layers
+from recurjax.layers.stack.layer_scan import layers_a_turn, scan_layers
 from recurjax.layers.stack.rematerialization import Remat
 from recurjax.types import Array, Cache, Tokens
 
@@ -172,11 +171,6 @@ def scan_pattern(
             written[number], made[number] = group, out
         return (x, tuple(written)), tuple(made)
 
-    # In a loop XLA for GPUs copies each layer's weights out of the stack before it
-    # multiplies by them: for one token that is three times the bytes that a step is
-    # bound by. A layer that has a number is read where it lies.
-    if cached and x.shape[1] == 1 and target.current().platform == "gpu":
-        unroll = entries.shape[0]
     # The scan hands back what it was given last; only arrays of the caches are news.
     started = tuple(g._replace(position=position, layer=entries[0]) for g in groups)
     (x, written), made = scan_layers(
@@ -184,7 +178,7 @@ def scan_pattern(
         (x, started),
         (places, entries),
         remat=remat,
-        unroll=min(unroll, entries.shape[0]),
+        unroll=layers_a_turn(x, unroll, entries.shape[0], cached=cached),
         cached=cached,
         reverse=reverse,
     )

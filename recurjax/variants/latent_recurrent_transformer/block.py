@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from recurjax.layers.attention import merge, project
 from recurjax.layers.embedding import look_up
 from recurjax.layers.initialization import draw_output_weight, draw_weight
-from recurjax.layers.linear import linear
+from recurjax.layers.linear import apart, apart_by_layer, linear
 from recurjax.layers.mesh import keep_rows_apart
 from recurjax.layers.mlp import Mlp, MlpConfig
 from recurjax.layers.position import Rope, rotate
@@ -83,8 +83,9 @@ class MemoryProjection(nnx.Module):
 
     def __call__(self, memory: Memory) -> Memory:
         """Returns the memory with its keys and values."""
-        keys = None if self.w_k is None else project(memory.state, self.w_k)
-        values = None if self.w_v is None else project(memory.state, self.w_v)
+        m_k, m_v = apart(memory.state, 2)
+        keys = None if self.w_k is None else project(m_k, self.w_k)
+        values = None if self.w_v is None else project(m_v, self.w_v)
         return Memory(memory.state, keys, values)
 
 
@@ -191,7 +192,9 @@ class LatentBlock(nnx.Module):
     def _project(self, a: Array, stream: Stream, seen: Pass, layer: Array):
         # Two kinds of value residual: a mix with the first layer's values, or a
         # projection of the normed embeddings added.
-        q, k, v = project(a, self.w_q), project(a, self.w_k), project(a, self.w_v)
+        a_q, a_k, a_v, a_mix, a_gate = apart(a, 5)
+        q, k = project(a_q, self.w_q), project(a_k, self.w_k)
+        v = project(a_v, self.w_v)
         first = stream.values
         if first is not None and self.value_scale is not None:
             # Layer 0 has no first values to mix in: its own are they.
@@ -199,11 +202,11 @@ class LatentBlock(nnx.Module):
             share = self.value_scale[...].astype(v.dtype)
             v = jnp.where(layer == 0, v, (1 - share) * v + share * first)
         if self.w_input_v is not None:
-            v = v + project(seen.x0, self.w_input_v)
-        k, v, entry = self._inject(a, k, v, seen.memory, layer)
+            v = v + project(apart_by_layer(seen.x0, a), self.w_input_v)
+        k, v, entry = self._inject(a_mix, k, v, seen.memory, layer)
         if self.w_value_embedding is not None and self.w_value_gate is not None:
             channels = self.w_value_gate[...].shape[0]
-            gate = jax.nn.sigmoid(linear(a[..., :channels], self.w_value_gate))
+            gate = jax.nn.sigmoid(linear(a_gate[..., :channels], self.w_value_gate))
             # Looked up at the tokens themselves, not at the memory's.
             own = look_up(self.w_value_embedding[...], seen.ids, v.dtype)
             v = v + self.config.value_gate_scale * gate[..., None] * own
@@ -259,7 +262,8 @@ class LatentBlock(nnx.Module):
         if config is None or self.w_mix is None:
             return k, v, None
         if memory is not None and self.memory is not None:
-            memory = self.memory(memory)
+            state = apart_by_layer(memory.state, a)
+            memory = self.memory(memory._replace(state=state))
         # Zero weights at first make both gates 1: the memory enters whole from the
         # start.
         gates = 2 * jax.nn.sigmoid(project(a, self.w_mix))  # [B, n, 2, K]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.stack import make_blocks, scan_layers
+from recurjax.layers.stack import layers_a_turn, make_blocks, scan_layers
 from recurjax.types import Array, Tokens
 from recurjax.variants.latent_recurrent_transformer.block import (
     LatentBlock,
@@ -221,7 +221,7 @@ class LatentPasses(nnx.Module):
             (stream, zero, caches),
             (tuple(self.blocks), buffers, jnp.arange(repeats, dtype=jnp.int32)),
             remat=config.remat,
-            unroll=min(config.unroll, repeats),
+            unroll=layers_a_turn(seen.x0, config.unroll, repeats, cached=bool(caches)),
             cached=bool(caches),
         )
         # Without shares the state is the last layer's output.

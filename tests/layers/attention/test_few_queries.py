@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import few_queries
+from pallas_kernels.target import Target, as_if
 from recurjax.layers.attention import (
     AttentionConfig,
     SelfAttention,
@@ -23,6 +24,7 @@ from tests.compiling import QUICK_COMPILE
 from tests.tolerances import assert_gradients_close, assert_values_close
 
 B, S, E, D = 3, 11, 8, 12
+H100 = Target(platform="gpu", kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
 CASES = {
     "multi_head": {"heads": (4, 4)},
     "grouped": {"heads": (6, 3), "queries": 3},
@@ -70,6 +72,30 @@ def test_values_and_gradients_equal_those_by_key_head(case, dtype, monkeypatch):
     assert got.dtype == jnp.dtype(dtype)
     assert_values_close(got, want, dtype)
     assert_gradients_close(got_gradients, want_gradients, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("part", [4, S])
+@pytest.mark.parametrize("K", [1, 3])
+def test_one_row_on_a_gpu_sums_over_parts_of_the_slots(K, part, dtype, monkeypatch):
+    """Parts of 4 leave 3 of 11 slots over; with one part of all nothing is cut."""
+    monkeypatch.setattr(few_queries, "PART", part)
+    H, draw = 3, np.random.default_rng(3)
+    with jax.enable_x64(dtype == "float64"):
+        shapes = (1, 1, H, E), (1, S, K, E), (1, S, K, E)
+        arrays = [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
+        mask = jnp.asarray(draw.random(size=(1, 1, 1, S)) < 0.6)
+
+        def run(*arrays):
+            return softmax.attend(*arrays, scale=0.3, causal=False, mask=mask)
+
+        want = run(*arrays)
+        with as_if(H100):
+            barriers = str(jax.make_jaxpr(run)(*arrays)).count("optimization_barrier")
+            got = jax.jit(run, compiler_options=QUICK_COMPILE)(*arrays)
+    assert barriers == (part < S)
+    assert got.dtype == jnp.dtype(dtype)
+    assert_values_close(got, want, dtype)
 
 
 @pytest.mark.parametrize("window", [None, 6])

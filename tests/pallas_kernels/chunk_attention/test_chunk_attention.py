@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import few_queries
 from pallas_kernels.chunk_attention import (
     ChunkEnds,
     api,
@@ -58,7 +59,7 @@ def small_tiles(monkeypatch):
 
 @pytest.mark.parametrize("ends", [3, 8, 11])
 def test_one_row_s_sums_over_parts_of_the_ends_are_the_definition(ends, monkeypatch):
-    monkeypatch.setattr(xla_cuts, "_PART", 4)
+    monkeypatch.setattr(few_queries, "PART", 4)
     (*arrays, keys, values), first, *_ = Case(
         1, ends=ends, first=(ends - 1,), batch=1, chunk=1
     ).inputs()

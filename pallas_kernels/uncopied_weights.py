@@ -1,0 +1,83 @@
+"""Products of a decode step that read a GPU's weights where they lie.
+
+One token each of a few rows meets every weight once, so that a copy of a weight costs
+more than its product. XLA for GPUs makes such copies to save launches: it joins the
+weights of products that read the same array, and it cuts a product along what it sums
+over, for which some weights are first taken out of their stack of layers. The functions
+here write the products so that it has no reason to.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from pallas_kernels import target
+from pallas_kernels.mesh_cut import row_axes
+
+Array = jax.Array
+LEAST_ROWS = 8
+"""Rows from which XLA reads the weights where they lie, as compiled for an H100."""
+
+
+def pay_off() -> bool:
+    """Returns whether XLA would copy weights to multiply a few rows by them."""
+    return target.current().platform == "gpu"
+
+
+def with_more_rows(
+    product: Callable[[Array], Array], x: Float[Array, "B ..."]
+) -> Float[Array, "B ..."]:
+    """Computes product(x), of fewer than eight rows as part of a product of eight.
+
+    Of a single row it is a sum to XLA, for which it turns and copies the weights; of
+    two to seven it copies some out of their stack. Eight rows read no more weights than
+    one, and those are what takes the time.
+
+    Args:
+      product: maps each row by itself.
+    """
+    B = x.shape[0]
+    # Rows that lie on several devices would be sent about.
+    if B >= LEAST_ROWS or row_axes(B):
+        return product(x)
+    if B == 1:
+        more = jnp.broadcast_to(x, (LEAST_ROWS, *x.shape[1:]))
+    else:
+        more = jnp.pad(x, [(0, LEAST_ROWS - B)] + [(0, 0)] * (x.ndim - 1))
+    return product(more)[:B]
+
+
+def apart(x: Array, products: int) -> tuple[Array, ...]:
+    """Gives each of several products that read x an x of its own."""
+    # One barrier over all of them: several of x alone are found equal and become one.
+    return tuple(jax.lax.optimization_barrier((x,) * products))
+
+
+def apart_by_layer(x: Array, own: Array) -> Array:
+    """Gives a layer an x of its own where products of every layer read one x.
+
+    Args:
+      own: what only this layer has: barriers over x alone would become one.
+    """
+    return jax.lax.optimization_barrier((x, own))[0]
+
+
+def merge_by_head(
+    y: Float[Array, "B H E"], weight: Float[Array, "H E D"]
+) -> Float[Array, "B D"]:
+    """Computes the sum over the heads of y[h] W[h], in at least float32.
+
+    Each head's product by itself: cut across the heads, for partial sums, W is copied
+    out of its stack of layers; cut between them it is read where it lies. (Two heads a
+    product would halve the partial sums, but XLA gives those products to cuBLAS, for
+    which it copies W again.)
+    """
+    wide = jnp.promote_types(weight.dtype, jnp.float32)
+
+    def product(y: Array) -> Array:
+        parts = jnp.einsum("bhe,hed->hbd", y, weight, preferred_element_type=wide)
+        return jnp.sum(parts, axis=0)
+
+    return with_more_rows(product, y.astype(weight.dtype))
