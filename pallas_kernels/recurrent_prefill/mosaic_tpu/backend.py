@@ -22,7 +22,9 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.forward import run_layer
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     Launch,
     LayerSizes,
+    backward_bytes,
     choose_tiles,
+    forward_bytes,
     refusal_of_sizes,
 )
 from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
@@ -75,7 +77,7 @@ def forward(
     """Runs L layers, one kernel after the other, from position 0."""
     B, T, _ = x.shape
     vmem = vmem_bytes()
-    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
+    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem, forward_bytes)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     x_rows = x.astype(jnp.float32).swapaxes(0, 1)
 
@@ -85,7 +87,7 @@ def forward(
 
     last, kept = jax.lax.scan(
         layer,
-        replace(tiles, tile=tiles.keys).whole_tiles(x_rows, time=0, batch=1),
+        tiles.whole_tiles(x_rows, time=0, batch=1),
         prepare(weights, spec.dtype),
     )
     z = last[:T, :B].swapaxes(0, 1).astype(x.dtype)
@@ -112,7 +114,7 @@ def backward(
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache."""
     vmem = vmem_bytes()
-    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
+    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem, backward_bytes)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
     kernels = mosaic_kernels(launch)

@@ -15,8 +15,11 @@ from jaxtyping import Float, Int
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import Prepared
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
+    COPIES,
     NEAR,
+    HeadSums,
     Launch,
+    alibi_slopes,
     dot,
     head_indicator,
     launch_kernel,
@@ -51,7 +54,7 @@ class TileInputs(NamedTuple):
     v: Array  # [b, rows, H E]
     q: Array  # [b, rows, H E]
     attended: Array  # [b, rows, H E]
-    lse: Array  # [b, rows, H]
+    lse: Array  # [b, rows, COPIES H]
     unit_y: Array  # [b, rows, D], y standardised, before the norm's scale
     unit_z: Array  # [b, rows, D]
     unit_k: Array  # [b, rows, H E]
@@ -67,6 +70,7 @@ class TileInputs(NamedTuple):
     mlp_scale: Array  # [1, D]
     attention_scale: Array  # [1, D]
     k_scale: Array  # [1, H E]
+    indicator: Array  # see `head_indicator`
 
 
 class TileOutputs(NamedTuple):
@@ -86,7 +90,7 @@ class TileScratch(NamedTuple):
     """VMEM for what later positions have found; cleared for each program."""
 
     do: Any  # [b, rows, H E], float32
-    delta: Any  # [b, rows, H]
+    delta: Any  # [b, rows, COPIES H]
 
 
 def _positions_back(
@@ -106,7 +110,7 @@ def _positions_back(
         v=known.values[0],
         q=q[0],
         attended=tile.attended[0],
-        lse=lse[0],
+        lse=jnp.concatenate([lse[0]] * COPIES, axis=-1),
         unit_y=known.unit_y[0],
         unit_z=known.unit_z[0],
         unit_k=known.unit_k[0],
@@ -122,6 +126,7 @@ def _positions_back(
         mlp_scale=vectors.mlp_norm[0],
         attention_scale=vectors.attention_norm[0],
         k_scale=vectors.k_norm[0],
+        indicator=head_indicator(spec),
     )
     of_rows = TileInputs._fields.index("w_out")
     HE, pre_width = q.shape[-1], known.slopes.shape[-1]
@@ -145,7 +150,7 @@ def _positions_back(
         out_shape=outputs,
         scratch_shapes=TileScratch(
             do=pltpu.VMEM((b, rows, HE), jnp.float32),
-            delta=pltpu.VMEM((b, rows, spec.heads), jnp.float32),
+            delta=pltpu.VMEM((b, rows, COPIES * spec.heads), jnp.float32),
         ),
         spec=spec,
     )
@@ -160,21 +165,13 @@ def _positions_back_kernel(
     inputs: TileInputs, outputs: TileOutputs, scratch: TileScratch, *, spec
 ):
     b, rows, HE = scratch.do.shape
-    H, s, dtype = spec.heads, spec.residual_scale, inputs.w_out.dtype
+    s, dtype = spec.residual_scale, inputs.w_out.dtype
     copies = inputs.w_in.shape[1] // inputs.w_down.shape[0]
-    indicator, slopes = head_indicator(spec), slopes_row(spec)
+    heads, lanes = HeadSums(inputs.indicator, spec), inputs.indicator.shape[1]
+    slopes = slopes_row(spec, lanes)
     kind_z = spec.norm if spec.normed_persistent else "none"
     wide = lambda part: part.astype(jnp.float32)  # noqa: E731
     back = partial(dot, transposed=True)
-
-    def by_head(products):
-        """Sums [..., H E] over each head, [..., H]."""
-        flat = dot(products.reshape(-1, HE), indicator)
-        return flat.reshape(*products.shape[:-1], H)
-
-    def over_heads(p):
-        """Repeats [..., H] over each head's width."""
-        return dot(p.reshape(-1, H), indicator.T).reshape(*p.shape[:-1], HE)
 
     # A step reads NEAR queries at once, also some that no position has written yet.
     scratch.do[:] = jnp.zeros_like(scratch.do)
@@ -190,15 +187,15 @@ def _positions_back_kernel(
         def attend_chunk(c, totals):
             dk, dv = totals
             part = pl.ds(c * NEAR, NEAR)
-            at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, (NEAR, rows, H), 0)
+            at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, (NEAR, rows, lanes), 0)
             q, do = wide(inputs.q[part]), scratch.do[part]
-            logits = spec.logit_scale * by_head(q * k)
+            logits = spec.logit_scale * heads.sums(q * k)
             logits = logits - slopes[None] * (at - t).astype(jnp.float32)
             p = jnp.exp(logits - inputs.lse[part])
             p = jnp.where(at > t, p, 0.0)
-            ds = spec.logit_scale * p * (by_head(do * v) - scratch.delta[part])
-            dk = dk + jnp.sum(over_heads(ds) * q, axis=0)
-            return dk, dv + jnp.sum(over_heads(p) * do, axis=0)
+            ds = spec.logit_scale * p * (heads.sums(do * v) - scratch.delta[part])
+            dk = dk + jnp.sum(heads.repeat(ds) * q, axis=0)
+            return dk, dv + jnp.sum(heads.repeat(p) * do, axis=0)
 
         dk, dv = jax.lax.fori_loop(
             (t + 1) // NEAR, b // NEAR, attend_chunk, (inputs.dk[t], inputs.dv[t])
@@ -237,7 +234,7 @@ def _positions_back_kernel(
         # earlier positions of the tile will read.
         do = back((s * dy).astype(dtype), inputs.w_out[...]).astype(dtype)
         outputs.do[t], scratch.do[t] = do, wide(do)
-        scratch.delta[t] = by_head(wide(do) * wide(inputs.attended[t]))
+        scratch.delta[t] = heads.sums(wide(do) * wide(inputs.attended[t]))
 
     jax.lax.fori_loop(0, b, position, None)
 
@@ -326,7 +323,7 @@ def _heads(rows: Array, spec: LayerSpec) -> Array:
 
 def _slopes(spec: LayerSpec) -> Array:
     """Returns ALiBi's slopes [H, 1, 1]."""
-    return slopes_row(spec)[0][:, None, None]
+    return alibi_slopes(spec, jnp.arange(spec.heads))[:, None, None]
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
