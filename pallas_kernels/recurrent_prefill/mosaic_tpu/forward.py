@@ -15,11 +15,11 @@ from pallas_kernels.recurrent_prefill.equations import (
     activate_in_kernel,
 )
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
-    COLUMNS,
     NEAR,
     OWN_ROWS,
     HeadSums,
     Launch,
+    block_of_columns,
     block_of_rows,
     dot,
     head_indicator,
@@ -221,7 +221,7 @@ def _mlp(n: Float[Array, "rows D"], inputs: LayerInputs, spec: LayerSpec) -> Arr
     """
     F = inputs.w_down.shape[0]
     gated = inputs.w_in.shape[1] != F
-    width = max(width for width in range(1, min(F, COLUMNS) + 1) if F % width == 0)
+    width = block_of_columns(F)
     z = inputs.b_down[...]
     for first in range(0, F, width):
         columns = pl.ds(first, width)

@@ -93,10 +93,12 @@ def forward_bytes(sizes: LayerSizes, tiles: Tiles) -> int:
 
 def backward_bytes(sizes: LayerSizes, tiles: Tiles) -> int:
     """Estimates what the backward kernel holds in VMEM."""
-    D, HE, pre_width = sizes.width, sizes.heads_width, sizes.pre_width
-    tile_rows = tiles.tile * tiles.rows
-    blocks = 4 * (7 * D + 5 * HE) + sizes.bytes * (5 * HE + 2 * pre_width)
-    return sizes.weights + tile_rows * (2 * blocks + 4 * 6 * HE)
+    D, HE, b, rows = sizes.width, sizes.heads_width, tiles.tile, tiles.rows
+    tile = b * rows * 3 * (sizes.bytes * HE + 4 * sizes.lanes)
+    position = rows * 2 * (4 * (7 * D + 5 * HE + 3 * LANES))
+    position += rows * 2 * sizes.bytes * (4 * HE + 2 * sizes.pre_width)
+    between = rows * 4 * (6 * D + 4 * HE + 4 * COLUMNS)
+    return sizes.weights + tile + position + between
 
 
 def refusal_of_sizes(sizes: LayerSizes, tile: int | None, vmem: int) -> str | None:
@@ -239,6 +241,11 @@ def head_groups(spec: LayerSpec) -> list[HeadGroup]:
 def block_of_rows(rows: int, most: int) -> int:
     """Returns how many of a program's rows go together, a power of two up to `most`."""
     return min(rows, most)
+
+
+def block_of_columns(width: int) -> int:
+    """Returns how many of the MLP's columns go together, a divisor of all of them."""
+    return max(part for part in range(1, min(width, COLUMNS) + 1) if width % part == 0)
 
 
 def head_indicator(spec: LayerSpec) -> Float[Array, "HE lanes"]:

@@ -10,9 +10,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
+from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import SPAN
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     CHUNK,
     LayerSizes,
+    backward_bytes,
     choose_tiles,
     forward_bytes,
     refusal_of_sizes,
@@ -88,6 +90,12 @@ def test_a_batch_that_is_no_multiple_of_the_rows_is_the_reference_s():
     check_values_and_gradients(case)
 
 
+# Eleven tiles: the second of two spans of queries overlaps the first.
+@pytest.mark.slow
+def test_gradients_over_several_spans_are_the_reference_s():
+    check_values_and_gradients(Case(positions=SPAN + 35, batch=1))
+
+
 @pytest.mark.slow
 def test_gradients_of_several_groups_are_the_reference_s():
     check_values_and_gradients(Case(positions=19, heads=4, key_heads=4, head_width=40))
@@ -119,9 +127,18 @@ def rows_of(sizes: LayerSizes, vmem: int, needed=forward_bytes) -> int:
     return choose_tiles(sizes, None, vmem, needed).rows
 
 
-def test_a_layer_of_the_paper_has_128_rows_forward():
+def test_a_layer_of_the_paper_has_128_rows():
     assert refusal_of_sizes(PAPER, None, V5E) is None
-    assert rows_of(PAPER, V5E) == 128
+    assert rows_of(PAPER, V5E) == rows_of(PAPER, V5E, backward_bytes) == 128
+
+
+def test_a_layer_of_twice_the_width_has_fewer_rows():
+    wide = dataclasses.replace(
+        PAPER, width=2048, heads=32, heads_width=2048, inner_width=8192
+    )
+    assert refusal_of_sizes(wide, None, V5E) is None
+    assert rows_of(wide, V5E) == rows_of(wide, V5E, backward_bytes) == 32
+    assert "56 MiB of VMEM" in str(refusal_of_sizes(wide, None, V5P))
 
 
 def test_a_program_has_as_many_rows_as_leave_few_empty():
@@ -155,6 +172,7 @@ def test_widths_are_refused_that_leave_lanes_of_a_tile_empty():
 
 def test_half_the_vmem_holds_a_layer_of_the_paper():
     assert rows_of(PAPER, V5P) == 128
+    assert rows_of(PAPER, V5P, backward_bytes) == 64
     assert refusal_of_sizes(PAPER, None, V5P) is None
 
 
