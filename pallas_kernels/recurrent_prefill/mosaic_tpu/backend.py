@@ -1,6 +1,7 @@
 """TPU path: one kernel runs a whole layer's loop with its weights in VMEM."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,8 +54,6 @@ def expressible(
     reason = refusal_of_call(x, rows, spec)
     if reason is not None:
         return reason
-    if spec.key_heads != spec.heads:
-        return f"needs as many key heads as heads, got {spec.key_heads}"
     if cache.slots:
         return "starts at position 0 without a cache to fill"
     if schedule not in (None, "prefix"):
@@ -76,6 +75,7 @@ def forward(
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
     """Runs L layers, one kernel after the other, from position 0."""
     B, T, _ = x.shape
+    weights, spec = key_head_for_each(weights, spec=spec), ungrouped(spec)
     vmem = vmem_bytes()
     tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem, forward_bytes)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
@@ -114,10 +114,49 @@ def backward(
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache."""
     vmem = vmem_bytes()
+    weights, back = jax.vjp(partial(key_head_for_each, spec=spec), weights)
+    spec = ungrouped(spec)
     tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem, backward_bytes)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
     kernels = mosaic_kernels(launch)
-    return run_backward(
+    dx, dweights, dcache = run_backward(
         inputs, kernels, replace(tiles, keys=tiles.tile), spec=spec, together=False
+    )
+    return dx, *back(dweights), dcache
+
+
+def ungrouped(spec: LayerSpec) -> LayerSpec:
+    """Returns the spec with as many key heads as heads."""
+    return replace(spec, key_heads=spec.heads)
+
+
+def key_head_for_each(weights: LayerWeights, *, spec: LayerSpec) -> LayerWeights:
+    """Gives each query head its own copy of its key head: the same layer.
+
+    A k-norm over all copies has the mean over one of each. The kernels then compute and
+    keep as many pairs as the layer has heads.
+    """
+    copies = spec.heads // spec.key_heads
+    if copies == 1:
+        return weights
+
+    def repeat(part: Array | None) -> Array | None:
+        """Repeats the heads of [..., K, E]."""
+        return None if part is None else jnp.repeat(part, copies, axis=-2)
+
+    def repeat_flat(part: Array | None) -> Array | None:
+        """Repeats the heads of [L, K E]."""
+        if part is None:
+            return None
+        heads = part.reshape(len(part), spec.key_heads, spec.head_width)
+        return jnp.repeat(heads, copies, axis=1).reshape(len(part), -1)
+
+    return weights._replace(
+        w_k=repeat(weights.w_k),
+        w_v=repeat(weights.w_v),
+        b_k=repeat(weights.b_k),
+        b_v=repeat(weights.b_v),
+        k_norm_scale=repeat_flat(weights.k_norm_scale),
+        k_norm_bias=repeat_flat(weights.k_norm_bias),
     )

@@ -19,6 +19,7 @@ class LayerSizes:
     """Sizes of one layer's call: widths in elements, `bytes` of a weight."""
 
     batch: int
+    positions: int
     width: int
     heads: int
     heads_width: int
@@ -29,9 +30,10 @@ class LayerSizes:
     @classmethod
     def of(cls, x: Array, weights: LayerWeights, spec: LayerSpec) -> "LayerSizes":
         """Reads the sizes off a call."""
-        B, _, D = x.shape
+        B, T, D = x.shape
         return cls(
             batch=B,
+            positions=T,
             width=D,
             heads=spec.heads,
             heads_width=spec.heads * spec.head_width,
@@ -66,9 +68,9 @@ def choose_tiles(
       tile: overrides its positions.
       needed: the estimate of the pass, `forward_bytes` or `backward_bytes`.
     """
-    choices = [
-        Tiles(tile=16 if tile is None else tile, rows=rows, keys=CHUNK) for rows in ROWS
-    ]
+    if tile is None:
+        tile = 16 if sizes.positions < LONG else 32
+    choices = [Tiles(tile=tile, rows=rows, keys=CHUNK) for rows in ROWS]
     fitting = [tiles for tiles in choices if needed(sizes, tiles) <= vmem]
     programs = lambda tiles: -(-sizes.batch // tiles.rows)  # noqa: E731
     return min(
@@ -131,6 +133,9 @@ AS_ROWS = 24
 """What a position costs a program whatever its rows, in rows: handing the weights to
 the matrix unit. Compiled for v5e at D 1024, 32 rows take 9.5, 64 take 14.7 and 128 take
 25.6 thousand cycles."""
+LONG = 1024
+"""Positions from which on tiles have 32 of them: the prefix, read once a tile, then
+costs more than what longer tiles add to the reading of the own tile."""
 COLUMNS = 512
 """Columns of the MLP that are computed at once, at most."""
 LANES = 128

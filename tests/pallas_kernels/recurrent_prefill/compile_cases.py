@@ -97,6 +97,7 @@ gpu_persistent_training = partial(
 tpu_forward = partial(layer, mosaic_tpu, batch=8, positions=128)
 tpu_large_batch = partial(layer, mosaic_tpu, batch=512, positions=512)
 tpu_large_training = partial(layer, mosaic_tpu, batch=512, positions=512, train=True)
+tpu_long = partial(layer, mosaic_tpu, batch=128, positions=4096)
 tpu_wide = partial(layer, mosaic_tpu, batch=32, positions=512, heads=32)
 tpu_training = partial(layer, mosaic_tpu, batch=8, positions=128, train=True)
 tpu_narrow_training = partial(tpu_training, heads=8)

@@ -44,6 +44,7 @@ EVERYTHING = Case(
 )
 PAPER = LayerSizes(
     batch=512,
+    positions=512,
     width=1024,
     heads=16,
     heads_width=1024,
@@ -80,13 +81,13 @@ def test_a_prefix_of_several_chunks_is_the_reference_s(alibi):
     assert_values_close(values(mosaic_tpu, case), reference_values(case))
 
 
-# Programs of 64 rows, the second one mostly empty: rows go in blocks, pairs to HBM and
-# back.
+# Three programs of 64 rows, the last one mostly empty: rows go in blocks, pairs to HBM
+# and back.
 @pytest.mark.slow
 def test_a_batch_that_is_no_multiple_of_the_rows_is_the_reference_s():
-    case = Case(positions=18, batch=70)
+    case = Case(positions=18, batch=130)
     sizes = LayerSizes.of(*case.inputs()[:2], case.spec)
-    assert choose_tiles(sizes, 16, MOST_VMEM, forward_bytes).rows == 128
+    assert choose_tiles(sizes, 16, MOST_VMEM, forward_bytes).rows == 64
     check_values_and_gradients(case)
 
 
@@ -101,9 +102,24 @@ def test_gradients_of_several_groups_are_the_reference_s():
     check_values_and_gradients(Case(positions=19, heads=4, key_heads=4, head_width=40))
 
 
+GROUPED = Case(positions=18, heads=4, key_heads=2, norm="layer", biases=True)
+
+
+@pytest.mark.slow
+def test_longer_tiles_compute_what_the_reference_does():
+    case = PLAIN._replace(positions=67)
+    assert_values_close(values(mosaic_tpu, case, tile=32), reference_values(case))
+
+
+def test_grouped_heads_are_the_reference_s():
+    assert_values_close(values(mosaic_tpu, GROUPED), reference_values(GROUPED))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [EVERYTHING, PLAIN._replace(dtype="bfloat16")], ids=["switches", "bfloat16"]
+    "case",
+    [EVERYTHING, GROUPED, PLAIN._replace(dtype="bfloat16")],
+    ids=["switches", "grouped heads", "bfloat16"],
 )
 def test_values_and_gradients_are_the_reference_s_with(case):
     check_values_and_gradients(case)
@@ -139,6 +155,14 @@ def test_a_layer_of_twice_the_width_has_fewer_rows():
     assert refusal_of_sizes(wide, None, V5E) is None
     assert rows_of(wide, V5E) == rows_of(wide, V5E, backward_bytes) == 32
     assert "56 MiB of VMEM" in str(refusal_of_sizes(wide, None, V5P))
+
+
+def test_long_sequences_are_cut_into_longer_tiles():
+    long = dataclasses.replace(PAPER, positions=4096)
+    tiles = choose_tiles(long, None, V5E, forward_bytes)
+    assert (tiles.tile, tiles.rows) == (32, 128)
+    for vmem in (V5E, V5P):
+        assert refusal_of_sizes(long, None, vmem) is None
 
 
 def test_a_program_has_as_many_rows_as_leave_few_empty():
@@ -183,8 +207,6 @@ def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
     assert "block=2" in str(refusal(mosaic_tpu, PLAIN, spec=change(spec, block=2)))
     rope = change(spec, rope_base=1e4, rope_width=16)
     assert "rotary" in str(refusal(mosaic_tpu, PLAIN, spec=rope))
-    grouped = change(spec, key_heads=1)
-    assert "key heads" in str(refusal(mosaic_tpu, PLAIN, spec=grouped))
     assert "cache" in str(refusal(mosaic_tpu, PLAIN, slots=32))
     documents = Rows(segments=jnp.zeros((2, 19), jnp.int32))
     assert "segments" in str(refusal(mosaic_tpu, PLAIN, rows=documents))
