@@ -41,7 +41,7 @@ CANDIDATES: Mapping[str, Mapping[str, Sequence[int]]] = {
         "attend_rows": (1, 2, 4, 8),
         "keys": (16, 32, 64, 128),
     },
-    "mosaic_tpu": {"tile": (16, 32)},
+    "mosaic_tpu": {"tile": (16, 32), "rows": (8, 16, 32, 64, 128)},
     "xla": {"tile": (16, 32, 64, 128), "keys": (64, 128, 256, 512)},
 }
 """What is tried of each size, in the order in which one is settled after the other: a

@@ -1,6 +1,7 @@
 """TPU path: one kernel runs a whole layer's loop with its weights in VMEM."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Residuals,
     Rows,
 )
-from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes, choose
 from pallas_kernels.recurrent_prefill.equations import prepare
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import mosaic_kernels
@@ -23,7 +24,9 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.forward import run_layer
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     Launch,
     LayerSizes,
+    backward_bytes,
     choose_tiles,
+    forward_bytes,
     refusal_of_sizes,
 )
 from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
@@ -50,18 +53,18 @@ def expressible(
     blocks: BlockSizes | None = None,
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    if blocks is not None and (reason := blocks.refusal_beyond()) is not None:
-        return reason
     reason = refusal_of_call(x, rows, spec)
     if reason is not None:
         return reason
-    if spec.key_heads != spec.heads:
-        return f"needs as many key heads as heads, got {spec.key_heads}"
     if cache.slots:
         return "starts at position 0 without a cache to fill"
     if schedule not in (None, "prefix"):
         return f'runs tiles of one layer: schedule "prefix", got {schedule!r}'
-    return refusal_of_sizes(LayerSizes.of(x, weights, spec), tile, vmem_bytes())
+    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
+    tile, blocks = choose("mosaic_tpu", x, weights, cache, **options)
+    sizes = LayerSizes.of(x, weights, spec)
+    reason = blocks.refusal_beyond("rows")
+    return reason or refusal_of_sizes(sizes, tile, vmem_bytes(), blocks.rows)
 
 
 def forward(
@@ -79,8 +82,11 @@ def forward(
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
     """Runs L layers, one kernel after the other, from position 0."""
     B, T, _ = x.shape
-    vmem = vmem_bytes()
-    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
+    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
+    tile, blocks = choose("mosaic_tpu", x, weights, cache, **options)
+    weights, spec = key_head_for_each(weights, spec=spec), ungrouped(spec)
+    vmem, sizes = vmem_bytes(), LayerSizes.of(x, weights, spec)
+    tiles = choose_tiles(sizes, tile, vmem, forward_bytes, blocks.rows)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     x_rows = x.astype(jnp.float32).swapaxes(0, 1)
 
@@ -90,7 +96,7 @@ def forward(
 
     last, kept = jax.lax.scan(
         layer,
-        replace(tiles, tile=tiles.keys).whole_tiles(x_rows, time=0, batch=1),
+        tiles.whole_tiles(x_rows, time=0, batch=1),
         prepare(weights, spec.dtype),
     )
     z = last[:T, :B].swapaxes(0, 1).astype(x.dtype)
@@ -117,11 +123,52 @@ def backward(
     interpret=False,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache."""
-    vmem = vmem_bytes()
-    tiles = choose_tiles(LayerSizes.of(x, weights, spec), tile, vmem)
+    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
+    tile, blocks = choose("mosaic_tpu", x, weights, cache, **options)
+    weights, back = jax.vjp(partial(key_head_for_each, spec=spec), weights)
+    spec = ungrouped(spec)
+    vmem, sizes = vmem_bytes(), LayerSizes.of(x, weights, spec)
+    tiles = choose_tiles(sizes, tile, vmem, backward_bytes, blocks.rows)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
     kernels = mosaic_kernels(launch)
-    return run_backward(
+    dx, dweights, dcache = run_backward(
         inputs, kernels, replace(tiles, keys=tiles.tile), spec=spec, together=False
+    )
+    return dx, *back(dweights), dcache
+
+
+def ungrouped(spec: LayerSpec) -> LayerSpec:
+    """Returns the spec with as many key heads as heads."""
+    return replace(spec, key_heads=spec.heads)
+
+
+def key_head_for_each(weights: LayerWeights, *, spec: LayerSpec) -> LayerWeights:
+    """Gives each query head its own copy of its key head: the same layer.
+
+    A k-norm over all copies has the mean over one of each. The kernels then compute and
+    keep as many pairs as the layer has heads.
+    """
+    copies = spec.heads // spec.key_heads
+    if copies == 1:
+        return weights
+
+    def repeat(part: Array | None) -> Array | None:
+        """Repeats the heads of [..., K, E]."""
+        return None if part is None else jnp.repeat(part, copies, axis=-2)
+
+    def repeat_flat(part: Array | None) -> Array | None:
+        """Repeats the heads of [L, K E]."""
+        if part is None:
+            return None
+        heads = part.reshape(len(part), spec.key_heads, spec.head_width)
+        return jnp.repeat(heads, copies, axis=1).reshape(len(part), -1)
+
+    return weights._replace(
+        w_k=repeat(weights.w_k),
+        w_v=repeat(weights.w_v),
+        b_k=repeat(weights.b_k),
+        b_v=repeat(weights.b_v),
+        k_norm_scale=repeat_flat(weights.k_norm_scale),
+        k_norm_bias=repeat_flat(weights.k_norm_bias),
     )

@@ -15,8 +15,14 @@ from jaxtyping import Float, Int
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import Prepared
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
+    COPIES,
     NEAR,
+    OWN_ROWS,
+    HeadSums,
     Launch,
+    alibi_slopes,
+    block_of_columns,
+    block_of_rows,
     dot,
     head_indicator,
     launch_kernel,
@@ -32,6 +38,9 @@ from pallas_kernels.recurrent_prefill.tiles.backward import (
 from pallas_kernels.recurrent_prefill.tiles.gradients import Known, PositionGradients
 from pallas_kernels.recurrent_prefill.tiles.layout import Vectors
 
+SPAN = 128
+"""Queries or slots that attention between tiles takes at once."""
+
 
 def mosaic_kernels(launch: Launch) -> Kernels:
     """Returns the parts of the backward loop; attention across tiles is XLA's."""
@@ -45,21 +54,21 @@ def mosaic_kernels(launch: Launch) -> Kernels:
 class TileInputs(NamedTuple):
     """What the kernel reads of a tile and a layer; `rows` of the batch at a time."""
 
-    dk: Array  # [b, rows, H E], float32: what later tiles found of the tile's keys
-    dv: Array  # [b, rows, H E]
-    k: Array  # [b, rows, H E], the tile's persistent pairs
-    v: Array  # [b, rows, H E]
     q: Array  # [b, rows, H E]
-    attended: Array  # [b, rows, H E]
-    lse: Array  # [b, rows, H]
-    unit_y: Array  # [b, rows, D], y standardised, before the norm's scale
-    unit_z: Array  # [b, rows, D]
-    unit_k: Array  # [b, rows, H E]
-    factor_y: Array  # [b, rows, 1], what standardising multiplied by
-    factor_z: Array  # [b, rows, 1]
-    factor_k: Array  # [b, rows, 1]
-    slopes: Array  # [b, rows, F or 2 F], d hidden / d pre
-    dz: Array  # [b, rows, D], from the layer above
+    lse: Array  # [b, rows, COPIES H]
+    dk: Array  # [rows, H E], float32: what later tiles found of the position's key
+    dv: Array  # [rows, H E]
+    k: Array  # [rows, H E], the position's persistent pair
+    v: Array  # [rows, H E]
+    attended: Array  # [rows, H E]
+    unit_y: Array  # [rows, D], y standardised, before the norm's scale
+    unit_z: Array  # [rows, D]
+    unit_k: Array  # [rows, H E]
+    factor_y: Array  # [rows, 1], what standardising multiplied by
+    factor_z: Array  # [rows, 1]
+    factor_k: Array  # [rows, 1]
+    slopes: Array  # [rows, F or 2 F], d hidden / d pre
+    dz: Array  # [rows, D], from the layer above
     w_out: Array  # [H E, D]
     w_in: Array  # [D, F or 2 F]
     w_down: Array  # [F, D]
@@ -67,26 +76,27 @@ class TileInputs(NamedTuple):
     mlp_scale: Array  # [1, D]
     attention_scale: Array  # [1, D]
     k_scale: Array  # [1, H E]
+    indicator: Array  # see `head_indicator`
 
 
 class TileOutputs(NamedTuple):
-    """What the kernel writes: see `PositionGradients`, and do."""
+    """What the kernel writes of a position: see `PositionGradients`, and do."""
 
-    dy: Any  # [b, rows, D], float32
-    dz: Any  # [b, rows, D]
-    dnormed_y: Any  # [b, rows, D]
-    dnormed_z: Any  # [b, rows, D]
-    dpre: Any  # [b, rows, F or 2 F], in spec.dtype
-    dk: Any  # [b, rows, H E], float32
-    dv: Any  # [b, rows, H E]
-    do: Any  # [b, rows, H E], in spec.dtype
+    dy: Any  # [rows, D], float32
+    dz: Any  # [rows, D]
+    dnormed_y: Any  # [rows, D]
+    dnormed_z: Any  # [rows, D]
+    dpre: Any  # [rows, F or 2 F], in spec.dtype
+    dk: Any  # [rows, H E], float32
+    dv: Any  # [rows, H E]
+    do: Any  # [rows, H E], in spec.dtype
 
 
 class TileScratch(NamedTuple):
-    """VMEM for what later positions have found; cleared for each program."""
+    """VMEM for what later positions of the tile have found."""
 
-    do: Any  # [b, rows, H E], float32
-    delta: Any  # [b, rows, H]
+    do: Any  # [b, rows, H E], in spec.dtype
+    delta: Any  # [b, rows, COPIES H]
 
 
 def _positions_back(
@@ -100,13 +110,13 @@ def _positions_back(
     factors = (known.factor_y, known.factor_z, known.factor_k)
     factor_y, factor_z, factor_k = (factor[0][..., None] for factor in factors)
     inputs = TileInputs(
+        q=q[0],
+        lse=jnp.concatenate([lse[0]] * COPIES, axis=-1),
         dk=dk[0],
         dv=dv[0],
         k=known.keys[0],
         v=known.values[0],
-        q=q[0],
         attended=tile.attended[0],
-        lse=lse[0],
         unit_y=known.unit_y[0],
         unit_z=known.unit_z[0],
         unit_k=known.unit_k[0],
@@ -122,12 +132,17 @@ def _positions_back(
         mlp_scale=vectors.mlp_norm[0],
         attention_scale=vectors.attention_norm[0],
         k_scale=vectors.k_norm[0],
+        indicator=head_indicator(spec),
     )
-    of_rows = TileInputs._fields.index("w_out")
+    of_tile, of_position = (TileInputs._fields.index(name) for name in ("dk", "w_out"))
     HE, pre_width = q.shape[-1], known.slopes.shape[-1]
     wide = lambda width: jax.ShapeDtypeStruct((b, B, width), jnp.float32)  # noqa: E731
     narrow = lambda width: jax.ShapeDtypeStruct((b, B, width), spec.dtype)  # noqa: E731
-    block = lambda width: pl.BlockSpec((b, rows, width), lambda i, _: (0, i, 0))  # noqa: E731
+    whole = lambda width: pl.BlockSpec((b, rows, width), lambda i, _: (0, i, 0))  # noqa: E731
+    # From the last position to the first.
+    position = lambda width: pl.BlockSpec(  # noqa: E731
+        (None, rows, width), lambda i, s: (b - 1 - s, i, 0)
+    )
     outputs = TileOutputs(
         *(wide(D), wide(D), wide(D), wide(D)),
         *(narrow(pre_width), wide(HE), wide(HE), narrow(HE)),
@@ -136,16 +151,17 @@ def _positions_back(
         launch,
         _positions_back_kernel,
         inputs,
-        grid=(B // rows, 1),
+        grid=(B // rows, b),
         in_specs=[
-            *(block(part.shape[-1]) for part in inputs[:of_rows]),
-            *(resident(part) for part in inputs[of_rows:]),
+            *(whole(part.shape[-1]) for part in inputs[:of_tile]),
+            *(position(part.shape[-1]) for part in inputs[of_tile:of_position]),
+            *(resident(part) for part in inputs[of_position:]),
         ],
-        out_specs=[block(part.shape[-1]) for part in outputs],
+        out_specs=[position(part.shape[-1]) for part in outputs],
         out_shape=outputs,
         scratch_shapes=TileScratch(
-            do=pltpu.VMEM((b, rows, HE), jnp.float32),
-            delta=pltpu.VMEM((b, rows, spec.heads), jnp.float32),
+            do=pltpu.VMEM((b, rows, HE), jnp.dtype(spec.dtype)),
+            delta=pltpu.VMEM((b, rows, COPIES * spec.heads), jnp.float32),
         ),
         spec=spec,
     )
@@ -153,93 +169,109 @@ def _positions_back(
     return PositionGradients(*found), do
 
 
-# A program owns `rows` rows of one tile. The layer's weights stay in VMEM from program
-# to program; the tile's queries, pairs and inner values cross HBM once, and so do the
-# gradients that it writes.
+# A grid step is one position of `rows` rows, a tile's last one first. The layer's
+# weights stay in VMEM from row tile to row tile, a tile's queries and what is found of
+# them from position to position; all else crosses HBM once.
 def _positions_back_kernel(
     inputs: TileInputs, outputs: TileOutputs, scratch: TileScratch, *, spec
 ):
     b, rows, HE = scratch.do.shape
-    H, s, dtype = spec.heads, spec.residual_scale, inputs.w_out.dtype
-    copies = inputs.w_in.shape[1] // inputs.w_down.shape[0]
-    indicator, slopes = head_indicator(spec), slopes_row(spec)
+    s, dtype = spec.residual_scale, inputs.w_out.dtype
+    t = b - 1 - pl.program_id(1)
     kind_z = spec.norm if spec.normed_persistent else "none"
     wide = lambda part: part.astype(jnp.float32)  # noqa: E731
     back = partial(dot, transposed=True)
 
-    def by_head(products):
-        """Sums [..., H E] over each head, [..., H]."""
-        flat = dot(products.reshape(-1, HE), indicator)
-        return flat.reshape(*products.shape[:-1], H)
-
-    def over_heads(p):
-        """Repeats [..., H] over each head's width."""
-        return dot(p.reshape(-1, H), indicator.T).reshape(*p.shape[:-1], HE)
-
     # A step reads NEAR queries at once, also some that no position has written yet.
-    scratch.do[:] = jnp.zeros_like(scratch.do)
-    scratch.delta[:] = jnp.zeros_like(scratch.delta)
+    @pl.when(t == b - 1)
+    def _():
+        scratch.do[:] = jnp.zeros_like(scratch.do)
+        scratch.delta[:] = jnp.zeros_like(scratch.delta)
 
-    def position(i, _):
-        t = b - 1 - i
+    # 1. dk and dv of position t: what later tiles found, and the tile's own later
+    # queries, whose do and delta the steps before have written.
+    few = block_of_rows(rows, OWN_ROWS)
 
-        # 1. dk and dv of position t: what later tiles found, and the tile's own later
-        # queries, whose do and delta the steps before have written.
-        k, v = wide(inputs.k[t])[None], wide(inputs.v[t])[None]
+    def own_tile(i, _):
+        _later_in_tile(inputs, outputs, scratch, pl.ds(i * few, few), t, spec)
 
-        def attend_chunk(c, totals):
-            dk, dv = totals
-            part = pl.ds(c * NEAR, NEAR)
-            at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, (NEAR, rows, H), 0)
-            q, do = wide(inputs.q[part]), scratch.do[part]
-            logits = spec.logit_scale * by_head(q * k)
-            logits = logits - slopes[None] * (at - t).astype(jnp.float32)
-            p = jnp.exp(logits - inputs.lse[part])
-            p = jnp.where(at > t, p, 0.0)
-            ds = spec.logit_scale * p * (by_head(do * v) - scratch.delta[part])
-            dk = dk + jnp.sum(over_heads(ds) * q, axis=0)
-            return dk, dv + jnp.sum(over_heads(p) * do, axis=0)
+    jax.lax.fori_loop(0, rows // few, own_tile, None)
+    dk, dv = outputs.dk[...], outputs.dv[...]
 
-        dk, dv = jax.lax.fori_loop(
-            (t + 1) // NEAR, b // NEAR, attend_chunk, (inputs.dk[t], inputs.dv[t])
-        )
-        outputs.dk[t], outputs.dv[t] = dk, dv
+    # 2. Through the k-norm and [W_k W_v] to what the pair was projected from, and
+    # through its norm to z.
+    draw_k = _standardised_back(
+        dk * inputs.k_scale[...], inputs.unit_k[...], inputs.factor_k[...], spec.qk_norm
+    )
+    dnormed_z = back(draw_k.astype(dtype), inputs.w_kv[:, :HE])
+    dnormed_z = dnormed_z + back(dv.astype(dtype), inputs.w_kv[:, HE:])
+    outputs.dnormed_z[:] = dnormed_z
+    dunit_z = dnormed_z * inputs.attention_scale[...]
+    dz = inputs.dz[...] + _standardised_back(
+        dunit_z, inputs.unit_z[...], inputs.factor_z[...], kind_z
+    )
+    outputs.dz[:] = dz
 
-        # 2. Through the k-norm and [W_k W_v] to what the pair was projected from, and
-        # through its norm to z.
-        draw_k = _standardised_back(
-            dk * inputs.k_scale[...], inputs.unit_k[t], inputs.factor_k[t], spec.qk_norm
-        )
-        dnormed_z = back(draw_k.astype(dtype), inputs.w_kv[:, :HE])
-        dnormed_z = dnormed_z + back(dv.astype(dtype), inputs.w_kv[:, HE:])
-        outputs.dnormed_z[t] = dnormed_z
-        dunit_z = dnormed_z * inputs.attention_scale[...]
-        dz = inputs.dz[t] + _standardised_back(
-            dunit_z, inputs.unit_z[t], inputs.factor_z[t], kind_z
-        )
-        outputs.dz[t] = dz
+    # 3. Through the MLP and its norm to y.
+    dnormed_y = _mlp_back((s * dz).astype(dtype), inputs, outputs)
+    outputs.dnormed_y[:] = dnormed_y
+    dunit_y = dnormed_y * inputs.mlp_scale[...]
+    dy = dz + _standardised_back(
+        dunit_y, inputs.unit_y[...], inputs.factor_y[...], spec.norm
+    )
+    outputs.dy[:] = dy
 
-        # 3. Through the MLP and its norm to y. With a gate, up and gate read the same
-        # gradient of the hidden rows; their slopes differ.
-        dhidden = back((s * dz).astype(dtype), inputs.w_down[...])
-        dhidden = jnp.concatenate([dhidden] * copies, axis=1)
-        dpre = (dhidden * wide(inputs.slopes[t])).astype(dtype)
-        outputs.dpre[t] = dpre
-        dnormed_y = back(dpre, inputs.w_in[...])
-        outputs.dnormed_y[t] = dnormed_y
-        dunit_y = dnormed_y * inputs.mlp_scale[...]
-        dy = dz + _standardised_back(
-            dunit_y, inputs.unit_y[t], inputs.factor_y[t], spec.norm
-        )
-        outputs.dy[t] = dy
+    # 4. Through W_out to what position t attended to: do and delta, which all earlier
+    # positions of the tile will read.
+    do = back((s * dy).astype(dtype), inputs.w_out[...]).astype(dtype)
+    outputs.do[:] = scratch.do[t] = do
+    heads = HeadSums(inputs.indicator, spec)
+    scratch.delta[t] = heads.sums(wide(do) * wide(inputs.attended[...]))
 
-        # 4. Through W_out to what position t attended to: do and delta, which all
-        # earlier positions of the tile will read.
-        do = back((s * dy).astype(dtype), inputs.w_out[...]).astype(dtype)
-        outputs.do[t], scratch.do[t] = do, wide(do)
-        scratch.delta[t] = by_head(wide(do) * wide(inputs.attended[t]))
 
-    jax.lax.fori_loop(0, b, position, None)
+def _later_in_tile(inputs, outputs, scratch: TileScratch, block, t, spec: LayerSpec):
+    """Adds the tile's queries after t to dk and dv of t: a block of rows."""
+    b, few = scratch.do.shape[0], block.size
+    heads, lanes = HeadSums(inputs.indicator, spec), inputs.indicator.shape[1]
+    slopes = slopes_row(spec, lanes)
+    wide = lambda part: part.astype(jnp.float32)  # noqa: E731
+    k, v = wide(inputs.k[block])[None], wide(inputs.v[block])[None]
+
+    def attend_chunk(c, totals):
+        dk, dv = totals
+        part = pl.ds(c * NEAR, NEAR)
+        at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, (NEAR, few, lanes), 0)
+        q, do = wide(inputs.q[part, block]), wide(scratch.do[part, block])
+        logits, dp = jnp.split(heads.sums(jnp.concatenate([q * k, do * v])), 2)
+        logits = spec.logit_scale * logits
+        logits = logits - slopes[None] * (at - t).astype(jnp.float32)
+        p = jnp.exp(logits - inputs.lse[part, block])
+        p = jnp.where(at > t, p, 0.0)
+        ds = spec.logit_scale * p * (dp - scratch.delta[part, block])
+        ds, p = jnp.split(heads.repeat(jnp.concatenate([ds, p])), 2)
+        return dk + jnp.sum(ds * q, axis=0), dv + jnp.sum(p * do, axis=0)
+
+    outputs.dk[block], outputs.dv[block] = jax.lax.fori_loop(
+        (t + 1) // NEAR, b // NEAR, attend_chunk, (inputs.dk[block], inputs.dv[block])
+    )
+
+
+def _mlp_back(dz: Float[Array, "rows D"], inputs: TileInputs, outputs: TileOutputs):
+    """Takes dz back through the MLP, a block of its inner columns at a time."""
+    F, pre_width = inputs.w_down.shape[0], inputs.w_in.shape[1]
+    width = block_of_columns(F)
+    dnormed = jnp.zeros(outputs.dnormed_y.shape, jnp.float32)
+    for first in range(0, F, width):
+        dhidden = dot(dz, inputs.w_down[pl.ds(first, width), :], transposed=True)
+        # With a gate, up and gate read the same gradient of the hidden rows; their
+        # slopes differ.
+        for copy in range(0, pre_width, F):
+            columns = pl.ds(copy + first, width)
+            dpre = dhidden * inputs.slopes[:, columns].astype(jnp.float32)
+            dpre = dpre.astype(dz.dtype)
+            outputs.dpre[:, columns] = dpre
+            dnormed = dnormed + dot(dpre, inputs.w_in[:, columns], transposed=True)
+    return dnormed
 
 
 def _standardised_back(g, unit, factor, kind):
@@ -262,24 +294,34 @@ def later_queries_backward(
     first: Int[Array, "L B"],
     at: Int[Array, "L B"],
 ) -> tuple[Float[Array, "L b B HE"], Float[Array, "L b B HE"]]:
-    """See `Kernels`; one product over all queries, those before `first` masked."""
+    """See `Kernels`; a loop over SPAN queries at a time, from `first` on.
+
+    Without a cache all rows stand at the same position.
+    """
     shape = keys.shape
     k, v = (_heads(part, spec) for part in (keys, values))  # [L, b, B, H, E]
-    q, do = (_heads(part, spec) for part in later[:2])  # [L, B, T, H, E]
-    query = jnp.arange(q.shape[2])
+    T = later.q.shape[2]
     key = at[..., None] + jnp.arange(shape[1])  # [L, B, b]
-    first = first[..., None]
-    logits = _product("lsbhe,lbthe->lbhst", k, q) * spec.logit_scale
-    distance = query - key[..., None]
-    logits = logits - _slopes(spec) * distance[:, :, None].astype(jnp.float32)
-    seen = (key < first)[..., None] & (query >= first)[:, :, None]
-    p = jnp.exp(logits - later.lse[:, :, :, None])
-    p = jnp.where(seen[:, :, None], p, 0.0)
-    ds = p * (_product("lsbhe,lbthe->lbhst", v, do) - later.delta[:, :, :, None])
-    ds = (spec.logit_scale * ds).astype(spec.dtype)
-    dk = _product("lbhst,lbthe->lsbhe", ds, q)
-    dv = _product("lbhst,lbthe->lsbhe", p.astype(spec.dtype), do)
-    return dk.reshape(shape), dv.reshape(shape)
+    seen_keys = (key < first[..., None])[..., None]
+
+    def add(c, totals):
+        span, query, fresh = _span(c, T)
+        q, do = (_heads(span(part, 2), spec) for part in later[:2])  # [L, B, t, H, E]
+        lse, delta = (span(part, 3)[:, :, :, None] for part in later[2:])
+        logits = _product("lsbhe,lbthe->lbhst", k, q) * spec.logit_scale
+        distance = query - key[..., None]
+        logits = logits - _slopes(spec) * distance[:, :, None].astype(jnp.float32)
+        seen = seen_keys & ((query >= first[..., None]) & fresh)[:, :, None]
+        p = jnp.where(seen[:, :, None], jnp.exp(logits - lse), 0.0)
+        ds = p * (_product("lsbhe,lbthe->lbhst", v, do) - delta)
+        ds = (spec.logit_scale * ds).astype(spec.dtype)
+        dk = _product("lbhst,lbthe->lsbhe", ds, q)
+        dv = _product("lbhst,lbthe->lsbhe", p.astype(spec.dtype), do)
+        return totals[0] + dk.reshape(shape), totals[1] + dv.reshape(shape)
+
+    zeros = jnp.zeros(shape, jnp.float32)
+    spans = first[0, 0] // SPAN, -(-T // SPAN)
+    return jax.lax.fori_loop(*spans, add, (zeros, zeros))
 
 
 def queries_backward(
@@ -291,13 +333,15 @@ def queries_backward(
     values: Float[Array, "L B S HE"],
     before: Int[Array, "L B"],
 ) -> QueryGradients:
-    """See `Kernels`; one product over all slots, those not seen masked."""
+    """See `Kernels`; a loop over SPAN slots at a time, up to the tile's own.
+
+    Without a cache all rows stand at the same position.
+    """
     q, do, attended, lse = queries
     shape, scale = q.shape, spec.logit_scale
     q, do, attended, own_k, own_v = (
         _heads(part, spec) for part in (q, do, attended, own_k, own_v)
     )
-    k, v = (_heads(part, spec) for part in (keys, values))  # [L, B, S, H, E]
     lse = jnp.transpose(lse, (0, 3, 2, 1))  # [L, B, H, b]
     wide = lambda part: part.astype(jnp.float32)  # noqa: E731
     by_head = lambda part: jnp.transpose(part.sum(-1), (0, 2, 3, 1))  # noqa: E731
@@ -306,18 +350,39 @@ def queries_backward(
     p = jnp.exp(scale * by_head(wide(q) * wide(own_k)) - lse)
     ds = scale * p * (by_head(wide(do) * wide(own_v)) - delta)
     dk_own, dv_own = by_row(ds) * q, by_row(p) * do
-    dq = by_row(ds) * own_k
-    at, t = jnp.arange(k.shape[2]), jnp.arange(shape[1])
-    query = before[..., None] + t  # [L, B, b]
-    distance = (query[..., None] - at)[:, :, None]
-    logits = scale * _product("ltbhe,lbshe->lbhts", q, k)
-    logits = logits - _slopes(spec) * distance.astype(jnp.float32)
-    p = jnp.exp(logits - lse[..., None])
-    p = jnp.where(distance > 0, p, 0.0)
-    ds = scale * p * (_product("ltbhe,lbshe->lbhts", do, v) - delta[..., None])
-    dq = dq + _product("lbhts,lbshe->ltbhe", ds.astype(spec.dtype), k)
+    S, b = keys.shape[2], shape[1]
+    query = (before[..., None] + jnp.arange(b))[..., None]  # [L, B, b, 1]
+
+    def add(c, dq):
+        span, at, fresh = _span(c, S)
+        k, v = (_heads(span(part, 2), spec) for part in (keys, values))
+        distance = (query - at)[:, :, None]
+        logits = scale * _product("ltbhe,lbshe->lbhts", q, k)
+        logits = logits - _slopes(spec) * distance.astype(jnp.float32)
+        p = jnp.exp(logits - lse[..., None])
+        p = jnp.where((distance > 0) & fresh, p, 0.0)
+        ds = scale * p * (_product("ltbhe,lbshe->lbhts", do, v) - delta[..., None])
+        return dq + _product("lbhts,lbshe->ltbhe", ds.astype(spec.dtype), k)
+
+    spans = (before[0, 0] + b + SPAN - 1) // SPAN
+    dq = jax.lax.fori_loop(0, spans, add, wide(by_row(ds) * own_k))
     rows = (part.reshape(shape) for part in (dq, dk_own, dv_own))
     return QueryGradients(*rows, delta=jnp.transpose(delta, (0, 3, 2, 1)))
+
+
+def _span(c: Array, length: int):
+    """Returns the c-th SPAN of an axis: how to cut it, its indices, which are new.
+
+    The last one begins earlier where the axis is no multiple of SPAN, and overlaps.
+    """
+    width = min(SPAN, length)
+    begin = jnp.minimum(c * SPAN, length - width)
+    index = begin + jnp.arange(width)
+
+    def cut(part: Array, axis: int) -> Array:
+        return jax.lax.dynamic_slice_in_dim(part, begin, width, axis=axis)
+
+    return cut, index, index >= c * SPAN
 
 
 def _heads(rows: Array, spec: LayerSpec) -> Array:
@@ -326,7 +391,7 @@ def _heads(rows: Array, spec: LayerSpec) -> Array:
 
 def _slopes(spec: LayerSpec) -> Array:
     """Returns ALiBi's slopes [H, 1, 1]."""
-    return slopes_row(spec)[0][:, None, None]
+    return alibi_slopes(spec, jnp.arange(spec.heads))[:, None, None]
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:

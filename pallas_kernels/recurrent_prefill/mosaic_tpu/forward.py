@@ -1,4 +1,4 @@
-"""A whole layer's forward loop as one TPU kernel, its weights resident in VMEM."""
+"""A whole layer's forward loop as one TPU kernel: weights in VMEM, pairs in HBM."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import (
     HIDDEN,
     Prepared,
@@ -16,26 +16,35 @@ from pallas_kernels.recurrent_prefill.equations import (
 )
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     NEAR,
+    OWN_ROWS,
+    HeadSums,
     Launch,
+    block_of_columns,
+    block_of_rows,
     dot,
-    head_groups,
     head_indicator,
     launch_kernel,
     norm_rows,
     resident,
     slopes_row,
 )
+from pallas_kernels.recurrent_prefill.mosaic_tpu.prefix import (
+    PrefixScratch,
+    Running,
+    read_prefix,
+    write_pairs,
+)
 from pallas_kernels.recurrent_prefill.tiles.layout import Vectors, queries_and_pairs
 
 
 class LayerInputs(NamedTuple):
-    """What the kernel reads; the shapes are those of one grid step's blocks."""
+    """What the kernel reads; the shapes are those of one position's blocks."""
 
-    q_rows: Array  # [rows, b, H E], queries by row: a row attends to its own prefix
-    own_k: Array  # [rows, b, H E], temporary keys
-    own_v: Array  # [rows, b, H E], temporary values
-    q: Array  # [b, rows, H E], the same queries by position, for the loop
-    x: Array  # [b, rows, D], float32
+    q_rows: Array  # [B, T, H E] in HBM, queries by row: a row reads its own prefix
+    q: Array  # [rows, H E], the position's queries
+    own_k: Array  # [rows, H E], its temporary keys
+    own_v: Array  # [rows, H E], its temporary values
+    x: Array  # [rows, D], float32
     w_out: Array  # [H E, D]
     w_in: Array  # [D, F], with a gate [D, 2 F]: up, then gate
     w_down: Array  # [F, D]
@@ -50,31 +59,26 @@ class LayerInputs(NamedTuple):
     mlp_shift: Array  # [1, D]
     k_scale: Array  # [1, H E], of the k-norm
     k_shift: Array  # [1, H E]
+    indicator: Array  # see `head_indicator`
 
 
 class LayerOutputs(NamedTuple):
-    """What a layer computed, positions first; a block is [b, rows, ...]."""
+    """What a layer computed; the first three a position at a time."""
 
-    z: Any  # [T, B, D], float32
-    attended: Any  # [T, B, H E]
-    lse: Any  # [T, B, H], float32
-    keys: Any  # [T, B, H E], persistent
-    values: Any  # [T, B, H E]
+    z: Any  # [rows, D] of [T, B, D], float32
+    attended: Any  # [rows, H E] of [T, B, H E]
+    lse: Any  # [rows, H] of [T, B, H], float32
+    keys: Any  # [B, S, H E] in HBM, persistent; slots from T on are never written
+    values: Any  # [B, S, H E] in HBM
 
 
 class LayerScratch(NamedTuple):
-    """VMEM that lasts from one tile of the sequence to the next."""
+    """VMEM that lasts from one position to the next."""
 
-    keys: Any  # [rows, T, H E], all persistent pairs so far
-    values: Any  # [rows, T, H E]
-    tile_k: Any  # [b, rows, H E], this tile's, float32
+    tile_k: Any  # [b, rows, H E], the tile's pairs so far
     tile_v: Any  # [b, rows, H E]
-    largest: Any  # [b, rows, H], softmax state of the queries by position
-    normalizer: Any  # [b, rows, H]
-    weighted: Any  # [b, rows, H E]
-    largest_rows: Any  # [rows, b, H], the same by row
-    normalizer_rows: Any  # [rows, b, H]
-    weighted_rows: Any  # [rows, b, H E]
+    state: Any  # softmax of the tile's queries over the prefix, [b, rows, ...]
+    prefix: Any  # `PrefixScratch`
 
 
 def run_layer(launch: Launch, x: Float[Array, "T B D"], w: Prepared) -> LayerOutputs:
@@ -82,14 +86,14 @@ def run_layer(launch: Launch, x: Float[Array, "T B D"], w: Prepared) -> LayerOut
     spec, tiles = launch.spec, launch.tiles
     T, B, D = x.shape
     b, rows, HE, H = tiles.tile, tiles.rows, spec.heads * spec.head_width, spec.heads
+    dtype = jnp.dtype(spec.dtype)
     q, own_k, own_v = (part[0] for part in queries_and_pairs(x[None], w, spec))
     vectors = Vectors.of(w, spec, D)
-    q_rows, own_k, own_v = (part.swapaxes(0, 1) for part in (q, own_k, own_v))
     inputs = LayerInputs(
-        q_rows=q_rows,
+        q_rows=q.swapaxes(0, 1),
+        q=q,
         own_k=own_k,
         own_v=own_v,
-        q=q,
         x=x,
         w_out=w.w_out[0],
         w_in=w.w_in[0],
@@ -105,232 +109,166 @@ def run_layer(launch: Launch, x: Float[Array, "T B D"], w: Prepared) -> LayerOut
         mlp_shift=vectors.mlp_norm[1],
         k_scale=vectors.k_norm[0],
         k_shift=vectors.k_norm[1],
+        indicator=head_indicator(spec),
     )
-    by_position = lambda width: pl.BlockSpec((b, rows, width), lambda i, j: (j, i, 0))  # noqa: E731
-    by_row = pl.BlockSpec((rows, b, HE), lambda i, j: (i, j, 0))
+    position = lambda width: pl.BlockSpec((None, rows, width), lambda i, t: (t, i, 0))  # noqa: E731
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     whole = lambda width, dtype: jax.ShapeDtypeStruct((T, B, width), dtype)  # noqa: E731
-    prefix = pltpu.VMEM((rows, T, HE), jnp.dtype(spec.dtype))
-    own = lambda width: pltpu.VMEM((b, rows, width), jnp.float32)  # noqa: E731
-    own_by_row = lambda width: pltpu.VMEM((rows, b, width), jnp.float32)  # noqa: E731
+    slots = -(-T // tiles.keys) * tiles.keys
+    pairs = jax.ShapeDtypeStruct((B, slots, HE), dtype)
+    lanes = inputs.indicator.shape[1]
     return launch_kernel(
         launch,
         _layer_kernel,
         inputs,
-        grid=(B // rows, T // b),
+        grid=(B // rows, T),
         in_specs=[
-            *(by_row, by_row, by_row),
-            *(by_position(HE), by_position(D)),
+            in_hbm,
+            *(position(part.shape[-1]) for part in inputs[1:5]),
             *(resident(part) for part in inputs[5:]),
         ],
-        out_specs=[by_position(width) for width in (D, HE, H, HE, HE)],
+        out_specs=[*(position(width) for width in (D, HE, H)), in_hbm, in_hbm],
         out_shape=LayerOutputs(
             z=whole(D, jnp.float32),
-            attended=whole(HE, spec.dtype),
+            attended=whole(HE, dtype),
             lse=whole(H, jnp.float32),
-            keys=whole(HE, spec.dtype),
-            values=whole(HE, spec.dtype),
+            keys=pairs,
+            values=pairs,
         ),
         scratch_shapes=LayerScratch(
-            *(prefix, prefix),
-            *(own(HE), own(HE), own(H), own(H), own(HE)),
-            *(own_by_row(H), own_by_row(H), own_by_row(HE)),
+            tile_k=pltpu.VMEM((b, rows, HE), dtype),
+            tile_v=pltpu.VMEM((b, rows, HE), dtype),
+            state=Running.scratch(b, rows, numbers=lanes, width=HE),
+            prefix=PrefixScratch.of(spec, tiles, lanes),
         ),
         spec=spec,
-        chunk=tiles.keys,
     )
 
 
-# A program owns `rows` rows and runs their whole sequence, b positions a grid step.
-# On chip throughout: the layer's weights (read once), the rows' persistent pairs, the
-# tile's own pairs in float32 and the softmax state of its queries. What crosses HBM:
-# x, q and temporary pairs in, z, attended, normalizers and pairs out, each once.
+# A grid step is one position of `rows` rows. On chip throughout: the layer's weights
+# (read once), the tile's own pairs and the softmax state of its queries. In HBM: all
+# persistent pairs, by row. A tile's first position reads its queries' prefix from
+# there, chunk by chunk; its last one writes the tile's pairs there. Besides, x, q and
+# temporary pairs cross HBM once, and so do z, attended and normalizers.
 def _layer_kernel(
-    inputs: LayerInputs, outputs: LayerOutputs, scratch: LayerScratch, *, spec, chunk
+    inputs: LayerInputs, outputs: LayerOutputs, scratch: LayerScratch, *, spec
 ):
     b, rows, HE = scratch.tile_k.shape
-    H, F = spec.heads, inputs.w_down.shape[0]
-    before = pl.program_id(1) * b
-    indicator = head_indicator(spec)
-    slopes = slopes_row(spec)
-    dtype = inputs.w_out.dtype
+    dtype = scratch.tile_k.dtype
+    row, t = pl.program_id(0) * rows, pl.program_id(1)
+    u = jax.lax.rem(t, b)
 
-    def by_head(products):
-        """Sums [..., rows, H E] over each head, [..., rows, H]."""
-        flat = products.reshape(-1, HE)
-        return dot(flat, indicator).reshape(*products.shape[:-1], H)
+    # A step reads NEAR pairs of the tile at once, also some that no position has
+    # written yet: what is there must be finite, since it is weighted with 0.
+    @pl.when(t == 0)
+    def _():
+        scratch.tile_k[:] = jnp.zeros_like(scratch.tile_k)
+        scratch.tile_v[:] = jnp.zeros_like(scratch.tile_v)
 
-    def over_heads(p):
-        """Repeats [..., rows, H] over each head's width."""
-        return dot(p.reshape(-1, H), indicator.T).reshape(*p.shape[:-1], HE)
+    # 1. A tile's first position: what all its queries find in the prefix.
+    @pl.when(u == 0)
+    def _():
+        read_prefix(
+            *(inputs.q_rows, (outputs.keys, outputs.values), scratch.state),
+            *(scratch.prefix, row, t, spec),
+        )
 
-    wide = lambda ref: ref[...].astype(jnp.float32)  # noqa: E731
+    # 2. Position t reads the tile's pairs before it and its own temporary pair, which
+    # stands in the place that its persistent pair takes below.
+    scratch.tile_k[u] = inputs.own_k[...]
+    scratch.tile_v[u] = inputs.own_v[...]
+    few = block_of_rows(rows, OWN_ROWS)
 
-    # 1. Each query's softmax starts with its own temporary pair, the largest logit so
-    # far. The tile's pairs are cleared: a step reads NEAR of them at once, also some
-    # that no position has written yet.
-    scratch.tile_k[:] = jnp.zeros_like(scratch.tile_k)
-    scratch.tile_v[:] = jnp.zeros_like(scratch.tile_v)
-    by_rows = (scratch.largest_rows, scratch.normalizer_rows, scratch.weighted_rows)
-    scratch.largest_rows[:] = spec.logit_scale * by_head(
-        wide(inputs.q_rows) * wide(inputs.own_k)
+    def own_tile(i, _):
+        _read_tile(inputs, outputs, scratch, pl.ds(i * few, few), u, spec)
+
+    jax.lax.fori_loop(0, rows // few, own_tile, None)
+
+    # 3. Both branches, each added to the residual stream.
+    y = dot(outputs.attended[...], inputs.w_out[...]) + inputs.b_out[...]
+    y = inputs.x[...] + spec.residual_scale * y
+    n = norm_rows(y, inputs.mlp_scale, inputs.mlp_shift, spec.norm, spec.norm_eps)
+    z = y + spec.residual_scale * _mlp(n.astype(dtype), inputs, spec)
+    outputs.z[:] = z
+
+    # 4. The persistent pair. Later positions read it rounded to the pairs' dtype, as
+    # they would from the cache.
+    n = z
+    if spec.normed_persistent:
+        n = norm_rows(
+            *(z, inputs.attention_scale, inputs.attention_shift),
+            *(spec.norm, spec.norm_eps),
+        )
+    pair = dot(n.astype(dtype), inputs.w_kv[...]) + inputs.b_kv[...]
+    k = norm_rows(
+        pair[:, :HE], inputs.k_scale, inputs.k_shift, spec.qk_norm, spec.qk_norm_eps
     )
-    scratch.normalizer_rows[:] = jnp.ones_like(scratch.normalizer_rows)
-    scratch.weighted_rows[:] = wide(inputs.own_v)
+    scratch.tile_k[u] = k.astype(dtype)
+    scratch.tile_v[u] = pair[:, HE:].astype(dtype)
 
-    # 2. The prefix, a row at a time: b queries of a head are one product on the matrix
-    # unit. The loop below reads the state by position, so it is transposed.
-    def row(r, _):
-        pairs = (scratch.keys, scratch.values)
-        attend_prefix(r, before, inputs.q_rows, pairs, by_rows, spec, chunk)
-
-    jax.lax.fori_loop(0, rows, row, None)
-    by_time = (scratch.largest, scratch.normalizer, scratch.weighted)
-    for ref, rows_ref in zip(by_time, by_rows, strict=True):
-        ref[:] = jnp.swapaxes(rows_ref[...], 0, 1)
-
-    # 3. The recurrence: position t needs the pairs of all positions before it.
-    def position(t, _):
-        q = inputs.q[t].astype(jnp.float32) * spec.logit_scale
-
-        def attend_chunk(c, running):
-            largest, normalizer, weighted = running
-            part = pl.ds(c * NEAR, NEAR)
-            # Earlier positions of the tile. All heads lie side by side in the lanes: a
-            # product with a 0/1 matrix sums each head's own.
-            at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, (NEAR, rows, H), 0)
-            logits = by_head(q[None] * scratch.tile_k[part])
-            logits = logits - slopes[None] * (t - at).astype(jnp.float32)
-            logits = jnp.where(at < t, logits, HIDDEN)
-            above = jnp.maximum(largest, jnp.max(logits, axis=0))
-            shrink = jnp.exp(largest - above)
-            p = jnp.where(at < t, jnp.exp(logits - above[None]), 0.0)
-            read = jnp.sum(over_heads(p) * scratch.tile_v[part], axis=0)
-            normalizer = normalizer * shrink + jnp.sum(p, axis=0)
-            return above, normalizer, weighted * over_heads(shrink) + read
-
-        start = (scratch.largest[t], scratch.normalizer[t], scratch.weighted[t])
-        above, normalizer, weighted = jax.lax.fori_loop(
-            0, (t + NEAR - 1) // NEAR, attend_chunk, start
-        )
-        attended = (weighted * over_heads(1.0 / normalizer)).astype(dtype)
-        outputs.attended[t] = attended
-        outputs.lse[t] = above + jnp.log(normalizer)
-
-        # Both branches, each added to the residual stream.
-        y = dot(attended, inputs.w_out[...]) + inputs.b_out[...]
-        y = inputs.x[t] + spec.residual_scale * y
-        n = norm_rows(y, inputs.mlp_scale, inputs.mlp_shift, spec.norm, spec.norm_eps)
-        hidden = dot(n.astype(dtype), inputs.w_in[...]) + inputs.b_in[...]
-        if hidden.shape[1] == F:
-            hidden = activate_in_kernel(hidden, spec.activation)
-        else:
-            hidden = activate_in_kernel(hidden[:, F:], spec.activation) * hidden[:, :F]
-        z = dot(hidden.astype(dtype), inputs.w_down[...]) + inputs.b_down[...]
-        z = y + spec.residual_scale * z
-        outputs.z[t] = z
-        # The persistent pair. Later positions read it rounded to the pairs' dtype, as
-        # they would from the cache.
-        n = z
-        if spec.normed_persistent:
-            n = norm_rows(
-                *(z, inputs.attention_scale, inputs.attention_shift),
-                *(spec.norm, spec.norm_eps),
-            )
-        pair = dot(n.astype(dtype), inputs.w_kv[...]) + inputs.b_kv[...]
-        k = norm_rows(
-            pair[:, :HE], inputs.k_scale, inputs.k_shift, spec.qk_norm, spec.qk_norm_eps
-        )
-        outputs.keys[t], outputs.values[t] = k.astype(dtype), pair[:, HE:].astype(dtype)
-        scratch.tile_k[t] = outputs.keys[t].astype(jnp.float32)
-        scratch.tile_v[t] = outputs.values[t].astype(jnp.float32)
-
-    jax.lax.fori_loop(0, b, position, None)
-
-    # 4. The tile's pairs join the prefix.
-    slots = pl.ds(pl.multiple_of(before, b), b)
-    scratch.keys[:, slots, :] = jnp.swapaxes(scratch.tile_k[...], 0, 1).astype(dtype)
-    scratch.values[:, slots, :] = jnp.swapaxes(scratch.tile_v[...], 0, 1).astype(dtype)
+    # 5. A tile's last position: its pairs join the prefix.
+    @pl.when(u == b - 1)
+    def _():
+        tile_pairs, pairs = scratch[:2], (outputs.keys, outputs.values)
+        write_pairs(tile_pairs, pairs, scratch.prefix, row, t - u)
 
 
-def attend_prefix(r, before, q_rows_ref, pairs, state, spec, chunk):
-    """Merges row r's prefix into the state of its b queries, a few heads at a time.
+def _mlp(n: Float[Array, "rows D"], inputs: LayerInputs, spec: LayerSpec) -> Array:
+    """Applies the MLP, a block of its inner columns at a time.
 
-    Heads narrower than a register's 128 lanes go together: a query with the other
-    heads' lanes cleared is multiplied by all lanes of the keys.
-
-    Args:
-      before: positions of the prefix.
-      q_rows_ref: [rows, b, H E].
-      pairs: refs of the persistent keys and values, [rows, T, H E].
-      state: refs of largest and normalizer [rows, b, H], weighted [rows, b, H E].
+    All of them at once are more than the registers hold many times over: what one
+    block's activation waits for, another block's products do.
     """
-    keys_ref, values_ref = pairs
-    largest_ref, normalizer_ref, weighted_ref = state
-    b, H, E = q_rows_ref.shape[1], spec.heads, spec.head_width
-    largest, normalizer = largest_ref[r], normalizer_ref[r]
-    lane = jax.lax.broadcasted_iota(jnp.int32, (b, H), 1)
-    for group in head_groups(spec):
-        lanes = pl.ds(group.first * E, group.width)
-        owner = jax.lax.broadcasted_iota(jnp.int32, (b, group.width), 1) // E
-        q = q_rows_ref[r, :, lanes]
-        queries = [
-            jnp.where(owner == h, q, jnp.zeros_like(q)) for h in range(group.heads)
-        ]
+    F = inputs.w_down.shape[0]
+    gated = inputs.w_in.shape[1] != F
+    width = block_of_columns(F)
+    z = inputs.b_down[...]
+    for first in range(0, F, width):
+        columns = pl.ds(first, width)
+        hidden = dot(n, inputs.w_in[:, columns]) + inputs.b_in[:, columns]
+        if gated:
+            columns = pl.ds(F + first, width)
+            gate = dot(n, inputs.w_in[:, columns]) + inputs.b_in[:, columns]
+            hidden = activate_in_kernel(gate, spec.activation) * hidden
+        else:
+            hidden = activate_in_kernel(hidden, spec.activation)
+        z = z + dot(hidden.astype(n.dtype), inputs.w_down[pl.ds(first, width), :])
+    return z
 
-        def attend_chunk(
-            c, running, lanes=lanes, owner=owner, queries=queries, group=group
-        ):
-            slots = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
-            k, v = keys_ref[r, slots, lanes], values_ref[r, slots, lanes]
-            at = c * chunk + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 1)
-            t = jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 0)
-            seen = at < before
-            # Slots beyond the prefix were never written and may hold NaN, which a
-            # probability of 0 would not stop.
-            v = jnp.where(
-                c * chunk + jax.lax.broadcasted_iota(jnp.int32, v.shape, 0) < before,
-                v,
-                jnp.zeros_like(v),
-            )
-            new = []
-            for h, (largest, normalizer, weighted) in enumerate(running):
-                logits = spec.logit_scale * dot(queries[h], k, transposed=True)
-                if spec.alibi_max_bias is not None:
-                    slope = 2.0 ** (
-                        -spec.alibi_max_bias * (group.first + h + 1) / spec.heads
-                    )
-                    logits = logits - slope * (before + t - at).astype(jnp.float32)
-                logits = jnp.where(seen, logits, HIDDEN)
-                above = jnp.maximum(largest, jnp.max(logits, axis=1, keepdims=True))
-                shrink = jnp.exp(largest - above)
-                p = jnp.where(seen, jnp.exp(logits - above), 0.0)
-                new.append(
-                    (
-                        above,
-                        normalizer * shrink + jnp.sum(p, axis=1, keepdims=True),
-                        weighted * shrink + dot(p.astype(v.dtype), v),
-                    )
-                )
-            return tuple(new)
 
-        # Every head carries the whole group's lanes; its own are taken out at the end.
-        own = weighted_ref[r, :, lanes]
-        start = tuple(
-            (
-                largest[:, group.first + h : group.first + h + 1],
-                normalizer[:, group.first + h : group.first + h + 1],
-                own,
-            )
-            for h in range(group.heads)
-        )
-        chunks = (before + chunk - 1) // chunk
-        weighted = own
-        for h, (high, total, o) in enumerate(
-            jax.lax.fori_loop(0, chunks, attend_chunk, start)
-        ):
-            mine = lane == group.first + h
-            largest = jnp.where(mine, high, largest)
-            normalizer = jnp.where(mine, total, normalizer)
-            weighted = jnp.where(owner == h, o, weighted)
-        weighted_ref[r, :, lanes] = weighted
-    largest_ref[r], normalizer_ref[r] = largest, normalizer
+def _read_tile(inputs, outputs, scratch: LayerScratch, block, u, spec: LayerSpec):
+    """Merges the tile's pairs up to u into the state of query u: a block of rows.
+
+    A block is as many rows as have their state in registers.
+    """
+    few, H = block.size, spec.heads
+    heads = HeadSums(inputs.indicator, spec)
+    slopes = slopes_row(spec, inputs.indicator.shape[1])
+    q = inputs.q[block].astype(jnp.float32)
+
+    def attend_chunk(c, running):
+        largest, normalizer, weighted = running
+        part = pl.ds(c * NEAR, NEAR)
+        k, v = (tile[part, block] for tile in (scratch.tile_k, scratch.tile_v))
+        shape = (NEAR, few, slopes.shape[1])
+        at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+        logits = spec.logit_scale * heads.sums(q[None] * k.astype(jnp.float32))
+        logits = logits - slopes[None] * (u - at).astype(jnp.float32)
+        logits = jnp.where(at <= u, logits, HIDDEN)
+        above = jnp.maximum(largest, jnp.max(logits, axis=0))
+        shrink = jnp.exp(largest - above)
+        # The chunk has a pair that is seen: beside it others weigh exactly 0.
+        p = jnp.exp(logits - above[None])
+        *p_wide, shrink_wide = heads.repeat(jnp.concatenate([p, shrink[None]]))
+        for i, weights in enumerate(p_wide):
+            read = weights * v[i].astype(jnp.float32)
+            weighted = (weighted * shrink_wide if i == 0 else weighted) + read
+        return above, normalizer * shrink + jnp.sum(p, axis=0), weighted
+
+    start = tuple(ref[u, block] for ref in scratch.state)
+    above, normalizer, weighted = jax.lax.fori_loop(
+        0, u // NEAR + 1, attend_chunk, start
+    )
+    attended = weighted * heads.repeat(1.0 / normalizer)
+    outputs.attended[block] = attended.astype(outputs.attended.dtype)
+    outputs.lse[block] = (above + jnp.log(normalizer))[:, :H]

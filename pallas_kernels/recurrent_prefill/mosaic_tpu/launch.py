@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
@@ -21,6 +21,7 @@ class LayerSizes:
     batch: int
     positions: int
     width: int
+    heads: int
     heads_width: int
     inner_width: int
     gated: bool
@@ -34,6 +35,7 @@ class LayerSizes:
             batch=B,
             positions=T,
             width=D,
+            heads=spec.heads,
             heads_width=spec.heads * spec.head_width,
             inner_width=weights.w_up.shape[2],
             gated=weights.w_gate is not None,
@@ -45,45 +47,71 @@ class LayerSizes:
         """Width of the MLP's first product."""
         return self.inner_width * (2 if self.gated else 1)
 
+    @property
+    def weights(self) -> int:
+        """Bytes of the matrices that stay in VMEM."""
+        D, HE, F = self.width, self.heads_width, self.inner_width
+        return self.bytes * (3 * HE * D + D * self.pre_width + F * D)
 
-def choose_tiles(sizes: LayerSizes, tile: int | None, vmem: int) -> Tiles:
-    """Returns the most rows that fit `vmem` bytes; `tile` overrides its positions."""
-    tile = 16 if tile is None else tile
-    keys = min(128, -(-sizes.positions // tile) * tile)
-    most = -(-sizes.batch // 8) * 8
-    for rows in (32, 16, 8):
-        tiles = Tiles(tile=tile, rows=rows, keys=keys)
-        if rows <= max(most, 8) and vmem_bytes(sizes, tiles) <= vmem:
-            return tiles
-    return Tiles(tile=tile, rows=8, keys=keys)
+    @property
+    def lanes(self) -> int:
+        """Lanes of numbers by head, in whole registers."""
+        return -(-COPIES * self.heads // LANES) * LANES
 
 
-def vmem_bytes(sizes: LayerSizes, tiles: Tiles) -> int:
-    """Estimates what the larger of the two kernels holds in VMEM."""
-    D, HE, F, pre_width = (
-        sizes.width,
-        sizes.heads_width,
-        sizes.inner_width,
-        sizes.pre_width,
+def choose_tiles(
+    sizes: LayerSizes,
+    tile: int | None,
+    vmem: int,
+    needed: Callable,
+    rows: int | None = None,
+) -> Tiles:
+    """Returns the rows that take the least time of those that fit `vmem` bytes.
+
+    Args:
+      tile: overrides its positions.
+      needed: the estimate of the pass, `forward_bytes` or `backward_bytes`.
+      rows: overrides the choice.
+    """
+    if tile is None:
+        tile = 16 if sizes.positions < LONG else 32
+    tried = ROWS if rows is None else (rows,)
+    choices = [Tiles(tile=tile, rows=rows, keys=CHUNK) for rows in tried]
+    fitting = [tiles for tiles in choices if needed(sizes, tiles) <= vmem]
+    programs = lambda tiles: -(-sizes.batch // tiles.rows)  # noqa: E731
+    return min(
+        fitting or choices[-1:],
+        key=lambda tiles: programs(tiles) * (tiles.rows + AS_ROWS),
     )
-    weights = sizes.bytes * (3 * HE * D + D * pre_width + F * D)
-    tile_rows = tiles.tile * tiles.rows
-    prefix = 2 * tiles.rows * -(-sizes.positions // tiles.keys) * tiles.keys
-    # Blocks come twice, for the one computed on and the one on its way; a float32 row
-    # of the products by head is in flight besides.
-    forward = (
-        sizes.bytes * prefix * HE
-        + tile_rows * 2 * (4 * 2 * D + sizes.bytes * 7 * HE)
-        + tile_rows * 4 * 7 * HE
-    )
-    backward = (
-        tile_rows * 2 * (4 * (7 * D + 5 * HE) + sizes.bytes * (5 * HE + 2 * pre_width))
-        + tile_rows * 4 * 6 * HE
-    )
-    return weights + max(forward, backward)
 
 
-def refusal_of_sizes(sizes: LayerSizes, tile: int | None, vmem: int) -> str | None:
+def forward_bytes(sizes: LayerSizes, tiles: Tiles) -> int:
+    """Estimates what the forward kernel holds in VMEM."""
+    D, HE, b, rows = sizes.width, sizes.heads_width, tiles.tile, tiles.rows
+    few = block_of_rows(rows, 16)
+    state = 4 * (HE + 2 * sizes.lanes)
+    tile = b * rows * (2 * sizes.bytes * HE + state)
+    on_their_way = sizes.bytes * HE * 2 * (PAIR * (BUFFERS * tiles.keys + b) + few * b)
+    # Blocks come twice, for the one computed on and the one on its way. What else a
+    # position computes lies in VMEM where the registers are too few.
+    position = rows * 2 * (4 * (2 * D + sizes.lanes) + sizes.bytes * 4 * HE)
+    between = rows * 4 * (4 * D + 4 * HE + 4 * COLUMNS)
+    return sizes.weights + tile + few * b * state + on_their_way + position + between
+
+
+def backward_bytes(sizes: LayerSizes, tiles: Tiles) -> int:
+    """Estimates what the backward kernel holds in VMEM."""
+    D, HE, b, rows = sizes.width, sizes.heads_width, tiles.tile, tiles.rows
+    tile = b * rows * 3 * (sizes.bytes * HE + 4 * sizes.lanes)
+    position = rows * 2 * (4 * (7 * D + 5 * HE + 3 * LANES))
+    position += rows * 2 * sizes.bytes * (4 * HE + 2 * sizes.pre_width)
+    between = rows * 4 * (6 * D + 4 * HE + 4 * COLUMNS)
+    return sizes.weights + tile + position + between
+
+
+def refusal_of_sizes(
+    sizes: LayerSizes, tile: int | None, vmem: int, rows: int | None = None
+) -> str | None:
     """Returns why a layer of these sizes cannot run in `vmem` bytes, None if it can."""
     widths = {
         "D": sizes.width,
@@ -95,19 +123,45 @@ def refusal_of_sizes(sizes: LayerSizes, tile: int | None, vmem: int) -> str | No
             return f"{name} must be a multiple of 128, got {width}"
     if tile not in (None, 16, 32):
         return f"runs tiles of 16 or 32 positions, got tile={tile}"
-    needed = vmem_bytes(sizes, choose_tiles(sizes, tile, vmem))
+    if rows is not None and rows not in ROWS:
+        return f"runs {', '.join(map(str, ROWS))} rows a program, got rows={rows}"
+    needed = max(
+        estimate(sizes, choose_tiles(sizes, tile, vmem, estimate, rows))
+        for estimate in (forward_bytes, backward_bytes)
+    )
     if needed > vmem:
         return (
-            f"weights and prefix must fit {vmem >> 20} MiB of VMEM, got "
-            f"{needed >> 20} MiB"
+            f"weights and a tile of {rows or ROWS[-1]} rows must fit {vmem >> 20} MiB "
+            f"of VMEM, got {needed >> 20} MiB"
         )
     return None
 
 
+ROWS = (128, 64, 32, 16, 8)
+"""Rows of the batch that a program may have."""
+AS_ROWS = 24
+"""What a position costs a program whatever its rows, in rows: handing the weights to
+the matrix unit. Compiled for v5e at D 1024, 32 rows take 9.5, 64 take 14.7 and 128 take
+25.6 thousand cycles."""
+LONG = 1024
+"""Positions from which on tiles have 32 of them: the prefix, read once a tile, then
+costs more than what longer tiles add to the reading of the own tile."""
+COLUMNS = 512
+"""Columns of the MLP that are computed at once, at most."""
 LANES = 128
 """Width of a vector register."""
+CHUNK = LANES
+"""Pairs of the prefix that are read at once: their logits are as wide as a register."""
 NEAR = 4
 """Positions of the own tile that a step reads at once; divides every tile."""
+OWN_ROWS = 64
+"""Rows that read the own tile at once, at most."""
+PAIR = 2
+"""Rows that read their prefixes together: what one waits for, the other fills."""
+BUFFERS = 4
+"""Chunks of the prefix in VMEM: one that is read and those on their way to it."""
+COPIES = 3
+"""Lanes of a head among numbers by head: one for each bfloat16 part of a float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,12 +208,10 @@ def launch_kernel(
     Returns:
       The outputs, in the type of `out_shape`.
     """
-    groups = (arguments, out_shape, scratch_shapes)
+    names = jax.tree.structure((arguments, out_shape, scratch_shapes))
 
     def body(*refs):
-        rest = list(refs)
-        named = [type(group)(*(rest.pop(0) for _ in group)) for group in groups]
-        kernel(*named, **static)
+        kernel(*jax.tree.unflatten(names, refs), **static)
 
     out = pl.pallas_call(
         body,
@@ -167,7 +219,7 @@ def launch_kernel(
         in_specs=list(in_specs),
         out_specs=list(out_specs),
         out_shape=list(out_shape),
-        scratch_shapes=list(scratch_shapes),
+        scratch_shapes=jax.tree.leaves(scratch_shapes),
         interpret=launch.interpret,
         compiler_params=pltpu.CompilerParams(
             # Row tiles share nothing: the two cores of a v5p take turns. A row tile's
@@ -201,21 +253,90 @@ def head_groups(spec: LayerSpec) -> list[HeadGroup]:
     return [HeadGroup(first, heads, heads * E) for first, heads in sizes.items()]
 
 
-def head_indicator(spec: LayerSpec) -> Float[Array, "HE H"]:
-    """Returns [H E, H] with 1 where a column of all heads belongs to a head."""
-    shape = (spec.heads * spec.head_width, spec.heads)
-    of_column = jax.lax.broadcasted_iota(jnp.int32, shape, 0) // spec.head_width
-    head = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return (of_column == head).astype(jnp.float32)
+def block_of_rows(rows: int, most: int) -> int:
+    """Returns how many of a program's rows go together, a power of two up to `most`."""
+    return min(rows, most)
 
 
-def slopes_row(spec: LayerSpec) -> Float[Array, "1 H"]:
-    """Returns ALiBi's slopes [1, H], zeros without ALiBi."""
-    head = jax.lax.broadcasted_iota(jnp.int32, (1, spec.heads), 1)
+def block_of_columns(width: int) -> int:
+    """Returns how many of the MLP's columns go together, a divisor of all of them."""
+    return max(part for part in range(1, min(width, COLUMNS) + 1) if width % part == 0)
+
+
+def head_indicator(spec: LayerSpec) -> Float[Array, "HE lanes"]:
+    """Returns [H E, COPIES H], 1 where lane l and a column are of one head, l mod H.
+
+    Lanes beyond H repeat the heads, each for one part of what it repeats over a head's
+    columns (`HeadSums.repeat`); the matrix unit computes 128 of them anyhow.
+    """
+    of_column = jnp.arange(spec.heads * spec.head_width) // spec.head_width
+    head = jnp.arange(COPIES * spec.heads) % spec.heads
+    return (of_column[:, None] == head).astype(jnp.bfloat16)
+
+
+class HeadSums(NamedTuple):
+    """Sums over each head's columns, and numbers repeated over them, in float32.
+
+    Both are products with `indicator`, which is exact in bfloat16. So one pass of the
+    matrix unit a part is enough where the other operand is a sum of bfloat16 parts; a
+    float32 product at full precision takes six. A part takes 8 of the 24 bits that a
+    float32 has.
+    """
+
+    indicator: Any  # ref of `head_indicator`'s
+    spec: LayerSpec
+
+    def sums(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Sums [..., H E] over each head, [..., COPIES H]; `products` of two operands.
+
+        A product of two bfloat16 values has 16 bits: two parts are all of it.
+        """
+        count = 2 if self.spec.dtype == "bfloat16" else 3
+        flat = products.reshape(-1, products.shape[-1])
+        # One below the other, so that the indicator is pushed once for all.
+        stacked = dot(jnp.concatenate(_parts(flat, count)), self.indicator[...])
+        parts = stacked.reshape(count, *products.shape[:-1], -1)
+        return jnp.sum(parts, axis=0)
+
+    def repeat(self, numbers: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Repeats [..., COPIES H] over each head's columns, [..., H E]: all 24 bits.
+
+        A number's three parts stand in the lanes of its three copies, which one product
+        adds up.
+        """
+        flat = numbers.reshape(-1, numbers.shape[-1])
+        copy = jax.lax.broadcasted_iota(jnp.int32, flat.shape, 1) // self.spec.heads
+        high, middle, low = _parts(flat, COPIES)
+        part = jnp.where(copy == 0, high, jnp.where(copy == 1, middle, low))
+        wide = dot(part, self.indicator[...], transposed=True)
+        return wide.reshape(*numbers.shape[:-1], -1)
+
+
+def _parts(x: Float[Array, "N M"], count: int) -> list[Float[Array, "N M"]]:
+    """Cuts float32 into bfloat16 parts, 8 bits each from the highest on."""
+    parts = []
+    for _ in range(count - 1):
+        # The upper half of a float32 is a bfloat16. By its bits, since a compiler may
+        # drop a conversion there and back.
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        part = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return [*parts, x.astype(jnp.bfloat16)]
+
+
+def alibi_slopes(spec: LayerSpec, head: Int[Array, "..."]) -> Float[Array, "..."]:
+    """Returns ALiBi's slopes of heads, zeros without ALiBi."""
     if spec.alibi_max_bias is None:
-        return jnp.zeros((1, spec.heads), jnp.float32)
+        return jnp.zeros(head.shape, jnp.float32)
     rate = -spec.alibi_max_bias / spec.heads
     return jnp.exp2(rate * (head + 1).astype(jnp.float32))
+
+
+def slopes_row(spec: LayerSpec, lanes: int) -> Float[Array, "1 lanes"]:
+    """Returns ALiBi's slopes by lane as `head_indicator` has them, [1, lanes]."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, lanes), 1)
+    return alibi_slopes(spec, jax.lax.rem(lane, spec.heads))
 
 
 def norm_rows(

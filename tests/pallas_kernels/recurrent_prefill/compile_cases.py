@@ -95,6 +95,12 @@ gpu_persistent_training = partial(
     layer, mosaic_gpu, batch=512, positions=512, train=True
 )
 tpu_forward = partial(layer, mosaic_tpu, batch=8, positions=128)
+tpu_large_batch = partial(layer, mosaic_tpu, batch=512, positions=512)
+tpu_large_training = partial(layer, mosaic_tpu, batch=512, positions=512, train=True)
+tpu_long = partial(layer, mosaic_tpu, batch=128, positions=4096)
+tpu_wide_training = partial(
+    layer, mosaic_tpu, batch=32, positions=128, heads=32, train=True
+)
 tpu_training = partial(layer, mosaic_tpu, batch=8, positions=128, train=True)
 tpu_narrow_training = partial(tpu_training, heads=8)
 tpu_heads_of_40 = partial(layer, mosaic_tpu, batch=8, positions=128, head_width=40)

@@ -39,7 +39,7 @@ class Case(NamedTuple):
     schedule: str | None = None
     width: int = WIDTH
     inner: int = INNER
-    alibi: float = 8.0
+    alibi: float | None = 8.0
 
     @property
     def spec(self) -> LayerSpec:

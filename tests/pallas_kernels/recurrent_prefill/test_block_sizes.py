@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import jax.numpy as jnp
 import pytest
@@ -17,10 +18,15 @@ from pallas_kernels.recurrent_prefill.block_sizes import choose, shape_class
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE
 from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
+from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
+    LayerSizes,
+    forward_bytes,
+)
+from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import choose_tiles as tpu_tiles
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.triton.launch import choose_tiles
 from pallas_kernels.recurrent_prefill.xla.call import Call
-from pallas_kernels.target import Target, as_if
+from pallas_kernels.target import LEAST_VMEM, Target, as_if
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     FOUR_PROGRAMS,
     Case,
@@ -130,11 +136,21 @@ def test_sizes_that_a_gpu_cannot_have_are_refused_with_the_numbers(sizes, messag
         assert message in str(refusal(triton, CASE, blocks=BlockSizes(**sizes)))
 
 
+def test_a_tpu_s_rows_are_the_caller_s_or_refused():
+    sizes = LayerSizes.of(*FOUR_PROGRAMS.inputs()[:2], FOUR_PROGRAMS.spec)
+    choose_rows = partial(tpu_tiles, sizes, None, LEAST_VMEM, forward_bytes)
+    assert choose_rows(64).rows == 64 != choose_rows(None).rows
+    assert refusal(mosaic_tpu, FOUR_PROGRAMS, blocks=BlockSizes(rows=64)) is None
+    told = "runs 128, 64, 32, 16, 8 rows a program, got rows=48"
+    assert refusal(mosaic_tpu, FOUR_PROGRAMS, blocks=BlockSizes(rows=48)) == told
+
+
 def test_a_backend_refuses_sizes_that_it_has_no_use_for():
     depth = BlockSizes(depth=32)
     told = "takes of the block sizes none, got depth=32"
-    assert refusal(mosaic_tpu, CASE, blocks=depth) == told
     assert refusal(mosaic_gpu, FOUR_PROGRAMS, blocks=depth) == told
+    told = "takes of the block sizes only rows, got depth=32"
+    assert refusal(mosaic_tpu, FOUR_PROGRAMS, blocks=depth) == told
     x, weights, _ = CASE.inputs()
     told = "mosaic_tpu: .*; xla: takes of the block sizes only keys, got depth=32"
     with pytest.raises(NotImplementedError, match=told):

@@ -101,6 +101,10 @@ def test_a_whole_layer_compiles_into_one_kernel_for(target):
     [
         # At the paper's width where there is least VMEM.
         pytest.param("v5p:2x2x1", "tpu_training", marks=pytest.mark.slow),
+        # With as many rows as a program may have.
+        pytest.param("v5e:2x2", "tpu_large_training", marks=pytest.mark.sweep),
+        # Of a width that leaves a program few rows.
+        pytest.param("v5e:2x2", "tpu_wide_training", marks=pytest.mark.sweep),
         pytest.param("v5e:2x2", "tpu_narrow_training", marks=pytest.mark.slow),
         pytest.param("v6e:2x2", "tpu_narrow_training", marks=pytest.mark.sweep),
     ],

@@ -10,9 +10,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
+from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import SPAN
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
+    CHUNK,
     LayerSizes,
+    backward_bytes,
     choose_tiles,
+    forward_bytes,
     refusal_of_sizes,
 )
 from pallas_kernels.target import LEAST_VMEM, MOST_VMEM
@@ -39,9 +43,10 @@ EVERYTHING = Case(
     normed_persistent=False,
 )
 PAPER = LayerSizes(
-    batch=32,
-    positions=256,
+    batch=512,
+    positions=512,
     width=1024,
+    heads=16,
     heads_width=1024,
     inner_width=4096,
     gated=False,
@@ -68,14 +73,53 @@ def test_heads_of_several_groups_are_the_reference_s(head_width):
     assert_values_close(values(mosaic_tpu, case), reference_values(case))
 
 
+# Three chunks of the prefix, the last one not full; without ALiBi and with, since
+# distances hide what is read at a wrong place.
+@pytest.mark.parametrize("alibi", [8.0, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_prefix_of_several_chunks_is_the_reference_s(alibi):
+    case = Case(positions=2 * CHUNK + 35, batch=1, alibi=alibi)
+    assert_values_close(values(mosaic_tpu, case), reference_values(case))
+
+
+# Three programs of 64 rows, the last one mostly empty: rows go in blocks, pairs to HBM
+# and back.
+@pytest.mark.slow
+def test_a_batch_that_is_no_multiple_of_the_rows_is_the_reference_s():
+    case = Case(positions=18, batch=130)
+    sizes = LayerSizes.of(*case.inputs()[:2], case.spec)
+    assert choose_tiles(sizes, 16, MOST_VMEM, forward_bytes).rows == 64
+    check_values_and_gradients(case)
+
+
+# Eleven tiles: the second of two spans of queries overlaps the first.
+@pytest.mark.slow
+def test_gradients_over_several_spans_are_the_reference_s():
+    check_values_and_gradients(Case(positions=SPAN + 35, batch=1))
+
+
 @pytest.mark.slow
 def test_gradients_of_several_groups_are_the_reference_s():
     check_values_and_gradients(Case(positions=19, heads=4, key_heads=4, head_width=40))
 
 
+GROUPED = Case(positions=18, heads=4, key_heads=2, norm="layer", biases=True)
+
+
+@pytest.mark.slow
+def test_longer_tiles_compute_what_the_reference_does():
+    case = PLAIN._replace(positions=67)
+    assert_values_close(values(mosaic_tpu, case, tile=32), reference_values(case))
+
+
+def test_grouped_heads_are_the_reference_s():
+    assert_values_close(values(mosaic_tpu, GROUPED), reference_values(GROUPED))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [EVERYTHING, PLAIN._replace(dtype="bfloat16")], ids=["switches", "bfloat16"]
+    "case",
+    [EVERYTHING, GROUPED, PLAIN._replace(dtype="bfloat16")],
+    ids=["switches", "grouped heads", "bfloat16"],
 )
 def test_values_and_gradients_are_the_reference_s_with(case):
     check_values_and_gradients(case)
@@ -95,9 +139,38 @@ def test_the_tpu_s_own_semantics_find_no_race():
     assert_values_close(z, reference_values(case))
 
 
-def test_a_layer_of_the_paper_fits_into_vmem():
+def rows_of(sizes: LayerSizes, vmem: int, needed=forward_bytes) -> int:
+    return choose_tiles(sizes, None, vmem, needed).rows
+
+
+def test_a_layer_of_the_paper_has_128_rows():
     assert refusal_of_sizes(PAPER, None, V5E) is None
-    assert choose_tiles(PAPER, None, V5E).rows == 32
+    assert rows_of(PAPER, V5E) == rows_of(PAPER, V5E, backward_bytes) == 128
+
+
+def test_a_layer_of_twice_the_width_has_fewer_rows():
+    wide = dataclasses.replace(
+        PAPER, width=2048, heads=32, heads_width=2048, inner_width=8192
+    )
+    assert refusal_of_sizes(wide, None, V5E) is None
+    assert rows_of(wide, V5E) == rows_of(wide, V5E, backward_bytes) == 32
+    assert "56 MiB of VMEM" in str(refusal_of_sizes(wide, None, V5P))
+
+
+def test_long_sequences_are_cut_into_longer_tiles():
+    long = dataclasses.replace(PAPER, positions=4096)
+    tiles = choose_tiles(long, None, V5E, forward_bytes)
+    assert (tiles.tile, tiles.rows) == (32, 128)
+    for vmem in (V5E, V5P):
+        assert refusal_of_sizes(long, None, vmem) is None
+
+
+def test_a_program_has_as_many_rows_as_leave_few_empty():
+    chosen = {
+        batch: rows_of(dataclasses.replace(PAPER, batch=batch), V5E)
+        for batch in (1, 8, 24, 64, 65, 130)
+    }
+    assert chosen == {1: 8, 8: 8, 24: 32, 64: 64, 65: 128, 130: 64}
 
 
 def test_row_tiles_are_shared_out_over_a_tpu_s_cores():
@@ -108,11 +181,10 @@ def test_row_tiles_are_shared_out_over_a_tpu_s_cores():
     assert set(semantics) == {"'parallel', 'arbitrary'"}
 
 
-def test_what_does_not_fit_into_vmem_is_refused():
-    wide = dataclasses.replace(PAPER, width=2048, heads_width=2048, inner_width=8192)
-    assert "VMEM" in str(refusal_of_sizes(wide, None, V5E))
-    long = dataclasses.replace(PAPER, positions=16384)
-    assert "VMEM" in str(refusal_of_sizes(long, None, V5E))
+def test_weights_that_do_not_fit_into_vmem_are_refused():
+    wide = dataclasses.replace(PAPER, width=4096, heads_width=4096, inner_width=16384)
+    told = refusal_of_sizes(wide, None, V5E)
+    assert "weights and a tile of 8 rows must fit 120 MiB of VMEM, got" in str(told)
 
 
 def test_widths_are_refused_that_leave_lanes_of_a_tile_empty():
@@ -122,18 +194,10 @@ def test_widths_are_refused_that_leave_lanes_of_a_tile_empty():
         assert refusal_of_sizes(odd, None, V5E) == told
 
 
-def test_half_the_vmem_takes_fewer_rows_and_then_refuses():
-    assert choose_tiles(PAPER, None, V5P).rows < 32
+def test_half_the_vmem_holds_a_layer_of_the_paper():
+    assert rows_of(PAPER, V5P) == 128
+    assert rows_of(PAPER, V5P, backward_bytes) == 64
     assert refusal_of_sizes(PAPER, None, V5P) is None
-    long = dataclasses.replace(PAPER, positions=1024)
-    assert refusal_of_sizes(long, None, V5E) is None
-    assert "56 MiB of VMEM" in str(refusal_of_sizes(long, None, V5P))
-
-
-def test_a_longer_sequence_gets_fewer_rows():
-    longer = dataclasses.replace(PAPER, positions=1024)
-    assert choose_tiles(longer, None, V5E).rows < 32
-    assert refusal_of_sizes(longer, None, V5E) is None
 
 
 def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
@@ -143,8 +207,6 @@ def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
     assert "block=2" in str(refusal(mosaic_tpu, PLAIN, spec=change(spec, block=2)))
     rope = change(spec, rope_base=1e4, rope_width=16)
     assert "rotary" in str(refusal(mosaic_tpu, PLAIN, spec=rope))
-    grouped = change(spec, key_heads=1)
-    assert "key heads" in str(refusal(mosaic_tpu, PLAIN, spec=grouped))
     assert "cache" in str(refusal(mosaic_tpu, PLAIN, slots=32))
     documents = Rows(segments=jnp.zeros((2, 19), jnp.int32))
     assert "segments" in str(refusal(mosaic_tpu, PLAIN, rows=documents))
