@@ -22,17 +22,13 @@ Dtype = Literal["float32", "bfloat16"]
 Layer = RecurrentTransformerConfig | TransformerConfig
 
 SMALL = ({"B": 8, "T": 256, "D": 128, "H": 4}, {"B": 8, "T": 1024, "D": 256, "H": 4})
-"""The shapes of the authors' figures on two CPU cores."""
+"""Two shapes for two CPU cores."""
 
 LARGE = tuple({"B": 32 << i, "T": 512, "D": 1024, "H": 16} for i in range(7))
 """The paper's table: one layer on one accelerator, batch 32 to 2048."""
 
 SCHEDULES = ("naive", "prefix", "wavefront")
 BLOCKS = (4, 16, 64)
-
-PYTORCH = {256: (147.0, 484.0), 1024: (842.0, 3028.0)}
-"""The authors' tiled layer on two idle cores at `SMALL`, by T: forward, and forward and
-backward; eager PyTorch, float32, minimum in ms."""
 
 _PREFIX = "recurrent_transformer"
 _PASSES = ("forward", "forward_backward")
@@ -46,7 +42,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
 
 
 def summary(rows: list[Row]) -> str:
-    """Compares the schedules with naive and, where shapes agree, with the authors'."""
+    """Compares the schedules with naive, and a decoded token with the Transformer's."""
     lines = []
     lengths = sorted({r.shape["T"] for r in rows} - {1})
     for T in lengths:
@@ -69,22 +65,6 @@ def summary(rows: list[Row]) -> str:
         lines.append(
             f"a decoded token over the Transformer layer's: {', '.join(told)} positions"
         )
-    shapes = [shape for shape in SMALL if shape["T"] in PYTORCH]
-    for shape in shapes:
-        times = {
-            r.name: r.min_ms for r in rows if r.shape == shape and r.dtype == "float32"
-        }
-        told = [
-            f"{s}/{what} {theirs / times[f'{_PREFIX}/{s}/{what}']:.1f}"
-            for s in ("prefix", "wavefront")
-            for what, theirs in zip(_PASSES, PYTORCH[shape["T"]], strict=True)
-            if f"{_PREFIX}/{s}/{what}" in times
-        ]
-        if told:
-            lines.append(
-                "the authors' tiled PyTorch on idle cores over ours, T "
-                f"{shape['T']}: {', '.join(told)}"
-            )
     return "\n".join(lines)
 
 
