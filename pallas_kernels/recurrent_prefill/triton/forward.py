@@ -176,11 +176,9 @@ def run_tile(
     running = attend_prefix(launch, q, own_k, own_v, keys, values, before)
     # XLA would make constants anew at every position.
     vectors = jax.lax.optimization_barrier(Vectors.of(w, spec, D))
-    of_hidden = (vectors.mlp_norm, w.w_in, vectors.b_in)
-    of_pairs = (vectors.attention_norm, w.w_kv, vectors.b_kv)
-    if folded is not None:
-        of_hidden = (None, folded.w_in, folded.b_in)
-        of_pairs = (None, folded.w_kv, folded.b_kv)
+    apart = folded is None
+    if folded is None:
+        folded = Folded(w.w_in, vectors.b_in, w.w_kv, vectors.b_kv)
     F, KE = w.w_down.shape[1], own_k.shape[-1]
     columns = pair_columns(launch, L, B, 2 * KE)
 
@@ -194,13 +192,19 @@ def run_tile(
         y, y_row, y_statistics = add_product(
             launch, t, state.attended, w.w_out, vectors.b_out, x, y
         )
-        rows = y if folded is None else y_row
-        hidden = hidden_product(launch, t, rows, y_statistics, *of_hidden, F)
+        hidden = hidden_product(
+            *(launch, t, y if apart else y_row, y_statistics, vectors.mlp_norm),
+            *(folded.w_in, folded.b_in, F),
+            folded=not apart,
+        )
         z, z_row, z_statistics = add_product(
             launch, t, hidden, w.w_down, vectors.b_down, y, z
         )
-        rows = z if folded is None else z_row
-        pairs, statistics = pair_product(launch, t, rows, z_statistics, *of_pairs)
+        pairs, statistics = pair_product(
+            *(launch, t, z if apart else z_row, z_statistics, vectors.attention_norm),
+            *(folded.w_kv, folded.b_kv),
+            folded=not apart,
+        )
         return y, z, state, pairs, statistics
 
     statistics = shape_of_statistics(L, 2 * KE // columns, B)

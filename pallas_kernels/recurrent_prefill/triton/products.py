@@ -99,15 +99,18 @@ def hidden_product(
     t: Int[Array, "1"],
     x: Float[Array, "L _ B D"],
     statistics: Float[Array, "L programs 2 B"],
-    norm: Norm | None,
+    norm: Norm,
     w_in: Float[Array, "L D F_or_2F"],
     b_in: Float[Array, "L F_or_2F"],
     width: int,
+    *,
+    folded: bool,
 ) -> Float[Array, "L 1 B F"]:
     """Returns act(n(x[t]) W_up + b), or act(gate) * up, as [L, 1, B, F].
 
     Args:
-      norm: scale and shift; None: w_in and b_in have them.
+      folded: whether w_in and b_in have the norm's scale and shift, which are then
+        not read.
     """
     spec, block = launch.spec, launch.tiles.rows
     L, B, D, F = w_in.shape[0], x.shape[2], x.shape[3], width
@@ -120,7 +123,7 @@ def hidden_product(
     (hidden,) = launch_kernel(
         launch,
         _hidden_kernel,
-        *(t, x, statistics, *_norm_arrays(norm, L, D), w_in, w_in, b_in, b_in),
+        *(t, x, statistics, *norm, w_in, w_in, b_in, b_in),
         refs=_HiddenRefs,
         grid=(L, B // block, F // columns),
         in_specs=[
@@ -140,7 +143,7 @@ def hidden_product(
         warps=warps_of(block, 2 * columns if gated else columns),
         kind=spec.norm,
         eps=spec.norm_eps,
-        folded=norm is None,
+        folded=folded,
         activation=spec.activation,
         gated=gated,
         columns_read=launch.columns(D, L * (B // block)),
@@ -154,14 +157,16 @@ def pair_product(
     t: Int[Array, "1"],
     z: Float[Array, "L _ B D"],
     statistics: Float[Array, "L programs 2 B"],
-    norm: Norm | None,
+    norm: Norm,
     w_kv: Float[Array, "L D KE_and_KE"],
     b_kv: Float[Array, "L KE_and_KE"],
+    *,
+    folded: bool,
 ):
     """Returns n(z[t]) [W_k | W_v] + b in float32 [L, B, 2 K E], and its statistics.
 
     Args:
-      norm: as of `hidden_product`.
+      folded: as of `hidden_product`.
     """
     spec, block = launch.spec, launch.tiles.rows
     L, B, D, N = w_kv.shape[0], z.shape[2], z.shape[3], w_kv.shape[2]
@@ -169,7 +174,7 @@ def pair_product(
     return launch_kernel(
         launch,
         _pair_kernel,
-        *(t, z, statistics, *_norm_arrays(norm, L, D), w_kv, b_kv),
+        *(t, z, statistics, *norm, w_kv, b_kv),
         refs=_PairRefs,
         grid=(L, B // block, N // columns),
         in_specs=[
@@ -193,7 +198,7 @@ def pair_product(
         warps=warps_of(block, columns),
         kind=spec.norm if spec.normed_persistent else "none",
         eps=spec.norm_eps,
-        folded=norm is None,
+        folded=folded,
         columns_read=launch.columns(D, L * (B // block)),
         depth=launch.depth(D),
     )
@@ -202,14 +207,6 @@ def pair_product(
 def pair_columns(launch: Launch, layers: int, batch: int, width: int) -> int:
     """Returns the columns of a program of the pairs' product; keys fill whole ones."""
     return launch.columns(width // 2, 2 * layers * (batch // launch.tiles.rows))
-
-
-def _norm_arrays(norm: Norm | None, layers: int, width: int) -> Norm:
-    """Returns what a kernel is given for a norm; of a folded one it reads nothing."""
-    if norm is not None:
-        return norm
-    unread = jnp.zeros((layers, width), jnp.float32)
-    return unread, unread
 
 
 # A program reads its rows whole and its columns of w, `depth` of the contracted axis at
