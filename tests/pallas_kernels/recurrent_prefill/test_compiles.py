@@ -7,7 +7,7 @@ import pytest
 from tests.absent_compilers import COMPILERS, ask
 
 CASES = "tests.pallas_kernels.recurrent_prefill.compile_cases"
-MOST_KERNELS = 8
+MOST_KERNELS = 6
 TRITON = "__gpu$xla.gpu.triton"
 MOSAIC_GPU = "mosaic_gpu_v2"
 
@@ -39,7 +39,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("case", ["gpu_forward", *SLOW])
-def test_a_position_forward_on_h100_takes_at_most_8_kernels(case):
+def test_a_position_forward_on_h100_takes_at_most_6_kernels(case):
     (launched,) = positions_loops(compiled("h100", case))
     assert sum(TRITON in name for name in launched) == 5
     assert len(launched) <= MOST_KERNELS, launched
