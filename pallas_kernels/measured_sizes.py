@@ -43,14 +43,6 @@ def find(op: str, backend: str, shape: Mapping[str, Any]) -> dict[str, int]:
         raise ValueError(f"{VARIABLE}: {file} cannot be read: {error}") from error
 
 
-def power_above(n: int) -> int:
-    """Returns the smallest power of two that is at least n: sizes for n serve as well.
-
-    Shapes name batches and lengths by it, which differ from call to call.
-    """
-    return 1 << (n - 1).bit_length()
-
-
 def _key(op: str, backend: str, shape: Mapping[str, Any]) -> tuple:
     return op, backend, target.current().kind, tuple(sorted(shape.items()))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from recurjax.bench import latent_recurrent_transformer as bench
-from recurjax.bench.torch_peer import answer_of
+from recurjax.bench.torch_peer import SIDE, answer_of
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.machine import host
@@ -147,6 +147,7 @@ def _ask(options: Options, eager: bool, heads: int) -> dict[str, float]:
         "threads": options.threads,
         "repeats": options.repeats,
         "eager": eager,
+        "timing": str(SIDE),
     }
     environment = {"PYTHONPATH": str(options.nanochat.absolute())}
     if eager:  # Its optimizer is compiled too.

@@ -1,14 +1,14 @@
 """nanochat's model and training step, from a checkout; `torch_nanochat.py` calls it.
 
 Reads the sizes as JSON from standard input, and prints milliseconds by pass and the
-number of parameters as the last line. The checkout is on the module path.
+number of parameters as the last line. The checkout is on the module path; "timing" is
+the file that has `fastest`, `recurjax/bench/torch_side.py`.
 """
 
 import contextlib
 import json
+import runpy
 import sys
-import time
-from collections.abc import Callable
 
 import torch  # pyright: ignore[reportMissingImports]
 
@@ -24,6 +24,8 @@ def main() -> None:
     asked = json.load(sys.stdin)
     torch.set_num_threads(asked["threads"])
     torch.manual_seed(0)
+    fastest = runpy.run_path(asked["timing"])["fastest"]
+    repeats, warmup = asked["repeats"], 2
     with contextlib.redirect_stdout(sys.stderr):
         model = GPT(
             GPTConfig(
@@ -52,22 +54,11 @@ def main() -> None:
         model.zero_grad(set_to_none=True)
 
     answer = {
-        "forward_backward": fastest(forward_backward, asked["repeats"]),
-        "train_step": fastest(train_step, asked["repeats"]),
+        "forward_backward": fastest(forward_backward, repeats, warmup),
+        "train_step": fastest(train_step, repeats, warmup),
         "parameters": sum(weight.numel() for weight in model.parameters()),
     }
     print(json.dumps(answer))
-
-
-def fastest(call: Callable[[], object], repeats: int, warmup: int = 2) -> float:
-    """Returns the milliseconds of the fastest call."""
-    times = []
-    for number in range(warmup + repeats):
-        began = time.perf_counter()
-        call()
-        if number >= warmup:
-            times.append(time.perf_counter() - began)
-    return 1e3 * min(times)
 
 
 if __name__ == "__main__":

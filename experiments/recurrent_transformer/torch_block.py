@@ -36,6 +36,8 @@ from recurjax.parameters import to_nested_dict
 
 PASSES = ("forward", "forward_backward")
 LARGEST = bench.SMALL[-1]
+OURS = {"transformer": "our Transformer", "prefix": "our layer"}
+"""How the table names our layers, by their names in the bench."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     print("| ms (over ours) | " + " | ".join(PASSES) + " |\n|---|---|---|")
     for layer, sides in pairs.items():
         best = _times(layer, sides, options)
-        ours = "our " + ("Transformer" if layer == "transformer" else "layer")
+        ours = OURS[layer]
         for name in (*(side.name for side in sides), ours):
             told = [
                 f"{best[name, what]:.1f} ({best[name, what] / best[ours, what]:.2f})"
@@ -126,7 +128,7 @@ def _times(
 ) -> dict[tuple[str, str], float]:
     """Returns the fastest time of each side and pass, and of ours, in milliseconds."""
     made = bench.programs(bench.layers(options.shape)[layer], options.shape, "float32")
-    ours = "our " + ("Transformer" if layer == "transformer" else "layer")
+    ours = OURS[layer]
     best: dict[tuple[str, str], float] = {}
 
     def took(name: str, what: str, ms: float) -> None:

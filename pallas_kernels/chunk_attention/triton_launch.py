@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
 from pallas_kernels.chunk_attention.visibility import cdiv
+from pallas_kernels.powers import next_power
 
 HIDDEN = -1e30
 """The logit of an end that is not seen; a position's own term is always seen."""
@@ -93,11 +94,6 @@ def choose_tiles(
         backward_block_k=min(32 if wide else 64, most),
         splits=splits,
     )
-
-
-def next_power(n: int) -> int:
-    """Returns the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def launch(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels import measured_sizes
+from pallas_kernels.powers import next_power
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
     LayerSpec,
@@ -98,8 +99,8 @@ def shape_class(
     """
     B, T, D = x.shape
     return {
-        "batch": measured_sizes.power_above(B),
-        "positions": measured_sizes.power_above(T),
+        "batch": next_power(B),
+        "positions": next_power(T),
         "width": D,
         "inner_width": weights.w_up.shape[2],
         "gated": weights.w_gate is not None,

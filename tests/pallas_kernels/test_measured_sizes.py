@@ -6,7 +6,8 @@ import os
 import pytest
 
 from pallas_kernels import measured_sizes
-from pallas_kernels.measured_sizes import VARIABLE, find, power_above
+from pallas_kernels.measured_sizes import VARIABLE, find
+from pallas_kernels.powers import next_power
 from pallas_kernels.target import Target, as_if
 
 SHAPE = {"batch": 8, "dtype": "float32", "training": True}
@@ -86,4 +87,4 @@ def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path):
 
 
 def test_batches_and_lengths_round_up_to_a_power_of_two():
-    assert [power_above(n) for n in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]
+    assert [next_power(n) for n in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]

@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Num
 
 from pallas_kernels.moved_bytes import moving
+from pallas_kernels.powers import next_power
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
@@ -183,11 +184,6 @@ def refusal_of_width(name: str, width: int) -> str | None:
     if width % 16 == 0:
         return None
     return f"{name} must be a multiple of 16, got {width}"
-
-
-def next_power(n: int) -> int:
-    """Returns the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def power_dividing(n: int, most: int) -> int:

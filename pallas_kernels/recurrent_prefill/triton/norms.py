@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Float, Int
 
+from pallas_kernels.powers import next_power
 from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
     launch_kernel,
     like,
-    next_power,
     one_slot,
     power_dividing,
     slot,

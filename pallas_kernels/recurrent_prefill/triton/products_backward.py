@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Float, Int
 
+from pallas_kernels.powers import next_power
 from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
@@ -18,7 +19,6 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     dot,
     launch_kernel,
     like,
-    next_power,
     one_slot,
     row_spec,
     slot,
