@@ -97,6 +97,9 @@ def pair_product_back(
     L, b, B, D = out.shape
     KE = unit_k.shape[3]
     columns = launch.columns(D, L * (B // block))
+    # In float32 what it reads ahead, two blocks of a weight among it, leaves a frame on
+    # the stack of 12.0 at a depth of 32.
+    deepest = KE if w.dtype.itemsize < 4 else 16
     own = slot_spec(out, block, columns)
     (out,) = launch_kernel(
         launch,
@@ -123,7 +126,7 @@ def pair_product_back(
         stages=2,
         kind=spec.qk_norm,
         heads=spec.key_heads,
-        depth=launch.depth(KE),
+        depth=min(launch.depth(KE), deepest),
     )
     return out
 
