@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
@@ -29,7 +29,9 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     forward_bytes,
     refusal_of_sizes,
 )
+from pallas_kernels.recurrent_prefill.mosaic_tpu.prefix import Filled
 from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
+from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 from pallas_kernels.recurrent_prefill.tiles.refusal import refusal_of_call
 from pallas_kernels.target import refusal_of_mosaic_tpu, vmem_bytes
 
@@ -53,11 +55,9 @@ def expressible(
     blocks: BlockSizes | None = None,
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    reason = refusal_of_call(x, rows, spec)
+    reason = refusal_of_call(x, cache, rows, spec)
     if reason is not None:
         return reason
-    if cache.slots:
-        return "starts at position 0 without a cache to fill"
     if schedule not in (None, "prefix"):
         return f'runs tiles of one layer: schedule "prefix", got {schedule!r}'
     options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
@@ -80,25 +80,40 @@ def forward(
     blocks: BlockSizes | None = None,
     interpret=False,
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
-    """Runs L layers, one kernel after the other, from position 0."""
+    """Runs L layers, one kernel after the other."""
     B, T, _ = x.shape
     options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
     tile, blocks = choose("mosaic_tpu", x, weights, cache, **options)
+    copies = spec.heads // spec.key_heads
     weights, spec = key_head_for_each(weights, spec=spec), ungrouped(spec)
     vmem, sizes = vmem_bytes(), LayerSizes.of(x, weights, spec)
     tiles = choose_tiles(sizes, tile, vmem, forward_bytes, blocks.rows)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     x_rows = x.astype(jnp.float32).swapaxes(0, 1)
+    count = T if rows.lengths is None else rows.lengths
+    seen = (cache.position + count).astype(cache.position.dtype)
 
-    def layer(x, w):
-        out = run_layer(launch, x, jax.tree.map(lambda leaf: leaf[None], w))
-        return out.z, (out.z, out.attended, out.lse) if residuals else None
+    def layer(x, inputs):
+        w, keys, values = jax.tree.map(lambda leaf: leaf[None], inputs)
+        filled = slots = None
+        if cache.slots:
+            old = copied_pairs(keys, values, copies)
+            filled = _filled(tiles, cache._replace(keys=old[0], values=old[1]), spec)
+        out = run_layer(launch, x, w, filled, positions=T)
+        if cache.slots:
+            slots = [
+                _put(old[0], new[:B, :T], copies, cache.position, seen)
+                for old, new in ((keys, out.keys), (values, out.values))
+            ]
+        return out.z, (slots, (out.z, out.attended, out.lse) if residuals else None)
 
-    last, kept = jax.lax.scan(
+    last, (slots, kept) = jax.lax.scan(
         layer,
         tiles.whole_tiles(x_rows, time=0, batch=1),
-        prepare(weights, spec.dtype),
+        (prepare(weights, spec.dtype), cache.keys, cache.values),
     )
+    if slots is not None:
+        cache = cache._replace(keys=slots[0], values=slots[1], position=seen)
     z = last[:T, :B].swapaxes(0, 1).astype(x.dtype)
     if kept is not None:
         kept_z, attended, lse = (part[:, :T, :B].swapaxes(1, 2) for part in kept)
@@ -125,7 +140,16 @@ def backward(
     """Returns the gradients of x, weights and cache."""
     options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
     tile, blocks = choose("mosaic_tpu", x, weights, cache, **options)
+    copies = spec.heads // spec.key_heads
     weights, back = jax.vjp(partial(key_head_for_each, spec=spec), weights)
+    pairs, cache_back = jax.vjp(
+        partial(copied_pairs, copies=copies), cache.keys, cache.values
+    )
+    cache = cache._replace(keys=pairs[0], values=pairs[1])
+    # The cache that is returned has the first copy of each.
+    _, first_back = jax.vjp(lambda *all_: [p[..., ::copies, :] for p in all_], *pairs)
+    dkeys, dvalues = first_back([dcache.keys, dcache.values])
+    dcache = dcache._replace(keys=dkeys, values=dvalues)
     spec = ungrouped(spec)
     vmem, sizes = vmem_bytes(), LayerSizes.of(x, weights, spec)
     tiles = choose_tiles(sizes, tile, vmem, backward_bytes, blocks.rows)
@@ -135,7 +159,41 @@ def backward(
     dx, dweights, dcache = run_backward(
         inputs, kernels, replace(tiles, keys=tiles.tile), spec=spec, together=False
     )
-    return dx, *back(dweights), dcache
+    dkeys, dvalues = cache_back((dcache.keys, dcache.values))
+    return dx, *back(dweights), dcache._replace(keys=dkeys, values=dvalues)
+
+
+def _filled(tiles: Tiles, cache: RecurrentCache, spec: LayerSpec) -> Filled:
+    """Lays one layer's cache out for the kernel; the cache has slots."""
+    keys, values = tiles.cached_slots(cache, 0, spec)
+    start = tiles.start(cache).astype(jnp.int32)
+    most = jnp.max(start.reshape(-1, tiles.rows), axis=1)
+    return Filled(keys[0], values[0], start, most)
+
+
+def _put(
+    slots: Float[Array, "B S K E"],
+    new: Float[Array, "B T HE"],
+    copies: int,
+    start: Int[Array, " B"],
+    seen: Int[Array, " B"],
+) -> Float[Array, "B S K E"]:
+    """Puts new pairs, the first of each key head's copies, into slots start to seen."""
+    B, S, K, E = slots.shape
+    at = start[:, None] + jnp.arange(new.shape[1])
+    at = jnp.where(at < seen[:, None], at, S)  # out of range: dropped
+    new = new.reshape(*new.shape[:2], K, copies, E)[:, :, :, 0].astype(slots.dtype)
+    return slots.at[jnp.arange(B)[:, None], at].set(new, mode="drop")
+
+
+def copied_pairs(
+    keys: Float[Array, "L B S K E"], values: Float[Array, "L B S K E"], copies: int
+) -> tuple[Float[Array, "L B S H E"], Float[Array, "L B S H E"]]:
+    """Gives each query head its own copy of its key head's slots."""
+    if copies == 1:
+        return keys, values
+    keys, values = (jnp.repeat(part, copies, axis=3) for part in (keys, values))
+    return keys, values
 
 
 def ungrouped(spec: LayerSpec) -> LayerSpec:

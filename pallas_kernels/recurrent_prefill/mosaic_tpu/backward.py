@@ -294,10 +294,7 @@ def later_queries_backward(
     first: Int[Array, "L B"],
     at: Int[Array, "L B"],
 ) -> tuple[Float[Array, "L b B HE"], Float[Array, "L b B HE"]]:
-    """See `Kernels`; a loop over SPAN queries at a time, from `first` on.
-
-    Without a cache all rows stand at the same position.
-    """
+    """See `Kernels`; a loop over SPAN queries at a time, from the least `first` on."""
     shape = keys.shape
     k, v = (_heads(part, spec) for part in (keys, values))  # [L, b, B, H, E]
     T = later.q.shape[2]
@@ -320,7 +317,7 @@ def later_queries_backward(
         return totals[0] + dk.reshape(shape), totals[1] + dv.reshape(shape)
 
     zeros = jnp.zeros(shape, jnp.float32)
-    spans = first[0, 0] // SPAN, -(-T // SPAN)
+    spans = jnp.min(first) // SPAN, -(-T // SPAN)
     return jax.lax.fori_loop(*spans, add, (zeros, zeros))
 
 
@@ -333,10 +330,7 @@ def queries_backward(
     values: Float[Array, "L B S HE"],
     before: Int[Array, "L B"],
 ) -> QueryGradients:
-    """See `Kernels`; a loop over SPAN slots at a time, up to the tile's own.
-
-    Without a cache all rows stand at the same position.
-    """
+    """See `Kernels`; a loop over SPAN slots at a time, up to the last row's tile."""
     q, do, attended, lse = queries
     shape, scale = q.shape, spec.logit_scale
     q, do, attended, own_k, own_v = (
@@ -364,7 +358,7 @@ def queries_backward(
         ds = scale * p * (_product("ltbhe,lbshe->lbhts", do, v) - delta[..., None])
         return dq + _product("lbhts,lbshe->ltbhe", ds.astype(spec.dtype), k)
 
-    spans = (before[0, 0] + b + SPAN - 1) // SPAN
+    spans = (jnp.max(before) + b + SPAN - 1) // SPAN
     dq = jax.lax.fori_loop(0, spans, add, wide(by_row(ds) * own_k))
     rows = (part.reshape(shape) for part in (dq, dk_own, dv_own))
     return QueryGradients(*rows, delta=jnp.transpose(delta, (0, 3, 2, 1)))

@@ -29,6 +29,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     slopes_row,
 )
 from pallas_kernels.recurrent_prefill.mosaic_tpu.prefix import (
+    Filled,
     PrefixScratch,
     Running,
     read_prefix,
@@ -41,6 +42,7 @@ class LayerInputs(NamedTuple):
     """What the kernel reads; the shapes are those of one position's blocks."""
 
     q_rows: Array  # [B, T, H E] in HBM, queries by row: a row reads its own prefix
+    filled: Filled | None  # the cache before the call, if it has slots
     q: Array  # [rows, H E], the position's queries
     own_k: Array  # [rows, H E], its temporary keys
     own_v: Array  # [rows, H E], its temporary values
@@ -81,8 +83,22 @@ class LayerScratch(NamedTuple):
     prefix: Any  # `PrefixScratch`
 
 
-def run_layer(launch: Launch, x: Float[Array, "T B D"], w: Prepared) -> LayerOutputs:
-    """Runs the one layer of `w` from position 0; T whole tiles, B whole programs."""
+def run_layer(
+    launch: Launch,
+    x: Float[Array, "T B D"],
+    w: Prepared,
+    filled: Filled | None,
+    *,
+    positions: int,
+) -> LayerOutputs:
+    """Runs the one layer of `w` over more positions.
+
+    Args:
+      x: T whole tiles, B whole programs.
+      filled: what the cache holds; None: nothing, position 0 is the call's first.
+      positions: how many of the T are run. What is returned of the others is never
+        written, and theirs may be anything.
+    """
     spec, tiles = launch.spec, launch.tiles
     T, B, D = x.shape
     b, rows, HE, H = tiles.tile, tiles.rows, spec.heads * spec.head_width, spec.heads
@@ -91,6 +107,7 @@ def run_layer(launch: Launch, x: Float[Array, "T B D"], w: Prepared) -> LayerOut
     vectors = Vectors.of(w, spec, D)
     inputs = LayerInputs(
         q_rows=q.swapaxes(0, 1),
+        filled=filled,
         q=q,
         own_k=own_k,
         own_v=own_v,
@@ -113,6 +130,8 @@ def run_layer(launch: Launch, x: Float[Array, "T B D"], w: Prepared) -> LayerOut
     )
     position = lambda width: pl.BlockSpec((None, rows, width), lambda i, t: (t, i, 0))  # noqa: E731
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    in_smem = pl.BlockSpec(memory_space=pltpu.SMEM)
+    of_cache = () if filled is None else (in_hbm, in_hbm, in_smem, in_smem)
     whole = lambda width, dtype: jax.ShapeDtypeStruct((T, B, width), dtype)  # noqa: E731
     slots = -(-T // tiles.keys) * tiles.keys
     pairs = jax.ShapeDtypeStruct((B, slots, HE), dtype)
@@ -121,11 +140,12 @@ def run_layer(launch: Launch, x: Float[Array, "T B D"], w: Prepared) -> LayerOut
         launch,
         _layer_kernel,
         inputs,
-        grid=(B // rows, T),
+        grid=(B // rows, positions),
         in_specs=[
             in_hbm,
-            *(position(part.shape[-1]) for part in inputs[1:5]),
-            *(resident(part) for part in inputs[5:]),
+            *of_cache,
+            *(position(part.shape[-1]) for part in inputs[2:6]),
+            *(resident(part) for part in inputs[6:]),
         ],
         out_specs=[*(position(width) for width in (D, HE, H)), in_hbm, in_hbm],
         out_shape=LayerOutputs(
@@ -169,8 +189,8 @@ def _layer_kernel(
     @pl.when(u == 0)
     def _():
         read_prefix(
-            *(inputs.q_rows, (outputs.keys, outputs.values), scratch.state),
-            *(scratch.prefix, row, t, spec),
+            *(inputs.q_rows, inputs.filled, (outputs.keys, outputs.values)),
+            *(scratch.state, scratch.prefix, row, t, spec),
         )
 
     # 2. Position t reads the tile's pairs before it and its own temporary pair, which
@@ -206,8 +226,8 @@ def _layer_kernel(
     scratch.tile_k[u] = k.astype(dtype)
     scratch.tile_v[u] = pair[:, HE:].astype(dtype)
 
-    # 5. A tile's last position: its pairs join the prefix.
-    @pl.when(u == b - 1)
+    # 5. A tile's last position, or the call's: its pairs join the prefix.
+    @pl.when((u == b - 1) | (t == pl.num_programs(1) - 1))
     def _():
         tile_pairs, pairs = scratch[:2], (outputs.keys, outputs.values)
         write_pairs(tile_pairs, pairs, scratch.prefix, row, t - u)

@@ -228,7 +228,7 @@ def launch_kernel(
             vmem_limit_bytes=launch.vmem,
         ),
         name=kernel.__name__.strip("_"),
-    )(*arguments)
+    )(*jax.tree.leaves(arguments))
     return type(out_shape)(*out)
 
 

@@ -57,6 +57,15 @@ class Stacked(NamedTuple):
         return cls(pltpu.VMEM((*shape, width), dtype), state)
 
 
+class Filled(NamedTuple):
+    """What a cache holds before the call, rows at positions of their own."""
+
+    keys: Any  # [B, S, H E] in HBM, whole chunks; slots beyond `start` mean nothing
+    values: Any  # [B, S, H E] in HBM
+    start: Any  # [B] in SMEM: how many slots of each row are filled
+    most: Any  # [B / rows] in SMEM: of that row of a program that has most
+
+
 class PrefixScratch(NamedTuple):
     """VMEM for what is on its way from HBM, and to it."""
 
@@ -92,26 +101,40 @@ class PrefixScratch(NamedTuple):
         )
 
 
-def read_prefix(q_hbm, pairs, state, scratch: PrefixScratch, row, before, spec):
-    """Reads the prefix of `before` pairs for a tile's queries, PAIR rows at once.
+def read_prefix(
+    q_hbm,
+    filled: Filled | None,
+    pairs,
+    state,
+    scratch: PrefixScratch,
+    row,
+    before,
+    spec: LayerSpec,
+):
+    """Reads the prefix of a tile's queries, PAIR rows at once.
 
-    Chunks come from HBM in the order in which they are used, BUFFERS - 1 of them on
-    their way while one is read.
+    That is what the cache held and the `before` pairs of this call. Chunks come from
+    HBM in the order in which they are used, BUFFERS - 1 of them on their way while one
+    is read.
 
     Args:
       q_hbm: the queries [B, T, H E].
-      pairs: persistent keys and values [B, S, H E].
+      filled: refs of the cache; None: it holds nothing.
+      pairs: persistent keys and values of this call [B, S, H E].
       state: where the softmax state of the queries goes, [b, rows, ...].
       row: first of the program's rows.
     """
     b, rows, _ = state.weighted.shape
     few, chunk = scratch.state_rows.weighted.shape[0], scratch.k_chunks.shape[2]
-    chunks = (before + chunk - 1) // chunk
+    # First the cache's chunks, as many for all rows of the program, then the call's.
+    most = 0 if filled is None else filled.most[row // rows]
+    cached = None if filled is None else (filled.keys, filled.values)
+    old = (most + chunk - 1) // chunk
+    chunks = old + (before + chunk - 1) // chunk
     groups = head_groups(spec)
 
-    def pairs_copies(n):
-        """Returns the copies of the n-th chunk of all rows."""
-        r, c = n // jnp.maximum(chunks, 1), jax.lax.rem(n, jnp.maximum(chunks, 1))
+    def pairs_copies(n, source, r, c):
+        """Returns the copies of the n-th chunk of all: chunk c of `source`, rows r."""
         there = pl.ds(row + PAIR * r, PAIR), pl.ds(c * chunk, chunk)
         buffer = jax.lax.rem(n, BUFFERS)
         buffers = scratch.k_chunks, scratch.v_chunks
@@ -119,7 +142,7 @@ def read_prefix(q_hbm, pairs, state, scratch: PrefixScratch, row, before, spec):
             pltpu.make_async_copy(
                 hbm.at[there], vmem.at[buffer], scratch.arrived.at[i, buffer]
             )
-            for i, (hbm, vmem) in enumerate(zip(pairs, buffers, strict=True))
+            for i, (hbm, vmem) in enumerate(zip(source, buffers, strict=True))
         ]
 
     def queries_copy(r):
@@ -130,10 +153,20 @@ def read_prefix(q_hbm, pairs, state, scratch: PrefixScratch, row, before, spec):
         )
 
     def fetch(n):
-        @pl.when(n < rows // PAIR * chunks)
+        r, c = n // jnp.maximum(chunks, 1), jax.lax.rem(n, jnp.maximum(chunks, 1))
+        any_left = n < rows // PAIR * chunks
+
+        @pl.when(any_left & (c >= old))
         def _():
-            for copy in pairs_copies(n):
+            for copy in pairs_copies(n, pairs, r, c - old):
                 copy.start()
+
+        if cached is not None:
+
+            @pl.when(any_left & (c < old))
+            def _():
+                for copy in pairs_copies(n, cached, r, c):
+                    copy.start()
 
     def fetch_queries(r):
         @pl.when(r < rows // PAIR)
@@ -150,21 +183,29 @@ def read_prefix(q_hbm, pairs, state, scratch: PrefixScratch, row, before, spec):
         _stack(scratch.q_rows.at[jax.lax.rem(r, 2)], scratch.stacked, groups, spec)
 
         def read_chunk(c, _):
-            n, first = r * chunks + c, c * chunk
+            n = r * chunks + c
             fetch(n + BUFFERS - 1)
-            for copy in pairs_copies(n):
+            # What is waited for is a buffer's fill, wherever that comes from.
+            for copy in pairs_copies(n, pairs, 0, 0):
                 copy.wait()
             buffer = jax.lax.rem(n, BUFFERS)
             k, v = scratch.k_chunks.at[buffer], scratch.v_chunks.at[buffer]
-
-            # Slots beyond the prefix were never written and may hold NaN, which a
-            # probability of 0 would not stop.
-            def clear(s, _):
-                part = v.at[:, pl.ds(pl.multiple_of(s * b, b), b)]
-                part[:] = jnp.zeros(part.shape, part.dtype)
-
-            jax.lax.fori_loop((before - first) // b, chunk // b, clear, None)
-            _attend_chunk((k, v), scratch.stacked, groups, b, first, before, spec)
+            if filled is None:
+                first, spans = c * chunk, [Span(before, before)]
+                _clear_tiles(v, (before - first) // b, b)
+            else:
+                in_cache = c < old
+                first = jnp.where(in_cache, c, c - old) * chunk
+                starts = [filled.start[row + PAIR * r + i] for i in range(PAIR)]
+                spans = [
+                    Span(
+                        jnp.where(in_cache, start, before),
+                        before + jnp.where(in_cache, start, 0),
+                    )
+                    for start in starts
+                ]
+                _clear_slots(v, first, spans)
+            _attend_chunk((k, v), scratch.stacked, groups, b, first, spans, spec)
 
         jax.lax.fori_loop(0, chunks, read_chunk, None)
 
@@ -182,6 +223,37 @@ def read_prefix(q_hbm, pairs, state, scratch: PrefixScratch, row, before, spec):
             _turn(by_row, by_position.at[:, block])
 
     jax.lax.fori_loop(0, rows // few, read_rows, None)
+
+
+class Span(NamedTuple):
+    """Which slots a row's queries see, and where query 0 stands among them."""
+
+    stop: Any
+    query: Any
+
+
+# Slots beyond the prefix were never written and may hold NaN, which a probability of 0
+# would not stop.
+def _clear_tiles(values, first, b: int):
+    """Clears [PAIR, chunk, H E] from its tile `first` on."""
+
+    def clear(s, _):
+        part = values.at[:, pl.ds(pl.multiple_of(s * b, b), b)]
+        part[:] = jnp.zeros(part.shape, part.dtype)
+
+    jax.lax.fori_loop(first, values.shape[1] // b, clear, None)
+
+
+def _clear_slots(values, first, spans: list[Span]):
+    """Clears [PAIR, chunk, H E] where its slots, from `first` on, are not in a span."""
+    chunk = values.shape[1]
+    for i, span in enumerate(spans):
+
+        @pl.when(first + chunk > span.stop)
+        def _(i=i, span=span):
+            slot = first + jax.lax.broadcasted_iota(jnp.int32, values.shape[1:], 0)
+            kept = jnp.where(slot < span.stop, values[i].astype(jnp.float32), 0.0)
+            values[i] = kept.astype(values.dtype)
 
 
 def write_pairs(tile_pairs, pairs, scratch: PrefixScratch, row, first):
@@ -235,19 +307,29 @@ def _stack(q_ref, stacked: Stacked, groups, spec: LayerSpec):
     weighted[:] = jnp.zeros_like(weighted)
 
 
-def _attend_chunk(pairs, stacked: Stacked, groups, b, first, before, spec: LayerSpec):
+def _attend_chunk(
+    pairs,
+    stacked: Stacked,
+    groups,
+    b: int,
+    first,
+    spans: list[Span],
+    spec: LayerSpec,
+):
     """Merges one chunk of PAIR rows' prefix into the state of their b queries each.
 
     Args:
       pairs: keys and values, [PAIR, chunk, H E]; values beyond the prefix are 0.
-      first: the position of the chunk's first pair.
+      first: the slot of the chunk's first pair.
+      spans: of each row, or one for all.
     """
     keys_ref, values_ref = pairs
     shape = (b * groups[0].heads, keys_ref.shape[1])
     at = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     query = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    distance = (before + jax.lax.rem(query, b) - at).astype(jnp.float32)
-    seen = at < before
+    rank = jax.lax.rem(query, b)
+    distances = [(s.query + rank - at).astype(jnp.float32) for s in spans] * PAIR
+    seen = [at < span.stop for span in spans] * PAIR
 
     def logits_of(i, g, group):
         M = group.heads * b
@@ -259,8 +341,8 @@ def _attend_chunk(pairs, stacked: Stacked, groups, b, first, before, spec: Layer
             for h, mine in enumerate(_queries(group, b)):
                 below = query[:M] >= mine.start
                 slope = jnp.where(below, 2.0 ** (rate * (group.first + h + 1)), slope)
-            logits = logits - slope * distance[:M]
-        return jnp.where(seen[:M], logits, HIDDEN)
+            logits = logits - slope * distances[i][:M]
+        return jnp.where(seen[i][:M], logits, HIDDEN)
 
     # Every group of every row does one step before any does the next: while one waits
     # for the matrix unit or for a sum over lanes, the others go on.
@@ -275,7 +357,8 @@ def _attend_chunk(pairs, stacked: Stacked, groups, b, first, before, spec: Layer
         jnp.maximum(most, jnp.max(new, axis=1, keepdims=True))
         for most, new in zip(old, logits, strict=True)
     ]
-    # A chunk has at least one pair that is seen: beside it others weigh exactly 0.
+    # Beside a pair that is seen others weigh exactly 0. A cache's chunk may have none:
+    # what it adds, the tile's own pairs multiply with 0.
     p = [jnp.exp(new - most) for new, most in zip(logits, largest, strict=True)]
     read = [
         dot(weights.astype(values_ref.dtype), values_ref[i, :, _columns(group, spec)])

@@ -3,13 +3,22 @@
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, Rows
+from pallas_kernels.recurrent_prefill.arrays import (
+    Array,
+    LayerSpec,
+    RecurrentCache,
+    Rows,
+)
 
 
 def refusal_of_call(
-    x: Float[Array, "B T D"], rows: Rows, spec: LayerSpec
+    x: Float[Array, "B T D"], cache: RecurrentCache, rows: Rows, spec: LayerSpec
 ) -> str | None:
     """Returns the first switch that is set and has no kernel, None where none is."""
+    if x.shape[1] == 1 and cache.slots:
+        # A tile's prefix is laid out for whole programs of rows, the cache with it: a
+        # decode step of one row would move many times what it reads.
+        return "leaves a decode step to xla, which reads the cache where it lies"
     if spec.block != 1:
         return f"runs blocks of one position, got block={spec.block}"
     if spec.rope_base is not None:

@@ -56,13 +56,9 @@ def expressible(
     blocks: BlockSizes | None = None,
 ) -> str | None:
     """Returns what of a call the kernels do not do on the target's kind of GPU."""
-    reason = refusal_of_call(x, rows, spec)
+    reason = refusal_of_call(x, cache, rows, spec)
     if reason is not None:
         return reason
-    if x.shape[1] == 1 and cache.slots:
-        # A tile's prefix is laid out for programs of 16 rows and more, the cache with
-        # it: a decode step of one row would move many times what it reads.
-        return "leaves a decode step to xla, which reads the cache where it lies"
     if schedule == "naive":
         return 'runs tiles: schedule "prefix" or "wavefront"'
     if spec.head_width < 16 or spec.head_width & (spec.head_width - 1):

@@ -33,8 +33,13 @@ def layer(
     gated=False,
     tile=None,
     dtype="bfloat16",
+    slots=0,
 ):
-    """Returns a function of x and weights, and its arguments: D = H E."""
+    """Returns a function of x and weights, and its arguments: D = H E.
+
+    Args:
+      slots: of a cache that is an argument too; 0: the training cache.
+    """
     H, E, L = heads, head_width, layers
     K = H if key_heads is None else key_heads
     D, F = H * E, 4 * H * E
@@ -63,21 +68,24 @@ def layer(
     )
     options = {"spec": spec, "schedule": schedule, "tile": tile}
 
-    def run(x, weights):
-        cache = empty_cache(L, batch, 0, spec)
+    def run(x, weights, *caches):
+        (cache,) = caches or (empty_cache(L, batch, 0, spec),)
         reason = backend.expressible(x, weights, cache, Rows(), **options)
         assert reason is None, reason
         z, written, kept = backend.forward(
             x, weights, cache, Rows(), residuals=train, **options
         )
         if not train:
-            return z
+            return (z, written) if slots else z
         gradients = backend.backward(
             x, weights, cache, Rows(), kept, z, written, **options
         )
         return z, gradients[:2]
 
-    return run, (_shape(batch, positions, D), weights)
+    arguments = (_shape(batch, positions, D), weights)
+    if slots:
+        arguments += (jax.eval_shape(lambda: empty_cache(L, batch, slots, spec)),)
+    return run, arguments
 
 
 def _shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -103,6 +111,7 @@ tpu_wide_training = partial(
 )
 tpu_training = partial(layer, mosaic_tpu, batch=8, positions=128, train=True)
 tpu_narrow_training = partial(tpu_training, heads=8)
+tpu_cache = partial(layer, mosaic_tpu, batch=8, positions=128, slots=512)
 tpu_heads_of_40 = partial(layer, mosaic_tpu, batch=8, positions=128, head_width=40)
 
 GPU_CLASSES: dict[str, dict] = {

@@ -4,6 +4,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.recurrent_prefill.arrays import (
     LayerSpec,
@@ -15,7 +16,9 @@ from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from pallas_kernels.recurrent_prefill.triton import backend as triton
+from pallas_kernels.recurrent_prefill.xla import backend as xla
 from tests.compiling import QUICK_COMPILE
+from tests.tolerances import assert_gradients_close
 
 WIDTH, HEADS, HEAD_WIDTH, INNER = 32, 2, 16, 64
 quick_jit = partial(jax.jit, compiler_options=QUICK_COMPILE)
@@ -196,3 +199,29 @@ def refusal(backend, case: Case, **changes) -> str | None:
     rows = changes.pop("rows", Rows())
     options = {**case.options, **changes}
     return backend.expressible(x, weights, cache, rows, **options)
+
+
+def check_gradients_of_a_filled_cache(
+    backend, case: Case, *, start: tuple[int, ...], slots: int
+) -> None:
+    """Compares with the XLA path; rows begin at `start`, the new cache is read too."""
+    x, weights, dz = case.inputs()
+    keys = jax.random.split(jax.random.key(1), 4)
+    cache = empty_cache(case.layers, case.batch, slots, case.spec)
+    fill = [jax.random.normal(key, cache.keys.shape) for key in keys]
+    position = jnp.asarray(start, jnp.int32)
+    cache = cache._replace(keys=fill[0], values=fill[1], position=position)
+    cotangents = cache._replace(keys=fill[2], values=fill[3])
+
+    def run(backend, **interpret):
+        z, _, kept = backend.forward(
+            x, weights, cache, Rows(), residuals=True, **case.options, **interpret
+        )
+        dx, dweights, dcache = backend.backward(
+            *(x, weights, cache, Rows(), kept, dz, cotangents),
+            **{**case.options, **interpret},
+        )
+        return dx, dweights, dcache.keys, dcache.values
+
+    got = quick_jit(lambda: run(backend, **interpreted(backend)))()
+    assert_gradients_close(got, quick_jit(lambda: run(xla))())

@@ -114,6 +114,19 @@ def test_training_compiles_for(target, case):
     assert "tpu_custom_call" in summary["custom_calls"]
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x1", marks=pytest.mark.sweep),
+        pytest.param("v6e:2x2", marks=pytest.mark.sweep),
+    ],
+)
+def test_a_cache_to_fill_compiles_for(target):
+    summary = compiled(target, "tpu_cache")
+    assert "tpu_custom_call" in summary["custom_calls"]
+
+
 @pytest.mark.slow
 def test_heads_that_do_not_divide_a_register_s_lanes_compile_for_v5e():
     summary = compiled("v5e:2x2", "tpu_heads_of_40")

@@ -19,10 +19,14 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     forward_bytes,
     refusal_of_sizes,
 )
+from pallas_kernels.recurrent_prefill.xla import backend as xla
 from pallas_kernels.target import LEAST_VMEM, MOST_VMEM
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
     both_passes,
+    check_gradients_of_a_filled_cache,
+    interpreted,
+    quick_jit,
     reference,
     reference_values,
     refusal,
@@ -102,6 +106,79 @@ def test_gradients_of_several_groups_are_the_reference_s():
     check_values_and_gradients(Case(positions=19, heads=4, key_heads=4, head_width=40))
 
 
+# Rows stand at 5 and 3 slots of the cache, then at 19 and 17: two programs' rows read
+# chunks of it that one of them has not filled.
+@pytest.mark.parametrize(
+    "key_heads", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["", "grouped"]
+)
+def test_a_cut_sequence_with_the_cache_equals_the_whole(key_heads):
+    case = PLAIN._replace(positions=40, key_heads=key_heads)
+    x, weights, _ = case.inputs()
+    options = {**case.options, "residuals": False, **interpreted(mosaic_tpu)}
+
+    def run(x, weights, cuts):
+        cache = empty_cache(1, case.batch, 44, case.spec)
+        first = Rows(lengths=jnp.asarray(cuts))
+        _, cache, _ = mosaic_tpu.forward(x[:, :5], weights, cache, first, **options)
+        padding = cache.keys[0, 1, 3:]
+        outputs = []
+        for count in (14, 20):
+            more = [x[row, cut : cut + count] for row, cut in enumerate(cuts)]
+            z, cache, _ = mosaic_tpu.forward(
+                jnp.stack(more), weights, cache, Rows(), **options
+            )
+            outputs.append(z)
+            cuts = tuple(cut + count for cut in cuts)
+        return jnp.concatenate(outputs, axis=1), cache, padding
+
+    cuts = (5, 3)
+    z, cache, padding = quick_jit(run, static_argnums=2)(x, weights, cuts)
+    want = reference_values(case)
+    want = jnp.stack([want[row, cut : cut + 34] for row, cut in enumerate(cuts)])
+    assert_values_close(z, want)
+    assert cache.position.tolist() == [39, 37]
+    assert not padding.any()
+
+
+# More than one chunk of the cache for one row and less than one for the other, whose
+# free slots hold NaN; beyond them a row of another program's that holds nothing.
+@pytest.mark.slow
+@pytest.mark.parametrize("alibi", [8.0, None])
+def test_a_cache_of_several_chunks_is_read_as_on_the_xla_path(alibi):
+    case = PLAIN._replace(positions=CHUNK + 20, batch=9, alibi=alibi)
+    x, weights, _ = case.inputs()
+    cache = empty_cache(1, 9, 3 * CHUNK + 40, case.spec)
+    start = jnp.asarray([CHUNK + 9, 17, *[1] * 6, 0], jnp.int32)
+    free = (jnp.arange(cache.slots) >= start[:, None])[:, :, None, None]
+    keys, values = (
+        jax.random.normal(key, cache.keys.shape)
+        for key in jax.random.split(jax.random.key(1))
+    )
+    clean = cache._replace(keys=keys, values=values, position=start)
+    dirty = clean._replace(
+        keys=jnp.where(free, jnp.nan, keys), values=jnp.where(free, jnp.nan, values)
+    )
+
+    def run(backend, cache, **interpret):
+        options = {**case.options, "residuals": False, **interpret}
+        z, cache, _ = backend.forward(x, weights, cache, Rows(), **options)
+        return z, cache.keys, cache.values
+
+    got = quick_jit(lambda: run(mosaic_tpu, dirty, **interpreted(mosaic_tpu)))()
+    want = quick_jit(lambda: run(xla, clean))()
+    assert_values_close(got[0], want[0])
+    seen = jnp.arange(cache.slots) < start[:, None] + case.positions
+    for new, old in zip(got[1:], want[1:], strict=True):
+        assert_values_close(new[0][seen], old[0][seen])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key_heads", [2, 1], ids=["", "grouped"])
+def test_gradients_reach_a_filled_cache_as_on_the_xla_path(key_heads):
+    case = PLAIN._replace(positions=21, key_heads=key_heads)
+    check_gradients_of_a_filled_cache(mosaic_tpu, case, start=(4, 2), slots=30)
+
+
 GROUPED = Case(positions=18, heads=4, key_heads=2, norm="layer", biases=True)
 
 
@@ -137,6 +214,27 @@ def test_the_tpu_s_own_semantics_find_no_race():
     case = PLAIN._replace(positions=17)
     z = values(mosaic_tpu, case, interpret=pltpu.InterpretParams(detect_races=True))
     assert_values_close(z, reference_values(case))
+
+
+@pytest.mark.slow
+def test_the_tpu_s_own_semantics_find_no_race_with_a_cache():
+    case = PLAIN._replace(positions=17)
+    x, weights, _ = case.inputs()
+    cache = empty_cache(1, case.batch, CHUNK + 20, case.spec)
+    cache = cache._replace(position=jnp.asarray([CHUNK + 1, 2], jnp.int32))
+    keys, values = (
+        jax.random.normal(key, cache.keys.shape)
+        for key in jax.random.split(jax.random.key(1))
+    )
+    cache = cache._replace(keys=keys, values=values)
+
+    def run(backend, **interpret):
+        options = {**case.options, "residuals": False, **interpret}
+        return backend.forward(x, weights, cache, Rows(), **options)[0]
+
+    races = pltpu.InterpretParams(detect_races=True)
+    got = quick_jit(lambda: run(mosaic_tpu, interpret=races))()
+    assert_values_close(got, quick_jit(lambda: run(xla))())
 
 
 def rows_of(sizes: LayerSizes, vmem: int, needed=forward_bytes) -> int:
@@ -207,7 +305,9 @@ def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
     assert "block=2" in str(refusal(mosaic_tpu, PLAIN, spec=change(spec, block=2)))
     rope = change(spec, rope_base=1e4, rope_width=16)
     assert "rotary" in str(refusal(mosaic_tpu, PLAIN, spec=rope))
-    assert "cache" in str(refusal(mosaic_tpu, PLAIN, slots=32))
+    one = PLAIN._replace(positions=1)
+    assert "decode step" in str(refusal(mosaic_tpu, one, slots=32))
+    assert refusal(mosaic_tpu, PLAIN, slots=32) == refusal(mosaic_tpu, PLAIN)
     documents = Rows(segments=jnp.zeros((2, 19), jnp.int32))
     assert "segments" in str(refusal(mosaic_tpu, PLAIN, rows=documents))
     assert "wavefront" in str(refusal(mosaic_tpu, PLAIN, schedule="wavefront"))

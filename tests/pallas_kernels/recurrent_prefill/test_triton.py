@@ -9,11 +9,11 @@ import pytest
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.triton.launch import choose_tiles
-from pallas_kernels.recurrent_prefill.xla import backend as xla
 from pallas_kernels.target import Target, as_if, shared_memory_bytes
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
     both_passes,
+    check_gradients_of_a_filled_cache,
     interpreted,
     quick_jit,
     reference,
@@ -98,27 +98,7 @@ def test_a_cut_sequence_with_the_cache_equals_the_whole():
 @pytest.mark.slow
 def test_gradients_reach_a_filled_cache_as_on_the_xla_path():
     case = PLAIN._replace(positions=6)
-    x, weights, dz = case.inputs()
-    keys = jax.random.split(jax.random.key(1), 4)
-    cache = empty_cache(1, case.batch, 12, case.spec)
-    fill = [jax.random.normal(key, cache.keys.shape) for key in keys]
-    cache = cache._replace(
-        keys=fill[0], values=fill[1], position=jnp.asarray([4, 2], jnp.int32)
-    )
-    cotangents = cache._replace(keys=fill[2], values=fill[3])
-
-    def run(backend, **interpret):
-        z, _, kept = backend.forward(
-            x, weights, cache, Rows(), residuals=True, **case.options, **interpret
-        )
-        dx, dweights, dcache = backend.backward(
-            *(x, weights, cache, Rows(), kept, dz, cotangents),
-            **{**case.options, **interpret},
-        )
-        return dx, dweights, dcache.keys, dcache.values
-
-    got = quick_jit(lambda: run(triton, **interpreted(triton)))()
-    assert_gradients_close(got, quick_jit(lambda: run(xla))())
+    check_gradients_of_a_filled_cache(triton, case, start=(4, 2), slots=12)
 
 
 @pytest.mark.parametrize(
