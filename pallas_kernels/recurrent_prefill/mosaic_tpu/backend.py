@@ -29,7 +29,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     forward_bytes,
     refusal_of_sizes,
 )
-from pallas_kernels.recurrent_prefill.mosaic_tpu.prefix import Filled
+from pallas_kernels.recurrent_prefill.mosaic_tpu.prefix import Filled, Segments
 from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 from pallas_kernels.recurrent_prefill.tiles.refusal import refusal_of_call
@@ -55,7 +55,7 @@ def expressible(
     blocks: BlockSizes | None = None,
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    reason = refusal_of_call(x, cache, rows, spec)
+    reason = refusal_of_call(x, cache, spec)
     if reason is not None:
         return reason
     if schedule not in (None, "prefix"):
@@ -93,13 +93,17 @@ def forward(
     count = T if rows.lengths is None else rows.lengths
     seen = (cache.position + count).astype(cache.position.dtype)
 
+    segments = rows.segments
+    if segments is not None:
+        segments = _segments(tiles, segments)
+
     def layer(x, inputs):
         w, keys, values = jax.tree.map(lambda leaf: leaf[None], inputs)
         filled = slots = None
         if cache.slots:
             old = copied_pairs(keys, values, copies)
             filled = _filled(tiles, cache._replace(keys=old[0], values=old[1]), spec)
-        out = run_layer(launch, x, w, filled, positions=T)
+        out = run_layer(launch, x, w, filled, segments, positions=T)
         if cache.slots:
             slots = [
                 _put(old[0], new[:B, :T], copies, cache.position, seen)
@@ -155,7 +159,10 @@ def backward(
     tiles = choose_tiles(sizes, tile, vmem, backward_bytes, blocks.rows)
     launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
     inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
-    kernels = mosaic_kernels(launch)
+    segments = rows.segments
+    if segments is not None:
+        segments = tiles.whole_tiles(segments.T, time=0, batch=1)
+    kernels = mosaic_kernels(launch, segments)
     dx, dweights, dcache = run_backward(
         inputs, kernels, replace(tiles, keys=tiles.tile), spec=spec, together=False
     )
@@ -169,6 +176,15 @@ def _filled(tiles: Tiles, cache: RecurrentCache, spec: LayerSpec) -> Filled:
     start = tiles.start(cache).astype(jnp.int32)
     most = jnp.max(start.reshape(-1, tiles.rows), axis=1)
     return Filled(keys[0], values[0], start, most)
+
+
+def _segments(tiles: Tiles, segments: Int[Array, "B T"]) -> Segments:
+    """Lays documents out for the kernel, by row and by position."""
+    segments = tiles.pad_rows(segments.astype(jnp.int32), batch=0)
+    by_position = tiles.whole_tiles(segments.T, time=0, batch=1)[..., None]
+    missing = -segments.shape[1] % tiles.keys
+    by_row = jnp.pad(segments, ((0, 0), (0, missing)))[:, None]
+    return Segments(by_row, by_position)
 
 
 def _put(

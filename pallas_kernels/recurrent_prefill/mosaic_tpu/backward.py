@@ -42,18 +42,26 @@ SPAN = 128
 """Queries or slots that attention between tiles takes at once."""
 
 
-def mosaic_kernels(launch: Launch) -> Kernels:
-    """Returns the parts of the backward loop; attention across tiles is XLA's."""
+def mosaic_kernels(launch: Launch, segments: Int[Array, "T B"] | None) -> Kernels:
+    """Returns the parts of the backward loop; attention across tiles is XLA's.
+
+    Args:
+      segments: documents, T whole tiles and B whole programs; None: one a row. With
+        them position 0 is the call's first.
+    """
     return Kernels(
-        later_queries_backward=partial(later_queries_backward, launch.spec),
+        later_queries_backward=partial(
+            later_queries_backward, launch.spec, segments=segments
+        ),
         positions_backward=partial(_positions_back, launch),
-        queries_backward=partial(queries_backward, launch.spec),
+        queries_backward=partial(queries_backward, launch.spec, segments=segments),
     )
 
 
 class TileInputs(NamedTuple):
     """What the kernel reads of a tile and a layer; `rows` of the batch at a time."""
 
+    segments: Any  # int32 [b, rows, 1], documents, or None
     q: Array  # [b, rows, H E]
     lse: Array  # [b, rows, COPIES H]
     dk: Array  # [rows, H E], float32: what later tiles found of the position's key
@@ -110,6 +118,7 @@ def _positions_back(
     factors = (known.factor_y, known.factor_z, known.factor_k)
     factor_y, factor_z, factor_k = (factor[0][..., None] for factor in factors)
     inputs = TileInputs(
+        segments=None if tile.segments is None else tile.segments[0][..., None],
         q=q[0],
         lse=jnp.concatenate([lse[0]] * COPIES, axis=-1),
         dk=dk[0],
@@ -153,7 +162,7 @@ def _positions_back(
         inputs,
         grid=(B // rows, b),
         in_specs=[
-            *(whole(part.shape[-1]) for part in inputs[:of_tile]),
+            *(whole(part.shape[-1]) for part in jax.tree.leaves(inputs[:of_tile])),
             *(position(part.shape[-1]) for part in inputs[of_tile:of_position]),
             *(resident(part) for part in inputs[of_position:]),
         ],
@@ -246,7 +255,11 @@ def _later_in_tile(inputs, outputs, scratch: TileScratch, block, t, spec: LayerS
         logits = spec.logit_scale * logits
         logits = logits - slopes[None] * (at - t).astype(jnp.float32)
         p = jnp.exp(logits - inputs.lse[part, block])
-        p = jnp.where(at > t, p, 0.0)
+        seen = at > t
+        if inputs.segments is not None:
+            mine = inputs.segments[t, block]
+            seen = seen & (inputs.segments[part, block] == mine[None])
+        p = jnp.where(seen, p, 0.0)
         ds = spec.logit_scale * p * (dp - scratch.delta[part, block])
         ds, p = jnp.split(heads.repeat(jnp.concatenate([ds, p])), 2)
         return dk + jnp.sum(ds * q, axis=0), dv + jnp.sum(p * do, axis=0)
@@ -293,6 +306,8 @@ def later_queries_backward(
     later: LaterQueries,
     first: Int[Array, "L B"],
     at: Int[Array, "L B"],
+    *,
+    segments: Int[Array, "T B"] | None,
 ) -> tuple[Float[Array, "L b B HE"], Float[Array, "L b B HE"]]:
     """See `Kernels`; a loop over SPAN queries at a time, from the least `first` on."""
     shape = keys.shape
@@ -300,6 +315,7 @@ def later_queries_backward(
     T = later.q.shape[2]
     key = at[..., None] + jnp.arange(shape[1])  # [L, B, b]
     seen_keys = (key < first[..., None])[..., None]
+    documents, own = _documents(segments, at, shape[1])
 
     def add(c, totals):
         span, query, fresh = _span(c, T)
@@ -309,6 +325,8 @@ def later_queries_backward(
         distance = query - key[..., None]
         logits = logits - _slopes(spec) * distance[:, :, None].astype(jnp.float32)
         seen = seen_keys & ((query >= first[..., None]) & fresh)[:, :, None]
+        if segments is not None:
+            seen = seen & (own[:, :, None] == span(documents, 1)[:, None])
         p = jnp.where(seen[:, :, None], jnp.exp(logits - lse), 0.0)
         ds = p * (_product("lsbhe,lbthe->lbhst", v, do) - delta)
         ds = (spec.logit_scale * ds).astype(spec.dtype)
@@ -329,6 +347,8 @@ def queries_backward(
     keys: Float[Array, "L B S HE"],
     values: Float[Array, "L B S HE"],
     before: Int[Array, "L B"],
+    *,
+    segments: Int[Array, "T B"] | None,
 ) -> QueryGradients:
     """See `Kernels`; a loop over SPAN slots at a time, up to the last row's tile."""
     q, do, attended, lse = queries
@@ -346,6 +366,7 @@ def queries_backward(
     dk_own, dv_own = by_row(ds) * q, by_row(p) * do
     S, b = keys.shape[2], shape[1]
     query = (before[..., None] + jnp.arange(b))[..., None]  # [L, B, b, 1]
+    documents, own = _documents(segments, before, b)
 
     def add(c, dq):
         span, at, fresh = _span(c, S)
@@ -354,7 +375,11 @@ def queries_backward(
         logits = scale * _product("ltbhe,lbshe->lbhts", q, k)
         logits = logits - _slopes(spec) * distance.astype(jnp.float32)
         p = jnp.exp(logits - lse[..., None])
-        p = jnp.where((distance > 0) & fresh, p, 0.0)
+        seen = (distance > 0) & fresh
+        if segments is not None:
+            same = own[:, :, None] == span(documents, 1)[:, None]
+            seen = seen & same[:, None]
+        p = jnp.where(seen, p, 0.0)
         ds = scale * p * (_product("ltbhe,lbshe->lbhts", do, v) - delta[..., None])
         return dq + _product("lbhts,lbshe->ltbhe", ds.astype(spec.dtype), k)
 
@@ -377,6 +402,19 @@ def _span(c: Array, length: int):
         return jax.lax.dynamic_slice_in_dim(part, begin, width, axis=axis)
 
     return cut, index, index >= c * SPAN
+
+
+def _documents(
+    segments: Int[Array, "T B"] | None, first: Int[Array, "L B"], b: int
+) -> tuple[Any, Any]:
+    """Returns documents by row [B, T], and of b positions from `first` on, [B, b].
+
+    Where rows have several, all rows stand at the same position.
+    """
+    if segments is None:
+        return None, None
+    by_row = segments.T
+    return by_row, jax.lax.dynamic_slice_in_dim(by_row, first[0, 0], b, axis=1)
 
 
 def _heads(rows: Array, spec: LayerSpec) -> Array:

@@ -32,6 +32,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.prefix import (
     Filled,
     PrefixScratch,
     Running,
+    Segments,
     read_prefix,
     write_pairs,
 )
@@ -43,6 +44,7 @@ class LayerInputs(NamedTuple):
 
     q_rows: Array  # [B, T, H E] in HBM, queries by row: a row reads its own prefix
     filled: Filled | None  # the cache before the call, if it has slots
+    segments: Any  # `Segments`, or None where each row is one document
     q: Array  # [rows, H E], the position's queries
     own_k: Array  # [rows, H E], its temporary keys
     own_v: Array  # [rows, H E], its temporary values
@@ -79,6 +81,7 @@ class LayerScratch(NamedTuple):
 
     tile_k: Any  # [b, rows, H E], the tile's pairs so far
     tile_v: Any  # [b, rows, H E]
+    tile_segments: Any  # [b, rows, 1], their documents, or None
     state: Any  # softmax of the tile's queries over the prefix, [b, rows, ...]
     prefix: Any  # `PrefixScratch`
 
@@ -88,6 +91,7 @@ def run_layer(
     x: Float[Array, "T B D"],
     w: Prepared,
     filled: Filled | None,
+    segments: Segments | None,
     *,
     positions: int,
 ) -> LayerOutputs:
@@ -96,6 +100,7 @@ def run_layer(
     Args:
       x: T whole tiles, B whole programs.
       filled: what the cache holds; None: nothing, position 0 is the call's first.
+      segments: documents, those of positions as [T, B, 1]; None: one a row.
       positions: how many of the T are run. What is returned of the others is never
         written, and theirs may be anything.
     """
@@ -108,6 +113,7 @@ def run_layer(
     inputs = LayerInputs(
         q_rows=q.swapaxes(0, 1),
         filled=filled,
+        segments=segments,
         q=q,
         own_k=own_k,
         own_v=own_v,
@@ -132,6 +138,7 @@ def run_layer(
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     in_smem = pl.BlockSpec(memory_space=pltpu.SMEM)
     of_cache = () if filled is None else (in_hbm, in_hbm, in_smem, in_smem)
+    of_segments = () if segments is None else (in_hbm, position(1))
     whole = lambda width, dtype: jax.ShapeDtypeStruct((T, B, width), dtype)  # noqa: E731
     slots = -(-T // tiles.keys) * tiles.keys
     pairs = jax.ShapeDtypeStruct((B, slots, HE), dtype)
@@ -144,8 +151,9 @@ def run_layer(
         in_specs=[
             in_hbm,
             *of_cache,
-            *(position(part.shape[-1]) for part in inputs[2:6]),
-            *(resident(part) for part in inputs[6:]),
+            *of_segments,
+            *(position(part.shape[-1]) for part in inputs[3:7]),
+            *(resident(part) for part in inputs[7:]),
         ],
         out_specs=[*(position(width) for width in (D, HE, H)), in_hbm, in_hbm],
         out_shape=LayerOutputs(
@@ -158,8 +166,9 @@ def run_layer(
         scratch_shapes=LayerScratch(
             tile_k=pltpu.VMEM((b, rows, HE), dtype),
             tile_v=pltpu.VMEM((b, rows, HE), dtype),
+            tile_segments=segments and pltpu.VMEM((b, rows, 1), jnp.int32),
             state=Running.scratch(b, rows, numbers=lanes, width=HE),
-            prefix=PrefixScratch.of(spec, tiles, lanes),
+            prefix=PrefixScratch.of(spec, tiles, lanes, segments=segments is not None),
         ),
         spec=spec,
     )
@@ -189,14 +198,17 @@ def _layer_kernel(
     @pl.when(u == 0)
     def _():
         read_prefix(
-            *(inputs.q_rows, inputs.filled, (outputs.keys, outputs.values)),
-            *(scratch.state, scratch.prefix, row, t, spec),
+            *(inputs.q_rows, inputs.filled, inputs.segments),
+            *((outputs.keys, outputs.values), scratch.state, scratch.prefix),
+            *(row, t, spec),
         )
 
     # 2. Position t reads the tile's pairs before it and its own temporary pair, which
     # stands in the place that its persistent pair takes below.
     scratch.tile_k[u] = inputs.own_k[...]
     scratch.tile_v[u] = inputs.own_v[...]
+    if inputs.segments is not None:
+        scratch.tile_segments[u] = inputs.segments.position[...]
     few = block_of_rows(rows, OWN_ROWS)
 
     def own_tile(i, _):
@@ -229,7 +241,8 @@ def _layer_kernel(
     # 5. A tile's last position, or the call's: its pairs join the prefix.
     @pl.when((u == b - 1) | (t == pl.num_programs(1) - 1))
     def _():
-        tile_pairs, pairs = scratch[:2], (outputs.keys, outputs.values)
+        tile_pairs = scratch.tile_k, scratch.tile_v
+        pairs = outputs.keys, outputs.values
         write_pairs(tile_pairs, pairs, scratch.prefix, row, t - u)
 
 
@@ -274,10 +287,15 @@ def _read_tile(inputs, outputs, scratch: LayerScratch, block, u, spec: LayerSpec
         at = c * NEAR + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
         logits = spec.logit_scale * heads.sums(q[None] * k.astype(jnp.float32))
         logits = logits - slopes[None] * (u - at).astype(jnp.float32)
-        logits = jnp.where(at <= u, logits, HIDDEN)
+        seen = at <= u
+        if inputs.segments is not None:
+            mine = inputs.segments.position[block]
+            seen = seen & (scratch.tile_segments[part, block] == mine[None])
+        logits = jnp.where(seen, logits, HIDDEN)
         above = jnp.maximum(largest, jnp.max(logits, axis=0))
         shrink = jnp.exp(largest - above)
-        # The chunk has a pair that is seen: beside it others weigh exactly 0.
+        # Beside a pair that is seen others weigh exactly 0; the last chunk has the
+        # position's own.
         p = jnp.exp(logits - above[None])
         *p_wide, shrink_wide = heads.repeat(jnp.concatenate([p, shrink[None]]))
         for i, weights in enumerate(p_wide):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import HIDDEN
@@ -66,6 +66,32 @@ class Filled(NamedTuple):
     most: Any  # [B / rows] in SMEM: of that row of a program that has most
 
 
+class Segments(NamedTuple):
+    """Documents of the call's positions: no pair crosses them."""
+
+    by_row: Any  # int32 [B, 1, S] in HBM, whole chunks
+    position: Any  # int32 [rows, 1], those of a position's rows
+
+
+class SegmentScratch(NamedTuple):
+    """VMEM for documents on their way from HBM."""
+
+    chunks: Any  # [BUFFERS, PAIR, 1, chunk], of the pairs
+    queries: Any  # [2, PAIR, 1, chunk], with those of PAIR rows' queries among them
+    arrived: Any  # [BUFFERS] semaphores
+    queries_arrived: Any  # [2] semaphores
+
+    @classmethod
+    def of(cls, chunk: int) -> "SegmentScratch":
+        """Returns the scratch for chunks of so many positions."""
+        return cls(
+            chunks=pltpu.VMEM((BUFFERS, PAIR, 1, chunk), jnp.int32),
+            queries=pltpu.VMEM((2, PAIR, 1, chunk), jnp.int32),
+            arrived=pltpu.SemaphoreType.DMA((BUFFERS,)),
+            queries_arrived=pltpu.SemaphoreType.DMA((2,)),
+        )
+
+
 class PrefixScratch(NamedTuple):
     """VMEM for what is on its way from HBM, and to it."""
 
@@ -79,9 +105,12 @@ class PrefixScratch(NamedTuple):
     q_arrived: Any  # [2] semaphores
     arrived: Any  # [2, BUFFERS] semaphores, of keys and of values
     written: Any  # [2] semaphores
+    segments: Any  # `SegmentScratch`, or None
 
     @classmethod
-    def of(cls, spec: LayerSpec, tiles: Tiles, lanes: int) -> "PrefixScratch":
+    def of(
+        cls, spec: LayerSpec, tiles: Tiles, lanes: int, *, segments: bool
+    ) -> "PrefixScratch":
         """Returns the scratch of a kernel; `lanes` are those of numbers by head."""
         b, HE, dtype = tiles.tile, spec.heads * spec.head_width, jnp.dtype(spec.dtype)
         few = block_of_rows(tiles.rows, 16)
@@ -98,12 +127,14 @@ class PrefixScratch(NamedTuple):
             q_arrived=pltpu.SemaphoreType.DMA((2,)),
             arrived=pltpu.SemaphoreType.DMA((2, BUFFERS)),
             written=pltpu.SemaphoreType.DMA((2,)),
+            segments=SegmentScratch.of(tiles.keys) if segments else None,
         )
 
 
 def read_prefix(
     q_hbm,
     filled: Filled | None,
+    segments: Any,
     pairs,
     state,
     scratch: PrefixScratch,
@@ -120,6 +151,7 @@ def read_prefix(
     Args:
       q_hbm: the queries [B, T, H E].
       filled: refs of the cache; None: it holds nothing.
+      segments: refs of `Segments`; None: each row is one document.
       pairs: persistent keys and values of this call [B, S, H E].
       state: where the softmax state of the queries goes, [b, rows, ...].
       row: first of the program's rows.
@@ -138,19 +170,33 @@ def read_prefix(
         there = pl.ds(row + PAIR * r, PAIR), pl.ds(c * chunk, chunk)
         buffer = jax.lax.rem(n, BUFFERS)
         buffers = scratch.k_chunks, scratch.v_chunks
-        return [
+        copies = [
             pltpu.make_async_copy(
                 hbm.at[there], vmem.at[buffer], scratch.arrived.at[i, buffer]
             )
             for i, (hbm, vmem) in enumerate(zip(source, buffers, strict=True))
         ]
+        if segments is not None:
+            to = scratch.segments.chunks, scratch.segments.arrived
+            copies.append(segments_copy(r, c, *(ref.at[buffer] for ref in to)))
+        return copies
 
-    def queries_copy(r):
+    def segments_copy(r, c, vmem, semaphore):
+        """Returns the copy of chunk c of rows r's documents."""
+        begin = pl.multiple_of(c * chunk, chunk)
+        there = pl.ds(row + PAIR * r, PAIR), slice(None), pl.ds(begin, chunk)
+        return pltpu.make_async_copy(segments.by_row.at[there], vmem, semaphore)
+
+    def queries_copies(r):
         half = jax.lax.rem(r, 2)
         there = pl.ds(row + PAIR * r, PAIR), pl.ds(pl.multiple_of(before, b), b)
-        return pltpu.make_async_copy(
-            q_hbm.at[there], scratch.q_rows.at[half], scratch.q_arrived.at[half]
-        )
+        to = scratch.q_rows.at[half], scratch.q_arrived.at[half]
+        copies = [pltpu.make_async_copy(q_hbm.at[there], *to)]
+        if segments is not None:
+            to = scratch.segments.queries, scratch.segments.queries_arrived
+            to = (ref.at[half] for ref in to)
+            copies.append(segments_copy(r, before // chunk, *to))
+        return copies
 
     def fetch(n):
         r, c = n // jnp.maximum(chunks, 1), jax.lax.rem(n, jnp.maximum(chunks, 1))
@@ -171,7 +217,8 @@ def read_prefix(
     def fetch_queries(r):
         @pl.when(r < rows // PAIR)
         def _():
-            queries_copy(r).start()
+            for copy in queries_copies(r):
+                copy.start()
 
     fetch_queries(0)
     for n in range(BUFFERS - 1):
@@ -179,8 +226,18 @@ def read_prefix(
 
     def read_pair(r):
         fetch_queries(r + 1)
-        queries_copy(r).wait()
-        _stack(scratch.q_rows.at[jax.lax.rem(r, 2)], scratch.stacked, groups, spec)
+        for copy in queries_copies(r):
+            copy.wait()
+        half = jax.lax.rem(r, 2)
+        _stack(scratch.q_rows.at[half], scratch.stacked, groups, spec)
+        documents = None
+        if segments is not None:
+            near = scratch.segments.queries.at[half]
+            first_query = jax.lax.rem(before, chunk)
+            documents = [
+                _of_queries(near[i], first_query, b, b * groups[0].heads)
+                for i in range(PAIR)
+            ]
 
         def read_chunk(c, _):
             n = r * chunks + c
@@ -205,7 +262,11 @@ def read_prefix(
                     for start in starts
                 ]
                 _clear_slots(v, first, spans)
-            _attend_chunk((k, v), scratch.stacked, groups, b, first, spans, spec)
+            same = None
+            if documents is not None:
+                theirs = scratch.segments.chunks.at[buffer]
+                same = [mine == theirs[i] for i, mine in enumerate(documents)]
+            _attend_chunk((k, v), scratch.stacked, groups, b, first, spans, same, spec)
 
         jax.lax.fori_loop(0, chunks, read_chunk, None)
 
@@ -223,6 +284,14 @@ def read_prefix(
             _turn(by_row, by_position.at[:, block])
 
     jax.lax.fori_loop(0, rows // few, read_rows, None)
+
+
+def _of_queries(documents: Int[Array, "1 chunk"], first, b: int, count: int):
+    """Returns those of b queries from `first` on, by head, as a column [count, 1]."""
+    shape = (count, documents.shape[1])
+    rank = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, shape, 0), b)
+    mine = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == first + rank
+    return jnp.sum(jnp.where(mine, documents, 0), axis=1, keepdims=True)
 
 
 class Span(NamedTuple):
@@ -314,6 +383,7 @@ def _attend_chunk(
     b: int,
     first,
     spans: list[Span],
+    same: list[Array] | None,
     spec: LayerSpec,
 ):
     """Merges one chunk of PAIR rows' prefix into the state of their b queries each.
@@ -322,6 +392,7 @@ def _attend_chunk(
       pairs: keys and values, [PAIR, chunk, H E]; values beyond the prefix are 0.
       first: the slot of the chunk's first pair.
       spans: of each row, or one for all.
+      same: of each row, which pairs are of which query's document; None: all of all.
     """
     keys_ref, values_ref = pairs
     shape = (b * groups[0].heads, keys_ref.shape[1])
@@ -330,6 +401,8 @@ def _attend_chunk(
     rank = jax.lax.rem(query, b)
     distances = [(s.query + rank - at).astype(jnp.float32) for s in spans] * PAIR
     seen = [at < span.stop for span in spans] * PAIR
+    if same is not None:
+        seen = [both & alike for both, alike in zip(seen, same, strict=True)]
 
     def logits_of(i, g, group):
         M = group.heads * b
@@ -357,8 +430,8 @@ def _attend_chunk(
         jnp.maximum(most, jnp.max(new, axis=1, keepdims=True))
         for most, new in zip(old, logits, strict=True)
     ]
-    # Beside a pair that is seen others weigh exactly 0. A cache's chunk may have none:
-    # what it adds, the tile's own pairs multiply with 0.
+    # Beside a pair that is seen others weigh exactly 0. A chunk of a cache, or of other
+    # documents, may have none: what it adds, the tile's own pairs multiply with 0.
     p = [jnp.exp(new - most) for new, most in zip(logits, largest, strict=True)]
     read = [
         dot(weights.astype(values_ref.dtype), values_ref[i, :, _columns(group, spec)])

@@ -87,6 +87,7 @@ class Kept(NamedTuple):
       lse: [L, T, H, B].
       dz: of the last layer's output, [T, B, D].
       dkeys, dvalues: of the persistent pairs, [L, T, B, K E], or None.
+      segments: documents, [L, T, B], or None.
     """
 
     x: Array
@@ -96,6 +97,7 @@ class Kept(NamedTuple):
     dz: Array
     dkeys: Array | None
     dvalues: Array | None
+    segments: Array | None
 
 
 class Gradients(NamedTuple):
@@ -160,7 +162,11 @@ def run_backward(
         else:
             keys, values = put_in_order(slots, new, 0, T)
         dpairs = (None, None) if dwritten is None else map(by_position, dwritten)
-        kept = Kept(x, z, attended, lse, dz, *dpairs)
+        documents = rows.segments
+        if documents is not None:
+            documents = tiles.whole_tiles(documents.T, time=0, batch=1)
+            documents = jnp.broadcast_to(documents, (count, *documents.shape))
+        kept = Kept(x, z, attended, lse, dz, *dpairs, segments=documents)
         out = run_layers_back(
             *(kernels, kept, w, keys, values, start), spec=spec, tile=tiles.tile
         )

@@ -39,8 +39,8 @@ class Tiles:
         return _pad_to(array, batch, self.rows)
 
     def whole_tiles(
-        self, rows: Float[Array, "..."], *, time: int, batch: int
-    ) -> Float[Array, "..."]:
+        self, rows: Num[Array, "..."], *, time: int, batch: int
+    ) -> Num[Array, "..."]:
         """Pads axis `time` to whole tiles and axis `batch` to whole programs."""
         return self.pad_rows(_pad_to(rows, time, self.tile), batch=batch)
 

@@ -7,12 +7,11 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Array,
     LayerSpec,
     RecurrentCache,
-    Rows,
 )
 
 
 def refusal_of_call(
-    x: Float[Array, "B T D"], cache: RecurrentCache, rows: Rows, spec: LayerSpec
+    x: Float[Array, "B T D"], cache: RecurrentCache, spec: LayerSpec
 ) -> str | None:
     """Returns the first switch that is set and has no kernel, None where none is."""
     if x.shape[1] == 1 and cache.slots:
@@ -23,8 +22,6 @@ def refusal_of_call(
         return f"runs blocks of one position, got block={spec.block}"
     if spec.rope_base is not None:
         return "has no rotary embedding"
-    if rows.segments is not None:
-        return "has no segments"
     if spec.dtype == "float64" or x.dtype == jnp.float64:
         return "computes in float32 at most"
     return None

@@ -56,9 +56,11 @@ def expressible(
     blocks: BlockSizes | None = None,
 ) -> str | None:
     """Returns what of a call the kernels do not do on the target's kind of GPU."""
-    reason = refusal_of_call(x, cache, rows, spec)
+    reason = refusal_of_call(x, cache, spec)
     if reason is not None:
         return reason
+    if rows.segments is not None:
+        return "has no segments"
     if schedule == "naive":
         return 'runs tiles: schedule "prefix" or "wavefront"'
     if spec.head_width < 16 or spec.head_width & (spec.head_width - 1):

@@ -34,11 +34,13 @@ def layer(
     tile=None,
     dtype="bfloat16",
     slots=0,
+    documents=False,
 ):
     """Returns a function of x and weights, and its arguments: D = H E.
 
     Args:
       slots: of a cache that is an argument too; 0: the training cache.
+      documents: whether rows have several, an argument too.
     """
     H, E, L = heads, head_width, layers
     K = H if key_heads is None else key_heads
@@ -68,24 +70,27 @@ def layer(
     )
     options = {"spec": spec, "schedule": schedule, "tile": tile}
 
-    def run(x, weights, *caches):
-        (cache,) = caches or (empty_cache(L, batch, 0, spec),)
-        reason = backend.expressible(x, weights, cache, Rows(), **options)
+    def run(x, weights, more):
+        cache = more.get("cache", empty_cache(L, batch, 0, spec))
+        rows = Rows(segments=more.get("segments"))
+        reason = backend.expressible(x, weights, cache, rows, **options)
         assert reason is None, reason
         z, written, kept = backend.forward(
-            x, weights, cache, Rows(), residuals=train, **options
+            x, weights, cache, rows, residuals=train, **options
         )
         if not train:
             return (z, written) if slots else z
         gradients = backend.backward(
-            x, weights, cache, Rows(), kept, z, written, **options
+            x, weights, cache, rows, kept, z, written, **options
         )
         return z, gradients[:2]
 
-    arguments = (_shape(batch, positions, D), weights)
+    more = {}
     if slots:
-        arguments += (jax.eval_shape(lambda: empty_cache(L, batch, slots, spec)),)
-    return run, arguments
+        more["cache"] = jax.eval_shape(lambda: empty_cache(L, batch, slots, spec))
+    if documents:
+        more["segments"] = jax.ShapeDtypeStruct((batch, positions), jnp.int32)
+    return run, (_shape(batch, positions, D), weights, more)
 
 
 def _shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -105,6 +110,7 @@ gpu_persistent_training = partial(
 tpu_forward = partial(layer, mosaic_tpu, batch=8, positions=128)
 tpu_large_batch = partial(layer, mosaic_tpu, batch=512, positions=512)
 tpu_large_training = partial(layer, mosaic_tpu, batch=512, positions=512, train=True)
+tpu_large_documents = partial(tpu_large_training, documents=True)
 tpu_long = partial(layer, mosaic_tpu, batch=128, positions=4096)
 tpu_wide_training = partial(
     layer, mosaic_tpu, batch=32, positions=128, heads=32, train=True
@@ -112,6 +118,7 @@ tpu_wide_training = partial(
 tpu_training = partial(layer, mosaic_tpu, batch=8, positions=128, train=True)
 tpu_narrow_training = partial(tpu_training, heads=8)
 tpu_cache = partial(layer, mosaic_tpu, batch=8, positions=128, slots=512)
+tpu_documents = partial(tpu_training, heads=8, documents=True)
 tpu_heads_of_40 = partial(layer, mosaic_tpu, batch=8, positions=128, head_width=40)
 
 GPU_CLASSES: dict[str, dict] = {

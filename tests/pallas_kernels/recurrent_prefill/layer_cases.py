@@ -170,22 +170,23 @@ def values(backend, case: Case, **changes) -> jax.Array:
     return quick_jit(run)(x, weights)
 
 
-def values_and_gradients(backend, case: Case):
+def values_and_gradients(backend, case: Case, rows: Rows | None = None):
     """Returns what `reference` does, from a backend in interpret mode."""
-    return quick_jit(both_passes(backend, case))(*case.inputs())
+    return quick_jit(both_passes(backend, case, rows))(*case.inputs())
 
 
-def both_passes(backend, case: Case):
+def both_passes(backend, case: Case, rows: Rows | None = None):
     """Returns the function of a case's inputs that runs both passes."""
     cache = empty_cache(case.layers, case.batch, 0, case.spec)
+    rows = Rows() if rows is None else rows
     options = {**case.options, **interpreted(backend)}
 
     def run(x, weights, dz):
         z, written, kept = backend.forward(
-            x, weights, cache, Rows(), residuals=True, **options
+            x, weights, cache, rows, residuals=True, **options
         )
         dx, dweights, _ = backend.backward(
-            x, weights, cache, Rows(), kept, dz, written, **options
+            x, weights, cache, rows, kept, dz, written, **options
         )
         return z, (dx, dweights)
 

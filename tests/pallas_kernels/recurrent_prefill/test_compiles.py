@@ -106,6 +106,9 @@ def test_a_whole_layer_compiles_into_one_kernel_for(target):
         # Of a width that leaves a program few rows.
         pytest.param("v5e:2x2", "tpu_wide_training", marks=pytest.mark.sweep),
         pytest.param("v5e:2x2", "tpu_narrow_training", marks=pytest.mark.slow),
+        pytest.param("v5e:2x2", "tpu_documents", marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x1", "tpu_documents", marks=pytest.mark.sweep),
+        pytest.param("v6e:2x2", "tpu_documents", marks=pytest.mark.sweep),
         pytest.param("v6e:2x2", "tpu_narrow_training", marks=pytest.mark.sweep),
     ],
 )

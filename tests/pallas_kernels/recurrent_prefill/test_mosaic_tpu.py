@@ -2,9 +2,11 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -19,6 +21,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     forward_bytes,
     refusal_of_sizes,
 )
+from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from pallas_kernels.recurrent_prefill.xla import backend as xla
 from pallas_kernels.target import LEAST_VMEM, MOST_VMEM
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
@@ -182,6 +185,44 @@ def test_gradients_reach_a_filled_cache_as_on_the_xla_path(key_heads):
 GROUPED = Case(positions=18, heads=4, key_heads=2, norm="layer", biases=True)
 
 
+# Documents that end inside a tile and between tiles, one that comes twice; the second
+# row has one. Slopes and own pairs do not hide what is read across them.
+def test_documents_are_kept_apart_as_in_the_reference():
+    check_documents(PLAIN._replace(positions=37), [(9, 11, 5, 8, 4), (37,)])
+
+
+# A chunk of the prefix none of whose pairs a query may see, and one between two.
+@pytest.mark.slow
+def test_documents_over_several_chunks_are_the_reference_s():
+    lengths = [(20, 2 * CHUNK + 20, 19), (CHUNK + 3, CHUNK + 56)]
+    check_documents(Case(positions=2 * CHUNK + 59, alibi=None), lengths)
+
+
+@pytest.mark.slow
+def test_documents_of_several_groups_are_the_reference_s():
+    case = Case(positions=35, heads=4, key_heads=2, head_width=40)
+    check_documents(case, [(3, 20, 12), (18, 17)])
+
+
+def check_documents(case: Case, lengths: list[tuple[int, ...]]) -> None:
+    """Compares both passes; documents 0, 3, ... of a row have the same number."""
+    numbers = [np.repeat(np.arange(len(row)) % 3, row) for row in lengths]
+    rows = Rows(segments=jnp.asarray(np.stack(numbers), jnp.int32))
+    z, gradients = values_and_gradients(mosaic_tpu, case, rows)
+    x, weights, dz = case.inputs()
+
+    def run(x, weights, dz):
+        compute = partial(
+            recurrent_prefill_reference, spec=case.spec, segments=rows.segments
+        )
+        z, back = jax.vjp(compute, x, weights)
+        return z, back(dz)
+
+    want_z, want = quick_jit(run)(x, weights, dz)
+    assert_values_close(z, want_z)
+    assert_gradients_close(gradients, want)
+
+
 @pytest.mark.slow
 def test_longer_tiles_compute_what_the_reference_does():
     case = PLAIN._replace(positions=67)
@@ -308,8 +349,6 @@ def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
     one = PLAIN._replace(positions=1)
     assert "decode step" in str(refusal(mosaic_tpu, one, slots=32))
     assert refusal(mosaic_tpu, PLAIN, slots=32) == refusal(mosaic_tpu, PLAIN)
-    documents = Rows(segments=jnp.zeros((2, 19), jnp.int32))
-    assert "segments" in str(refusal(mosaic_tpu, PLAIN, rows=documents))
     assert "wavefront" in str(refusal(mosaic_tpu, PLAIN, schedule="wavefront"))
 
 
