@@ -97,13 +97,15 @@ def forward(
     if segments is not None:
         segments = _segments(tiles, segments)
 
+    rotary = tiles.rotation(cache, T, spec)
+
     def layer(x, inputs):
         w, keys, values = jax.tree.map(lambda leaf: leaf[None], inputs)
         filled = slots = None
         if cache.slots:
             old = copied_pairs(keys, values, copies)
             filled = _filled(tiles, cache._replace(keys=old[0], values=old[1]), spec)
-        out = run_layer(launch, x, w, filled, segments, positions=T)
+        out = run_layer(launch, x, w, filled, segments, rotary, positions=T)
         if cache.slots:
             slots = [
                 _put(old[0], new[:B, :T], copies, cache.position, seen)

@@ -12,6 +12,7 @@ from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import (
     HIDDEN,
     Prepared,
+    Rotary,
     activate_in_kernel,
 )
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
@@ -26,6 +27,8 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     launch_kernel,
     norm_rows,
     resident,
+    rotary_tables,
+    rotate,
     slopes_row,
 )
 from pallas_kernels.recurrent_prefill.mosaic_tpu.prefix import (
@@ -45,6 +48,7 @@ class LayerInputs(NamedTuple):
     q_rows: Array  # [B, T, H E] in HBM, queries by row: a row reads its own prefix
     filled: Filled | None  # the cache before the call, if it has slots
     segments: Any  # `Segments`, or None where each row is one document
+    rotary: Any  # `rotary_tables`, each [rows or 1, H E], or None
     q: Array  # [rows, H E], the position's queries
     own_k: Array  # [rows, H E], its temporary keys
     own_v: Array  # [rows, H E], its temporary values
@@ -92,6 +96,7 @@ def run_layer(
     w: Prepared,
     filled: Filled | None,
     segments: Segments | None,
+    rotary: Rotary | None,
     *,
     positions: int,
 ) -> LayerOutputs:
@@ -101,6 +106,7 @@ def run_layer(
       x: T whole tiles, B whole programs.
       filled: what the cache holds; None: nothing, position 0 is the call's first.
       segments: documents, those of positions as [T, B, 1]; None: one a row.
+      rotary: [T, B or 1, 1, rope_width / 2], where the layer has RoPE.
       positions: how many of the T are run. What is returned of the others is never
         written, and theirs may be anything.
     """
@@ -108,12 +114,13 @@ def run_layer(
     T, B, D = x.shape
     b, rows, HE, H = tiles.tile, tiles.rows, spec.heads * spec.head_width, spec.heads
     dtype = jnp.dtype(spec.dtype)
-    q, own_k, own_v = (part[0] for part in queries_and_pairs(x[None], w, spec))
+    q, own_k, own_v = (part[0] for part in queries_and_pairs(x[None], w, spec, rotary))
     vectors = Vectors.of(w, spec, D)
     inputs = LayerInputs(
         q_rows=q.swapaxes(0, 1),
         filled=filled,
         segments=segments,
+        rotary=rotary_tables(rotary, spec),
         q=q,
         own_k=own_k,
         own_v=own_v,
@@ -135,10 +142,13 @@ def run_layer(
         indicator=head_indicator(spec),
     )
     position = lambda width: pl.BlockSpec((None, rows, width), lambda i, t: (t, i, 0))  # noqa: E731
+    for_all = pl.BlockSpec((None, 1, HE), lambda i, t: (t, 0, 0))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     in_smem = pl.BlockSpec(memory_space=pltpu.SMEM)
     of_cache = () if filled is None else (in_hbm, in_hbm, in_smem, in_smem)
     of_segments = () if segments is None else (in_hbm, position(1))
+    turns = inputs.rotary or ()
+    of_rotary = [for_all if part.shape[1] == 1 else position(HE) for part in turns]
     whole = lambda width, dtype: jax.ShapeDtypeStruct((T, B, width), dtype)  # noqa: E731
     slots = -(-T // tiles.keys) * tiles.keys
     pairs = jax.ShapeDtypeStruct((B, slots, HE), dtype)
@@ -152,8 +162,9 @@ def run_layer(
             in_hbm,
             *of_cache,
             *of_segments,
-            *(position(part.shape[-1]) for part in inputs[3:7]),
-            *(resident(part) for part in inputs[7:]),
+            *of_rotary,
+            *(position(part.shape[-1]) for part in inputs[4:8]),
+            *(resident(part) for part in inputs[8:]),
         ],
         out_specs=[*(position(width) for width in (D, HE, H)), in_hbm, in_hbm],
         out_shape=LayerOutputs(
@@ -235,6 +246,9 @@ def _layer_kernel(
     k = norm_rows(
         pair[:, :HE], inputs.k_scale, inputs.k_shift, spec.qk_norm, spec.qk_norm_eps
     )
+    if inputs.rotary is not None:
+        cos, sin = inputs.rotary
+        k = rotate(k, cos[...], sin[...], spec)
     scratch.tile_k[u] = k.astype(dtype)
     scratch.tile_v[u] = pair[:, HE:].astype(dtype)
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
+from pallas_kernels.recurrent_prefill.equations import Rotary
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 
 
@@ -348,6 +349,36 @@ def norm_rows(
     if kind != "none":
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * scale_ref[...] + shift_ref[...]
+
+
+def rotary_tables(
+    rotary: Rotary | None, spec: LayerSpec
+) -> tuple[Float[Array, "... HE"], Float[Array, "... HE"]] | None:
+    """Returns cos and sin of each of the heads' columns, as `rotate` reads them.
+
+    A column's sine has the sign with which its partner enters; those that do not turn
+    have 1 and 0.
+    """
+    if rotary is None:
+        return None
+    cos, sin = (part[..., 0, :] for part in rotary)
+    rest = jnp.zeros((*cos.shape[:-1], spec.head_width - spec.rope_width), cos.dtype)
+    whole = [[cos, cos, rest + 1.0], [-sin, sin, rest]]
+    cos, sin = (jnp.concatenate(parts * spec.heads, axis=-1) for parts in whole)
+    return cos, sin
+
+
+def rotate(x: Float[Array, "rows HE"], cos, sin, spec: LayerSpec) -> Array:
+    """Rotates float32 rows of heads; the transposed rotation with the sines negated.
+
+    Channel i of a head turns with channel i + rope_width / 2.
+    """
+    half, width = spec.rope_width // 2, x.shape[1]
+    channel = jax.lax.rem(
+        jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), spec.head_width
+    )
+    above, below = (pltpu.roll(x, shift, 1) for shift in (width - half, half))
+    return x * cos + jnp.where(channel < half, above, below) * sin
 
 
 def dot(

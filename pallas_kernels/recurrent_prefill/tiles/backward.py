@@ -22,7 +22,11 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Residuals,
     Rows,
 )
-from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
+from pallas_kernels.recurrent_prefill.equations import Prepared, Rotary, prepare
+from pallas_kernels.recurrent_prefill.tiles.cache_cotangents import (
+    old_cache_cotangents,
+    written_cotangents,
+)
 from pallas_kernels.recurrent_prefill.tiles.gradients import (
     persistent,
     projections_backward,
@@ -31,7 +35,6 @@ from pallas_kernels.recurrent_prefill.tiles.gradients import (
 )
 from pallas_kernels.recurrent_prefill.tiles.layout import (
     Tiles,
-    from_slots,
     put_in_order,
     put_in_slots,
     queries_and_pairs,
@@ -88,6 +91,7 @@ class Kept(NamedTuple):
       dz: of the last layer's output, [T, B, D].
       dkeys, dvalues: of the persistent pairs, [L, T, B, K E], or None.
       segments: documents, [L, T, B], or None.
+      rotary: cos and sin, [L, T, B or 1, 1, rope_width / 2], or None.
     """
 
     x: Array
@@ -98,6 +102,7 @@ class Kept(NamedTuple):
     dkeys: Array | None
     dvalues: Array | None
     segments: Array | None
+    rotary: Rotary | None
 
 
 class Gradients(NamedTuple):
@@ -134,12 +139,13 @@ def run_backward(
     L = w.w_kv.shape[0]
     start = tiles.start(cache)
     keys, values = tiles.cached_slots(cache, T, spec)
+    rotary = tiles.rotation(cache, T, spec)
     by_position = lambda part: tiles.whole_tiles(  # noqa: E731
         part.swapaxes(-3, -2), time=-3 % part.ndim, batch=-2 % part.ndim
     )
     x_rows, dz = (by_position(p.astype(jnp.float32)) for p in (x, inputs.dz))
     dwritten = (
-        _written_cotangents(inputs.dcache, cache, rows, T) if cache.slots else None
+        written_cotangents(inputs.dcache, cache, rows, T) if cache.slots else None
     )
 
     def layers(dz, x, w, residuals, keys, values, dwritten):
@@ -154,19 +160,23 @@ def run_backward(
         lse = tiles.whole_tiles(
             jnp.transpose(residuals.lse, (0, 2, 3, 1)), time=1, batch=3
         )
-        _, _, new_keys, new_values = persistent(z, w, spec)
+        _, _, new_keys, new_values = persistent(z, w, spec, rotary)
         slots, new = (keys, values), (new_keys, new_values)
         if cache.slots:
             layers = jnp.zeros(count, jnp.int32), jnp.ones(count, bool)
             keys, values = put_in_slots(slots, new, start, *layers, T)
         else:
             keys, values = put_in_order(slots, new, 0, T)
-        dpairs = (None, None) if dwritten is None else map(by_position, dwritten)
+        dkeys = dvalues = None
+        if dwritten is not None:
+            dkeys, dvalues = map(by_position, dwritten)
         documents = rows.segments
         if documents is not None:
             documents = tiles.whole_tiles(documents.T, time=0, batch=1)
             documents = jnp.broadcast_to(documents, (count, *documents.shape))
-        kept = Kept(x, z, attended, lse, dz, *dpairs, segments=documents)
+        # By layer, as all else that the loop over tiles takes apart.
+        turns = jax.tree.map(lambda part: jnp.stack([part] * count), rotary)
+        kept = Kept(x, z, attended, lse, dz, dkeys, dvalues, documents, turns)
         out = run_layers_back(
             *(kernels, kept, w, keys, values, start), spec=spec, tile=tiles.tile
         )
@@ -202,7 +212,7 @@ def run_backward(
     dx = dx[:T, :B].swapaxes(0, 1).astype(x.dtype)
     _, back = jax.vjp(lambda weights: prepare(weights, jnp.float32), inputs.weights)
     (dweights,) = back(dprepared)
-    dcache = _old_cache_cotangents(cache, inputs.dcache, dslots, rows, T)
+    dcache = old_cache_cotangents(cache, inputs.dcache, dslots, rows, T)
     return dx, dweights, dcache
 
 
@@ -268,8 +278,8 @@ def _run_tile_back(
 ):
     """Runs one tile back; returns gradients of x and weights, and its queries."""
     L, b, B, _ = tile.x.shape
-    q, own_k, own_v = queries_and_pairs(tile.x, w, spec)
-    known = recompute(tile.x, tile.z, tile.attended, w, spec)
+    q, own_k, own_v = queries_and_pairs(tile.x, w, spec, tile.rotary)
+    known = recompute(tile.x, tile.z, tile.attended, w, spec, tile.rotary)
     rows = lambda per_layer: jnp.broadcast_to(  # noqa: E731
         per_layer[:, None], (L, B)
     ).astype(jnp.int32)
@@ -294,7 +304,7 @@ def _run_tile_back(
         for part in (dqueries.dk_own, dqueries.dv_own)
     )
     dx, dprojections = projections_backward(
-        tile.x, dqueries.dq, dk_own, dv_own, w, spec
+        tile.x, dqueries.dq, dk_own, dv_own, w, spec, tile.rotary
     )
     # 4. The weights', as one product over all rows of the tile.
     gradients = sequential_gradients(known, tile.attended, found, w, spec)
@@ -335,28 +345,6 @@ def _append(later: LaterQueries, tile: LaterQueries, index: Array) -> LaterQueri
     )
 
 
-def _written_cotangents(
-    dcache: RecurrentCache, cache: RecurrentCache, rows: Rows, T: int
-) -> tuple[Array, Array]:
-    """Returns the cache's gradients of the new pairs, float32 [L, B, T, K E]."""
-    at, real = _written(cache, rows, T)
-    at = jnp.minimum(at, cache.slots - 1)
-
-    def take(part: Array) -> Array:
-        part = part.reshape(*part.shape[:3], -1).astype(jnp.float32)
-        part = part[:, jnp.arange(at.shape[0])[:, None], at]
-        return jnp.where(real[..., None], part, 0.0)
-
-    return take(dcache.keys), take(dcache.values)
-
-
-def _written(cache: RecurrentCache, rows: Rows, T: int) -> tuple[Array, Array]:
-    """Returns the slots [B, T] that a call writes, and which of them it does write."""
-    at = cache.position[:, None] + jnp.arange(T)
-    count = T if rows.lengths is None else rows.lengths[:, None]
-    return at, (jnp.arange(T) < count) & (at < cache.slots)
-
-
 def _cached_slots_backward(
     later_queries_backward: Callable,
     keys: Array,
@@ -378,29 +366,3 @@ def _cached_slots_backward(
     join = lambda part: part.transpose(1, 3, 0, 2, 4).reshape(L, B, S, -1)  # noqa: E731
     dk, dv = jax.lax.map(tile, jnp.arange(0, S, b))
     return join(dk), join(dv)
-
-
-def _old_cache_cotangents(
-    cache: RecurrentCache,
-    dcache: RecurrentCache,
-    dslots: tuple[Array, Array] | None,
-    rows: Rows,
-    T: int,
-) -> RecurrentCache:
-    """Adds what passes through the slots that the call did not write."""
-    zeros = jax.tree.map(jnp.zeros_like, cache._replace(position=None))
-    if dslots is None:
-        return zeros
-    # A slot that the call wrote hides the old one: its gradient went to the new pair.
-    at, real = _written(cache, rows, T)
-    at = jnp.where(real, at, cache.slots)  # out of range: dropped
-    batch = jnp.arange(at.shape[0])[:, None]
-
-    def pass_through(through: Array, added: Array, old: Array) -> Array:
-        through = through.at[:, batch, at].set(0, mode="drop")
-        return through.astype(old.dtype) + from_slots(added, old)
-
-    return zeros._replace(
-        keys=pass_through(dcache.keys, dslots[0], cache.keys),
-        values=pass_through(dcache.values, dslots[1], cache.values),
-    )

@@ -14,6 +14,7 @@ from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import (
     NormParameters,
     Prepared,
+    Rotary,
     activate,
     linear,
     norm,
@@ -34,6 +35,7 @@ class Known(NamedTuple):
       source: what the persistent pair was projected from, [L, ..., D].
       raw_k: keys before the k-norm, [L, ..., K E]; unit_k and factor_k: standardised.
       keys, values: the persistent pairs [L, ..., K E], in spec.dtype.
+      rotary: at the positions, None without RoPE.
     """
 
     normed: Array
@@ -49,6 +51,7 @@ class Known(NamedTuple):
     factor_k: Array
     keys: Array
     values: Array
+    rotary: Rotary | None
 
 
 class PositionGradients(NamedTuple):
@@ -58,7 +61,7 @@ class PositionGradients(NamedTuple):
       dy, dz: of the two residual sums, [L, ..., D].
       dnormed_y, dnormed_z: of what the norms of y and z returned, [L, ..., D].
       dpre: of the MLP's first product, in spec.dtype, [L, ..., p F].
-      dk, dv: of the persistent pairs, [L, ..., K E].
+      dk, dv: of the persistent pairs, keys before rotation, [L, ..., K E].
     """
 
     dy: Array
@@ -76,6 +79,7 @@ def recompute(
     attended: Float[Array, "L b B HE"],
     w: Prepared,
     spec: LayerSpec,
+    rotary: Rotary | None,
 ) -> Known:
     """Works out a layer's inner values from its input, output and attended values."""
     # The forward pass kept a layer's output and what it attended; all between follows
@@ -89,7 +93,7 @@ def recompute(
     hidden, back = jax.vjp(lambda pre: activate(pre, spec, gated=gated), pre)
     # The activation acts on each entry alone, so that its gradient is a factor.
     (slopes,) = back(jnp.ones_like(hidden))
-    source, raw_k, keys, values = persistent(z, w, spec)
+    source, raw_k, keys, values = persistent(z, w, spec, rotary)
     kind = spec.norm if spec.normed_persistent else "none"
     # Norms as the kernels take them back: the row before its scale, and the factor.
     unit_y, factor_y = standardise(y, spec.norm, spec.norm_eps)
@@ -109,11 +113,12 @@ def recompute(
         factor_k=factor_k,
         keys=keys,
         values=values,
+        rotary=rotary,
     )
 
 
 def persistent(
-    z: Float[Array, "L T B D"], w: Prepared, spec: LayerSpec
+    z: Float[Array, "L T B D"], w: Prepared, spec: LayerSpec, rotary: Rotary | None
 ) -> tuple[
     Float[Array, "L T B D"],
     Float[Array, "L T B KE"],
@@ -123,7 +128,7 @@ def persistent(
     """Returns what pairs are projected from, keys before k-norm, keys and values."""
     source = pre_norm(z, w.attention_norm, spec) if spec.normed_persistent else z
     raw_k, values = jnp.split(linear(source, w.w_kv, w.b_kv), 2, axis=-1)
-    keys = norm_and_rotate(raw_k, w.k_norm, None, spec).reshape(raw_k.shape)
+    keys = norm_and_rotate(raw_k, w.k_norm, rotary, spec).reshape(raw_k.shape)
     return source, raw_k, keys.astype(spec.dtype), values.astype(spec.dtype)
 
 
@@ -180,13 +185,16 @@ def projections_backward(
     dv: Float[Array, "L b B KE"],
     w: Prepared,
     spec: LayerSpec,
+    rotary: Rotary | None,
 ) -> tuple[Float[Array, "L b B D"], Prepared]:
     """Maps gradients of q and temporary pairs to those of x and of the weights."""
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     normed, norm_back = jax.vjp(lambda x, p: pre_norm(x, p, spec), x, w.attention_norm)
     flat = linear(normed, w.w_qkv, w.b_qkv)
     q, k, _ = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
-    apply_norm = lambda part, p: norm(part, p, spec.qk_norm, spec.qk_norm_eps)  # noqa: E731
+    apply_norm = lambda part, p: norm_and_rotate(part, p, rotary, spec).reshape(  # noqa: E731
+        part.shape
+    )
     dq, q_norm = jax.vjp(apply_norm, q, w.q_norm)[1](dq)
     dk, k_norm = jax.vjp(apply_norm, k, w.k_norm)[1](dk)
     dflat = jnp.concatenate([dq, dk, dv], axis=-1)

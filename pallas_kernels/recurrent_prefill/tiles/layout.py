@@ -14,9 +14,11 @@ from jaxtyping import Bool, Float, Int, Num
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
     Prepared,
+    Rotary,
     linear,
     norm_and_rotate,
     pre_norm,
+    rotation,
 )
 
 
@@ -48,6 +50,17 @@ class Tiles:
         """Returns how many positions each row has seen, [rows]."""
         start = cache.position if cache.slots else jnp.zeros_like(cache.position)
         return self.pad_rows(start, batch=0)
+
+    def rotation(
+        self, cache: RecurrentCache, positions: int, spec: LayerSpec
+    ) -> Rotary | None:
+        """Returns cos and sin of whole tiles, [T, rows or 1, 1, rope_width / 2].
+
+        Without a cache all rows stand at the same positions: one serves for all.
+        """
+        start = self.start(cache) if cache.slots else jnp.zeros(1, jnp.int32)
+        steps = jnp.arange(-(-positions // self.tile) * self.tile)[:, None]
+        return rotation(start + steps, spec, jnp.float32)
 
     def cached_slots(
         self, cache: RecurrentCache, positions: int, spec: LayerSpec
@@ -139,16 +152,23 @@ def _pad_to(array: Array, axis: int, unit: int) -> Array:
 
 
 def queries_and_pairs(
-    x: Float[Array, "L T B D"], w: Prepared, spec: LayerSpec
+    x: Float[Array, "L T B D"],
+    w: Prepared,
+    spec: LayerSpec,
+    rotary: Rotary | None = None,
 ) -> tuple[
     Float[Array, "L T B HE"], Float[Array, "L T B KE"], Float[Array, "L T B KE"]
 ]:
-    """Projects rows [L, T, B, D] into q, temporary k and v, [L, T, B, heads E]."""
+    """Projects rows [L, T, B, D] into q, temporary k and v, [L, T, B, heads E].
+
+    Args:
+      rotary: at the rows' positions, where the layer has RoPE.
+    """
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     flat = linear(pre_norm(x, w.attention_norm, spec), w.w_qkv, w.b_qkv)
     q, k, v = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
-    q = norm_and_rotate(q, w.q_norm, None, spec).reshape(q.shape)
-    k = norm_and_rotate(k, w.k_norm, None, spec).reshape(k.shape)
+    q = norm_and_rotate(q, w.q_norm, rotary, spec).reshape(q.shape)
+    k = norm_and_rotate(k, w.k_norm, rotary, spec).reshape(k.shape)
     return q.astype(spec.dtype), k.astype(spec.dtype), v.astype(spec.dtype)
 
 

@@ -20,8 +20,6 @@ def refusal_of_call(
         return "leaves a decode step to xla, which reads the cache where it lies"
     if spec.block != 1:
         return f"runs blocks of one position, got block={spec.block}"
-    if spec.rope_base is not None:
-        return "has no rotary embedding"
     if spec.dtype == "float64" or x.dtype == jnp.float64:
         return "computes in float32 at most"
     return None

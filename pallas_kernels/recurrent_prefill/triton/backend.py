@@ -59,6 +59,8 @@ def expressible(
     reason = refusal_of_call(x, cache, spec)
     if reason is not None:
         return reason
+    if spec.rope_base is not None:
+        return "has no rotary embedding"
     if rows.segments is not None:
         return "has no segments"
     if schedule == "naive":

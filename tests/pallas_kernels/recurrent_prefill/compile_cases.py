@@ -35,6 +35,7 @@ def layer(
     dtype="bfloat16",
     slots=0,
     documents=False,
+    rope_width=0,
 ):
     """Returns a function of x and weights, and its arguments: D = H E.
 
@@ -49,7 +50,9 @@ def layer(
         heads=H,
         key_heads=K,
         head_width=E,
-        alibi_max_bias=8.0,
+        alibi_max_bias=None if rope_width else 8.0,
+        rope_base=1e4 if rope_width else None,
+        rope_width=rope_width,
         logit_scale=E**-0.5,
         residual_scale=1.0,
         activation="silu" if gated else "gelu",
@@ -110,6 +113,7 @@ gpu_persistent_training = partial(
 tpu_forward = partial(layer, mosaic_tpu, batch=8, positions=128)
 tpu_large_batch = partial(layer, mosaic_tpu, batch=512, positions=512)
 tpu_large_training = partial(layer, mosaic_tpu, batch=512, positions=512, train=True)
+tpu_large_rotated = partial(tpu_large_training, rope_width=64)
 tpu_large_documents = partial(tpu_large_training, documents=True)
 tpu_long = partial(layer, mosaic_tpu, batch=128, positions=4096)
 tpu_wide_training = partial(
@@ -118,6 +122,7 @@ tpu_wide_training = partial(
 tpu_training = partial(layer, mosaic_tpu, batch=8, positions=128, train=True)
 tpu_narrow_training = partial(tpu_training, heads=8)
 tpu_cache = partial(layer, mosaic_tpu, batch=8, positions=128, slots=512)
+tpu_rotated = partial(tpu_training, heads=8, rope_width=64)
 tpu_documents = partial(tpu_training, heads=8, documents=True)
 tpu_heads_of_40 = partial(layer, mosaic_tpu, batch=8, positions=128, head_width=40)
 

@@ -43,6 +43,7 @@ class Case(NamedTuple):
     width: int = WIDTH
     inner: int = INNER
     alibi: float | None = 8.0
+    rope_width: int = 0
 
     @property
     def spec(self) -> LayerSpec:
@@ -54,6 +55,8 @@ class Case(NamedTuple):
             qk_norm=self.norm,  # pyright: ignore[reportArgumentType]
             normed_persistent=self.normed_persistent,
             alibi_max_bias=self.alibi,
+            rope_base=100.0 if self.rope_width else None,
+            rope_width=self.rope_width,
             logit_scale=self.head_width**-0.5,
             residual_scale=0.7,
             activation=self.activation,  # pyright: ignore[reportArgumentType]

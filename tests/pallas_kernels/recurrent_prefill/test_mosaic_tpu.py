@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
-from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import SPAN
+from pallas_kernels.recurrent_prefill.mosaic_tpu.attention_backward import SPAN
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     CHUNK,
     LayerSizes,
@@ -49,6 +49,7 @@ EVERYTHING = Case(
     activation="silu",
     normed_persistent=False,
 )
+GROUPED = Case(positions=18, heads=4, key_heads=2, norm="layer", biases=True)
 PAPER = LayerSizes(
     batch=512,
     positions=512,
@@ -112,10 +113,16 @@ def test_gradients_of_several_groups_are_the_reference_s():
 # Rows stand at 5 and 3 slots of the cache, then at 19 and 17: two programs' rows read
 # chunks of it that one of them has not filled.
 @pytest.mark.parametrize(
-    "key_heads", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["", "grouped"]
+    "changes",
+    [
+        {},
+        pytest.param({"key_heads": 1}, marks=pytest.mark.slow),
+        pytest.param({"rope_width": 16, "alibi": None}, marks=pytest.mark.slow),
+    ],
+    ids=["", "grouped", "rotated"],
 )
-def test_a_cut_sequence_with_the_cache_equals_the_whole(key_heads):
-    case = PLAIN._replace(positions=40, key_heads=key_heads)
+def test_a_cut_sequence_with_the_cache_equals_the_whole(changes):
+    case = PLAIN._replace(positions=40, **changes)
     x, weights, _ = case.inputs()
     options = {**case.options, "residuals": False, **interpreted(mosaic_tpu)}
 
@@ -176,13 +183,34 @@ def test_a_cache_of_several_chunks_is_read_as_on_the_xla_path(alibi):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key_heads", [2, 1], ids=["", "grouped"])
-def test_gradients_reach_a_filled_cache_as_on_the_xla_path(key_heads):
-    case = PLAIN._replace(positions=21, key_heads=key_heads)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"key_heads": 1}, {"rope_width": 16}],
+    ids=["", "grouped", "rotated"],
+)
+def test_gradients_reach_a_filled_cache_as_on_the_xla_path(changes):
+    case = PLAIN._replace(positions=21, **changes)
     check_gradients_of_a_filled_cache(mosaic_tpu, case, start=(4, 2), slots=30)
 
 
-GROUPED = Case(positions=18, heads=4, key_heads=2, norm="layer", biases=True)
+# Half of a head's channels turn, and the others pass.
+def test_rotated_heads_are_the_reference_s():
+    case = PLAIN._replace(rope_width=8, alibi=None)
+    check_values_and_gradients(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        GROUPED._replace(rope_width=16, positions=35),
+        Case(positions=19, heads=4, key_heads=4, head_width=40, rope_width=40),
+        PLAIN._replace(rope_width=16, batch=1, layers=2),
+    ],
+    ids=["grouped", "heads of 40", "one row"],
+)
+def test_rotated_heads_are_the_reference_s_with(case):
+    check_values_and_gradients(case)
 
 
 # Documents that end inside a tile and between tiles, one that comes twice; the second
@@ -344,8 +372,6 @@ def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
     change = dataclasses.replace
     assert "multiple of 128" in str(refusal(mosaic_tpu, PLAIN))
     assert "block=2" in str(refusal(mosaic_tpu, PLAIN, spec=change(spec, block=2)))
-    rope = change(spec, rope_base=1e4, rope_width=16)
-    assert "rotary" in str(refusal(mosaic_tpu, PLAIN, spec=rope))
     one = PLAIN._replace(positions=1)
     assert "decode step" in str(refusal(mosaic_tpu, one, slots=32))
     assert refusal(mosaic_tpu, PLAIN, slots=32) == refusal(mosaic_tpu, PLAIN)
