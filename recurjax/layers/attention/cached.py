@@ -5,7 +5,9 @@ and never by indices: a mask by index would be wrong wherever a row has a past.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
@@ -22,6 +24,10 @@ from recurjax.types import Array
 
 Bias = Callable[[Array, Array], Array | None]
 """From the positions of queries and keys to what is added to the logits, or None."""
+
+_QUERIES = 256
+"""Queries of a long prompt that look at once: their logits, B H S numbers a query, are
+all that grows with the product of both lengths."""
 
 
 def attend_to_cache(
@@ -91,43 +97,105 @@ def attend_to_written(
         raise ValueError(
             f"attend_to_cache: {T} tokens in one call do not fit a cache of {slots}"
         )
+    if written.hidden is not None and T > 1:
+        raise ValueError(
+            f"attend_to_cache: slots are hidden from one token at a time, got {T}"
+        )
     positions = before.position[:, None] + jnp.arange(T)
-    if T > 1 and window is not None:
-        # A ring may lose, by this write, keys that the first new queries still see:
-        # so they are read from the ring before it, and the new ones beside it.
-        keys = jnp.concatenate(
-            [read_layer(before.keys, before.layer), k.astype(before.keys.dtype)], 1
+    seen = _seen(k, v, before, written, window=window, lengths=lengths)
+    if decodes_on_gpu(q):
+        # Left to itself XLA turns the caches of all layers to the layout that the
+        # products like best, and back, at every token: four times their bytes.
+        keys, values = (as_it_lies(x, rows=0, columns=(2,)) for x in seen[:2])
+        seen = seen._replace(keys=keys, values=values)
+
+    def look(q: Array, positions: Array, seen: _Seen) -> Array:
+        mask = visible_by_position(positions, seen.positions, window=window)
+        if written.hidden is not None:
+            mask = mask & ~written.hidden[:, None, None, :]
+        return attend(
+            q,
+            seen.keys.astype(q.dtype),
+            seen.values.astype(q.dtype),
+            scale=scale,
+            causal=False,
+            mask=mask,
+            bias=None if bias is None else bias(positions, seen.positions),
+            soft_cap=soft_cap,
         )
-        values = jnp.concatenate(
-            [read_layer(before.values, before.layer), v.astype(before.values.dtype)], 1
-        )
-        old = slot_positions(slots, before.position)
-        key_positions = jnp.concatenate([old, positions], axis=1)
-    else:
-        keys = read_layer(written.keys, before.layer)
-        values = read_layer(written.values, before.layer)
-        if decodes_on_gpu(q):
-            # Left to itself XLA turns the caches of all layers to the layout that the
-            # products like best, and back, at every token: four times their bytes.
-            keys, values = (as_it_lies(x, rows=0, columns=(2,)) for x in (keys, values))
+
+    if T <= 2 * _QUERIES:
+        return look(q, positions, seen)
+    return _look_in_blocks(look, q, positions, seen, window)
+
+
+class _Seen(NamedTuple):
+    """Keys and values that some queries may see, and their positions.
+
+    keys, values [B, S, K E]-like as in the cache; positions [B, S], negative: empty.
+    """
+
+    keys: Float[Array, "B S K E"]
+    values: Float[Array, "B S K E"]
+    positions: Int[Array, "B S"]
+
+
+def _seen(k, v, before: KeyValueCache, written: KeyValueCache, *, window, lengths):
+    """Returns what the new queries may see, in the order of positions if a window."""
+    T, slots = k.shape[1], before.slots
+    if T == 1 or window is None:
         # After the write slot s holds the token that the ring rule names; padding has
         # none.
         count = T if lengths is None else lengths
-        key_positions = slot_positions(slots, before.position + count)
-    mask = visible_by_position(positions, key_positions, window=window)
-    if written.hidden is not None:
-        if T > 1:
-            raise ValueError(
-                f"attend_to_cache: slots are hidden from one token at a time, got {T}"
-            )
-        mask = mask & ~written.hidden[:, None, None, :]
-    return attend(
-        q,
-        keys.astype(q.dtype),
-        values.astype(q.dtype),
-        scale=scale,
-        causal=False,
-        mask=mask,
-        bias=None if bias is None else bias(positions, key_positions),
-        soft_cap=soft_cap,
+        return _Seen(
+            read_layer(written.keys, before.layer),
+            read_layer(written.values, before.layer),
+            slot_positions(slots, before.position + count),
+        )
+    # A ring may lose, by this write, keys that the first new queries still see: so they
+    # are read from the ring before it, from the oldest on, and the new ones after them.
+    at = (before.position[:, None] + jnp.arange(slots)) % slots
+
+    def join(ring: Array, new: Array) -> Array:
+        ring = read_layer(ring, before.layer)
+        old = jnp.take_along_axis(ring, at[:, :, None, None], axis=1)
+        return jnp.concatenate([old, new.astype(ring.dtype)], axis=1)
+
+    first = before.position[:, None] - slots
+    return _Seen(
+        join(before.keys, k),
+        join(before.values, v),
+        first + jnp.arange(slots + T),
     )
+
+
+def _look_in_blocks(
+    look: Callable[[Array, Array, _Seen], Array],
+    q: Array,
+    positions: Array,
+    seen: _Seen,
+    window: int | None,
+) -> Array:
+    """Lets _QUERIES queries look at a time; under a window, at what they may see."""
+    T, S = q.shape[1], seen.positions.shape[1]
+    # Under a window the new keys are the last T of S, as the queries are.
+    width = S if window is None else min(S, window + _QUERIES)
+    begin = jnp.maximum(S - T - (window or 0) + jnp.arange(0, T, _QUERIES), 0)
+
+    def cut(part: Array) -> Array:
+        missing = [(0, 0)] * part.ndim
+        missing[1] = (0, -T % _QUERIES)
+        part = jnp.pad(part, missing)
+        return part.reshape(len(part), -1, _QUERIES, *part.shape[2:]).swapaxes(0, 1)
+
+    def block(part) -> Array:
+        q, positions, begin = part
+        near = seen
+        if width < S:
+            near = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, begin, width, axis=1), seen
+            )
+        return look(q, positions, near)
+
+    o = jax.lax.map(block, (cut(q), cut(positions), begin))
+    return o.swapaxes(0, 1).reshape(len(q), -1, *q.shape[2:])[:, :T]

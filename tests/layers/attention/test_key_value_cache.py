@@ -120,3 +120,76 @@ def test_a_cache_is_cut_by_slots_where_tensor_does_not_divide_its_heads(key_head
         made = getattr(written, name)
         chex.assert_trees_all_equal(made, getattr(want[1], name))
         assert made.sharding.spec[cut] == "tensor"
+
+
+def _prompt_read(T, *, slots, window=None, lengths=None, alibi=False, heads=4, E=8):
+    """Returns a function that reads T tokens after a cache, and shapes for it."""
+    slopes = jnp.asarray([0.5, 0.25, 0.125, 0.0625])[:, None, None]
+
+    def bias(query_positions, key_positions):
+        distance = query_positions[:, None, :, None] - key_positions[:, None, None]
+        return -slopes * distance.astype(jnp.float32)
+
+    def read(q, k, v, cache):
+        return attend_to_cache(
+            *(q, k, v, cache),
+            scale=0.3,
+            window=window,
+            lengths=lengths,
+            soft_cap=20.0,
+            bias=bias if alibi else None,
+        )
+
+    shape = lambda n: jax.ShapeDtypeStruct((2, T, n, E), jnp.float32)  # noqa: E731
+    cache = jax.eval_shape(
+        lambda: empty_key_value_cache(1, 2, slots, 2, E, jnp.float32)
+    )
+    return read, (shape(heads), shape(2), shape(2), cache)
+
+
+# The second piece's queries look 256 at a time, 88 at last; those of its halves all at
+# once. Rows stand at positions of their own before it.
+@pytest.mark.parametrize(
+    ("slots", "options"),
+    [(700, {"alibi": True}), (100, {"window": 100}), (130, {"window": 100})],
+    ids=["cache", "ring", "wider ring"],
+)
+def test_a_long_prompt_is_read_in_blocks_as_its_halves_are(slots, options):
+    lengths = np.asarray([640, 437])
+    _, shapes = _prompt_read(640, slots=slots, **options)
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=s.shape), jnp.float32) for s in shapes[:3]]
+
+    def in_pieces(*cuts):
+        cache, found = empty_key_value_cache(1, 2, slots, 2, 8, jnp.float32), []
+        done = np.zeros(2, int)
+        for piece in cuts:
+            count = np.minimum(piece, lengths - done)
+            # Each row's next tokens, wherever it stands; padding is any token.
+            at = np.minimum(done[:, None] + np.arange(max(piece)), 639)[..., None, None]
+            new = (np.take_along_axis(np.asarray(x), at, axis=1) for x in arrays)
+            read, _ = _prompt_read(
+                max(piece), slots=slots, lengths=jnp.asarray(count), **options
+            )
+            o, cache = read(*map(jnp.asarray, new), cache)
+            cache = cache._replace(position=cache.position + count)
+            found.append([row[:n] for row, n in zip(o, count, strict=True)])
+            done += count
+        rows = [jnp.concatenate(row) for row in zip(*found, strict=True)]
+        return jnp.concatenate(rows), cache
+
+    first = np.asarray([40, 17])
+    rest = np.asarray([600, 600])
+    o, cache = jax.jit(lambda: in_pieces(first, rest))()
+    want, of_halves = jax.jit(lambda: in_pieces(first, rest // 2, rest // 2))()
+    np.testing.assert_allclose(o, want, rtol=2e-5, atol=2e-6)
+    np.testing.assert_array_equal(cache.keys, of_halves.keys)
+
+
+def test_a_long_prompt_never_has_all_logits_at_once():
+    read, shapes = _prompt_read(2048, slots=2048)
+    compiled = jax.jit(read).lower(*shapes).compile()
+    logits = 4 * 2 * 4 * 2048**2
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < logits / 3
