@@ -113,6 +113,7 @@ def test_a_whole_layer_compiles_into_one_kernel_for(target):
         pytest.param("v5p:2x2x1", "tpu_documents", marks=pytest.mark.sweep),
         pytest.param("v6e:2x2", "tpu_documents", marks=pytest.mark.sweep),
         pytest.param("v6e:2x2", "tpu_narrow_training", marks=pytest.mark.sweep),
+        pytest.param("v6e:2x2", "tpu_training", marks=pytest.mark.sweep),
     ],
 )
 def test_training_compiles_for(target, case):
