@@ -31,10 +31,7 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     rotate,
     slopes_row,
 )
-from pallas_kernels.recurrent_prefill.tiles.backward import (
-    Kept,
-    Kernels,
-)
+from pallas_kernels.recurrent_prefill.tiles.backward import Kept, Kernels
 from pallas_kernels.recurrent_prefill.tiles.gradients import Known, PositionGradients
 from pallas_kernels.recurrent_prefill.tiles.layout import Vectors
 
@@ -147,10 +144,9 @@ def _positions_back(
     wide = lambda width: jax.ShapeDtypeStruct((b, B, width), jnp.float32)  # noqa: E731
     narrow = lambda width: jax.ShapeDtypeStruct((b, B, width), spec.dtype)  # noqa: E731
     whole = lambda width: pl.BlockSpec((b, rows, width), lambda i, _: (0, i, 0))  # noqa: E731
-    # From the last position to the first.
 
     def position(part) -> pl.BlockSpec:
-        """Returns a position's rows, or what is one row for all of them."""
+        """Returns a position's rows, the last one first, or one row for all of them."""
         shared = part.shape[1] == 1 < B
         return pl.BlockSpec(
             (None, 1 if shared else rows, part.shape[-1]),

@@ -108,6 +108,9 @@ def attend_to_written(
         # products like best, and back, at every token: four times their bytes.
         keys, values = (as_it_lies(x, rows=0, columns=(2,)) for x in seen[:2])
         seen = seen._replace(keys=keys, values=values)
+    # Once for all blocks of queries.
+    keys, values = (x.astype(q.dtype) for x in seen[:2])
+    seen = seen._replace(keys=keys, values=values)
 
     def look(q: Array, positions: Array, seen: _Seen) -> Array:
         mask = visible_by_position(positions, seen.positions, window=window)
@@ -115,8 +118,8 @@ def attend_to_written(
             mask = mask & ~written.hidden[:, None, None, :]
         return attend(
             q,
-            seen.keys.astype(q.dtype),
-            seen.values.astype(q.dtype),
+            seen.keys,
+            seen.values,
             scale=scale,
             causal=False,
             mask=mask,
