@@ -3,8 +3,9 @@
     JAX_PLATFORMS=cpu PYTHONPATH=.triton python -m tests.triton_resources 8.6 CASE
 
 prints a line of JSON a kernel: warps, stages, registers a thread, bytes of stack that a
-thread spills to, bytes of shared memory. CASE is "module:function", whose call with
-the words after it returns a function and its arguments as ShapeDtypeStructs. `make
+thread spills to, bytes of shared memory, and how many atomic operations may be seen
+before what the program's other threads stored. CASE is "module:function", whose call
+with the words after it returns a function and its arguments as ShapeDtypeStructs. `make
 triton` fetches the compiler. jax lowers the kernels to Triton's language and XLA
 compiles that when a program is loaded; here Triton itself does, by the same passes.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+from jax._src.interpreters.mlir import make_ir_context
 from jax._src.lib.mlir import ir
 from jax._src.lib.triton import dialect
 
@@ -72,7 +74,7 @@ def kernels_of(function, arguments, target: Target) -> list[Kernel]:
 def _kernel(config) -> Kernel:
     config = ir.DictAttr(config)
     number = lambda name: ir.IntegerAttr(config[name]).value  # noqa: E731
-    context = ir.Context()
+    context = make_ir_context()  # knows the dialect of a barrier too
     dialect.register_dialect(context)
     with context:
         module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
@@ -110,7 +112,25 @@ def compiled(kernel: Kernel, capability: str) -> dict:
         "registers": int(registers),
         "stack": int(stack),
         "shared": made.metadata.shared,
+        "unordered": unordered_atomics(made.asm["ptx"]),
     }
+
+
+def unordered_atomics(ptx: str) -> int:
+    """Counts atomics that no barrier of all threads parts from a store before them.
+
+    An atomic operation releases what its own thread wrote, and what others did before a
+    barrier with it. One that has no release is counted too.
+    """
+    found, stored = 0, False
+    for line in ptx.splitlines():
+        if "st.global" in line:
+            stored = True
+        elif "bar.sync" in line:
+            stored = False
+        elif "atom." in line:
+            found += stored or "acq_rel" not in line
+    return found
 
 
 def main(capability: str, case: str, *words: str) -> None:

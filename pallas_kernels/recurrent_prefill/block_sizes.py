@@ -27,6 +27,10 @@ class BlockSizes:
       depth: how much of the contracted axis a product reads at once, at most.
       columns: columns of one program of a product, at most.
       attend_rows: rows in one program of the attention step.
+      sub_tile: positions of a tile that read its earlier pairs together, forward.
+      splits: parts of the contracted axis that programs of their own multiply, at most,
+        forward.
+      stages: blocks of operands that are on their way at once, at most, forward.
     """
 
     rows: int | None = None
@@ -34,6 +38,9 @@ class BlockSizes:
     depth: int | None = None
     columns: int | None = None
     attend_rows: int | None = None
+    sub_tile: int | None = None
+    splits: int | None = None
+    stages: int | None = None
 
     def __post_init__(self):
         for name, size in self.given().items():

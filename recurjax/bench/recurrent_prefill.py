@@ -35,9 +35,12 @@ PASSES = ("forward", "forward_backward")
 CANDIDATES: Mapping[str, Mapping[str, Sequence[int]]] = {
     "triton": {
         "tile": (16, 32, 64),
+        "sub_tile": (16, 32, 64),
         "rows": (16, 32, 64, 128),
         "columns": (32, 64, 128),
         "depth": (16, 32, 64, 128),
+        "splits": (1, 2, 4, 8, 16),
+        "stages": (2, 3, 4, 6),
         "attend_rows": (1, 2, 4, 8),
         "keys": (16, 32, 64, 128),
     },

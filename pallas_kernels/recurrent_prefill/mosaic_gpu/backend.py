@@ -33,7 +33,7 @@ from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.triton.forward import run_layers
 from pallas_kernels.recurrent_prefill.triton.launch import Launch as PrefixLaunch
-from pallas_kernels.recurrent_prefill.triton.launch import ProductTiles
+from pallas_kernels.recurrent_prefill.triton.tiles import ProductTiles
 from pallas_kernels.target import (
     multiprocessors,
     refusal_of_mosaic_gpu,
@@ -111,7 +111,12 @@ def forward(
     B, T, _ = x.shape
     launch = _launch(_widths(x, weights, spec), spec, interpret)
     tiles = _prefix_tiles(tile)
-    prefix = PrefixLaunch(spec=spec, tiles=tiles, interpret=bool(interpret))
+    prefix = PrefixLaunch(
+        spec=spec,
+        tiles=tiles,
+        shared=shared_memory_bytes(),
+        interpret=bool(interpret),
+    )
     keys, values = tiles.cached_slots(cache, T, spec)
     start = tiles.start(cache)
 
@@ -189,5 +194,6 @@ def _prefix_tiles(tile: int | None) -> ProductTiles:
     """Returns sizes for the prefix's kernel, and for rows padded to whole blocks."""
     b = 32 if tile is None else tile
     return ProductTiles(
-        tile=b, rows=SIDE, keys=SIDE, depth=SIDE, columns=SIDE, attend_rows=4
+        **{"tile": b, "sub_tile": b, "attend_rows": 4, "splits": 1, "stages": 3},
+        **dict.fromkeys(("rows", "keys", "depth", "columns"), SIDE),
     )

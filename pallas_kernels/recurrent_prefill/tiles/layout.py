@@ -67,13 +67,14 @@ class Tiles:
     ) -> tuple[Float[Array, "L rows S KE"], Float[Array, "L rows S KE"]]:
         """Lays keys and values out as [L, rows, S, K E], S whole chunks.
 
-        The training cache gets as many slots as there are positions.
+        The training cache gets as many slots as whole tiles have positions: the last
+        tile is written whole.
         """
 
         def lay_out(pairs: Array) -> Array:
             L, B, S = pairs.shape[:3]
             pairs = pairs.reshape(L, B, S, spec.key_heads * spec.head_width)
-            missing = 0 if S else positions
+            missing = 0 if S else -(-positions // self.tile) * self.tile
             pairs = jnp.pad(
                 pairs.astype(spec.dtype), ((0, 0), (0, 0), (0, missing), (0, 0))
             )

@@ -1,8 +1,9 @@
-"""Attention on GPU: a tile's queries over their prefix, then a position over its tile.
+"""Attention on GPU: a tile's queries over their prefix, then what lies in the tile.
 
 Keys and values of the prefix are [L, B, S, K E], as in the cache. The tile's own pairs
 are [L, b + 1, B, K E], position t in slot t + 1: slot 0 takes what position 0 writes
-before there is anything to write.
+before there is anything to write. Queries of a sub-tile read the pairs of earlier ones
+together, as a tile's read the prefix; a position reads the pairs of its own.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from pallas_kernels.recurrent_prefill.equations import HIDDEN
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
+    Position,
     dot,
     launch_kernel,
     like,
@@ -135,23 +137,114 @@ def _prefix_kernel(refs: PrefixRefs, *, spec, chunk):
     start = (largest, jnp.ones(b, jnp.float32), refs.own_v[...].astype(jnp.float32))
 
     def attend_chunk(c, running):
-        largest, normalizer, weighted = running
-        part = pl.ds(c * chunk, chunk)
-        at = c * chunk + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 1)
-        t = jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 0)
-        logits = spec.logit_scale * dot(q, refs.keys[part, :].T)
-        logits = logits - slope * (before + t - at).astype(jnp.float32)
-        logits = jnp.where(at < before, logits, HIDDEN)
-        above = jnp.maximum(largest, jnp.max(logits, axis=1))
-        shrink = jnp.exp(largest - above)
-        p = jnp.exp(logits - above[:, None])
-        v = refs.values[part, :]
-        weighted = weighted * shrink[:, None] + dot(p.astype(v.dtype), v)
-        return above, normalizer * shrink + jnp.sum(p, axis=1), weighted
+        first = c * chunk
+        part = pl.ds(first, chunk)
+        k, v = refs.keys[part, :], refs.values[part, :]
+        at = first + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 1)
+        t = before + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 0)
+        return _read(running, q, k, v, at < before, slope * (t - at), spec)
 
     chunks = (before + chunk - 1) // chunk
     running = jax.lax.fori_loop(0, chunks, attend_chunk, start)
     refs.largest[:], refs.normalizer[:], refs.weighted[:] = running
+
+
+def _read(running, q, k, v, seen, bias, spec):
+    """Returns the softmax state of queries [n, E] once they have read some pairs.
+
+    Args:
+      seen, bias: of each query and pair; a bias is subtracted.
+    """
+    largest, normalizer, weighted = running
+    logits = spec.logit_scale * dot(q, k.T) - bias.astype(jnp.float32)
+    logits = jnp.where(seen, logits, HIDDEN)
+    above = jnp.maximum(largest, jnp.max(logits, axis=1))
+    shrink = jnp.exp(largest - above)
+    p = jnp.exp(logits - above[:, None])
+    weighted = weighted * shrink[:, None] + dot(p.astype(v.dtype), v)
+    return above, normalizer * shrink + jnp.sum(p, axis=1), weighted
+
+
+def attend_earlier(
+    launch: Launch,
+    first: Int[Array, "1"],
+    q: Float[Array, "L b B HE"],
+    running: Running,
+    state: "TileState",
+) -> Running:
+    """Lets a sub-tile's queries read the pairs of the tile's earlier sub-tiles.
+
+    Args:
+      first: the sub-tile's first position. The pair before it is not finished yet:
+        positions of the sub-tile read it themselves.
+      running: after the prefix; written in place where the sub-tile stands.
+    """
+    spec, sub = launch.spec, launch.tiles.sub_tile
+    L, b, B, _ = q.shape
+    H, Q, E = spec.heads, spec.heads // spec.key_heads, spec.head_width
+    row = lambda slots, group: pl.BlockSpec(  # noqa: E731
+        (None, slots, None, E), lambda l, r, h: (l, 0, r, h // group)
+    )
+    scalar = pl.BlockSpec((None, b, None, None), lambda l, r, h: (l, 0, h, r))
+    outs = [scalar, scalar, row(b, 1)]
+    share = sub / b
+    # Half of the sub-tiles on average.
+    earlier = 0.5 * (1.0 - share)
+    in_place = dict.fromkeys((4, 5, 6), share)
+    written = launch_kernel(
+        launch,
+        _earlier_kernel,
+        *(first, q, state.keys, state.values, *running),
+        refs=EarlierRefs,
+        grid=(L, B, H),
+        in_specs=[POSITION, row(b, 1), row(b + 1, Q), row(b + 1, Q), *outs],
+        out_specs=outs,
+        out_shape=[like(part) for part in running],
+        aliases={4: 0, 5: 1, 6: 2},
+        reads={1: share, 2: earlier, 3: earlier, **in_place},
+        writes=dict.fromkeys(range(3), share),
+        stages=2,
+        spec=spec,
+        sub=sub,
+    )
+    return Running(*written)
+
+
+class EarlierRefs(NamedTuple):
+    """What a program reads, then writes: one row and query head of a sub-tile."""
+
+    first: Any  # [1], the sub-tile's first position within the tile
+    q: Any  # [b, E]
+    keys: Any  # [b + 1, E], pairs of the tile so far
+    values: Any  # [b + 1, E]
+    old_largest: Any  # the three outputs, which are written in place
+    old_normalizer: Any
+    old_weighted: Any
+    largest: Any  # [b]
+    normalizer: Any  # [b]
+    weighted: Any  # [b, E]
+
+
+# As `_prefix_kernel`, with a sub-tile's queries and the tile's pairs before it, a
+# sub-tile of them at a time.
+def _earlier_kernel(refs: EarlierRefs, *, spec, sub):
+    first = refs.first[0]
+    slope = slope_of(spec, pl.program_id(2))
+    own = pl.ds(first, sub)
+    q = refs.q[own, :]
+
+    def attend_sub_tile(s, running):
+        start = s * sub
+        # Position 0 lies in slot 1.
+        slots = pl.ds(start + 1, sub)
+        k, v = refs.keys[slots, :], refs.values[slots, :]
+        at = start + jax.lax.broadcasted_iota(jnp.int32, (sub, sub), 1)
+        t = first + jax.lax.broadcasted_iota(jnp.int32, (sub, sub), 0)
+        return _read(running, q, k, v, at < first - 1, slope * (t - at), spec)
+
+    start = (refs.old_largest[own], refs.old_normalizer[own], refs.old_weighted[own, :])
+    running = jax.lax.fori_loop(0, first // sub, attend_sub_tile, start)
+    refs.largest[own], refs.normalizer[own], refs.weighted[own, :] = running
 
 
 class TileState(NamedTuple):
@@ -171,7 +264,7 @@ class TileState(NamedTuple):
 
 def attend(
     launch: Launch,
-    t: Int[Array, "1"],
+    t: Position,
     q: Float[Array, "L b B HE"],
     running: Running,
     pairs: Float[Array, "L B KE_and_KE"],
@@ -200,14 +293,15 @@ def attend(
     )
     vector = pl.BlockSpec((None, E), lambda l, i, h: (l, h))
     outs = [heads(b, Q * E), scalar, heads(b + 1, E), heads(b + 1, E)]
+    half = 0.5 * launch.tiles.sub_tile / b
     written = launch_kernel(
         launch,
         _attend_kernel,
-        *(t, q, *running, pairs, pairs, statistics, *norm, *state),
+        *(*t, q, *running, pairs, pairs, statistics, *norm, *state),
         refs=AttendRefs,
         grid=(L, B // block, K),
         in_specs=[
-            POSITION,
+            *(POSITION, POSITION),
             *(heads(b, Q * E), scalar, scalar, heads(b, Q * E)),
             *(raw(0), raw(K), read_spec(statistics, block)),
             *(vector, vector),
@@ -215,12 +309,13 @@ def attend(
         ],
         out_specs=outs,
         out_shape=[like(part) for part in state],
-        aliases={10: 0, 11: 1, 12: 2, 13: 3},
-        # One query with its state, and the pairs before it: half a tile's on average.
-        reads=dict.fromkeys((1, 2, 3, 4), one_slot(q)) | {12: 0.5, 13: 0.5},
+        aliases={11: 0, 12: 1, 13: 2, 14: 3},
+        # One query with its state, and half of a sub-tile's pairs on average.
+        reads={**dict.fromkeys((2, 3, 4, 5), one_slot(q)), 13: half, 14: half},
         writes=dict.fromkeys(range(4), one_slot(q)),
         spec=spec,
         columns=columns,
+        sub=launch.tiles.sub_tile,
     )
     return TileState(*written)
 
@@ -228,7 +323,8 @@ def attend(
 class AttendRefs(NamedTuple):
     """What a program of the attention step reads, then writes: rows of one key head."""
 
-    t: Any  # [1], the position within the tile
+    first: Any  # [1], [1]: the position within the tile
+    behind: Any
     q: Any  # [b, rows, Q E]
     largest: Any  # [b, Q, rows], softmax state after the prefix
     normalizer: Any  # [b, Q, rows]
@@ -250,11 +346,12 @@ class AttendRefs(NamedTuple):
 
 # A program owns a few rows of one key head and its Q query heads. It normalises the
 # pair that the step before projected, writes it, and merges three parts of the softmax:
-# the running one (temporary pair, prefix), the tile's earlier pairs and the new pair.
-# Everything it touches crosses memory once: t pairs, one query and its state.
-def _attend_kernel(refs: AttendRefs, *, spec, columns):
-    t = refs.t[0]
-    b, Q, E = refs.q.shape[0], refs.largest.shape[1], spec.head_width
+# the running one (temporary pair, prefix, earlier sub-tiles), the sub-tile's earlier
+# pairs with the one right before it, and the new pair. Everything it touches crosses
+# memory once: up to `sub` pairs, one query and its state.
+def _attend_kernel(refs: AttendRefs, *, spec, columns, sub):
+    t = Position(refs.first, refs.behind).t
+    Q, E = refs.largest.shape[1], spec.head_width
     rows = refs.raw_k.shape[0]
     # 1. The k-norm of position t - 1, whose sums are complete only now, and its pair.
     subtracted, factor = read_statistics(
@@ -270,11 +367,13 @@ def _attend_kernel(refs: AttendRefs, *, spec, columns):
     refs.new_k[t], refs.new_v[t] = new_k, new_v
     new_k, new_v = new_k.astype(jnp.float32), new_v.astype(jnp.float32)
 
-    # 2. The tile's earlier pairs; the one written just now is taken from registers.
-    at = jax.lax.broadcasted_iota(jnp.int32, (b, rows), 0)
-    seen = at < t - 1
-    read = jnp.broadcast_to(seen[:, :, None], (b, rows, E))
-    earlier = pl.ds(1, b)
+    # 2. Earlier pairs; the one written just now is taken from registers. Slots from the
+    # sub-tile's first position on hold the pairs from the position before it on.
+    first = refs.first[0]
+    at = first - 1 + jax.lax.broadcasted_iota(jnp.int32, (sub, rows), 0)
+    seen = (at >= 0) & (at < t - 1)
+    read = jnp.broadcast_to(seen[:, :, None], (sub, rows, E))
+    earlier = pl.ds(first, sub)
     load = lambda ref: pltriton.load(ref.at[earlier], mask=read, other=0.0)  # noqa: E731
     keys = load(refs.keys).astype(jnp.float32)
     values = load(refs.values).astype(jnp.float32)

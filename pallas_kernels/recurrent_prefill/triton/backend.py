@@ -29,10 +29,13 @@ from pallas_kernels.recurrent_prefill.triton.forward import (
 )
 from pallas_kernels.recurrent_prefill.triton.launch import (
     Launch,
+    refusal_of_width,
+)
+from pallas_kernels.recurrent_prefill.triton.tiles import (
+    Pass,
     choose_tiles,
     refusal_of_blocks,
     refusal_of_tile,
-    refusal_of_width,
 )
 from pallas_kernels.target import refusal_of_triton, shared_memory_bytes
 
@@ -84,7 +87,13 @@ def expressible(
         return reason
     shared = shared_memory_bytes()
     tiles = choose_tiles(
-        batch=x.shape[0], tile=tile, spec=spec, shared=shared, blocks=blocks
+        batch=x.shape[0],
+        tile=tile,
+        spec=spec,
+        shared=shared,
+        direction="forward",
+        schedule=schedule,
+        blocks=blocks,
     )
     return refusal_of_blocks(tiles, spec, shared)
 
@@ -109,7 +118,7 @@ def forward(
     """
     B, T, _ = x.shape
     options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
-    launch = _launch(x, weights, cache, interpret, **options)
+    launch = _launch(x, weights, cache, interpret, "forward", **options)
     tiles = launch.tiles
     w = prepare(weights, spec.dtype)
     folded = Folded.of(prepare(weights, jnp.float32), spec)
@@ -171,7 +180,7 @@ def backward(
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache."""
     options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
-    launch = _launch(x, weights, cache, interpret, **options)
+    launch = _launch(x, weights, cache, interpret, "backward", **options)
     inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
     kernels = triton_kernels(launch)
     together = schedule == "wavefront"
@@ -183,16 +192,22 @@ def _launch(
     weights: LayerWeights,
     cache: RecurrentCache,
     interpret: bool,
+    direction: Pass,
     *,
     spec: LayerSpec,
+    schedule: str | None,
     **options: Any,
 ) -> Launch:
-    tile, blocks = choose("triton", x, weights, cache, spec=spec, **options)
+    options = {"spec": spec, "schedule": schedule, **options}
+    tile, blocks = choose("triton", x, weights, cache, **options)
+    shared = shared_memory_bytes()
     tiles = choose_tiles(
         batch=x.shape[0],
         tile=tile,
         spec=spec,
-        shared=shared_memory_bytes(),
+        shared=shared,
+        direction=direction,
+        schedule=schedule,
         blocks=blocks,
     )
-    return Launch(spec=spec, tiles=tiles, interpret=interpret)
+    return Launch(spec=spec, tiles=tiles, shared=shared, interpret=interpret)

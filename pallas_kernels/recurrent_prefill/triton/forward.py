@@ -2,10 +2,12 @@
 
 A step takes one tile of each of L layers, layer l a tile behind layer l - 1 (L = 1 when
 the layers run one after the other). Its queries first attend to the prefix; then a loop
-runs through its positions; then its persistent pairs join the prefix.
+runs through its sub-tiles, whose queries attend to the earlier ones, and through their
+positions; then the tile's persistent pairs join the prefix.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -20,15 +22,16 @@ from pallas_kernels.recurrent_prefill.tiles.layout import (
     put_in_slots,
     queries_and_pairs,
 )
+from pallas_kernels.recurrent_prefill.triton.add_product import Split, add_product
 from pallas_kernels.recurrent_prefill.triton.attention import (
     TileState,
     attend,
+    attend_earlier,
     attend_prefix,
 )
-from pallas_kernels.recurrent_prefill.triton.launch import Launch
+from pallas_kernels.recurrent_prefill.triton.launch import Launch, Position
 from pallas_kernels.recurrent_prefill.triton.norms import shape_of_statistics
 from pallas_kernels.recurrent_prefill.triton.products import (
-    add_product,
     hidden_product,
     pair_columns,
     pair_product,
@@ -169,7 +172,7 @@ def run_tile(
     folded: Folded | None, launch: Launch, x, w, keys, values, start, done, count
 ) -> Tile:
     """Runs `count` of a tile's positions; `done` of each layer came before."""
-    spec = launch.spec
+    spec, sub = launch.spec, launch.tiles.sub_tile
     L, b, B, D = x.shape
     q, own_k, own_v = queries_and_pairs(x, w, spec)
     before = (start + done[:, None]).astype(jnp.int32)
@@ -181,31 +184,45 @@ def run_tile(
         folded = Folded(w.w_in, vectors.b_in, w.w_kv, vectors.b_kv)
     F, KE = w.w_down.shape[1], own_k.shape[-1]
     columns = pair_columns(launch, L, B, 2 * KE)
+    out_split, down_split = (Split.of(launch, of, B) for of in (w.w_out, w.w_down))
 
-    def position(t, carry):
-        y, z, state, pairs, statistics = carry
-        t = t.astype(jnp.int32).reshape(1)
+    def position(first, i, carry):
+        y, z, running, state, pairs, statistics, met = carry
+        t = Position(first, i.astype(jnp.int32).reshape(1))
         state = attend(
             *(launch, t, q, running, pairs, statistics, columns),
             *(vectors.k_norm, state),
         )
-        y, y_row, y_statistics = add_product(
-            launch, t, state.attended, w.w_out, vectors.b_out, x, y
+        y, y_row, y_statistics, out_met, _ = add_product(
+            *(launch, t, state.attended, w.w_out, vectors.b_out, x, y),
+            *(met[0], out_split),
         )
         hidden = hidden_product(
             *(launch, t, y if apart else y_row, y_statistics, vectors.mlp_norm),
             *(folded.w_in, folded.b_in, F),
+            columns_read=out_split.columns,
             folded=not apart,
         )
-        z, z_row, z_statistics = add_product(
-            launch, t, hidden, w.w_down, vectors.b_down, y, z
+        z, z_row, z_statistics, down_met, _ = add_product(
+            *(launch, t, hidden, w.w_down, vectors.b_down, y, z),
+            *(met[1], down_split),
         )
         pairs, statistics = pair_product(
             *(launch, t, z if apart else z_row, z_statistics, vectors.attention_norm),
             *(folded.w_kv, folded.b_kv),
+            columns_read=down_split.columns,
             folded=not apart,
         )
-        return y, z, state, pairs, statistics
+        return y, z, running, state, pairs, statistics, (out_met, down_met)
+
+    def sub_tile(first, size, carry):
+        y, z, running, *rest = carry
+        first = jnp.asarray(first, jnp.int32).reshape(1)
+        if sub < b:
+            running = attend_earlier(launch, first, q, running, rest[0])
+        carry = (y, z, running, *rest)
+        # With a number of turns that is known a GPU gets them as one graph.
+        return jax.lax.fori_loop(0, size, partial(position, first), carry)
 
     statistics = shape_of_statistics(L, 2 * KE // columns, B)
     state = TileState(
@@ -215,15 +232,21 @@ def run_tile(
         values=jnp.zeros((L, b + 1, B, KE), spec.dtype),
     )
     empty = jnp.zeros_like(x)
-    _, z, state, pairs, _ = jax.lax.fori_loop(
-        0,
-        count,
-        position,
-        (
-            *(empty[:, :1], empty, state),
-            *(jnp.zeros((L, B, 2 * KE)), jnp.zeros(statistics.shape)),
-        ),
+    carry = (
+        *(empty[:, :1], empty, running, state),
+        *(jnp.zeros((L, B, 2 * KE)), jnp.zeros(statistics.shape)),
+        (out_split.met(launch, w.w_out, B), down_split.met(launch, w.w_down, B)),
     )
+    whole = count // sub
+    if whole > 1:
+        carry = jax.lax.fori_loop(
+            0, whole, lambda s, carry: sub_tile(s * sub, sub, carry), carry
+        )
+    elif whole:
+        carry = sub_tile(0, sub, carry)
+    if count > whole * sub:
+        carry = sub_tile(whole * sub, count - whole * sub, carry)
+    _, z, _, state, pairs, *_ = carry
     # The step that would have finished the last position's pair never came.
     last_k = norm_and_rotate(pairs[..., :KE], w.k_norm, None, spec)
     last = (last_k.reshape(L, B, KE), pairs[..., KE:])

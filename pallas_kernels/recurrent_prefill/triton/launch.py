@@ -1,8 +1,9 @@
-"""How the Triton kernels are launched: block sizes, one heuristic, blocks, one call."""
+"""How the Triton kernels are launched: what calls share, blocks of arrays, one call."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,36 +12,15 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Num
 
 from pallas_kernels.moved_bytes import moving
-from pallas_kernels.powers import next_power
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
-from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
-from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
+from pallas_kernels.recurrent_prefill.triton.tiles import (
+    QUERIES,
+    ProductTiles,
+    bytes_of_queries,
+)
 
 PROGRAMS = 128
 """About as many programs as a data-centre GPU has multiprocessors."""
-_LEAST = 16
-"""Rows, columns and depth of a product on a matrix unit, at least."""
-_TILE_IN_REGISTERS = 32 * 4 * 64
-"""Elements of a block [b, rows, E], three of which four warps hold without a spill."""
-_QUERIES = 32 * 64 * 4
-"""Bytes of a tile's queries of one row and head beside which four warps hold chunks of
-64 keys. With twice of them in float32 they spill, and `query_kernel` takes 106,496
-bytes of shared memory, where a block of 8.6 may have 101,376."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProductTiles(Tiles):
-    """Block sizes with those of the products, all powers of two; a tile is at least 16.
-
-    Attributes:
-      depth: how much of the contracted axis a product reads at once, at most.
-      columns: columns of one program of a product, at most.
-      attend_rows: rows in one program of the attention step.
-    """
-
-    depth: int
-    columns: int
-    attend_rows: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +28,13 @@ class Launch:
     """What every kernel of a call has in common.
 
     Attributes:
+      shared: bytes of shared memory that a program may have.
       interpret: runs the kernels as plain JAX, on any device.
     """
 
     spec: LayerSpec
     tiles: ProductTiles
+    shared: int
     interpret: bool = False
 
     def columns(self, width: int, programs: int) -> int:
@@ -67,116 +49,48 @@ class Launch:
         """Returns how much of a contracted axis is read at once."""
         return power_dividing(width, self.tiles.depth)
 
+    def stages(self, columns: int) -> int:
+        """Returns how many blocks of operands of a product are on their way at once."""
+        itemsize = jnp.dtype(self.spec.dtype).itemsize
+        block = (self.tiles.rows + columns) * self.tiles.depth * itemsize
+        return max(2, min(self.tiles.stages, self.shared // block))
+
+    def split(self, width: int, contracted: int, programs: int) -> tuple[int, int]:
+        """Returns the columns of a program, and in how many parts it is contracted.
+
+        The fewest bytes that a multiprocessor moves: a program's operands, and what the
+        last program of a part of the result reads of the others' sums. Wide columns
+        read rows less often, but leave most of the GPU idle unless programs share the
+        contracted axis.
+
+        Args:
+          width, contracted: of the weight.
+          programs: how many there are for each part of the columns.
+        """
+        rows, depth = self.tiles.rows, self.depth(contracted)
+        itemsize = jnp.dtype(self.spec.dtype).itemsize
+
+        def moved(columns: int, splits: int) -> tuple[int, int]:
+            count = programs * (width // columns) * splits
+            operands = (rows + columns) * (contracted // splits) * itemsize
+            sums = 4 * rows * columns * splits if splits > 1 else 0
+            # Of equal ones the one with fewer programs.
+            return -(-count // PROGRAMS) * (operands + sums), count
+
+        most = self.columns(width, PROGRAMS)
+        choices = [
+            (columns, splits)
+            for columns in (16, 32, 64, 128)
+            for splits in (1, 2, 4, 8, 16)
+            if min(most, 32) <= columns <= most and splits <= self.tiles.splits
+            if contracted % (splits * depth) == 0
+        ]
+        return min(choices, key=lambda choice: moved(*choice))
+
     def query_warps(self) -> int:
         """Returns how many warps share a tile's queries of one row and head."""
-        queries = _bytes_of_queries(self.tiles.tile, self.spec)
-        return 8 if queries > _QUERIES else 4
-
-
-def choose_tiles(
-    *,
-    batch: int,
-    tile: int | None,
-    spec: LayerSpec,
-    shared: int,
-    blocks: BlockSizes | None = None,
-) -> ProductTiles:
-    """Returns sizes for `batch` rows; `tile` and `blocks` override what they name.
-
-    Args:
-      spec: its dtype is that of the products' operands.
-      shared: bytes of shared memory that a program may have.
-    """
-    given = {} if blocks is None else blocks.given()
-    itemsize = jnp.dtype(spec.dtype).itemsize
-    tile = 32 if tile is None else tile
-    # A matrix unit takes at least 16 rows.
-    rows = given.get("rows", min(max(next_power(batch), _LEAST), 128))
-    columns = given.get("columns", 128)
-    # Products of float32 keep what they read in registers: beside 64 rows they spill at
-    # a depth of 64, beside 128 at 32.
-    depth = 64 if itemsize < 4 else max(_LEAST, min(32, 2048 // rows))
-    while depth > _LEAST and _needed(rows, columns, depth, itemsize) > shared:
-        depth //= 2
-    chosen = {
-        "rows": rows,
-        "columns": columns,
-        "depth": depth,
-        "attend_rows": _attend_rows(tile, spec) if batch >= 64 else 1,
-        "keys": _keys(tile, spec),
-    }
-    return ProductTiles(tile=tile, **(chosen | given))
-
-
-def _attend_rows(tile: int, spec: LayerSpec) -> int:
-    """Returns the rows of a program whose registers hold a tile's queries.
-
-    `own_tile_kernel` keeps three float32 blocks [b, rows, E]: at 4 rows of 32 queries
-    of 64, 192 registers a thread of 255.
-    """
-    each = tile * spec.head_width * _grouping(spec)
-    return max(1, min(4, _TILE_IN_REGISTERS // each))
-
-
-def _keys(tile: int, spec: LayerSpec) -> int:
-    """Returns the slots of a chunk of the prefix, beside a tile's queries."""
-    queries = _bytes_of_queries(max(tile, 32), spec)
-    # Beside 64 keys in float32 `prefix_kernel` spills 1,296 bytes on 8.0.
-    most = 64 if jnp.dtype(spec.dtype).itemsize < 4 else 32
-    return max(16, min(most, 64 * _QUERIES // queries))
-
-
-def _bytes_of_queries(tile: int, spec: LayerSpec) -> int:
-    itemsize = jnp.dtype(spec.dtype).itemsize
-    return tile * spec.head_width * itemsize * _grouping(spec)
-
-
-def _grouping(spec: LayerSpec) -> int:
-    """Returns 2 where a program runs through several query heads, else 1.
-
-    Its loop over them takes registers too: in float32 some 32 bytes spilled.
-    """
-    return 1 if spec.heads == spec.key_heads else 2
-
-
-def _needed(rows: int, columns: int, depth: int, itemsize: int) -> int:
-    """Returns how much shared memory the product that takes most of it does at most.
-
-    Read off `pair_product_back` as Triton 3.9 compiles it for 8.6 and 9.0.
-    """
-    # It reads two float32 rows ahead and turns them, and what goes into the matrix
-    # unit, by way of shared memory; and two blocks of a weight, two of each.
-    of_rows = (8 + 2 * itemsize) * depth + 4
-    return rows * of_rows + 4 * columns * depth * itemsize
-
-
-def refusal_of_tile(tile: int | None) -> str | None:
-    """Returns why a caller's tile cannot be, None when it can."""
-    if tile is None or tile in (16, 32, 64):
-        return None
-    return f"runs tiles of 16, 32 or 64 positions, got tile={tile}"
-
-
-def refusal_of_blocks(tiles: ProductTiles, spec: LayerSpec, shared: int) -> str | None:
-    """Returns why a device cannot run these sizes, None when it can.
-
-    Args:
-      shared: bytes of shared memory that a program may have.
-    """
-    for name in ("rows", "keys", "depth", "columns", "attend_rows"):
-        size, least = getattr(tiles, name), 1 if name == "attend_rows" else _LEAST
-        if size < least or size != next_power(size):
-            return f"{name} must be a power of two from {least}, got {size}"
-    if tiles.attend_rows > tiles.rows:
-        return f"attend_rows must be at most rows={tiles.rows}, got {tiles.attend_rows}"
-    itemsize = jnp.dtype(spec.dtype).itemsize
-    needed = _needed(tiles.rows, tiles.columns, tiles.depth, itemsize)
-    if needed > shared:
-        return (
-            f"rows={tiles.rows}, columns={tiles.columns} and depth={tiles.depth} need "
-            f"{needed:,} bytes of shared memory, the device has {shared:,}"
-        )
-    return None
+        queries = bytes_of_queries(self.tiles.tile, self.spec)
+        return 8 if queries > QUERIES else 4
 
 
 def refusal_of_width(name: str, width: int) -> str | None:
@@ -253,8 +167,27 @@ def like(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
+class Position(NamedTuple):
+    """A position within the tile: inputs, and refs, of the forward step's kernels.
+
+    In two parts, both int32 [1]: to add them up would be a launch at every position.
+
+    Attributes:
+      first: where its sub-tile begins.
+      behind: how far behind that it stands.
+    """
+
+    first: Any
+    behind: Any
+
+    @property
+    def t(self) -> jax.Array:
+        """In a kernel: the position."""
+        return self.first[0] + self.behind[0]
+
+
 POSITION = pl.BlockSpec((1,), lambda *_: (0,))
-"""The position within the tile, an int32 [1]: first input of each step's kernels."""
+"""A position within the tile, or a part of it, int32 [1]: a kernel's first input."""
 
 
 def dot(
@@ -279,7 +212,7 @@ def warps_of(rows: int, columns: int) -> int:
 def row_spec(array: Num[Array, "L _ B width"], rows: int) -> pl.BlockSpec:
     """Returns all columns of a program's rows, [slots, rows, width]."""
     return pl.BlockSpec(
-        (None, array.shape[1], rows, array.shape[3]), lambda l, i, j: (l, 0, i, 0)
+        (None, array.shape[1], rows, array.shape[3]), lambda l, i, j, *_: (l, 0, i, 0)
     )
 
 
@@ -288,7 +221,7 @@ def slot_spec(
 ) -> pl.BlockSpec:
     """Returns a program's rows and columns in every slot."""
     return pl.BlockSpec(
-        (None, array.shape[1], rows, columns), lambda l, i, j: (l, 0, i, j)
+        (None, array.shape[1], rows, columns), lambda l, i, j, *_: (l, 0, i, j)
     )
 
 
@@ -296,14 +229,16 @@ def column_spec(
     w: Float[Array, "L N M"], columns: int, offset: int = 0
 ) -> pl.BlockSpec:
     """Returns a program's columns of a weight."""
-    return pl.BlockSpec((None, w.shape[1], columns), lambda l, i, j: (l, 0, offset + j))
+    return pl.BlockSpec(
+        (None, w.shape[1], columns), lambda l, i, j, *_: (l, 0, offset + j)
+    )
 
 
 def vector_spec(columns: int, offset: int = 0) -> pl.BlockSpec:
     """Returns a program's columns of a vector [L, N]."""
-    return pl.BlockSpec((None, columns), lambda l, i, j: (l, offset + j))
+    return pl.BlockSpec((None, columns), lambda l, i, j, *_: (l, offset + j))
 
 
 def whole_spec(width: int) -> pl.BlockSpec:
     """Returns all of a vector [L, N]."""
-    return pl.BlockSpec((None, width), lambda l, i, j: (l, 0))
+    return pl.BlockSpec((None, width), lambda l, i, j, *_: (l, 0))

@@ -36,7 +36,7 @@ def shape_of_statistics(layers: int, columns: int, batch: int) -> jax.ShapeDtype
 
 def write_spec(rows: int) -> pl.BlockSpec:
     """Returns the block of program (layer, row program, column program)."""
-    return pl.BlockSpec((None, None, 2, rows), lambda l, i, j: (l, j, 0, i))
+    return pl.BlockSpec((None, None, 2, rows), lambda l, i, j, *_: (l, j, 0, i))
 
 
 def read_spec(

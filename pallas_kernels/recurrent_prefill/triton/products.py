@@ -13,21 +13,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import activate_in_kernel
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
+    Position,
     column_spec,
     dot,
     launch_kernel,
-    like,
     one_slot,
     row_spec,
     slot,
-    slot_spec,
     vector_spec,
     warps_of,
     whole_spec,
@@ -44,59 +43,9 @@ Norm = tuple[Float[Array, "L D"], Float[Array, "L D"]]
 """Scale and shift."""
 
 
-def add_product(
-    launch: Launch,
-    t: Int[Array, "1"],
-    rows: Float[Array, "L _ B N"],
-    w: Float[Array, "L N M"],
-    b: Float[Array, "L M"],
-    residual: Float[Array, "L _ B M"],
-    out: Float[Array, "L _ B M"],
-):
-    """Writes out[t] = residual[t] + s (rows[t] w + b).
-
-    Returns:
-      out; its row t once more, in the products' dtype, [L, 1, B, M]; its statistics.
-    """
-    L, _, B, N = out.shape
-    block = launch.tiles.rows
-    columns = launch.columns(N, L * (B // block))
-    own = slot_spec(out, block, columns)
-    return launch_kernel(
-        launch,
-        _add_product_kernel,
-        *(t, rows, w, b, residual, out),
-        grid=(L, B // block, N // columns),
-        in_specs=[
-            POSITION,
-            row_spec(rows, block),
-            column_spec(w, columns),
-            vector_spec(columns),
-            slot_spec(residual, block, columns),
-            own,
-        ],
-        out_specs=[
-            own,
-            pl.BlockSpec((None, None, block, columns), _own_columns),
-            write_spec(block),
-        ],
-        out_shape=[
-            like(out),
-            jax.ShapeDtypeStruct((L, 1, B, N), launch.spec.dtype),
-            shape_of_statistics(L, N // columns, B),
-        ],
-        aliases={5: 0},
-        reads={1: one_slot(rows), 4: one_slot(residual)},
-        writes={0: one_slot(out)},
-        warps=warps_of(block, columns),
-        scale=launch.spec.residual_scale,
-        depth=launch.depth(w.shape[1]),
-    )
-
-
 def hidden_product(
     launch: Launch,
-    t: Int[Array, "1"],
+    t: Position,
     x: Float[Array, "L _ B D"],
     statistics: Float[Array, "L programs 2 B"],
     norm: Norm,
@@ -104,11 +53,13 @@ def hidden_product(
     b_in: Float[Array, "L F_or_2F"],
     width: int,
     *,
+    columns_read: int,
     folded: bool,
 ) -> Float[Array, "L 1 B F"]:
     """Returns act(n(x[t]) W_up + b), or act(gate) * up, as [L, 1, B, F].
 
     Args:
+      columns_read: of the programs that left the statistics.
       folded: whether w_in and b_in have the norm's scale and shift, which are then
         not read.
     """
@@ -123,11 +74,11 @@ def hidden_product(
     (hidden,) = launch_kernel(
         launch,
         _hidden_kernel,
-        *(t, x, statistics, *norm, w_in, w_in, b_in, b_in),
+        *(*t, x, statistics, *norm, w_in, w_in, b_in, b_in),
         refs=_HiddenRefs,
         grid=(L, B // block, F // columns),
         in_specs=[
-            POSITION,
+            *(POSITION, POSITION),
             row_spec(x, block),
             read_spec(statistics, block),
             whole_spec(D),
@@ -139,14 +90,15 @@ def hidden_product(
         ],
         out_specs=[pl.BlockSpec((None, None, block, columns), _own_columns)],
         out_shape=[jax.ShapeDtypeStruct((L, 1, B, F), spec.dtype)],
-        reads={1: one_slot(x)},
+        reads={2: one_slot(x)},
         warps=warps_of(block, 2 * columns if gated else columns),
+        stages=launch.stages(2 * columns if gated else columns),
         kind=spec.norm,
         eps=spec.norm_eps,
         folded=folded,
         activation=spec.activation,
         gated=gated,
-        columns_read=launch.columns(D, L * (B // block)),
+        columns_read=columns_read,
         depth=launch.depth(D),
     )
     return hidden
@@ -154,19 +106,20 @@ def hidden_product(
 
 def pair_product(
     launch: Launch,
-    t: Int[Array, "1"],
+    t: Position,
     z: Float[Array, "L _ B D"],
     statistics: Float[Array, "L programs 2 B"],
     norm: Norm,
     w_kv: Float[Array, "L D KE_and_KE"],
     b_kv: Float[Array, "L KE_and_KE"],
     *,
+    columns_read: int,
     folded: bool,
 ):
     """Returns n(z[t]) [W_k | W_v] + b in float32 [L, B, 2 K E], and its statistics.
 
     Args:
-      folded: as of `hidden_product`.
+      columns_read, folded: as of `hidden_product`.
     """
     spec, block = launch.spec, launch.tiles.rows
     L, B, D, N = w_kv.shape[0], z.shape[2], z.shape[3], w_kv.shape[2]
@@ -174,11 +127,11 @@ def pair_product(
     return launch_kernel(
         launch,
         _pair_kernel,
-        *(t, z, statistics, *norm, w_kv, b_kv),
+        *(*t, z, statistics, *norm, w_kv, b_kv),
         refs=_PairRefs,
         grid=(L, B // block, N // columns),
         in_specs=[
-            POSITION,
+            *(POSITION, POSITION),
             row_spec(z, block),
             read_spec(statistics, block),
             whole_spec(D),
@@ -194,12 +147,13 @@ def pair_product(
             jax.ShapeDtypeStruct((L, B, N), jnp.float32),
             shape_of_statistics(L, N // columns, B),
         ],
-        reads={1: one_slot(z)},
+        reads={2: one_slot(z)},
         warps=warps_of(block, columns),
+        stages=launch.stages(columns),
         kind=spec.norm if spec.normed_persistent else "none",
         eps=spec.norm_eps,
         folded=folded,
-        columns_read=launch.columns(D, L * (B // block)),
+        columns_read=columns_read,
         depth=launch.depth(D),
     )
 
@@ -209,43 +163,11 @@ def pair_columns(launch: Launch, layers: int, batch: int, width: int) -> int:
     return launch.columns(width // 2, 2 * layers * (batch // launch.tiles.rows))
 
 
-# A program reads its rows whole and its columns of w, `depth` of the contracted axis at
-# a time, then adds its part of the residual.
-def _add_product_kernel(
-    t_ref,
-    rows_ref,
-    w_ref,
-    b_ref,
-    residual_ref,
-    _,
-    out_ref,
-    narrow_ref,
-    statistics_ref,
-    *,
-    scale,
-    depth,
-):
-    t = t_ref[0]
-    at = slot(rows_ref, t)
-    columns = w_ref.shape[1]
-
-    def add(k, total):
-        part = pl.ds(k * depth, depth)
-        return total + dot(rows_ref[at, :, part], w_ref[part, :])
-
-    zero = jnp.zeros((rows_ref.shape[1], columns), jnp.float32)
-    total = jax.lax.fori_loop(0, w_ref.shape[0] // depth, add, zero)
-    total = total + b_ref[...][None, :]
-    out = residual_ref[slot(residual_ref, t)] + scale * total
-    out_ref[slot(out_ref, t)] = out
-    narrow_ref[:] = out.astype(narrow_ref.dtype)
-    write_statistics(statistics_ref, out)
-
-
 class _HiddenRefs(NamedTuple):
     """References of `_hidden_kernel`."""
 
-    t: Any  # int32 [1]: the position within the tile
+    first: Any  # [1], [1]: the position within the tile
+    behind: Any
     x: Any  # [positions, rows, D]
     statistics: Any  # [programs, 2, rows]: of x, by the columns that wrote them
     scale: Any  # [D], of the norm
@@ -267,7 +189,7 @@ def _hidden_kernel(
     # Without a gate, w_gate's specs repeat w_up's columns and are not read.
     up, *gate = _normed_dots(
         refs.x,
-        slot(refs.x, refs.t[0]),
+        slot(refs.x, Position(refs.first, refs.behind).t),
         read_statistics(
             refs.statistics,
             width=refs.x.shape[2],
@@ -292,7 +214,8 @@ def _hidden_kernel(
 class _PairRefs(NamedTuple):
     """References of `_pair_kernel`."""
 
-    t: Any  # int32 [1]: the position within the tile
+    first: Any  # [1], [1]: the position within the tile
+    behind: Any
     z: Any  # [positions, rows, D]
     statistics: Any  # [programs, 2, rows]: of z
     scale: Any  # [D], of the norm
@@ -309,7 +232,7 @@ def _pair_kernel(refs: _PairRefs, *, kind, eps, folded, columns_read, depth):
     moments = read_statistics(
         refs.statistics, width=refs.z.shape[2], columns=columns_read, kind=kind, eps=eps
     )
-    at = slot(refs.z, refs.t[0])
+    at = slot(refs.z, Position(refs.first, refs.behind).t)
     norm = None if folded else (refs.scale, refs.shift)
     (pairs,) = _normed_dots(refs.z, at, moments, norm, (refs.w,), depth)
     pairs = pairs + refs.b[...][None, :]

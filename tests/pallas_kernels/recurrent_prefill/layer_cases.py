@@ -149,7 +149,8 @@ def interpreted(backend) -> dict:
     than one along each contracted axis and each row of blocks.
     """
     if backend is triton:
-        small = BlockSizes(rows=16, depth=16, columns=32, attend_rows=16, keys=16)
+        few = {"splits": 1, "attend_rows": 16, "keys": 16}
+        small = BlockSizes(rows=16, depth=16, columns=32, **few)
         return {"interpret": True, "blocks": small}
     if backend is mosaic_gpu:
         # Not above: jax has no public name of it yet.

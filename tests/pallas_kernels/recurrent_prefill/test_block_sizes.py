@@ -24,7 +24,9 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
 )
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import choose_tiles as tpu_tiles
 from pallas_kernels.recurrent_prefill.triton import backend as triton
-from pallas_kernels.recurrent_prefill.triton.launch import choose_tiles
+from pallas_kernels.recurrent_prefill.triton.tiles import (
+    choose_tiles,
+)
 from pallas_kernels.recurrent_prefill.xla.call import Call
 from pallas_kernels.target import LEAST_VMEM, Target, as_if
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
@@ -105,13 +107,14 @@ def test_the_kernels_of_a_gpu_take_measured_sizes(tmp_path, monkeypatch):
 
 
 def test_a_measured_size_that_the_op_has_not_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, written(tmp_path, "xla", {"stages": 4}))
-    with pytest.raises(ValueError, match=f"{VARIABLE}: .*no block sizes stages"):
+    monkeypatch.setenv(VARIABLE, written(tmp_path, "xla", {"warps": 4}))
+    with pytest.raises(ValueError, match=f"{VARIABLE}: .*no block sizes warps"):
         xla_call()
 
 
 def test_the_heuristic_fills_what_is_not_given():
     sizes = {"batch": 512, "tile": None, "spec": CASE.spec, "shared": 232_448}
+    sizes["direction"] = "forward"
     free = choose_tiles(**sizes)
     given = choose_tiles(**sizes, blocks=BlockSizes(columns=64, rows=64))
     assert given == dataclasses.replace(free, columns=64, rows=64, depth=32)
@@ -122,6 +125,7 @@ def test_the_heuristic_fills_what_is_not_given():
     [
         ({"rows": 8}, "rows must be a power of two from 16, got 8"),
         ({"depth": 48}, "depth must be a power of two from 16, got 48"),
+        ({"sub_tile": 128}, "sub_tile must be a power of two from 16 to tile=16, got"),
         ({"attend_rows": 3}, "attend_rows must be a power of two from 1, got 3"),
         ({"attend_rows": 32, "rows": 16}, "attend_rows must be at most rows=16, got"),
         (

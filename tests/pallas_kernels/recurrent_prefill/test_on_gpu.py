@@ -36,6 +36,11 @@ CASES = {
     ),
     "wavefront": Case(positions=65, layers=3, batch=40, schedule="wavefront"),
     "bfloat16": Case(positions=37, batch=70, dtype="bfloat16"),
+    # Programs share the contracted axis; several tiles, the last one not whole.
+    "splits": Case(positions=150, batch=32, width=256, inner=1024),
+    "splits, bfloat16": Case(
+        positions=150, batch=32, width=256, inner=1024, dtype="bfloat16"
+    ),
 }
 
 # Programs wait for one another here, which no interpreter runs: 4, 64 and 128 of them.
@@ -56,9 +61,10 @@ def gpu():
         pytest.skip(f"needs a GPU, found {jax.default_backend()}")
 
 
+@pytest.mark.parametrize("tile", [16, None])
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_kernels_agree_with_the_reference_on_gpu(name):
-    check(CASES[name], "triton")
+def test_compiled_kernels_agree_with_the_reference_on_gpu(name, tile):
+    check(CASES[name], "triton", tile=tile)
 
 
 @pytest.mark.parametrize("name", PERSISTENT_CASES)
@@ -69,13 +75,14 @@ def test_the_persistent_kernel_agrees_with_the_reference_on_gpu(name):
     check(PERSISTENT_CASES[name], "mosaic_gpu")
 
 
-def check(case: Case, backend: Implementation) -> None:
+def check(case: Case, backend: Implementation, tile: int | None = 16) -> None:
     x, weights, dz = case.inputs()
+    options = {**case.options, "tile": tile}
 
     @jax.jit
     def run(x, weights, dz):
         cache = empty_cache(case.layers, case.batch, 0, case.spec)
-        call = partial(recurrent_prefill, implementation=backend, **case.options)
+        call = partial(recurrent_prefill, implementation=backend, **options)
         z, back = jax.vjp(lambda x, w: call(x, w, cache)[0], x, weights)
         return z, back(dz)
 

@@ -7,8 +7,15 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
+from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.triton import backend as triton
-from pallas_kernels.recurrent_prefill.triton.launch import choose_tiles
+from pallas_kernels.recurrent_prefill.triton.add_product import Split
+from pallas_kernels.recurrent_prefill.triton.launch import (
+    Launch,
+)
+from pallas_kernels.recurrent_prefill.triton.tiles import (
+    choose_tiles,
+)
 from pallas_kernels.target import Target, as_if, shared_memory_bytes
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
@@ -67,6 +74,90 @@ def test_other_activations_are_the_reference_s(name):
     assert_values_close(values(triton, case), reference_values(case))
 
 
+@pytest.mark.parametrize(
+    ("case", "tile"),
+    [
+        # A tile of two sub-tiles, then the beginning of one.
+        (PLAIN._replace(positions=37), 32),
+        pytest.param(
+            # One tile whose third sub-tile is not whole; heads that share keys.
+            EVERYTHING._replace(positions=35, batch=2),
+            64,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(WAVEFRONT._replace(positions=49), 32, marks=pytest.mark.slow),
+    ],
+    ids=["two", "four", "wavefront"],
+)
+def test_sub_tiles_read_each_other(case, tile):
+    assert_values_close(values(triton, case, tile=tile), reference_values(case))
+
+
+def test_products_cut_along_the_contracted_axis_are_whole():
+    """By the last program of each part, in the same order whichever it is."""
+    small = interpreted(triton)["blocks"]
+    blocks = dataclasses.replace(small, columns=16, splits=4)
+    case = PLAIN._replace(positions=5, batch=17)
+    assert Split.of(launch_of(case, blocks), jnp.zeros((1, 64, 32)), 32) == (16, 2)
+    assert_values_close(values(triton, case, blocks=blocks), reference_values(case))
+
+
+@pytest.mark.parametrize(
+    ("batch", "contracted", "want"),
+    [
+        # Few rows: most of the GPU would be idle without splits.
+        (32, 4096, (32, 4)),
+        (32, 1024, (32, 4)),
+        # More: wide columns read rows less often.
+        (512, 4096, (128, 4)),
+        (512, 1024, (64, 2)),
+        # Rows enough for all multiprocessors.
+        (2048, 4096, (128, 1)),
+    ],
+)
+def test_columns_and_splits_move_the_fewest_bytes_a_multiprocessor(
+    batch, contracted, want
+):
+    spec = dataclasses.replace(PLAIN.spec, heads=16, dtype="bfloat16")
+    sizes = {"tile": None, "spec": spec, "shared": 232_448, "direction": "forward"}
+    launch = Launch(spec=spec, tiles=choose_tiles(batch=batch, **sizes), shared=232_448)
+    assert Split.of(launch, jnp.zeros((1, contracted, 1024)), batch) == want
+
+
+def launch_of(case: Case, blocks: BlockSizes) -> Launch:
+    sizes = {"batch": case.batch, "tile": 16, "spec": case.spec, "shared": 232_448}
+    tiles = choose_tiles(**sizes, direction="forward", blocks=blocks)
+    return Launch(spec=case.spec, tiles=tiles, shared=232_448)
+
+
+def test_few_rows_have_more_operands_on_their_way():
+    spec = dataclasses.replace(PLAIN.spec, dtype="bfloat16")
+
+    def chosen(batch, shared, columns=32):
+        sizes = {"tile": None, "spec": spec, "shared": shared, "direction": "forward"}
+        tiles = choose_tiles(batch=batch, **sizes)
+        launch = Launch(spec=spec, tiles=tiles, shared=shared)
+        return tiles.depth, launch.stages(columns)
+
+    assert chosen(32, 232_448) == chosen(64, 232_448) == (128, 6)
+    assert chosen(64, 232_448, columns=128) == (128, 4)
+    assert chosen(512, 232_448) == (64, 3)
+    # A10, L4: the widest product at this depth has no room.
+    assert chosen(64, 101_376) == (64, 6)
+
+
+def test_the_backward_pass_has_tiles_of_its_own():
+    sizes = {"batch": 512, "tile": None, "spec": PLAIN.spec, "shared": 232_448}
+
+    def chosen(direction, schedule=None):
+        tiles = choose_tiles(**sizes, direction=direction, schedule=schedule)
+        return tiles.tile, tiles.sub_tile
+
+    assert chosen("forward") == (64, 16)
+    assert chosen("forward", "wavefront") == (32, 16)
+    assert chosen("backward")[0] == 32
+
+
 def check_values_and_gradients(case: Case) -> None:
     (z, gradients), (want_z, want) = values_and_gradients(triton, case), reference(case)
     assert_values_close(z, want_z, case.dtype)
@@ -121,7 +212,8 @@ def test_targets_with_less_shared_memory_read_less_at_once(
     with as_if(device):
         shared = shared_memory_bytes()
     spec = dataclasses.replace(PLAIN.spec, dtype=dtype)
-    tiles = choose_tiles(batch=batch, tile=None, spec=spec, shared=shared)
+    given = {"tile": None, "spec": spec, "direction": "backward"}
+    tiles = choose_tiles(batch=batch, shared=shared, **given)
     # Rows and columns stay: they say how often weights are read.
     assert (tiles.rows, tiles.columns, tiles.depth) == (batch, 128, depth)
 

@@ -4,7 +4,7 @@ import pytest
 
 from pallas_kernels.target import Target, as_if, shared_memory_bytes
 from tests.pallas_kernels.recurrent_prefill.compile_cases import GPU_CLASSES
-from tests.triton_resources import COMPILER, resources_of
+from tests.triton_resources import COMPILER, resources_of, unordered_atomics
 
 CASE = "tests.pallas_kernels.recurrent_prefill.compile_cases:gpu_class"
 # A10, L4 and RTX 40 have the least shared memory, and spilled in these; the others are
@@ -13,6 +13,7 @@ SLOW = {
     ("8.6", "wide heads", "float32"),
     ("8.6", "grouped heads", "bfloat16"),
     ("9.0", "many rows", "bfloat16"),
+    ("9.0", "few rows", "bfloat16"),
 }
 EVERY = [
     (capability, name, dtype)
@@ -42,7 +43,17 @@ def test_kernels_spill_nothing_and_fit_the_shared_memory(capability, name, dtype
     with as_if(Target(platform="gpu", kind="", compute_capability=capability)):
         most = shared_memory_bytes()
     kernels = resources_of(capability, CASE, name, dtype)
-    assert len(kernels) >= 12  # five forward, seven and more backward
+    assert len(kernels) >= 12  # six forward, seven and more backward
     spilled = SPILLED.get((capability, name, dtype), 0)
     unfit = [k for k in kernels if k["stack"] > spilled or k["shared"] > most]
     assert unfit == []
+    # A program that is the last of those that share a sum sees all of it.
+    assert not any(k["unordered"] for k in kernels)
+
+
+def test_an_atomic_operation_right_behind_a_store_is_told():
+    store, barrier = "st.global.b32 [%rd1], {%r1};", "bar.sync 0;"
+    atomic = "@%p4 atom.global.gpu.acq_rel.add.u32 %r2, [%rd2], %r3;"
+    assert unordered_atomics("\n".join([store, barrier, atomic])) == 0
+    assert unordered_atomics("\n".join([barrier, store, atomic])) == 1
+    assert unordered_atomics(atomic.replace("acq_rel", "relaxed")) == 1
