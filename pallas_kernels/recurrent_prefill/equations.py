@@ -90,8 +90,15 @@ def linear(
     x: Float[Array, "L ... N"],
     weight: Float[Array, "L N M"],
     bias: Float[Array, "L M"] | None = None,
+    *,
+    narrow: bool = False,
 ) -> Float[Array, "L ... M"]:
-    """Multiplies rows [L, ..., N] by [L, N, M]; accumulates in at least float32."""
+    """Multiplies rows [L, ..., N] by [L, N, M]; accumulates in at least float32.
+
+    Args:
+      narrow: rounds the product to the weight's dtype, in which it then crosses memory;
+        what is returned is wide all the same.
+    """
     wide = jnp.promote_types(weight.dtype, jnp.float32)
     # Axes stay apart: a batch that lies on several devices must not be merged.
     if weight.shape[0] == 1:  # a plain product: batched ones are slower on CPU
@@ -99,7 +106,8 @@ def linear(
     else:
         product = "l...n,lnp->l...p"
     x = x.astype(weight.dtype)
-    y = jnp.einsum(product, x, weight, preferred_element_type=wide)
+    out = weight.dtype if narrow else wide
+    y = jnp.einsum(product, x, weight, preferred_element_type=out).astype(wide)
     return y if bias is None else y + over_rows(bias, y)
 
 

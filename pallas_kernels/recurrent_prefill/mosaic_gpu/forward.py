@@ -34,9 +34,10 @@ from pallas_kernels.recurrent_prefill.mosaic_gpu.refs import (
     TileScratch,
 )
 from pallas_kernels.recurrent_prefill.tiles.layout import queries_and_pairs
-from pallas_kernels.recurrent_prefill.triton.attention import TileState, attend_prefix
+from pallas_kernels.recurrent_prefill.triton.attention import TileState
 from pallas_kernels.recurrent_prefill.triton.forward import Tile
 from pallas_kernels.recurrent_prefill.triton.launch import Launch as PrefixLaunch
+from pallas_kernels.recurrent_prefill.triton.prefix import attend_prefix
 
 INSTANCE = "instance"
 """The grid's axis."""

@@ -190,7 +190,7 @@ def projections_backward(
     """Maps gradients of q and temporary pairs to those of x and of the weights."""
     H, K, E = spec.heads, spec.key_heads, spec.head_width
     normed, norm_back = jax.vjp(lambda x, p: pre_norm(x, p, spec), x, w.attention_norm)
-    flat = linear(normed, w.w_qkv, w.b_qkv)
+    flat = linear(normed, w.w_qkv, w.b_qkv, narrow=True)
     q, k, _ = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
     apply_norm = lambda part, p: norm_and_rotate(part, p, rotary, spec).reshape(  # noqa: E731
         part.shape

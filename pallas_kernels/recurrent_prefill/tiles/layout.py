@@ -62,6 +62,18 @@ class Tiles:
         steps = jnp.arange(-(-positions // self.tile) * self.tile)[:, None]
         return rotation(start + steps, spec, jnp.float32)
 
+    def slots(
+        self, layers: int, positions: int, rows: int, spec: LayerSpec
+    ) -> tuple[int, int, int, int]:
+        """Returns the shape of the training cache's keys: `cached_slots` lays it out.
+
+        As many slots as whole tiles have positions, the last tile being written whole,
+        and whole chunks.
+        """
+        whole = -(-positions // self.tile) * self.tile
+        whole += -whole % self.keys
+        return layers, rows, whole, spec.key_heads * spec.head_width
+
     def cached_slots(
         self, cache: RecurrentCache, positions: int, spec: LayerSpec
     ) -> tuple[Float[Array, "L rows S KE"], Float[Array, "L rows S KE"]]:
@@ -166,7 +178,8 @@ def queries_and_pairs(
       rotary: at the rows' positions, where the layer has RoPE.
     """
     H, K, E = spec.heads, spec.key_heads, spec.head_width
-    flat = linear(pre_norm(x, w.attention_norm, spec), w.w_qkv, w.b_qkv)
+    normed = pre_norm(x, w.attention_norm, spec)
+    flat = linear(normed, w.w_qkv, w.b_qkv, narrow=True)
     q, k, v = jnp.split(flat, [H * E, (H + K) * E], axis=-1)
     q = norm_and_rotate(q, w.q_norm, rotary, spec).reshape(q.shape)
     k = norm_and_rotate(k, w.k_norm, rotary, spec).reshape(k.shape)

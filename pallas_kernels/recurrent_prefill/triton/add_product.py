@@ -23,7 +23,6 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     like,
     one_slot,
     row_spec,
-    slot,
     slot_spec,
     vector_spec,
     warps_of,
@@ -132,7 +131,7 @@ def add_product(
 class _AddRefs(NamedTuple):
     """References of `_add_product_kernel`."""
 
-    first: Any  # [1], [1]: the position within the tile
+    first: Any  # [1], [1]: the position
     behind: Any
     rows: Any  # [positions, rows, N]
     w: Any  # [N, columns]
@@ -152,8 +151,8 @@ class _AddRefs(NamedTuple):
 # the others left, and its part of the residual. It waits for none: which one is last, a
 # counter tells, raised once a part's sum is written.
 def _add_product_kernel(refs: _AddRefs, *, scale, depth, parts, interpret):
-    t = Position(refs.first, refs.behind).t
-    at = slot(refs.rows, t)
+    t = Position(refs.first, refs.behind)
+    at = t.slot(refs.rows)
     steps = refs.w.shape[0] // (parts * depth)
     first = pl.program_id(3) * steps
 
@@ -166,8 +165,8 @@ def _add_product_kernel(refs: _AddRefs, *, scale, depth, parts, interpret):
 
     def finish(total):
         total = total + refs.b[...][None, :]
-        out = refs.residual[slot(refs.residual, t)] + scale * total
-        refs.out[slot(refs.out, t)] = out
+        out = refs.residual[t.slot(refs.residual)] + scale * total
+        refs.out[t.slot(refs.out)] = out
         refs.narrow[:] = out.astype(refs.narrow.dtype)
         write_statistics(refs.statistics, out)
 

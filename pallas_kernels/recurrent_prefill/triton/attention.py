@@ -1,9 +1,7 @@
-"""Attention on GPU: a tile's queries over their prefix, then what lies in the tile.
+"""Attention on GPU: a position over the pairs of its sub-tile.
 
-Keys and values of the prefix are [L, B, S, K E], as in the cache. The tile's own pairs
-are [L, b + 1, B, K E], position t in slot t + 1: slot 0 takes what position 0 writes
-before there is anything to write. Queries of a sub-tile read the pairs of earlier ones
-together, as a tile's read the prefix; a position reads the pairs of its own.
+The tile's own pairs are [L, b + 1, B, K E], position t in slot t + 1: slot 0 takes what
+position 0 writes before there is anything to write.
 """
 
 from typing import Any, NamedTuple
@@ -12,247 +10,32 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
+from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import HIDDEN
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
     Position,
-    dot,
     launch_kernel,
     like,
     one_slot,
-    power_dividing,
+    slot_of,
 )
 from pallas_kernels.recurrent_prefill.triton.norms import (
     read_spec,
     read_statistics,
 )
-
-
-class Running(NamedTuple):
-    """A tile's queries after the pairs read so far: float32, by slot.
-
-    Attributes:
-      largest: the largest logit, [L, b, H, B].
-      normalizer: sum of exp(logit - largest), [L, b, H, B].
-      weighted: sum of exp(logit - largest) v, [L, b, B, H E].
-    """
-
-    largest: jax.Array
-    normalizer: jax.Array
-    weighted: jax.Array
-
-
-def attend_prefix(
-    launch: Launch,
-    q: Float[Array, "L b B HE"],
-    own_k: Float[Array, "L b B KE"],
-    own_v: Float[Array, "L b B KE"],
-    keys: Float[Array, "L B S KE"],
-    values: Float[Array, "L B S KE"],
-    before: Int[Array, "L B"],
-) -> Running:
-    """Starts a tile's softmax: each query's temporary pair, then the whole prefix.
-
-    Args:
-      q: queries [L, b, B, H E].
-      own_k, own_v: temporary pairs [L, b, B, K E].
-      keys, values: [L, B, S, K E].
-      before: how many slots of each row are filled, int32 [L, B]: query t is at that
-        position plus t.
-    """
-    spec = launch.spec
-    L, b, B, _ = q.shape
-    H, Q, E, S = (
-        spec.heads,
-        spec.heads // spec.key_heads,
-        spec.head_width,
-        keys.shape[2],
-    )
-    tile = lambda group: pl.BlockSpec(  # noqa: E731
-        (None, b, None, E), lambda l, r, h: (l, 0, r, h // group)
-    )
-    prefix = pl.BlockSpec((None, None, S, E), lambda l, r, h: (l, r, 0, h // Q))
-    scalar = pl.BlockSpec((None, b, None, None), lambda l, r, h: (l, 0, h, r))
-    rows = jax.ShapeDtypeStruct((L, b, H, B), jnp.float32)
-    out = launch_kernel(
-        launch,
-        _prefix_kernel,
-        *(before, q, own_k, own_v, keys, values),
-        refs=PrefixRefs,
-        grid=(L, B, H),
-        in_specs=[
-            pl.BlockSpec((None, 1), lambda l, r, h: (l, r)),
-            *(tile(1), tile(Q), tile(Q)),
-            *(prefix, prefix),
-        ],
-        out_specs=[scalar, scalar, tile(1)],
-        out_shape=[rows, rows, jax.ShapeDtypeStruct(q.shape, jnp.float32)],
-        # The prefix grows from tile to tile: half of the slots over a whole call.
-        reads={4: 0.5, 5: 0.5},
-        warps=launch.query_warps(),
-        stages=2,
-        spec=spec,
-        chunk=power_dividing(S, launch.tiles.keys),
-    )
-    return Running(*out)
-
-
-def slope_of(spec: LayerSpec, head: jax.Array) -> jax.Array:
-    """Returns ALiBi's slope of a query head, 0 without ALiBi."""
-    m = spec.alibi_max_bias
-    if m is None:
-        return jnp.float32(0.0)
-    return jnp.exp2(-m / spec.heads * (head + 1).astype(jnp.float32))
-
-
-class PrefixRefs(NamedTuple):
-    """What a program reads, then writes: one row and query head of a tile."""
-
-    before: Any  # [1], filled slots
-    q: Any  # [b, E]
-    own_k: Any  # [b, E], temporary pairs
-    own_v: Any  # [b, E]
-    keys: Any  # [S, E]
-    values: Any  # [S, E]
-    largest: Any  # [b]
-    normalizer: Any  # [b]
-    weighted: Any  # [b, E]
-
-
-# A program owns the tile's b queries of one row and head: their softmax state stays in
-# registers while the row's prefix streams by once, `chunk` pairs at a time. It reads
-# 2 before E values and writes b (E + 2): the prefix crosses memory once a tile.
-def _prefix_kernel(refs: PrefixRefs, *, spec, chunk):
-    b = refs.q.shape[0]
-    before = refs.before[0]
-    slope = slope_of(spec, pl.program_id(2))
-    q = refs.q[...]
-    scaled = q.astype(jnp.float32) * spec.logit_scale
-    # Each query's softmax starts with its own temporary pair.
-    largest = jnp.sum(scaled * refs.own_k[...].astype(jnp.float32), axis=1)
-    start = (largest, jnp.ones(b, jnp.float32), refs.own_v[...].astype(jnp.float32))
-
-    def attend_chunk(c, running):
-        first = c * chunk
-        part = pl.ds(first, chunk)
-        k, v = refs.keys[part, :], refs.values[part, :]
-        at = first + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 1)
-        t = before + jax.lax.broadcasted_iota(jnp.int32, (b, chunk), 0)
-        return _read(running, q, k, v, at < before, slope * (t - at), spec)
-
-    chunks = (before + chunk - 1) // chunk
-    running = jax.lax.fori_loop(0, chunks, attend_chunk, start)
-    refs.largest[:], refs.normalizer[:], refs.weighted[:] = running
-
-
-def _read(running, q, k, v, seen, bias, spec):
-    """Returns the softmax state of queries [n, E] once they have read some pairs.
-
-    Args:
-      seen, bias: of each query and pair; a bias is subtracted.
-    """
-    largest, normalizer, weighted = running
-    logits = spec.logit_scale * dot(q, k.T) - bias.astype(jnp.float32)
-    logits = jnp.where(seen, logits, HIDDEN)
-    above = jnp.maximum(largest, jnp.max(logits, axis=1))
-    shrink = jnp.exp(largest - above)
-    p = jnp.exp(logits - above[:, None])
-    weighted = weighted * shrink[:, None] + dot(p.astype(v.dtype), v)
-    return above, normalizer * shrink + jnp.sum(p, axis=1), weighted
-
-
-def attend_earlier(
-    launch: Launch,
-    first: Int[Array, "1"],
-    q: Float[Array, "L b B HE"],
-    running: Running,
-    state: "TileState",
-) -> Running:
-    """Lets a sub-tile's queries read the pairs of the tile's earlier sub-tiles.
-
-    Args:
-      first: the sub-tile's first position. The pair before it is not finished yet:
-        positions of the sub-tile read it themselves.
-      running: after the prefix; written in place where the sub-tile stands.
-    """
-    spec, sub = launch.spec, launch.tiles.sub_tile
-    L, b, B, _ = q.shape
-    H, Q, E = spec.heads, spec.heads // spec.key_heads, spec.head_width
-    row = lambda slots, group: pl.BlockSpec(  # noqa: E731
-        (None, slots, None, E), lambda l, r, h: (l, 0, r, h // group)
-    )
-    scalar = pl.BlockSpec((None, b, None, None), lambda l, r, h: (l, 0, h, r))
-    outs = [scalar, scalar, row(b, 1)]
-    share = sub / b
-    # Half of the sub-tiles on average.
-    earlier = 0.5 * (1.0 - share)
-    in_place = dict.fromkeys((4, 5, 6), share)
-    written = launch_kernel(
-        launch,
-        _earlier_kernel,
-        *(first, q, state.keys, state.values, *running),
-        refs=EarlierRefs,
-        grid=(L, B, H),
-        in_specs=[POSITION, row(b, 1), row(b + 1, Q), row(b + 1, Q), *outs],
-        out_specs=outs,
-        out_shape=[like(part) for part in running],
-        aliases={4: 0, 5: 1, 6: 2},
-        reads={1: share, 2: earlier, 3: earlier, **in_place},
-        writes=dict.fromkeys(range(3), share),
-        stages=2,
-        spec=spec,
-        sub=sub,
-    )
-    return Running(*written)
-
-
-class EarlierRefs(NamedTuple):
-    """What a program reads, then writes: one row and query head of a sub-tile."""
-
-    first: Any  # [1], the sub-tile's first position within the tile
-    q: Any  # [b, E]
-    keys: Any  # [b + 1, E], pairs of the tile so far
-    values: Any  # [b + 1, E]
-    old_largest: Any  # the three outputs, which are written in place
-    old_normalizer: Any
-    old_weighted: Any
-    largest: Any  # [b]
-    normalizer: Any  # [b]
-    weighted: Any  # [b, E]
-
-
-# As `_prefix_kernel`, with a sub-tile's queries and the tile's pairs before it, a
-# sub-tile of them at a time.
-def _earlier_kernel(refs: EarlierRefs, *, spec, sub):
-    first = refs.first[0]
-    slope = slope_of(spec, pl.program_id(2))
-    own = pl.ds(first, sub)
-    q = refs.q[own, :]
-
-    def attend_sub_tile(s, running):
-        start = s * sub
-        # Position 0 lies in slot 1.
-        slots = pl.ds(start + 1, sub)
-        k, v = refs.keys[slots, :], refs.values[slots, :]
-        at = start + jax.lax.broadcasted_iota(jnp.int32, (sub, sub), 1)
-        t = first + jax.lax.broadcasted_iota(jnp.int32, (sub, sub), 0)
-        return _read(running, q, k, v, at < first - 1, slope * (t - at), spec)
-
-    start = (refs.old_largest[own], refs.old_normalizer[own], refs.old_weighted[own, :])
-    running = jax.lax.fori_loop(0, first // sub, attend_sub_tile, start)
-    refs.largest[own], refs.normalizer[own], refs.weighted[own, :] = running
+from pallas_kernels.recurrent_prefill.triton.prefix import Running, slope_of
 
 
 class TileState(NamedTuple):
     """What the positions of a tile write, each its own slot.
 
     Attributes:
-      attended: [L, b, B, H E].
-      lse: [L, b, H, B].
+      attended: [L, b, B, H E], or of more tiles.
+      lse: [L, b, H, B], likewise.
       keys, values: persistent pairs, [L, b + 1, B, K E].
     """
 
@@ -273,7 +56,7 @@ def attend(
     norm: tuple[Float[Array, "L KE"], Float[Array, "L KE"]],
     state: TileState,
 ) -> TileState:
-    """Finishes the pair of position t - 1, then attends at position t of the tile.
+    """Finishes the pair of position t - 1, then attends at position t.
 
     Args:
       pairs: of position t - 1 before k-norm, float32 [L, B, 2 K E].
@@ -287,12 +70,15 @@ def attend(
     heads = lambda slots, width, first=0: pl.BlockSpec(  # noqa: E731
         (None, slots, block, width), lambda l, i, h: (l, 0, i, first + h)
     )
-    scalar = pl.BlockSpec((None, b, Q, block), lambda l, i, h: (l, 0, h, i))
+    scalar = lambda slots: pl.BlockSpec(  # noqa: E731
+        (None, slots, Q, block), lambda l, i, h: (l, 0, h, i)
+    )
     raw = lambda first: pl.BlockSpec(  # noqa: E731
         (None, block, E), lambda l, i, h: (l, i, first + h)
     )
     vector = pl.BlockSpec((None, E), lambda l, i, h: (l, h))
-    outs = [heads(b, Q * E), scalar, heads(b + 1, E), heads(b + 1, E)]
+    slots = state.attended.shape[1]
+    outs = [heads(slots, Q * E), scalar(slots), heads(b + 1, E), heads(b + 1, E)]
     half = 0.5 * launch.tiles.sub_tile / b
     written = launch_kernel(
         launch,
@@ -302,7 +88,7 @@ def attend(
         grid=(L, B // block, K),
         in_specs=[
             *(POSITION, POSITION),
-            *(heads(b, Q * E), scalar, scalar, heads(b, Q * E)),
+            *(heads(b, Q * E), scalar(b), scalar(b), heads(b, Q * E)),
             *(raw(0), raw(K), read_spec(statistics, block)),
             *(vector, vector),
             *outs,
@@ -312,7 +98,7 @@ def attend(
         aliases={11: 0, 12: 1, 13: 2, 14: 3},
         # One query with its state, and half of a sub-tile's pairs on average.
         reads={**dict.fromkeys((2, 3, 4, 5), one_slot(q)), 13: half, 14: half},
-        writes=dict.fromkeys(range(4), one_slot(q)),
+        writes={n: one_slot(part) for n, part in enumerate(state)},
         spec=spec,
         columns=columns,
         sub=launch.tiles.sub_tile,
@@ -323,7 +109,7 @@ def attend(
 class AttendRefs(NamedTuple):
     """What a program of the attention step reads, then writes: rows of one key head."""
 
-    first: Any  # [1], [1]: the position within the tile
+    first: Any  # [1], [1]: the position
     behind: Any
     q: Any  # [b, rows, Q E]
     largest: Any  # [b, Q, rows], softmax state after the prefix
@@ -338,8 +124,8 @@ class AttendRefs(NamedTuple):
     old_lse: Any
     keys: Any  # [b + 1, rows, E], pairs of the tile so far
     values: Any  # [b + 1, rows, E]
-    attended: Any  # [b, rows, Q E]
-    lse: Any  # [b, Q, rows]
+    attended: Any  # [slots, rows, Q E]
+    lse: Any  # [slots, Q, rows]
     new_k: Any  # [b + 1, rows, E]
     new_v: Any  # [b + 1, rows, E]
 
@@ -350,7 +136,8 @@ class AttendRefs(NamedTuple):
 # pairs with the one right before it, and the new pair. Everything it touches crosses
 # memory once: up to `sub` pairs, one query and its state.
 def _attend_kernel(refs: AttendRefs, *, spec, columns, sub):
-    t = Position(refs.first, refs.behind).t
+    position = Position(refs.first, refs.behind)
+    t, at = position.slot(refs.q), position.slot(refs.attended)
     Q, E = refs.largest.shape[1], spec.head_width
     rows = refs.raw_k.shape[0]
     # 1. The k-norm of position t - 1, whose sums are complete only now, and its pair.
@@ -369,9 +156,9 @@ def _attend_kernel(refs: AttendRefs, *, spec, columns, sub):
 
     # 2. Earlier pairs; the one written just now is taken from registers. Slots from the
     # sub-tile's first position on hold the pairs from the position before it on.
-    first = refs.first[0]
-    at = first - 1 + jax.lax.broadcasted_iota(jnp.int32, (sub, rows), 0)
-    seen = (at >= 0) & (at < t - 1)
+    first = slot_of(refs.first[0], refs.q.shape[0])
+    earlier_t = first - 1 + jax.lax.broadcasted_iota(jnp.int32, (sub, rows), 0)
+    seen = (earlier_t >= 0) & (earlier_t < t - 1)
     read = jnp.broadcast_to(seen[:, :, None], (sub, rows, E))
     earlier = pl.ds(first, sub)
     load = lambda ref: pltriton.load(ref.at[earlier], mask=read, other=0.0)  # noqa: E731
@@ -383,7 +170,7 @@ def _attend_kernel(refs: AttendRefs, *, spec, columns, sub):
         slope = slope_of(spec, pl.program_id(2) * Q + g)
         q = refs.q[t, :, heads].astype(jnp.float32) * spec.logit_scale
         logits = jnp.sum(q[None] * keys, axis=2)
-        logits = logits - slope * (t - at).astype(jnp.float32)
+        logits = logits - slope * (t - earlier_t).astype(jnp.float32)
         logits = jnp.where(seen, logits, HIDDEN)
         newest = jnp.where(t > 0, jnp.sum(q * new_k, axis=1) - slope, HIDDEN)
         largest = refs.largest[t, g, :]
@@ -396,5 +183,5 @@ def _attend_kernel(refs: AttendRefs, *, spec, columns, sub):
         weighted = weighted + jnp.sum(p[:, :, None] * values, axis=0)
         weighted = weighted + jnp.where(t > 0, p_newest[:, None] * new_v, 0.0)
         attended = weighted / normalizer[:, None]
-        refs.attended[t, :, heads] = attended.astype(refs.attended.dtype)
-        refs.lse[t, g, :] = above + jnp.log(normalizer)
+        refs.attended[at, :, heads] = attended.astype(refs.attended.dtype)
+        refs.lse[at, g, :] = above + jnp.log(normalizer)

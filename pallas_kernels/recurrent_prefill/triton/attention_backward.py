@@ -20,7 +20,6 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.tiles.backward import LaterQueries, QueryGradients
-from pallas_kernels.recurrent_prefill.triton.attention import slope_of
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
@@ -30,6 +29,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     one_slot,
     power_dividing,
 )
+from pallas_kernels.recurrent_prefill.triton.prefix import slope_of
 from pallas_kernels.recurrent_prefill.triton.products_backward import shape_of_sums
 
 

@@ -24,6 +24,7 @@ from pallas_kernels.recurrent_prefill.tiles.refusal import refusal_of_call
 from pallas_kernels.recurrent_prefill.triton.backward import triton_kernels
 from pallas_kernels.recurrent_prefill.triton.forward import (
     Folded,
+    run_layer,
     run_layers,
     run_tile,
 )
@@ -122,24 +123,39 @@ def forward(
     tiles = launch.tiles
     w = prepare(weights, spec.dtype)
     folded = Folded.of(prepare(weights, jnp.float32), spec)
-    keys, values = tiles.cached_slots(cache, T, spec)
+    training = cache.slots == 0
+    keys, values = None, None
+    if not training:
+        keys, values = tiles.cached_slots(cache, T, spec)
     start = tiles.start(cache)
     x_rows = tiles.pad_rows(x.astype(jnp.float32).swapaxes(0, 1), batch=1)
 
     def layers(
-        x: Array, w: Prepared, folded: Folded | None, keys: Array, values: Array
+        x: Array,
+        w: Prepared,
+        folded: Folded | None,
+        keys: Array | None,
+        values: Array | None,
     ):
-        training, run = cache.slots == 0, partial(run_tile, folded)
-        slots = (keys, values, start)
-        out = run_layers(launch, x, w, *slots, training=training, run_tile=run)
-        attended = out.attended[:, :, :B].swapaxes(1, 2)
-        kept = Residuals(
-            z=out.z[:, :, :B].swapaxes(1, 2),
-            attended=attended.reshape(*attended.shape[:3], -1, spec.head_width),
-            lse=jnp.moveaxis(out.lse, 3, 1)[:, :B],
-        )
-        pairs = (out.keys, out.values) if cache.slots else None
-        return out.z[-1], (pairs, kept if residuals else None)
+        L = w.w_kv.shape[0]
+        if keys is None or values is None:
+            shape = tiles.slots(L, x.shape[0], x.shape[1], spec)
+            keys, values = (launch.unwritten(shape, spec.dtype) for _ in range(2))
+        if L == 1:
+            run = partial(run_layer, folded, residuals=residuals)
+        else:
+            run = partial(run_layers, run_tile=partial(run_tile, folded))
+        out = run(launch, x, w, keys, values, start, training=training)
+        kept = None
+        if residuals:
+            attended = out.attended[:, :, :B].swapaxes(1, 2)
+            kept = Residuals(
+                z=out.z[:, :, :B].swapaxes(1, 2),
+                attended=attended.reshape(*attended.shape[:3], -1, spec.head_width),
+                lse=jnp.moveaxis(out.lse, 3, 1)[:, :B],
+            )
+        pairs = None if training else (out.keys, out.values)
+        return out.z[-1], (pairs, kept)
 
     if schedule == "wavefront" or w.w_kv.shape[0] == 1:
         last, (pairs, kept) = layers(x_rows, w, folded, keys, values)

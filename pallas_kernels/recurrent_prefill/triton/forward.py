@@ -23,14 +23,10 @@ from pallas_kernels.recurrent_prefill.tiles.layout import (
     queries_and_pairs,
 )
 from pallas_kernels.recurrent_prefill.triton.add_product import Split, add_product
-from pallas_kernels.recurrent_prefill.triton.attention import (
-    TileState,
-    attend,
-    attend_earlier,
-    attend_prefix,
-)
+from pallas_kernels.recurrent_prefill.triton.attention import TileState, attend
 from pallas_kernels.recurrent_prefill.triton.launch import Launch, Position
 from pallas_kernels.recurrent_prefill.triton.norms import shape_of_statistics
+from pallas_kernels.recurrent_prefill.triton.prefix import attend_earlier, attend_prefix
 from pallas_kernels.recurrent_prefill.triton.products import (
     hidden_product,
     pair_columns,
@@ -168,13 +164,165 @@ class Folded(NamedTuple):
         )
 
 
+class Buffers(NamedTuple):
+    """What positions write, and hand from one to the next; one tile after another.
+
+    Attributes:
+      z: [L, slots, B, D], slots of a tile or of all positions.
+      state: attention's; its attended rows and lse have slots of their own number.
+      y: [L, 1, B, D].
+      pairs: of the position before, ahead of the k-norm, float32 [L, B, 2 K E].
+      statistics: of `pairs`.
+      met: counters of the two products that are split.
+    """
+
+    z: Array
+    state: TileState
+    y: Array
+    pairs: Array
+    statistics: Array
+    met: tuple[Array, Array]
+
+    @classmethod
+    def of(
+        cls,
+        launch: Launch,
+        x: Float[Array, "L slots B D"],
+        w: Prepared,
+        *,
+        attended_slots: int,
+    ) -> "Buffers":
+        """Makes those of layers with inputs like x."""
+        spec, b = launch.spec, launch.tiles.tile
+        L, _, B, D = x.shape
+        HE, KE = w.w_out.shape[1], w.w_kv.shape[2] // 2
+        columns = pair_columns(launch, L, B, 2 * KE)
+        statistics = shape_of_statistics(L, 2 * KE // columns, B)
+        keys, values = (
+            launch.unwritten((L, b + 1, B, KE), spec.dtype) for _ in range(2)
+        )
+        splits = _splits(launch, w, B)
+        return cls(
+            z=launch.unwritten(x.shape, x.dtype),
+            state=TileState(
+                attended=launch.unwritten((L, attended_slots, B, HE), spec.dtype),
+                lse=launch.unwritten((L, attended_slots, spec.heads, B), jnp.float32),
+                keys=keys,
+                values=values,
+            ),
+            y=launch.unwritten((L, 1, B, D), x.dtype),
+            pairs=launch.unwritten((L, B, 2 * KE), jnp.float32),
+            statistics=launch.unwritten(statistics.shape, statistics.dtype),
+            met=(
+                splits[0].met(launch, w.w_out, B),
+                splits[1].met(launch, w.w_down, B),
+            ),
+        )
+
+    def pairs_so_far(self) -> tuple[Array, Array]:
+        """Returns the tile's keys and values but for the last one's, [L, b, B, K E]."""
+        return self.state.keys[:, 1:], self.state.values[:, 1:]
+
+
+def _splits(launch: Launch, w: Prepared, batch: int) -> tuple[Split, Split]:
+    return Split.of(launch, w.w_out, batch), Split.of(launch, w.w_down, batch)
+
+
+def run_layer(
+    folded: Folded | None,
+    launch: Launch,
+    x: Float[Array, "T B D"],
+    w: Prepared,
+    keys: Float[Array, "1 B S KE"],
+    values: Float[Array, "1 B S KE"],
+    start: Int[Array, " B"],
+    *,
+    training: bool,
+    residuals: bool,
+) -> TritonOutputs:
+    """Does what `run_layers` does for one layer, a tile after the other.
+
+    Positions read x and write z where they stand in the whole: nothing is cut out of
+    arrays, joined or filled with zeros beforehand.
+
+    Args:
+      residuals: whether attended rows and lse are returned of all positions.
+    """
+    b, T, x = launch.tiles.tile, x.shape[0], x[None]
+    slots = T if residuals else min(b, T)
+    buffers = Buffers.of(launch, x, w, attended_slots=slots)
+
+    def step(done, tile, count, carry):
+        buffers, keys, values = carry
+        done = jnp.asarray(done, jnp.int32).reshape(1)
+        buffers, last = run_positions(
+            *(folded, launch, x, tile, w, keys, values, start, done, count, buffers)
+        )
+        slots = (keys, values)
+        for at, pairs in ((done, buffers.pairs_so_far()), (done + count - 1, last)):
+            if training:
+                slots = put_in_order(slots, pairs, at[0], T)
+            else:
+                slots = put_in_slots(slots, pairs, start, at, at >= 0, T)
+        return buffers, *slots
+
+    def whole_tile(j, carry):
+        tile = jax.lax.dynamic_slice_in_dim(x, j * b, b, axis=1)
+        return step(j * b, tile, b, carry)
+
+    carry = (buffers, keys, values)
+    whole = T // b
+    if whole:
+        carry = jax.lax.fori_loop(0, whole, whole_tile, carry)
+    if count := T - whole * b:
+        rest = jnp.pad(x[:, whole * b :], ((0, 0), (0, b - count), *NO_PAD))
+        carry = step(whole * b, rest, count, carry)
+    buffers, keys, values = carry
+    attended, lse, *_ = buffers.state
+    return TritonOutputs(buffers.z, attended, lse, keys, values)
+
+
 def run_tile(
     folded: Folded | None, launch: Launch, x, w, keys, values, start, done, count
 ) -> Tile:
     """Runs `count` of a tile's positions; `done` of each layer came before."""
-    spec, sub = launch.spec, launch.tiles.sub_tile
-    L, b, B, D = x.shape
-    q, own_k, own_v = queries_and_pairs(x, w, spec)
+    buffers = Buffers.of(launch, x, w, attended_slots=x.shape[1])
+    tile = (folded, launch, x, x, w, keys, values, start, done, count)
+    buffers, last = run_positions(*tile, buffers, first=0)
+    keys, values = (
+        jax.lax.dynamic_update_index_in_dim(pairs, part[:, 0], count - 1, 1)
+        for pairs, part in zip(buffers.pairs_so_far(), last, strict=True)
+    )
+    return Tile(buffers.z, buffers.state._replace(keys=keys, values=values))
+
+
+def run_positions(
+    folded: Folded | None,
+    launch: Launch,
+    x: Float[Array, "L slots B D"],
+    tile: Float[Array, "L b B D"],
+    w: Prepared,
+    keys: Float[Array, "L B S KE"],
+    values: Float[Array, "L B S KE"],
+    start: Int[Array, " B"],
+    done: Int[Array, " L"],
+    count: int,
+    buffers: Buffers,
+    *,
+    first: int | None = None,
+) -> tuple[Buffers, tuple[Float[Array, "L 1 B KE"], Float[Array, "L 1 B KE"]]]:
+    """Runs `count` positions of a tile; returns the last one's pair beside the buffers.
+
+    Args:
+      x: rows of all positions, or of the tile.
+      tile: the tile's.
+      start: how many positions each row had seen before the call.
+      done: how many of the call's each layer has run before.
+      first: of the tile in x and in the buffers; None: what one layer has done.
+    """
+    spec, (b, sub) = launch.spec, (launch.tiles.tile, launch.tiles.sub_tile)
+    L, B, D = tile.shape[0], *tile.shape[2:]
+    q, own_k, own_v = queries_and_pairs(tile, w, spec)
     before = (start + done[:, None]).astype(jnp.int32)
     running = attend_prefix(launch, q, own_k, own_v, keys, values, before)
     # XLA would make constants anew at every position.
@@ -184,18 +332,19 @@ def run_tile(
         folded = Folded(w.w_in, vectors.b_in, w.w_kv, vectors.b_kv)
     F, KE = w.w_down.shape[1], own_k.shape[-1]
     columns = pair_columns(launch, L, B, 2 * KE)
-    out_split, down_split = (Split.of(launch, of, B) for of in (w.w_out, w.w_down))
+    out_split, down_split = _splits(launch, w, B)
+    origin = done[0] if first is None else jnp.int32(first)
 
     def position(first, i, carry):
-        y, z, running, state, pairs, statistics, met = carry
+        running, old = carry
         t = Position(first, i.astype(jnp.int32).reshape(1))
         state = attend(
-            *(launch, t, q, running, pairs, statistics, columns),
-            *(vectors.k_norm, state),
+            *(launch, t, q, running, old.pairs, old.statistics, columns),
+            *(vectors.k_norm, old.state),
         )
         y, y_row, y_statistics, out_met, _ = add_product(
-            *(launch, t, state.attended, w.w_out, vectors.b_out, x, y),
-            *(met[0], out_split),
+            *(launch, t, state.attended, w.w_out, vectors.b_out, x, old.y),
+            *(old.met[0], out_split),
         )
         hidden = hidden_product(
             *(launch, t, y if apart else y_row, y_statistics, vectors.mlp_norm),
@@ -204,8 +353,8 @@ def run_tile(
             folded=not apart,
         )
         z, z_row, z_statistics, down_met, _ = add_product(
-            *(launch, t, hidden, w.w_down, vectors.b_down, y, z),
-            *(met[1], down_split),
+            *(launch, t, hidden, w.w_down, vectors.b_down, y, old.z),
+            *(old.met[1], down_split),
         )
         pairs, statistics = pair_product(
             *(launch, t, z if apart else z_row, z_statistics, vectors.attention_norm),
@@ -213,31 +362,18 @@ def run_tile(
             columns_read=down_split.columns,
             folded=not apart,
         )
-        return y, z, running, state, pairs, statistics, (out_met, down_met)
+        return running, Buffers(z, state, y, pairs, statistics, (out_met, down_met))
 
-    def sub_tile(first, size, carry):
-        y, z, running, *rest = carry
-        first = jnp.asarray(first, jnp.int32).reshape(1)
+    def sub_tile(behind, size, carry):
+        running, buffers = carry
+        first = (origin + jnp.asarray(behind, jnp.int32)).reshape(1)
         if sub < b:
-            running = attend_earlier(launch, first, q, running, rest[0])
-        carry = (y, z, running, *rest)
+            pairs = (buffers.state.keys, buffers.state.values)
+            running = attend_earlier(launch, first, q, *pairs, running)
         # With a number of turns that is known a GPU gets them as one graph.
-        return jax.lax.fori_loop(0, size, partial(position, first), carry)
+        return jax.lax.fori_loop(0, size, partial(position, first), (running, buffers))
 
-    statistics = shape_of_statistics(L, 2 * KE // columns, B)
-    state = TileState(
-        attended=jnp.zeros(q.shape, spec.dtype),
-        lse=jnp.zeros(running.largest.shape, jnp.float32),
-        keys=jnp.zeros((L, b + 1, B, KE), spec.dtype),
-        values=jnp.zeros((L, b + 1, B, KE), spec.dtype),
-    )
-    empty = jnp.zeros_like(x)
-    carry = (
-        *(empty[:, :1], empty, running, state),
-        *(jnp.zeros((L, B, 2 * KE)), jnp.zeros(statistics.shape)),
-        (out_split.met(launch, w.w_out, B), down_split.met(launch, w.w_down, B)),
-    )
-    whole = count // sub
+    carry, whole = (running, buffers), count // sub
     if whole > 1:
         carry = jax.lax.fori_loop(
             0, whole, lambda s, carry: sub_tile(s * sub, sub, carry), carry
@@ -246,18 +382,12 @@ def run_tile(
         carry = sub_tile(0, sub, carry)
     if count > whole * sub:
         carry = sub_tile(whole * sub, count - whole * sub, carry)
-    _, z, _, state, pairs, *_ = carry
+    _, buffers = carry
     # The step that would have finished the last position's pair never came.
-    last_k = norm_and_rotate(pairs[..., :KE], w.k_norm, None, spec)
-    last = (last_k.reshape(L, B, KE), pairs[..., KE:])
-    new = (
-        jax.lax.dynamic_update_index_in_dim(old, part.astype(spec.dtype), count, 1)[
-            :, 1:
-        ]
-        for old, part in zip((state.keys, state.values), last, strict=True)
-    )
-    keys, values = new
-    return Tile(z, state._replace(keys=keys, values=values))
+    last_k = norm_and_rotate(buffers.pairs[..., :KE], w.k_norm, None, spec)
+    last = (last_k.reshape(L, B, KE), buffers.pairs[..., KE:])
+    last_k, last_v = (part.astype(spec.dtype)[:, None] for part in last)
+    return buffers, (last_k, last_v)
 
 
 def _unskew(rows: Array, whole: int) -> Array:

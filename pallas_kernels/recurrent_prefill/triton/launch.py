@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Float, Num
+from jaxtyping import Float, Int, Num
 
 from pallas_kernels.moved_bytes import moving
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
@@ -86,6 +86,12 @@ class Launch:
             if contracted % (splits * depth) == 0
         ]
         return min(choices, key=lambda choice: moved(*choice))
+
+    def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Returns an array to be written before it is read; NaN in the interpreter."""
+        if self.interpret:
+            return jnp.full(shape, jnp.nan, dtype)
+        return jax.lax.empty(shape, dtype)
 
     def query_warps(self) -> int:
         """Returns how many warps share a tile's queries of one row and head."""
@@ -168,7 +174,7 @@ def like(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 class Position(NamedTuple):
-    """A position within the tile: inputs, and refs, of the forward step's kernels.
+    """A position of the call: inputs, and refs, of the forward step's kernels.
 
     In two parts, both int32 [1]: to add them up would be a launch at every position.
 
@@ -180,14 +186,18 @@ class Position(NamedTuple):
     first: Any
     behind: Any
 
-    @property
-    def t(self) -> jax.Array:
-        """In a kernel: the position."""
-        return self.first[0] + self.behind[0]
+    def slot(self, ref: Any) -> jax.Array:
+        """In a kernel: where it lies in [slots, ...], of a call, a tile or one slot."""
+        return slot_of(self.first[0] + self.behind[0], ref.shape[0])
+
+
+def slot_of(position: Int[Array, ""], slots: int) -> Int[Array, ""]:
+    """Returns where a position lies among so many slots: tiles begin at whole turns."""
+    return jax.lax.rem(position, jnp.int32(slots))
 
 
 POSITION = pl.BlockSpec((1,), lambda *_: (0,))
-"""A position within the tile, or a part of it, int32 [1]: a kernel's first input."""
+"""A position, or a part of one, int32 [1]: a kernel's first input."""
 
 
 def dot(

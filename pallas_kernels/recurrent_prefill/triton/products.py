@@ -26,7 +26,6 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     launch_kernel,
     one_slot,
     row_spec,
-    slot,
     vector_spec,
     warps_of,
     whole_spec,
@@ -166,7 +165,7 @@ def pair_columns(launch: Launch, layers: int, batch: int, width: int) -> int:
 class _HiddenRefs(NamedTuple):
     """References of `_hidden_kernel`."""
 
-    first: Any  # [1], [1]: the position within the tile
+    first: Any  # [1], [1]: the position
     behind: Any
     x: Any  # [positions, rows, D]
     statistics: Any  # [programs, 2, rows]: of x, by the columns that wrote them
@@ -189,7 +188,7 @@ def _hidden_kernel(
     # Without a gate, w_gate's specs repeat w_up's columns and are not read.
     up, *gate = _normed_dots(
         refs.x,
-        slot(refs.x, Position(refs.first, refs.behind).t),
+        Position(refs.first, refs.behind).slot(refs.x),
         read_statistics(
             refs.statistics,
             width=refs.x.shape[2],
@@ -214,7 +213,7 @@ def _hidden_kernel(
 class _PairRefs(NamedTuple):
     """References of `_pair_kernel`."""
 
-    first: Any  # [1], [1]: the position within the tile
+    first: Any  # [1], [1]: the position
     behind: Any
     z: Any  # [positions, rows, D]
     statistics: Any  # [programs, 2, rows]: of z
@@ -232,7 +231,7 @@ def _pair_kernel(refs: _PairRefs, *, kind, eps, folded, columns_read, depth):
     moments = read_statistics(
         refs.statistics, width=refs.z.shape[2], columns=columns_read, kind=kind, eps=eps
     )
-    at = slot(refs.z, Position(refs.first, refs.behind).t)
+    at = Position(refs.first, refs.behind).slot(refs.z)
     norm = None if folded else (refs.scale, refs.shift)
     (pairs,) = _normed_dots(refs.z, at, moments, norm, (refs.w,), depth)
     pairs = pairs + refs.b[...][None, :]
