@@ -83,15 +83,24 @@ def own_tile_backward(
     pairs: tuple[Float[Array, "L b B KE"], Float[Array, "L b B KE"]],
     queries,
     unit_k: Float[Array, "L b B KE"],
+    factor: Float[Array, "L b B"],
     scale: Float[Array, "L KE"],
+    delta: Float[Array, "L b H B"],
 ):
     """Adds to dk[t], dv[t] what the tile's later queries say: a step's first kernel.
+
+    Returns:
+      dk, dv; sums of scale dk unit_k and of scale dk by head, [L, programs, 2, B]; what
+      the product with the pairs' weights reads, factor scale dk and dv at t in its
+      operands' dtype, [L, 2, B, K E]; delta.
 
     Args:
       dk, dv: float32 [L, b, B, K E], written in place.
       pairs: persistent keys and values [L, b, B, K E].
       queries: q, do, attended [L, b, B, H E] and lse [L, b, H, B].
-      unit_k, scale: of the k-norm, for the sums that its backward needs.
+      unit_k, factor, scale: of the k-norm, for what its backward needs.
+      delta: sums of do attended by head, of the queries behind t + 1; that of t + 1 is
+        written in place.
     """
     spec, block = launch.spec, launch.tiles.attend_rows
     L, b, B, KE = dk.shape
@@ -102,12 +111,13 @@ def own_tile_backward(
     )
     scalar = pl.BlockSpec((None, b, Q, block), lambda l, i, h: (l, 0, h, i))
     sums = jax.ShapeDtypeStruct(shape_of_sums(L, K, B), jnp.float32)
-    once: dict[int, float] = dict.fromkeys((1, 2, 7, 9, 10), one_slot(dk))
-    half: dict[int, float] = dict.fromkeys((3, 4, 5, 6), 0.5)
+    narrow = jax.ShapeDtypeStruct((L, 2, B, KE), spec.dtype)
+    once: dict[int, float] = dict.fromkeys((1, 2, 5, 7, 8, 10, 11), one_slot(dk))
+    half: dict[int, float] = dict.fromkeys((3, 4, 6, 12), 0.5)
     return launch_kernel(
         launch,
         _own_tile_kernel,
-        *(t, *pairs, *queries, unit_k, scale, dk, dv),
+        *(t, *pairs, *queries, unit_k, factor, scale, dk, dv, delta),
         refs=OwnTileRefs,
         grid=(L, B // block, K),
         in_specs=[
@@ -115,18 +125,21 @@ def own_tile_backward(
             *(heads(E), heads(E)),
             *(heads(Q * E), heads(Q * E), heads(Q * E), scalar),
             heads(E),
+            pl.BlockSpec((None, b, block), lambda l, i, h: (l, 0, i)),
             pl.BlockSpec((None, E), lambda l, i, h: (l, h)),
-            *(heads(E), heads(E)),
+            *(heads(E), heads(E), scalar),
         ],
         out_specs=[
             *(heads(E), heads(E)),
             pl.BlockSpec((None, None, 2, block), lambda l, i, h: (l, h, 0, i)),
+            pl.BlockSpec((None, 2, block, E), lambda l, i, h: (l, 0, i, h)),
+            scalar,
         ],
-        out_shape=[like(dk), like(dv), sums],
-        aliases={9: 0, 10: 1},
+        out_shape=[like(dk), like(dv), sums, narrow, like(delta)],
+        aliases={10: 0, 11: 1, 12: 4},
         # One pair, and the queries after it: half a tile's on average.
         reads=once | half,
-        writes=dict.fromkeys((0, 1), one_slot(dk)),
+        writes=dict.fromkeys((0, 1, 4), one_slot(dk)),
         spec=spec,
     )
 
@@ -194,12 +207,16 @@ class OwnTileRefs(NamedTuple):
     attended: Any  # [b, rows, Q E]
     lse: Any  # [b, Q, rows]
     unit_k: Any  # [b, rows, E], keys before the k-norm's scale
+    factor: Any  # [b, rows], of the k-norm
     scale: Any  # [E], of the k-norm
     old_dk: Any  # [b, rows, E], from later tiles, written in place
     old_dv: Any  # [b, rows, E]
+    old_delta: Any  # [b, Q, rows], written in place
     dk: Any  # [b, rows, E]
     dv: Any  # [b, rows, E]
     sums: Any  # [2, rows], for the k-norm's backward
+    narrow: Any  # [2, rows, E], operands of the next product
+    delta: Any  # [b, Q, rows]
 
 
 # A program owns one key head's pair of a few rows at position t; it reads the tile's
@@ -213,6 +230,9 @@ def _own_tile_kernel(refs: OwnTileRefs, *, spec):
     at = jax.lax.broadcasted_iota(jnp.int32, (b, rows), 0)
     later = at > t
     read = jnp.broadcast_to(later[:, :, None], (b, rows, E))
+    # The query right behind t got its do in the last step, its delta now; behind the
+    # last one of the tile there is none.
+    behind = jnp.minimum(t + 1, b - 1)
 
     def load(ref, heads):
         part = pltriton.load(ref.at[:, :, heads], mask=read, other=0.0)
@@ -225,7 +245,11 @@ def _own_tile_kernel(refs: OwnTileRefs, *, spec):
         heads = pl.ds(g * E, E)
         slope = slope_of(spec, first_head + g)
         q, do = load(refs.q, heads), load(refs.do, heads)
-        delta = jnp.sum(do * load(refs.attended, heads), axis=2)
+        newest = refs.do[behind, :, heads].astype(jnp.float32)
+        newest = newest * refs.attended[behind, :, heads].astype(jnp.float32)
+        newest = jnp.where(t + 1 < b, jnp.sum(newest, axis=1), 0.0)
+        refs.delta[behind, g, :] = newest
+        delta = jnp.where(at > t + 1, refs.old_delta[:, g, :], newest[None, :])
         logits = spec.logit_scale * jnp.sum(q * k[None], axis=2)
         logits = logits - slope * (at - t).astype(jnp.float32)
         p = jnp.where(later, jnp.exp(logits - refs.lse[:, g, :]), 0.0)
@@ -241,6 +265,8 @@ def _own_tile_kernel(refs: OwnTileRefs, *, spec):
     scaled = dk * refs.scale[...][None, :]
     refs.sums[0, :] = jnp.sum(scaled * refs.unit_k[t], axis=1)
     refs.sums[1, :] = jnp.sum(scaled, axis=1)
+    refs.narrow[0] = (scaled * refs.factor[t][:, None]).astype(refs.narrow.dtype)
+    refs.narrow[1] = dv.astype(refs.narrow.dtype)
 
 
 def queries_backward(

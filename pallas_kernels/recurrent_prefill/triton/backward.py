@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.recurrent_prefill.arrays import Array
-from pallas_kernels.recurrent_prefill.equations import Prepared
+from pallas_kernels.recurrent_prefill.equations import Prepared, linear
 from pallas_kernels.recurrent_prefill.tiles.backward import Kept, Kernels
 from pallas_kernels.recurrent_prefill.tiles.gradients import Known, PositionGradients
 from pallas_kernels.recurrent_prefill.tiles.layout import Vectors
@@ -41,18 +41,21 @@ def _positions_back(
     vectors = jax.lax.optimization_barrier(Vectors.of(w, spec, D))
     attention_scale, mlp_scale = vectors.attention_norm[0], vectors.mlp_norm[0]
     kind_z = spec.norm if spec.normed_persistent else "none"
+    w_k = w.w_kv[..., : w.w_kv.shape[2] // 2]
+    turned = linear(known.unit_k, w_k.swapaxes(1, 2))
+    level = jnp.sum(w_k.astype(jnp.float32), axis=2)
 
     def position(i, carry):
-        found, do = carry
+        found, do, delta = carry
         t = (b - 1 - i).astype(jnp.int32).reshape(1)
         queries = (q, do, tile.attended, tile.lse)
-        dk, dv, sums = own_tile_backward(
+        dk, dv, sums, pair, delta = own_tile_backward(
             *(launch, t, found.dk, found.dv, (known.keys, known.values)),
-            *(queries, known.unit_k, vectors.k_norm[0]),
+            *(queries, known.unit_k, known.factor_k, vectors.k_norm[0], delta),
         )
         dnormed_z = pair_product_back(
-            *(launch, t, dk, dv, sums, known.unit_k, known.factor_k),
-            *(vectors.k_norm[0], w.w_kv, found.dnormed_z),
+            *(launch, t, pair, sums, known.factor_k),
+            *(w.w_kv, turned, level, found.dnormed_z),
         )
         dz, scaled = norm_back(
             *(launch, t, tile.dz, dnormed_z, known.unit_z, known.factor_z),
@@ -67,11 +70,16 @@ def _positions_back(
             kind=spec.norm,
         )
         do = transposed_product(launch, t, scaled, w.w_out, do)
-        return PositionGradients(dy, dz, dnormed_y, dnormed_z, dpre, dk, dv), do
+        found = PositionGradients(dy, dz, dnormed_y, dnormed_z, dpre, dk, dv)
+        return found, do, delta
 
-    row = jnp.zeros((L, b, B, D), jnp.float32)
-    pre = jnp.zeros(known.slopes.shape, spec.dtype)
-    return jax.lax.fori_loop(
-        *(0, b, position),
-        (PositionGradients(row, row, row, row, pre, dk, dv), jnp.zeros_like(q)),
+    unwritten = launch.unwritten
+    row = lambda: unwritten(tile.x.shape, jnp.float32)  # noqa: E731
+    pre = unwritten(known.slopes.shape, spec.dtype)
+    carry = (
+        PositionGradients(row(), row(), row(), row(), pre, dk, dv),
+        unwritten(q.shape, q.dtype),
+        unwritten(tile.lse.shape, jnp.float32),
     )
+    found, do, _ = jax.lax.fori_loop(0, b, position, carry)
+    return found, do

@@ -23,10 +23,9 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     row_spec,
     slot,
     slot_spec,
+    vector_spec,
     warps_of,
-    whole_spec,
 )
-from pallas_kernels.recurrent_prefill.triton.norms import standardised_back
 
 
 def transposed_product(
@@ -77,56 +76,57 @@ def transposed_product(
 def pair_product_back(
     launch: Launch,
     t: Int[Array, "1"],
-    dk: Float[Array, "L b B KE"],
-    dv: Float[Array, "L b B KE"],
+    pair: Float[Array, "L 2 B KE"],
     sums: Float[Array, "L programs 2 B"],
-    unit_k: Float[Array, "L b B KE"],
     factor: Float[Array, "L b B"],
-    scale: Float[Array, "L KE"],
     w: Float[Array, "L D KE_and_KE"],
+    turned: Float[Array, "L b B D"],
+    level: Float[Array, "L D"],
     out: Float[Array, "L b B D"],
 ) -> Float[Array, "L b B D"]:
     """Writes out[t] = [k-norm back (dk[t]) | dv[t]] [W_k | W_v]^T.
 
+    The k-norm's backward takes off each row its mean along the unit keys (and, of a
+    layer norm, its mean): after the product that is a number a row times what W_k makes
+    of the unit keys (and of ones), which the whole tile has at once.
+
     Args:
+      pair: factor scale dk[t] and dv[t].
       sums: of scale dk unit_k and of scale dk by head, [L, programs, 2, B].
-      unit_k: normalised keys before the k-norm's scale, [L, b, B, K E].
       factor: what the k-norm multiplied by, [L, b, B].
+      turned: unit_k W_k^T, float32.
+      level: sums of W_k over its columns.
     """
     spec, block = launch.spec, launch.tiles.rows
     L, b, B, D = out.shape
-    KE = unit_k.shape[3]
+    KE = pair.shape[3]
     columns = launch.columns(D, L * (B // block))
-    # In float32 what it reads ahead, two blocks of a weight among it, leaves a frame on
-    # the stack of 12.0 at a depth of 32.
-    deepest = KE if w.dtype.itemsize < 4 else 16
     own = slot_spec(out, block, columns)
     (out,) = launch_kernel(
         launch,
         _pair_product_back_kernel,
-        *(t, dk, dv, sums, unit_k, factor, scale, w, out),
+        *(t, pair, sums, factor, w, turned, level, out),
         refs=_PairBackRefs,
         grid=(L, B // block, D // columns),
         in_specs=[
             POSITION,
-            *(row_spec(dk, block), row_spec(dv, block)),
+            row_spec(pair, block),
             pl.BlockSpec((None, sums.shape[1], 2, block), lambda l, i, j: (l, 0, 0, i)),
-            row_spec(unit_k, block),
             pl.BlockSpec((None, b, block), lambda l, i, j: (l, 0, i)),
-            whole_spec(KE),
             pl.BlockSpec((None, columns, 2 * KE), lambda l, i, j: (l, j, 0)),
+            slot_spec(turned, block, columns),
+            vector_spec(columns),
             own,
         ],
         out_specs=[own],
         out_shape=[like(out)],
-        aliases={8: 0},
-        reads=dict.fromkeys((1, 2, 4, 5), one_slot(out)),
+        aliases={7: 0},
+        reads=dict.fromkeys((3, 5), one_slot(out)),
         writes={0: one_slot(out)},
-        warps=8 if block > 32 else 4,
-        stages=2,
+        warps=warps_of(block, columns),
         kind=spec.qk_norm,
         heads=spec.key_heads,
-        depth=min(launch.depth(KE), deepest),
+        depth=launch.depth(KE),
     )
     return out
 
@@ -158,42 +158,41 @@ class _PairBackRefs(NamedTuple):
     """References of `_pair_product_back_kernel`."""
 
     t: Any  # int32 [1]: the position within the tile
-    dk: Any  # [b, rows, K E]
-    dv: Any  # [b, rows, K E]
+    pair: Any  # [2, rows, K E]
     sums: Any  # [programs, 2, rows]: what heads left for the k-norm
-    unit: Any  # [b, rows, K E]: keys before the k-norm's scale
     factor: Any  # [b, rows]: what the k-norm multiplied by
-    scale: Any  # [K E], of the k-norm
     w: Any  # [columns, 2 K E]: w_k, then w_v
+    turned: Any  # [b, rows, columns]: w_k of the unit keys
+    level: Any  # [columns]: w_k of ones
     before: Any  # the array that `out` is written into; not read
     out: Any  # out, [b, rows, columns]
 
 
-# As above; the k-norm's backward is applied to the keys' cotangent as it is read.
+# As above; what the k-norm's backward takes off comes after the product.
 def _pair_product_back_kernel(refs: _PairBackRefs, *, kind, heads, depth):
     t = refs.t[0]
-    KE = refs.dk.shape[2]
-    # What each head left of the two sums over all keys; the rest of the array, up to a
-    # power of two, was never written.
-    programs, _, rows = refs.sums.shape
-    written = jax.lax.broadcasted_iota(jnp.int32, (programs, rows), 0) < heads
-    along = jnp.sum(jnp.where(written, refs.sums[:, 0, :], 0.0), axis=0) / KE
-    level = jnp.sum(jnp.where(written, refs.sums[:, 1, :], 0.0), axis=0) / KE
-    factor = refs.factor[t]
+    KE = refs.pair.shape[2]
 
     def add(k, total):
-        part = pl.ds(k * depth, depth)
-        g = refs.dk[t, :, part] * refs.scale[part][None, :]
-        g = standardised_back(
-            g, refs.unit[t, :, part], factor, along, level, kind
-        ).astype(refs.w.dtype)
-        total = total + dot(g, refs.w[:, part].T)
-        values = pl.ds(KE + k * depth, depth)
-        v = refs.dv[t, :, part].astype(refs.w.dtype)
-        return total + dot(v, refs.w[:, values].T)
+        part, values = pl.ds(k * depth, depth), pl.ds(KE + k * depth, depth)
+        total = total + dot(refs.pair[0, :, part], refs.w[:, part].T)
+        return total + dot(refs.pair[1, :, part], refs.w[:, values].T)
 
-    zero = jnp.zeros((rows, refs.w.shape[0]), jnp.float32)
-    refs.out[t] = jax.lax.fori_loop(0, KE // depth, add, zero)
+    zero = jnp.zeros((refs.pair.shape[1], refs.w.shape[0]), jnp.float32)
+    total = jax.lax.fori_loop(0, KE // depth, add, zero)
+    if kind != "none":
+        # What each head left of the two sums over all keys; the rest of the array, up
+        # to a power of two, was never written.
+        programs, _, rows = refs.sums.shape
+        written = jax.lax.broadcasted_iota(jnp.int32, (programs, rows), 0) < heads
+        mean = lambda n: (  # noqa: E731
+            jnp.sum(jnp.where(written, refs.sums[:, n, :], 0.0), axis=0) / KE
+        )
+        factor = refs.factor[t]
+        total = total - (factor * mean(0))[:, None] * refs.turned[t]
+        if kind == "layer":
+            total = total - (factor * mean(1))[:, None] * refs.level[...][None, :]
+    refs.out[t] = total
 
 
 def shape_of_sums(layers: int, heads: int, batch: int) -> tuple[int, ...]:

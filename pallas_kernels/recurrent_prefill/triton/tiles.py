@@ -82,8 +82,7 @@ def choose_tiles(
     if direction == "forward" and itemsize < 4 and rows <= 64:
         # Few rows: programs wait for weights, of which more are on their way.
         depth, stages = 128, 6
-    needed = _needed_forward if direction == "forward" else _needed
-    while depth > _LEAST and needed(rows, columns, depth, itemsize) > shared:
+    while depth > _LEAST and _needed(rows, columns, depth, itemsize) > shared:
         depth //= 2
     own = sub_tile if direction == "forward" else tile
     chosen = {
@@ -132,18 +131,7 @@ def _grouping(spec: LayerSpec) -> int:
 
 
 def _needed(rows: int, columns: int, depth: int, itemsize: int) -> int:
-    """Returns how much shared memory the product that takes most of it does at most.
-
-    Read off `pair_product_back` as Triton 3.9 compiles it for 8.6 and 9.0.
-    """
-    # It reads two float32 rows ahead and turns them, and what goes into the matrix
-    # unit, by way of shared memory; and two blocks of a weight, two of each.
-    of_rows = (8 + 2 * itemsize) * depth + 4
-    return rows * of_rows + 4 * columns * depth * itemsize
-
-
-def _needed_forward(rows: int, columns: int, depth: int, itemsize: int) -> int:
-    """Returns how much shared memory a product of the forward pass does at most.
+    """Returns how much shared memory a product does at most.
 
     Three blocks of both operands, as Triton 3.9 compiles it for 9.0.
     """

@@ -130,7 +130,7 @@ def test_the_heuristic_fills_what_is_not_given():
         ({"attend_rows": 32, "rows": 16}, "attend_rows must be at most rows=16, got"),
         (
             {"rows": 128, "columns": 128, "depth": 64},
-            "columns=128 and depth=64 need 262,656 bytes of shared memory, the device "
+            "columns=128 and depth=64 need 196,608 bytes of shared memory, the device "
             "has 101,376",
         ),
     ],

@@ -47,7 +47,9 @@ def test_a_position_forward_on_h100_takes_at_most_6_kernels(case):
 
 @pytest.mark.slow
 def test_a_position_backward_on_h100_takes_at_most_9_kernels():
-    forward, backward = positions_loops(compiled("h100", "gpu_training"))
+    # In the text of a program loops come in any order.
+    loops = positions_loops(compiled("h100", "gpu_training"))
+    forward, backward = sorted(loops, key=len)
     assert len(forward) <= MOST_KERNELS, forward
     assert sum(TRITON in name for name in backward) == 7
     assert len(backward) <= 9, backward
