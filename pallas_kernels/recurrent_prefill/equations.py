@@ -96,8 +96,8 @@ def linear(
     """Multiplies rows [L, ..., N] by [L, N, M]; accumulates in at least float32.
 
     Args:
-      narrow: rounds the product to the weight's dtype, in which it then crosses memory;
-        what is returned is wide all the same.
+      narrow: has the product in the weight's dtype, in which it then crosses memory,
+        accumulated as the device does; what is returned is wide all the same.
     """
     wide = jnp.promote_types(weight.dtype, jnp.float32)
     # Axes stay apart: a batch that lies on several devices must not be merged.

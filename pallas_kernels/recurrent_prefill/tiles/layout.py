@@ -62,7 +62,7 @@ class Tiles:
         steps = jnp.arange(-(-positions // self.tile) * self.tile)[:, None]
         return rotation(start + steps, spec, jnp.float32)
 
-    def slots(
+    def training_shape(
         self, layers: int, positions: int, rows: int, spec: LayerSpec
     ) -> tuple[int, int, int, int]:
         """Returns the shape of the training cache's keys: `cached_slots` lays it out.
@@ -86,7 +86,7 @@ class Tiles:
         def lay_out(pairs: Array) -> Array:
             L, B, S = pairs.shape[:3]
             pairs = pairs.reshape(L, B, S, spec.key_heads * spec.head_width)
-            missing = 0 if S else -(-positions // self.tile) * self.tile
+            missing = 0 if S else self.training_shape(L, positions, B, spec)[2]
             pairs = jnp.pad(
                 pairs.astype(spec.dtype), ((0, 0), (0, 0), (0, missing), (0, 0))
             )
@@ -144,7 +144,7 @@ def put_in_order(
     and layer XLA would first turn the whole of both arrays, for every tile.
 
     Args:
-      old: in training: zeros from `first` on.
+      old: in training: anything from `first` on.
       positions: T; zeros are written beyond.
     """
     t = first + jnp.arange(new[0].shape[1])

@@ -39,11 +39,11 @@ class Split(NamedTuple):
 
     Attributes:
       columns: of one program.
-      parts: of the contracted axis; each has programs of its own.
+      splits: of the contracted axis; each has programs of its own.
     """
 
     columns: int
-    parts: int
+    splits: int
 
     @classmethod
     def of(cls, launch: Launch, w: Float[Array, "L N M"], batch: int) -> "Split":
@@ -51,7 +51,9 @@ class Split(NamedTuple):
         L, N, M = w.shape
         return cls(*launch.split(M, N, L * (batch // launch.tiles.rows)))
 
-    def met(self, launch: Launch, w: Float[Array, "L N M"], batch: int) -> Array:
+    def none_finished(
+        self, launch: Launch, w: Float[Array, "L N M"], batch: int
+    ) -> Array:
         """Returns how many programs of each block of the result are done: none."""
         L, _, M = w.shape
         shape = (L, batch // launch.tiles.rows, M // self.columns)
@@ -66,33 +68,33 @@ def add_product(
     b: Float[Array, "L M"],
     residual: Float[Array, "L _ B M"],
     out: Float[Array, "L _ B M"],
-    met: Int[Array, "L row_blocks column_blocks"],
+    finished: Int[Array, "L row_blocks column_blocks"],
     split: Split,
 ):
     """Writes out[t] = residual[t] + s (rows[t] w + b).
 
     Args:
-      met: `Split.met` before the first position; what this returns, for the next.
+      finished: `Split.none_finished`, and after the first position what this returned.
 
     Returns:
       out; its row t once more, in the products' dtype, [L, 1, B, M]; its statistics;
-      met; the parts' sums, which nobody needs any more.
+      finished; the splits' sums, which nobody needs any more.
     """
     L, _, B, N = out.shape
-    block, (columns, parts) = launch.tiles.rows, split
+    block, (columns, splits) = launch.tiles.rows, split
     own = slot_spec(out, block, columns)
-    count = pl.BlockSpec(met.shape, lambda l, i, j, k: (0, 0, 0))
+    count = pl.BlockSpec(finished.shape, lambda l, i, j, k: (0, 0, 0))
     # Where nothing is split there is nothing to add up.
-    shape = (L, parts, B, N) if parts > 1 else (L, 1, 1, 1)
-    sums = pl.BlockSpec((None, parts, block, columns), lambda l, i, j, k: (l, 0, i, j))
-    if parts == 1:
+    shape = (L, splits, B, N) if splits > 1 else (L, 1, 1, 1)
+    sums = pl.BlockSpec((None, splits, block, columns), lambda l, i, j, k: (l, 0, i, j))
+    if splits == 1:
         sums = pl.BlockSpec((None, 1, 1, 1), lambda l, i, j, k: (l, 0, 0, 0))
     return launch_kernel(
         launch,
         _add_product_kernel,
-        *(*t, rows, w, b, residual, out, met),
+        *(*t, rows, w, b, residual, out, finished),
         refs=_AddRefs,
-        grid=(L, B // block, N // columns, parts),
+        grid=(L, B // block, N // columns, splits),
         in_specs=[
             *(POSITION, POSITION),
             row_spec(rows, block),
@@ -111,18 +113,18 @@ def add_product(
             like(out),
             jax.ShapeDtypeStruct((L, 1, B, N), launch.spec.dtype),
             shape_of_statistics(L, N // columns, B),
-            like(met),
+            like(finished),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ],
         aliases={6: 0, 7: 3},
         reads={2: one_slot(rows), 5: one_slot(residual)},
-        # The parts' sums are written, and read again.
-        writes={0: one_slot(out), 4: 2.0 if parts > 1 else 0.0},
+        # The splits' sums are written, and read again.
+        writes={0: one_slot(out), 4: 2.0 if splits > 1 else 0.0},
         warps=warps_of(block, columns),
         stages=launch.stages(columns),
         scale=launch.spec.residual_scale,
         depth=launch.depth(w.shape[1]),
-        parts=parts,
+        splits=splits,
         # jax's interpreter runs programs one by one and knows no barrier.
         interpret=launch.interpret,
     )
@@ -138,22 +140,22 @@ class _AddRefs(NamedTuple):
     b: Any  # [columns]
     residual: Any  # [positions, rows, columns]
     old_out: Any  # two outputs, which are written in place
-    old_met: Any
+    old_finished: Any
     out: Any  # [positions, rows, columns]
     narrow: Any  # [rows, columns]
     statistics: Any  # [2, rows]: of this program's columns
-    met: Any  # [L, row_blocks, column_blocks]: programs done, at all positions
-    sums: Any  # [parts, rows, columns], float32
+    finished: Any  # [L, row_blocks, column_blocks]: programs done, at all positions
+    sums: Any  # [splits, rows, columns], float32
 
 
 # A program reads its part of the contracted axis of its rows and of its columns of w,
 # `depth` at a time. The last of the programs of one block of the result adds up what
 # the others left, and its part of the residual. It waits for none: which one is last, a
 # counter tells, raised once a part's sum is written.
-def _add_product_kernel(refs: _AddRefs, *, scale, depth, parts, interpret):
+def _add_product_kernel(refs: _AddRefs, *, scale, depth, splits, interpret):
     t = Position(refs.first, refs.behind)
     at = t.slot(refs.rows)
-    steps = refs.w.shape[0] // (parts * depth)
+    steps = refs.w.shape[0] // (splits * depth)
     first = pl.program_id(3) * steps
 
     def add(k, total):
@@ -170,7 +172,7 @@ def _add_product_kernel(refs: _AddRefs, *, scale, depth, parts, interpret):
         refs.narrow[:] = out.astype(refs.narrow.dtype)
         write_statistics(refs.statistics, out)
 
-    if parts == 1:
+    if splits == 1:
         finish(total)
         return
     refs.sums[pl.program_id(3)] = total
@@ -180,10 +182,12 @@ def _add_product_kernel(refs: _AddRefs, *, scale, depth, parts, interpret):
     block = tuple(pl.program_id(axis) for axis in range(3))
     # A constant is more than jax's interpreter takes here.
     one = 1 + jnp.minimum(pl.program_id(3), 0)
-    before = pltriton.atomic_add(refs.met, block, one)
+    before = pltriton.atomic_add(refs.finished, block, one)
 
-    @pl.when(before % parts == parts - 1)
+    @pl.when(before % splits == splits - 1)
     def _():
-        # In the order of the parts, whoever is last: results do not change from run
+        # In the order of the splits, whoever is last: results do not change from run
         # to run.
-        finish(jax.lax.fori_loop(0, parts, lambda k, total: total + refs.sums[k], zero))
+        finish(
+            jax.lax.fori_loop(0, splits, lambda k, total: total + refs.sums[k], zero)
+        )

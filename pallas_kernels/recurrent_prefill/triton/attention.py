@@ -34,8 +34,8 @@ class TileState(NamedTuple):
     """What the positions of a tile write, each its own slot.
 
     Attributes:
-      attended: [L, b, B, H E], or of more tiles.
-      lse: [L, b, H, B], likewise.
+      attended: [L, slots, B, H E], slots of a tile or of all positions.
+      lse: [L, slots, H, B].
       keys, values: persistent pairs, [L, b + 1, B, K E].
     """
 
@@ -52,7 +52,7 @@ def attend(
     running: Running,
     pairs: Float[Array, "L B KE_and_KE"],
     statistics: Float[Array, "L programs 2 B"],
-    columns,
+    columns: int,
     norm: tuple[Float[Array, "L KE"], Float[Array, "L KE"]],
     state: TileState,
 ) -> TileState:
@@ -62,7 +62,7 @@ def attend(
       pairs: of position t - 1 before k-norm, float32 [L, B, 2 K E].
       statistics: of `pairs`, whose keys fill programs of `columns` columns.
       norm: scale and bias of the k-norm, [L, K E].
-      state: written in place at slot t, the pair at t - 1.
+      state: written in place: attended and lse of t, and the pair of t - 1.
     """
     spec, block = launch.spec, launch.tiles.attend_rows
     L, b, B, _ = q.shape

@@ -23,7 +23,6 @@ from pallas_kernels.recurrent_prefill.tiles.layout import from_slots
 from pallas_kernels.recurrent_prefill.tiles.refusal import refusal_of_call
 from pallas_kernels.recurrent_prefill.triton.backward import triton_kernels
 from pallas_kernels.recurrent_prefill.triton.forward import (
-    Folded,
     run_layer,
     run_layers,
     run_tile,
@@ -32,6 +31,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     Launch,
     refusal_of_width,
 )
+from pallas_kernels.recurrent_prefill.triton.products import Folded
 from pallas_kernels.recurrent_prefill.triton.tiles import (
     Pass,
     choose_tiles,
@@ -92,6 +92,7 @@ def expressible(
         tile=tile,
         spec=spec,
         shared=shared,
+        # Backward the same sizes take no more.
         direction="forward",
         schedule=schedule,
         blocks=blocks,
@@ -139,7 +140,7 @@ def forward(
     ):
         L = w.w_kv.shape[0]
         if keys is None or values is None:
-            shape = tiles.slots(L, x.shape[0], x.shape[1], spec)
+            shape = tiles.training_shape(L, x.shape[0], x.shape[1], spec)
             keys, values = (launch.unwritten(shape, spec.dtype) for _ in range(2))
         if L == 1:
             run = partial(run_layer, folded, residuals=residuals)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
+from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import Prepared, norm_and_rotate
 from pallas_kernels.recurrent_prefill.tiles.layout import (
     Vectors,
@@ -28,6 +28,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import Launch, Position
 from pallas_kernels.recurrent_prefill.triton.norms import shape_of_statistics
 from pallas_kernels.recurrent_prefill.triton.prefix import attend_earlier, attend_prefix
 from pallas_kernels.recurrent_prefill.triton.products import (
+    Folded,
     hidden_product,
     pair_columns,
     pair_product,
@@ -124,44 +125,13 @@ def run_layers(
 
 
 class Tile(NamedTuple):
-    """What the loop through a tile computes: z [L, b, B, D], and attention's state."""
+    """What the loop through a tile computes: z [L, b, B, D], and attention's state.
+
+    Its keys and values are those of the tile's positions, [L, b, B, K E].
+    """
 
     z: Array
     state: TileState
-
-
-class Folded(NamedTuple):
-    """Weights and biases of the products behind the norms, with scale and shift in.
-
-    n(x) W + b = f (x W') + b' with W' = scale W, b' = b + shift W and f the factor by
-    which RMSNorm multiplies a row: programs then read rows in the products' dtype and
-    multiply their sums once. A layer norm takes off each row's mean first, which those
-    sums would lose in bfloat16: it stays apart.
-    """
-
-    w_in: Array
-    b_in: Array
-    w_kv: Array
-    b_kv: Array
-
-    @classmethod
-    def of(cls, wide: Prepared, spec: LayerSpec) -> "Folded | None":
-        """Folds float32 weights; None where the norm stays apart."""
-        if spec.norm == "layer":
-            return None
-        vectors = Vectors.of(wide, spec, wide.w_out.shape[2])
-
-        def fold(norm, w: Array, b: Array) -> tuple[Array, Array]:
-            scale, shift = norm
-            shifted = jnp.einsum(
-                "ln,lnm->lm", shift, w, precision=jax.lax.Precision.HIGHEST
-            )
-            return (scale[..., None] * w).astype(spec.dtype), b + shifted
-
-        return cls(
-            *fold(vectors.mlp_norm, wide.w_in, vectors.b_in),
-            *fold(vectors.attention_norm, wide.w_kv, vectors.b_kv),
-        )
 
 
 class Buffers(NamedTuple):
@@ -173,7 +143,7 @@ class Buffers(NamedTuple):
       y: [L, 1, B, D].
       pairs: of the position before, ahead of the k-norm, float32 [L, B, 2 K E].
       statistics: of `pairs`.
-      met: counters of the two products that are split.
+      finished: counters of the two products that are split.
     """
 
     z: Array
@@ -181,7 +151,7 @@ class Buffers(NamedTuple):
     y: Array
     pairs: Array
     statistics: Array
-    met: tuple[Array, Array]
+    finished: tuple[Array, Array]
 
     @classmethod
     def of(
@@ -213,9 +183,9 @@ class Buffers(NamedTuple):
             y=launch.unwritten((L, 1, B, D), x.dtype),
             pairs=launch.unwritten((L, B, 2 * KE), jnp.float32),
             statistics=launch.unwritten(statistics.shape, statistics.dtype),
-            met=(
-                splits[0].met(launch, w.w_out, B),
-                splits[1].met(launch, w.w_down, B),
+            finished=(
+                splits[0].none_finished(launch, w.w_out, B),
+                splits[1].none_finished(launch, w.w_down, B),
             ),
         )
 
@@ -242,8 +212,8 @@ def run_layer(
 ) -> TritonOutputs:
     """Does what `run_layers` does for one layer, a tile after the other.
 
-    Positions read x and write z where they stand in the whole: nothing is cut out of
-    arrays, joined or filled with zeros beforehand.
+    Positions read x and write z where they stand in the whole: but for the rows that
+    become q, k and v nothing is cut out, and nothing joined or filled with zeros.
 
     Args:
       residuals: whether attended rows and lse are returned of all positions.
@@ -335,16 +305,16 @@ def run_positions(
     out_split, down_split = _splits(launch, w, B)
     origin = done[0] if first is None else jnp.int32(first)
 
-    def position(first, i, carry):
+    def position(sub_first, i, carry):
         running, old = carry
-        t = Position(first, i.astype(jnp.int32).reshape(1))
+        t = Position(sub_first, i.astype(jnp.int32).reshape(1))
         state = attend(
             *(launch, t, q, running, old.pairs, old.statistics, columns),
             *(vectors.k_norm, old.state),
         )
-        y, y_row, y_statistics, out_met, _ = add_product(
+        y, y_row, y_statistics, out_finished, _ = add_product(
             *(launch, t, state.attended, w.w_out, vectors.b_out, x, old.y),
-            *(old.met[0], out_split),
+            *(old.finished[0], out_split),
         )
         hidden = hidden_product(
             *(launch, t, y if apart else y_row, y_statistics, vectors.mlp_norm),
@@ -352,9 +322,9 @@ def run_positions(
             columns_read=out_split.columns,
             folded=not apart,
         )
-        z, z_row, z_statistics, down_met, _ = add_product(
+        z, z_row, z_statistics, down_finished, _ = add_product(
             *(launch, t, hidden, w.w_down, vectors.b_down, y, old.z),
-            *(old.met[1], down_split),
+            *(old.finished[1], down_split),
         )
         pairs, statistics = pair_product(
             *(launch, t, z if apart else z_row, z_statistics, vectors.attention_norm),
@@ -362,16 +332,20 @@ def run_positions(
             columns_read=down_split.columns,
             folded=not apart,
         )
-        return running, Buffers(z, state, y, pairs, statistics, (out_met, down_met))
+        return running, Buffers(
+            z, state, y, pairs, statistics, (out_finished, down_finished)
+        )
 
     def sub_tile(behind, size, carry):
         running, buffers = carry
-        first = (origin + jnp.asarray(behind, jnp.int32)).reshape(1)
-        if sub < b:
+        sub_first = (origin + jnp.asarray(behind, jnp.int32)).reshape(1)
+        if sub < b:  # The first has nothing to read: all are one loop's body.
             pairs = (buffers.state.keys, buffers.state.values)
-            running = attend_earlier(launch, first, q, *pairs, running)
+            running = attend_earlier(launch, sub_first, q, *pairs, running)
         # With a number of turns that is known a GPU gets them as one graph.
-        return jax.lax.fori_loop(0, size, partial(position, first), (running, buffers))
+        return jax.lax.fori_loop(
+            0, size, partial(position, sub_first), (running, buffers)
+        )
 
     carry, whole = (running, buffers), count // sub
     if whole > 1:

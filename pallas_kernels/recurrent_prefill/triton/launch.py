@@ -77,7 +77,7 @@ class Launch:
             # Of equal ones the one with fewer programs.
             return -(-count // PROGRAMS) * (operands + sums), count
 
-        most = self.columns(width, PROGRAMS)
+        most = power_dividing(width, self.tiles.columns)
         choices = [
             (columns, splits)
             for columns in (16, 32, 64, 128)
@@ -207,11 +207,6 @@ def dot(
     return jnp.dot(
         a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
-
-
-def slot(ref, t):
-    """Returns where position t lies in [slots, rows, width]: one slot serves all."""
-    return t if ref.shape[0] > 1 else 0
 
 
 def warps_of(rows: int, columns: int) -> int:

@@ -5,7 +5,8 @@ the sum of squared deviations, [L, programs, 2, B], the column programs rounded 
 power of two; the reader joins them (Chan, Golub and LeVeque, 1979), so that nothing
 cancels.
 
-Backward: a kernel of its own reads whole rows twice, for the sums and for the result.
+Backward: a kernel of its own reads whole rows twice, for the sums and for the result;
+the k-norm's is spread over `own_tile_backward` and `pair_product_back`.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     like,
     one_slot,
     power_dividing,
-    slot,
 )
 
 
@@ -39,14 +39,10 @@ def write_spec(rows: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, 2, rows), lambda l, i, j, *_: (l, j, 0, i))
 
 
-def read_spec(
-    statistics: Float[Array, "L programs 2 B"], rows: int, row_axis: int = 1
-) -> pl.BlockSpec:
+def read_spec(statistics: Float[Array, "L programs 2 B"], rows: int) -> pl.BlockSpec:
     """Returns all statistics of the rows of a program."""
     programs = statistics.shape[1]
-    return pl.BlockSpec(
-        (None, programs, 2, rows), lambda *at: (at[0], 0, 0, at[row_axis])
-    )
+    return pl.BlockSpec((None, programs, 2, rows), lambda l, i, *_: (l, 0, 0, i))
 
 
 def write_statistics(ref, values: Float[Array, "rows columns"]) -> None:
@@ -137,7 +133,7 @@ class _NormBackRefs(NamedTuple):
     """References of `_norm_back_kernel`."""
 
     t: Any  # int32 [1]: the position within the tile
-    base: Any  # [positions, rows, D]
+    base: Any  # [b, rows, D]
     dn: Any  # [b, rows, D]: gradient of what the norm returned
     unit: Any  # [b, rows, D]: rows before the norm's scale
     factor: Any  # [b, rows]: what the norm multiplied by
@@ -150,7 +146,7 @@ class _NormBackRefs(NamedTuple):
 # A program owns a few whole rows, read twice: for the sums and for the result.
 def _norm_back_kernel(refs: _NormBackRefs, *, kind, residual_scale, depth):
     t = refs.t[0]
-    base, rows, D = slot(refs.base, t), refs.out.shape[1], refs.out.shape[2]
+    rows, D = refs.out.shape[1:]
 
     def add(c, sums):
         part = pl.ds(c * depth, depth)
@@ -168,8 +164,8 @@ def _norm_back_kernel(refs: _NormBackRefs, *, kind, residual_scale, depth):
     def write(c, _):
         part = pl.ds(c * depth, depth)
         g = refs.dn[t, :, part] * refs.scale[part][None, :]
-        g = standardised_back(g, refs.unit[t, :, part], factor, along, level, kind)
-        total = refs.base[base, :, part] + g
+        g = _standardised_back(g, refs.unit[t, :, part], factor, along, level, kind)
+        total = refs.base[t, :, part] + g
         refs.out[t, :, part] = total
         refs.scaled[0, :, part] = (residual_scale * total).astype(refs.scaled.dtype)
         return 0
@@ -177,13 +173,13 @@ def _norm_back_kernel(refs: _NormBackRefs, *, kind, residual_scale, depth):
     jax.lax.fori_loop(0, D // depth, write, 0)
 
 
-def standardised_back(
+def _standardised_back(
     g: Float[Array, "rows columns"],
     unit: Float[Array, "rows columns"],
     factor: Float[Array, " rows"],
     along: Float[Array, " rows"],
     level: Float[Array, " rows"],
-    kind,
+    kind: str,
 ) -> Float[Array, "rows columns"]:
     """Maps the gradient of unit rows back through their standardisation."""
     if kind == "none":

@@ -130,14 +130,16 @@ def _prefix_kernel(refs: PrefixRefs, *, spec, chunk):
     start = (largest, jnp.ones(b, jnp.float32), refs.own_v[...].astype(jnp.float32))
 
     t = before + jax.lax.iota(jnp.int32, b)
+    # Padding of a row that is nearly full may stand beyond its slots.
+    end = jnp.minimum(before, refs.keys.shape[0])
 
     def attend_chunk(c, running):
         part = pl.ds(c * chunk, chunk)
         at = c * chunk + jax.lax.iota(jnp.int32, chunk)
         k, v = refs.keys[part, :], refs.values[part, :]
-        return _read(running, q, t, k, v, at, before, slope, spec)
+        return _read(running, q, t, k, v, at, end, slope, spec)
 
-    chunks = (before + chunk - 1) // chunk
+    chunks = (end + chunk - 1) // chunk
     running = jax.lax.fori_loop(0, chunks, attend_chunk, start)
     refs.largest[:], refs.normalizer[:], refs.weighted[:] = running
 

@@ -1,8 +1,9 @@
-"""The matrix products of a position's step, with norms, activation and residual fused.
+"""Matrix products of a position's step, with norms and activation fused.
 
-Arrays of a tile are [L, b, B, width], and kernels take their slot t; arrays that live
-for one position only have a single slot. A program of a product owns `rows` rows and
-`columns` columns of one layer's result and keeps its float32 accumulator in registers.
+Arrays are [L, slots, B, width], slots of a tile or of all positions, and a kernel takes
+the position; arrays that live for one position only have a single slot. A program of a
+product owns `rows` rows and `columns` columns of one layer's result and keeps its
+float32 accumulator in registers.
 Operands cross memory once for each program that needs them: rows once per column
 program, weights once per row program, both from L2 at the sizes of one layer. What
 leaves a program is its part of the result and two statistics a row.
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill.arrays import Array
-from pallas_kernels.recurrent_prefill.equations import activate_in_kernel
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
+from pallas_kernels.recurrent_prefill.equations import Prepared, activate_in_kernel
+from pallas_kernels.recurrent_prefill.tiles.layout import Vectors
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
@@ -40,6 +42,40 @@ from pallas_kernels.recurrent_prefill.triton.norms import (
 
 Norm = tuple[Float[Array, "L D"], Float[Array, "L D"]]
 """Scale and shift."""
+
+
+class Folded(NamedTuple):
+    """Weights and biases of the products behind the norms, with scale and shift in.
+
+    n(x) W + b = f (x W') + b' with W' = scale W, b' = b + shift W and f the factor by
+    which RMSNorm multiplies a row: programs then read rows in the products' dtype and
+    multiply their sums once. A layer norm takes off each row's mean first, which those
+    sums would lose in bfloat16: it stays apart.
+    """
+
+    w_in: Array
+    b_in: Array
+    w_kv: Array
+    b_kv: Array
+
+    @classmethod
+    def of(cls, wide: Prepared, spec: LayerSpec) -> "Folded | None":
+        """Folds float32 weights; None where the norm stays apart."""
+        if spec.norm == "layer":
+            return None
+        vectors = Vectors.of(wide, spec, wide.w_out.shape[2])
+
+        def fold(norm, w: Array, b: Array) -> tuple[Array, Array]:
+            scale, shift = norm
+            shifted = jnp.einsum(
+                "ln,lnm->lm", shift, w, precision=jax.lax.Precision.HIGHEST
+            )
+            return (scale[..., None] * w).astype(spec.dtype), b + shifted
+
+        return cls(
+            *fold(vectors.mlp_norm, wide.w_in, vectors.b_in),
+            *fold(vectors.attention_norm, wide.w_kv, vectors.b_kv),
+        )
 
 
 def hidden_product(

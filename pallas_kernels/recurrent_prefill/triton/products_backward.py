@@ -1,4 +1,4 @@
-"""The products of a position's step backward; the forward ones are in `products`.
+"""The products of a position's step backward; see `products` and `add_product`.
 
 Gradients of a tile are [L, b, B, width] and are written in place, slot by slot, so
 that the weights' gradients can be formed for the whole tile at once.
@@ -21,7 +21,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     like,
     one_slot,
     row_spec,
-    slot,
+    slot_of,
     slot_spec,
     vector_spec,
     warps_of,
@@ -134,7 +134,7 @@ def pair_product_back(
 # A program owns rows x columns of one layer's product, its accumulator in registers.
 def _transposed_product_kernel(t_ref, rows_ref, w_ref, *refs, parts, depth):
     t = t_ref[0]
-    at = slot(rows_ref, t)
+    at = slot_of(t, rows_ref.shape[0])
     out_ref = refs[-1]
     columns, M = w_ref.shape
 

@@ -187,6 +187,28 @@ def test_a_cut_sequence_with_the_cache_equals_the_whole():
 
 
 @pytest.mark.slow
+def test_rows_apart_fill_a_cache_by_sub_tiles():
+    """Row 0 is full after 20 more; the padding behind them has no slots."""
+    case = PLAIN._replace(positions=40)
+    x, weights, _ = case.inputs()
+    options = {**case.options, "residuals": False, **interpreted(triton), "tile": 32}
+
+    def run(x, weights):
+        cache = empty_cache(1, case.batch, 40, case.spec)
+        first = Rows(lengths=jnp.array([20, 3]))
+        _, cache, _ = triton.forward(x[:, :20], weights, cache, first, **options)
+        rest = jnp.stack([jnp.pad(x[0, 20:], ((0, 17), (0, 0))), x[1, 3:]])
+        rows = Rows(lengths=jnp.array([20, 37]))
+        return triton.forward(rest, weights, cache, rows, **options)[:2]
+
+    z, cache = quick_jit(run)(x, weights)
+    want = reference_values(case)
+    assert_values_close(z[0, :20], want[0, 20:])
+    assert_values_close(z[1], want[1, 3:])
+    assert cache.position.tolist() == [40, 40]
+
+
+@pytest.mark.slow
 def test_gradients_reach_a_filled_cache_as_on_the_xla_path():
     case = PLAIN._replace(positions=6)
     check_gradients_of_a_filled_cache(triton, case, start=(4, 2), slots=12)
