@@ -23,7 +23,10 @@ from pallas_kernels.recurrent_prefill.tiles.backward import LaterQueries, QueryG
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
+    cached_head_spec,
     dot,
+    head_scalars_spec,
+    head_spec,
     launch_kernel,
     like,
     one_slot,
@@ -289,13 +292,10 @@ def queries_backward(
     spec = launch.spec
     q = queries[0]
     L, b, B, _ = q.shape
-    H, E, S = spec.heads, spec.head_width, keys.shape[2]
+    H, E = spec.heads, spec.head_width
     Q = H // spec.key_heads
-    tile = lambda group: pl.BlockSpec(  # noqa: E731
-        (None, b, None, E), lambda l, r, h: (l, 0, r, h // group)
-    )
-    prefix = pl.BlockSpec((None, None, S, E), lambda l, r, h: (l, r, 0, h // Q))
-    scalar = pl.BlockSpec((None, b, None, None), lambda l, r, h: (l, 0, h, r))
+    tile, own = head_spec(b, E), head_spec(b, E, Q)
+    prefix, scalar = cached_head_spec(keys, E, Q), head_scalars_spec(b)
     rows = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     out = launch_kernel(
         launch,
@@ -305,17 +305,17 @@ def queries_backward(
         grid=(L, B, H),
         in_specs=[
             pl.BlockSpec((None, 1), lambda l, r, h: (l, r)),
-            *(tile(1), tile(1), tile(1), scalar),
-            *(tile(Q), tile(Q), prefix, prefix),
+            *(tile, tile, tile, scalar),
+            *(own, own, prefix, prefix),
         ],
-        out_specs=[tile(1), tile(1), tile(1), scalar],
+        out_specs=[tile, tile, tile, scalar],
         out_shape=[rows, rows, rows, jax.ShapeDtypeStruct((L, b, H, B), jnp.float32)],
         # As many pairs before them, on average, as behind.
         reads={7: 0.5, 8: 0.5},
         warps=launch.query_warps(),
         stages=2,
         spec=spec,
-        chunk=power_dividing(S, launch.tiles.keys),
+        chunk=power_dividing(keys.shape[2], launch.tiles.keys),
     )
     return QueryGradients(*out)
 

@@ -247,3 +247,28 @@ def vector_spec(columns: int, offset: int = 0) -> pl.BlockSpec:
 def whole_spec(width: int) -> pl.BlockSpec:
     """Returns all of a vector [L, N]."""
     return pl.BlockSpec((None, width), lambda l, i, j, *_: (l, 0))
+
+
+def head_spec(slots: int, width: int, group: int = 1) -> pl.BlockSpec:
+    """Returns one row and head in every slot of [L, slots, B, heads width].
+
+    Args:
+      group: query heads of a program's grid that read the same head.
+    """
+    return pl.BlockSpec(
+        (None, slots, None, width), lambda l, r, h: (l, 0, r, h // group)
+    )
+
+
+def cached_head_spec(
+    cached: Num[Array, "L B S _"], width: int, group: int
+) -> pl.BlockSpec:
+    """Returns one row and head of a cache's keys or values, all slots."""
+    return pl.BlockSpec(
+        (None, None, cached.shape[2], width), lambda l, r, h: (l, r, 0, h // group)
+    )
+
+
+def head_scalars_spec(slots: int) -> pl.BlockSpec:
+    """Returns one row and head in every slot of [L, slots, heads, B]."""
+    return pl.BlockSpec((None, slots, None, None), lambda l, r, h: (l, 0, h, r))

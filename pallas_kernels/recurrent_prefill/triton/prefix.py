@@ -17,7 +17,10 @@ from pallas_kernels.recurrent_prefill.equations import HIDDEN
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
+    cached_head_spec,
     dot,
+    head_scalars_spec,
+    head_spec,
     launch_kernel,
     like,
     power_dividing,
@@ -59,17 +62,9 @@ def attend_prefix(
     """
     spec = launch.spec
     L, b, B, _ = q.shape
-    H, Q, E, S = (
-        spec.heads,
-        spec.heads // spec.key_heads,
-        spec.head_width,
-        keys.shape[2],
-    )
-    tile = lambda group: pl.BlockSpec(  # noqa: E731
-        (None, b, None, E), lambda l, r, h: (l, 0, r, h // group)
-    )
-    prefix = pl.BlockSpec((None, None, S, E), lambda l, r, h: (l, r, 0, h // Q))
-    scalar = pl.BlockSpec((None, b, None, None), lambda l, r, h: (l, 0, h, r))
+    H, Q, E = spec.heads, spec.heads // spec.key_heads, spec.head_width
+    own, prefix = head_spec(b, E, Q), cached_head_spec(keys, E, Q)
+    scalar = head_scalars_spec(b)
     rows = jax.ShapeDtypeStruct((L, b, H, B), jnp.float32)
     out = launch_kernel(
         launch,
@@ -79,17 +74,17 @@ def attend_prefix(
         grid=(L, B, H),
         in_specs=[
             pl.BlockSpec((None, 1), lambda l, r, h: (l, r)),
-            *(tile(1), tile(Q), tile(Q)),
+            *(head_spec(b, E), own, own),
             *(prefix, prefix),
         ],
-        out_specs=[scalar, scalar, tile(1)],
+        out_specs=[scalar, scalar, head_spec(b, E)],
         out_shape=[rows, rows, jax.ShapeDtypeStruct(q.shape, jnp.float32)],
         # The prefix grows from tile to tile: half of the slots over a whole call.
         reads={4: 0.5, 5: 0.5},
         warps=launch.query_warps(),
         stages=2,
         spec=spec,
-        chunk=power_dividing(S, launch.tiles.keys),
+        chunk=power_dividing(keys.shape[2], launch.tiles.keys),
     )
     return Running(*out)
 
@@ -184,11 +179,8 @@ def attend_earlier(
     spec, sub = launch.spec, launch.tiles.sub_tile
     L, b, B, _ = q.shape
     H, Q, E = spec.heads, spec.heads // spec.key_heads, spec.head_width
-    row = lambda slots, group: pl.BlockSpec(  # noqa: E731
-        (None, slots, None, E), lambda l, r, h: (l, 0, r, h // group)
-    )
-    scalar = pl.BlockSpec((None, b, None, None), lambda l, r, h: (l, 0, h, r))
-    outs = [scalar, scalar, row(b, 1)]
+    pairs = head_spec(b + 1, E, Q)
+    outs = [head_scalars_spec(b), head_scalars_spec(b), head_spec(b, E)]
     share = sub / b
     # Half of the sub-tiles on average.
     earlier = 0.5 * (1.0 - share)
@@ -199,7 +191,7 @@ def attend_earlier(
         *(first, q, keys, values, *running),
         refs=EarlierRefs,
         grid=(L, B, H),
-        in_specs=[POSITION, row(b, 1), row(b + 1, Q), row(b + 1, Q), *outs],
+        in_specs=[POSITION, head_spec(b, E), pairs, pairs, *outs],
         out_specs=outs,
         out_shape=[like(part) for part in running],
         aliases={4: 0, 5: 1, 6: 2},
