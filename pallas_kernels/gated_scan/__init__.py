@@ -1,6 +1,17 @@
 """The gated linear recurrence, whole or restarted in chunks."""
 
-from pallas_kernels.gated_scan.api import Scanned, gated_scan
+from pallas_kernels.gated_scan.api import Queried, Scanned, gated_scan, queried_scan
 from pallas_kernels.gated_scan.inputs import GateLogits, gate_of
+from pallas_kernels.gated_scan.queries import add_at_ends, ends_of, key_logits
 
-__all__ = ["GateLogits", "Scanned", "gate_of", "gated_scan"]
+__all__ = [
+    "GateLogits",
+    "Queried",
+    "Scanned",
+    "add_at_ends",
+    "ends_of",
+    "gate_of",
+    "gated_scan",
+    "key_logits",
+    "queried_scan",
+]

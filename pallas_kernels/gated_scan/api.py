@@ -1,5 +1,6 @@
 """The op: one gate's linear recurrence over several streams of values."""
 
+from math import prod
 from typing import NamedTuple
 
 import jax
@@ -18,8 +19,9 @@ OP = dispatch.Op(
     backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
     find_cut=mesh_layout.find_cut,
     specs=mesh_layout.specs,
-    outputs=2,
-    kept=(0,),  # The states.
+    outputs=3,  # States, finals, logits.
+    kept=(3,),  # All states of every stream.
+    spares=True,
 )
 
 
@@ -33,6 +35,22 @@ class Scanned(NamedTuple):
 
     states: tuple[Float[Array, "B T D"], ...]
     finals: tuple[Float[Array, "B D"], ...]
+
+
+class Queried(NamedTuple):
+    """What the recurrence gives of values, and of keys that queries read.
+
+    Attributes:
+      values: h of the values, in their dtype.
+      ends: h of the keys at the ends of chunks, in their dtype.
+      logits: q[t, h mod N] . h[t] over the channels of head h, in at least float32.
+      finals: h of values and keys after the row's last position, likewise.
+    """
+
+    values: Float[Array, "B T D"]
+    ends: Float[Array, "B G D"]
+    logits: Float[Array, "B T H"]
+    finals: tuple[Float[Array, "B D"], Float[Array, "B D"]]
 
 
 def gated_scan(
@@ -65,39 +83,87 @@ def gated_scan(
       ValueError: shapes disagree, or chunk < 1.
       NotImplementedError: the named backend cannot.
     """
-    _check(gate, values, initial, starts, lengths, chunk)
-    if initial is None:
-        dtype = jnp.promote_types(gate.dtype, jnp.float32)
-        zeros = jnp.zeros((gate.shape[0], gate.shape[2]), dtype)
-        initial = tuple(zeros for _ in values)
-    arrays = (gate, tuple(values), tuple(initial), starts, lengths)
-    return Scanned(
-        *dispatch.run(OP, arrays, implementation=implementation, chunk=chunk)
+    _check("gated_scan", gate, values, initial, starts, lengths, chunk)
+    initial = _zeros(gate, len(values)) if initial is None else tuple(initial)
+    arrays = (gate, tuple(values), initial, starts, lengths, None)
+    states, finals, _ = dispatch.run(
+        OP, arrays, implementation=implementation, chunk=chunk
     )
+    return Scanned(states, finals)
 
 
-def _check(gate, values, initial, starts, lengths, chunk) -> None:
+def queried_scan(
+    gate: Float[Array, "B T D"] | GateLogits,
+    values: Float[Array, "B T _"],
+    keys: Float[Array, "B T W"],
+    queries: Float[Array, "B T N E"],
+    *,
+    chunk: int,
+    initial: tuple[Float[Array, "B D"], Float[Array, "B D"]] | None = None,
+    starts: Bool[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    implementation: Implementation | None = None,
+) -> Queried:
+    """Scans values and keys by one gate; each position's queries read its own key.
+
+    As `gated_scan` of (values, keys), but where a position's key serves only its own
+    logits, and others see the ends of chunks alone, no other state of the keys crosses
+    memory in inference, and no gradient of one in training. Source: the RAT paper,
+    eqs. (3) to (5). Differentiable in gate, values, keys, queries and initial.
+
+    Args:
+      keys: W = N E channels, a group of E for all heads h with the same h mod N.
+      queries: of each group.
+      chunk: C, which divides T: both states are set to zero before C, 2 C, ...
+      initial, starts, lengths, implementation: see `gated_scan`.
+
+    Raises:
+      ValueError: shapes disagree, or chunk does not divide T.
+      NotImplementedError: the named backend cannot.
+    """
+    both, op = (values, keys), "queried_scan"
+    _check(op, gate, both, initial, starts, lengths, chunk)
+    B, T, _ = gate.shape
+    if queries.shape[:2] != (B, T) or prod(queries.shape[2:]) != keys.shape[2]:
+        raise ValueError(
+            f"{op}: wants queries [{B}, {T}, N, E] with N E the {keys.shape[2]} "
+            f"channels of the keys, got {queries.shape}"
+        )
+    if T % chunk:
+        raise ValueError(f"{op}: wants whole chunks of {chunk}, got {T} positions")
+    first = _zeros(gate, 2) if initial is None else tuple(initial)
+    arrays = (gate, both, first, starts, lengths, queries)
+    (values, ends), finals, logits = dispatch.run(
+        OP, arrays, implementation=implementation, chunk=chunk
+    )
+    return Queried(values, ends, logits, finals)
+
+
+def _zeros(gate, streams: int) -> tuple[Array, ...]:
+    dtype = jnp.promote_types(gate.dtype, jnp.float32)
+    return (jnp.zeros((gate.shape[0], gate.shape[2]), dtype),) * streams
+
+
+def _check(op, gate, values, initial, starts, lengths, chunk) -> None:
     B, T, D = gate.shape
     if T < 1 or not values:
         raise ValueError(
-            f"gated_scan: wants at least one position and one stream of values, got "
+            f"{op}: wants at least one position and one stream of values, got "
             f"{T} and {len(values)}"
         )
     for v in values:
         if v.shape[:2] != (B, T) or v.shape[2] < 1 or D % v.shape[2]:
             raise ValueError(
-                f"gated_scan: wants values of shape {(B, T)} and a width that divides "
+                f"{op}: wants values of shape {(B, T)} and a width that divides "
                 f"{D}, got {v.shape}"
             )
     if isinstance(gate, GateLogits):
-        dispatch.check_shapes("gated_scan", {"bias": (gate.bias, (D,))})
+        dispatch.check_shapes(op, {"bias": (gate.bias, (D,))})
     if initial is not None and [h.shape for h in initial] != [(B, D)] * len(values):
         raise ValueError(
-            f"gated_scan: wants {len(values)} initial states of shape {(B, D)}, got "
+            f"{op}: wants {len(values)} initial states of shape {(B, D)}, got "
             f"{[h.shape for h in initial]}"
         )
-    dispatch.check_shapes(
-        "gated_scan", {"starts": (starts, (B, T)), "lengths": (lengths, (B,))}
-    )
+    dispatch.check_shapes(op, {"starts": (starts, (B, T)), "lengths": (lengths, (B,))})
     if chunk is not None and chunk < 1:
-        raise ValueError(f"gated_scan: wants chunk of at least 1, got {chunk}")
+        raise ValueError(f"{op}: wants chunk of at least 1, got {chunk}")

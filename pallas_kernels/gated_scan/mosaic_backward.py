@@ -4,7 +4,8 @@ The programs are those of the forward pass. One block's gate, values, states and
 gradients of these make the gradients of gate and values; the gradient of the state
 stays in VMEM between blocks. Everything crosses HBM once, and 16 more rows of the
 states a block, for the state before its first position. A narrow stream's gradient is
-summed over its tiles in VMEM.
+summed over its tiles in VMEM. Where queries read the last stream, dh[t] of it is
+d_logits[t] q[t], made here, and that of the queries is summed over the heads here.
 """
 
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from pallas_kernels.gated_scan.mosaic_block import (
     read_rows,
     read_signed,
     row_in_block,
+    spread_heads,
 )
 from pallas_kernels.gated_scan.mosaic_launch import (
     HALO,
@@ -39,20 +41,35 @@ _BEFORE = 8
 
 
 def run_backward(
-    call: Call, gates: GateInputs, values, initial, lengths, states, d_states, finals
+    call: Call,
+    gates: GateInputs,
+    values,
+    initial,
+    lengths,
+    states,
+    d_states,
+    finals,
+    reading: tuple,
 ):
-    """Returns gradients of (gate or logits, bias, values, initial).
+    """Returns gradients of (gate or logits, bias, values, initial, queries).
 
-    That of the bias is float32 [D], and None where the gate is given.
+    That of the bias is float32 [D], and None where the gate is given; that of the
+    queries is None without them.
 
     Args:
-      states, d_states: [B, T, D] each.
+      states, d_states: [B, T, D] each; of a stream that is read d_states is that of its
+        ends, [B, 8 blocks, D].
       finals: gradients of the last states, float32 [B, D] each.
+      reading: queries [B, T, W] and their logits' gradient, float32 [B, T, 128] with a
+        head a lane; or none.
     """
     N, rows, together = len(values), call.tiles.rows, call.together
     wide = call.rows_spec(call.D, reverse=True)
     own = [call.rows_spec(width, reverse=True) for width in call.widths]
     row = [call.state_spec()] * N
+    of_queries = [own[-1]] * call.read
+    of_logits = [call.rows_spec(LANES, reverse=True)] * call.read
+    of_ends = [call.ends_spec(reverse=True)] * call.read
     halos = states if call.tiles.linked else ()
     scratch = [
         (1, together, rows, LANES),
@@ -65,32 +82,40 @@ def run_backward(
     ]
     sums = [
         (width // LANES, rows, LANES) if width < call.D else (1, 8, LANES)
-        for width in call.widths
+        for width in (*call.widths, *call.widths[-1:] * call.read)
     ]
     out = launch_kernel(
         call,
         _backward_kernel,
         *(lengths, *gates.arrays, *values, *states, *d_states),
         *(x[:, None] for x in (*initial, *finals)),
+        *reading,
         *halos,
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
             *call.gate_specs(reverse=True),
-            *(*own, *[wide] * (2 * N), *row, *row),
+            *(*own, *[wide] * (2 * N - call.read), *of_ends, *row, *row),
+            *(*of_queries, *of_logits),
             *[call.halo_spec()] * len(halos),
         ],
-        out_specs=[wide, *own, *row, *[call.state_spec()] * call.logits],
+        out_specs=[
+            *(wide, *own, *row),
+            *[call.state_spec()] * call.logits,
+            *of_queries,
+        ],
         out_shape=[
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gates.gate, *values)),
             *[jax.ShapeDtypeStruct((call.B, 1, call.D), jnp.float32)]
             * (N + call.logits),
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in reading[:1]),
         ],
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in (*scratch, *sums)],
     )
     # Every row has summed its positions.
-    d_bias = out[-1][:, 0].sum(0) if call.logits else None
+    d_bias = out[1 + 2 * N][:, 0].sum(0) if call.logits else None
     d_initial = tuple(d[:, 0] for d in out[1 + N : 1 + 2 * N])
-    return out[0], d_bias, tuple(out[1 : 1 + N]), d_initial
+    dq = out[-1] if call.read else None
+    return out[0], d_bias, tuple(out[1 : 1 + N]), d_initial, dq
 
 
 class _Refs(NamedTuple):
@@ -102,14 +127,17 @@ class _Refs(NamedTuple):
     resets: tuple[Any, ...]  # [rows, 128], where some state is reset: not 0 there
     values: tuple[Any, ...]  # [rows, W] each
     states: tuple[Any, ...]  # [rows, D] each
-    d_states: tuple[Any, ...]  # [rows, D] each
+    d_states: tuple[Any, ...]  # [rows, D] each; of ends [8, D]
     initial: tuple[Any, ...]  # float32 [1, D] each
     d_finals: tuple[Any, ...]  # float32 [1, D] each
+    queries: tuple[Any, ...]  # [rows, W], where they read the last stream
+    d_logits: tuple[Any, ...]  # float32 [rows, 128], with queries: a head a lane
     halos: tuple[Any, ...]  # [16, D] each, states before the block; none for chunks
     d_gate: Any  # out, [rows, D]: of the gate or its logits
     d_values: tuple[Any, ...]  # out, [rows, W] each
     d_initial: tuple[Any, ...]  # out, float32 [1, D] each
     d_bias: tuple[Any, ...]  # out, float32 [1, D], with logits
+    d_queries: tuple[Any, ...]  # out, [rows, W], with queries
     # Scratch, float32: some groups of 128 channels of what the block reads and writes.
     e_rows: Any  # [1, together, rows, 128]: gates, negative where states are reset
     value_rows: Any  # [N, together, rows, 128]
@@ -119,18 +147,21 @@ class _Refs(NamedTuple):
     d_value_rows: Any  # [N, together, rows, 128]
     carried: Any  # [N, 1, D]: the state's gradient between a row's blocks
     sums: tuple[Any, ...]  # [W / 128, rows, 128] each: a narrow stream's gradient
+    query_sums: tuple[Any, ...]  # [W / 128, rows, 128]: narrow queries' gradient
 
 
 _STREAMS = (
     *("values", "states", "d_states", "initial", "d_finals"),
     *("d_values", "d_initial", "sums"),
 )
+_READING = ("queries", "d_logits", "d_queries", "query_sums")
 
 
 def _backward_kernel(*refs, call: Call):
     N = len(call.widths)
     halos = N if call.tiles.linked else 0
     counts = {"halos": halos, "d_bias": int(call.logits)} | call.gate_counts
+    counts |= dict.fromkeys(_READING, call.read)
     at = by_name(_Refs, refs, **dict.fromkeys(_STREAMS, N), **counts)
     row, block = pl.program_id(0), call.blocks - 1 - pl.program_id(1)
 
@@ -141,9 +172,14 @@ def _backward_kernel(*refs, call: Call):
         for ref in at.d_bias:
             ref[:, :] = jnp.zeros_like(ref)
 
-    for n, width in enumerate(call.widths):
+    # A narrow gradient is summed over the tiles of its stream; that of queries too.
+    summed = [
+        *zip(at.d_values, at.sums, call.widths, strict=True),
+        *zip(at.d_queries, at.query_sums, call.widths[-1:], strict=False),
+    ]
+    for _, sums, width in summed:
         if width < call.D:
-            at.sums[n][:, :] = jnp.zeros_like(at.sums[n])
+            sums[:, :] = jnp.zeros_like(sums)
 
     # 2. A few groups of 128 channels at a time: their rows go to float32 in VMEM, the
     # gradient that enters each stretch is found, then all stretches run back at once.
@@ -158,21 +194,21 @@ def _backward_kernel(*refs, call: Call):
             at.d_gate[:, lanes] = part.astype(at.d_gate.dtype)
             for ref in at.d_bias:
                 ref[:, lanes] += jnp.sum(part, axis=0, keepdims=True)
-            for n, width in enumerate(call.widths):
-                part = at.d_value_rows[n, i]
+            parts = [at.d_value_rows[n, i] for n in range(N)]
+            if call.read:
+                parts.append(_for_queries(call, at, block, first, i))
+            for (ref, sums, width), part in zip(summed, parts, strict=True):
                 if width < call.D:
-                    at.sums[n][jax.lax.rem(first + i, width // LANES)] += part
+                    sums[jax.lax.rem(first + i, width // LANES)] += part
                 else:
-                    ref = at.d_values[n]
                     ref[:, lanes] = part.astype(ref.dtype)
         return 0
 
     jax.lax.fori_loop(0, call.D // LANES // call.together, groups, 0)
     # 3. A narrow stream's sums over its tiles are whole only after the last group.
-    for n, width in enumerate(call.widths):
+    for ref, sums, width in summed:
         for k in range(width // LANES) if width < call.D else ():
-            ref = at.d_values[n]
-            ref[:, k * LANES : (k + 1) * LANES] = at.sums[n][k].astype(ref.dtype)
+            ref[:, k * LANES : (k + 1) * LANES] = sums[k].astype(ref.dtype)
 
     # 4. What has flowed through the whole row is the gradient of its initial state.
     @pl.when(block == 0)
@@ -190,7 +226,7 @@ def _read(call: Call, at: _Refs, row, block, first) -> None:
         at.e_rows[0, i] = read_gate(call, at, group, block)
         for n in range(len(call.widths)):
             at.value_rows[n, i] = read_rows(call, at.values[n], group, block, 0.0)
-            at.d_state_rows[n, i] = read_rows(call, at.d_states[n], group, block, 0.0)
+            _read_d_states(call, at, block, first, n, i)
             states = read_rows(call, at.states[n], group, block, 0.0)
             at.state_rows[n, i, _BEFORE:, :] = states
             # Rows are 16 apart in HBM, so the one row before a block is read as 16.
@@ -207,6 +243,33 @@ def _read(call: Call, at: _Refs, row, block, first) -> None:
         def _(i=i, lanes=lanes):
             for n, ref in enumerate(at.d_finals):
                 at.d_state_rows[n, i, pl.ds(last, 1), :] += ref[:, lanes]
+
+
+def _read_d_states(call: Call, at: _Refs, block, first, n: int, i: int) -> None:
+    """Casts the gradient of a stream's states; makes it where queries read them."""
+    group = first + i
+    if not call.read or n < len(call.widths) - 1:
+        at.d_state_rows[n, i] = read_rows(call, at.d_states[n], group, block, 0.0)
+        return
+    q = read_rows(call, at.queries[0], group, block, 0.0)
+    at.d_state_rows[n, i] = q * _of_logits(call, at, block, group)
+    # Stretches are chunks: their last positions are the ends.
+    ends = position(call, call.tiles.stretch - 1)
+    lanes = lanes_of(group, call.D // LANES)
+    of_ends = at.d_states[n][:, lanes].astype(jnp.float32)
+    at.d_state_rows.at[n, i][ends, :] += of_ends
+
+
+def _for_queries(call: Call, at: _Refs, block, first, i: int) -> Array:
+    """Returns a group's part of dq [rows, 128]: d_logits k~."""
+    keys = at.state_rows[len(call.widths) - 1, i, _BEFORE:, :]
+    return keys * _of_logits(call, at, block, first + i)
+
+
+def _of_logits(call: Call, at: _Refs, block, group) -> Array:
+    """Returns d_logits [rows, 128] of each lane's head."""
+    d_logits = read_rows(call, at.d_logits[0], jnp.int32(0), block, 0.0)
+    return spread_heads(call, d_logits, group)
 
 
 def _entering(call: Call, at: _Refs, first):

@@ -58,7 +58,7 @@ def read_signed(e: Array, *, signed: bool) -> tuple[Array, Array, Array | None]:
     return jnp.abs(e), jnp.maximum(e, 0.0), e < 0
 
 
-def position(call: Call, s: Array, offset: int = 0) -> Indices:
+def position(call: Call, s: Array | int, offset: int = 0) -> Indices:
     """Returns the rows of position s in every stretch."""
     return pl.ds(s + offset, STRETCHES, stride=call.tiles.stretch)
 
@@ -89,3 +89,29 @@ def row_in_block(call: Call, last: Array, block: Array) -> tuple[Array, Array]:
     row = last - block * call.tiles.rows
     inside = (row >= 0) & (row < call.tiles.rows)
     return inside, jnp.where(inside, row, 0)
+
+
+def sum_heads(call: Call, x: Array, group: Array) -> Array:
+    """Returns [rows, 128] with a head a lane: x [rows, 128] summed within each head."""
+    return _product(x, _heads(call, group), contract=0)
+
+
+def spread_heads(call: Call, x: Array, group: Array) -> Array:
+    """Returns [rows, 128]: a group's lanes, each with its head's lane of x."""
+    return _product(x, _heads(call, group), contract=1)
+
+
+def _product(x: Array, heads: Array, *, contract: int) -> Array:
+    return jax.lax.dot_general(
+        *(x, heads, (((1,), (contract,)), ((), ()))),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _heads(call: Call, group: Array) -> Array:
+    """Returns [128, 128]: 1 where a lane of the group (row) is of a head (column)."""
+    shape = (LANES, LANES)
+    channel = group * LANES + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    first = jax.lax.broadcasted_iota(jnp.int32, shape, 1) * call.head
+    return ((channel >= first) & (channel < first + call.head)).astype(jnp.float32)

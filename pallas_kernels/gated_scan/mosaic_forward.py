@@ -23,6 +23,7 @@ from pallas_kernels.gated_scan.mosaic_block import (
     read_rows,
     read_signed,
     row_in_block,
+    sum_heads,
 )
 from pallas_kernels.gated_scan.mosaic_launch import (
     LANES,
@@ -36,29 +37,48 @@ from pallas_kernels.named_refs import by_name
 Array = jax.Array
 
 
-def run_forward(call: Call, gates: GateInputs, values, initial, lengths):
-    """Returns (states [B, T, D] of each stream, finals [B, D]).
+def run_forward(
+    call: Call, gates: GateInputs, values, initial, lengths, queries: tuple
+):
+    """Returns (states [B, T, D] of each stream, finals [B, D], logits or None).
+
+    Of a stream that is read and not kept the states are those at the ends of chunks,
+    [B, 8 blocks, D]. Logits are [B, T, 128], a head a lane.
 
     Args:
       values: [B, T, W] each.
       initial: float32 [B, D] each.
       lengths: int32 [B].
+      queries: [B, T, W] in a tuple, or none.
     """
     N, rows = len(values), call.tiles.rows
-    wide = call.rows_spec(call.D)
+    wide, states = call.rows_spec(call.D), [gates.gate.shape] * N
+    state_specs = [wide] * N
+    if not call.keeps:
+        states[-1] = (call.B, STRETCHES * call.blocks, call.D)
+        state_specs[-1] = call.ends_spec()
+    logits = jax.ShapeDtypeStruct((call.B, call.T, LANES), jnp.float32)
     out = launch_kernel(
         call,
         _forward_kernel,
-        *(lengths, *gates.arrays, *values, *(h[:, None] for h in initial)),
+        *(lengths, *gates.arrays, *values, *(h[:, None] for h in initial), *queries),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
             *call.gate_specs(),
             *(call.rows_spec(width) for width in call.widths),
             *[call.state_spec()] * N,
+            *[call.rows_spec(call.widths[-1])] * call.read,
         ],
-        out_specs=[wide] * N + [call.state_spec()] * N,
-        out_shape=[jax.ShapeDtypeStruct(gates.gate.shape, v.dtype) for v in values]
-        + [jax.ShapeDtypeStruct((call.B, 1, call.D), jnp.float32)] * N,
+        out_specs=[
+            *state_specs,
+            *[call.state_spec()] * N,
+            *[call.rows_spec(LANES)] * call.read,
+        ],
+        out_shape=[
+            *map(jax.ShapeDtypeStruct, states, (v.dtype for v in values)),
+            *[jax.ShapeDtypeStruct((call.B, 1, call.D), jnp.float32)] * N,
+            *[logits] * call.read,
+        ],
         scratch_shapes=[
             pltpu.VMEM((1, call.together, rows, LANES), jnp.float32),
             pltpu.VMEM((N, call.together, rows, LANES), jnp.float32),
@@ -66,7 +86,8 @@ def run_forward(call: Call, gates: GateInputs, values, initial, lengths):
             pltpu.VMEM((N, 1, call.D), jnp.float32),
         ],
     )
-    return tuple(out[:N]), tuple(h[:, 0] for h in out[N:])
+    finals = tuple(h[:, 0] for h in out[N : 2 * N])
+    return tuple(out[:N]), finals, out[-1] if call.read else None
 
 
 class _Refs(NamedTuple):
@@ -78,8 +99,10 @@ class _Refs(NamedTuple):
     resets: tuple[Any, ...]  # [rows, 128], where some state is reset: not 0 there
     values: tuple[Any, ...]  # [rows, W] each
     initial: tuple[Any, ...]  # float32 [1, D] each
-    states: tuple[Any, ...]  # out, [rows, D] each
+    queries: tuple[Any, ...]  # [rows, W], where they read the last stream
+    states: tuple[Any, ...]  # out, [rows, D] each; or of its ends [8, D]
     finals: tuple[Any, ...]  # out, float32 [1, D] each
+    logits: tuple[Any, ...]  # out, float32 [rows, 128], with queries: a head a lane
     e_rows: Any  # scratch, float32 [1, together, rows, 128]: some gates, with a sign
     value_rows: Any  # scratch, float32 [N, together, rows, 128]: of the values
     state_rows: Any  # scratch, float32 [N, together, rows, 128]: of the states
@@ -88,7 +111,8 @@ class _Refs(NamedTuple):
 
 def _forward_kernel(*refs, call: Call):
     streams = dict.fromkeys(("values", "initial", "states", "finals"), len(call.widths))
-    at = by_name(_Refs, refs, **streams, **call.gate_counts)
+    read = dict.fromkeys(("queries", "logits"), call.read)
+    at = by_name(_Refs, refs, **streams, **read, **call.gate_counts)
     row, block = pl.program_id(0), pl.program_id(1)
     here, last = row_in_block(call, at.lengths[row] - 1, block)
 
@@ -98,6 +122,9 @@ def _forward_kernel(*refs, call: Call):
         for n, (initial, final) in enumerate(zip(at.initial, at.finals, strict=True)):
             at.carried[n] = initial[:, :]
             final[:, :] = initial[:, :]  # What a row without a position ends with.
+
+    for ref in at.logits:
+        ref[:, :] = jnp.zeros_like(ref)
 
     # 2. A few groups of 128 channels at a time: their rows go to float32 in VMEM, the
     # state that enters each stretch is found, then all stretches run at once.
@@ -112,7 +139,16 @@ def _forward_kernel(*refs, call: Call):
         for i in range(call.together):
             lanes = lanes_of(first + i, call.D // LANES)
             for n, ref in enumerate(at.states):
-                ref[:, lanes] = at.state_rows[n, i].astype(ref.dtype)
+                states = at.state_rows[n, i]
+                if not call.keeps and n == len(call.widths) - 1:
+                    # The last positions of stretches, which are chunks.
+                    ends = position(call, call.tiles.stretch - 1)
+                    states = at.state_rows.at[n, i][ends, :]
+                ref[:, lanes] = states.astype(ref.dtype)
+            for queries, logits in zip(at.queries, at.logits, strict=True):
+                q = read_rows(call, queries, first + i, block, 0.0)
+                keys = at.state_rows[len(call.widths) - 1, i]
+                logits[:, :] += sum_heads(call, q * keys, first + i)
 
             # 3. The row's last own position may lie in any of its blocks.
             @pl.when(here)

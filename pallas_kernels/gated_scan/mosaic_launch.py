@@ -67,6 +67,9 @@ class Call:
       logits: whether kernels make the gate of logits and a bias.
       resets: rows of the array that says where the state is reset: B, 1 where it is
         the same in all rows, 0 where there is none.
+      head: E where queries read the last stream in the kernel; 0: none do. Stretches
+        are then chunks.
+      keeps: whether all states of a stream that is read are written, or its ends alone.
       interpret: False, True, or pltpu.InterpretParams for the TPU's own semantics.
     """
 
@@ -77,12 +80,19 @@ class Call:
     logits: bool
     resets: int
     tiles: Tiles
+    head: int = 0
+    keeps: bool = True
     interpret: bool | pltpu.InterpretParams = False
 
     @property
     def blocks(self) -> int:
         """Returns the blocks of a row."""
         return -(-self.T // self.tiles.rows)
+
+    @property
+    def read(self) -> int:
+        """Returns how many streams queries read in the kernel: 1 or 0."""
+        return int(self.head > 0)
 
     @property
     def together(self) -> int:
@@ -96,6 +106,11 @@ class Call:
         return pl.BlockSpec(
             (None, self.tiles.rows, width), lambda i, j: (i, block(j), 0)
         )
+
+    def ends_spec(self, *, reverse: bool = False) -> pl.BlockSpec:
+        """Returns the ends of a block's 8 chunks of an array [B, 8 blocks, D]."""
+        block = self._block(reverse)
+        return pl.BlockSpec((None, STRETCHES, self.D), lambda i, j: (i, block(j), 0))
 
     def halo_spec(self) -> pl.BlockSpec:
         """Returns the rows before a block of an array [B, T, D], in reverse order."""

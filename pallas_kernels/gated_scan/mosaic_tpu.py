@@ -1,5 +1,6 @@
 """TPU path: one kernel a pass, the state in VMEM from block to block."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,11 +20,18 @@ from pallas_kernels.gated_scan.mosaic_backward import run_backward
 from pallas_kernels.gated_scan.mosaic_forward import run_forward
 from pallas_kernels.gated_scan.mosaic_launch import (
     LANES,
+    STRETCHES,
     Call,
     GateInputs,
     Tiles,
     choose_tiles,
     refusal_of_channels,
+)
+from pallas_kernels.gated_scan.queries import (
+    ends_of,
+    head_of,
+    pull_apart,
+    read_apart,
 )
 from pallas_kernels.target import refusal_of_mosaic_tpu
 
@@ -36,7 +44,9 @@ def supported(gate, *arrays, chunk) -> str | None:
     return reason or expressible(gate, *arrays, chunk=chunk)
 
 
-def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
+def expressible(
+    gate, values, initial, starts, lengths, queries, *, chunk
+) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
     D = gate.shape[2] + -gate.shape[2] % LANES
     return refusal_of_channels(D, len(values)) or refusal_of_streams(gate, values)
@@ -48,27 +58,39 @@ def forward(
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
     lengths: Int[Array, " B"] | None,
+    queries: Float[Array, "B T N E"] | None,
     *,
     chunk: int | None,
+    residuals: bool = True,
     interpret: Any = False,
     tiles: Tiles | None = None,
 ):
-    """Returns (states, finals): see `gated_scan`.
+    """Returns (states, finals, logits, all states): see `queried_scan`.
 
     Args:
+      residuals: False: nothing is differentiated, and all states are left out (None).
       interpret: False, True, or pltpu.InterpretParams for the TPU's own semantics.
       tiles: how the call is cut; None: the heuristic's.
     """
-    D = gate.shape[2]
-    call, gates = _cut(gate, values, starts, chunk, interpret, tiles)
-    states, finals = run_forward(
+    _, T, D = gate.shape
+    call, gates = _cut(gate, values, starts, queries, chunk, interpret, tiles)
+    call = replace(call, keeps=residuals or not call.read)
+    states, finals, logits = run_forward(
         call,
         gates,
         tuple(_whole_lanes(v, D) for v in values),
         tuple(_padded(h.astype(jnp.float32)) for h in initial),
         _lengths(gate, lengths),
+        (_flat(queries),) if call.read else (),
     )
-    return tuple(h[..., :D] for h in states), tuple(h[..., :D] for h in finals)
+    states, finals = (tuple(h[..., :D] for h in each) for each in (states, finals))
+    kept = states if residuals else None
+    if logits is None:
+        return read_apart((states, finals, None, kept), queries, chunk=chunk)
+    C = call.tiles.stretch
+    # The last block's chunks beyond the sequence end nothing.
+    ends = ends_of(states[-1], C) if residuals else states[-1][:, : T // C]
+    return (*states[:-1], ends), finals, logits[..., : D // call.head], kept
 
 
 def backward(
@@ -77,18 +99,28 @@ def backward(
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
     lengths: Int[Array, " B"] | None,
+    queries: Float[Array, "B T N E"] | None,
     states: tuple[Float[Array, "B T D"], ...],
-    d_states: tuple[Float[Array, "B T D"], ...],
+    d_states: tuple[Float[Array, "B _ D"], ...],
     d_finals: tuple[Float[Array, "B D"], ...],
+    d_logits: Float[Array, "B T H"] | None,
     *,
     chunk: int | None,
     interpret: Any = False,
     tiles: Tiles | None = None,
 ):
-    """Returns gradients of (gate, values, initial)."""
+    """Returns gradients of (gate, values, initial, queries)."""
     D = gate.shape[2]
-    call, gates = _cut(gate, values, starts, chunk, interpret, tiles)
-    d_gate, d_bias, d_values, d_initial = run_backward(
+    call, gates = _cut(gate, values, starts, queries, chunk, interpret, tiles)
+    reading, dq = (), None
+    if queries is not None and d_logits is not None and call.read:
+        reading = (_flat(queries), _padded(d_logits.astype(jnp.float32)))
+        missing = STRETCHES * call.blocks - d_states[-1].shape[1]
+        of_ends = jnp.pad(d_states[-1], ((0, 0), (0, missing), (0, 0)))
+        d_states = (*d_states[:-1], of_ends)
+    else:
+        d_states, dq = pull_apart(queries, states, d_states, d_logits, chunk=chunk)
+    d_gate, d_bias, d_values, d_initial, d_queries = run_backward(
         call,
         gates,
         tuple(_whole_lanes(v, D) for v in values),
@@ -97,7 +129,10 @@ def backward(
         tuple(_padded(h) for h in states),
         tuple(_padded(d) for d in d_states),
         tuple(_padded(d.astype(jnp.float32)) for d in d_finals),
+        reading,
     )
+    if queries is not None and d_queries is not None:
+        dq = d_queries.reshape(queries.shape)
     d_values = tuple(
         d if d.shape == v.shape else _narrow(d[..., :D], v.shape[2])
         for d, v in zip(d_values, values, strict=True)
@@ -110,10 +145,10 @@ def backward(
             for d, more in zip(d_initial, d_finals, strict=True)
         )
     d_bias = None if d_bias is None else d_bias[:D]
-    return as_given(gate, d_gate[..., :D], d_bias), d_values, d_initial
+    return as_given(gate, d_gate[..., :D], d_bias), d_values, d_initial, dq
 
 
-def _cut(gate, values, starts, chunk, interpret, tiles: Tiles | None):
+def _cut(gate, values, starts, queries, chunk, interpret, tiles: Tiles | None):
     """Returns (how the call is cut, what its kernels read of the gate)."""
     B, T, D = gate.shape
     whole = D + -D % LANES
@@ -129,6 +164,7 @@ def _cut(gate, values, starts, chunk, interpret, tiles: Tiles | None):
         logits=bias is not None,
         resets=0 if resets is None else len(resets),
         tiles=tiles,
+        head=_head_read(queries, gate, values[-1], tiles),
         interpret=interpret,
     )
     inputs = GateInputs(
@@ -137,6 +173,20 @@ def _cut(gate, values, starts, chunk, interpret, tiles: Tiles | None):
         resets=() if resets is None else (_over_lanes(resets),),
     )
     return call, inputs
+
+
+def _head_read(queries, gate, keys, tiles: Tiles) -> int:
+    """Returns E where the kernels read for the queries; 0: they are read apart."""
+    # The ends that kernels see are those of stretches; heads are lanes of one register.
+    head, D = head_of(queries), gate.shape[2]
+    whole = D % LANES == 0 and keys.shape[2] % LANES == 0
+    if tiles.linked or not head or not whole or D // head > LANES:
+        return 0
+    return head
+
+
+def _flat(queries):
+    return queries.reshape(*queries.shape[:2], -1)
 
 
 def _over_lanes(resets):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.gated_scan.inputs import GateLogits
+from pallas_kernels.gated_scan.queries import ends_of
 
 Array = jax.Array
 
@@ -42,3 +43,22 @@ def gated_scan_reference(
 
     (_, finals), states = jax.lax.scan(position, (h, h), (g, v, restart, real))
     return tuple(states.swapaxes(0, 1).swapaxes(1, 2)), tuple(finals)
+
+
+def queried_scan_reference(
+    gate: Float[Array, "B T D"] | GateLogits,
+    values: Float[Array, "B T _"],
+    keys: Float[Array, "B T W"],
+    queries: Float[Array, "B T N E"],
+    *,
+    chunk: int,
+    **options,
+):
+    """Returns (h of the values, ends of the keys' h, logits, the last h of both)."""
+    (v, k), finals = gated_scan_reference(gate, (values, keys), chunk=chunk, **options)
+    B, T, D = k.shape
+    N, E = queries.shape[2:]
+    # Head h = n + N m reads the queries of group n.
+    by_head = k.reshape(B, T, D // (N * E), N, E)
+    logits = jnp.einsum("btmne,btne->btmn", by_head, queries.astype(k.dtype))
+    return v, ends_of(k, chunk), logits.reshape(B, T, D // E), finals

@@ -1,5 +1,6 @@
 """GPU path: Pallas kernels lowered by Triton, a few channels of a stretch a program."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,12 @@ from pallas_kernels.gated_scan.inputs import (
     find_resets,
     narrowest,
     refusal_of_streams,
+)
+from pallas_kernels.gated_scan.queries import (
+    ends_of,
+    head_of,
+    pull_apart,
+    read_apart,
 )
 from pallas_kernels.gated_scan.triton_backward import run_backward
 from pallas_kernels.gated_scan.triton_forward import run_forward
@@ -36,7 +43,9 @@ def supported(gate, *arrays, chunk) -> str | None:
     return reason or expressible(gate, *arrays, chunk=chunk)
 
 
-def expressible(gate, values, initial, starts, lengths, *, chunk) -> str | None:
+def expressible(
+    gate, values, initial, starts, lengths, queries, *, chunk
+) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
     D, W = gate.shape[2], narrowest(values)
     if W % 16:
@@ -55,26 +64,40 @@ def forward(
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
     lengths: Int[Array, " B"] | None,
+    queries: Float[Array, "B T N E"] | None,
     *,
     chunk: int | None,
+    residuals: bool = True,
     interpret: Any = False,
     tiles: Tiles | None = None,
 ):
-    """Returns (states, finals): see `gated_scan`.
+    """Returns (states, finals, logits, all states): see `queried_scan`.
 
     Args:
+      residuals: False: nothing is differentiated, and all states are left out (None).
       interpret: runs the kernels as plain JAX, on any device.
       tiles: how the call is cut; None: the heuristic's.
     """
-    call, gates = _cut(gate, values, starts, lengths, chunk, interpret, tiles)
-    states, finals = run_forward(
+    call, gates = _cut(gate, values, starts, lengths, queries, chunk, interpret, tiles)
+    call = replace(call, keeps=residuals or not call.read)
+    states, finals, sums = run_forward(
         call,
         gates,
         tuple(_flat(v) for v in values),
         tuple(h.astype(jnp.float32) for h in initial),
         None if lengths is None else lengths.astype(jnp.int32),
+        (_flat(queries),) if call.read else (),
     )
-    return tuple(h.reshape(gate.shape) for h in states), finals
+    B, T, D = gate.shape
+    states = tuple(h.reshape(B, -1, D) for h in states)
+    kept = states if residuals else None
+    if sums is None:
+        return read_apart((states, finals, None, kept), queries, chunk=chunk)
+    if residuals:
+        states = (*states[:-1], ends_of(states[-1], call.tiles.positions))
+    # A head's parts are next to each other.
+    logits = sums.reshape(B, T, D // call.head, -1).sum(-1)
+    return states, finals, logits, kept
 
 
 def backward(
@@ -83,17 +106,24 @@ def backward(
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
     lengths: Int[Array, " B"] | None,
+    queries: Float[Array, "B T N E"] | None,
     states: tuple[Float[Array, "B T D"], ...],
-    d_states: tuple[Float[Array, "B T D"], ...],
+    d_states: tuple[Float[Array, "B _ D"], ...],
     d_finals: tuple[Float[Array, "B D"], ...],
+    d_logits: Float[Array, "B T H"] | None,
     *,
     chunk: int | None,
     interpret: Any = False,
     tiles: Tiles | None = None,
 ):
-    """Returns gradients of (gate, values, initial)."""
-    call, gates = _cut(gate, values, starts, lengths, chunk, interpret, tiles)
-    d_gate, d_bias, d_values, d_initial = run_backward(
+    """Returns gradients of (gate, values, initial, queries)."""
+    call, gates = _cut(gate, values, starts, lengths, queries, chunk, interpret, tiles)
+    reading, dq = (), None
+    if queries is not None and d_logits is not None and call.read:
+        reading = (_flat(queries), _flat(d_logits.astype(jnp.float32)))
+    else:
+        d_states, dq = pull_apart(queries, states, d_states, d_logits, chunk=chunk)
+    d_gate, d_bias, d_values, d_initial, d_queries = run_backward(
         call,
         gates,
         tuple(_flat(v) for v in values),
@@ -102,18 +132,23 @@ def backward(
         tuple(_flat(h) for h in states),
         tuple(_flat(d) for d in d_states),
         tuple(d.astype(jnp.float32) for d in d_finals),
+        reading,
     )
+    if queries is not None and d_queries is not None:
+        dq = d_queries.reshape(queries.shape)
     d_values = tuple(d.reshape(v.shape) for d, v in zip(d_values, values, strict=True))
     d_gate = as_given(gate, d_gate.reshape(gate.shape), d_bias)
-    return d_gate, d_values, d_initial
+    return d_gate, d_values, d_initial, dq
 
 
-def _cut(gate, values, starts, lengths, chunk, interpret, tiles: Tiles | None):
+def _cut(gate, values, starts, lengths, queries, chunk, interpret, tiles):
     """Returns (how the call is cut, what its kernels read of the gate)."""
     B, T, D = gate.shape
-    W = narrowest(values)
+    W, head = narrowest(values), head_of(queries)
+    # Queries of heads whose channels programs cannot share evenly read apart.
+    head = head if head % 16 == 0 else 0
     if tiles is None:
-        tiles = choose_tiles(B=B, T=T, D=D, width=W, chunk=chunk)
+        tiles = choose_tiles(B=B, T=T, D=D, width=W, chunk=chunk, head=head)
     period = chunk if tiles.linked and chunk is not None and chunk < T else None
     resets, bias = find_resets(T, starts, period), bias_of(gate)
     call = Call(
@@ -126,6 +161,8 @@ def _cut(gate, values, starts, lengths, chunk, interpret, tiles: Tiles | None):
         logits=bias is not None,
         resets=0 if resets is None else len(resets),
         tiles=tiles,
+        # A chunk's end is what a stretch ends with; linked stretches are no chunks.
+        head=0 if tiles.linked else head,
         interpret=interpret,
     )
     inputs = GateInputs(
@@ -137,4 +174,4 @@ def _cut(gate, values, starts, lengths, chunk, interpret, tiles: Tiles | None):
 
 
 def _flat(x):
-    return x.reshape(-1, x.shape[2])
+    return x.reshape(x.shape[0] * x.shape[1], -1)

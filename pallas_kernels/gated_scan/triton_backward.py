@@ -4,7 +4,8 @@
 h[t]: l[t] = dh[t] + g[t+1] l[t+1]; dv = (1 - g) l; dg = l (h[t-1] - v). One loop makes
 all of it; a narrow stream's gradient is summed over its tiles in registers. Gate,
 values, states and their gradients cross memory once, gate and the states' gradients
-twice where stretches are linked.
+twice where stretches are linked. Where queries read the last stream, dh[t] of it is
+d_logits[t] q[t], made here, and that of the queries is summed over the heads here.
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from pallas_kernels.gated_scan.triton_program import (
     Read,
     Tiled,
     at_tile,
+    over_tiles,
 )
 from pallas_kernels.named_refs import by_name
 
@@ -31,18 +33,30 @@ Array = jax.Array
 
 
 def run_backward(
-    call: Call, gates: GateInputs, values, initial, lengths, states, d_states, finals
+    call: Call,
+    gates: GateInputs,
+    values,
+    initial,
+    lengths,
+    states,
+    d_states,
+    finals,
+    reading: tuple,
 ):
-    """Returns gradients of (gate or logits, bias, values, initial).
+    """Returns gradients of (gate or logits, bias, values, initial, queries).
 
-    They are [B T, D], float32 [D] (None where the gate is given), [B T, W], [B, D].
+    They are [B T, D], float32 [D] (None where the gate is given), [B T, W], [B, D],
+    [B T, W] (None without queries).
 
     Args:
-      states, d_states: [B T, D] each.
+      states, d_states: [B T, D] each; of a stream that is read d_states is that of its
+        ends, [B blocks, D].
       finals: gradients of the last states, float32 [B, D] each.
+      reading: queries [B T, W] and their logits' gradient, float32 [B T, H]; or none.
     """
     ragged = () if lengths is None else (lengths,)
     arrays = (*gates.arrays, *values, *initial, *states, *d_states, *finals, *ragged)
+    arrays = (*arrays, *reading)
     summary = jax.ShapeDtypeStruct((call.B * call.blocks, call.D), jnp.float32)
     # As forward, from the other end: what later stretches make of the gradient.
     if call.summaries:
@@ -59,14 +73,16 @@ def run_backward(
         *arrays,
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype)
-            for x in (gates.gate, *values, *initial)
+            for x in (gates.gate, *values, *initial, *reading[:1])
         ]
         + [summary] * call.logits,
     )
     N = call.streams
     # Every stretch has summed its positions; a few numbers of each are left to sum.
     d_bias = out[-1].sum(0) if call.logits else None
-    return out[0], d_bias, tuple(out[1 : 1 + N]), tuple(out[1 + N : 1 + 2 * N])
+    d_values, d_initial = tuple(out[1 : 1 + N]), tuple(out[1 + N : 1 + 2 * N])
+    d_queries = out[1 + 2 * N] if call.read else None
+    return out[0], d_bias, d_values, d_initial, d_queries
 
 
 class _SummaryRefs(NamedTuple):
@@ -119,13 +135,16 @@ class _BackwardRefs(NamedTuple):
     values: tuple[Any, ...]  # [B T, W] of each stream
     initial: tuple[Any, ...]  # float32 [B, D] of each stream
     states: tuple[Any, ...]  # [B T, D] of each stream
-    d_states: tuple[Any, ...]  # [B T, D] of each stream
+    d_states: tuple[Any, ...]  # [B T, D] of each stream; of ends [B blocks, D]
     d_finals: tuple[Any, ...]  # float32 [B, D] of each stream
     lengths: tuple[Any, ...]  # int32 [B], where rows have their own
+    queries: tuple[Any, ...]  # [B T, W], where they read the last stream
+    d_logits: tuple[Any, ...]  # float32 [B T, H], with queries
     summaries: tuple[Any, ...]  # float32 [B blocks, D]: product, then added by stream
     d_gate: Any  # out, [B T, D]: of the gate or its logits
     d_values: tuple[Any, ...]  # out, [B T, W] of each stream
     d_initial: tuple[Any, ...]  # out, float32 [B, D] of each stream
+    d_queries: tuple[Any, ...]  # out, [B T, W], with queries
     d_bias: tuple[Any, ...]  # out, float32 [B blocks, D], with logits
 
 
@@ -138,6 +157,7 @@ def _backward_kernel(*refs, call: Call):
         _BackwardRefs,
         refs,
         **dict.fromkeys((*_STREAMS, *_OUT_STREAMS), call.streams),
+        **dict.fromkeys(("queries", "d_logits", "d_queries"), call.read),
         lengths=call.lengths,
         summaries=call.summaries,
         d_bias=int(call.logits),
@@ -147,24 +167,37 @@ def _backward_kernel(*refs, call: Call):
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last, d_finals = _ends(program, at.d_finals, at.lengths)
     initial = [program.read_row(ref) for ref in at.initial]
+    # Of a stream that is read the ends' gradient enters with the chunk.
+    whole = at.d_states[: call.streams - call.read]
 
     def turn(n, carry):
-        flowing, d_bias = carry
+        flowing, d_bias, keys = carry
         # 2. All reads of the turn first, so that they are under way together.
         read = []
         for t, inside in _positions(program, n):
             inputs = _Inputs(
                 gate=gates.read(t, inside),
                 values=_read_streams(program, at.values, t, inside),
-                before=_before(program, at.states, initial, t, inside),
-                d_states=_read_streams(program, at.d_states, t, inside),
+                before=_before(program, at.states, initial, t),
+                d_states=_read_streams(program, whole, t, inside),
+                queries=_read_streams(program, at.queries, t, inside),
+                d_logits=[program.read_heads(r, t, inside) for r in at.d_logits],
             )
             read.append((t, inside, inputs))
         # 3. Then back, position by position: totals are l, the gradients of the states.
         for t, inside, here in read:
             factors = gates.at(here.gate)
             ends = _is_last(t, inside, last)
-            totals = _totals(here.d_states, d_finals, flowing, ends)
+            d_states = list(here.d_states)
+            for ref, q, d in zip(
+                at.d_queries, here.queries, here.d_logits, strict=True
+            ):
+                d_states.append([x * at_tile(q, m) for m, x in enumerate(d)])
+                of_q = [x * k for x, k in zip(d, keys, strict=True)]
+                program.write(ref, t, over_tiles(of_q, len(q)), inside)
+                # The state before this position is that of the next one to be done.
+                keys = tuple(here.before[-1])
+            totals = _totals(d_states, d_finals, flowing, ends)
             flowing = _passed_on([keep for _, keep in factors], totals)
             d_gate = _for_gate(factors, totals, here)
             if call.logits:
@@ -176,14 +209,22 @@ def _backward_kernel(*refs, call: Call):
             program.write(at.d_gate, t, d_gate, inside)
             for ref, v, parts in zip(at.d_values, here.values, totals, strict=True):
                 program.write(ref, t, _for_values(factors, parts, len(v)), inside)
-        return flowing, d_bias
+        return flowing, d_bias, keys
 
     # 1. The gradient that enters from behind: of the row's last state, through what the
     # later stretches make of it.
     entering = _entering(program, d_finals, at.summaries, last)
     zeros = tuple(jnp.zeros(call.tiles.channels) for _ in range(call.D // call.width))
-    carry = (entering, zeros if call.logits else ())
-    flowing, d_bias = jax.lax.fori_loop(0, program.turns, turn, carry)
+    keys = ()
+    if call.read:
+        of_ends = program.read_block(at.d_states[-1], program.block)
+        of_keys = tuple(u + d for u, d in zip(entering[-1], of_ends, strict=True))
+        entering = (*entering[:-1], of_keys)
+        top = program.first + program.turns * call.tiles.unroll - 1
+        (of_top,) = _read_streams(program, at.states[-1:], top, program.inside(top))
+        keys = tuple(of_top)
+    carry = (entering, zeros if call.logits else (), keys)
+    flowing, d_bias, _ = jax.lax.fori_loop(0, program.turns, turn, carry)
     for ref in at.d_bias:
         program.write_block(ref, list(d_bias))
     # 4. What leaves a row's first stretch is the gradient of its initial state; later
@@ -202,6 +243,8 @@ class _Inputs(NamedTuple):
     values: list[Tiled]
     before: list[Tiled]
     d_states: list[Tiled]
+    queries: list[Tiled]
+    d_logits: list[Tiled]
 
 
 def _ends(program: Program, final_refs, length_refs):
@@ -248,11 +291,12 @@ def _is_last(t: Array, inside: Array | None, last: Array | None) -> Array | None
     return t == last if inside is None else (t == last) & inside
 
 
-def _before(program: Program, refs, initial: list[Tiled], t: Array, inside):
+def _before(program: Program, refs, initial: list[Tiled], t: Array):
     """Returns the states before position t; zeros before a chunk that is not first."""
     # The first position has no state before it in memory: it reads the initial one.
     # Chunks start from 0, wherever their neighbour ended.
     past = t > 0 if program.call.tiles.linked else t > program.first
+    inside = program.inside(t - 1)
     past = past if inside is None else past & inside
     states = _read_streams(program, refs, t - 1, past)
     return [
@@ -299,6 +343,5 @@ def _for_gate(factors: list, totals: list[Tiled], at: _Inputs) -> Tiled:
 
 def _for_values(factors: list, parts: Tiled, tiles: int) -> Tiled:
     """Returns dv = (1 - g) l, summed over the tiles that share a stream's channels."""
-    # Tile m of the gate reads tile m mod `tiles` of a narrow stream.
     each = [(1 - g) * u for (g, _), u in zip(factors, parts, strict=True)]
-    return [sum(each[tile::tiles][1:], start=each[tile]) for tile in range(tiles)]
+    return over_tiles(each, tiles)

@@ -32,16 +32,22 @@ States = tuple[tuple[Array, ...], ...]
 """One float32 [channels] for every stream and, within it, every tile."""
 
 
-def run_forward(call: Call, gates: GateInputs, values, initial, lengths):
-    """Returns (states [B T, D] of each stream, finals [B, D]).
+def run_forward(
+    call: Call, gates: GateInputs, values, initial, lengths, queries: tuple
+):
+    """Returns (states [B T, D] of each stream, finals [B, D], sums or None).
+
+    Of a stream that is read and not kept the states are those at the ends of chunks,
+    [B blocks, D]. `sums` [B T, D / channels] are q k~ over a program's channels.
 
     Args:
       values: [B T, W] each.
       initial: float32 [B, D] each.
       lengths: int32 [B] or None.
+      queries: [B T, W] in a tuple, or none.
     """
     ragged = () if lengths is None else (lengths,)
-    arrays = (*gates.arrays, *values, *initial, *ragged)
+    arrays = (*gates.arrays, *values, *initial, *ragged, *queries)
     # Stretches of one sequence run at once, so each must know what the ones before it
     # make of the row's state. Chunks start at 0 and need no summaries.
     if call.summaries:
@@ -53,14 +59,22 @@ def run_forward(call: Call, gates: GateInputs, values, initial, lengths):
             out_shape=[summary] * (1 + call.streams),
         )
         arrays = (*arrays, *summaries)
+    N, positions = call.streams, call.B * call.T
+    shapes = [(positions, call.D)] * N
+    if not call.keeps:
+        shapes[-1] = (call.B * call.blocks, call.D)
+    sums = jax.ShapeDtypeStruct((positions, call.D // call.tiles.channels), jnp.float32)
     out = launch_kernel(
         call,
         _forward_kernel,
         *arrays,
-        out_shape=[jax.ShapeDtypeStruct(gates.gate.shape, v.dtype) for v in values]
-        + [jax.ShapeDtypeStruct(h.shape, h.dtype) for h in initial],
+        out_shape=[
+            *map(jax.ShapeDtypeStruct, shapes, (v.dtype for v in values)),
+            *(jax.ShapeDtypeStruct(h.shape, h.dtype) for h in initial),
+            *[sums] * call.read,
+        ],
     )
-    return tuple(out[: call.streams]), tuple(out[call.streams :])
+    return tuple(out[:N]), tuple(out[N : 2 * N]), out[-1] if call.read else None
 
 
 class _SummaryRefs(NamedTuple):
@@ -83,7 +97,7 @@ def _summarize_kernel(*refs, call: Call):
 
     def turn(n, carry):
         product, states = carry
-        for _, read, values in _inputs(program, n, gates, at.values):
+        for _, read, values, _ in _inputs(program, n, gates, at.values):
             states, kept = _advance(gates, read, values, states)
             product = tuple(p * k for p, k in zip(product, kept, strict=True))
         return product, states
@@ -106,9 +120,13 @@ class _ForwardRefs(NamedTuple):
     values: tuple[Any, ...]  # [B T, W] of each stream
     initial: tuple[Any, ...]  # float32 [B, D] of each stream
     lengths: tuple[Any, ...]  # int32 [B], where rows have their own
+    queries: tuple[Any, ...]  # [B T, W], where they read the last stream
     summaries: tuple[Any, ...]  # float32 [B blocks, D]: product, then added by stream
-    states: tuple[Any, ...]  # out, [B T, D] of each stream
+    states: tuple[
+        Any, ...
+    ]  # out, [B T, D] of each stream; or of its ends [B blocks, D]
     finals: tuple[Any, ...]  # out, float32 [B, D] of each stream
+    sums: tuple[Any, ...]  # out, float32 [B T, D / channels], with queries
 
 
 def _forward_kernel(*refs, call: Call):
@@ -119,19 +137,27 @@ def _forward_kernel(*refs, call: Call):
         **dict.fromkeys(("values", "initial", "states", "finals"), N),
         lengths=call.lengths,
         summaries=call.summaries,
+        queries=call.read,
+        sums=call.read,
         **call.gate_counts,
     )
     program = Program.here(call)
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last = at.lengths[0][program.row] - 1 if at.lengths else None
+    written = at.states if call.keeps else at.states[:-1]
 
     # 2. One turn: `unroll` positions are read, then the state goes through them.
     def turn(n, states):
-        for t, read, values in _inputs(program, n, gates, at.values):
+        read_ahead = _inputs(program, n, gates, at.values, at.queries)
+        for t, read, values, queries in read_ahead:
             states, _ = _advance(gates, read, values, states)
             inside = program.inside(t)
-            for ref, parts in zip(at.states, states, strict=True):
+            for ref, parts in zip(written, states, strict=False):
                 program.write(ref, t, list(parts), inside)
+            # A head's channels may be several programs': the sum of each is written.
+            for ref, q in zip(at.sums, queries, strict=True):
+                products = [h * at_tile(q, m) for m, h in enumerate(states[-1])]
+                program.write_sums(ref, t, [jnp.sum(x) for x in products], inside)
             # A padded row's last state is that of its last own position, which lies
             # in the middle of somebody's stretch: who passes it writes it.
             if last is not None:
@@ -143,6 +169,9 @@ def _forward_kernel(*refs, call: Call):
     # 1. The state that enters: the row's own, what earlier stretches made of it, or 0.
     entering = _entering(program, at.initial, at.summaries)
     states = jax.lax.fori_loop(0, program.turns, turn, entering)
+    # Stretches are chunks here: what one ends with is its end.
+    if not call.keeps:
+        program.write_block(at.states[-1], list(states[-1]))
     # 3. A full row's last state is what its last stretch ends with.
     if last is None:
         done = program.block == call.blocks - 1
@@ -183,15 +212,18 @@ def fold_summaries(program: Program, refs, states: States, count, block_of) -> S
     return jax.lax.fori_loop(0, count, fold, states)
 
 
-def _inputs(program: Program, n: Array, gates: Gates, value_refs):
+def _inputs(program: Program, n: Array, gates: Gates, value_refs, query_refs=()):
     """Reads the positions of turn n; those beyond the stretch change nothing."""
     read = []
     for u in range(program.call.tiles.unroll):
         t = program.first + n * program.call.tiles.unroll + u
         inside = program.inside(t)
         gate = gates.read(t, inside)
-        values = [program.read(ref, t, other=0.0, keep=inside) for ref in value_refs]
-        read.append((t, gate, values))
+        values, queries = (
+            [program.read(ref, t, other=0.0, keep=inside) for ref in refs]
+            for refs in (value_refs, query_refs)
+        )
+        read.append((t, gate, values, queries))
     return read
 
 

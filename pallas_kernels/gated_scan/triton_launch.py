@@ -1,5 +1,6 @@
 """How the Triton kernels are launched: how a call is cut, one heuristic, one call."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +68,9 @@ class Call:
       logits: whether kernels make the gate of logits and a bias.
       resets: rows of the array that says where the state is reset: B, 1 where it is
         the same in all rows, 0 where there is none.
+      head: E where queries read the last stream in the kernel; 0: none do. Stretches
+        are then chunks.
+      keeps: whether all states of a stream that is read are written, or its ends alone.
       interpret: runs the kernels as plain JAX, on any device.
     """
 
@@ -79,6 +83,8 @@ class Call:
     logits: bool
     resets: int
     tiles: Tiles
+    head: int = 0
+    keeps: bool = True
     interpret: bool = False
 
     @property
@@ -103,6 +109,11 @@ class Call:
         return {"bias": int(self.logits), "resets": int(self.resets > 0)}
 
     @property
+    def read(self) -> int:
+        """Returns how many streams queries read in the kernel: 1 or 0."""
+        return int(self.head > 0)
+
+    @property
     def ragged(self) -> bool:
         """Returns whether a program reaches positions that are not its own."""
         S = self.tiles.positions
@@ -114,14 +125,19 @@ class Call:
         return self.B * self.blocks * self.columns
 
 
-def choose_tiles(*, B: int, T: int, D: int, width: int, chunk: int | None) -> Tiles:
-    """Returns the cut for B rows of T positions and D channels.
+def choose_tiles(
+    *, B: int, T: int, D: int, width: int, chunk: int | None, head: int = 0
+) -> Tiles:
+    """Returns the cut for B rows of T positions and D channels, by heads if any.
 
     Chunks are as many programs as they are. A whole sequence stays whole where batch
     and channels fill the device: then every input is read once.
     """
-    # The largest power of two that divides the width, two channels a thread at most.
-    channels = min(width & -width, 64)
+    # The largest power of two that divides the width, two channels a thread at most, or
+    # one: more than 8 tiles would spill registers in the backward pass. A program's
+    # channels of a tile belong to one head.
+    whole = math.gcd(head, width)  # The width without heads.
+    channels = min(whole & -whole, 64 if 8 * width >= D else 32)
     # A thread holds channels / 32 of each tile; with that many loads in flight the
     # registers of the backward pass still fit.
     unroll = max(1, min(8, 512 // (channels * (D // width))))

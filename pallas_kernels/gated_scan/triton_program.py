@@ -70,6 +70,19 @@ class Program:
         """Writes position t of an array [B T, W] where `keep`."""
         self._store(ref, self.row * self.call.T + t, parts, keep)
 
+    def read_heads(self, ref, t: Array, keep: Array | None) -> Tiled:
+        """Reads position t of an array [B T, H]: a number of each tile's head."""
+        masked = {} if keep is None else {"mask": keep, "other": 0.0}
+        return [
+            pltriton.load(at, **masked) for at in self._numbers(ref, t, self.call.head)
+        ]
+
+    def write_sums(self, ref, t: Array, parts: Tiled, keep: Array | None) -> None:
+        """Writes position t of an array [B T, D / channels]: a number of each tile."""
+        places = self._numbers(ref, t, self.call.tiles.channels)
+        for at, part in zip(places, parts, strict=True):
+            pltriton.store(at, part, mask=keep)
+
     def read_row(self, ref, keep: Array | None = None) -> Tiled:
         """Reads the row's state of an array [B, D]; zeros unless `keep`."""
         return self._load(ref, self.row, 0.0, keep)
@@ -116,6 +129,14 @@ class Program:
         return [
             ref.at[line, pl.ds(tile * width + self.column, channels)]
             for tile in range(ref.shape[1] // width)
+        ]
+
+    def _numbers(self, ref, t: Array, channels: int) -> list:
+        """Returns where each tile's number stands: one for so many channels."""
+        line, width = self.row * self.call.T + t, self.call.width
+        tiles = range(self.call.D // width)
+        return [
+            ref.at[line, (tile * width + self.column) // channels] for tile in tiles
         ]
 
     def _mask(self, keep: Array | None) -> Array | None:
@@ -170,6 +191,12 @@ class Read(NamedTuple):
 
     parts: Tiled
     resets: Array | None
+
+
+def over_tiles(each: Tiled, tiles: int) -> Tiled:
+    """Sums what all tiles give over those that share a stream's channels."""
+    # Tile m of the gate reads tile m mod `tiles` of a narrow stream.
+    return [sum(each[tile::tiles][1:], start=each[tile]) for tile in range(tiles)]
 
 
 def at_tile(parts: Tiled, tile: int) -> Array:

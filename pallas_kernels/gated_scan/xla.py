@@ -21,13 +21,14 @@ from pallas_kernels.gated_scan.folded_scan import (
     summarize_forward,
 )
 from pallas_kernels.gated_scan.inputs import GateLogits, gate_of, pull_back
+from pallas_kernels.gated_scan.queries import pull_apart, read_apart
 
 Array = jax.Array
 
 _BLOCK = 128
 
 
-def supported(gate, values, initial, starts, lengths, *, chunk) -> str | None:
+def supported(gate, values, initial, starts, lengths, queries, *, chunk) -> str | None:
     """Returns None: this backend does everything."""
     return None
 
@@ -38,10 +39,13 @@ def forward(
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
     lengths: Int[Array, " B"] | None,
+    queries: Float[Array, "B T N E"] | None,
     *,
     chunk: int | None,
+    residuals: bool = True,
 ):
-    """Returns (states, finals): see `gated_scan`."""
+    """Returns (states, finals, logits, all states): see `queried_scan`."""
+    del residuals  # What nobody reads the compiler leaves out.
     T = gate.shape[1]
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
     gate = gate_of(gate)
@@ -67,7 +71,8 @@ def forward(
             )
             for h, h_in in zip(states, initial, strict=True)
         )
-    return tuple(h.astype(d) for h, d in zip(states, narrow, strict=True)), last
+    states = tuple(h.astype(d) for h, d in zip(states, narrow, strict=True))
+    return read_apart((states, last, None, states), queries, chunk=chunk)
 
 
 def backward(
@@ -76,13 +81,16 @@ def backward(
     initial: tuple[Float[Array, "B D"], ...],
     starts: Bool[Array, "B T"] | None,
     lengths: Int[Array, " B"] | None,
+    queries: Float[Array, "B T N E"] | None,
     states: tuple[Float[Array, "B T D"], ...],
-    d_states: tuple[Float[Array, "B T D"], ...],
+    d_states: tuple[Float[Array, "B _ D"], ...],
     d_finals: tuple[Float[Array, "B D"], ...],
+    d_logits: Float[Array, "B T H"] | None,
     *,
     chunk: int | None,
 ):
-    """Returns gradients of (gate, values, initial), in at least float32."""
+    """Returns gradients of (gate, values, initial, queries), all but the last wide."""
+    d_states, dq = pull_apart(queries, states, d_states, d_logits, chunk=chunk)
     T = gate.shape[1]
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
     g = gate_of(gate)  # Again: kept, it would be the widest of what is.
@@ -108,7 +116,7 @@ def backward(
         else partial(blocked_backward, size=min(_BLOCK, T)),
     )
     d_initial = tuple(d + p for d, p in zip(d_initial, passed, strict=True))
-    return pull_back(gate, g, d_gate), d_values, d_initial
+    return pull_back(gate, g, d_gate), d_values, d_initial, dq
 
 
 def blocked_forward(

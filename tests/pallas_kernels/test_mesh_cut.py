@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
 from pallas_kernels.chunk_attention import api as chunk_attention_api
 from pallas_kernels.chunk_attention import triton as chunk_attention_triton
-from pallas_kernels.gated_scan import GateLogits, gated_scan
+from pallas_kernels.gated_scan import GateLogits, gated_scan, queried_scan
 from pallas_kernels.gated_scan import api as gated_scan_api
 from pallas_kernels.gated_scan import triton as gated_scan_triton
 from pallas_kernels.mesh_cut import as_it_lies
@@ -75,6 +75,16 @@ def scan_loss(logits, bias, wide, narrow, start, implementation):
     return sum((x**2).sum() for x in (*states, *finals))
 
 
+def queried_loss(logits, bias, wide, narrow, queries, start, implementation):
+    out = queried_scan(
+        *(GateLogits(logits, bias), wide, narrow, queries),
+        chunk=3,
+        initial=(start, start),
+        implementation=implementation,
+    )
+    return sum((x**2).sum() for x in jax.tree.leaves(out))
+
+
 def attention_loss(q, own, values, keys, ends, implementation):
     first = jnp.arange(q.shape[0]) % 2
     o = chunk_attention(
@@ -103,6 +113,7 @@ SELECTIVE = (
     *(draw(8), draw(4, 8, 3)),
 )
 SCAN = (draw(4, 6, 64), draw(64), draw(4, 6, 64), draw(4, 6, 32), draw(4, 64))
+QUERIED = (*SCAN[:4], draw(4, 6, 2, 16), SCAN[4])
 ATTENTION = (
     *(draw(4, 4, 2, 16), draw(4, 4, 4), draw(4, 4, 4, 16)),
     *(draw(4, 4, 3, 16), draw(4, 4, 3, 16)),
@@ -115,6 +126,8 @@ ATTENTION = (
         # 4 rows over 4 devices; 64 channels, or 4 heads that read 2 groups, over 2.
         # Rows share the bias: its gradient is summed.
         (scan_loss, SCAN, ((1, 6, 32), (1, 32))),
+        # Channels are cut between heads; queries of both groups are whole.
+        (queried_loss, QUERIED, ((1, 6, 32), (1, 32))),
         # Rows share a and skip, channels b and c: their gradients are summed.
         (selective_loss, SELECTIVE, ((1, 6, 4), (3,))),
         (attention_loss, ATTENTION, ((1, 4, 2, 16), (4, 2, 16))),

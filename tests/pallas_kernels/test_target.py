@@ -72,8 +72,9 @@ def test_a_target_is_set_in_its_own_thread_and_no_longer_than_asked():
 )
 def test_backends_ask_the_target(backend, device, reason):
     gate = jnp.zeros((1, 3, 16))
+    call = (gate, (gate,), (), None, None, None)
     with as_if(device):
-        assert backend.supported(gate, (gate,), (), None, None, chunk=None) == reason
+        assert backend.supported(*call, chunk=None) == reason
 
 
 def test_a_kernel_s_memory_is_that_of_the_target():

@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from pallas_kernels import target
 from pallas_kernels.chunk_attention import ChunkEnds
-from pallas_kernels.gated_scan import GateLogits, gated_scan
+from pallas_kernels.gated_scan import GateLogits, queried_scan
 from pallas_kernels.mesh_cut import as_it_lies
 from recurjax.layers.attention import (
     merge,
@@ -122,11 +122,12 @@ class RatMixer(nnx.Module):
     ) -> Array:
         """Returns y of whole chunks: of all, or of those that a shard holds."""
         # One gate for both streams: k~ and v~ forget alike, so one op runs them
-        # together. A state starts from zero in each chunk and at each document.
+        # together. A state starts from zero in each chunk and at each document. Of k~
+        # all but the ends serve their own position's logits only, which the op makes.
         starts = document_starts(documents)
-        (of_v, of_k), _ = gated_scan(gate, (v, k), starts=starts, chunk=chunk)
-        v, v_ends = map(self._heads, with_ends(of_v, chunk))
-        k, k_ends = map(self._heads, with_ends(of_k, chunk))
+        scanned = queried_scan(gate, v, k, q, starts=starts, chunk=chunk)
+        v, v_ends = map(self._heads, with_ends(scanned.values, chunk))
+        k_ends = self._heads(scanned.ends)
         # Positions attend to the states at the ends of the chunks before their own; the
         # own chunk they know through their own state, which is not rotated (see
         # `attend_across_chunks`).
@@ -155,7 +156,10 @@ class RatMixer(nnx.Module):
         places = numbers[0, 0] * chunk + jnp.arange(v.shape[1])[None]
         rotated = self._rotate_queries(q, numbers, places)
         return attend_across_chunks(
-            q, rotated, k, v, ends, size=chunk, first=first, documents=documents
+            *(scanned.logits, rotated, v, ends),
+            size=chunk,
+            first=first,
+            documents=documents,
         )
 
     def _continue(
@@ -183,27 +187,29 @@ class RatMixer(nnx.Module):
         # last chunk's.
         fresh = (rows.offset == 0)[:, None]
         old = [read_layer(h, cache.layer) for h in (cache.v_state, cache.k_state)]
-        states, finals = gated_scan(
-            gate,
-            (v, k),
-            initial=tuple(jnp.where(fresh, 0, h) for h in old),
+        v_old, k_old = (jnp.where(fresh, 0, h) for h in old)
+        scanned = queried_scan(
+            *(gate, v, k, q),
+            initial=(v_old, k_old),
             lengths=rows.shift + rows.count,
             chunk=rows.size,
         )
         # A row without a new token keeps its state, also where it would begin a chunk.
         moved = (rows.count > 0)[:, None]
-        finals = [jnp.where(moved, h, o) for h, o in zip(finals, old, strict=True)]
-        v, k = (self._heads(h) for h in states)
+        finals = [
+            jnp.where(moved, h, o) for h, o in zip(scanned.finals, old, strict=True)
+        ]
+        v, k_ends = self._heads(scanned.values), self._heads(scanned.ends)
         # Written before it is read: a chunk that these tokens complete is seen by those
         # of them that stand in the next one.
-        cache = self._write(cache, k, v, finals, rows)
+        cache = self._write(cache, k_ends, v, finals, rows)
         ends = ChunkEnds(
             keys=_as_it_lies(read_layer(cache.keys, cache.layer)).astype(x.dtype),
             values=_as_it_lies(read_layer(cache.values, cache.layer)).astype(x.dtype),
         )
         rotated = self._rotate_queries(q, rows.numbers, rows.positions)
         y = attend_across_chunks(
-            q, rotated, k, v, ends, size=rows.size, first=rows.first
+            scanned.logits, rotated, v, ends, size=rows.size, first=rows.first
         )
         return rows.pick(self._output(x, y), T), cache
 
@@ -240,14 +246,14 @@ class RatMixer(nnx.Module):
         return k.swapaxes(1, 2)
 
     def _write(
-        self, cache: RatCache, k: Array, v: Array, finals: list, rows: Alignment
+        self, cache: RatCache, k_ends: Array, v: Array, finals: list, rows: Alignment
     ) -> RatCache:
         """Writes the ends of chunks that the new tokens complete, and the states."""
         last = slice(rows.size - 1, None, rows.size)
-        keys = self._rotate_ends(k[:, last], rows.numbers).swapaxes(1, 2)
+        keys = self._rotate_ends(k_ends, rows.numbers).swapaxes(1, 2)
         # A chunk's end is kept only when its last token is among the new ones.
         slot = jnp.where(rows.ended, rows.numbers, cache.slots)  # out: dropped
-        index = (cache.layer, jnp.arange(k.shape[0])[:, None], slice(None), slot)
+        index = (cache.layer, jnp.arange(v.shape[0])[:, None], slice(None), slot)
         v_state, k_state = finals
         return cache._replace(
             keys=cache.keys.at[index].set(keys.astype(cache.keys.dtype), mode="drop"),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.chunk_attention import ChunkEnds, chunk_attention
-from pallas_kernels.gated_scan import gated_scan
+from pallas_kernels.gated_scan import add_at_ends, ends_of, gated_scan
 from recurjax.layers.attention import attend
 from recurjax.layers.position import Rope, rotate
 from recurjax.types import Array
@@ -42,9 +42,8 @@ def rotate_chunks(
 
 
 def attend_across_chunks(
-    q: Float[Array, "B P N E"],
+    own_logits: Float[Array, "B P H"],
     rotated: Float[Array, "B P N E"],
-    k: Float[Array, "B P H E"],
     v: Float[Array, "B P H E"],
     ends: ChunkEnds,
     *,
@@ -58,54 +57,21 @@ def attend_across_chunks(
     not: only chunk ends are ever rotated.
 
     Args:
-      q, k: not rotated.
-      rotated: q in the frame of `ends`.
+      own_logits: q_t k~_t, of queries and keys that are not rotated.
+      rotated: the queries in the frame of `ends`.
       size: places in a chunk.
       first: see `chunk_attention`.
     """
     return chunk_attention(
         rotated,
-        own_logits(q, k),
+        own_logits,
         v,
         ends,
         chunk=size,
-        scale=q.shape[-1] ** -0.5,
+        scale=rotated.shape[-1] ** -0.5,
         first=first,
         documents=documents,
     )
-
-
-@jax.custom_vjp
-def own_logits(
-    q: Float[Array, "B P N E"], k: Float[Array, "B P H E"]
-) -> Float[Array, "B P H"]:
-    """Computes q[t] k[t] of each head, in at least float32; head h reads group h mod N.
-
-    Its gradient is written out: jax keeps q tiled over all heads for it, in memory.
-    """
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    return jnp.sum(k.astype(dtype) * _for_heads(q, k), axis=-1)
-
-
-def _own_logits_back(inputs: tuple[Array, Array], d: Array) -> tuple[Array, Array]:
-    # Behind a barrier XLA does not know the queries of the forward pass again, whose
-    # tiled copy it would keep.
-    q, k = jax.lax.optimization_barrier(inputs)
-    N = q.shape[2]
-    d = d[..., None]
-    dk = (d * _for_heads(q, k)).astype(k.dtype)
-    # Slices added one by one: as a sum over an axis, XLA strides through memory.
-    rounds = [slice(at, at + N) for at in range(0, k.shape[2], N)]
-    dq = sum(d[:, :, heads] * k[:, :, heads] for heads in rounds)
-    return jnp.asarray(dq, q.dtype), dk
-
-
-own_logits.defvjp(lambda q, k: (own_logits(q, k), (q, k)), _own_logits_back)
-
-
-def _for_heads(q: Array, k: Array) -> Array:
-    """Tiles the queries of N groups over the heads of k."""
-    return jnp.concatenate([q] * (k.shape[2] // q.shape[2]), axis=2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -117,18 +83,12 @@ def with_ends(
     The ends' gradient is added where the ends stand; jax would pad it to all positions
     and read and write the gradient of every state once more.
     """
-    return states, states[:, size - 1 :: size]
+    return states, ends_of(states, size)
 
 
 def _with_ends_back(size: int, _: None, d: tuple[Array, Array]) -> tuple[Array]:
     d_states, d_ends = d
-    B, P, I = d_states.shape
-    folded = d_states.reshape(B, P // size, size, I)
-    last = folded[:, :, size - 1 :] + d_ends[:, :, None]
-    # Apart from the write: in one fusion with it XLA copies all of d_states first.
-    last = jax.lax.optimization_barrier(last)
-    folded = jax.lax.dynamic_update_slice(folded, last, (0, 0, size - 1, 0))
-    return (folded.reshape(d_states.shape),)
+    return (add_at_ends(d_states, d_ends, size),)
 
 
 with_ends.defvjp(lambda states, size: (with_ends(states, size), None), _with_ends_back)

@@ -16,7 +16,18 @@ from pallas_kernels.gated_scan import (
 
 
 def scan(
-    backend, way, *, B, T, D=2048, narrow=None, chunk=None, dtype="bfloat16", given=None
+    backend,
+    way,
+    *,
+    B,
+    T,
+    D=2048,
+    narrow=None,
+    chunk=None,
+    dtype="bfloat16",
+    given=None,
+    head=0,
+    residuals=True,
 ):
     """Returns a pass as a function of arrays, and their shapes.
 
@@ -24,6 +35,8 @@ def scan(
       way: "forward" or "backward".
       narrow: width of the second stream (RAT's keys); None: one stream (the RNN).
       given: dtype of a gate that is given as it is; None: logits like the streams.
+      head: E of the queries that read the second stream; 0: none do.
+      residuals: whether a backward pass follows.
     """
     widths = (D,) if narrow is None else (D, narrow)
     gate = jax.ShapeDtypeStruct((B, T, D), dtype if given is None else given)
@@ -32,21 +45,35 @@ def scan(
     values = tuple(jax.ShapeDtypeStruct((B, T, W), dtype) for W in widths)
     initial = tuple(jax.ShapeDtypeStruct((B, D), jnp.float32) for _ in widths)
     states = tuple(jax.ShapeDtypeStruct((B, T, D), dtype) for _ in widths)
+    d_states, queries, d_logits = states, None, None
+    if head:
+        # As a product makes them: groups and channels in one axis.
+        queries = jax.ShapeDtypeStruct((B, T, widths[-1]), dtype)
+        d_logits = jax.ShapeDtypeStruct((B, T, D // head), jnp.float32)
+        of_ends = jax.ShapeDtypeStruct((B, T // chunk, D), dtype)
+        d_states = (*states[:-1], of_ends)
 
-    def forward(gate, values, initial):
-        arrays = (gate, values, initial, None, None)
+    def by_group(queries):
+        return queries.reshape(B, T, -1, head) if head else None
+
+    def forward(gate, values, initial, queries):
+        arrays = (gate, values, initial, None, None, by_group(queries))
         if backend is not xla:
             reason = backend.expressible(*arrays, chunk=chunk)
             assert reason is None, reason
-        return backend.forward(*arrays, chunk=chunk)
+        states, *rest, kept = backend.forward(*arrays, chunk=chunk, residuals=residuals)
+        # All other states kept are among the results.
+        return states, rest, kept[-1] if head and residuals else None
 
-    def backward(gate, values, initial, states, d_states, d_finals):
-        arrays = (gate, values, initial, None, None)
-        return backend.backward(*arrays, states, d_states, d_finals, chunk=chunk)
+    def backward(gate, values, initial, queries, states, *cotangents):
+        arrays = (gate, values, initial, None, None, by_group(queries))
+        *gradients, dq = backend.backward(*arrays, states, *cotangents, chunk=chunk)
+        return gradients, dq.reshape(queries.shape) if head else None
 
     if way == "forward":
-        return forward, (gate, values, initial)
-    return backward, (gate, values, initial, states, states, initial)
+        return forward, (gate, values, initial, queries)
+    cotangents = (d_states, initial, d_logits)
+    return backward, (gate, values, initial, queries, states, *cotangents)
 
 
 def training(*, B, T, D=2048, narrow=256, chunk=16, apart=False):
@@ -87,12 +114,16 @@ def inference(*, apart=False, **sizes):
 _gpu = partial(scan, triton, B=64, T=4096)
 _tpu = partial(scan, mosaic_tpu, B=8, T=4096)
 _rat = {"narrow": 256, "chunk": 16}
+_queried = {**_rat, "head": 128}
 _long = {"B": 1, "T": 262144}
 
 gpu_rnn_forward = partial(_gpu, "forward")
 gpu_rnn_backward = partial(_gpu, "backward")
 gpu_rat_forward = partial(_gpu, "forward", **_rat)
 gpu_rat_backward = partial(_gpu, "backward", **_rat)
+gpu_queried_forward = partial(_gpu, "forward", **_queried)
+gpu_queried_inference = partial(_gpu, "forward", residuals=False, **_queried)
+gpu_queried_backward = partial(_gpu, "backward", **_queried)
 gpu_given_forward = partial(_gpu, "forward", given="float32", **_rat)
 gpu_given_backward = partial(_gpu, "backward", given="float32", **_rat)
 gpu_float32_backward = partial(
@@ -109,6 +140,9 @@ tpu_rnn_forward = partial(_tpu, "forward")
 tpu_rnn_backward = partial(_tpu, "backward")
 tpu_rat_forward = partial(_tpu, "forward", **_rat)
 tpu_rat_backward = partial(_tpu, "backward", **_rat)
+tpu_queried_forward = partial(_tpu, "forward", **_queried)
+tpu_queried_inference = partial(_tpu, "forward", residuals=False, **_queried)
+tpu_queried_backward = partial(_tpu, "backward", **_queried)
 tpu_float32_backward = partial(_tpu, "backward", dtype="float32", **_rat)
 tpu_odd_backward = partial(_tpu, "backward", D=384, narrow=96, chunk=5)
 tpu_training = partial(training, B=8, T=4096)

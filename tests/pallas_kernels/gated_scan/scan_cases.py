@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gated_scan import GateLogits
-from pallas_kernels.gated_scan.reference import gated_scan_reference
+from pallas_kernels.gated_scan.reference import (
+    gated_scan_reference,
+    queried_scan_reference,
+)
 from tests.compiling import QUICK_COMPILE
 from tests.tolerances import assert_gradients_close, assert_values_close
 
@@ -23,10 +26,14 @@ class Case(NamedTuple):
     starts: bool = False
     lengths: bool = False
     logits: bool = False
+    head: int = 0
     dtype: str = "float32"
 
     def inputs(self):
-        """Returns (gate, values, initial, starts, lengths)."""
+        """Returns (gate, values, initial, starts, lengths, queries).
+
+        With a head width E queries read the last stream.
+        """
         draw = np.random.default_rng(self.positions)
         B, T, D = self.batch, self.positions, max(self.widths)
         gate = jax.nn.sigmoid(jnp.asarray(draw.normal(size=(B, T, D)), "float32"))
@@ -44,49 +51,63 @@ class Case(NamedTuple):
         if self.logits:
             logits = jnp.asarray(draw.normal(size=(B, T, D)), self.dtype)
             gate = GateLogits(logits, jnp.asarray(draw.normal(size=D), "float32"))
-        return gate, values, initial, starts, lengths
+        queries = None
+        if self.head:
+            shape = (B, T, self.widths[-1] // self.head, self.head)
+            queries = jnp.asarray(draw.normal(size=shape), self.dtype)
+        return gate, values, initial, starts, lengths, queries
 
     def cotangents(self):
-        """Returns gradients of (states, finals)."""
+        """Returns gradients of (states, finals, logits)."""
         draw = np.random.default_rng(0)
         B, T, D = self.batch, self.positions, max(self.widths)
+        lengths = [T] * len(self.widths)
+        of_logits = None
+        if self.head:
+            assert self.chunk is not None
+            lengths[-1] = T // self.chunk
+            shape = (B, T, D // self.head)
+            of_logits = jnp.asarray(draw.normal(size=shape), "float32")
         of_states = tuple(
-            jnp.asarray(draw.normal(size=(B, T, D)), self.dtype) for _ in self.widths
+            jnp.asarray(draw.normal(size=(B, length, D)), self.dtype)
+            for length in lengths
         )
         of_finals = tuple(
             jnp.asarray(draw.normal(size=(B, D)), "float32") for _ in self.widths
         )
-        return of_states, of_finals
+        return of_states, of_finals, of_logits
 
 
 def both_passes(backend, case: Case, **options):
-    """Returns a backend's ((states, finals), gradients)."""
+    """Returns a backend's ((states, finals, logits), gradients)."""
     options["chunk"] = case.chunk
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def run(arrays, cotangents):
-        out = backend.forward(*arrays, **options)
-        return out, backend.backward(*arrays, out[0], *cotangents, **options)
+        *out, kept = backend.forward(*arrays, **options)
+        return tuple(out), backend.backward(*arrays, kept, *cotangents, **options)
 
     return run(case.inputs(), case.cotangents())
 
 
 def definition(case: Case):
-    """Returns the definition's ((states, finals), gradients), in float32."""
-    gate, values, initial, starts, lengths = case.inputs()
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (gate, values, initial))
+    """Returns the definition's ((states, finals, logits), gradients), in float32."""
+    gate, values, initial, starts, lengths, queries = case.inputs()
+    arrays = (gate, values, initial, queries)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    rest = {"starts": starts, "lengths": lengths, "chunk": case.chunk}
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def run(wide, cotangents):
-        def scan(gate, values, initial):
-            return gated_scan_reference(
-                gate,
-                values,
-                initial=initial,
-                starts=starts,
-                lengths=lengths,
-                chunk=case.chunk,
+        def scan(gate, values, initial, queries):
+            if queries is None:
+                return *gated_scan_reference(
+                    gate, values, initial=initial, **rest
+                ), None
+            v, ends, logits, finals = queried_scan_reference(
+                gate, *values, queries, initial=initial, **rest
             )
+            return (v, ends), finals, logits
 
         out, pull = jax.vjp(scan, *wide)
         return out, pull(jax.tree.map(lambda x: x.astype(jnp.float32), cotangents))
@@ -96,27 +117,30 @@ def definition(case: Case):
 
 def check(backend, case: Case, **options) -> None:
     """Compares both passes of a backend with the definition's."""
-    (states, finals), gradients = both_passes(backend, case, **options)
-    (want_states, want_finals), want = definition(case)
+    (states, finals, logits), gradients = both_passes(backend, case, **options)
+    (want_states, want_finals, want_logits), want = definition(case)
     assert all(h.dtype == case.dtype for h in states)
     assert_values_close(states, want_states, case.dtype)
     assert_values_close(finals, want_finals)  # float32 whatever the streams are
+    # XLA reads the states as they are kept, kernels before they are rounded.
+    assert_values_close(logits, want_logits, case.dtype)
     assert_gradients_close(gradients, want, case.dtype)
 
 
 def check_finite_difference(backend, case: Case, **options) -> None:
     """Compares a backend's gradient along a direction with its own values' slope."""
     options["chunk"] = case.chunk
-    gate, values, initial, starts, lengths = case.inputs()
+    gate, values, initial, starts, lengths, queries = case.inputs()
     inner = (0.1 + 0.8 * gate, values, initial)
+    rest = (starts, lengths, queries)
     draw = np.random.default_rng(1)
     along = jax.tree.map(
         lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), inner
     )
 
     def total(arrays, cotangents):
-        out = backend.forward(*arrays, starts, lengths, **options)
-        return _dot(out, cotangents), out[0]
+        *out, kept = backend.forward(*arrays, *rest, **options)
+        return _dot(tuple(out), cotangents), kept
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def run(arrays, along, cotangents):
@@ -127,9 +151,8 @@ def check_finite_difference(backend, case: Case, **options) -> None:
         ]
         above, below = (total(end, cotangents)[0] for end in ends)
         _, states = total(arrays, cotangents)
-        gradients = backend.backward(
-            *arrays, starts, lengths, states, *cotangents, **options
-        )
+        *gradients, _ = backend.backward(*arrays, *rest, states, *cotangents, **options)
+        gradients = tuple(gradients)
         return (above - below) / (2 * step), _dot(gradients, along)
 
     slope, product = run(inner, along, case.cotangents())

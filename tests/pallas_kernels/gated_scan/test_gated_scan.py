@@ -124,7 +124,7 @@ class TestLaws(OpLaws):
 
     def call(self, length, *, dtype="float32", chunk=None, **switches):
         case = Case(positions=length, dtype=dtype, chunk=chunk, **switches)
-        gate, values, initial, starts, lengths = case.inputs()
+        gate, values, initial, starts, lengths, _ = case.inputs()
         arrays = {"gate": gate, "values": values, "initial": initial}
         return Call(arrays, {"starts": starts, "lengths": lengths, "chunk": chunk})
 

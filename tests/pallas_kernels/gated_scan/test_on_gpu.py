@@ -25,6 +25,13 @@ CASES = {
     "logits of documents": Case(
         positions=301, widths=(192, 48), logits=True, starts=True, dtype="bfloat16"
     ),
+    "queries": Case(positions=64, chunk=16, widths=(256, 64), logits=True, head=32),
+    "queries of wide heads": Case(
+        positions=70, chunk=7, widths=(512, 256), starts=True, head=128
+    ),
+    "queries, bfloat16": Case(
+        positions=128, chunk=16, widths=(256, 256), head=64, dtype="bfloat16"
+    ),
     "bfloat16": Case(positions=129, chunk=16, widths=(256, 64), dtype="bfloat16"),
     "bfloat16, long": Case(positions=4096, widths=(256,), dtype="bfloat16"),
 }

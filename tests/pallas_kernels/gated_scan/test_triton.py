@@ -44,6 +44,14 @@ def test_chunks_are_programs_unless_they_are_few_and_long():
     assert choose_tiles(**size, chunk=2048).linked
 
 
+def test_a_program_has_channels_of_one_head_and_as_many_as_registers_hold():
+    size = {"B": 1, "T": 4096, "D": 2048, "chunk": 16}
+    assert choose_tiles(**size, width=256).channels == 64
+    assert choose_tiles(**size, width=128).channels == 32  # 16 tiles of each
+    assert choose_tiles(**size, width=256, head=128).channels == 64
+    assert choose_tiles(**size, width=512, head=96).channels == 32
+
+
 @pytest.mark.parametrize(
     ("widths", "dtype", "message"),
     [

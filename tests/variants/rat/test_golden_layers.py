@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.chunk_attention import ChunkEnds
-from pallas_kernels.gated_scan import gated_scan
+from pallas_kernels.gated_scan import gated_scan, key_logits
 from recurjax.layers.position import Rope, rotate
 from recurjax.parameters import to_nested_dict
 from recurjax.types import Tokens
@@ -123,7 +123,8 @@ def test_attention_across_chunks_is_the_authors(path):
         keys=all_keys[:, C - 1 :: C].swapaxes(1, 2),
         values=v[:, C - 1 :: C].swapaxes(1, 2),
     )
-    y = jax.jit(partial(attend_across_chunks, size=C))(q, rotated, k, v, ends)
+    own_logits = jax.jit(key_logits)(q, k.reshape(B, T, D))
+    y = jax.jit(partial(attend_across_chunks, size=C))(own_logits, rotated, v, ends)
     assert_authors(y.reshape(B, T, D), case["mid/attn_out"])
     # The weights: attention to values that are unit vectors.
     weights = []
@@ -132,7 +133,7 @@ def test_attention_across_chunks_is_the_authors(path):
         one = jnp.zeros_like(ends.values)
         one = one if chunk == T // C else one.at[:, :, chunk].set(1)
         picked = ChunkEnds(ends.keys, one)
-        weights.append(ATTEND(q, rotated, k, own, picked, size=C)[..., 0])
+        weights.append(ATTEND(own_logits, rotated, own, picked, size=C)[..., 0])
     got = jnp.stack(weights, axis=-1).swapaxes(1, 2)
     assert_values_close(got, case["mid/attn_weights"])
 

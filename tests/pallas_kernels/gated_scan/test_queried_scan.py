@@ -1,0 +1,187 @@
+"""Queries that read a scan's keys: every backend against the definition."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.gated_scan import (
+    api,
+    gated_scan,
+    key_logits,
+    mosaic_tpu,
+    queried_scan,
+    triton,
+    xla,
+)
+from pallas_kernels.gated_scan.mosaic_launch import Tiles as MosaicTiles
+from pallas_kernels.gated_scan.queries import pull_back
+from pallas_kernels.gated_scan.triton_launch import Tiles as TritonTiles
+from tests.compiling import QUICK_COMPILE
+from tests.pallas_kernels.gated_scan.scan_cases import (
+    Case,
+    check,
+    check_finite_difference,
+)
+from tests.tolerances import assert_values_close
+
+SLOW = pytest.mark.slow
+TRITON = {"interpret": True}
+TRITON_LINKED = TRITON | {
+    "tiles": TritonTiles(positions=4, linked=True, channels=16, unroll=2)
+}
+TRITON_RAGGED = TRITON | {
+    "tiles": TritonTiles(positions=5, linked=False, channels=16, unroll=2)
+}
+MOSAIC = {"interpret": True, "tiles": MosaicTiles(stretch=4, linked=False)}
+MOSAIC_LINKED = {"interpret": True, "tiles": MosaicTiles(stretch=2, linked=True)}
+
+SMALL = Case(12, chunk=4, widths=(64, 32), head=16, logits=True)
+WIDE = Case(36, chunk=4, widths=(256, 128), head=64, logits=True)
+CASES = {
+    "xla": (xla, SMALL._replace(starts=True, lengths=True), {}),
+    "xla, one position": (xla, SMALL._replace(positions=1, chunk=1), {}),
+    "xla, bfloat16": (xla, SMALL._replace(dtype="bfloat16"), {}),
+    "triton": (triton, SMALL._replace(starts=True), TRITON),
+    "mosaic_tpu": (mosaic_tpu, WIDE._replace(lengths=True), MOSAIC),
+}
+SLOW_CASES = {
+    "triton, lengths": (triton, SMALL._replace(lengths=True), TRITON),
+    "triton, every channel its own": (
+        triton,
+        SMALL._replace(widths=(64, 64), head=32, logits=False),
+        TRITON,
+    ),
+    "triton, turns that are no chunk": (
+        triton,
+        SMALL._replace(positions=15, chunk=5, widths=(128, 32), head=32),
+        TRITON_RAGGED,
+    ),
+    "triton, heads of several programs": (
+        triton,
+        SMALL._replace(widths=(256, 128), head=128),
+        TRITON,
+    ),
+    "triton, linked: read apart": (triton, SMALL, TRITON_LINKED),
+    "triton, heads of 8: read apart": (triton, SMALL._replace(head=8), TRITON),
+    "triton, bfloat16": (triton, SMALL._replace(dtype="bfloat16"), TRITON),
+    "mosaic_tpu, every channel its own": (
+        mosaic_tpu,
+        WIDE._replace(widths=(256, 256), head=128, starts=True, logits=False),
+        MOSAIC,
+    ),
+    "mosaic_tpu, linked: read apart": (mosaic_tpu, WIDE, MOSAIC_LINKED),
+    "mosaic_tpu, bfloat16": (mosaic_tpu, WIDE._replace(dtype="bfloat16"), MOSAIC),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=SLOW) for name in SLOW_CASES)]
+)
+def test_values_and_gradients_are_those_of_the_definition(name):
+    backend, case, options = (CASES | SLOW_CASES)[name]
+    check(backend, case, **options)
+
+
+@pytest.mark.parametrize(
+    "backend, case, options",
+    [
+        (triton, SMALL, TRITON),
+        pytest.param(mosaic_tpu, WIDE, MOSAIC, marks=SLOW),
+    ],
+    ids=["triton", "mosaic_tpu"],
+)
+def test_without_a_backward_pass_the_keys_are_written_at_ends_alone(
+    backend, case, options
+):
+    run = partial(backend.forward, chunk=case.chunk, **options)
+    arrays = case.inputs()
+    both = [partial(run, residuals=residuals) for residuals in (True, False)]
+    (*want, kept), (*got, nothing) = (
+        jax.jit(function, compiler_options=QUICK_COMPILE)(*arrays) for function in both
+    )
+    assert nothing is None and kept[1].shape[1] == case.positions
+    assert_values_close(got, want)
+    # Two streams of all states, and one.
+    assert [written_whole(function, arrays) for function in both] == [2, 1]
+
+
+def written_whole(function, arrays) -> int:
+    """Counts the kernel's results that are as large as the gate."""
+    program = jax.make_jaxpr(function)(*arrays)
+    (launch,) = (e for e in program.eqns if e.primitive.name == "pallas_call")
+    return [x.aval.size for x in launch.outvars].count(arrays[0].logits.size)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "backend, case, options",
+    [(triton, SMALL, TRITON), (mosaic_tpu, WIDE, MOSAIC)],
+    ids=["triton", "mosaic_tpu"],
+)
+def test_gradients_are_the_slopes_of_the_values(backend, case, options):
+    given = case._replace(logits=False, starts=True, lengths=True)
+    check_finite_difference(backend, given, **options)
+
+
+def test_the_op_is_the_scan_and_what_its_queries_read():
+    gate, (v, k), initial, starts, _, queries = SMALL._replace(starts=True).inputs()
+    C = SMALL.chunk
+
+    @jax.jit
+    def run(v, k, queries):
+        rest = {"initial": initial, "starts": starts, "chunk": C}
+        states, finals = gated_scan(gate, (v, k), **rest)
+        got = queried_scan(gate, v, k, queries, **rest)
+        want = (states[0], states[1][:, C - 1 :: C], key_logits(queries, states[1]))
+        return got, api.Queried(*want, finals)
+
+    got, want = run(v, k, queries)
+    assert_values_close(got, want)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_logits_are_products_with_the_tiled_queries(groups):
+    draw = np.random.default_rng(groups).normal
+    queries = jnp.asarray(draw(size=(2, 5, groups, 4)), "float32")
+    keys = jnp.asarray(draw(size=(2, 5, 24)), "float32")
+
+    def plain(queries, keys):
+        tiled = jnp.tile(queries, (1, 1, 6 // groups, 1))
+        return jnp.sum(tiled * keys.reshape(2, 5, 6, 4), axis=-1)
+
+    logits, pull = jax.vjp(plain, queries, keys)
+    assert_values_close(key_logits(queries, keys), logits)
+    d = jnp.cos(logits)
+    assert_values_close(jax.jit(pull_back)(queries, keys, d), pull(d))
+
+
+def test_a_later_query_value_or_key_changes_nothing_before_it():
+    gate, (v, k), _, _, _, queries = SMALL.inputs()
+    run = jax.jit(partial(queried_scan, chunk=SMALL.chunk))
+    before = run(gate, v, k, queries)
+    later = [x.at[:, 7:].add(0.5) for x in (v, k, queries)]
+    after = run(gate, *later)
+    for x, y in ((before.values, after.values), (before.logits, after.logits)):
+        np.testing.assert_array_equal(x[:, :7], y[:, :7])
+        assert np.all(np.any(x[:, 7:] != y[:, 7:], axis=(0, 2)))
+    np.testing.assert_array_equal(before.ends[:, 0], after.ends[:, 0])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"queries": jnp.zeros((2, 12, 3, 16))}, "N E the 32 channels of the keys"),
+        ({"queries": jnp.zeros((2, 11, 2, 16))}, r"wants queries \[2, 12, N, E\]"),
+        ({"chunk": 5}, "wants whole chunks of 5, got 12 positions"),
+        ({"chunk": 0}, "queried_scan: wants chunk of at least 1, got 0"),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_refused(change, message):
+    gate, (v, k), _, _, _, queries = SMALL.inputs()
+    call = {"gate": gate, "values": v, "keys": k, "queries": queries, "chunk": 4}
+    unchecked = getattr(queried_scan, "__wrapped__", queried_scan)
+    with pytest.raises(ValueError, match=message):
+        unchecked(**call | change)
