@@ -24,10 +24,17 @@ def test_gradients_are_the_slopes_of_the_values():
 
 
 @SLOW
-def test_the_tpu_s_own_semantics_find_no_race():
-    case = Case(positions=21, lengths=True, widths=(256, 128))
+@pytest.mark.parametrize(
+    "case, tiles",
+    [
+        (Case(positions=21, lengths=True, widths=(256, 128)), BLOCKS),
+        (Case(positions=36, chunk=4, widths=(256, 128), head=64), CHUNKS),
+    ],
+    ids=["a sequence", "chunks that queries read"],
+)
+def test_the_tpu_s_own_semantics_find_no_race(case, tiles):
     interpret = pltpu.InterpretParams(detect_races=True)
-    check(mosaic_tpu, case, tiles=BLOCKS, interpret=interpret)
+    check(mosaic_tpu, case, tiles=tiles, interpret=interpret)
 
 
 def test_chunks_are_stretches_where_a_block_of_them_fits():
