@@ -83,13 +83,14 @@ def forward(
     states, finals, sums = run_forward(
         call,
         gates,
-        tuple(_flat(v) for v in values),
-        tuple(h.astype(jnp.float32) for h in initial),
+        tuple(_by_tile(v, call) for v in values),
+        tuple(_by_tile(h.astype(jnp.float32), call) for h in initial),
         None if lengths is None else lengths.astype(jnp.int32),
-        (_flat(queries),) if call.read else (),
+        (_by_tile(queries, call),) if queries is not None and call.read else (),
     )
     B, T, D = gate.shape
     states = tuple(h.reshape(B, -1, D) for h in states)
+    finals = tuple(h.reshape(B, D) for h in finals)
     kept = states if residuals else None
     if sums is None:
         return read_apart((states, finals, None, kept), queries, chunk=chunk)
@@ -120,23 +121,26 @@ def backward(
     call, gates = _cut(gate, values, starts, lengths, queries, chunk, interpret, tiles)
     reading, dq = (), None
     if queries is not None and d_logits is not None and call.read:
-        reading = (_flat(queries), _flat(d_logits.astype(jnp.float32)))
+        of_heads = d_logits.astype(jnp.float32)
+        of_heads = of_heads.reshape(call.B * call.T, call.D // call.width, -1)
+        reading = (_by_tile(queries, call), of_heads)
     else:
         d_states, dq = pull_apart(queries, states, d_states, d_logits, chunk=chunk)
     d_gate, d_bias, d_values, d_initial, d_queries = run_backward(
         call,
         gates,
-        tuple(_flat(v) for v in values),
-        tuple(h.astype(jnp.float32) for h in initial),
+        tuple(_by_tile(v, call) for v in values),
+        tuple(_by_tile(h.astype(jnp.float32), call) for h in initial),
         None if lengths is None else lengths.astype(jnp.int32),
-        tuple(_flat(h) for h in states),
-        tuple(_flat(d) for d in d_states),
-        tuple(d.astype(jnp.float32) for d in d_finals),
+        tuple(_by_tile(h, call) for h in states),
+        tuple(_by_tile(d, call) for d in d_states),
+        tuple(_by_tile(d.astype(jnp.float32), call) for d in d_finals),
         reading,
     )
     if queries is not None and d_queries is not None:
         dq = d_queries.reshape(queries.shape)
     d_values = tuple(d.reshape(v.shape) for d, v in zip(d_values, values, strict=True))
+    d_initial = tuple(d.reshape(call.B, call.D) for d in d_initial)
     d_gate = as_given(gate, d_gate.reshape(gate.shape), d_bias)
     return d_gate, d_values, d_initial, dq
 
@@ -146,7 +150,7 @@ def _cut(gate, values, starts, lengths, queries, chunk, interpret, tiles):
     B, T, D = gate.shape
     W, head = narrowest(values), head_of(queries)
     # Queries of heads whose channels programs cannot share evenly read apart.
-    head = head if head % 16 == 0 else 0
+    head = head if head and head % 16 == W % head == 0 else 0
     if tiles is None:
         tiles = choose_tiles(B=B, T=T, D=D, width=W, chunk=chunk, head=head)
     period = chunk if tiles.linked and chunk is not None and chunk < T else None
@@ -166,12 +170,14 @@ def _cut(gate, values, starts, lengths, queries, chunk, interpret, tiles):
         interpret=interpret,
     )
     inputs = GateInputs(
-        gate=_flat(array_of(gate)),
-        bias=() if bias is None else (bias[None],),
+        gate=_by_tile(array_of(gate), call),
+        bias=() if bias is None else (_by_tile(bias[None], call),),
         resets=() if resets is None else (resets.astype(jnp.int32).reshape(-1),),
     )
     return call, inputs
 
 
-def _flat(x):
-    return x.reshape(x.shape[0] * x.shape[1], -1)
+def _by_tile(x: Array, call: Call) -> Array:
+    """Returns [lines, tiles, W] of an array [B, T, ...] or [B, D]."""
+    lines = x.shape[0] * x.shape[1] if x.ndim > 2 else len(x)
+    return x.reshape(lines, -1, call.width)

@@ -24,7 +24,7 @@ from pallas_kernels.gated_scan.triton_program import (
     Program,
     Read,
     Tiled,
-    at_tile,
+    at_group,
     over_tiles,
 )
 from pallas_kernels.named_refs import by_name
@@ -45,19 +45,20 @@ def run_backward(
 ):
     """Returns gradients of (gate or logits, bias, values, initial, queries).
 
-    They are [B T, D], float32 [D] (None where the gate is given), [B T, W], [B, D],
-    [B T, W] (None without queries).
+    Each is in its array's shape; that of the bias is float32 [D], and None where the
+    gate is given; that of the queries is None without them.
 
     Args:
-      states, d_states: [B T, D] each; of a stream that is read d_states is that of its
-        ends, [B blocks, D].
-      finals: gradients of the last states, float32 [B, D] each.
-      reading: queries [B T, W] and their logits' gradient, float32 [B T, H]; or none.
+      states, d_states: [B T, tiles, W] each; of a stream that is read d_states is that
+        of its ends, [B blocks, tiles, W].
+      finals: gradients of the last states, float32 [B, tiles, W] each.
+      reading: queries [B T, 1 or tiles, W] and their logits' gradient, float32 [B T,
+        tiles, W / E]; or none.
     """
     ragged = () if lengths is None else (lengths,)
     arrays = (*gates.arrays, *values, *initial, *states, *d_states, *finals, *ragged)
     arrays = (*arrays, *reading)
-    summary = jax.ShapeDtypeStruct((call.B * call.blocks, call.D), jnp.float32)
+    summary = jax.ShapeDtypeStruct(call.line(call.B * call.blocks), jnp.float32)
     # As forward, from the other end: what later stretches make of the gradient.
     if call.summaries:
         summaries = launch_kernel(
@@ -79,7 +80,7 @@ def run_backward(
     )
     N = call.streams
     # Every stretch has summed its positions; a few numbers of each are left to sum.
-    d_bias = out[-1].sum(0) if call.logits else None
+    d_bias = out[-1].sum(0).reshape(-1) if call.logits else None
     d_values, d_initial = tuple(out[1 : 1 + N]), tuple(out[1 + N : 1 + 2 * N])
     d_queries = out[1 + 2 * N] if call.read else None
     return out[0], d_bias, d_values, d_initial, d_queries
@@ -88,14 +89,14 @@ def run_backward(
 class _SummaryRefs(NamedTuple):
     """References of `_summarize_backward_kernel`; tuples have one a stream."""
 
-    gate: Any  # [B T, D]: the gate or its logits
-    bias: tuple[Any, ...]  # float32 [1, D], with logits
+    gate: Any  # [B T, tiles, W]: the gate or its logits
+    bias: tuple[Any, ...]  # float32 [1, tiles, W], with logits
     resets: tuple[Any, ...]  # int32 [B T] or [T], where some state is reset
-    d_states: tuple[Any, ...]  # [B T, D] of each stream
-    d_finals: tuple[Any, ...]  # float32 [B, D] of each stream
+    d_states: tuple[Any, ...]  # [B T, tiles, W] of each stream
+    d_finals: tuple[Any, ...]  # float32 [B, tiles, W] of each stream
     lengths: tuple[Any, ...]  # int32 [B], where rows have their own
-    product: Any  # out, float32 [B blocks, D]
-    added: tuple[Any, ...]  # out, float32 [B blocks, D] of each stream
+    product: Any  # out, float32 [B blocks, tiles, W]
+    added: tuple[Any, ...]  # out, float32 [B blocks, tiles, W] of each stream
 
 
 def _summarize_backward_kernel(*refs, call: Call):
@@ -119,8 +120,8 @@ def _summarize_backward_kernel(*refs, call: Call):
             product = tuple(p * k for p, k in zip(product, keeps, strict=True))
         return product, flowing
 
-    ones = tuple(jnp.ones(call.tiles.channels) for _ in range(call.D // call.width))
-    zeros = tuple(tuple(0 * one for one in ones) for _ in range(N))
+    ones = tuple(zero + 1 for zero in call.zeros)
+    zeros = (tuple(call.zeros),) * N
     product, flowing = jax.lax.fori_loop(0, program.turns, turn, (ones, zeros))
     for ref, parts in zip((at.product, *at.added), (product, *flowing), strict=True):
         program.write_block(ref, list(parts))
@@ -129,23 +130,25 @@ def _summarize_backward_kernel(*refs, call: Call):
 class _BackwardRefs(NamedTuple):
     """References of `_backward_kernel`; a tuple of streams has one for each."""
 
-    gate: Any  # [B T, D]: the gate or its logits
-    bias: tuple[Any, ...]  # float32 [1, D], with logits
+    gate: Any  # [B T, tiles, W]: the gate or its logits
+    bias: tuple[Any, ...]  # float32 [1, tiles, W], with logits
     resets: tuple[Any, ...]  # int32 [B T] or [T], where some state is reset
-    values: tuple[Any, ...]  # [B T, W] of each stream
-    initial: tuple[Any, ...]  # float32 [B, D] of each stream
-    states: tuple[Any, ...]  # [B T, D] of each stream
-    d_states: tuple[Any, ...]  # [B T, D] of each stream; of ends [B blocks, D]
-    d_finals: tuple[Any, ...]  # float32 [B, D] of each stream
+    values: tuple[Any, ...]  # [B T, 1 or tiles, W] of each stream
+    initial: tuple[Any, ...]  # float32 [B, tiles, W] of each stream
+    states: tuple[Any, ...]  # [B T, tiles, W] of each stream
+    d_states: tuple[Any, ...]  # [B T, tiles, W] each; of ends [B blocks, ...]
+    d_finals: tuple[Any, ...]  # float32 [B, tiles, W] of each stream
     lengths: tuple[Any, ...]  # int32 [B], where rows have their own
-    queries: tuple[Any, ...]  # [B T, W], where they read the last stream
-    d_logits: tuple[Any, ...]  # float32 [B T, H], with queries
-    summaries: tuple[Any, ...]  # float32 [B blocks, D]: product, then added by stream
-    d_gate: Any  # out, [B T, D]: of the gate or its logits
-    d_values: tuple[Any, ...]  # out, [B T, W] of each stream
-    d_initial: tuple[Any, ...]  # out, float32 [B, D] of each stream
-    d_queries: tuple[Any, ...]  # out, [B T, W], with queries
-    d_bias: tuple[Any, ...]  # out, float32 [B blocks, D], with logits
+    queries: tuple[Any, ...]  # [B T, 1 or tiles, W], where they read the last stream
+    d_logits: tuple[Any, ...]  # float32 [B T, tiles, W / E], with queries
+    summaries: tuple[
+        Any, ...
+    ]  # float32 [B blocks, tiles, W]: product, then added by stream
+    d_gate: Any  # out, [B T, tiles, W]: of the gate or its logits
+    d_values: tuple[Any, ...]  # out, [B T, 1 or tiles, W] of each stream
+    d_initial: tuple[Any, ...]  # out, float32 [B, tiles, W] of each stream
+    d_queries: tuple[Any, ...]  # out, [B T, 1 or tiles, W], with queries
+    d_bias: tuple[Any, ...]  # out, float32 [B blocks, tiles, W], with logits
 
 
 _STREAMS = ("values", "initial", "states", "d_states", "d_finals")
@@ -192,9 +195,9 @@ def _backward_kernel(*refs, call: Call):
             for ref, q, d in zip(
                 at.d_queries, here.queries, here.d_logits, strict=True
             ):
-                d_states.append([x * at_tile(q, m) for m, x in enumerate(d)])
+                d_states.append([x * at_group(q, m) for m, x in enumerate(d)])
                 of_q = [x * k for x, k in zip(d, keys, strict=True)]
-                program.write(ref, t, over_tiles(of_q, len(q)), inside)
+                program.write(ref, t, over_tiles(of_q, q), inside)
                 # The state before this position is that of the next one to be done.
                 keys = tuple(here.before[-1])
             totals = _totals(d_states, d_finals, flowing, ends)
@@ -208,13 +211,13 @@ def _backward_kernel(*refs, call: Call):
                 d_bias = tuple(s + d for s, d in zip(d_bias, d_gate, strict=True))
             program.write(at.d_gate, t, d_gate, inside)
             for ref, v, parts in zip(at.d_values, here.values, totals, strict=True):
-                program.write(ref, t, _for_values(factors, parts, len(v)), inside)
+                program.write(ref, t, _for_values(factors, parts, v), inside)
         return flowing, d_bias, keys
 
     # 1. The gradient that enters from behind: of the row's last state, through what the
     # later stretches make of it.
     entering = _entering(program, d_finals, at.summaries, last)
-    zeros = tuple(jnp.zeros(call.tiles.channels) for _ in range(call.D // call.width))
+    zeros = tuple(call.zeros)
     keys = ()
     if call.read:
         of_ends = program.read_block(at.d_states[-1], program.block)
@@ -334,14 +337,14 @@ def _for_gate(factors: list, totals: list[Tiled], at: _Inputs) -> Tiled:
         # gate then weighs the value alone.
         of_keep = sum(u[tile] * h[tile] for u, h in zip(totals, at.before, strict=True))
         of_new = sum(
-            u[tile] * at_tile(v, tile) for u, v in zip(totals, at.values, strict=True)
+            u[tile] * at_group(v, tile) for u, v in zip(totals, at.values, strict=True)
         )
         kept = of_keep if resets is None else jnp.where(resets, 0.0, of_keep)
         gradient.append(kept - of_new)
     return gradient
 
 
-def _for_values(factors: list, parts: Tiled, tiles: int) -> Tiled:
+def _for_values(factors: list, parts: Tiled, values: Tiled) -> Tiled:
     """Returns dv = (1 - g) l, summed over the tiles that share a stream's channels."""
     each = [(1 - g) * u for (g, _), u in zip(factors, parts, strict=True)]
-    return over_tiles(each, tiles)
+    return over_tiles(each, values)

@@ -23,35 +23,36 @@ from pallas_kernels.gated_scan.triton_program import (
     Program,
     Read,
     Tiled,
-    at_tile,
+    at_group,
 )
 from pallas_kernels.named_refs import by_name
 
 Array = jax.Array
 States = tuple[tuple[Array, ...], ...]
-"""One float32 [channels] for every stream and, within it, every tile."""
+"""One float32 [tiles, channels] for every stream and, within it, group of tiles."""
 
 
 def run_forward(
     call: Call, gates: GateInputs, values, initial, lengths, queries: tuple
 ):
-    """Returns (states [B T, D] of each stream, finals [B, D], sums or None).
+    """Returns (states [B T, tiles, W] of each stream, finals [B, tiles, W], sums).
 
     Of a stream that is read and not kept the states are those at the ends of chunks,
-    [B blocks, D]. `sums` [B T, D / channels] are q k~ over a program's channels.
+    [B blocks, tiles, W]. Sums [B T, tiles, W / channels] are q k~ over a program's
+    channels, None without queries.
 
     Args:
-      values: [B T, W] each.
-      initial: float32 [B, D] each.
+      values: [B T, 1 or tiles, W] each.
+      initial: float32 [B, tiles, W] each.
       lengths: int32 [B] or None.
-      queries: [B T, W] in a tuple, or none.
+      queries: [B T, 1 or tiles, W] in a tuple, or none.
     """
     ragged = () if lengths is None else (lengths,)
     arrays = (*gates.arrays, *values, *initial, *ragged, *queries)
     # Stretches of one sequence run at once, so each must know what the ones before it
     # make of the row's state. Chunks start at 0 and need no summaries.
     if call.summaries:
-        summary = jax.ShapeDtypeStruct((call.B * call.blocks, call.D), jnp.float32)
+        summary = jax.ShapeDtypeStruct(call.line(call.B * call.blocks), jnp.float32)
         summaries = launch_kernel(
             call,
             _summarize_kernel,
@@ -60,10 +61,12 @@ def run_forward(
         )
         arrays = (*arrays, *summaries)
     N, positions = call.streams, call.B * call.T
-    shapes = [(positions, call.D)] * N
+    shapes = [call.line(positions)] * N
     if not call.keeps:
-        shapes[-1] = (call.B * call.blocks, call.D)
-    sums = jax.ShapeDtypeStruct((positions, call.D // call.tiles.channels), jnp.float32)
+        shapes[-1] = call.line(call.B * call.blocks)
+    sums = jax.ShapeDtypeStruct(
+        (positions, call.D // call.width, call.columns), jnp.float32
+    )
     out = launch_kernel(
         call,
         _forward_kernel,
@@ -80,12 +83,12 @@ def run_forward(
 class _SummaryRefs(NamedTuple):
     """References of `_summarize_kernel`; a tuple has one for each stream."""
 
-    gate: Any  # [B T, D]: the gate or its logits
-    bias: tuple[Any, ...]  # float32 [1, D], with logits
+    gate: Any  # [B T, tiles, W]: the gate or its logits
+    bias: tuple[Any, ...]  # float32 [1, tiles, W], with logits
     resets: tuple[Any, ...]  # int32 [B T] or [T], where some state is reset
-    values: tuple[Any, ...]  # [B T, W] each
-    product: Any  # out, float32 [B blocks, D]
-    added: tuple[Any, ...]  # out, float32 [B blocks, D] each
+    values: tuple[Any, ...]  # [B T, 1 or tiles, W] each
+    product: Any  # out, float32 [B blocks, tiles, W]
+    added: tuple[Any, ...]  # out, float32 [B blocks, tiles, W] each
 
 
 def _summarize_kernel(*refs, call: Call):
@@ -104,8 +107,8 @@ def _summarize_kernel(*refs, call: Call):
 
     # A state is a linear function of the one that enters: running from 0 gives the sum,
     # and the product of all factors what is left of any other start.
-    ones = tuple(jnp.ones(call.tiles.channels) for _ in range(call.D // call.width))
-    zeros = tuple(tuple(0 * one for one in ones) for _ in range(N))
+    ones = tuple(zero + 1 for zero in call.zeros)
+    zeros = (tuple(call.zeros),) * N
     product, states = jax.lax.fori_loop(0, program.turns, turn, (ones, zeros))
     for ref, parts in zip((at.product, *at.added), (product, *states), strict=True):
         program.write_block(ref, list(parts))
@@ -114,19 +117,21 @@ def _summarize_kernel(*refs, call: Call):
 class _ForwardRefs(NamedTuple):
     """References of `_forward_kernel`; a tuple of streams has one for each."""
 
-    gate: Any  # [B T, D]: the gate or its logits
-    bias: tuple[Any, ...]  # float32 [1, D], with logits
+    gate: Any  # [B T, tiles, W]: the gate or its logits
+    bias: tuple[Any, ...]  # float32 [1, tiles, W], with logits
     resets: tuple[Any, ...]  # int32 [B T] or [T], where some state is reset
-    values: tuple[Any, ...]  # [B T, W] of each stream
-    initial: tuple[Any, ...]  # float32 [B, D] of each stream
+    values: tuple[Any, ...]  # [B T, 1 or tiles, W] of each stream
+    initial: tuple[Any, ...]  # float32 [B, tiles, W] of each stream
     lengths: tuple[Any, ...]  # int32 [B], where rows have their own
-    queries: tuple[Any, ...]  # [B T, W], where they read the last stream
-    summaries: tuple[Any, ...]  # float32 [B blocks, D]: product, then added by stream
+    queries: tuple[Any, ...]  # [B T, 1 or tiles, W], where they read the last stream
+    summaries: tuple[
+        Any, ...
+    ]  # float32 [B blocks, tiles, W]: product, then added by stream
     states: tuple[
         Any, ...
-    ]  # out, [B T, D] of each stream; or of its ends [B blocks, D]
-    finals: tuple[Any, ...]  # out, float32 [B, D] of each stream
-    sums: tuple[Any, ...]  # out, float32 [B T, D / channels], with queries
+    ]  # out, [B T, tiles, W] of each stream; of ends [B blocks, ...]
+    finals: tuple[Any, ...]  # out, float32 [B, tiles, W] of each stream
+    sums: tuple[Any, ...]  # out, float32 [B T, tiles, W / channels], with queries
 
 
 def _forward_kernel(*refs, call: Call):
@@ -156,8 +161,9 @@ def _forward_kernel(*refs, call: Call):
                 program.write(ref, t, list(parts), inside)
             # A head's channels may be several programs': the sum of each is written.
             for ref, q in zip(at.sums, queries, strict=True):
-                products = [h * at_tile(q, m) for m, h in enumerate(states[-1])]
-                program.write_sums(ref, t, [jnp.sum(x) for x in products], inside)
+                products = [h * at_group(q, m) for m, h in enumerate(states[-1])]
+                sums = [jnp.sum(x, axis=1, keepdims=True) for x in products]
+                program.write_sums(ref, t, sums, inside)
             # A padded row's last state is that of its last own position, which lies
             # in the middle of somebody's stretch: who passes it writes it.
             if last is not None:
@@ -232,8 +238,8 @@ def _advance(gates: Gates, read: Read, values: list[Tiled], states: States):
     factors = gates.at(read)
     states = tuple(
         tuple(
-            keep * h + (1 - g) * at_tile(v, tile)
-            for tile, ((g, keep), h) in enumerate(zip(factors, parts, strict=True))
+            keep * h + (1 - g) * at_group(v, n)
+            for n, ((g, keep), h) in enumerate(zip(factors, parts, strict=True))
         )
         for parts, v in zip(states, values, strict=True)
     )

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
@@ -40,8 +41,8 @@ class GateInputs(NamedTuple):
     """What kernels read of the gate; a reference of each inside one.
 
     Attributes:
-      gate: [B T, D]: the gate, or its logits.
-      bias: float32 [1, D] where logits are given.
+      gate: [B T, tiles, W]: the gate, or its logits.
+      bias: float32 [1, tiles, W] where logits are given.
       resets: int32 [B T] or [T] where some state is reset: not 0 there.
     """
 
@@ -97,6 +98,23 @@ class Call:
         """Returns how many arrays tell what stretches make of a state; 0: no need."""
         chained = self.tiles.linked and self.blocks > 1
         return 1 + self.streams if chained else 0
+
+    @property
+    def together(self) -> int:
+        """Returns how many tiles are one array in a kernel: a power of two."""
+        tiles = self.D // self.width
+        return tiles & -tiles
+
+    @property
+    def zeros(self) -> list[jax.Array]:
+        """Returns zeros for every group of tiles of a program: [together, channels]."""
+        shape = (self.together, self.tiles.channels)
+        return [jnp.zeros(shape)] * (self.D // self.width // self.together)
+
+    def line(self, lines: int, channels: int | None = None) -> tuple[int, int, int]:
+        """Returns the shape of so many lines of the gate's channels, or of others."""
+        width = self.width
+        return lines, (self.D if channels is None else channels) // width, width
 
     @property
     def columns(self) -> int:

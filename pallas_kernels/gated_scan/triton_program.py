@@ -12,7 +12,9 @@ from pallas_kernels.gated_scan.triton_launch import Call, GateInputs
 
 Array = jax.Array
 Tiled = list[Array]
-"""One array [channels] for every tile a program owns; for a narrow stream, one."""
+"""One array [tiles, channels] for each group of tiles that a program owns; for a narrow
+stream one [1, channels]. Triton's compiler looks at all operations anew for each load
+and store: tile by tile that takes it tens of seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,40 +65,35 @@ class Program:
         return t < end
 
     def read(self, ref, t: Array, *, other: float, keep: Array | None) -> Tiled:
-        """Reads position t of an array [B T, W] in float32; `other` unless `keep`."""
+        """Reads position t of an array [B T, tiles, W] in float32, or `other`."""
         return self._load(ref, self.row * self.call.T + t, other, keep)
 
     def write(self, ref, t: Array, parts: Tiled, keep: Array | None) -> None:
-        """Writes position t of an array [B T, W] where `keep`."""
+        """Writes position t of an array [B T, tiles, W] where `keep`."""
         self._store(ref, self.row * self.call.T + t, parts, keep)
 
     def read_heads(self, ref, t: Array, keep: Array | None) -> Tiled:
-        """Reads position t of an array [B T, H]: a number of each tile's head."""
-        masked = {} if keep is None else {"mask": keep, "other": 0.0}
-        return [
-            pltriton.load(at, **masked) for at in self._numbers(ref, t, self.call.head)
-        ]
+        """Reads position t of an array [B T, tiles, W / E]: [tiles, 1], a head each."""
+        return self._load(ref, self.row * self.call.T + t, 0.0, keep)
 
     def write_sums(self, ref, t: Array, parts: Tiled, keep: Array | None) -> None:
-        """Writes position t of an array [B T, D / channels]: a number of each tile."""
-        places = self._numbers(ref, t, self.call.tiles.channels)
-        for at, part in zip(places, parts, strict=True):
-            pltriton.store(at, part, mask=keep)
+        """Writes position t of an array [B T, tiles, W / channels]: [tiles, 1] each."""
+        self._store(ref, self.row * self.call.T + t, parts, keep)
 
     def read_row(self, ref, keep: Array | None = None) -> Tiled:
-        """Reads the row's state of an array [B, D]; zeros unless `keep`."""
+        """Reads the row's state of an array [B, tiles, W]; zeros unless `keep`."""
         return self._load(ref, self.row, 0.0, keep)
 
     def write_row(self, ref, parts: Tiled, keep: Array | None = None) -> None:
-        """Writes the row's state of an array [B, D] where `keep`."""
+        """Writes the row's state of an array [B, tiles, W] where `keep`."""
         self._store(ref, self.row, parts, keep)
 
     def read_block(self, ref, block: Array) -> Tiled:
-        """Reads a stretch's summary of an array [B blocks, D]."""
+        """Reads a stretch's summary of an array [B blocks, tiles, W]."""
         return self._load(ref, self.row * self.call.blocks + block, 0.0, None)
 
     def write_block(self, ref, parts: Tiled) -> None:
-        """Writes the stretch's summary of an array [B blocks, D]."""
+        """Writes the stretch's summary of an array [B blocks, tiles, W]."""
         self._store(ref, self.row * self.call.blocks + self.block, parts, None)
 
     def read_bias(self, refs: tuple) -> Tiled | None:
@@ -114,39 +111,35 @@ class Program:
         return (refs[0][jnp.where(keep, line, 0)] != 0) & keep
 
     def _load(self, ref, line: Array, other: float, keep: Array | None) -> Tiled:
-        return [
-            pltriton.load(at, **_masked(self._mask(keep), other)).astype(jnp.float32)
-            for at in self._places(ref, line)
-        ]
+        places, shape = self._places(ref, line)
+        mask = _masked(shape, keep)
+        mask |= {"other": other} if mask else {}
+        return [pltriton.load(at, **mask).astype(jnp.float32) for at in places]
 
     def _store(self, ref, line: Array, parts: Tiled, keep: Array | None) -> None:
-        for at, part in zip(self._places(ref, line), parts, strict=True):
-            pltriton.store(at, part.astype(ref.dtype), mask=self._mask(keep))
+        places, shape = self._places(ref, line)
+        for at, part in zip(places, parts, strict=True):
+            pltriton.store(at, part.astype(ref.dtype), **_masked(shape, keep))
 
-    # A stream as wide as the gate has all tiles, a narrow one fewer: W / width of them.
-    def _places(self, ref, line: Array) -> list:
-        width, channels = self.call.width, self.call.tiles.channels
-        return [
-            ref.at[line, pl.ds(tile * width + self.column, channels)]
-            for tile in range(ref.shape[1] // width)
-        ]
+    def _places(self, ref, line: Array) -> tuple[list, tuple[int, int]]:
+        """Returns where the program's numbers of a line stand, and one array's shape.
 
-    def _numbers(self, ref, t: Array, channels: int) -> list:
-        """Returns where each tile's number stands: one for so many channels."""
-        line, width = self.row * self.call.T + t, self.call.width
-        tiles = range(self.call.D // width)
-        return [
-            ref.at[line, (tile * width + self.column) // channels] for tile in tiles
-        ]
-
-    def _mask(self, keep: Array | None) -> Array | None:
-        if keep is None:
-            return None
-        return jnp.full((self.call.tiles.channels,), keep)
+        An array as wide as the gate has all tiles, a narrow one has one. Its last axis
+        has a tile's channels, or fewer numbers: each is then one of several channels.
+        """
+        tiles, numbers = ref.shape[1:]
+        each = self.call.width // numbers
+        shape = (
+            min(self.call.together, tiles),
+            max(1, self.call.tiles.channels // each),
+        )
+        columns = pl.ds(self.column // each, shape[1])
+        firsts = range(0, tiles, shape[0])
+        return [ref.at[line, pl.ds(tile, shape[0]), columns] for tile in firsts], shape
 
 
-def _masked(mask: Array | None, other: float) -> dict:
-    return {} if mask is None else {"mask": mask, "other": other}
+def _masked(shape: tuple[int, int], keep: Array | None) -> dict:
+    return {} if keep is None else {"mask": jnp.full(shape, keep)}
 
 
 class Gates(NamedTuple):
@@ -193,12 +186,14 @@ class Read(NamedTuple):
     resets: Array | None
 
 
-def over_tiles(each: Tiled, tiles: int) -> Tiled:
-    """Sums what all tiles give over those that share a stream's channels."""
-    # Tile m of the gate reads tile m mod `tiles` of a narrow stream.
-    return [sum(each[tile::tiles][1:], start=each[tile]) for tile in range(tiles)]
+def over_tiles(each: Tiled, like: Tiled) -> Tiled:
+    """Sums what all tiles give of a stream over those that share its channels."""
+    if len(like) == len(each) and like[0].shape == each[0].shape:
+        return each  # As wide as the gate: no tile shares its channels.
+    total = sum(each[1:], start=each[0])
+    return [jnp.sum(total, axis=0, keepdims=True)]
 
 
-def at_tile(parts: Tiled, tile: int) -> Array:
-    """Returns what a tile reads of a stream: a narrow one is the same for all."""
-    return parts[tile % len(parts)]
+def at_group(parts: Tiled, group: int) -> Array:
+    """Returns what a group of tiles reads of a stream: of a narrow one all the same."""
+    return parts[group % len(parts)]

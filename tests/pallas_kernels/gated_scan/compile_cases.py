@@ -124,6 +124,9 @@ gpu_rat_backward = partial(_gpu, "backward", **_rat)
 gpu_queried_forward = partial(_gpu, "forward", **_queried)
 gpu_queried_inference = partial(_gpu, "forward", residuals=False, **_queried)
 gpu_queried_backward = partial(_gpu, "backward", **_queried)
+_sixteen = {"narrow": 128, "chunk": 16, "head": 128}
+gpu_sixteen_tiles_forward = partial(_gpu, "forward", **_sixteen)
+gpu_sixteen_tiles_backward = partial(_gpu, "backward", **_sixteen)
 gpu_given_forward = partial(_gpu, "forward", given="float32", **_rat)
 gpu_given_backward = partial(_gpu, "backward", given="float32", **_rat)
 gpu_float32_backward = partial(

@@ -64,6 +64,11 @@ SLOW_CASES = {
         SMALL._replace(widths=(256, 128), head=128),
         TRITON,
     ),
+    "triton, three groups of two tiles": (
+        triton,
+        SMALL._replace(widths=(96, 16), starts=True),
+        TRITON,
+    ),
     "triton, linked: read apart": (triton, SMALL, TRITON_LINKED),
     "triton, heads of 8: read apart": (triton, SMALL._replace(head=8), TRITON),
     "triton, bfloat16": (triton, SMALL._replace(dtype="bfloat16"), TRITON),
