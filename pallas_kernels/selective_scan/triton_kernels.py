@@ -92,27 +92,38 @@ def backward_kernel(call: Call, ins: Arrays, kept_ref, dy_ref, d_final_ref, *out
         d_bias = d_bias + jnp.where(s.inside, d_raw, 0.0)
         return dh, da, d_skip + dy * s.u, d_bias
 
+    groups, unroll = call.chunk // call.unroll, call.unroll
+
+    def walk(first, h):
+        """Returns the states around each position of a group, and what moved them."""
+        passed = []
+        for i in range(unroll):
+            s = program.step(ins, first + i, bias)
+            decay = s.decay(a)
+            after = s.advance(h, decay)
+            passed.append((s, h, decay, after))
+            h = after
+        return passed
+
+    # States that enter groups move up and down a tuple, for only loops that are loops
+    # keep the program small: Triton's compiler looks at all of it for each load.
     def one_chunk(turn, sums):
         g = call.chunks - 1 - turn
         h = pltriton.load(program.state(kept_ref, program.row * call.chunks + g))
-        firsts = range(0, call.chunk, call.unroll)
-        entering = []
-        for first in firsts:
-            entering.append(h)
-            for i in range(call.unroll) if first != firsts[-1] else ():
-                s = program.step(ins, g * call.chunk + first + i, bias)
-                h = s.advance(h, s.decay(a))
-        for first, h in zip(reversed(firsts), reversed(entering), strict=True):
-            passed = []
-            for i in range(call.unroll):
-                s = program.step(ins, g * call.chunk + first + i, bias)
-                decay = s.decay(a)
-                after = s.advance(h, decay)
-                passed.append((s, h, decay, after))
-                h = after
-            for s, before, decay, after in reversed(passed):
+
+        def enter(m, entering):
+            (*_, last) = walk(g * call.chunk + m * unroll, entering[-1])
+            return (*entering[1:], last[-1])
+
+        def leave(turn, carry):
+            entering, sums = carry
+            first = g * call.chunk + (groups - 1 - turn) * unroll
+            for s, before, decay, after in reversed(walk(first, entering[-1])):
                 sums = back(s, before, decay, after, sums)
-        return sums
+            return (entering[0], *entering[:-1]), sums
+
+        entering = jax.lax.fori_loop(0, groups - 1, enter, (h,) * groups)
+        return jax.lax.fori_loop(0, groups, leave, (entering, sums))[1]
 
     dh = pltriton.load(program.state(d_final_ref, program.row))
     zeros = jnp.zeros((call.channels,), jnp.float32)

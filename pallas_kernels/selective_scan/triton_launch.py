@@ -22,13 +22,14 @@ class Tiles:
       channels: of a program of the forward pass.
       backward_channels: of the backward pass: each of its programs writes sums over its
         channels for b and c, and fewer programs write fewer of them.
-      unroll: positions whose inputs are read before the first of them is computed, and
-        in the backward pass positions whose states are in registers at once.
+      unroll: positions whose inputs are read before the first of them is computed.
+      backward_unroll: positions whose states are in registers at once on the way back.
     """
 
     channels: int
     backward_channels: int
     unroll: int
+    backward_unroll: int
 
 
 def choose_tiles(*, channels: int, chunk: int) -> Tiles:
@@ -38,6 +39,7 @@ def choose_tiles(*, channels: int, chunk: int) -> Tiles:
         channels=min(most, WARP),
         backward_channels=min(most, 4 * WARP),
         unroll=min(chunk & -chunk, 4),
+        backward_unroll=min(chunk & -chunk, 2),
     )
 
 
@@ -52,6 +54,7 @@ class Call:
     chunk: int
     channels: int
     unroll: int
+    warps: int
     interpret: bool
 
     @classmethod
@@ -59,14 +62,18 @@ class Call:
         (B, T, I), N = u.shape, a.shape[1]
         if tiles is None:
             tiles = choose_tiles(channels=I, chunk=chunk)
+        channels = tiles.backward_channels if backward else tiles.channels
         return cls(
             B=B,
             T=T,
             I=I,
             N=N,
             chunk=chunk,
-            channels=tiles.backward_channels if backward else tiles.channels,
-            unroll=tiles.unroll,
+            channels=channels,
+            unroll=tiles.backward_unroll if backward else tiles.unroll,
+            # Half of a channel's states in a thread: the way back holds many of them,
+            # and with all N of each its registers spill.
+            warps=max(1, channels * (1 + backward) // WARP),
             interpret=interpret,
         )
 
@@ -129,8 +136,6 @@ def launch(call: Call, kernel, arrays: Arrays, more: tuple, out_shape: list):
         out_specs=[whole] * len(out_shape),
         out_shape=out_shape,
         interpret=call.interpret,
-        compiler_params=pltriton.CompilerParams(
-            num_warps=max(1, call.channels // WARP), num_stages=1
-        ),
+        compiler_params=pltriton.CompilerParams(num_warps=call.warps, num_stages=1),
         name=body.__name__,
     )(*given, *more)

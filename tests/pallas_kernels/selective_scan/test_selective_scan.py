@@ -22,7 +22,9 @@ from tests.tolerances import assert_gradients_close, assert_values_close
 
 B, I, N, CHUNK = 2, 16, 8, 8
 MOSAIC = mosaic_launch.Tiles(channels=128, unroll=2)
-TRITON = triton_launch.Tiles(channels=8, backward_channels=8, unroll=2)
+TRITON = triton_launch.Tiles(
+    channels=8, backward_channels=8, unroll=2, backward_unroll=2
+)
 PLAIN = {"skip": None, "z": None, "dt_bias": None, "initial": None}
 
 
@@ -50,6 +52,8 @@ class TestLaws(OpLaws):
         OracleCase("xla", 37, dtype="bfloat16"),
         OracleCase("triton", 13, {"starts": True, "chunk": 4}),
         *(OracleCase("triton", T, {"chunk": 4}).slow() for T in (1, 37, 64, 65)),
+        # Four groups of positions in a chunk, whose states are held at once.
+        OracleCase("triton", 37, {"starts": True, "chunk": 8}).slow(),
         OracleCase("triton", 37, {"lengths": True, "chunk": 4}).slow(),
         OracleCase("triton", 37, {"chunk": 4}, "bfloat16").slow(),
         OracleCase("mosaic_tpu", 13, {"starts": True, "chunk": 4}),
