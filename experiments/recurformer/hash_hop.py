@@ -2,12 +2,13 @@
 
 The paper's table 4 for two CPU cores, with controls that it lacks. A base (row
 small_hash_hop of runs.py: four layers, strings of 4, chains of 4 among 12 pairs) is
-trained until it follows chains; then shares of its heads are replaced and each model,
-the base too, is trained on for a quarter of the steps. `recent` replaces the heads of
-highest RA-I, `groups` whole groups by their mean, `least` those of lowest RA-I, and
-`random` heads drawn by the seed: if RA-I chooses better than chance, recent stands
-above both. The score is the longest right beginning of the chain over its length. A
-stopped set goes on with the same command.
+trained until it follows chains, first on single hops among few pairs: on the chains
+alone 22 million tokens did not suffice. Then shares of its heads are replaced and each
+model, the base too, is trained on by a quarter of all these steps. `recent` replaces
+the heads of highest RA-I, `groups` whole groups by their mean, `least` those of lowest
+RA-I, and `random` heads drawn by the seed: if RA-I chooses better than chance, recent
+stands above both. The score is the longest right beginning of the chain over its
+length. A stopped set goes on with the same command.
 
     python experiments/recurformer/hash_hop.py --runs runs/recurformer_hash_hop
 """
@@ -40,6 +41,8 @@ from recurjax.variants.recurformer import MambaConfig
 
 TABLE = Path(__file__).with_name("runs.py")
 CHOICES = ("recent", "groups", "random", "least")
+FIRST = ((1, 3, 1500, 64), (1, 8, 1000, 48))
+"""(hops, pairs, steps, rows a step) of the problems before the table's."""
 TEXTS = 32
 """Rows on which heads are measured; of the test, which nothing is trained on."""
 
@@ -52,7 +55,7 @@ class Options:
       runs: one run directory each, and results.md.
       betas: shares of heads to replace.
       choices: which heads: recent, groups, random, least.
-      steps: of the base; None: the table's. All others get a quarter of it.
+      steps: of the base on its last problems; None: the table's.
       seeds: how many bases, each with all that is made of it.
       window: how far back counts as recent, in tokens.
     """
@@ -74,24 +77,42 @@ class Options:
             )
 
 
-def base(seed: int, *, steps: int | None) -> Experiment:
-    """Returns the base of a seed."""
-    run = load_experiment(f"{TABLE}:small_hash_hop")
-    return replace(seeded(shortened(run, steps), seed), name=f"base_seed{seed}")
+def base(seed: int, *, steps: int | None) -> list[Experiment]:
+    """Returns the trainings of a seed's base, each but the first on the last one."""
+    run = seeded(load_experiment(f"{TABLE}:small_hash_hop"), seed)
+    assert isinstance(run.data, TaskData) and isinstance(run.data.task, HashHop)
+    name, stages = f"base_seed{seed}", []
+    for number, (hops, pairs, part, batch) in enumerate(FIRST):
+        task = replace(run.data.task, hops=hops)
+        task = replace(task, length=task.length_of(pairs))
+        short = shortened(run, part if steps is None else steps)
+        stages.append(
+            replace(
+                short,
+                name=f"{name}_first{number}",
+                data=replace(run.data, task=task),
+                training=replace(short.training, batch=batch, length=task.length),
+            )
+        )
+    return [*stages, replace(shortened(run, steps), name=name)]
 
 
-def further(run: Experiment, start: Path, name: str) -> Experiment:
-    """Returns a quarter as many steps on the model of another directory."""
-    short = shortened(run, max(1, run.training.steps // 4))
-    return replace(
-        short,
-        name=name,
-        model=load_run(start, report=_quiet).model.config,
-        # Other rows than the base learned from.
-        data=replace(run.data, seed=run.data.seed + 1000),
-        optimizer=replace(run.optimizer, learning_rate=5e-4),
-        training=replace(short.training, start_from=str(start)),
-    )
+def further(stages: list[Experiment], start: Path, name: str) -> list[Experiment]:
+    """Returns a quarter of each training of the base, on the model of a directory."""
+    again = []
+    for stage in stages:
+        assert isinstance(stage.data, TaskData)
+        short = shortened(stage, max(1, stage.training.steps // 4))
+        again.append(
+            replace(
+                short,
+                name=stage.name.replace(stages[-1].name, name),
+                model=load_run(start, report=_quiet).model.config,
+                # Other rows than the base learned from.
+                data=replace(stage.data, seed=stage.data.seed + 1000),
+            )
+        )
+    return again
 
 
 def chosen(
@@ -127,12 +148,18 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(stderr=True)
     found: dict[str, list[dict[str, float]]] = {}
 
-    def finish(run: Experiment) -> LoadedRun | None:
-        console.rule(run.name)
-        root = options.runs / run.name
-        if train(run, root, console=console).outcome != "finished":
-            console.print("stopped: the same command goes on from here")
-            return None
+    def finish(stages: list[Experiment], root: Path | None = None) -> LoadedRun | None:
+        """Trains one after the other, the first on the model of `root` if any."""
+        for run in stages:
+            console.rule(run.name)
+            start = None if root is None else str(root)
+            training = replace(run.training, start_from=start)
+            root = options.runs / run.name
+            again = replace(run, training=training)
+            if train(again, root, console=console).outcome != "finished":
+                console.print("stopped: the same command goes on from here")
+                return None
+        assert root is not None
         return load_run(root, report=_quiet)
 
     def score(name: str, column: str, run: LoadedRun, seed: int) -> None:
@@ -140,25 +167,26 @@ def main(argv: list[str] | None = None) -> int:
         write_whole(options.runs / "results.md", table_of("h_gq at beta", found))
 
     for seed in range(options.seeds):
-        start = base(seed, steps=options.steps)
-        trained = finish(start)
+        stages = base(seed, steps=options.steps)
+        trained = finish(stages)
         if trained is None:
             return 130
         score("base", "0", trained, seed)
-        root = options.runs / start.name
-        on = finish(further(start, root, f"on_seed{seed}"))
+        root = options.runs / stages[-1].name
+        on = finish(further(stages, root, f"on_seed{seed}"), root)
         if on is None:
             return 130
         score("base, trained on", "0", on, seed)
         recency = _measured(trained, options.window)
         for beta in options.betas:
             for choice in options.choices:
-                name = f"{choice}_{beta}_seed{seed}"
+                # Of all heads there is one choice.
+                name = f"{'all' if beta == 1 else choice}_{beta}_seed{seed}"
                 changed = options.runs / f"start_{name}"
                 if not changed.exists():
                     heads = chosen(recency, choice, beta, seed=seed)
                     _write(trained, heads, changed)
-                run = finish(further(start, changed, name))
+                run = finish(further(stages, changed, name), changed)
                 if run is None:
                     return 130
                 score(choice, str(beta), run, seed)

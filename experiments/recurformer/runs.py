@@ -169,6 +169,7 @@ def _mqar(
             mlp_width=mlp_width,
             heads=8,
             key_heads=4,
+            head_width=width // 8,
         ),
         beta=beta,
         mamba=mamba,
@@ -186,6 +187,7 @@ def _tiny(
     mlp_width: int,
     heads: int,
     key_heads: int,
+    head_width: int,
 ) -> ModelConfig:
     return ModelConfig(
         vocabulary=vocabulary,
@@ -194,7 +196,7 @@ def _tiny(
             layers=layers,
             width=width,
             attention=AttentionConfig(
-                heads=heads, key_heads=key_heads, head_width=width // heads
+                heads=heads, key_heads=key_heads, head_width=head_width
             ),
             mlp=MlpConfig(kind="gelu", width=mlp_width),
             # Weights that suit so small a model.
@@ -310,16 +312,18 @@ RUNS: dict[str, Run] = {
             model=_tiny(
                 vocabulary=256,
                 layers=4,
-                width=256,
-                mlp_width=1024,
+                width=128,
+                mlp_width=128,
                 heads=8,
                 key_heads=4,
+                # Wide enough to hold the strings that keys are told apart by.
+                head_width=32,
             ),
             beta=0.0,
             mamba=SMALL_MAMBA,
-            learning_rate=1e-3,
+            learning_rate=2e-3,
             training=TrainingConfig(
-                steps=4000, batch=32, length=178, log_every=20, checkpoint_every=200
+                steps=800, batch=32, length=178, log_every=20, checkpoint_every=200
             ),
         ),
         reproduces="no table: Table 4 in miniature; the base of hash_hop.py",
