@@ -1,5 +1,6 @@
 """The op: one gate's linear recurrence over several streams of values."""
 
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ OP = dispatch.Op(
     kept=(3,),  # All states of every stream.
     spares=True,
 )
+_QUERIED = replace(OP, name="queried_scan")
+"""The same, as callers of the other function know it."""
 
 
 class Scanned(NamedTuple):
@@ -83,7 +86,8 @@ def gated_scan(
       ValueError: shapes disagree, or chunk < 1.
       NotImplementedError: the named backend cannot.
     """
-    _check("gated_scan", gate, values, initial, starts, lengths, chunk)
+    streams = {f"values[{n}]": v for n, v in enumerate(values)}
+    _check(OP.name, gate, streams, initial, starts, lengths, chunk)
     initial = _zeros(gate, len(values)) if initial is None else tuple(initial)
     arrays = (gate, tuple(values), initial, starts, lengths, None)
     states, finals, _ = dispatch.run(
@@ -107,8 +111,9 @@ def queried_scan(
     """Scans values and keys by one gate; each position's queries read its own key.
 
     As `gated_scan` of (values, keys), but where a position's key serves only its own
-    logits, and others see the ends of chunks alone, no other state of the keys crosses
-    memory in inference, and no gradient of one in training. Source: the RAT paper,
+    logits, and others see the ends of chunks alone: then, where a kernel reads the
+    keys, no other state of theirs crosses memory in inference, and no gradient of one
+    in training. Source: the RAT paper,
     eqs. (3) to (5). Differentiable in gate, values, keys, queries and initial.
 
     Args:
@@ -121,20 +126,24 @@ def queried_scan(
       ValueError: shapes disagree, or chunk does not divide T.
       NotImplementedError: the named backend cannot.
     """
-    both, op = (values, keys), "queried_scan"
+    op, both = _QUERIED.name, {"values": values, "keys": keys}
     _check(op, gate, both, initial, starts, lengths, chunk)
     B, T, _ = gate.shape
-    if queries.shape[:2] != (B, T) or prod(queries.shape[2:]) != keys.shape[2]:
+    if (
+        queries.ndim != 4
+        or queries.shape[:2] != (B, T)
+        or prod(queries.shape[2:]) != keys.shape[2]
+    ):
         raise ValueError(
             f"{op}: wants queries [{B}, {T}, N, E] with N E the {keys.shape[2]} "
             f"channels of the keys, got {queries.shape}"
         )
-    if T % chunk:
+    if chunk is None or T % chunk:
         raise ValueError(f"{op}: wants whole chunks of {chunk}, got {T} positions")
     first = _zeros(gate, 2) if initial is None else tuple(initial)
-    arrays = (gate, both, first, starts, lengths, queries)
+    arrays = (gate, (values, keys), first, starts, lengths, queries)
     (values, ends), finals, logits = dispatch.run(
-        OP, arrays, implementation=implementation, chunk=chunk
+        _QUERIED, arrays, implementation=implementation, chunk=chunk
     )
     return Queried(values, ends, logits, finals)
 
@@ -144,24 +153,24 @@ def _zeros(gate, streams: int) -> tuple[Array, ...]:
     return (jnp.zeros((gate.shape[0], gate.shape[2]), dtype),) * streams
 
 
-def _check(op, gate, values, initial, starts, lengths, chunk) -> None:
+def _check(op, gate, streams, initial, starts, lengths, chunk) -> None:
     B, T, D = gate.shape
-    if T < 1 or not values:
+    if T < 1 or not streams:
         raise ValueError(
             f"{op}: wants at least one position and one stream of values, got "
-            f"{T} and {len(values)}"
+            f"{T} and {len(streams)}"
         )
-    for v in values:
+    for name, v in streams.items():
         if v.shape[:2] != (B, T) or v.shape[2] < 1 or D % v.shape[2]:
             raise ValueError(
-                f"{op}: wants values of shape {(B, T)} and a width that divides "
+                f"{op}: wants {name} of shape {(B, T)} and a width that divides "
                 f"{D}, got {v.shape}"
             )
     if isinstance(gate, GateLogits):
         dispatch.check_shapes(op, {"bias": (gate.bias, (D,))})
-    if initial is not None and [h.shape for h in initial] != [(B, D)] * len(values):
+    if initial is not None and [h.shape for h in initial] != [(B, D)] * len(streams):
         raise ValueError(
-            f"{op}: wants {len(values)} initial states of shape {(B, D)}, got "
+            f"{op}: wants {len(streams)} initial states of shape {(B, D)}, got "
             f"{[h.shape for h in initial]}"
         )
     dispatch.check_shapes(op, {"starts": (starts, (B, T)), "lengths": (lengths, (B,))})

@@ -93,15 +93,15 @@ def find_resets(
     return regular if starts is None else starts | regular
 
 
-def refusal_of_streams(gate: Gate, values: tuple[Array, ...]) -> str | None:
+def refusal_of_streams(
+    gate: Gate, values: tuple[Array, ...], queries: Array | None
+) -> str | None:
     """Returns which dtype the kernels do not compute in, None when they do."""
-    for v in values:
-        reason = refusal_of_dtypes(
-            {"gate": array_of(gate), "values": v}, jnp.float32, jnp.bfloat16
-        )
-        if reason is not None:
-            return reason
-    return None
+    arrays = {"gate": array_of(gate)}
+    arrays |= {f"values[{n}]": v for n, v in enumerate(values)}
+    if queries is not None:
+        arrays["queries"] = queries
+    return refusal_of_dtypes(arrays, jnp.float32, jnp.bfloat16)
 
 
 def narrowest(values: tuple[Array, ...]) -> int:

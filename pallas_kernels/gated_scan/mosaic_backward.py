@@ -79,6 +79,7 @@ def run_backward(
         (1, together, rows, LANES),
         (N, together, rows, LANES),
         (N, 1, call.D),
+        *[(1, together, rows, LANES)] * call.read,
     ]
     sums = [
         (width // LANES, rows, LANES) if width < call.D else (1, 8, LANES)
@@ -146,6 +147,7 @@ class _Refs(NamedTuple):
     d_gate_rows: Any  # [1, together, rows, 128]
     d_value_rows: Any  # [N, together, rows, 128]
     carried: Any  # [N, 1, D]: the state's gradient between a row's blocks
+    of_logits: tuple[Any, ...]  # [1, together, rows, 128]: d_logits of lanes' heads
     sums: tuple[Any, ...]  # [W / 128, rows, 128] each: a narrow stream's gradient
     query_sums: tuple[Any, ...]  # [W / 128, rows, 128]: narrow queries' gradient
 
@@ -154,7 +156,7 @@ _STREAMS = (
     *("values", "states", "d_states", "initial", "d_finals"),
     *("d_values", "d_initial", "sums"),
 )
-_READING = ("queries", "d_logits", "d_queries", "query_sums")
+_READING = ("queries", "d_logits", "d_queries", "of_logits", "query_sums")
 
 
 def _backward_kernel(*refs, call: Call):
@@ -196,7 +198,8 @@ def _backward_kernel(*refs, call: Call):
                 ref[:, lanes] += jnp.sum(part, axis=0, keepdims=True)
             parts = [at.d_value_rows[n, i] for n in range(N)]
             if call.read:
-                parts.append(_for_queries(call, at, block, first, i))
+                keys = at.state_rows[N - 1, i, _BEFORE:, :]
+                parts.append(keys * at.of_logits[0][0, i])
             for (ref, sums, width), part in zip(summed, parts, strict=True):
                 if width < call.D:
                     sums[jax.lax.rem(first + i, width // LANES)] += part
@@ -252,24 +255,15 @@ def _read_d_states(call: Call, at: _Refs, block, first, n: int, i: int) -> None:
         at.d_state_rows[n, i] = read_rows(call, at.d_states[n], group, block, 0.0)
         return
     q = read_rows(call, at.queries[0], group, block, 0.0)
-    at.d_state_rows[n, i] = q * _of_logits(call, at, block, group)
+    d_logits = read_rows(call, at.d_logits[0], jnp.int32(0), block, 0.0)
+    of_logits = spread_heads(call, d_logits, group)
+    at.of_logits[0][0, i] = of_logits
+    at.d_state_rows[n, i] = q * of_logits
     # Stretches are chunks: their last positions are the ends.
     ends = position(call, call.tiles.stretch - 1)
     lanes = lanes_of(group, call.D // LANES)
     of_ends = at.d_states[n][:, lanes].astype(jnp.float32)
     at.d_state_rows.at[n, i][ends, :] += of_ends
-
-
-def _for_queries(call: Call, at: _Refs, block, first, i: int) -> Array:
-    """Returns a group's part of dq [rows, 128]: d_logits k~."""
-    keys = at.state_rows[len(call.widths) - 1, i, _BEFORE:, :]
-    return keys * _of_logits(call, at, block, first + i)
-
-
-def _of_logits(call: Call, at: _Refs, block, group) -> Array:
-    """Returns d_logits [rows, 128] of each lane's head."""
-    d_logits = read_rows(call, at.d_logits[0], jnp.int32(0), block, 0.0)
-    return spread_heads(call, d_logits, group)
 
 
 def _entering(call: Call, at: _Refs, first):

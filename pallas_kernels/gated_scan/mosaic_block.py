@@ -93,14 +93,27 @@ def row_in_block(call: Call, last: Array, block: Array) -> tuple[Array, Array]:
 
 def sum_heads(call: Call, x: Array, group: Array) -> Array:
     """Returns [rows, 128] with a head a lane: x [rows, 128] summed within each head."""
-    return _product(x, _heads(call, group), contract=0)
+    if call.head % LANES:
+        return _product(x, _heads(call, group), contract=0)
+    return jnp.where(_of_head(call, x, group), jnp.sum(x, axis=1, keepdims=True), 0.0)
 
 
 def spread_heads(call: Call, x: Array, group: Array) -> Array:
     """Returns [rows, 128]: a group's lanes, each with its head's lane of x."""
-    return _product(x, _heads(call, group), contract=1)
+    if call.head % LANES:
+        return _product(x, _heads(call, group), contract=1)
+    own = jnp.sum(jnp.where(_of_head(call, x, group), x, 0.0), axis=1, keepdims=True)
+    return jnp.broadcast_to(own, x.shape)
 
 
+def _of_head(call: Call, x: Array, group: Array) -> Array:
+    """Returns which lane is that of the head that all of the group's channels have."""
+    head = group * LANES // call.head
+    return jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) == head
+
+
+# Heads that share a register's lanes: one that is not finite makes the others of its
+# position so too.
 def _product(x: Array, heads: Array, *, contract: int) -> Array:
     return jax.lax.dot_general(
         *(x, heads, (((1,), (contract,)), ((), ()))),

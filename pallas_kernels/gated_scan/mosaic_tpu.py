@@ -49,7 +49,9 @@ def expressible(
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
     D = gate.shape[2] + -gate.shape[2] % LANES
-    return refusal_of_channels(D, len(values)) or refusal_of_streams(gate, values)
+    return refusal_of_channels(D, len(values)) or refusal_of_streams(
+        gate, values, queries
+    )
 
 
 def forward(

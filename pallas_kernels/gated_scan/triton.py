@@ -55,7 +55,7 @@ def expressible(
         return f"streams have {D} channels or one other width, got {W} and {between}"
     if D // W > MOST_TILES:
         return f"tiles a stream {MOST_TILES} times at most, got {D // W}"
-    return refusal_of_streams(gate, values)
+    return refusal_of_streams(gate, values, queries)
 
 
 def forward(

@@ -2,7 +2,7 @@
 
 `_backward_kernel`: the same programs as forward, in reverse. With l[t] the gradient of
 h[t]: l[t] = dh[t] + g[t+1] l[t+1]; dv = (1 - g) l; dg = l (h[t-1] - v). One loop makes
-all of it; a narrow stream's gradient is summed over its tiles in registers. Gate,
+all of it; a narrow stream's gradient is summed over its tiles on chip. Gate,
 values, states and their gradients cross memory once, gate and the states' gradients
 twice where stretches are linked. Where queries read the last stream, dh[t] of it is
 d_logits[t] q[t], made here, and that of the queries is summed over the heads here.

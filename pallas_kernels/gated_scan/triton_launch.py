@@ -151,27 +151,33 @@ def choose_tiles(
     Chunks are as many programs as they are. A whole sequence stays whole where batch
     and channels fill the device: then every input is read once.
     """
-    # The largest power of two that divides the width, two channels a thread at most, or
-    # one: more than 8 tiles would spill registers in the backward pass. A program's
-    # channels of a tile belong to one head.
-    whole = math.gcd(head, width)  # The width without heads.
-    channels = min(whole & -whole, 64 if 8 * width >= D else 32)
-    # A thread holds channels / 32 of each tile; with that many loads in flight the
-    # registers of the backward pass still fit.
-    unroll = max(1, min(8, 512 // (channels * (D // width))))
-    columns = B * (width // channels)
-    sizes = {"channels": channels, "unroll": unroll}
     # Chunks as they are, where they are short or already many; few long ones are cut
     # like a whole sequence, and the state is reset between them.
     if chunk is not None and chunk < T:
-        programs = columns * -(-T // chunk)
+        cut = _channels(D, width, head)
+        programs = B * (width // cut["channels"]) * -(-T // chunk)
         if chunk <= SHORTEST_BLOCK or programs >= ENOUGH_PROGRAMS // 4:
-            return Tiles(positions=chunk, linked=False, **sizes)
+            return Tiles(positions=chunk, linked=False, **cut)
+    cut = _channels(D, width)
+    columns, unroll = B * (width // cut["channels"]), cut["unroll"]
     blocks = max(1, min(ENOUGH_PROGRAMS // columns, T // SHORTEST_BLOCK))
     # Whole turns, so that only the last stretch asks for each position if it is there.
     positions = -(-T // blocks)
     positions = -(-positions // unroll) * unroll
-    return Tiles(positions=positions, linked=True, **sizes)
+    return Tiles(positions=positions, linked=True, **cut)
+
+
+def _channels(D: int, width: int, head: int = 0) -> dict[str, int]:
+    """Returns how many channels of a tile a program has, and positions read at once."""
+    # The largest power of two that divides the width, and of one head only if queries
+    # read them. With more than 8 tiles of 64 the backward pass spills registers.
+    whole = math.gcd(head, width)  # The width without heads.
+    channels = min(whole & -whole, 64 if 8 * width >= D else 32)
+    # As many loads in flight as the registers of the backward pass can hold.
+    return {
+        "channels": channels,
+        "unroll": max(1, min(8, 512 // (channels * (D // width)))),
+    }
 
 
 def launch_kernel(

@@ -143,3 +143,25 @@ def test_the_mqar_set_trains_and_prints_its_table(script, tmp_path, capsys):
     head, _, row = said.splitlines()
     assert head.endswith("| 64; 8 | 128; 16 | 128; 32 | 256; 64 | 512; 128 |")
     assert row.startswith("| beta 0.5 | 0.")
+
+
+@pytest.mark.slow
+def test_the_hash_hop_set_replaces_heads_trains_on_and_prints_its_table(
+    script, tmp_path, monkeypatch, capsys
+):
+    hash_hop = script("hash_hop")
+    run = hash_hop.load_experiment(f"{TABLE}:small_hash_hop")
+    task = replace(run.data.task, validation_rows=40)
+    run = replace(run, data=replace(run.data, task=task))
+    monkeypatch.setattr(hash_hop, "load_experiment", lambda _: run)
+    monkeypatch.setattr(hash_hop, "FIRST", ((1, 3, 1, 8),))
+    monkeypatch.setattr(hash_hop, "TEXTS", 4)
+    words = ["--runs", str(tmp_path), "--steps", "1", "--seeds", "1"]
+    assert hash_hop.main([*words, "--betas", "1", "--choices", "recent", "least"]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "| h_gq at beta | 0 | 1.0 |"
+    names = [row.split("|")[1].strip() for row in rows]
+    assert names == ["base", "base, trained on", "recent", "least"]
+    # Of all heads there is one choice: it is trained once.
+    assert rows[2].split("|")[3] == rows[3].split("|")[3]
+    assert len(list(tmp_path.glob("all_1.0_seed0*"))) == 2

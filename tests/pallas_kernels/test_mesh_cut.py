@@ -114,6 +114,8 @@ SELECTIVE = (
 )
 SCAN = (draw(4, 6, 64), draw(64), draw(4, 6, 64), draw(4, 6, 32), draw(4, 64))
 QUERIED = (*SCAN[:4], draw(4, 6, 2, 16), SCAN[4])
+# Every head has queries of its own: they are cut with the channels.
+OF_OWN_GROUPS = (*SCAN[:3], draw(4, 6, 64), draw(4, 6, 4, 16), SCAN[4])
 ATTENTION = (
     *(draw(4, 4, 2, 16), draw(4, 4, 4), draw(4, 4, 4, 16)),
     *(draw(4, 4, 3, 16), draw(4, 4, 3, 16)),
@@ -128,6 +130,7 @@ ATTENTION = (
         (scan_loss, SCAN, ((1, 6, 32), (1, 32))),
         # Channels are cut between heads; queries of both groups are whole.
         (queried_loss, QUERIED, ((1, 6, 32), (1, 32))),
+        (queried_loss, OF_OWN_GROUPS, ((1, 6, 32), (1, 32))),
         # Rows share a and skip, channels b and c: their gradients are summed.
         (selective_loss, SELECTIVE, ((1, 6, 4), (3,))),
         (attention_loss, ATTENTION, ((1, 4, 2, 16), (4, 2, 16))),

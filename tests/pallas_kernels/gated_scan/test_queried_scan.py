@@ -69,12 +69,40 @@ SLOW_CASES = {
         SMALL._replace(widths=(96, 16), starts=True),
         TRITON,
     ),
+    "triton, narrow values": (triton, SMALL._replace(widths=(16, 64)), TRITON),
+    "triton, chunks of one": (
+        triton,
+        SMALL._replace(positions=6, chunk=1),
+        TRITON_RAGGED
+        | {"tiles": TritonTiles(positions=1, linked=False, channels=16, unroll=2)},
+    ),
+    "triton, values narrower than heads: read apart": (
+        triton,
+        SMALL._replace(widths=(16, 64), head=32),
+        TRITON,
+    ),
+    "triton, one chunk: read apart": (triton, SMALL._replace(chunk=12), TRITON),
     "triton, linked: read apart": (triton, SMALL, TRITON_LINKED),
     "triton, heads of 8: read apart": (triton, SMALL._replace(head=8), TRITON),
     "triton, bfloat16": (triton, SMALL._replace(dtype="bfloat16"), TRITON),
     "mosaic_tpu, every channel its own": (
         mosaic_tpu,
         WIDE._replace(widths=(256, 256), head=128, starts=True, logits=False),
+        MOSAIC,
+    ),
+    "mosaic_tpu, its own blocks, heads that straddle registers": (
+        mosaic_tpu,
+        WIDE._replace(positions=72, chunk=8, widths=(384, 384), head=96),
+        {"interpret": True},
+    ),
+    "mosaic_tpu, odd values: read apart": (
+        mosaic_tpu,
+        WIDE._replace(widths=(192, 96), head=32),
+        MOSAIC,
+    ),
+    "mosaic_tpu, heads of whole registers": (
+        mosaic_tpu,
+        WIDE._replace(widths=(512, 256), head=128, lengths=True),
         MOSAIC,
     ),
     "mosaic_tpu, linked: read apart": (mosaic_tpu, WIDE, MOSAIC_LINKED),
@@ -93,8 +121,11 @@ def test_values_and_gradients_are_those_of_the_definition(name):
 @pytest.mark.parametrize(
     "backend, case, options",
     [
-        (triton, SMALL, TRITON),
-        pytest.param(mosaic_tpu, WIDE, MOSAIC, marks=SLOW),
+        (triton, SMALL._replace(lengths=True, starts=True), TRITON),
+        pytest.param(
+            *(mosaic_tpu, WIDE._replace(lengths=True, dtype="bfloat16"), MOSAIC),
+            marks=SLOW,
+        ),
     ],
     ids=["triton", "mosaic_tpu"],
 )
@@ -175,11 +206,34 @@ def test_a_later_query_value_or_key_changes_nothing_before_it():
     np.testing.assert_array_equal(before.ends[:, 0], after.ends[:, 0])
 
 
+def test_a_backend_that_cannot_is_refused_in_the_function_s_name():
+    gate, (v, k), _, _, _, queries = SMALL.inputs()
+    with pytest.raises(NotImplementedError, match="queried_scan: triton: needs an"):
+        queried_scan(gate, v, k, queries, chunk=4, implementation="triton")
+    half = (gate, (v, k), (), None, None, queries.astype("float16"))
+    for backend in (triton, mosaic_tpu):
+        assert "got queries of float16" in backend.expressible(*half, chunk=4)
+
+
+def test_a_query_that_is_not_finite_spoils_its_own_head_alone():
+    case = WIDE._replace(widths=(256, 128), head=128)
+    gate, values, initial, _, _, queries = case.inputs()
+    queries = queries.at[0, 3, 0, 0].set(jnp.inf)
+    arrays = (gate, (values[0], values[1]), initial, None, None, queries)
+    run = partial(mosaic_tpu.forward, chunk=case.chunk, **MOSAIC)
+    logits = jax.jit(run, compiler_options=QUICK_COMPILE)(*arrays)[2]
+    assert not jnp.isfinite(logits[0, 3]).any()  # Both heads read the one group.
+    assert jnp.isfinite(logits.at[0, 3].set(0)).all()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"queries": jnp.zeros((2, 12, 3, 16))}, "N E the 32 channels of the keys"),
         ({"queries": jnp.zeros((2, 11, 2, 16))}, r"wants queries \[2, 12, N, E\]"),
+        ({"queries": jnp.zeros((2, 12, 32))}, r"N, E\] .* got \(2, 12, 32\)"),
+        ({"keys": jnp.zeros((2, 12, 24))}, "queried_scan: wants keys of shape"),
+        ({"chunk": None}, "wants whole chunks of None"),
         ({"chunk": 5}, "wants whole chunks of 5, got 12 positions"),
         ({"chunk": 0}, "queried_scan: wants chunk of at least 1, got 0"),
     ],

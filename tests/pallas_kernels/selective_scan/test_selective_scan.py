@@ -265,9 +265,13 @@ def test_what_the_gpu_kernels_cannot_do_is_refused_with_a_reason(change, message
 
 def test_blocks_of_channels_divide_them():
     tiles = triton_launch.choose_tiles(channels=2048, chunk=16)
-    assert (tiles.channels, tiles.backward_channels, tiles.unroll) == (32, 128, 4)
+    assert tiles == triton_launch.Tiles(
+        channels=32, backward_channels=128, unroll=4, backward_unroll=2
+    )
     tiles = triton_launch.choose_tiles(channels=48, chunk=5)
-    assert (tiles.channels, tiles.backward_channels, tiles.unroll) == (16, 16, 1)
+    assert tiles == triton_launch.Tiles(
+        channels=16, backward_channels=16, unroll=1, backward_unroll=1
+    )
 
 
 @pytest.mark.parametrize(
