@@ -152,7 +152,15 @@ def test_the_hash_hop_set_replaces_heads_trains_on_and_prints_its_table(
     hash_hop = script("hash_hop")
     run = hash_hop.load_experiment(f"{TABLE}:small_hash_hop")
     task = replace(run.data.task, validation_rows=40)
-    run = replace(run, data=replace(run.data, task=task))
+    stack = run.model.stack
+    heads = replace(stack.attention, heads=4, key_heads=2, head_width=8)
+    mlp = replace(stack.mlp, width=32)
+    stack = replace(stack, layers=2, width=32, attention=heads, mlp=mlp)
+    run = replace(
+        run,
+        data=replace(run.data, task=task),
+        model=replace(run.model, stack=stack),
+    )
     monkeypatch.setattr(hash_hop, "load_experiment", lambda _: run)
     monkeypatch.setattr(hash_hop, "FIRST", ((1, 3, 1, 8),))
     monkeypatch.setattr(hash_hop, "TEXTS", 4)
