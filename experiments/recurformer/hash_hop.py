@@ -99,7 +99,7 @@ def base(seed: int, *, steps: int | None) -> list[Experiment]:
 
 def further(stages: list[Experiment], start: Path, name: str) -> list[Experiment]:
     """Returns a quarter of each training of the base, on the model of a directory."""
-    again = []
+    again, model = [], load_run(start, report=_quiet).model.config
     for stage in stages:
         assert isinstance(stage.data, TaskData)
         short = shortened(stage, max(1, stage.training.steps // 4))
@@ -107,7 +107,7 @@ def further(stages: list[Experiment], start: Path, name: str) -> list[Experiment
             replace(
                 short,
                 name=stage.name.replace(stages[-1].name, name),
-                model=load_run(start, report=_quiet).model.config,
+                model=model,
                 # Other rows than the base learned from.
                 data=replace(stage.data, seed=stage.data.seed + 1000),
             )

@@ -113,8 +113,8 @@ def queried_scan(
     As `gated_scan` of (values, keys), but where a position's key serves only its own
     logits, and others see the ends of chunks alone: then, where a kernel reads the
     keys, no other state of theirs crosses memory in inference, and no gradient of one
-    in training. Source: the RAT paper,
-    eqs. (3) to (5). Differentiable in gate, values, keys, queries and initial.
+    in training. Source: the RAT paper, eqs. (3) to (5). Differentiable in gate, values,
+    keys, queries and initial.
 
     Args:
       keys: W = N E channels, a group of E for all heads h with the same h mod N.

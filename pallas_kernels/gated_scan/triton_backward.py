@@ -141,9 +141,7 @@ class _BackwardRefs(NamedTuple):
     lengths: tuple[Any, ...]  # int32 [B], where rows have their own
     queries: tuple[Any, ...]  # [B T, 1 or tiles, W], where they read the last stream
     d_logits: tuple[Any, ...]  # float32 [B T, tiles, W / E], with queries
-    summaries: tuple[
-        Any, ...
-    ]  # float32 [B blocks, tiles, W]: product, then added by stream
+    summaries: tuple[Any, ...]  # float32 [B blocks, tiles, W]: product, then added
     d_gate: Any  # out, [B T, tiles, W]: of the gate or its logits
     d_values: tuple[Any, ...]  # out, [B T, 1 or tiles, W] of each stream
     d_initial: tuple[Any, ...]  # out, float32 [B, tiles, W] of each stream
@@ -184,7 +182,7 @@ def _backward_kernel(*refs, call: Call):
                 before=_before(program, at.states, initial, t),
                 d_states=_read_streams(program, whole, t, inside),
                 queries=_read_streams(program, at.queries, t, inside),
-                d_logits=[program.read_heads(r, t, inside) for r in at.d_logits],
+                d_logits=_read_streams(program, at.d_logits, t, inside),
             )
             read.append((t, inside, inputs))
         # 3. Then back, position by position: totals are l, the gradients of the states.

@@ -124,12 +124,8 @@ class _ForwardRefs(NamedTuple):
     initial: tuple[Any, ...]  # float32 [B, tiles, W] of each stream
     lengths: tuple[Any, ...]  # int32 [B], where rows have their own
     queries: tuple[Any, ...]  # [B T, 1 or tiles, W], where they read the last stream
-    summaries: tuple[
-        Any, ...
-    ]  # float32 [B blocks, tiles, W]: product, then added by stream
-    states: tuple[
-        Any, ...
-    ]  # out, [B T, tiles, W] of each stream; of ends [B blocks, ...]
+    summaries: tuple[Any, ...]  # float32 [B blocks, tiles, W]: product, then added
+    states: tuple[Any, ...]  # out, [B T, tiles, W] each; of ends [B blocks, ...]
     finals: tuple[Any, ...]  # out, float32 [B, tiles, W] of each stream
     sums: tuple[Any, ...]  # out, float32 [B T, tiles, W / channels], with queries
 
@@ -163,7 +159,7 @@ def _forward_kernel(*refs, call: Call):
             for ref, q in zip(at.sums, queries, strict=True):
                 products = [h * at_group(q, m) for m, h in enumerate(states[-1])]
                 sums = [jnp.sum(x, axis=1, keepdims=True) for x in products]
-                program.write_sums(ref, t, sums, inside)
+                program.write(ref, t, sums, inside)
             # A padded row's last state is that of its last own position, which lies
             # in the middle of somebody's stretch: who passes it writes it.
             if last is not None:

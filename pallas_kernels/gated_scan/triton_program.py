@@ -65,19 +65,11 @@ class Program:
         return t < end
 
     def read(self, ref, t: Array, *, other: float, keep: Array | None) -> Tiled:
-        """Reads position t of an array [B T, tiles, W] in float32, or `other`."""
+        """Reads position t of an array [B T, tiles, ...] in float32, or `other`."""
         return self._load(ref, self.row * self.call.T + t, other, keep)
 
     def write(self, ref, t: Array, parts: Tiled, keep: Array | None) -> None:
-        """Writes position t of an array [B T, tiles, W] where `keep`."""
-        self._store(ref, self.row * self.call.T + t, parts, keep)
-
-    def read_heads(self, ref, t: Array, keep: Array | None) -> Tiled:
-        """Reads position t of an array [B T, tiles, W / E]: [tiles, 1], a head each."""
-        return self._load(ref, self.row * self.call.T + t, 0.0, keep)
-
-    def write_sums(self, ref, t: Array, parts: Tiled, keep: Array | None) -> None:
-        """Writes position t of an array [B T, tiles, W / channels]: [tiles, 1] each."""
+        """Writes position t of an array [B T, tiles, ...] where `keep`."""
         self._store(ref, self.row * self.call.T + t, parts, keep)
 
     def read_row(self, ref, keep: Array | None = None) -> Tiled:

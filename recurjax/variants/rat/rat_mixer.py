@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from pallas_kernels import target
 from pallas_kernels.chunk_attention import ChunkEnds
-from pallas_kernels.gated_scan import GateLogits, queried_scan
+from pallas_kernels.gated_scan import GateLogits, ends_of, queried_scan
 from pallas_kernels.mesh_cut import as_it_lies
 from recurjax.layers.attention import (
     merge,
@@ -199,10 +199,12 @@ class RatMixer(nnx.Module):
         finals = [
             jnp.where(moved, h, o) for h, o in zip(scanned.finals, old, strict=True)
         ]
-        v, k_ends = self._heads(scanned.values), self._heads(scanned.ends)
+        v = self._heads(scanned.values)
+        written = (scanned.ends, ends_of(scanned.values, rows.size))
+        k_ends, v_ends = map(self._heads, written)
         # Written before it is read: a chunk that these tokens complete is seen by those
         # of them that stand in the next one.
-        cache = self._write(cache, k_ends, v, finals, rows)
+        cache = self._write(cache, k_ends, v_ends, finals, rows)
         ends = ChunkEnds(
             keys=_as_it_lies(read_layer(cache.keys, cache.layer)).astype(x.dtype),
             values=_as_it_lies(read_layer(cache.values, cache.layer)).astype(x.dtype),
@@ -246,19 +248,23 @@ class RatMixer(nnx.Module):
         return k.swapaxes(1, 2)
 
     def _write(
-        self, cache: RatCache, k_ends: Array, v: Array, finals: list, rows: Alignment
+        self,
+        cache: RatCache,
+        k_ends: Array,
+        v_ends: Array,
+        finals: list,
+        rows: Alignment,
     ) -> RatCache:
         """Writes the ends of chunks that the new tokens complete, and the states."""
-        last = slice(rows.size - 1, None, rows.size)
         keys = self._rotate_ends(k_ends, rows.numbers).swapaxes(1, 2)
         # A chunk's end is kept only when its last token is among the new ones.
         slot = jnp.where(rows.ended, rows.numbers, cache.slots)  # out: dropped
-        index = (cache.layer, jnp.arange(v.shape[0])[:, None], slice(None), slot)
+        index = (cache.layer, jnp.arange(v_ends.shape[0])[:, None], slice(None), slot)
         v_state, k_state = finals
         return cache._replace(
             keys=cache.keys.at[index].set(keys.astype(cache.keys.dtype), mode="drop"),
             values=cache.values.at[index].set(
-                v[:, last].astype(cache.values.dtype), mode="drop"
+                v_ends.astype(cache.values.dtype), mode="drop"
             ),
             v_state=write_layer(cache.v_state, cache.layer, v_state),
             k_state=write_layer(cache.k_state, cache.layer, k_state),
