@@ -111,10 +111,9 @@ class Call:
         shape = (self.together, self.tiles.channels)
         return [jnp.zeros(shape)] * (self.D // self.width // self.together)
 
-    def line(self, lines: int, channels: int | None = None) -> tuple[int, int, int]:
-        """Returns the shape of so many lines of the gate's channels, or of others."""
-        width = self.width
-        return lines, (self.D if channels is None else channels) // width, width
+    def line(self, lines: int) -> tuple[int, int, int]:
+        """Returns the shape of so many lines of the gate's channels."""
+        return lines, self.D // self.width, self.width
 
     @property
     def columns(self) -> int:

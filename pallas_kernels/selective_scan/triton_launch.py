@@ -71,8 +71,8 @@ class Call:
             chunk=chunk,
             channels=channels,
             unroll=tiles.backward_unroll if backward else tiles.unroll,
-            # Half of a channel's states in a thread: the way back holds many of them,
-            # and with all N of each its registers spill.
+            # Twice the threads, half of the states in each: the way back holds so many
+            # that registers spill otherwise.
             warps=max(1, channels * (1 + backward) // WARP),
             interpret=interpret,
         )
