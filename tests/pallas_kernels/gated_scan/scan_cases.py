@@ -131,15 +131,18 @@ def check_finite_difference(backend, case: Case, **options) -> None:
     """Compares a backend's gradient along a direction with its own values' slope."""
     options["chunk"] = case.chunk
     gate, values, initial, starts, lengths, queries = case.inputs()
-    inner = (0.1 + 0.8 * gate, values, initial)
-    rest = (starts, lengths, queries)
+    inner = (0.1 + 0.8 * gate, values, initial, queries)
     draw = np.random.default_rng(1)
     along = jax.tree.map(
         lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), inner
     )
 
+    def in_order(arrays):
+        *first, queries = arrays
+        return *first, starts, lengths, queries
+
     def total(arrays, cotangents):
-        *out, kept = backend.forward(*arrays, *rest, **options)
+        *out, kept = backend.forward(*in_order(arrays), **options)
         return _dot(tuple(out), cotangents), kept
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
@@ -151,8 +154,8 @@ def check_finite_difference(backend, case: Case, **options) -> None:
         ]
         above, below = (total(end, cotangents)[0] for end in ends)
         _, states = total(arrays, cotangents)
-        *gradients, _ = backend.backward(*arrays, *rest, states, *cotangents, **options)
-        gradients = tuple(gradients)
+        given = (*in_order(arrays), states, *cotangents)
+        gradients = backend.backward(*given, **options)
         return (above - below) / (2 * step), _dot(gradients, along)
 
     slope, product = run(inner, along, case.cotangents())
