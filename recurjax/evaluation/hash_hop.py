@@ -27,6 +27,9 @@ from recurjax.types import IGNORED, Array, Batch
 
 SCORE = "h_gq"
 
+_ENDERS = (*END.encode(), *b"= ")
+"""Bytes with which a model ends an element, right or too early."""
+
 
 def read_chains(
     model: Decoder,
@@ -51,9 +54,12 @@ def read_chains(
     found = []
     for batch in batches:
         right = _right_tokens(model, batch, objective=objective, mesh=mesh)
-        reached, asked = np.asarray(right)
-        # What follows an element must be right as well: it tells where that ends.
-        found += [max(n - 1, 0) // element / said for n in reached[asked > 0].tolist()]
+        for reached, asked, instead in np.asarray(right).T.tolist():
+            # Where the first wrong byte follows an element, that element counts if the
+            # byte ends it: as text too the chain then is right so far.
+            ended = reached % element or instead in _ENDERS
+            whole = max(0, reached if ended else reached - 1) // element
+            found += [whole / said] if asked else []
     return found
 
 
@@ -94,14 +100,15 @@ def _elements(answer: str) -> tuple[str, ...]:
 @partial(jax.jit, static_argnames=("objective", "mesh"))
 def _right_tokens(
     model: Decoder, batch: Batch, *, objective: Objective, mesh: Mesh | None
-) -> Int[Array, "2 B"]:
-    """Counts answer tokens before the first wrong one, and all that are asked."""
+) -> Int[Array, "3 B"]:
+    """Counts answer tokens before the first wrong one, and all; tells the wrong one."""
     asked = batch.targets != IGNORED
     best = likeliest(model, objective.states(model, batch))
     good = ~asked | (best == batch.targets)
     # The product is 1 up to the first wrong answer, and 0 from there on.
     reached = (asked & (jnp.cumprod(good, axis=1) > 0)).sum(1)
-    counts = jnp.stack([reached, asked.sum(1)])
+    instead = jnp.take_along_axis(best, good.argmin(1)[:, None], axis=1)[:, 0]
+    counts = jnp.stack([reached, asked.sum(1), instead])
     if mesh is None:
         return counts
     return jax.lax.with_sharding_constraint(counts, replicated(mesh))

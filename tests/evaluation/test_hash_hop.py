@@ -4,8 +4,10 @@ import jax
 import numpy as np
 
 from recurjax.data.tasks import HashHop, TaskData
+from recurjax.data.tasks.hash_hop import right_share
 from recurjax.data.tasks.rows import row_of
 from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.evaluation import hash_hop
 from recurjax.evaluation.asking import Subject
 from recurjax.evaluation.hash_hop import generated_chains, read_chains
 from recurjax.types import IGNORED, Batch, Tokens
@@ -29,6 +31,30 @@ def test_chains_count_as_far_as_every_token_is_right():
     # Right to the end; two whole ones; the second does not end where it should.
     got = read_chains(model, [Batch(ids, targets)], TASK)
     np.testing.assert_allclose(got, [1, 2 / 3, 1 / 3])
+
+
+def test_chains_that_are_read_and_written_have_one_score(monkeypatch):
+    answer = (" = pX", " = Ow", " = dE")
+    right = np.frombuffer("".join((*answer, "\n")).encode(), np.uint8)
+    texts = [
+        " = pX = Ow = dE\n",
+        " = pX = Ow\n",  # Ends too early, behind what is right.
+        " = pX = Ow=dE\n",
+        " = pX = OwQ = dE",  # An element that goes on.
+        " = pX = OW = dE\n",
+        "pX = Ow = dE\n",
+        "\n",
+    ]
+    padded = [np.frombuffer(text.ljust(16, "?").encode(), np.uint8) for text in texts]
+    said = np.stack(padded).astype(np.int32)
+    monkeypatch.setattr(hash_hop, "likeliest", lambda model, states: said)
+    batch = Batch(said, np.tile(right.astype(np.int32), (len(texts), 1)))
+    got = read_chains(byte_model(None), [batch], TASK)
+    want = [right_share(("pX", "Ow", "dE"), text) for text in texts]
+    # Read, a chain is followed as the task writes it: spaces left out are wrong.
+    want[2] = 2 / 3
+    np.testing.assert_allclose(got, want)
+    assert want == [1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0]
 
 
 class Scripted(Subject):
