@@ -139,7 +139,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     if template is None:
         _tell(f"{name}: no chat template: completions only, or give --template FILE")
     most = loaded.model.config.max_length
-    length = options.length or min(4096, most or 4096)
+    length = min(4096, most or 4096) if options.length is None else options.length
     config = EngineConfig(
         slots=options.slots,
         length=length,

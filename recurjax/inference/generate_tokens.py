@@ -110,11 +110,9 @@ def generate_tokens(
     """
     if chunk is None:
         chunk = LONG_CHUNK if on_token is None else CHUNK
-    if max_new_tokens < 1 or chunk < 1:
-        raise UserError(
-            f"max_new_tokens and chunk must be at least 1, got {max_new_tokens} and "
-            f"{chunk}"
-        )
+    for name, count in (("max_new_tokens", max_new_tokens), ("chunk", chunk)):
+        if count < 1:
+            raise UserError(f"{name} must be at least 1, got {count}")
     reason = model.refuses_prefill(prefill_by)
     if reason is not None:
         raise UserError(reason)

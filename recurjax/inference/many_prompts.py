@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from jax.sharding import Mesh
@@ -54,6 +55,9 @@ def continue_prompts(
         so many slots the memory.
       NotFinite: logits are NaN or infinite.
     """
+    settings = RequestSettings(
+        max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop=tuple(stop)
+    )
     encoded = encode_prompts(prompts, tokenizer, bos=bos)
     left = [number for number in range(len(encoded)) if number not in skip]
     if not left:
@@ -78,15 +82,9 @@ def continue_prompts(
     for number in left:
         # Each prompt draws from the stream of its own number: what is skipped, or ends
         # earlier, changes nothing in the others.
-        settings = RequestSettings(
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            stream=number,
-            stop=tuple(stop),
-        )
+        own = replace(settings, stream=number)
         try:
-            numbers[engine.submit(encoded[number], settings)] = number
+            numbers[engine.submit(encoded[number], own)] = number
         except UserError as error:
             raise UserError(f"prompt {number + 1}: {error}") from None
     timing.rows = len(left)

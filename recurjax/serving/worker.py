@@ -132,18 +132,26 @@ class Worker:
         """Takes some requests, or none of them; `scored`: their prompts are too.
 
         Raises:
-          RequestError: 503; 429 where too many wait already.
+          RequestError: 503; 429 where too many wait already; 400 where they are more
+            than could ever wait.
           UserError: the engine refuses one.
         """
         engine = self.ready()
         for prompt, settings in asked:
             # All are checked before any is taken: no half of a request runs.
             engine.check(prompt, settings)
-        if self.open + len(asked) > engine.slots + self._most_waiting:
+        most = engine.slots + self._most_waiting
+        if len(asked) > most:
+            # No 429, on which clients ask the same again.
+            raise RequestError(
+                400,
+                f"a request asks for {len(asked)} texts (prompts times n), this server "
+                f"takes {most} at once: send fewer, or serve with a larger --queue",
+            )
+        if self.open + len(asked) > most:
             raise RequestError(
                 429,
-                f"{self.open} requests are open, of at most "
-                f"{engine.slots + self._most_waiting}: try again later",
+                f"{self.open} requests are open, of at most {most}: try again later",
             )
         news: asyncio.Queue[tuple[Stream, News]] = asyncio.Queue()
         streams = [Stream(*one, news, scored=scored) for one in asked]

@@ -68,6 +68,18 @@ def test_json_lines_and_json_output(capsys, tmp_path):
     assert made["timing"]["decode_tokens_per_second"] > 0
 
 
+def test_only_line_ends_part_prompts(capsys, tmp_path):
+    text, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    prompts = ["def f():\x0c pass", "a\u2028b"]
+    text.write_bytes(("\ufeff" + "\r\n".join(prompts)).encode())
+    rows = [json.dumps(prompt, ensure_ascii=False) for prompt in prompts]
+    lines.write_text("\n".join(rows), encoding="utf-8")
+    for file in (text, lines):
+        assert run(["r", "--prompts-file", str(file), *SHORT, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["generations"]
+        assert [row["prompt"] for row in rows] == prompts
+
+
 LINES = ["--max-new-tokens", "9", "--temperature", "0.7", "--seed", "3"]
 
 
@@ -136,7 +148,7 @@ def test_every_sampling_option_has_a_flag(capsys):
         ([], "give --prompt TEXT or --prompts-file"),
         (["--prompts-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "a", "--top-p", "2"], "top_p must be above 0 and at most 1"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "at least 1"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "^max_new_tokens must be at le"),
         (["--prompt", "a", "--seed", "-1"], "seed must be from 0"),
         (["--prompt", "a", "--temprature", "1"], "did you mean --temperature"),
         (["--prompt", "a", "--top-k", "few"], "--top-k"),

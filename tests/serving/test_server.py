@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -291,9 +292,16 @@ def test_keys_queues_and_draining(engine):
         body = json.dumps({"prompt": "a", **GREEDY}).encode()
         status, made = server.ask("/v1/completions", data=body, headers=key)
         assert status == 200 and made["choices"][0]["text"] == "bcdefg"
-        many = json.dumps({"prompt": "a", "n": 3, **GREEDY}).encode()
-        status, made = server.ask("/v1/completions", data=many, headers=key)
-        assert status == 429 and "try again later" in made["error"]["message"]
+        # More than ever fit, and more than fit now.
+        server.worker._streams.add(waiting := object())
+        for count, want, message in (
+            (3, 400, "asks for 3 texts .* takes 2 at once"),
+            (2, 429, "1 requests are open, of at most 2: try again later"),
+        ):
+            many = json.dumps({"prompt": "a", "n": count, **GREEDY}).encode()
+            status, made = server.ask("/v1/completions", data=many, headers=key)
+            assert status == want and re.search(message, made["error"]["message"])
+        server.worker._streams.discard(waiting)
         talk = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
         status, made = server.ask("/v1/chat/completions", data=talk, headers=key)
         assert status == 400 and "has no chat template" in made["error"]["message"]

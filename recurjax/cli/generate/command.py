@@ -271,7 +271,8 @@ def _prompts(options: GenerateOptions) -> list[str]:
 
 def _read_prompts(file: Path) -> list[str]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines, to which a form feed or U+2028 within a prompt ends a line.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read prompts from {file}: {error}") from error
     # Blank lines separate prompts for the eye.

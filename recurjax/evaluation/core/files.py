@@ -96,7 +96,8 @@ def _prepared(file: Path) -> Task:
 
 def _lines(file: Path) -> list[Any]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines, to which U+2028 ends a line: JSON has it within strings.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as JSON lines: {error}") from error
     return [parse_json(line, f"a line of {file}") for line in lines if line.strip()]
