@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from recurjax.data.tokenizers import Tokenizer
@@ -24,6 +25,7 @@ class Choice:
         self.index, self.stream, self.begin = index, stream, begin
         self.begun = False
         self.text = ""
+        self.offset = 0  # Characters of the tokens whose probabilities were told.
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[list[tuple[int, float]]] = []
@@ -66,8 +68,8 @@ class Answers:
         """Returns the answer in one piece."""
         rows = []
         for choice in choices:
-            tokens, values, top = choice.tokens, choice.logprobs, choice.top
-            logprobs = self._logprobs(tokens, values, top, before=self._before(choice))
+            # What a choice has gathered is news too: all of it at once.
+            logprobs = self._logprobs(choice, choice, before=self._before(choice))
             row: dict[str, Any] = {"index": choice.index}
             if self._wanted.token_ids:
                 row["token_ids"] = choice.tokens
@@ -112,7 +114,7 @@ class Answers:
             content["token_ids"] = news.tokens
         if self._wanted.exits:
             content["exits"] = news.exits
-        logprobs = self._logprobs(news.tokens, news.logprobs, news.top, before=before)
+        logprobs = self._logprobs(choice, news, before=before)
         # Chats tell their end in a piece of its own, with an empty delta.
         reason = None if self._chat else _REASONS.get(news.reason or "")
         yield self._piece(choice, content, logprobs, reason)
@@ -152,49 +154,60 @@ class Answers:
 
     def _logprobs(
         self,
-        tokens: list[int],
-        logprobs: list[float],
-        top: list[list[tuple[int, float]]],
+        choice: Choice,
+        news: Choice | News,
         *,
         before: tuple[list[int], PromptScores] | None = None,
     ) -> Any:
         if self._wanted.top_logprobs is None:
             return None
         count = self._wanted.top_logprobs
-        own, best = [*logprobs], [*top]
+        tokens, own, best = [*news.tokens], [*news.logprobs], [*news.top]
+        # The two routes tell probabilities in different forms.
+        if self._chat:
+            rows = []
+            for token, value, row in zip(tokens, own, best, strict=True):
+                others = [self._named(t, v) for t, v in row[:count]]
+                rows.append(self._named(token, value) | {"top_logprobs": others})
+            return {"content": rows}
         if before is not None:
             prompt, scores = before
             tokens = [*prompt, *tokens]
             # Nothing comes before the first token, so it has no probability.
             own, best = [None, *scores.logprobs, *own], [None, *scores.top, *best]
-        names = [self._name(token) for token in tokens]
-        # The two routes tell probabilities in different forms.
-        if not self._chat:
-            return {
-                "tokens": names,
-                "token_logprobs": own,
-                "top_logprobs": [
-                    None
-                    if row is None
-                    else {self._name(token): value for token, value in row[:count]}
-                    for row in best
-                ],
-                "text_offset": [sum(map(len, names[:n])) for n in range(len(names))],
-            }
-        rows = []
-        for name, value, row in zip(names, logprobs, top, strict=True):
-            others = [_named(self._name(t), v) for t, v in row[:count]]
-            rows.append(_named(name, value) | {"top_logprobs": others})
-        return {"content": rows}
+        lengths = (_characters(self._tokenizer.bytes_of(token)) for token in tokens)
+        *offsets, choice.offset = accumulate(lengths, initial=choice.offset)
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": own,
+            "top_logprobs": [
+                None
+                if row is None
+                else {self._name(token): value for token, value in row[:count]}
+                for row in best
+            ],
+            "text_offset": offsets,
+        }
 
     def _before(self, choice: Choice) -> tuple[list[int], PromptScores] | None:
         """Returns an echoed prompt's tokens and what the model makes of them."""
         scores = choice.stream.scores
         return None if scores is None else (choice.stream.prompt.tolist(), scores)
 
+    def _named(self, token: int, value: float) -> dict[str, Any]:
+        data = list(self._tokenizer.bytes_of(token))
+        return {"token": self._name(token), "logprob": value, "bytes": data}
+
     def _name(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+        """Returns a token's text; of a part of a character, as OpenAI, its bytes."""
+        data = self._tokenizer.bytes_of(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _named(name: str, value: float) -> dict[str, Any]:
-    return {"token": name, "logprob": value, "bytes": list(name.encode())}
+def _characters(data: bytes) -> int:
+    """Counts the characters that begin in a token's bytes."""
+    # In UTF-8 all further bytes of a character have the form 10xxxxxx.
+    return sum(byte & 0xC0 != 0x80 for byte in data)

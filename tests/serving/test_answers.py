@@ -1,7 +1,15 @@
 """What answers tell beside their text: probabilities, ids, what ends them."""
 
+import asyncio
+
+import numpy as np
 import pytest
 
+from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.inference.engine import RequestSettings
+from recurjax.serving.answers import Answers, Choice
+from recurjax.serving.bodies import read_wishes
+from recurjax.serving.worker import News, Stream
 from tests.serving.running import GREEDY, running, told
 
 
@@ -56,3 +64,67 @@ def test_a_models_own_ends_end_its_texts(engine):
         assert made["usage"]["completion_tokens"] == 4
         _, made = server.ask("/v1/completions", body | {"ignore_eos": True})
         assert made["choices"][0]["text"] == "bcdefg"
+
+
+EURO = "a€b".encode()
+
+
+def answers(*, chat: bool) -> tuple[Answers, Choice]:
+    asked = {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+    made = Answers(
+        name="m",
+        chat=chat,
+        wanted=read_wishes({"model": "m", **asked}, chat=chat),
+        tokenizer=ByteTokenizer(),
+        prompt_tokens=1,
+    )
+
+    async def stream() -> Stream:
+        return Stream(np.array([97]), RequestSettings(), asyncio.Queue())
+
+    return made, Choice(index=0, stream=asyncio.run(stream()), begin="")
+
+
+def news_of(tokens) -> News:
+    top = [[(token, -1.0), (0x80, -2.0)] for token in tokens]
+    return News(
+        text="",
+        tokens=[*tokens],
+        logprobs=[-1.0] * len(tokens),
+        top=top,
+        exits=[],
+        reason=None,
+    )
+
+
+def test_parts_of_a_character_are_told_by_their_bytes():
+    made, choice = answers(chat=False)
+    choice.take(news_of(EURO))
+    (row,) = made.whole([choice])["choices"]
+    parts = ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
+    told = row["logprobs"]
+    assert told["tokens"] == ["a", *parts, "b"]
+    # Two parts of characters are two entries, and the drawn one stands among them.
+    assert told["top_logprobs"][1] == {"bytes:\\xe2": -1.0, "bytes:\\x80": -2.0}
+    # A character stands where its first byte does.
+    assert told["text_offset"] == [0, 1, 2, 2, 2]
+
+
+def test_chats_tell_the_bytes_that_join_to_the_text():
+    made, choice = answers(chat=True)
+    choice.take(news_of(EURO))
+    (row,) = made.whole([choice])["choices"]
+    rows = row["logprobs"]["content"]
+    assert b"".join(bytes(row["bytes"]) for row in rows) == EURO
+    assert rows[1]["top_logprobs"][1]["bytes"] == [0x80]
+
+
+def test_offsets_go_on_from_piece_to_piece():
+    made, choice = answers(chat=False)
+    pieces = [
+        piece
+        for cut in (EURO[:3], EURO[3:], b"cd")
+        for piece in made.pieces(choice, news_of(cut))
+    ]
+    offsets = [row["logprobs"]["text_offset"] for p in pieces for row in p["choices"]]
+    assert offsets == [[0, 1, 2], [2, 2], [3, 4]]

@@ -40,6 +40,9 @@ class ByteTokenizer:
         stream = self.stream()
         return stream.push(ids) + stream.finish()
 
+    def bytes_of(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
+
     def stream(self) -> "ByteStream":
         return ByteStream(_BYTES)
 

@@ -176,6 +176,9 @@ class JsonTokenizer:
         known = [int(i) for i in ids if 0 <= i < self.vocabulary]
         return self._tokenizer.decode(known, skip_special_tokens=True)
 
+    def bytes_of(self, token: int) -> bytes:
+        return self._pieces[token] if token < self.vocabulary else b""
+
     def stream(self) -> "ByteStream | _WholeStream":
         if self._byte_level:
             return ByteStream(self._pieces)

@@ -72,6 +72,10 @@ class Tokenizer(Protocol):
         """Decodes without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ...
 
+    def bytes_of(self, token: int) -> bytes:
+        """Returns the text that a token stands for, maybe a part of a character."""
+        ...
+
     def stream(self) -> TextStream:
         """Begins an incremental decoding."""
         ...

@@ -71,6 +71,9 @@ class Symbols:
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
         return " ".join(str(int(number)) for number in ids)
 
+    def bytes_of(self, token: int) -> bytes:
+        return str(token).encode()
+
     def stream(self) -> "SymbolStream":
         return SymbolStream()
 

@@ -83,7 +83,10 @@ def test_token_bytes_sum_to_the_length_of_the_text(tokenizer):
     for text in SAMPLES:
         ids = tokenizer.encode(text)
         assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+        assert b"".join(tokenizer.bytes_of(int(i)) for i in ids) == text.encode()
+    assert tokenizer.bytes_of(tokenizer.vocabulary) == b""
     if tokenizer.bos is not None:
+        assert tokenizer.bytes_of(tokenizer.bos) == b""
         assert tokenizer.token_bytes[tokenizer.bos] == 0
 
 
