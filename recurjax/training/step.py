@@ -16,7 +16,10 @@ from recurjax.training.trained_part import trained_part, whole_model
 from recurjax.types import IGNORED, Array, Batch, Scalar
 
 LossFunction = Callable[..., tuple[Scalar, dict[str, Scalar]]]
-"""(model, batch) -> (loss, metrics); with a third argument, what is frozen."""
+"""(model, batch) -> (loss, metrics); with a third argument, what is frozen.
+
+A loss is a mean over counted targets. One that is the mean of several such means has
+`counts(batch)`, the targets of each, and takes `shares`: see `_gradient`."""
 
 
 class TrainState(NamedTuple):
@@ -86,12 +89,13 @@ def train_step(
       trained, before clipping), `update_norm` (of what is added to them), `skipped`
       (in a row) and `updates` (made before this).
     """
+    counts = getattr(objective, "counts", None)
     if frozen is not None:
         objective = _with_frozen(objective, frozen)
     if train_only is not None:
         objective = _of_trained_part(objective, state.model)
     trained = trained_part(state.model, train_only)
-    gradient, metrics = _gradient(trained, batch, objective, accumulation)
+    gradient, metrics = _gradient(trained, batch, objective, accumulation, counts)
     # Before clipping: the norm that metrics show and the spike rule asks about.
     norm = optax.tree.norm(gradient)
     updates, moments = optimizer.update(gradient, state.optimizer, trained)
@@ -118,17 +122,30 @@ def train_step(
 
 def _with_frozen(objective: LossFunction, frozen: Any) -> LossFunction:
     # Closed over, so that the gradient is that of the model alone.
-    return lambda model, batch: objective(model, batch, frozen)
+    return lambda model, batch, **told: objective(model, batch, frozen, **told)
 
 
 def _of_trained_part(objective: LossFunction, model: Decoder) -> LossFunction:
     # The rest is closed over as well, so that no gradient is made for it.
-    return lambda trained, batch: objective(whole_model(trained, model), batch)
+    return lambda trained, batch, **told: objective(
+        whole_model(trained, model), batch, **told
+    )
 
 
 def _gradient(
-    model: Any, batch: Batch, objective: LossFunction, accumulation: int
+    model: Any,
+    batch: Batch,
+    objective: LossFunction,
+    accumulation: int,
+    counts: Callable[[Batch], Array] | None = None,
 ) -> tuple[Any, dict[str, Scalar]]:
+    """Returns the gradient of the whole batch, and the objective's metrics.
+
+    Args:
+      counts: of an objective that is the mean of several means: the targets of each. It
+        is then called with `shares`, by which it multiplies a part's means: what of the
+        whole batch's targets the part has. None: it is one mean.
+    """
     differentiate = jax.value_and_grad(objective, has_aux=True)
     if accumulation == 1:
         (_, metrics), gradient = differentiate(model, batch)
@@ -137,20 +154,26 @@ def _gradient(
     parts = jax.tree.map(
         lambda x: jnp.swapaxes(x.reshape(-1, accumulation, *x.shape[1:]), 0, 1), batch
     )
+    count = _counted if counts is None else counts
+    whole = jnp.maximum(count(batch), 1)  # A batch without targets has gradient 0.
 
-    def weighted(part: Batch) -> Any:
+    # A part's mean times its share of the targets: all together are the mean over the
+    # whole batch, not the mean of parts' means.
+    def shared(part: Batch) -> Any:
+        shares = count(part) / whole
+        if counts is not None:
+            (_, metrics), gradient = differentiate(model, part, shares=shares)
+            return gradient, metrics
         (_, metrics), gradient = differentiate(model, part)
-        weight = jnp.sum(part.targets != IGNORED).astype(jnp.float32)
-        scaled = jax.tree.map(lambda x: x * weight, (gradient, metrics))
-        return weight, *scaled
+        return jax.tree.map(lambda x: x * shares, (gradient, metrics))
 
     def add(total: Any, part: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, weighted(part)), None
+        return jax.tree.map(jnp.add, total, shared(part)), None
 
-    # Sums of (targets, their gradient, their metrics), each part weighted by its number
-    # of counted targets: the mean over the whole batch, not the mean of parts' means.
-    shapes = jax.eval_shape(weighted, jax.tree.map(lambda x: x[0], parts))
+    shapes = jax.eval_shape(shared, jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    (weight, gradient, metrics), _ = jax.lax.scan(add, zeros, parts)
-    weight = jnp.maximum(weight, 1)  # A batch without targets has gradient 0.
-    return jax.tree.map(lambda x: x / weight, (gradient, metrics))
+    return jax.lax.scan(add, zeros, parts)[0]
+
+
+def _counted(batch: Batch) -> Scalar:
+    return jnp.sum(batch.targets != IGNORED).astype(jnp.float32)

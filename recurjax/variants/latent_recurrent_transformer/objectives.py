@@ -60,10 +60,26 @@ class Interleaved:
         """Counts FLOPs a token beside the model's passes: none."""
         return 0.0
 
+    def counts(self, batch: Batch) -> Float[Array, " passes"]:
+        """Counts the targets of each pass: the loss is the mean of as many means."""
+        partition = strided_partition(batch.ids.shape[1], self.subsets)
+        asked = (batch.targets != IGNORED).astype(jnp.float32)
+        refined = [take(asked, positions).sum() for positions in partition]
+        return jnp.stack([asked.sum(), *refined])
+
     def __call__(
-        self, model: Decoder, batch: Batch
+        self,
+        model: Decoder,
+        batch: Batch,
+        *,
+        shares: Float[Array, " passes"] | None = None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
-        """Returns the loss; as metrics `loss`, `initial` and `refined`."""
+        """Returns the loss; as metrics `loss`, `initial` and `refined`.
+
+        Args:
+          shares: of a part of a batch: what of each pass' targets it has, so that the
+            parts' losses add up to the batch's. None: the batch is whole.
+        """
         partition = strided_partition(batch.ids.shape[1], self.subsets)
         passes = interleaved_passes(model, batch, partition, refresh=self.refresh)
         means = jnp.stack(
@@ -72,6 +88,7 @@ class Interleaved:
                 for positions, x in passes
             ]
         )
+        means = means if shares is None else means * shares
         loss = means.mean()
         return loss, {"loss": loss, "initial": means[0], "refined": means[1:].mean()}
 

@@ -5,11 +5,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from recurjax.losses.cross_entropy import token_losses
 from recurjax.parameters import from_nested_dict, parameter_name, to_nested_dict
-from recurjax.types import Batch, Tokens
+from recurjax.training.spikes import SpikeConfig
+from recurjax.training.step import first_state, train_step
+from recurjax.types import IGNORED, Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
 from recurjax.variants.latent_recurrent_transformer.lags import newest
 from recurjax.variants.latent_recurrent_transformer.objectives import (
@@ -251,6 +254,25 @@ def test_gradients_flow_through_the_buffer(ids):
         for tree in (whole, cut)
     )
     assert jnp.abs(w_v - cut_w_v).max() > 1e-2 * jnp.abs(w_v).max()
+
+
+def test_a_batch_in_parts_whose_passes_have_unlike_targets_gives_the_same_step():
+    model = build(SHARED)
+    ids = jnp.asarray(draw_ids(VOCABULARY, T)[:2])
+    # The second part has no target in the second subset.
+    targets = ids[:, 1:].at[1, 1::2].set(IGNORED)
+    sgd, spikes = optax.sgd(1.0), SpikeConfig(enabled=False)
+    options = {"objective": Interleaved(subsets=2), "optimizer": sgd, "spikes": spikes}
+
+    @quick
+    def stepped(model):
+        state = first_state(model, sgd, spikes)
+        batch = Batch(ids[:, :-1], targets)
+        return [train_step(state, batch, **options, accumulation=n) for n in (1, 2)]
+
+    (whole, metrics), (parts, of_parts) = stepped(model)
+    assert_values_close(of_parts, metrics)
+    assert_values_close(parts.model, whole.model)
 
 
 def named(tree):
