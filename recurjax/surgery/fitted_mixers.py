@@ -5,7 +5,7 @@ Here each layer's mixer first learns, alone, what the replaced heads made of the
 values in the base model: an option, off by default.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,17 +83,17 @@ def fit_mixers(
     assert isinstance(stack, RecurFormerConfig)
     nested, fits = to_nested_dict(model), []
     layers: Any = model.stack.layers  # pyright: ignore[reportAttributeAccessIssue]
-    for layer, values, outputs in record_heads(base, texts):
-        heads = stack.heads(layer)
-        if not heads.replaced:
+    # Values of the key heads that the replaced query heads read, in their order.
+    heads = [stack.heads(layer) for layer in range(stack.layers)]
+    chosen = [(each.group_of, each.replaced) for each in heads]
+    for layer, values, outputs in record_heads(base, texts, chosen):
+        if not chosen[layer][1]:
             continue
-        # Values of the key heads that the replaced query heads read, in their order.
-        v = _side_by_side(values, heads.group_of)
-        o = _side_by_side(outputs, heads.replaced)
         mamba, fit = _fitted(
             layers[layer].attention.mamba,
-            v,
-            o,
+            # Side by side, as Mamba reads and writes them.
+            values.reshape(*values.shape[:2], -1),
+            outputs.reshape(*outputs.shape[:2], -1),
             layer=layer,
             steps=steps,
             rate=rate,
@@ -108,9 +108,16 @@ def fit_mixers(
 
 
 def record_heads(
-    base: Decoder, texts: Int[np.ndarray, "n T"]
+    base: Decoder,
+    texts: Int[np.ndarray, "n T"],
+    chosen: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yields each layer's number, values [n, T, K, E] and outputs [n, T, H, E]."""
+    """Yields each layer's number, and values and outputs [n, T, chosen ones, E].
+
+    Args:
+      chosen: for each layer key heads, whose values are told, and query heads, whose
+        outputs are; a key head may be named more than once.
+    """
     stack: Any = base.stack
     config = stack.config
     parts = [texts[n : n + BATCH] for n in range(0, len(texts), BATCH)]
@@ -123,13 +130,20 @@ def record_heads(
         group = cache.groups[place]._replace(
             position=cache.position, layer=jnp.int32(0)
         )
-        found = []
+        # Filled batch by batch: all texts' heads exist once, and only the chosen ones.
+        wide = np.promote_types(states[0].dtype, np.float32)
+        E = config.attention.head_width
+        told = [
+            np.empty((*texts.shape, len(heads), E), wide) for heads in chosen[layer]
+        ]
         for number, x in enumerate(states):
             # The layer's own input goes on to its output: layers are run once, in turn.
-            states[number], v, o = _run_layer(block, group, x)
-            found.append((np.asarray(v), np.asarray(o)))
-        values, outputs = zip(*found, strict=True)
-        yield layer, np.concatenate(values), np.concatenate(outputs)
+            states[number], *both = _run_layer(block, group, x)
+            rows = slice(number * BATCH, (number + 1) * BATCH)
+            for array, heads, part in zip(told, chosen[layer], both, strict=True):
+                array[rows] = np.asarray(part)[:, :, list(heads)]
+        values, outputs = told
+        yield layer, values, outputs
 
 
 def _embedded(base: Decoder, ids: np.ndarray) -> Float[Array, "B T D"]:
@@ -147,11 +161,6 @@ def _run_layer(block: Any, group: Any, x: Float[Array, "B T D"]) -> tuple[Array,
     return after, v.astype(wide), o.astype(wide)
 
 
-def _side_by_side(heads: np.ndarray, chosen: tuple[int, ...]) -> np.ndarray:
-    n, T = heads.shape[:2]
-    return heads[:, :, np.array(chosen)].reshape(n, T, -1)
-
-
 def _fitted(
     mamba: Mamba,
     v: np.ndarray,
@@ -165,7 +174,8 @@ def _fitted(
     held = max(1, len(v) // 8) if len(v) > 1 else 0
     fitted_to, measured = slice(None, len(v) - held), slice(-held or None, None)
     # Outputs of one layer are a hundred times those of another: errors are relative.
-    size = jnp.asarray(np.square(o[fitted_to]).mean().clip(min=1e-30))
+    squares = _squares(o[fitted_to]) / o[fitted_to].size
+    size = jnp.asarray(max(squares, 1e-30), o.dtype)
     optimizer = optax.adam(1.0)
     moments = optimizer.init(mamba)  # pyright: ignore[reportArgumentType]
     before = _error(mamba, v[measured], o[measured])
@@ -188,7 +198,12 @@ def _error(mamba: Mamba, v: np.ndarray, o: np.ndarray) -> float:
         float(_squared(mamba, v[n : n + BATCH], o[n : n + BATCH]))
         for n in range(0, len(v), BATCH)
     )
-    return wrong / float(np.square(o).sum().clip(min=1e-30))
+    return wrong / max(_squares(o), 1e-30)
+
+
+def _squares(o: np.ndarray) -> float:
+    # A text at a time: o may be most of the host's memory.
+    return sum(float(np.square(text).sum()) for text in o)
 
 
 @jax.jit

@@ -33,7 +33,9 @@ class HeadRecency(NamedTuple):
     Attributes:
       ratio: mean recency ratio over the texts.
       count: RA-I, in how many texts the ratio exceeded the threshold.
-      first: mean share of the first key token (the paper's table 5).
+      first: mean share of attention that falls on the first key token.
+      contributions: mean of a weight times its value's norm, [norm, key]: by L1 and L2
+        norm, of the first key token and of all others (the paper's table 5).
       texts: how many there were.
       key_heads: K; H / K neighbours share one.
     """
@@ -41,6 +43,7 @@ class HeadRecency(NamedTuple):
     ratio: Float[np.ndarray, "L H"]
     count: Int[np.ndarray, "L H"]
     first: Float[np.ndarray, "L H"]
+    contributions: Float[np.ndarray, "L H 2 2"]
     texts: int
     key_heads: int
 
@@ -105,6 +108,7 @@ def measure_recency(
         )
     shape = (config.layers, config.attention.heads)
     ratio, first = np.zeros(shape), np.zeros(shape)
+    contributions = np.zeros((*shape, 2, 2))
     count, texts = np.zeros(shape, np.int64), 0
     for ids in batches:
         x = model.embed(ids)
@@ -112,53 +116,76 @@ def measure_recency(
         if model.stack.position is not None:  # pyright: ignore[reportAttributeAccessIssue]
             x = model.stack.position(x, jnp.arange(ids.shape[1])[None])  # pyright: ignore[reportAttributeAccessIssue]
         for layer in range(config.layers):
-            x, ratios, shares = _layer_recency(
-                model.stack, x, jnp.asarray(layer), window=window
-            )
-            ratios, shares = np.asarray(ratios), np.asarray(shares)
+            x, found = _layer_recency(model.stack, x, jnp.asarray(layer), window=window)
+            ratios, shares, products = map(np.asarray, found)
             ratio[layer] += ratios.sum(0)
             first[layer] += shares.sum(0)
+            contributions[layer] += products.sum(0)
             count[layer] += (ratios > threshold).sum(0)
         texts += len(ids)
     if not texts:
         raise UserError("there is no text to measure the heads' recency on")
     return HeadRecency(
-        ratio / texts, count, first / texts, texts, config.attention.key_heads
+        ratio / texts,
+        count,
+        first / texts,
+        contributions / texts,
+        texts,
+        config.attention.key_heads,
     )
 
 
 @partial(jax.jit, static_argnames="window")
 def _layer_recency(
     stack, x: Float[Array, "B T D"], layer: Int[Array, ""], *, window: int
-) -> tuple[Float[Array, "B T D"], Float[Array, "B H"], Float[Array, "B H"]]:
-    """Runs one layer; returns its output, and each head's ratio and first share."""
+) -> tuple[
+    Float[Array, "B T D"],
+    tuple[Float[Array, "B H"], Float[Array, "B H"], Float[Array, "B H 2 2"]],
+]:
+    """Runs one layer; returns its output, and each head's ratio, share and products."""
     block = jax.tree.map(lambda leaf: leaf[layer], stack.blocks[0])
-    # The block's own queries and keys, norms and positions applied.
+    # The block's own queries, keys and values, norms and positions applied.
     config = stack.config.attention
-    q, k = block.attention.queries_and_keys(block.attention_norm(x))
+    q, k, v = block.attention.queries_keys_values(block.attention_norm(x))
     B, T, H, E = q.shape
     scale = E**-0.5 if config.scale is None else config.scale
     causal = jnp.arange(T)[:, None] >= jnp.arange(T)
+    v = v.astype(jnp.promote_types(v.dtype, jnp.float32))
+    norms = jnp.stack([jnp.linalg.norm(v, ord=n, axis=-1) for n in (1, 2)])
 
-    def head(number: Array) -> tuple[Array, Array]:
+    def head(number: Array) -> tuple[Array, Array, Array]:
         # Query heads of a group share one key head.
-        keys = k[:, :, number // (H // config.key_heads)]
+        group = number // (H // config.key_heads)
         logits = jnp.einsum(
-            "bte,bse->bts", q[:, :, number], keys, preferred_element_type=jnp.float32
+            "bte,bse->bts",
+            q[:, :, number],
+            k[:, :, group],
+            preferred_element_type=jnp.float32,
         )
         logits = scale * logits
         if config.soft_cap is not None:
             logits = config.soft_cap * jnp.tanh(logits / config.soft_cap)
         weights = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
-        return recency_ratio(weights, window), weights[:, 1:, 0].mean(1)
+        # A key's weights over all queries; the first query has the first key alone.
+        of_key = weights[:, 1:].sum(1)
+        products = of_key * norms[..., group]  # [norm, B, T]
+        # Pairs of a query and a key it reads: with the first key, and with others.
+        pairs = T - 1, T * (T - 1) // 2
+        means = [
+            products[..., :1].sum(-1) / pairs[0],
+            products[..., 1:].sum(-1) / pairs[1],
+        ]
+        contributions = jnp.stack(means, axis=-1).swapaxes(0, 1)
+        return recency_ratio(weights, window), of_key[:, 0] / pairs[0], contributions
 
     # One head after another: [B, T, T] weights of all would not fit.
-    ratios, shares = jax.lax.map(head, jnp.arange(H))
+    found = jax.lax.map(head, jnp.arange(H))
     cache = stack.init_cache(B, 0, x.dtype).groups[0]
     tokens = Tokens(jnp.zeros((B, T), jnp.int32))
     x, _ = block(x, cache, tokens)
-    # lax.map stacks head by head, [H, B].
-    return x, ratios.T, shares.T
+    # lax.map stacks head by head, [H, B, ...].
+    ratios, shares, contributions = found
+    return x, (ratios.T, shares.T, contributions.swapaxes(0, 1))
 
 
 def choose_heads(
@@ -212,7 +239,9 @@ def plot_heads(
     from matplotlib.figure import Figure
 
     L, H = recency.count.shape
-    figure = Figure(figsize=(1.5 + 0.28 * H, 1.2 + 0.28 * L), layout="constrained")
+    # Wide enough for the title, however few heads there are.
+    size = (max(4.2, 1.5 + 0.28 * H), 1.4 + 0.28 * L)
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     shares = recency.count / recency.texts
@@ -220,11 +249,12 @@ def plot_heads(
     marks = [(head, layer) for layer, heads in enumerate(replaced) for head in heads]
     if marks:
         across, down = zip(*marks, strict=True)
-        axes.scatter(across, down, marker="x", color="white", s=18, linewidths=1)
+        # Seen on dark and on light: those that go are mostly the lightest.
+        axes.scatter(across, down, marker="x", color="red", s=18, linewidths=1.2)
     axes.set(
         xlabel="head",
         ylabel="layer",
-        title="share of texts in which a head is recent; x: replaced",
+        title="share of texts in which a head is recent\n(x: replaced)",
     )
     figure.colorbar(image)
     figure.savefig(file, dpi=120)

@@ -81,19 +81,22 @@ class Changes(NamedTuple):
       heads: how many the base has in all.
       added_parameters: the mixers' numbers less the queries and keys that went.
       cache_share: of the base's cache at `length` tokens.
+      flops, base_flops: of the stack's training, a token of `length`, now and before.
     """
 
     replaced: tuple[tuple[int, ...], ...]
     heads: int
     added_parameters: int
     cache_share: float
+    flops: float
+    base_flops: float
 
 
 def changes(model: Decoder, length: int) -> Changes:
     """Says what a RecurFormer has gained and lost.
 
     Args:
-      length: tokens at which the cache is counted.
+      length: tokens at which cache and FLOPs are counted.
     """
     stack = model.config.stack
     assert isinstance(stack, RecurFormerConfig)
@@ -102,6 +105,8 @@ def changes(model: Decoder, length: int) -> Changes:
         heads=stack.layers * stack.transformer.attention.heads,
         added_parameters=added_parameters(stack),
         cache_share=cache_bytes(stack, length).share,
+        flops=stack.flops_per_token(length),
+        base_flops=stack.transformer.flops_per_token(length),
     )
 
 

@@ -72,6 +72,29 @@ def test_heads_are_measured_as_transformers_shows_them(architecture):
         np.testing.assert_allclose(got.first[layer], share.mean(0), atol=2e-5)
 
 
+def test_contributions_are_weights_times_the_norms_of_values():
+    model = transformer.build(transformer.small(key_heads=2, layers=1))
+    ids = np.random.default_rng(0).integers(17, size=(2, 7), dtype=np.int32)
+    got = measure_recency(model, [ids], window=2)
+    block = jax.tree.map(lambda leaf: leaf[0], model.stack.blocks[0])
+    x = block.attention_norm(model.embed(ids))
+    q, k, v = (np.asarray(y) for y in block.attention.queries_keys_values(x))
+    B, T, H, E = q.shape
+    sums = np.zeros((H, 2, 2))
+    for head in range(H):
+        keys, values = (y[:, :, head // (H // 2)] for y in (k, v))
+        for b, t in np.ndindex(B, T):
+            if t == 0:  # It has nothing but the first token.
+                continue
+            weights = np.exp(keys[b, : t + 1] @ q[b, t, head] / np.sqrt(E))
+            weights /= weights.sum()
+            for n, norm in enumerate((1, 2)):
+                each = weights * np.linalg.norm(values[b, : t + 1], norm, axis=-1)
+                sums[head, n] += each[0], each[1:].sum()
+    pairs = np.array([B * (T - 1), B * T * (T - 1) // 2])
+    np.testing.assert_allclose(got.contributions[0], sums / pairs, rtol=2e-5)
+
+
 def test_batches_add_up():
     model = transformer.build(transformer.small(key_heads=2))
     ids = np.random.default_rng(0).integers(17, size=(4, 12), dtype=np.int32)
@@ -86,6 +109,7 @@ RECENCY = HeadRecency(
     ratio=np.array([[0.1, 0.9, 0.4, 0.6], [0.8, 0.7, 0.3, 0.2]]),
     count=np.array([[0, 3, 1, 1], [3, 2, 1, 0]]),
     first=np.zeros((2, 4)),
+    contributions=np.zeros((2, 4, 2, 2)),
     texts=3,
     key_heads=2,
 )
@@ -110,14 +134,18 @@ def test_the_most_recent_heads_are_chosen(share, scope, want):
 
 
 def test_ties_go_by_layer_and_head():
-    even = HeadRecency(np.ones((2, 3)), np.ones((2, 3), int), np.zeros((2, 3)), 1, 3)
+    even = RECENCY._replace(
+        ratio=np.ones((2, 3)), count=np.ones((2, 3), int), key_heads=3
+    )
     assert choose_heads(even, 0.5, scope="heads") == ((0, 1, 2), ())
 
 
 def test_the_papers_count_of_heads():
     """922 of Llama-2's 1024 at beta .9."""
     count = np.random.default_rng(0).integers(1025, size=(32, 32))
-    recency = HeadRecency(count / 1024, count, np.zeros((32, 32)), 1024, 32)
+    recency = RECENCY._replace(
+        ratio=count / 1024, count=count, texts=1024, key_heads=32
+    )
     chosen = choose_heads(recency, 0.9, scope="heads")
     assert sum(map(len, chosen)) == 922
 

@@ -55,6 +55,8 @@ class ToRecurFormer:
       seed: of its first weights.
       start: plain: as Mamba's authors start it; fitted: each layer's Mamba then learns
         on --text what the replaced heads made of the same values.
+      fit_samples: of the texts, the first so many: a layer's values and outputs of all
+        of them are in memory at once.
       fit_steps: of each layer, on four texts.
       fit_rate: Adam's first rate there; it falls to 0.
       step: of the checkpoint; None: the newest.
@@ -76,6 +78,7 @@ class ToRecurFormer:
     expand: int = 2
     seed: int = 0
     start: Literal["plain", "fitted"] = "plain"
+    fit_samples: int = 256
     fit_steps: int = 200
     fit_rate: float = 3e-3
     step: int | None = None
@@ -102,11 +105,25 @@ class ToRecurFormer:
                 raise UserError(
                     f"--{name} must lie between 0 and 1, got {getattr(self, name)}"
                 )
-        if self.samples < 1 or self.length < 2:
+        if min(self.samples, self.fit_samples) < 1 or self.length < 2:
             raise UserError(
-                "--samples must be at least 1 and --length 2, got "
-                f"{self.samples} and {self.length}"
+                "--samples and --fit-samples must be at least 1 and --length 2, got "
+                f"{self.samples}, {self.fit_samples} and {self.length}"
             )
+        try:
+            _ = self.mamba
+        except ValueError as error:
+            raise UserError(f"--dt-rank, --state, --conv, --expand: {error}") from None
+
+    @property
+    def mamba(self) -> MambaConfig:
+        """Sizes of Mamba; its width follows from the heads replaced."""
+        return MambaConfig(
+            conv=self.conv,
+            state=self.state,
+            dt_rank=self.dt_rank,
+            expand=self.expand,
+        )
 
 
 def run_to_recurformer(argv: list[str]) -> int:
@@ -127,22 +144,15 @@ def run_to_recurformer(argv: list[str]) -> int:
         recency = _measured(options, loaded, texts)
         assert options.beta is not None
         given = choose_heads(recency, options.beta, scope=options.scope)
-    # Sizes of Mamba come from the options; widths follow from the heads replaced.
-    mamba = MambaConfig(
-        conv=options.conv,
-        state=options.state,
-        dt_rank=options.dt_rank,
-        expand=options.expand,
-    )
     # The model without the chosen heads, its Mambas not trained yet.
-    model = to_recurformer(loaded.model, given, mamba=mamba, seed=options.seed)
+    model = to_recurformer(loaded.model, given, mamba=options.mamba, seed=options.seed)
     fits: list[MixerFit] = []
     if options.start == "fitted":
         assert texts is not None
         model, fits = fit_mixers(
             loaded.model,
             model,
-            texts,
+            texts[: options.fit_samples],
             steps=options.fit_steps,
             rate=options.fit_rate,
             seed=options.seed,
@@ -192,7 +202,8 @@ def cut_text(text: Path, samples: int, length: int, loaded: LoadedRun) -> np.nda
     try:
         words = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text: {text} cannot be read as UTF-8") from error
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"--text: {text} cannot be read: {reason}") from error
     ids = loaded.tokenizer.encode(words)
     # Whole rows only: in a shorter one the window would be another share.
     count = len(ids) // length
@@ -233,6 +244,9 @@ def _write(
     told: dict[str, Any] = {
         "replaced": [list(heads) for heads in changed.replaced],
         "added_parameters": changed.added_parameters,
+        "training_flops_per_token": {
+            str(length): {"base": changed.base_flops, "changed": changed.flops}
+        },
         "cache_share": {str(length): changed.cache_share},
     }
     if recency is not None:
@@ -245,7 +259,14 @@ def _write(
             "length": options.length,
             "recency_ratio": recency.ratio.tolist(),
             "ra_i": recency.count.tolist(),
-            "first_token": recency.first.tolist(),
+            "first_token_share": recency.first.tolist(),
+            "contribution": {
+                norm: {
+                    keys: recency.contributions[..., n, m].tolist()
+                    for m, keys in enumerate(("first_token", "other_tokens"))
+                }
+                for n, norm in enumerate(("l1", "l2"))
+            },
         }
     if fits:
         told["fits"] = [fit._asdict() for fit in fits]
@@ -258,7 +279,8 @@ def _write(
     print(
         f"{options.out}: {sum(map(len, changed.replaced))} of {changed.heads} heads "
         f"replaced, cache {changed.cache_share:.3f} of the original at {length} "
-        f"tokens, {changed.added_parameters:+,} parameters"
+        f"tokens, {changed.added_parameters:+,} parameters, "
+        f"{changed.flops / changed.base_flops:.3f} of the FLOPs a token"
     )
 
 

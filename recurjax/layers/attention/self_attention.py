@@ -238,14 +238,16 @@ class SelfAttention(nnx.Module):
         added = AttentionAdditions() if additions is None else additions
         return self._keys_and_values(x, positions, added)
 
-    def queries_and_keys(
+    def queries_keys_values(
         self, x: Float[Array, "B T D"]
-    ) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"]]:
-        """Returns what the logits of whole rows are made of, to look at the heads."""
+    ) -> tuple[
+        Float[Array, "B T H E"], Float[Array, "B T K E"], Float[Array, "B T K E"]
+    ]:
+        """Returns what heads make of whole rows, to look at them."""
         positions = jnp.arange(x.shape[1])[None]
         none = AttentionAdditions()
-        keys = self._keys_and_values(x, positions, none).keys
-        return self._queries(x, positions, none), keys
+        k, v = self._keys_and_values(x, positions, none)
+        return self._queries(x, positions, none), k, v
 
     def values_and_outputs(
         self, x: Float[Array, "B T D"]

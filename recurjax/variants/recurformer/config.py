@@ -77,7 +77,8 @@ class RecurFormerConfig:
                 "RecurFormerConfig: heads with ALiBi are not replaced: their slopes "
                 "count on all heads"
             )
-        if attention.qk_norm is not None and attention.qk_norm_over == "full":
+        norms = attention.qk_norm is not None and attention.qk_norm_over == "full"
+        if any(self.replaced) and norms:
             raise ValueError(
                 "RecurFormerConfig: qk_norm over all heads at once would change with "
                 "the heads that are left: replace heads of a model with norms by head"

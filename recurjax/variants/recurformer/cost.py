@@ -58,7 +58,7 @@ def added_parameters(config: RecurFormerConfig) -> int:
     """Counts the mixers' numbers less the queries and keys that went: the growth.
 
     Replacing heads shrinks the cache and grows the model: at d_m 3712 (29 heads of 128)
-    and rank 256 one mixer has 89M numbers.
+    and rank 256 one mixer has 87M numbers.
     """
     base, a = config.transformer, config.transformer.attention
     total = 0

@@ -49,6 +49,9 @@ def test_heads_are_measured_chosen_and_replaced(base, tmp_path):
     told = json.loads((out / "heads.json").read_text())
     assert np.shape(told["recency_ratio"]) == np.shape(told["ra_i"]) == (2, 4)
     assert told["texts"] == len(TEXT) // 32 and told["window"] == 3
+    assert np.shape(told["contribution"]["l2"]["first_token"]) == (2, 4)
+    [(length, flops)] = told["training_flops_per_token"].items()
+    assert length == "32" and flops["base"] != flops["changed"] > 0
     assert (out / "heads.png").read_bytes()[:4] == b"\x89PNG"
     run = load_run(out)
     assert [list(heads) for heads in run.model.config.stack.replaced] == (
@@ -106,7 +109,9 @@ def test_no_head_replaced_is_the_base(base, tmp_path):
         (("--beta", "0.5"), "name one with --text"),
         (("--beta", "1.5", "--text", "x"), "--beta must lie"),
         (("--beta", "nan", "--text", "x"), "--beta must lie"),
-        (("--beta", "0.5", "--text", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("--beta", "0.5", "--text", "nowhere.txt"), "cannot be read: No such file"),
+        (("--beta", "0.5", "--text", "{text}", "--conv", "0"), "conv must be at least"),
+        (("--heads", "x", "--fit-samples", "0"), "--samples and --fit-samples must"),
         (("--beta", "0.5", "--text", "{text}", "--length", "9999"), "a sample needs"),
         (("--beta", "0.5", "--text", "{text}", "--window", "0"), "--window must lie"),
         (("--heads", "{far}", "--start", "fitted"), "--start fitted needs a text"),

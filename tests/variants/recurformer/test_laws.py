@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Alibi, LearnedPositions
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
@@ -55,9 +56,13 @@ def unstacked(base: Decoder, config) -> Decoder:
     return from_nested_dict(like, nested)
 
 
-def test_with_nothing_replaced_it_is_the_base_to_the_bit(ids):
-    base = transformer.small(key_heads=2, layers=3)
-    config = small(((), (), ()), key_heads=2)
+OVER_ALL_HEADS = {"qk_norm": NormConfig(), "qk_norm_over": "full"}
+
+
+@pytest.mark.parametrize("attention", [{}, OVER_ALL_HEADS], ids=["plain", "norms"])
+def test_with_nothing_replaced_it_is_the_base_to_the_bit(ids, attention):
+    base = transformer.small(key_heads=2, layers=3, attention=attention)
+    config = small(((), (), ()), key_heads=2, attention=attention)
     assert config.stack.transformer == base.stack
     assert config.flops_per_token(T) == base.flops_per_token(T)
     model = transformer.build(base)
@@ -170,8 +175,6 @@ def test_what_cannot_be_replaced_is_refused(make, said):
         make()
 
 
-def test_norms_over_all_heads_are_refused():
-    from recurjax.layers.norm import NormConfig
-
+def test_norms_over_all_heads_are_refused_where_some_go():
     with pytest.raises(ValueError, match="over all heads at once"):
-        small(((0,),), attention={"qk_norm": NormConfig(), "qk_norm_over": "full"})
+        small(((0,),), attention=OVER_ALL_HEADS)
