@@ -2,14 +2,13 @@
 
 The paper's table 4 for two CPU cores, with controls that it lacks. A base (row
 small_hash_hop of runs.py: four layers, strings of 4, chains of 4 among 12 pairs) is
-trained until it follows chains. A round begins with single hops among few pairs: on the
-chains alone 22 million tokens did not suffice. One round teaches some seeds, and others
-need more. Then shares of its heads are replaced and each model, the base too, is
-trained on by a quarter of a round. `recent` replaces the heads of highest RA-I,
-`groups` whole groups by their mean, `least` those of lowest RA-I, and `random` heads
-drawn by the seed: if RA-I chooses better than chance, recent stands above both. The
-score is the longest right beginning of the chain over its length. A stopped set goes on
-with the same command.
+trained until it follows chains, first on single hops among few pairs: on the chains
+alone 22 million tokens did not suffice. Then shares of its heads are replaced and each
+model, the base too, is trained on by a quarter of all these steps. `recent` replaces
+the heads of highest RA-I, `groups` whole groups by their mean, `least` those of lowest
+RA-I, and `random` heads drawn by the seed: if RA-I chooses better than chance, recent
+stands above both. The score is the longest right beginning of the chain over its
+length. A stopped set goes on with the same command.
 
     python experiments/recurformer/hash_hop.py --runs runs/recurformer_hash_hop
 """
@@ -44,8 +43,6 @@ TABLE = Path(__file__).with_name("runs.py")
 CHOICES = ("recent", "groups", "random", "least")
 FIRST = ((1, 3, 1500, 64), (1, 8, 1000, 48))
 """(hops, pairs, steps, rows a step) of the problems before the table's."""
-ENOUGH, MOST_ROUNDS = 0.9, 5
-"""The score at which a base is done, and rounds after which it is given up."""
 TEXTS = 32
 """Rows on which heads are measured; of the test, which nothing is trained on."""
 
@@ -58,8 +55,7 @@ class Options:
       runs: one run directory each, and results.md.
       betas: shares of heads to replace.
       choices: which heads: recent, groups, random, least.
-      steps: of each of the base's trainings, one round of them whatever it learns;
-        None: the table's.
+      steps: of the base on its last problems; None: the table's.
       seeds: how many bases, each with all that is made of it.
       window: how far back counts as recent, in tokens.
     """
@@ -81,29 +77,24 @@ class Options:
             )
 
 
-def base(seed: int, *, steps: int | None, round_number: int = 0) -> list[Experiment]:
-    """Returns one round of a seed's base, each training but the first on the last."""
+def base(seed: int, *, steps: int | None) -> list[Experiment]:
+    """Returns the trainings of a seed's base, each but the first on the last one."""
     run = seeded(load_experiment(f"{TABLE}:small_hash_hop"), seed)
-    data, name = run.data, f"base_seed{seed}"
-    assert isinstance(data, TaskData)
-    if round_number:  # Other rows than in the rounds before.
-        name += f"_round{round_number}"
-        data = replace(data, seed=data.seed + 100 * round_number)
-    chains, stages = data.task, []
-    assert isinstance(chains, HashHop)
+    assert isinstance(run.data, TaskData) and isinstance(run.data.task, HashHop)
+    name, stages = f"base_seed{seed}", []
     for number, (hops, pairs, part, batch) in enumerate(FIRST):
-        task = replace(chains, hops=hops)
+        task = replace(run.data.task, hops=hops)
         task = replace(task, length=task.length_of(pairs))
         short = shortened(run, part if steps is None else steps)
         stages.append(
             replace(
                 short,
                 name=f"{name}_first{number}",
-                data=replace(data, task=task),
+                data=replace(run.data, task=task),
                 training=replace(short.training, batch=batch, length=task.length),
             )
         )
-    return [*stages, replace(shortened(run, steps), name=name, data=data)]
+    return [*stages, replace(shortened(run, steps), name=name)]
 
 
 def further(stages: list[Experiment], start: Path, name: str) -> list[Experiment]:
@@ -176,20 +167,12 @@ def main(argv: list[str] | None = None) -> int:
         write_whole(options.runs / "results.md", table_of("h_gq at beta", found))
 
     for seed in range(options.seeds):
-        root = None
-        for number in range(MOST_ROUNDS):
-            stages = base(seed, steps=options.steps, round_number=number)
-            trained = finish(stages, root)
-            if trained is None:
-                return 130
-            root = options.runs / stages[-1].name
-            reached = chain_score(trained.model, trained.experiment)
-            if reached >= ENOUGH or options.steps is not None:
-                break
-        else:
-            console.print(f"seed {seed} has not learned to follow chains: left out")
-            continue
+        stages = base(seed, steps=options.steps)
+        trained = finish(stages)
+        if trained is None:
+            return 130
         score("base", "0", trained, seed)
+        root = options.runs / stages[-1].name
         on = finish(further(stages, root, f"on_seed{seed}"), root)
         if on is None:
             return 130
