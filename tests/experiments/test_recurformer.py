@@ -99,7 +99,8 @@ def script(quick_compilation, monkeypatch):
 def test_heads_are_chosen_by_recency_by_chance_and_against_it(script):
     hash_hop = script("hash_hop")
     count = np.array([[4, 3], [0, 1]])
-    recency = HeadRecency(count / 4, count, np.zeros((2, 2)), 4, 1)
+    unread = np.zeros((2, 2)), np.zeros((2, 2, 2, 2))
+    recency = HeadRecency(count / 4, count, *unread, 4, 1)
     assert hash_hop.chosen(recency, "recent", 0.5, seed=0) == ((0, 1), ())
     assert hash_hop.chosen(recency, "least", 0.5, seed=0) == ((), (0, 1))
     assert hash_hop.chosen(recency, "groups", 0.5, seed=0) == ((0, 1), ())
