@@ -62,10 +62,16 @@ def base(name: str) -> ModelConfig:
         sizes, kv, mlp = (24, 896, 14), 2, 4864
         rest = {"vocabulary": 151936, "final_norm": NormConfig(eps=1e-6)}
         rest["tied_head"] = True
+    elif name == "smollm2_135m":
+        sizes, kv, mlp = (30, 576, 9), 3, 1536
+        rest = {"vocabulary": 49152, "final_norm": NormConfig(eps=1e-5)}
+        rest["tied_head"] = True
     else:
-        raise ValueError(f"base: want llama2_7b, qwen2_7b or qwen2_0_5b, got {name!r}")
+        known = "llama2_7b, qwen2_7b, qwen2_0_5b or smollm2_135m"
+        raise ValueError(f"base: want {known}, got {name!r}")
     layers, width, heads = sizes
     qwen = name.startswith("qwen")
+    rotations = {"llama2": 1e4, "qwen2": 1e6, "smollm2": 1e5}
     stack = TransformerConfig(
         layers=layers,
         width=width,
@@ -73,7 +79,7 @@ def base(name: str) -> ModelConfig:
             heads=heads,
             key_heads=kv,
             head_width=width // heads,
-            position=Rope(base=1e6 if qwen else 1e4),
+            position=Rope(base=rotations[name.partition("_")[0]]),
             qkv_bias=qwen,
         ),
         mlp=MlpConfig(kind="swiglu", width=mlp),
@@ -116,7 +122,7 @@ def _paper(name: str, *, model: str, corpus: str, beta: float) -> Experiment:
             tokenizer=TokenizerFile(path=f"{directory}/tokenizer"),
         ),
         objective=NextToken(vocabulary_chunks=8),
-        optimizer=AdamW(learning_rate=5e-5 if model == "qwen2_0_5b" else 1e-5),
+        optimizer=AdamW(learning_rate=1e-5 if model.endswith("7b") else 5e-5),
         schedule=Cosine(warmup_steps=steps // 20, end=0.1),
         training=TrainingConfig(steps=steps, batch=64, length=length, start_from=start),
         evaluation=EvaluationConfig(every=500, batches=16),
@@ -272,6 +278,17 @@ RUNS: dict[str, Run] = {
         )
         for model, both in PERPLEXITIES.items()
         for beta, perplexity in zip((0.0, 0.5), both, strict=True)
+    },
+    # A base that fits one device.
+    **{
+        f"smollm2_135m_english_beta_{percent(beta)}": _continued(
+            "smollm2_135m",
+            "english",
+            beta,
+            "no table: Table 3 for SmolLM2-135M",
+            "beta .5 above beta 0, and less so from a fitted start",
+        )
+        for beta in (0.0, 0.5)
     },
     # Recall of many pairs, from nothing, at the paper's size.
     **{

@@ -52,8 +52,9 @@ _NAME = "selective_scan"
 def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     """Measures the scan, then the mixer, then a layer at every beta and length.
 
-    The decode of a scan is one position; that of a layer the last of S, and its
-    shape's `bytes` are what the layer keeps of S tokens.
+    The decode of a scan is one position; that of a layer the last of S, and its shape
+    also says what the layer keeps of S tokens (bytes), its parameters, and its training
+    FLOPs a token.
     """
     yield from _scan_rows(large, dtype, repeats)
     layer = LARGE_LAYER if large else SMALL_LAYER
@@ -104,8 +105,12 @@ def layer_rows(
     times = repeat(partial(step, layer, x, cache), repeats=repeats)
     kept = cache_bytes(config, T, value_bytes=jnp.dtype(dtype).itemsize)
     shape = {letter: sizes[letter] for letter in "BDH"} | {"S": T}
-    # Bytes of all B rows, in the shape so that they stand in the table beside the time.
-    shape |= {"bytes": B * (kept.keys_values + kept.states)}
+    # In the shape, so that they stand in the table beside the time: all rows' bytes,
+    # training FLOPs of a token less those of the MLP, which has one unit, parameters.
+    mlp = config.transformer.mlp
+    flops = config.flops_per_token(T) - 6 * x.shape[2] * (3 if mlp.gated else 2)
+    shape |= {"bytes": B * (kept.keys_values + kept.states), "flops": round(flops)}
+    shape |= {"parameters": sum(leaf.size for leaf in jax.tree.leaves(layer))}
     yield row(f"{name}/decode", shape, dtype, times, tokens=B)
 
 

@@ -27,6 +27,18 @@ def test_the_promised_rows_are_there(unoptimized, monkeypatch):
     kept = {row.name: row.shape["bytes"] for row in rows if "bytes" in row.shape}
     assert kept["layer/attention/decode"] == 2 * 8 * 16 * 4
     assert kept["layer/beta_50/decode"] == 2 * 4 * 16 * 4 + 8 * 20 * 4
+    # Four matrices of 8 by 8, and the logits and sums over 16 tokens.
+    attention, half = (
+        next(row.shape for row in rows if row.name == f"layer/{name}/decode")
+        for name in ("attention", "beta_50")
+    )
+    assert attention["parameters"] == 4 * 8 * 8
+    assert attention["flops"] == 6 * 4 * 8 * 8 + 12 * 8 * 16
+    # Half the queries and keys went; a mixer of width 4, 8 channels, rank 16 came.
+    weights = 3 * 4 * 8 + 8 * (2 * 16 + 2 * 16) + 4 * 8
+    assert half["parameters"] == 3 * 8 * 8 + weights + 8 * (3 + 16)
+    scan = 27 * 8 * 16
+    assert half["flops"] == 6 * (3 * 8 * 8 + weights) + 12 * 4 * 16 + scan
     said = recurformer.summary(rows)
     assert "the reference's time over selective_scan/xla/decode at T 1" in said
     assert "attention's time over layer/beta_50/forward at 16" in said

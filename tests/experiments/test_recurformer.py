@@ -4,7 +4,9 @@ import importlib
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from recurjax.data.tasks.mqar import FIGURE_2_TEST, FIGURE_2_TRAIN
 from recurjax.errors import UserError
 from recurjax.experiment import write_experiment
 from recurjax.model import count_parameters
+from recurjax.plan.topology import parse_topology
 from recurjax.run_table import load_experiment, load_runs
 from recurjax.surgery.recency import HeadRecency
 from tests.training.compilation import quick_compilation
@@ -25,10 +28,12 @@ TABLE = FOLDER / "runs.py"
 SCRIPTS = (
     *("runs", "cache_table"),
     *("mqar", "hash_hop", "hash_hop_text", "smollm2"),
+    *("torch_mixer", "longest_prompt"),
 )
 RUNS = load_runs(TABLE)
 SIZES = {"llama2_7b": 6738415616, "qwen2_0_5b": 494032768, "qwen2_7b": 7615616512}
 """Parameters of the models themselves."""
+SMALLEST = {"smollm2_135m": 134515008}
 
 
 def heads(experiment) -> float:
@@ -39,10 +44,11 @@ def heads(experiment) -> float:
     return sum(map(len, stack.replaced)) / count
 
 
-@pytest.mark.parametrize("model", SIZES)
-def test_the_bases_are_the_papers(model):
-    run = load_experiment(f"{TABLE}:{model}_hash_hop_beta_00")
-    assert count_parameters(run.model).total == SIZES[model]
+@pytest.mark.parametrize("model", SIZES | SMALLEST)
+def test_the_bases_are_the_models_themselves(model):
+    corpus = "english" if model in SMALLEST else "hash_hop"
+    run = load_experiment(f"{TABLE}:{model}_{corpus}_beta_00")
+    assert count_parameters(run.model).total == (SIZES | SMALLEST)[model]
     assert run.training.start_from == f"runs/{model}"
 
 
@@ -174,3 +180,48 @@ def test_the_hash_hop_set_replaces_heads_trains_on_and_prints_its_table(
     # Of all heads there is one choice: it is trained once.
     assert rows[2].split("|")[3] == rows[3].split("|")[3]
     assert len(list(tmp_path.glob("all_1.0_seed0*"))) == 2
+
+
+def test_the_mixers_are_compared_in_a_table(script):
+    torch_mixer = script("torch_mixer")
+    sides, passes = torch_mixer.SIDES, torch_mixer.PASSES
+    times = {(8, side, what): 6.0 for side in sides for what in passes}
+    times[8, "recurjax", "forward"] = 1.5
+    said = torch_mixer.markdown(times).splitlines()
+    assert said[2:] == [
+        "| transformers | 6.0 | 6.0 |",
+        "| recurjax | 1.5 | 6.0 |",
+        "| times as fast | 4.0 | 1.0 |",
+    ]
+
+
+@pytest.mark.slow
+def test_transformers_mixer_gives_our_output(script, capsys):
+    pytest.importorskip("torch", reason="the test extra torch is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    torch_mixer = script("torch_mixer")
+    few = ["--lengths", "9", "--width", "8", "--turns", "1", "--repeats", "1"]
+    assert torch_mixer.main(["--torch-python", sys.executable, *few]) == 0
+    said = capsys.readouterr().out
+    assert float(said.split("apart by ")[1].split()[0]) < 1e-5
+
+
+@pytest.mark.parametrize("bend", [-0.1, 0.0, 0.3])
+def test_the_longest_prompt_is_where_memory_ends(script, monkeypatch, bend):
+    """The line through two lengths is no more than a first guess."""
+    longest_prompt = script("longest_prompt")
+    made = partial(planned, bend=bend)
+    monkeypatch.setattr(longest_prompt, "make_plan", made)
+    plan = longest_prompt.longest(RUNS["small_hash_hop"].make("x"), "h100")
+    step, h100 = longest_prompt.STEP, parse_topology("h100")
+    fitting = [n for n in range(1, 200) if made(None, h100, length=n * step).fits]
+    assert plan.answer["tokens"] == max(fitting) * step
+    assert 64 < max(fitting) < 150
+
+
+def planned(experiment, device, *_, length, bend, rows=1):
+    """Half a MiB a token after 12 GiB, more or less of it beyond 65,536."""
+    needed = 12 * 2**30 + 2**19 * (length + bend * max(0, length - 2**16))
+    fits = needed <= device.hardware.memory
+    answer = {"tokens": length}
+    return SimpleNamespace(needed=needed, fits=fits, answer=answer, reason="")

@@ -1,0 +1,93 @@
+"""How long a prompt Llama2-7B reads at once on an H100, with and without its heads.
+
+The paper reports 71,680 tokens for the base and 91,800 with 90 % of the heads replaced
+on a card of 80 GB. Here the compiler says what the prefill of one row takes, weights
+and cache in bfloat16 (`recurjax plan --program prefill --rows 1`). It grows in a line,
+so two lengths give a third to try, in steps of 1,024. Needs `make compilers`; minutes.
+
+    python experiments/recurformer/longest_prompt.py
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from recurjax.cli.options import parse
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.machine import host
+from recurjax.plan.planning import Plan, make_plan
+from recurjax.plan.topology import parse_topology
+from recurjax.run_table import load_experiment
+
+TABLE = Path(__file__).with_name("runs.py")
+STEP = 1024
+TRIED = (32 * STEP, 64 * STEP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Prints the longest prompt that fits, for each share of replaced heads.
+
+    Attributes:
+      betas: shares of heads, in percent, as the table's rows are named.
+      topology: one device.
+    """
+
+    betas: tuple[str, ...] = ("00", "50", "90", "100")
+    topology: str = "h100"
+
+
+def longest(experiment: Experiment, topology: str) -> Plan:
+    """Returns the plan of the longest prompt that fits, in steps of `STEP`.
+
+    Raises:
+      UserError: not even the shortest one tried fits.
+    """
+    device = parse_topology(topology)
+
+    def plan(length: int) -> Plan:
+        return make_plan(experiment, device, "prefill", rows=1, length=length)
+
+    short, long = (plan(length) for length in TRIED)
+    capacity = device.hardware.memory
+    if not short.fits or short.needed is None or long.needed is None:
+        raise UserError(
+            f"{experiment.name}: {TRIED[0]} tokens do not fit: {short.reason}"
+        )
+    assert capacity is not None
+    each = (long.needed - short.needed) / (TRIED[1] - TRIED[0])
+    length = int(TRIED[0] + (capacity - short.needed) / each) // STEP * STEP
+    found = plan(length)
+    # The line is the compiler's only nearly: up to the last that fits, or down to it.
+    while found.fits and (more := plan(length + STEP)).fits:
+        found, length = more, length + STEP
+    while not found.fits:
+        length -= STEP
+        found = plan(length)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Plans and prints the table."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(Options, argv, prog="longest_prompt.py")
+    print("| beta | tokens | GiB | of them cache | activations |")
+    print("|---|---|---|---|---|")
+    for beta in options.betas:
+        name = f"{TABLE}:llama2_7b_hash_hop_beta_{beta}"
+        plan = longest(load_experiment(name), options.topology)
+        memory = plan.answer["memory"]
+        parts = (plan.needed, memory["caches"], memory["temporaries"])
+        cells = " | ".join(f"{(part or 0) / 2**30:.1f}" for part in parts)
+        share = int(beta) / 100
+        print(f"| {share:g} | {plan.answer['tokens']:,} | {cells} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    host.prepare()
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"longest_prompt.py: {error}")
