@@ -1,8 +1,9 @@
 """Rows of examples, of which a part is learned: answers, or what an assistant says.
 
-An example is BOS (where the tokenizer has one), the prompt, the answer and EOS. It
-fills one place less than it has tokens: each place reads a token, and is asked the next
-one where that belongs to the answer. Source: RAT's fine-tuning, which has no BOS. Of a
+An example is BOS (where the tokenizer has one), the prompt, the answer and EOS; what a
+template writes begins as the template begins it, as when the model is served. It fills
+one place less than it has tokens: each place reads a token, and is asked the next one
+where that belongs to the answer. Source: RAT's fine-tuning, which has no BOS. Of a
 conversation the answer is all from the assistant's first word on, of which only what it
 says is asked.
 """
@@ -19,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from recurjax.data.chat import Turn, compiled, plain, rendered
+from recurjax.data.chat import ChatTemplate, Turn, compiled, plain
 from recurjax.data.config import DataConfig
 from recurjax.data.corpora import Messages, read_conversations, read_messages
 from recurjax.data.examples import Conversations, Examples, PromptAnswer
@@ -294,13 +295,18 @@ def _is_text(part: str | int) -> TypeGuard[str]:
     return isinstance(part, str)
 
 
+def _tokens_of(parts: Sequence[str | int], encoded: Iterator[Ids]) -> list[Ids]:
+    """Returns each part's tokens, those of texts from what was encoded in order."""
+    return [
+        next(encoded) if _is_text(part) else np.array([part], np.int32)
+        for part in parts
+    ]
+
+
 def _talk(turns: Sequence[Turn], encoded: Iterator[Ids]) -> Example:
     ids, asked = [], []
     for turn in turns:
-        new = [
-            next(encoded) if _is_text(part) else np.array([part], np.int32)
-            for part in turn.parts
-        ]
+        new = _tokens_of(turn.parts, encoded)
         # A turn ends with its last special token; line breaks behind it are read, for
         # nobody draws them: who asks has stopped there.
         ends = [n for n, part in enumerate(turn.parts) if not _is_text(part)]
@@ -320,17 +326,28 @@ def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
             "answers end with EOS, and the tokenizer has none: name one, as in "
             "TokenizerFile(path=..., eos=...)"
         )
-    template = _template(corpus)
+    source = _template(corpus)
+    template = None if source is None else compiled(source, tokenizer)
     lines = list(read_messages(corpus))
-    prompts = tokenizer.encode_many(
-        [_prompt(line, template, tokenizer) for line in lines]
-    )
+    prompts = []
+    for number, line in enumerate(lines):
+        parts = _prompt(line, template, tokenizer)
+        if not parts:
+            raise UserError(
+                f"example {number + 1} of {', '.join(corpus.patterns)}: the template "
+                "writes nothing before the answer"
+            )
+        prompts.append(parts)
+    # All texts at once: the tokenizer takes them on all cores.
+    texts = [part for parts in prompts for part in parts if _is_text(part)]
+    encoded = iter(tokenizer.encode_many(texts))
     answers = tokenizer.encode_many([line.answer for line in lines])
-    begin = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.int32)
     end = np.array([tokenizer.eos], np.int32)
     examples = tuple(
-        Example(np.concatenate([begin, prompt]), np.concatenate([answer, end]))
-        for prompt, answer in zip(prompts, answers, strict=True)
+        Example(
+            np.concatenate(_tokens_of(parts, encoded)), np.concatenate([answer, end])
+        )
+        for parts, answer in zip(prompts, answers, strict=True)
     )
     for number, example in enumerate(examples):
         if not len(example.prompt):
@@ -341,13 +358,17 @@ def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
     return examples
 
 
-def _prompt(line: Messages, template: str | None, tokenizer: Tokenizer) -> str:
-    if not line.asked[0][0]:
-        return line.asked[0][1]
-    if template is None:
-        return plain(line.asked)
-    said = [{"role": role, "content": text} for role, text in line.asked]
-    return rendered(template, said, tokenizer, bos=False)
+def _prompt(
+    line: Messages, template: ChatTemplate | None, tokenizer: Tokenizer
+) -> list[str | int]:
+    """Returns what is read before the answer: texts, and special tokens."""
+    if line.asked[0][0] and template is not None:
+        # BOS stands there if the template writes it: nothing else puts one before a
+        # conversation when the model is asked.
+        said = [{"role": role, "content": text} for role, text in line.asked]
+        return template.parts(said, tokenizer)
+    text = plain(line.asked) if line.asked[0][0] else line.asked[0][1]
+    return [text] if tokenizer.bos is None else [tokenizer.bos, text]
 
 
 def _template(corpus: Examples) -> str | None:

@@ -17,6 +17,8 @@ from recurjax.errors import UserError
 
 _FAILURES = (TypeError, ValueError, ArithmeticError, LookupError)
 """What a template that is no good for these messages raises, beside jinja2's own."""
+MARK = "\U0010fffd"
+"""Private use: stands before names that are tokens, in a text that is encoded later."""
 _FIRST_MARK = 0xF0000
 """Private use: the first of the characters that stand for names in a user's text."""
 
@@ -91,15 +93,22 @@ class ChatTemplate:
         For contents without names of special tokens these are the tokens that
         transformers makes of the same template.
         """
-        named: dict[str, int] = getattr(tokenizer, "named_tokens", {})
+        return encoded(self.parts(messages, tokenizer, answer=answer), tokenizer)
+
+    def parts(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        tokenizer: Tokenizer,
+        *,
+        answer: bool = True,
+    ) -> list[str | int]:
+        """Returns a conversation's texts, and the special tokens between them."""
+        named = _named(tokenizer)
         # Names in the messages are hidden while the template writes its own, which
         # alone become tokens; then they are shown again, as text.
         marks = _marks(named, messages)
         rendered = self.render(_hidden_in(messages, marks), answer=answer)
-        ids: list[int] = []
-        for part in _parts(rendered, named, marks):
-            ids += [part] if isinstance(part, int) else tokenizer.encode(part).tolist()
-        return ids
+        return _parts(rendered, named, marks)
 
     def turns(
         self, messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer
@@ -113,7 +122,7 @@ class ChatTemplate:
           UserError: the template refuses the conversation, or writes a beginning of it
             otherwise once it goes on.
         """
-        named: dict[str, int] = getattr(tokenizer, "named_tokens", {})
+        named = _named(tokenizer)
         marks = _marks(named, messages)
         hidden, turns, before = _hidden_in(messages, marks), [], ""
         for n, message in enumerate(messages):
@@ -150,37 +159,41 @@ def plain(messages: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{role}: {text}\n" for role, text in messages) + "assistant: "
 
 
-def rendered(
-    template: str,
-    messages: Sequence[Mapping[str, str]],
-    tokenizer: Tokenizer,
-    *,
-    bos: bool,
-    answer_next: bool = True,
-) -> str:
-    """Writes a conversation by a template's text, for who encodes it as any text.
+def encoded(parts: Sequence[str | int], tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens of texts and of the special tokens between them."""
+    ids: list[int] = []
+    for part in parts:
+        ids += [part] if isinstance(part, int) else tokenizer.encode(part).tolist()
+    return ids
 
-    Args:
-      template: the Jinja text.
-      messages: with role and content.
-      tokenizer: whose BOS and EOS the template names.
-      bos: whether BOS is written where the template says so; a caller that puts its
-        token before the text leaves it out.
-      answer_next: end where the assistant begins.
 
-    Raises:
-      UserError: jinja2 is not installed, or the template fails.
+def marked(parts: Sequence[str | int], tokenizer: Tokenizer) -> str:
+    """Writes texts and the special tokens between them as one text.
+
+    It can be read, and cut or continued like any text: `unmarked` still tells the names
+    that are tokens, which have a mark before them, from those that somebody typed.
     """
+    names = {number: name for name, number in _named(tokenizer).items()}
+    # A mark within a text is doubled, so that it stands for itself.
+    return "".join(
+        MARK + names[part] if isinstance(part, int) else part.replace(MARK, 2 * MARK)
+        for part in parts
+    )
 
-    def text(token: int | None) -> str:
-        return "" if token is None else tokenizer.decode([token])
 
-    names = {
-        "bos_token": text(tokenizer.bos) if bos else "",
-        "eos_token": text(tokenizer.eos),
-    }
-    made = ChatTemplate(template, tokens=names)
-    return made.render(messages, answer=answer_next)
+def unmarked(text: str, tokenizer: Tokenizer) -> list[str | int]:
+    """Returns the texts and special tokens that `marked` wrote; other text is text."""
+    if MARK not in text:
+        return [text]
+    named, parts = _named(tokenizer), [""]
+    for piece in re.split(f"({MARK}{MARK}|{MARK}(?:{_any_of(named)}))", text):
+        name = piece.removeprefix(MARK)
+        if piece != name and name in named:
+            parts += [named[name], ""]
+        else:
+            # Joined again: a token may reach over the place where a mark stood.
+            parts[-1] += MARK if piece == 2 * MARK else piece
+    return [part for part in parts if part != ""]
 
 
 def load_template(
@@ -207,10 +220,13 @@ def compiled(source: str, tokenizer: Tokenizer) -> ChatTemplate:
     """
     names = {}
     for role, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
-        named = getattr(tokenizer, "named_tokens", {})
-        found = [name for name, number in named.items() if number == token]
+        found = [name for name, n in _named(tokenizer).items() if n == token]
         names[role] = found[0] if found else None
     return ChatTemplate(source, tokens=names)
+
+
+def _named(tokenizer: Tokenizer) -> dict[str, int]:
+    return getattr(tokenizer, "named_tokens", {})
 
 
 def _marks(
@@ -263,11 +279,12 @@ def _hidden(text: str, marks: Mapping[str, str]) -> str:
 
 
 def _split(text: str, named: Mapping[str, int]) -> list[str]:
-    if not named:
-        return [text]
+    return re.split(f"({_any_of(named)})", text) if named else [text]
+
+
+def _any_of(named: Mapping[str, int]) -> str:
     # The longest first: one name may be the beginning of another.
-    longest = sorted(named, key=len, reverse=True)
-    return re.split(f"({'|'.join(map(re.escape, longest))})", text)
+    return "|".join(map(re.escape, sorted(named, key=len, reverse=True)))
 
 
 class _Refused(Exception):

@@ -20,7 +20,8 @@ class PromptAnswer:
         space between them is part of one of them. A line may have `messages` instead,
         objects with role and content, the last one the assistant's answer.
       template: a Jinja file that writes a conversation for the model, such as a chat
-        tokenizer's; None: "role: content" a line. Needs pip install jinja2.
+        tokenizer's; BOS is read where it writes one. None: BOS, if there is one, and
+        "role: content" a line. Needs pip install jinja2.
       rows: "one": an example a row, filled up; "packed": as many as fit into a row,
         which do not see each other.
     """

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +33,7 @@ except ModuleNotFoundError as missing:
         "pip install 'recurjax[harness]'"
     ) from missing
 
-from recurjax.data.chat import rendered
+from recurjax.data.chat import ChatTemplate, compiled, encoded, marked, unmarked
 from recurjax.errors import UserError
 from recurjax.evaluation.asking import GREEDY, Pair, Question, Subject, rolling
 from recurjax.evaluation.offline_tasks import offline_tasks
@@ -137,26 +138,31 @@ class HarnessModel(TemplateLM):
     ) -> str:
         """Writes a conversation as the model was taught to read one.
 
+        Names of special tokens that the template wrote have a mark before them, by
+        which `tok_encode` knows them wherever the harness puts the text.
+
         Raises:
           UserError: the run has no template.
         """
-        return rendered(
-            self._read_template(),
-            chat_history,
-            self.subject.tokenizer,
-            bos=True,
-            answer_next=add_generation_prompt,
-        )
+        tokenizer = self.subject.tokenizer
+        parts = self._chat.parts(chat_history, tokenizer, answer=add_generation_prompt)
+        return marked(parts, tokenizer)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encodes; BOS stands before it where the subject puts one before contexts."""
-        ids = self.subject.tokenizer.encode(string).tolist()
+        """Encodes; BOS stands before it where the subject puts one before contexts.
+
+        A conversation with special tokens has those of its template alone, as when the
+        model is served.
+        """
+        parts = unmarked(string, self.subject.tokenizer)
+        ids = encoded(parts, self.subject.tokenizer)
         # The harness counts on BOS at the front of a context, never inside.
         bos = self.subject.tokenizer.bos
         adds = self.subject.bos if add_special_tokens is None else add_special_tokens
-        return [bos, *ids] if adds and bos is not None else ids
+        begun = any(isinstance(part, int) for part in parts)
+        return [bos, *ids] if adds and bos is not None and not begun else ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -210,6 +216,10 @@ class HarnessModel(TemplateLM):
         if longest is not None:  # the last tokens, which hold what is asked
             prompt = prompt[-max(1, longest - most + 1) :]
         return Question(prompt, most, tuple(s for s in stop if s), sampling)
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        return compiled(self._read_template(), self.subject.tokenizer)
 
     def _read_template(self) -> str:
         if self._template is None or not self._template.is_file():

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from recurjax.config_json import from_json, to_json
-from recurjax.data.config import Bpe, Bytes, DataConfig, PromptAnswer
+from recurjax.data.config import Bpe, Bytes, DataConfig, PromptAnswer, TokenizerFile
 from recurjax.data.dataset import open_dataset
 from recurjax.data.packing import without_middle
 from recurjax.errors import UserError
 from recurjax.types import IGNORED
 from tests.cli.commands import assert_refused, experiment_file, recurjax
+from tests.data.tokenizers.tokenizer_files import plain_definition
 from tests.training.compilation import quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -153,6 +154,41 @@ def test_messages_are_written_plainly_or_by_a_template(tmp_path):
     template.write_text("{% for %}")
     with pytest.raises(UserError, match="the chat template does not compile"):
         text(template=str(template))
+
+
+@pytest.mark.parametrize("first", ["{{ bos_token }}", "", "<|im_start|>system\n"])
+def test_a_templates_special_tokens_are_those_of_a_served_chat(tmp_path, first):
+    pytest.importorskip("jinja2", reason="a template needs pip install jinja2")
+    from recurjax.data.chat import load_template
+
+    bos, start, end = names = ("<|bos|>", "<|im_start|>", "<|im_end|>")
+    (tmp_path / "tokenizer.json").write_text(plain_definition(*names))
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        first + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    # Names that a user types are text.
+    asked = [{"role": "user", "content": f"hi {end}{bos}{start}"}]
+    file = tmp_path / "chat.jsonl"
+    messages = [*asked, {"role": "assistant", "content": f"yo {start}"}]
+    lines = [{"messages": messages}, {"prompt": start, "answer": "a"}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = DataConfig(
+        corpus=PromptAnswer(patterns=(str(file),), template=str(template)),
+        tokenizer=TokenizerFile(path=str(tmp_path), bos=bos, eos=end),
+    )
+    data = open_dataset(config)
+    tokenizer, (chat, plain) = data.tokenizer, data.examples
+    served = load_template(tmp_path, file=template, tokenizer=tokenizer)
+    assert chat.prompt.tolist() == served.encode(asked, tokenizer)
+    assert chat.answer.tolist() == [*tokenizer.encode(f"yo {start}"), tokenizer.eos]
+    # A prompt that no template wrote begins with the tokenizer's BOS.
+    assert plain.prompt.tolist() == [tokenizer.bos, *tokenizer.encode(start)]
+    template.write_text("")
+    with pytest.raises(UserError, match="example 1 of .*the template writes nothing"):
+        open_dataset(config)
 
 
 def test_a_tokenizer_can_learn_from_the_texts(file):

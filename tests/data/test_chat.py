@@ -11,7 +11,14 @@ from tests.data.tokenizers.tokenizer_files import plain_definition
 
 pytest.importorskip("jinja2", reason="needs recurjax[serve]")
 
-from recurjax.data.chat import ChatTemplate, load_template  # noqa: E402
+from recurjax.data.chat import (  # noqa: E402
+    MARK,
+    ChatTemplate,
+    encoded,
+    load_template,
+    marked,
+    unmarked,
+)
 
 NAMES = ("<|im_start|>", "<|im_end|>", "<|im|>")
 DEFINITION = plain_definition(*NAMES)
@@ -57,6 +64,37 @@ def test_a_name_that_a_user_types_is_text(typed, role):
     plain = TOKENIZER.encode(typed).tolist()
     joined = " ".join(map(str, ids))
     assert f" {' '.join(map(str, plain))} " in f" {joined} "
+
+
+@pytest.mark.parametrize(
+    "typed", ["é 🌍", "<|im_end|>", f"{MARK}<|im_start|>", f"{MARK}{MARK}", MARK]
+)
+def test_a_text_of_marked_names_is_read_back_as_the_conversations_tokens(typed):
+    template = ChatTemplate(CHATML)
+    talk = [{"role": "system", "content": typed}, {"role": "user", "content": typed}]
+    text = marked(template.parts(talk, TOKENIZER), TOKENIZER)
+    want = template.encode(talk, TOKENIZER)
+    assert encoded(unmarked(text, TOKENIZER), TOKENIZER) == want
+    # Cut before its last line break, and continued: names in what follows are text.
+    more = "\nSo: <|im_end|>"
+    cut = unmarked(text.rstrip() + more, TOKENIZER)
+    assert cut[-1] == f"assistant{more}"
+    both = unmarked(text + text, TOKENIZER)
+    assert encoded(both, TOKENIZER) == 2 * want
+    for name in NAMES:
+        assert encoded(cut, TOKENIZER).count(TOKENIZER.named_tokens[name]) == (
+            want.count(TOKENIZER.named_tokens[name])
+        )
+
+
+def test_a_text_for_people_differs_by_the_marks_only():
+    template = ChatTemplate(CHATML)
+    assert marked(template.parts(TALK, TOKENIZER), TOKENIZER) == template.render(
+        TALK
+    ).replace("<|im_", f"{MARK}<|im_")
+    plain = ByteTokenizer()
+    assert marked(template.parts(TALK, plain), plain) == template.render(TALK)
+    assert unmarked("a<|im_end|>", TOKENIZER) == ["a<|im_end|>"]
 
 
 def test_templates_come_from_a_folder_or_a_file(tmp_path):

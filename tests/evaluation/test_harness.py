@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer, JsonTokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.asking import Pair, Scorer, Subject
 from tests.cli.commands import assert_refused, recurjax
+from tests.data.tokenizers.tokenizer_files import plain_definition
 from tests.variants.latent_recurrent_transformer.switches import byte_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -92,6 +93,39 @@ def test_the_tokenizer_and_chats_are_the_runs(model, harness, subject):
         harness.HarnessModel(subject).apply_chat_template(chat)
     with pytest.raises(UserError, match="name the run directory"):
         harness.HarnessModel.create_from_arg_obj({})
+
+
+def test_a_chats_tokens_are_those_of_serving(harness, tmp_path):
+    from recurjax.data.chat import load_template
+
+    definition = plain_definition("<|bos|>", "<|im_start|>", "<|im_end|>")
+    tokenizer = JsonTokenizer(definition, bos="<|bos|>", eos="<|im_end|>")
+    file = tmp_path / "chat_template.jinja"
+    body = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    talk = [{"role": "user", "content": "hi <|im_end|>"}]
+    for first in ("{{ bos_token }}", ""):
+        file.write_text(first + body)
+        served = load_template(tmp_path, file=file, tokenizer=tokenizer)
+        want = served.encode(talk, tokenizer)
+        subject = Subject(model=byte_model(None), tokenizer=tokenizer)
+        model = harness.HarnessModel(subject, template=file)
+        text = model.apply_chat_template(talk)
+        assert model.tok_encode(text) == want
+        # A continuation is read as one text with the context that it follows.
+        whole = [*want, *tokenizer.encode("So <|im_start|>")]
+        assert model.tok_encode(text + "So <|im_start|>") == whole
+        context, continuation = model._encode_pair(text, "So <|im_start|>")
+        assert [*context, *continuation] == whole
+        closed = model.apply_chat_template(talk, add_generation_prompt=False)
+        assert model.tok_encode(closed) == served.encode(talk, tokenizer, answer=False)
+    # Other contexts begin with BOS, and names in them are text.
+    plain = tokenizer.encode("<|im_end|>").tolist()
+    assert model.tok_encode("<|im_end|>") == [tokenizer.bos, *plain]
+    assert model.tok_encode("<|im_end|>", add_special_tokens=False) == plain
 
 
 @pytest.fixture
