@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from recurjax.cli.options import parse
 from recurjax.data.chat import load_template
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import read_exit_head
 from recurjax.exits import ExitHead, Missing, parse_rule
@@ -133,7 +133,6 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     template = load_template(
         path / "tokenizer", file=options.template, tokenizer=loaded.tokenizer
     )
-    companions = getattr(loaded.tokenizer, "companions", None)
     if loaded.tokenizer.eos is None:
         _tell(f"{name}: its tokenizer has no EOS: only a limit or a stop ends a text")
     if template is None:
@@ -177,8 +176,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
         ),
         tokenizer=loaded.tokenizer,
         template=template,
-        # A chat model's turn may end by another token than its texts.
-        ends=() if companions is None else companions.ends,
+        ends=text_ends(loaded.tokenizer),
         sizes=state_sizes(loaded.model, length),
         exits=way.loops(loaded.model),
     )

@@ -25,7 +25,7 @@ class DecodeState(NamedTuple):
       cache: of every token but the newest.
       newest: the token of each row that the model has not read yet.
       seen: which tokens a row contains; None without a repetition penalty.
-      finished: rows that drew EOS; they read nothing more and keep `newest`.
+      finished: rows that drew an EOS; they read nothing more and keep `newest`.
       drawn: how many tokens each unfinished row has drawn.
       aux: what the prefill had to report, see `Decoder.prefill`.
     """
@@ -43,7 +43,7 @@ def prefill(
     model: Decoder,
     tokens: Tokens,
     keys: Key[Array, " B"],
-    eos: Int[Array, ""],
+    eos: Int[Array, "..."],
     *,
     sampling: RowSampling,
     cache_length: int,
@@ -58,7 +58,7 @@ def prefill(
     Args:
       tokens: right-padded prompts with their `lengths`, each at least 1.
       keys: each row's random stream; draw n uses the key folded with n.
-      eos: the token that finishes a row; -1: none.
+      eos: the token that finishes a row, or a list of them; -1: none.
       cache_length: how many tokens a row's cache can hold.
       penalizes: whether any row has a repetition penalty, for which the state keeps
         what each row contains.
@@ -99,7 +99,7 @@ def decode(
     model: Decoder,
     state: DecodeState,
     keys: Key[Array, " B"],
-    eos: Int[Array, ""],
+    eos: Int[Array, "..."],
     limit: Int[Array, ""],
     *,
     sampling: RowSampling,
@@ -138,7 +138,7 @@ def decode_step(
     model: Decoder,
     state: DecodeState,
     keys: Key[Array, " B"],
-    eos: Int[Array, ""],
+    eos: Int[Array, "..."],
     *,
     sampling: RowSampling,
 ) -> DecodeState:
@@ -176,7 +176,7 @@ def draw(
     state: DecodeState,
     logits: Float[Array, "B V"],
     keys: Key[Array, " B"],
-    eos: Int[Array, ""],
+    eos: Int[Array, "..."],
     sampling: RowSampling,
 ) -> DecodeState:
     """Draws each unfinished row's next token from its logits."""
@@ -184,13 +184,14 @@ def draw(
     ids = draw_ids(logits, keys, drawn, state.seen, sampling)
     # A finished row draws too, as all rows do, and keeps what it had.
     ids = jnp.where(state.finished, state.newest, ids)
+    ends = (ids[:, None] == jnp.atleast_1d(eos)).any(axis=-1)
     seen = state.seen
     if seen is not None:
         seen = seen.at[jnp.arange(ids.shape[0]), ids].set(True)
     return state._replace(
         newest=ids,
         seen=seen,
-        finished=state.finished | (ids == eos),
+        finished=state.finished | ends,
         drawn=state.drawn + 1,
     )
 

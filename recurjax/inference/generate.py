@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32, Key
 
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
 from recurjax.inference.continuation import Continuation
 from recurjax.inference.exit_decoding import EarlyExit
@@ -29,7 +29,7 @@ class Generation:
 
     Attributes:
       texts: what follows each prompt, up to a stop string.
-      tokens: the new tokens, the EOS or the end of a stop string included.
+      tokens: the new tokens, those of `text_ends` or of a stop string's end included.
       finish_reasons: what ended each row.
       timing: seconds and tokens a second.
       aux, loops: see `TokenGeneration`.
@@ -67,7 +67,8 @@ def generate(
 
     Args:
       model: any variant.
-      max_new_tokens: for each row; EOS or a stop string may end it earlier.
+      max_new_tokens: for each row; a token of `text_ends` or a stop string may end it
+        earlier.
       stop: a text ends before the first of these strings, which may span tokens.
       bos: put the tokenizer's BOS, if it has one, before each prompt, as before
         documents in training; False: the prompts continue a text from its middle. An
@@ -102,7 +103,12 @@ def generate(
         if piece and on_text is not None:
             on_text(row, piece)
 
+    ends = text_ends(tokenizer)
+
     def on_token(row: int, token: int) -> bool:
+        # What ends a text is none of it.
+        if token in ends:
+            return False
         show(row, rows[row].push(token))
         return rows[row].stopped
 
@@ -114,7 +120,7 @@ def generate(
         encoded,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        eos=tokenizer.eos,
+        eos=ends,
         seed=seed,
         on_token=on_token,
         cache_length=cache_length,

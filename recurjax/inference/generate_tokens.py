@@ -1,7 +1,7 @@
 """Continues sequences of token ids with any model."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from recurjax.sharding import laid_out, replicated
 from recurjax.types import Array, Tokens
 
 FinishReason = Literal["eos", "stop", "length"]
-"""What ended a row: the EOS token, the caller (a stop string), the token limit."""
+"""What ended a row: an EOS token, the caller (a stop string), the token limit."""
 
 CHUNK = 16
 """Tokens a row between two looks at them by the host, where someone waits for them."""
@@ -70,7 +70,7 @@ def generate_tokens(
     *,
     max_new_tokens: int,
     sampling: SamplingConfig = PLAIN,
-    eos: int | None = None,
+    eos: int | Collection[int] | None = None,
     seed: int | Key[Array, " B"] = 0,
     on_token: Callable[[int, int], bool] | None = None,
     cache_length: int | None = None,
@@ -86,7 +86,7 @@ def generate_tokens(
 
     Args:
       max_new_tokens: for each row.
-      eos: the token that ends a row; None: nothing does.
+      eos: the token that ends a row, or several of them; None: nothing does.
       seed: row r draws from the stream `row_keys(seed, B)[r]`; or such streams
         themselves: `row_keys(0, 8)[3:4]` makes row 3 of 8 alone.
       on_token: called with the row and each new token; True ends the row after it.
@@ -137,10 +137,11 @@ def generate_tokens(
         )
     wishes = sampling_rows([sampling] * len(ids))
     tokens, keys, wishes = _on_mesh((tokens, keys, wishes), len(ids), mesh)
+    ends = np.atleast_1d(np.asarray([] if eos is None else eos, np.int32))
     # -1 is no token: nothing ends a row.
-    streams = (keys, np.asarray(-1 if eos is None else eos, np.int32))
+    streams = (keys, ends if ends.size else np.array([-1], np.int32))
     timing = Timing(rows=len(ids), prompt_tokens=sum(map(len, ids)))
-    rows = _Rows(len(ids), max_new_tokens, eos, on_token)
+    rows = _Rows(len(ids), max_new_tokens, ends, on_token)
 
     options = {
         "sampling": wishes,
@@ -160,7 +161,6 @@ def generate_tokens(
             by=prefill_by,
             exits=exits,
             most=max_new_tokens,
-            eos_token=eos,
             on_token=on_token,
         )
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
@@ -212,14 +212,13 @@ def _with_exits(
     model: Decoder,
     prompts: list[Int32[np.ndarray, " _"]],
     keys: Key[Array, " B"],
-    eos: Int[Array, ""],
+    eos: Int[Array, " M"],
     *,
     sampling: SamplingConfig,
     cache_length: int,
     by: str,
     exits: EarlyExit,
     most: int,
-    eos_token: int | None,
     on_token: Callable[[int, int], bool] | None,
 ) -> TokenGeneration:
     """Continues one row after another; compilation counts as what it was needed for."""
@@ -228,7 +227,7 @@ def _with_exits(
     for number, prompt in enumerate(prompts):
         own = keys[number : number + 1]
         told = None if on_token is None else partial(_tell_row, on_token, number)
-        row, used = _Rows(1, most, eos_token, told), []
+        row, used = _Rows(1, most, np.asarray(eos), told), []
         with timing.measure("prefill"):
             padded = _padded([prompt], longest=cache_length)
             state = prefill(
@@ -274,11 +273,12 @@ def _tell_row(on_token: Callable[[int, int], bool], row: int, _: int, token: int
 class _Rows:
     """The host's account of the rows: their tokens, and which have ended."""
 
-    def __init__(self, count: int, most: int, eos: int | None, on_token):
+    def __init__(self, count: int, most: int, eos: Int[np.ndarray, " M"], on_token):
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.reasons: list[FinishReason | None] = [None] * count
         self.drawn = 0
-        self._most, self._eos, self._on_token = most, eos, on_token
+        self._most, self._on_token = most, on_token
+        self._eos = frozenset(eos.tolist())
 
     @property
     def unfinished(self) -> bool:
@@ -306,7 +306,7 @@ class _Rows:
         self.tokens[row].append(token)
         # The caller sees every token, EOS too, before it is decided whether a row ends.
         stopped = self._on_token is not None and self._on_token(row, token)
-        if token == self._eos:
+        if token in self._eos:
             self.reasons[row] = "eos"
         elif stopped:
             self.reasons[row] = "stop"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
 from recurjax.exits import ExitHead, ExitRule, Missing
 from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSettings
@@ -56,7 +56,11 @@ def continue_prompts(
       NotFinite: logits are NaN or infinite.
     """
     settings = RequestSettings(
-        max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop=tuple(stop)
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=tuple(stop),
+        stop_tokens=text_ends(tokenizer),
     )
     encoded = encode_prompts(prompts, tokenizer, bos=bos)
     left = [number for number in range(len(encoded)) if number not in skip]

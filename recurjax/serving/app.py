@@ -50,7 +50,7 @@ class Served:
 
     Attributes:
       template: None: the model has none, and no chat.
-      ends: tokens at which its texts end, beside the tokenizer's EOS.
+      ends: tokens at which its texts end; the tokenizer's EOS ends them too.
       sizes: what it keeps of texts of rising lengths, for the page.
       exits: the loops after which its tokens may leave; 0: they do not leave early.
     """

@@ -7,17 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer, Companions, text_ends
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.decoding import decode, prefill
 from recurjax.inference.generate import generate
 from recurjax.inference.generate_tokens import NotFinite, generate_tokens
+from recurjax.inference.many_prompts import continue_prompts
 from recurjax.inference.sampling import (
     SamplingConfig,
     row_keys,
     sampling_rows,
 )
+from recurjax.inference.timing import Timing
 from recurjax.layers.position import LearnedPositions
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.types import Tokens
@@ -299,6 +301,29 @@ def test_texts_end_before_a_stop_string(cycle, stop, text, count):
         letters = "abcdefghijklmnopqrstuvwxyz" * 2
         whole = letters[start : start + NEW]
         assert made.texts[row] == whole.split(stop[0])[0]
+
+
+def test_texts_end_at_each_token_that_the_models_settings_name(cycle):
+    model = cycle("abcdefghij")
+    tokenizer = ByteTokenizer()
+    # The last one is a token of no model here.
+    ends = {"eos_token_id": [256, ord("d"), ord("h"), 1 << 40]}
+    tokenizer.companions = Companions(generation=ends)
+    prompts, shared = (
+        ["a", "e", "h"],
+        {"tokenizer": tokenizer, "max_new_tokens": 4, "sampling": GREEDY},
+    )
+    made = generate(model, prompts, **shared)
+    assert made.texts == ["bc", "fg", "ijab"]
+    assert [bytes(ids.tolist()) for ids in made.tokens] == [b"bcd", b"fgh", b"ijab"]
+    assert made.finish_reasons == ["eos", "eos", "length"]
+    shared |= {"stop": (), "bos": True, "seed": 0, "slots": 2, "timing": Timing()}
+    for number, request in continue_prompts(model, prompts, **shared):
+        assert request.text == made.texts[number]
+        assert request.tokens == made.tokens[number].tolist()
+        assert request.reason == made.finish_reasons[number]
+    assert text_ends(tokenizer) == (256, ord("d"), ord("h"))
+    assert text_ends(ByteTokenizer(bos=False)) == ()
 
 
 def test_a_prompt_starts_from_bos_unless_told_otherwise(model):

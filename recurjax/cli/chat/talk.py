@@ -10,7 +10,7 @@ from threading import current_thread, main_thread
 from typing import Any
 
 from recurjax.data.chat import ChatTemplate
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
 from recurjax.files.json_files import json_text, read_json_object
 from recurjax.files.whole import write_whole
@@ -76,8 +76,7 @@ class Talk:
         self._engine, self._tokenizer, self._template = engine, tokenizer, template
         self._most, self._seed = max_new_tokens, seed
         self._asked = 0
-        companions = getattr(tokenizer, "companions", None)
-        self._ends = () if companions is None else companions.ends
+        self._ends = text_ends(tokenizer)
 
     @property
     def chats(self) -> bool:

@@ -12,6 +12,7 @@ import tyro
 
 from recurjax.cli.generate.json_lines import JsonLines
 from recurjax.cli.options import parse
+from recurjax.data.tokenizers import text_ends
 from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import read_exit_head
 from recurjax.exits import Missing, parse_rule
@@ -215,9 +216,11 @@ def _on_engine(
             "tokenizer": shared["tokenizer"].hash,
             **{name: shared[name] for name in _DECIDE},
         }
-        # Files of texts that run all loops stay what they were.
+        # Files of texts that run all loops, and end at EOS alone, stay what they were.
         if leaving:
             settings |= {"exit": options.exit, "missing": options.missing}
+        if others := set(text_ends(shared["tokenizer"])) - {shared["tokenizer"].eos}:
+            settings["ends"] = sorted(others)
         lines = JsonLines(options.json_lines, prompts, settings)
         if lines.done:
             _tell(f"{len(lines.done)} of {len(prompts)} texts were there already")

@@ -3,7 +3,12 @@
 from recurjax.data.tokenizers.byte_tokenizer import ByteTokenizer
 from recurjax.data.tokenizers.companions import Companions
 from recurjax.data.tokenizers.json_tokenizer import NONE, JsonTokenizer
-from recurjax.data.tokenizers.loading import Tokenizer, build_tokenizer, load_tokenizer
+from recurjax.data.tokenizers.loading import (
+    Tokenizer,
+    build_tokenizer,
+    load_tokenizer,
+    text_ends,
+)
 from recurjax.data.tokenizers.symbols import Symbols
 
 __all__ = [
@@ -15,4 +20,5 @@ __all__ = [
     "Tokenizer",
     "build_tokenizer",
     "load_tokenizer",
+    "text_ends",
 ]

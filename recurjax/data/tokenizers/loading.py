@@ -85,6 +85,19 @@ class Tokenizer(Protocol):
         ...
 
 
+def text_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end a text: EOS, and others of the model's settings.
+
+    A chat model's turn may end by another token than its documents: the
+    generation_config.json that came with it names all of them.
+    """
+    companions = getattr(tokenizer, "companions", None)
+    own = () if companions is None else companions.ends
+    ends = own if tokenizer.eos is None else (tokenizer.eos, *own)
+    # Settings of another model may name what this one cannot draw.
+    return tuple(dict.fromkeys(i for i in ends if 0 <= i < tokenizer.vocabulary))
+
+
 def build_tokenizer(
     config: TokenizerConfig,
     corpus: Corpus,

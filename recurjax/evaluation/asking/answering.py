@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
 from recurjax.evaluation.asking.journal import Journal, key_of
 from recurjax.evaluation.asking.scoring import bucket
@@ -25,7 +25,7 @@ class Question(NamedTuple):
 
     Attributes:
       prompt: token ids, at least one.
-      most: new tokens at the most; EOS ends an answer too.
+      most: new tokens at the most; a token of `text_ends` ends an answer too.
       stop: an answer ends before the first of these strings.
       sampling: how tokens are chosen; drawn ones come from a stream that belongs to
         the question's place in the call.
@@ -78,6 +78,7 @@ class Answerer:
             key_of(
                 *question[:3],
                 dataclasses.astuple(question.sampling),
+                text_ends(self.tokenizer),
                 *((number, self.seed) if question.sampling.temperature else ()),
             )
             for number, question in enumerate(questions)
@@ -119,7 +120,7 @@ class Answerer:
                 yield group[start : start + self.rows]
 
     def _answer(self, questions: list[Question], numbers: list[int]) -> list[str]:
-        texts = [""] * len(questions)
+        texts, ends = [""] * len(questions), text_ends(self.tokenizer)
         prompts = [np.asarray(question.prompt, np.int32) for question in questions]
         rows = [
             Continuation(self.tokenizer, prompt, question.stop)
@@ -129,8 +130,8 @@ class Answerer:
         def on_token(row: int, token: int) -> bool:
             if row >= len(rows):  # fills the batch up, and ends at once
                 return True
-            # EOS ends an answer and is none of its text.
-            if token != self.tokenizer.eos:
+            # What ends an answer is none of its text.
+            if token not in ends:
                 texts[row] += rows[row].push(token)
             return rows[row].stopped
 
@@ -144,7 +145,7 @@ class Answerer:
             [*prompts, *[prompts[0][:1]] * fill],
             max_new_tokens=most,
             sampling=questions[0].sampling,
-            eos=self.tokenizer.eos,
+            eos=ends,
             # A row's stream goes by its place among all questions, not in its batch.
             seed=row_keys(self.seed, max(numbers) + 1)[
                 np.array([*numbers, *[0] * fill])

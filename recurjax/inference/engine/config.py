@@ -93,7 +93,7 @@ class RequestSettings:
       sampling: how its tokens are chosen.
       seed, stream: its tokens are drawn from `row_keys(seed, stream + 1)[stream]`,
         whatever else runs.
-      stop_tokens: end it, beside the engine's EOS.
+      stop_tokens: end it, beside the engine's EOS, and are none of its text.
       ignore_eos: the EOS does not end it.
       stop: strings before which its text ends; for an engine with a tokenizer.
       keep: lengths of the prompt's beginnings that others may share, such as a system

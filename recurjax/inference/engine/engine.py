@@ -348,13 +348,15 @@ class Engine:
     def _end_after(self, request: Request, row: int, token: int) -> None:
         # Text only where there is a tokenizer; ids are counted either way.
         text, settings = self._texts.get(request), request.settings
+        ends = token in self._stops(settings)
         if text is not None:
-            piece = text.push(token)
+            # What ends a text is none of it.
+            piece = "" if ends else text.push(token)
             request.text += piece
             if self.config.exit is not None:
                 request.pieces.append(piece)
         reason = None
-        if token in self._stops(settings):
+        if ends:
             reason = "eos"
         elif text is not None and text.stopped:
             reason = "stop"

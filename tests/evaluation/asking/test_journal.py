@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from recurjax.data.tokenizers import Symbols
+from recurjax.data.tokenizers import Companions, Symbols
 from recurjax.errors import UserError
 from recurjax.evaluation import rows as evaluations
 from recurjax.evaluation.asking import (
@@ -108,6 +108,18 @@ def test_answers_are_those_of_each_prompt_alone(model, tmp_path):
     assert done == [4]
     with pytest.raises(UserError, match="needs a token"):
         answerer([Question((), 1)])
+
+
+def test_answers_end_at_each_token_that_the_models_settings_name(model, tmp_path):
+    symbols, question = Symbols(model.config.vocabulary), Question((1, 2, 4), 5)
+    journal = Journal(tmp_path / "answers.jsonl")
+    words = Answerer(model=model, tokenizer=symbols)([question], journal)[0].split()
+    end = words[2]
+    symbols.companions = Companions(generation={"eos_token_id": int(end)})
+    # With other ends it is another question: the journal's answer is not taken.
+    ended = Answerer(model=model, tokenizer=symbols)([question], journal)[0]
+    assert ended.split() == words[: words.index(end)]
+    assert len(journal) == 2
 
 
 def test_rows_come_back_as_a_table_of_the_newest(tmp_path):
