@@ -13,6 +13,7 @@ class Continuation:
 
     The pieces that `push` and `finish` return join to the text. It is decoded as the
     continuation of the prompt: some tokenizers write a first token without its space.
+    A character that the prompt's last bytes begin belongs to the prompt.
     """
 
     def __init__(
@@ -25,14 +26,12 @@ class Continuation:
         self.stopped = False
         self._stops = tuple(stops)
         self._stream = tokenizer.stream()
-        shown = self._stream.push(prompt.tolist())
-        # A stream may owe the prompt's last characters until the next token is known.
-        self._owed = len(tokenizer.decode(prompt)) - len(shown)
+        self._stream.skip(prompt.tolist())
         self._held = ""
 
     def push(self, token: int) -> str:
         """Takes a token; returns the text that is now certain. Sets `stopped`."""
-        self._hold(self._stream.push([token]))
+        self._held += self._stream.push([token])
         # Which stop string ends first decides, wherever in the list it stands.
         found = [self._held.find(stop) for stop in self._stops if stop in self._held]
         if found:
@@ -45,14 +44,8 @@ class Continuation:
         """Returns what was held back; nothing after a stop string."""
         if self.stopped:
             return ""
-        self._hold(self._stream.finish())
+        self._held += self._stream.finish()
         return self._release(len(self._held))
-
-    def _hold(self, text: str) -> None:
-        # The prompt's owed characters come out of the stream first; they are no new
-        # text.
-        self._held += text[self._owed :]
-        self._owed = max(0, self._owed - len(text))
 
     def _release(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]

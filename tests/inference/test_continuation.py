@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from recurjax.data.tokenizers import ByteTokenizer, JsonTokenizer
+from recurjax.data.tokenizers import ByteTokenizer, JsonTokenizer, Symbols
 from recurjax.inference.continuation import Continuation
 
 BYTES = ByteTokenizer()
@@ -95,3 +95,53 @@ def test_a_prompt_that_ends_in_byte_tokens_is_not_repeated(words):
     continuation = Continuation(words, prompt, [])
     pieces = [continuation.push(token) for token in [*emoji, 258]]
     assert "".join(pieces) + continuation.finish() == "🌍 cat"
+
+
+def continued(tokenizer, prompt, new) -> str:
+    continuation = Continuation(tokenizer, np.array(prompt, np.int32), [])
+    return "".join(map(continuation.push, new)) + continuation.finish()
+
+
+@pytest.mark.parametrize("text", ["a€bcd", "🌍🌍 é€", "x\u0301", "éé"])
+def test_a_character_that_the_prompt_begins_is_the_prompts(words, text):
+    sizes = [len(character.encode()) for character in text]
+    # Also before a token that ends the run of bytes.
+    for tokenizer, first, last in ((BYTES, 0, ord("!")), (words, 1, 258)):
+        ids = [first + byte for byte in text.encode()]
+        for cut in range(len(ids) + 1):
+            begun = sum(sum(sizes[:n]) < cut for n in range(len(text)))
+            assert continued(tokenizer, ids[:cut], ids[cut:]) == text[begun:]
+            whole = tokenizer.decode([*ids, last])
+            assert continued(tokenizer, ids[:cut], [*ids[cut:], last]) == whole[begun:]
+
+
+@pytest.mark.parametrize("prompt", ["€", "a€", "🌍", ""])
+@pytest.mark.parametrize("new", [b"\xff", b"\xf0\x9f", b"b\xff", b"\xe2\x82\xac\x80"])
+def test_bytes_that_are_no_text_take_nothing_from_what_follows(words, prompt, new):
+    data = prompt.encode()
+    for cut in range(len(data) + 1):
+        ids = [1 + byte for byte in data[:cut] + new]
+        # One byte that is no text spoils its whole run.
+        want = "\ufffd" * len(new) + " the"
+        assert continued(words, ids[:cut], [*ids[cut:], 257]) == want
+    # A part of a character is one U+FFFD; halves of a surrogate are one each.
+    assert continued(BYTES, [0xE2, 0x82], [0xFF, ord("a")]) == "\ufffda"
+    assert continued(BYTES, [0xED, 0xAD], [*"€".encode()]) == "€"
+
+
+def test_special_tokens_do_not_end_a_run_of_bytes(words):
+    built = tokenizers.Tokenizer.from_str(words._definition)
+    built.add_special_tokens(["<s>"])
+    tokenizer = JsonTokenizer(built.to_str(), bos="<s>")
+    bos, (first, second, third) = tokenizer.bos, [1 + byte for byte in "€".encode()]
+    # Special tokens are left out before bytes are joined.
+    whole = [257, first, second, bos, third, 258]
+    assert tokenizer.decode(whole) == "the€ cat"
+    assert continued(tokenizer, [], whole) == "the€ cat"
+    assert continued(tokenizer, whole[:4], whole[4:]) == " cat"
+    assert continued(tokenizer, [bos], [first, second, third, bos]) == "€"
+
+
+def test_symbols_follow_a_prompt_with_their_space():
+    assert continued(Symbols(9), [3, 1], [4, 1]) == " 4 1"
+    assert continued(Symbols(9), [], [4, 1]) == "4 1"

@@ -60,15 +60,30 @@ class ByteStream:
         # waits for its rest, and bytes that can be no character become U+FFFD.
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._skipped = 0
+
+    def skip(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> None:
+        self.push(ids)
+        # Bytes that wait for their rest become one character, whole or U+FFFD; but
+        # halves of a surrogate, which never are whole, become one each.
+        waiting, _ = self._decoder.getstate()
+        self._skipped = len(waiting.decode(errors="replace"))
 
     def push(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
         known = len(self._pieces)
         # BOS and ids beyond the vocabulary have no text.
         data = b"".join(self._pieces[int(i)] for i in ids if 0 <= i < known)
-        return self._decoder.decode(data)
+        return self._new(self._decoder.decode(data))
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        return self._new(self._decoder.decode(b"", final=True))
+
+    def _new(self, text: str) -> str:
+        if not (self._skipped and text):
+            return text
+        new = text[self._skipped :]
+        self._skipped = max(0, self._skipped - len(text))
+        return new
 
 
 _BYTES = [bytes([value]) for value in range(256)]

@@ -182,9 +182,7 @@ class JsonTokenizer:
     def stream(self) -> "ByteStream | _WholeStream":
         if self._byte_level:
             return ByteStream(self._pieces)
-        return _WholeStream(
-            self, {i for token, i in self._ids_of.items() if _FALLBACK.fullmatch(token)}
-        )
+        return _WholeStream(self, self._within_runs)
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -206,9 +204,21 @@ class JsonTokenizer:
 
     @cached_property
     def _byte_level(self) -> bool:
+        return "ByteLevel" in self._decoders
+
+    @cached_property
+    def _decoders(self) -> set[str | None]:
         decoder = self._json.get("decoder") or {}
-        parts = decoder.get("decoders", [decoder])
-        return any(part.get("type") == "ByteLevel" for part in parts)
+        return {part.get("type") for part in decoder.get("decoders", [decoder])}
+
+    @cached_property
+    def _within_runs(self) -> frozenset[int]:
+        """The tokens that do not end a run of bytes, which is decoded as a whole."""
+        if "ByteFallback" not in self._decoders:
+            return frozenset()
+        found = (i for token, i in self._ids_of.items() if _FALLBACK.fullmatch(token))
+        # Special tokens are left out before anything is decoded.
+        return frozenset([*found, *self.named_tokens.values()])
 
     @cached_property
     def _cuts_at_lines(self) -> bool:
@@ -250,26 +260,60 @@ class _WholeStream:
     spoils the run), so it is shown when the run has ended.
     """
 
-    def __init__(self, tokenizer: JsonTokenizer, byte_tokens: set[int]):
-        self._tokenizer, self._byte_tokens = tokenizer, byte_tokens
+    def __init__(self, tokenizer: JsonTokenizer, within_runs: frozenset[int]):
+        self._tokenizer, self._within_runs = tokenizer, within_runs
         self._ids: list[int] = []
         self._shown = 0
+        # Where the skipped tokens' last run begins, and where they end, until it is
+        # known how many characters of it are theirs.
+        self._skipped: tuple[int, int] | None = None
+
+    def skip(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> None:
+        self.push(ids)
+        start, end = self._certain(), len(self._ids)
+        if self._bytes(start, end):
+            self._skipped = start, end
 
     def push(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
         self._ids.extend(int(i) for i in ids)
-        end = len(self._ids)
-        while end > 0 and self._ids[end - 1] in self._byte_tokens:
-            end -= 1
-        return self._advance(self._ids[:end])
+        return self._advance(self._ids[: self._certain()])
 
     def finish(self) -> str:
         return self._advance(self._ids)
 
+    def _certain(self) -> int:
+        """Counts the tokens before a last run of bytes."""
+        end = len(self._ids)
+        while end > 0 and self._ids[end - 1] in self._within_runs:
+            end -= 1
+        return end
+
     def _advance(self, ids: list[int]) -> str:
+        if self._skipped is not None and len(ids) > self._skipped[0]:
+            self._shown = max(self._shown, self._skipped_characters(*self._skipped))
+            self._skipped = None
         text = self._tokenizer.decode(ids)
         new = text[self._shown :]
         self._shown = max(self._shown, len(text))
         return new
+
+    def _skipped_characters(self, start: int, end: int) -> int:
+        """Counts those that tokens before `end` begin, once their run has ended."""
+        stop = end
+        while stop < len(self._ids) and self._ids[stop] in self._within_runs:
+            stop += 1
+        later = self._bytes(end, stop)
+        try:
+            self._bytes(start, stop).decode()
+        except UnicodeDecodeError:  # then each byte is decoded to one U+FFFD
+            new = len(later)
+        else:
+            # In UTF-8 all further bytes of a character have the form 10xxxxxx.
+            new = sum(byte & 0xC0 != 0x80 for byte in later)
+        return len(self._tokenizer.decode(self._ids[:stop])) - new
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        return b"".join(map(self._tokenizer.bytes_of, self._ids[start:end]))
 
 
 def _stated_specials(file: Path) -> dict[str, str | None]:

@@ -31,6 +31,13 @@ from recurjax.files.storage import open_store, url_of
 class TextStream(Protocol):
     """Turns tokens into text as they come; the pieces join to `decode` of them all."""
 
+    def skip(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> None:
+        """Takes the first tokens, whose text is not returned.
+
+        A character that they begin is theirs, also where later tokens end it.
+        """
+        ...
+
     def push(self, ids: Sequence[int]) -> str:
         """Takes further tokens and returns the text that has become certain."""
         ...

@@ -88,6 +88,9 @@ class SymbolStream:
     def __init__(self):
         self._begun = False
 
+    def skip(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> None:
+        self.push(ids)
+
     def push(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
         text = "".join(f" {int(number)}" for number in ids)
         # The space between this text and the next is written before the next.
