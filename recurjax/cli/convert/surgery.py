@@ -15,7 +15,7 @@ from recurjax.convert.imported_run import write_run
 from recurjax.errors import UserError
 from recurjax.files.json_files import json_text, read_json
 from recurjax.files.whole import refuse_existing
-from recurjax.model import Decoder
+from recurjax.model import Decoder, ModelConfig
 from recurjax.surgery.fitted_mixers import MixerFit, fit_mixers
 from recurjax.surgery.recency import (
     HeadRecency,
@@ -26,6 +26,7 @@ from recurjax.surgery.recency import (
     plot_heads,
 )
 from recurjax.surgery.recurformer import MambaConfig, changes, to_recurformer
+from recurjax.training.objective import NextToken, Objective
 from recurjax.training.run import LoadedRun, load_run
 
 BATCH = 4
@@ -167,10 +168,19 @@ def write_changed_run(
 ) -> None:
     """Writes what a run has become as a run directory, whole or not at all."""
     # Data, optimizer and schedule stay, so that the same experiment trains on.
+    objective = _fitting(loaded.experiment.objective, model.config)
     experiment = replace(
-        loaded.experiment, name=out.absolute().name, model=model.config
+        loaded.experiment,
+        name=out.absolute().name,
+        model=model.config,
+        objective=objective,
     )
     write_run(out, model, experiment, loaded.tokenizer, extra=extra)
+    before, now = (
+        type(each).__name__ for each in (loaded.experiment.objective, objective)
+    )
+    if before != now:
+        say(f"{out}: its objective is {now}: {before} does not fit the new model")
 
 
 def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
@@ -216,6 +226,16 @@ def cut_text(text: Path, samples: int, length: int, loaded: LoadedRun) -> np.nda
         say(f"{text} has {count} samples of {length} tokens only")
     count = min(count, samples)
     return ids[: count * length].reshape(count, length)
+
+
+def _fitting(objective: Objective, model: ModelConfig) -> Objective:
+    """Returns the objective, or the nearest to it that the changed model can have."""
+    if objective.refuses(model) is None:
+        return objective
+    # Exits go with the loops, and what they were distilled from need not go with them.
+    inner = getattr(objective, "distilled", None)
+    nearest = NextToken() if inner is None or inner.refuses(model) else inner
+    return replace(nearest, vocabulary_chunks=objective.vocabulary_chunks)
 
 
 def _measured(

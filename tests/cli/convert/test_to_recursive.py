@@ -9,6 +9,8 @@ import pytest
 
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.losses.frozen_model import FrozenModel
+from recurjax.training.objective import Distilled, Exits, NextToken
 from recurjax.training.run import load_run
 from recurjax.types import Tokens
 from tests.cli.commands import assert_refused, recurjax
@@ -83,6 +85,28 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     out = tmp_path / "out"
     assert_refused(convert(base / source, out, *options), said)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_a_run_trained_at_its_exits_is_written_out_with_an_objective_that_fits(
+    base, tmp_path, distilled
+):
+    looped, exits, back = (tmp_path / name for name in ("looped", "exits", "back"))
+    assert convert(base / "base", looped, "--loops", "2")[0] == 0
+    loaded = load_run(looped)
+    teacher = FrozenModel(
+        run=str(base / "base"), model=load_run(base / "base").model.config
+    )
+    inner = Distilled(teacher=teacher, weight=0.5) if distilled else None
+    objective = Exits(distilled=inner, vocabulary_chunks=2)
+    experiment = dataclasses.replace(loaded.experiment, objective=objective)
+    write_run(exits, loaded.model, experiment, ByteTokenizer())
+    code, _, told = recurjax("convert", "to-transformer", exits, back)
+    wanted = inner or NextToken()
+    named = type(wanted).__name__
+    assert code == 0 and f"its objective is {named}: Exits does not fit" in told
+    got = load_run(back).experiment.objective
+    assert got == dataclasses.replace(wanted, vocabulary_chunks=2)
 
 
 def test_only_a_recursive_model_is_written_out(base, tmp_path):
