@@ -58,6 +58,11 @@ class MuonAdamW:
                 f"MuonAdamW: momentum must lie in [0, 1), got {self.momentum}"
             )
 
+    @property
+    def reads_steps(self) -> bool:
+        """Whether there is a weight decay, which goes to 0 over the whole run."""
+        return self.weight_decay > 0
+
 
 class RunSize(NamedTuple):
     """What MuonAdamW scales its rates and decay by.

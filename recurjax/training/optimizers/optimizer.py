@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import optax
@@ -29,6 +29,7 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.1
     decay: Literal["matrices", "all"] = "matrices"
+    reads_steps: ClassVar[bool] = False
 
     def __post_init__(self):
         require_numbers(self)
@@ -49,6 +50,7 @@ class Adam:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
+    reads_steps: ClassVar[bool] = False
 
     def __post_init__(self):
         require_numbers(self)
@@ -57,7 +59,8 @@ class Adam:
 
 OptimizerConfig = AdamW | Adam | MuonAdamW
 """Every optimizer: a closed union, told apart by class in JSON. Each has a
-`learning_rate`, the peak of the rate that is scheduled and shown."""
+`learning_rate`, the peak of the rate that is scheduled and shown, and `reads_steps`:
+whether a step depends, beside its rate, on how many the whole run has."""
 
 
 def build_optimizer(

@@ -25,7 +25,6 @@ from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.checkpoint import Checkpoints, NoGoodCheckpoint
-from recurjax.training.optimizers import Constant
 from recurjax.training.program import model_shapes
 from recurjax.training.run.metrics import read_rows
 from recurjax.training.run.mirror import fetched
@@ -69,8 +68,9 @@ class RunDirectory:
     def changes(self, experiment: Experiment) -> list[str]:
         """Lists what makes this experiment another run than the one started here."""
         stored = read_experiment(self.config)
-        # Without a decaying schedule a run may be made longer or shorter at any time.
-        if isinstance(stored.schedule, Constant):  # its steps do not depend on the end
+        # Where no step depends on the run's end, neither by its rate nor by the weight
+        # decay, a run may be made longer or shorter at any time.
+        if not (stored.schedule.reads_steps or stored.optimizer.reads_steps):
             training = dataclasses.replace(
                 stored.training, steps=experiment.training.steps
             )

@@ -6,7 +6,7 @@ import pytest
 from recurjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.experiment import read_experiment
-from recurjax.training.optimizers import Constant
+from recurjax.training.optimizers import Constant, MuonAdamW
 from recurjax.training.run import MetricsWriter, RunDirectory, load_run, plot_losses
 from tests.training.tiny_experiment import changed, config
 
@@ -134,6 +134,19 @@ def test_a_run_at_a_constant_rate_may_become_longer(run):
         run.resume(constant)
     run.claim(constant, ByteTokenizer())
     run.resume(changed(constant, training={"steps": 100}))
+    assert read_experiment(run.config).training.steps == 100
+
+
+def test_a_run_whose_weight_decay_ends_with_it_may_not_become_longer(run):
+    decaying = dataclasses.replace(
+        config(), schedule=Constant(), optimizer=MuonAdamW(weight_decay=0.2)
+    )
+    run.claim(decaying, ByteTokenizer())
+    with pytest.raises(UserError, match="training.steps: 100 instead of 12"):
+        run.resume(changed(decaying, training={"steps": 100}))
+    same = changed(decaying, optimizer={"weight_decay": 0.0})
+    run.claim(same, ByteTokenizer())
+    run.resume(changed(same, training={"steps": 100}))
     assert read_experiment(run.config).training.steps == 100
 
 
