@@ -25,6 +25,8 @@ REFUSED = [
         SIZES | {"gradient_clip": math.nan},
         "gradient_clip must be finite",
     ),
+    (TrainingConfig, SIZES | {"seed": -1}, r"seed must lie in \[0, 2\*\*32\), got -1"),
+    (TrainingConfig, SIZES | {"seed": 2**32}, "seed must lie in .*, got 4294967296"),
     (EvaluationConfig, {"temperature": -1.0}, "temperature must be >= 0, got -1.0"),
     (EvaluationConfig, {"sample_tokens": 0}, "sample_tokens must be >= 1, got 0"),
 ]
@@ -34,6 +36,10 @@ REFUSED = [
 def test_a_value_outside_its_range_is_named(kind, values, sentence):
     with pytest.raises(UserError, match=sentence):
         kind(**values)
+
+
+def test_the_largest_seed_is_one():
+    assert TrainingConfig(**SIZES, seed=2**32 - 1).seed == 4294967295
 
 
 def test_what_is_switched_off_has_no_range():

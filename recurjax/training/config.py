@@ -18,7 +18,7 @@ class TrainingConfig:
       length: T, tokens a row.
       accumulation: parts of the batch that go through the model one after another.
       gradient_clip: largest global norm of the gradient, or None.
-      seed: of the initial parameters.
+      seed: of the initial parameters, and of the texts drawn in evaluations.
       start_from: a run directory (a model imported by `recurjax convert`, or a run to
         go on from with other data or another optimizer): its newest checkpoint gives
         the initial parameters instead of the seed. It must have the same model and
@@ -74,6 +74,9 @@ class TrainingConfig:
                 raise ValueError(
                     f"training.{name} must be at least 1, got {getattr(self, name)}"
                 )
+        # What the generator of the samples takes as a seed.
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"training.seed must lie in [0, 2**32), got {self.seed}")
         if self.tokens_per_step > LARGEST_BATCH:
             raise UserError(
                 f"training.batch {self.batch} x training.length {self.length} is more "
