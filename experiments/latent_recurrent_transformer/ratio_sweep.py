@@ -85,7 +85,7 @@ class Point(NamedTuple):
       model: base, shared or layerwise.
       ratio: R, tokens a parameter.
       compute: R times the passes of its objective.
-      bits_per_byte: of the validation split.
+      bits_per_byte: of the validation split; None: the run diverged.
       core: by zero memory; None: not asked for.
       paper_bits_per_byte, paper_core: its figures there; None: it has none.
     """
@@ -93,7 +93,7 @@ class Point(NamedTuple):
     model: str
     ratio: int
     compute: int
-    bits_per_byte: float
+    bits_per_byte: float | None
     core: float | None = None
     paper_bits_per_byte: float | None = None
     paper_core: float | None = None
@@ -199,7 +199,9 @@ def _of_length(run: Experiment, ratio: int) -> Experiment:
 def _point(
     options: Options, model: str, ratio: int, run: Experiment, result: Reached
 ) -> Point:
-    core = None if options.core is None else _core(options, run)
+    # What a run that diverged has kept is not what was asked for.
+    lacking = options.core is None or result.diverged
+    core = None if lacking else _core(options, run)
     point = Point(
         model, ratio, ratio * run.objective.passes, result.bits_per_byte, core
     )

@@ -11,7 +11,6 @@ import jax
 from rich.console import Console
 
 from recurjax.config_json import to_json
-from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score
 from recurjax.experiment import Experiment
 from recurjax.inference.generate import generate
@@ -33,7 +32,7 @@ from recurjax.training.run import (
     plot_losses,
 )
 from recurjax.training.session import Metrics, Session
-from recurjax.training.spikes import fault, skip_message
+from recurjax.training.spikes import Diverged, fault, skip_message
 from recurjax.training.step import TrainState
 
 _IN_FLIGHT = 2  # Steps given to the device before the host waits for the oldest.
@@ -83,8 +82,8 @@ def train(
 
     Raises:
       UserError: config, data, devices and directory do not go together, another process
-        trains there, a checkpoint could not be written, or too many steps in a row had
-        a bad loss.
+        trains there, or a checkpoint could not be written.
+      Diverged: too many steps in a row had a bad loss, or the last evaluation had.
     """
     require_joined()
     peers.watch()
@@ -232,10 +231,10 @@ class _Loop:
         """Tells of a run that reached its last step and no model.
 
         Raises:
-          UserError: no step counted, or the last validation loss is not finite.
+          Diverged: no step counted, or the last validation loss is not finite.
         """
         if int(state.spikes.accepted) == 0:
-            raise UserError(
+            raise Diverged(
                 f"the run ended at step {step}, but none of its steps counted (see the "
                 f"lines above or in {self.session.directory.log}): the parameters are "
                 "those it began with; lower the learning rate or look at the data, and "
@@ -243,7 +242,7 @@ class _Loop:
             )
         directory = self.session.directory
         if first_process(lambda: directory.has_no_finite_loss(step)):
-            raise UserError(
+            raise Diverged(
                 f"the run ended at step {step} with a validation loss that is not "
                 "finite: it diverged; lower the learning rate, lengthen the warm-up, "
                 "and start again under another --name"
@@ -289,7 +288,7 @@ class _Loop:
             if good
             else "no checkpoint was made that a step which counts came after"
         )
-        raise UserError(
+        raise Diverged(
             f"training stopped at step {step}: {skipped} steps in a row did not count "
             f"({fault(metrics)}); {where}; "
             "lower the learning rate, lengthen the warm-up or change "

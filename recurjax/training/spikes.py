@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from recurjax.errors import UserError
 from recurjax.ranges import require_numbers, require_range
 from recurjax.types import Array, Scalar
 
@@ -103,6 +104,10 @@ def _median(values: Float[Array, " window"], known: Int[Array, ""]) -> Scalar:
     ordered = jnp.sort(jnp.where(slots < known, values, jnp.inf))
     low, high = (known - 1) // 2, known // 2
     return jnp.where(known > 0, (ordered[low] + ordered[high]) / 2, 0.0)
+
+
+class Diverged(UserError):
+    """A run that its settings led astray: it ends, and others beside it need not."""
 
 
 def skip_message(step: int, skipped: int, metrics: Mapping[str, float]) -> str:

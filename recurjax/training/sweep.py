@@ -1,7 +1,7 @@
 """Several runs under one folder, one after another, and the table of what they reach.
 
-Each run resumes by itself, so a sweep that was stopped goes on where it stood. What is
-told of a run is read from its own files.
+Each run resumes by itself, so a sweep that was stopped goes on where it stood; one that
+diverged is told and left behind. What is told of a run is read from its own files.
 """
 
 import statistics
@@ -17,16 +17,18 @@ from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
 from recurjax.experiment import Experiment, read_experiment
 from recurjax.files.json_files import json_text
 from recurjax.files.whole import write_whole
+from recurjax.machine import peers
 from recurjax.model import count_parameters
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train
 from recurjax.training.optimizers import AdamW, Cosine
 from recurjax.training.run import RunDirectory
 from recurjax.training.run.metrics import read_rows
+from recurjax.training.spikes import Diverged
 
 
 class Reached(NamedTuple):
-    """What a finished run reached.
+    """What a finished run reached, or how far one came that diverged.
 
     Attributes:
       name: of the experiment, whatever the seed.
@@ -34,9 +36,10 @@ class Reached(NamedTuple):
       parameters: in all.
       tokens: trained on.
       flops: of training, as the model counts them.
-      loss: validation, in nats a token.
-      bits_per_byte: validation.
+      loss: validation, in nats a token; None: the run diverged.
+      bits_per_byte: validation; None likewise.
       tokens_per_second: of training, without compilation and evaluations.
+      diverged: whether the run ended so, see `Diverged`.
     """
 
     name: str
@@ -44,9 +47,10 @@ class Reached(NamedTuple):
     parameters: int
     tokens: int
     flops: float
-    loss: float
-    bits_per_byte: float
+    loss: float | None
+    bits_per_byte: float | None
     tokens_per_second: float
+    diverged: bool = False
 
 
 def seeded(experiment: Experiment, seed: int) -> Experiment:
@@ -133,7 +137,8 @@ def sweep(
     Args:
       experiments: with names that differ.
       root: gets results.json and results.md, anew after each run.
-      console: tells of each run as `train` does.
+      console: tells of each run as `train` does, and what it said that diverged. The
+        next call tries such a run again, from its last checkpoint.
       seeds: how many runs of each, see `seeded`. The seed changes last, so that a
         table of one seed is whole first.
 
@@ -148,11 +153,19 @@ def sweep(
     for seed, experiment in product(range(seeds), experiments):
         run = seeded(experiment, seed)
         console.rule(run.name)
-        result = train(run, root / run.name, console=console)
         # A run that is there resumes; a finished one is read and not trained again.
-        if result.outcome != "finished":
-            return None
-        found = read_reached(run, root / run.name)
+        try:
+            result = train(run, root / run.name, console=console)
+        except Diverged as error:
+            # Of several processes this one has told the others that it ends.
+            if peers.are_told():
+                raise
+            console.print(f"{error}", soft_wrap=True, highlight=False, markup=False)
+            found = _read_diverged(run, root / run.name)
+        else:
+            if result.outcome != "finished":
+                return None
+            found = read_reached(run, root / run.name)
         reached.append(found._replace(name=experiment.name, seed=seed))
         write_whole(root / "results.json", _json(reached))
         write_whole(root / "results.md", markdown(reached))
@@ -165,7 +178,8 @@ def sweep_and_print(
     """Does what a script of a small set does: `sweep`, then the table on stdout.
 
     Returns:
-      The process's exit status: 0, or 130 when a run was stopped.
+      The process's exit status: 0, also when a run diverged, or 130 when one was
+      stopped.
     """
     console = Console()
     reached = sweep(experiments, root, console=console, seeds=seeds)
@@ -195,10 +209,29 @@ def read_reached(experiment: Experiment, root: Path) -> Reached:
     )
 
 
+def _read_diverged(experiment: Experiment, root: Path) -> Reached:
+    """Reads how far a run came that diverged; what it reached counts for nothing."""
+    rows = read_rows(RunDirectory(root).metrics).rows
+    tokens = max((row["step"] for row in rows), default=0)
+    tokens *= experiment.training.tokens_per_step
+    return Reached(
+        name=experiment.name,
+        seed=experiment.training.seed,
+        parameters=count_parameters(experiment.model).total,
+        tokens=tokens,
+        flops=tokens * experiment.flops_per_token,
+        loss=None,
+        bits_per_byte=None,
+        tokens_per_second=0.0,
+        diverged=True,
+    )
+
+
 def markdown(reached: Sequence[Reached]) -> str:
     """Returns a Markdown table: a row a name, over its seeds the mean and the spread.
 
-    The spread is the highest less the lowest; a single run has none.
+    The spread is the highest less the lowest; a single run has none. Runs that diverged
+    are told among the seeds and not counted.
     """
     lines = [
         "| run | parameters | tokens | TFLOP | validation bits per byte | seeds |",
@@ -206,14 +239,21 @@ def markdown(reached: Sequence[Reached]) -> str:
     ]
     for name in dict.fromkeys(run.name for run in reached):
         runs = [run for run in reached if run.name == name]
-        bits = [run.bits_per_byte for run in runs]
+        bits = [run.bits_per_byte for run in runs if run.bits_per_byte is not None]
+        mean = f"{statistics.fmean(bits):.3f}" if bits else ""
         spread = f" ({max(bits) - min(bits):.3f})" if len(bits) > 1 else ""
+        # A run that diverged has read less than the others of its name.
+        longest = max(runs, key=lambda run: run.tokens)
         lines.append(
-            f"| {name} | {runs[0].parameters:,} | {runs[0].tokens:,} | "
-            f"{runs[0].flops / 1e12:.3g} | {statistics.fmean(bits):.3f}{spread} | "
-            f"{', '.join(f'{each:.3f}' for each in bits)} |"
+            f"| {name} | {longest.parameters:,} | {longest.tokens:,} | "
+            f"{longest.flops / 1e12:.3g} | {mean}{spread} | "
+            f"{', '.join(_seed_cell(run) for run in runs)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _seed_cell(run: Reached) -> str:
+    return "diverged" if run.bits_per_byte is None else f"{run.bits_per_byte:.3f}"
 
 
 def last_validation(root: Path) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""Several runs one after another, and the table of what they reach."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from recurjax.errors import UserError
+from recurjax.training.sweep import markdown, sweep
+from tests.training.tiny_experiment import changed, config
+
+SHORT = {
+    "training": {"steps": 4, "checkpoint_every": 2},
+    "evaluation": {"every": 0, "batches": 1},
+}
+
+
+def named(name, **sections):
+    experiment = changed(config(), **SHORT)
+    return dataclasses.replace(changed(experiment, **sections), name=name)
+
+
+def swept(experiments, root, **options):
+    told = io.StringIO()
+    console = Console(file=told, width=10_000)
+    return sweep(experiments, root, console=console, **options), told.getvalue()
+
+
+def test_a_run_that_diverges_is_told_and_the_next_ones_are_trained(
+    quick_compilation, tmp_path
+):
+    spikes = dataclasses.replace(config().training.spikes, patience=2)
+    bad = named("bad", optimizer={"learning_rate": 1e30}, training={"spikes": spikes})
+    experiments = [named("before"), bad, named("after")]
+    reached, told = swept(experiments, tmp_path)
+    assert "training stopped at step" in told and "start again under another" in told
+    before, diverged, after = reached
+    assert [run.name for run in reached] == ["before", "bad", "after"]
+    assert diverged.diverged and diverged.loss is diverged.bits_per_byte is None
+    assert diverged.tokens < before.tokens == after.tokens == 4 * 8 * 16
+    assert not after.diverged and after.bits_per_byte == before.bits_per_byte
+    table = (tmp_path / "results.md").read_text()
+    assert table.splitlines()[3].endswith("|  | diverged |")
+    assert table == markdown(reached)
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert [run["diverged"] for run in stored] == [False, True, False]
+    # The same call goes on from there, with the same end.
+    assert swept(experiments, tmp_path)[0] == reached
+
+
+def test_another_fault_ends_the_sweep(tmp_path):
+    with pytest.raises(UserError, match="the tokenizer has 257 tokens and the model"):
+        swept([named("bad", model={"vocabulary": 300}), named("after")], tmp_path)
+    assert not (tmp_path / "after").exists()
+
+
+def test_a_seed_that_diverged_is_left_out_of_the_mean(quick_compilation, tmp_path):
+    reached, _ = swept([named("one")], tmp_path)
+    one = reached[0]._replace(bits_per_byte=5.0)
+    lost = one._replace(seed=1, loss=None, bits_per_byte=None, tokens=1, diverged=True)
+    other = one._replace(seed=2, bits_per_byte=6.0)
+    row = markdown([lost, one, other]).splitlines()[2]
+    assert row.endswith("| 5.500 (1.000) | diverged, 5.000, 6.000 |")
+    assert "| 512 |" in row
