@@ -37,7 +37,7 @@ class Reached(NamedTuple):
       tokens: trained on.
       flops: of training, as the model counts them.
       loss: validation, in nats a token; None: the run diverged.
-      bits_per_byte: validation; None likewise.
+      bits_per_byte: validation; None likewise, and of a task's symbols.
       tokens_per_second: of training, without compilation and evaluations.
       diverged: whether the run ended so, see `Diverged`.
     """
@@ -204,7 +204,7 @@ def read_reached(experiment: Experiment, root: Path) -> Reached:
         tokens=tokens,
         flops=tokens * experiment.flops_per_token,
         loss=last["validation"]["loss"],
-        bits_per_byte=last["validation"]["bits_per_byte"],
+        bits_per_byte=last["validation"].get("bits_per_byte"),
         tokens_per_second=last["train"].get("tokens_per_second", 0.0),
     )
 
@@ -231,29 +231,35 @@ def markdown(reached: Sequence[Reached]) -> str:
     """Returns a Markdown table: a row a name, over its seeds the mean and the spread.
 
     The spread is the highest less the lowest; a single run has none. Runs that diverged
-    are told among the seeds and not counted.
+    are told among the seeds and not counted. Where all rows are symbols, which stand
+    for no bytes, the table has losses a token.
     """
+    of_text = any(run.bits_per_byte is not None for run in reached)
+    told = "bits per byte" if of_text else "loss"
+    figures = {run: run.bits_per_byte if of_text else run.loss for run in reached}
     lines = [
-        "| run | parameters | tokens | TFLOP | validation bits per byte | seeds |",
+        f"| run | parameters | tokens | TFLOP | validation {told} | seeds |",
         "|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(run.name for run in reached):
         runs = [run for run in reached if run.name == name]
-        bits = [run.bits_per_byte for run in runs if run.bits_per_byte is not None]
-        mean = f"{statistics.fmean(bits):.3f}" if bits else ""
-        spread = f" ({max(bits) - min(bits):.3f})" if len(bits) > 1 else ""
+        known = [figure for run in runs if (figure := figures[run]) is not None]
+        mean = f"{statistics.fmean(known):.3f}" if known else ""
+        spread = f" ({max(known) - min(known):.3f})" if len(known) > 1 else ""
         # A run that diverged has read less than the others of its name.
         longest = max(runs, key=lambda run: run.tokens)
         lines.append(
             f"| {name} | {longest.parameters:,} | {longest.tokens:,} | "
             f"{longest.flops / 1e12:.3g} | {mean}{spread} | "
-            f"{', '.join(_seed_cell(run) for run in runs)} |"
+            f"{', '.join(_seed_cell(run, figures[run]) for run in runs)} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _seed_cell(run: Reached) -> str:
-    return "diverged" if run.bits_per_byte is None else f"{run.bits_per_byte:.3f}"
+def _seed_cell(run: Reached, figure: float | None) -> str:
+    if run.diverged:
+        return "diverged"
+    return "" if figure is None else f"{figure:.3f}"
 
 
 def last_validation(root: Path) -> dict[str, Any]:

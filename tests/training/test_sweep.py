@@ -7,6 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
+from recurjax.data.tasks import Copy, TaskData
 from recurjax.errors import UserError
 from recurjax.training.sweep import markdown, sweep
 from tests.training.tiny_experiment import changed, config
@@ -48,6 +49,25 @@ def test_a_run_that_diverges_is_told_and_the_next_ones_are_trained(
     assert [run["diverged"] for run in stored] == [False, True, False]
     # The same call goes on from there, with the same end.
     assert swept(experiments, tmp_path)[0] == reached
+
+
+def test_of_a_task_s_symbols_the_table_has_losses(quick_compilation, tmp_path):
+    task = Copy(letters=4, length=16, shortest=1, longest_string=5, validation_rows=8)
+    text = named("copy")
+    experiment = dataclasses.replace(
+        text,
+        model=dataclasses.replace(text.model, vocabulary=task.vocabulary),
+        data=TaskData(task=task, prefetch=0),
+    )
+    ((one,), _) = swept([experiment], tmp_path)
+    assert one.bits_per_byte is None and one.loss is not None and not one.diverged
+    head, _, row = (tmp_path / "results.md").read_text().splitlines()
+    assert "| validation loss |" in head
+    assert row.endswith(f"| {one.loss:.3f} | {one.loss:.3f} |")
+    # Beside text, whose figure is bits a byte, there is nothing to compare.
+    other = one._replace(name="text", bits_per_byte=5.0)
+    head, _, row, _ = markdown([one, other]).splitlines()
+    assert "| validation bits per byte |" in head and row.endswith("|  |  |")
 
 
 def test_another_fault_ends_the_sweep(tmp_path):
