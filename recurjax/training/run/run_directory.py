@@ -63,6 +63,8 @@ class RunDirectory:
         """Makes the directory; config.json comes last, so it marks a whole claim."""
         self.root.mkdir(parents=True, exist_ok=True)
         tokenizer.save(self.tokenizer)
+        # Of a try that saved nothing, which another teacher's may follow.
+        self.frozen.unlink(missing_ok=True)
         write_experiment(experiment, self.config)
 
     def changes(self, experiment: Experiment) -> list[str]:

@@ -150,6 +150,16 @@ def test_a_run_whose_weight_decay_ends_with_it_may_not_become_longer(run):
     assert read_experiment(run.config).training.steps == 100
 
 
+def test_a_run_that_starts_anew_is_not_held_to_the_teacher_of_before(run):
+    run.record_frozen("one", 3, "a" * 64)
+    with pytest.raises(UserError, match="was begun with other parameters of one"):
+        run.record_frozen("other", 5, "b" * 64)
+    run.claim(config(), ByteTokenizer())
+    assert run.frozen_step() is None
+    run.record_frozen("other", 5, "b" * 64)
+    assert run.frozen_step() == 5
+
+
 def test_a_plot_is_drawn_also_of_rows_without_a_loss(run):
     run.metrics.write_text(
         '{"step": 1, "kind": "train", "loss": null}\n'
