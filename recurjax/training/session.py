@@ -67,10 +67,10 @@ class Session:
         self.directory = RunDirectory(root)
         # Process 0 looks and decides for all. A directory is claimed only at the end of
         # these checks: what is refused leaves nothing behind.
-        claimed = first_process(self._is_claimed)
-        if claimed:
-            first_process(lambda: self.directory.resume(experiment))
-        own = self.directory.load_tokenizer(experiment) if claimed else None
+        self._resumes = first_process(self._is_claimed)
+        if self._resumes:
+            first_process(lambda: self.directory.check_resumable(experiment))
+        own = self.directory.load_tokenizer(experiment) if self._resumes else None
         self.dataset = open_dataset(experiment.data, tokenizer=own)
         _check_vocabulary(experiment, self.dataset)
         _check_samples(experiment, self.dataset)
@@ -86,7 +86,7 @@ class Session:
         if not self.directory.has_checkpoint:
             check_start(experiment, self.dataset.tokenizer)
         check_frozen(experiment, self.dataset.tokenizer)
-        if not claimed:
+        if not self._resumes:
             # Once a run: shards of one size in each other's place are other text.
             for there in _prepared(experiment):
                 first_process(partial(verify_checksums, there))
@@ -111,19 +111,17 @@ class Session:
         Args:
           report: gets a sentence for each checkpoint that is damaged, and for metrics
             that are.
+
+        Raises:
+          UserError: the run is past `training.steps`, or its data or the objective's
+            frozen model are others than it began with; its files are then as before.
         """
         self._frozen = load_frozen(
             self.experiment, self.mesh, report, record=self.directory
         )
         wanted = self._step.state
         restored = self._checkpoints.restore(to_nested_dict(wanted), report=report)
-        # A killed run may have written rows of steps after its last checkpoint: those
-        # steps are made again, and so are their rows.
         reached = 0 if restored is None else restored.step
-        if told := first_process(lambda: self.directory.rewind(reached)):
-            report(told)
-        if restored is None:
-            return self._first_state(report)
         # Fewer steps than were done: an older checkpoint would have to be chosen by
         # hand.
         if reached > self.experiment.training.steps:
@@ -131,8 +129,18 @@ class Session:
                 f"{self.directory.root} is at step {reached} already: set "
                 f"--training.steps, {self.experiment.training.steps}, to more"
             )
-        # The data goes on behind the last batch that was trained on.
-        self._batches.set_state(restored.data_state)
+        if restored is not None:
+            # The data goes on behind the last batch that was trained on.
+            self._batches.set_state(restored.data_state)
+        # Only now is the run known to go on: what is refused leaves its files alone.
+        if self._resumes:
+            first_process(lambda: self.directory.resume(self.experiment))
+        # A killed run may have written rows of steps after its last checkpoint: those
+        # steps are made again, and so are their rows.
+        if told := first_process(lambda: self.directory.rewind(reached)):
+            report(told)
+        if restored is None:
+            return self._first_state(report)
         return from_nested_dict(wanted, restored.tree)
 
     def step(self, state: TrainState) -> tuple[TrainState, Metrics]:

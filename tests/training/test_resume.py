@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from recurjax.errors import UserError
+from recurjax.experiment import read_experiment
 from recurjax.sharding import MeshConfig
 from recurjax.training import loop
 from recurjax.training.interruption import Interruption
+from recurjax.training.optimizers import Constant
+from recurjax.training.session import Session
 from tests.training.run_contents import arrays, assert_same_run, metrics
-from tests.training.tiny_experiment import config
+from tests.training.tiny_experiment import changed, config
 
 
 def train(root, *, stop_at_poll=None, experiment=None):
@@ -47,6 +51,40 @@ def stopped(quick_compilation, tmp_path_factory):
         result = train(root, stop_at_poll=poll)
         assert (result.outcome, result.step) == ("terminated", step)
     return root
+
+
+def test_a_run_past_its_last_step_is_refused_and_left_as_it_was(
+    quick_compilation, tmp_path
+):
+    constant = dataclasses.replace(config(), schedule=Constant())
+    session = Session(constant, tmp_path)
+    try:
+        session.save(session.start(print), 5)
+    finally:
+        session.close()
+    # Of a step after the checkpoint: a run that goes on makes it again.
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6, "kind": "train"}\n')
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
+    shorter = changed(constant, training={"steps": 4, "log_every": 7})
+    session = Session(shorter, tmp_path)
+    try:
+        with pytest.raises(UserError, match="is at step 5 already: set --training.st"):
+            session.start(print)
+    finally:
+        session.close()
+    assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
+    session = Session(changed(shorter, training={"steps": 6}), tmp_path)
+    try:
+        session.start(print)
+    finally:
+        session.close()
+    stored = read_experiment(tmp_path / "config.json").training
+    assert (stored.steps, stored.log_every) == (6, 7)
+    assert metrics(tmp_path) == []
+
+
+def files_of(root):
+    return [path for path in root.rglob("*") if path.is_file()]
 
 
 def test_a_run_stopped_anywhere_and_resumed_is_the_same_run(whole, stopped, tmp_path):

@@ -80,8 +80,8 @@ class RunDirectory:
         # What may differ between parts of a run is made equal on both sides.
         return differences(_comparable(experiment), _comparable(stored))
 
-    def resume(self, experiment: Experiment) -> None:
-        """Writes what may differ between the parts of a run, such as the mesh.
+    def check_resumable(self, experiment: Experiment) -> None:
+        """Refuses to go on here with an experiment that is not the run's own.
 
         Raises:
           UserError: the run is another experiment's (the differing fields are named),
@@ -98,6 +98,14 @@ class RunDirectory:
                 f"{self.root} holds a run of another config ({'; '.join(changed)}): "
                 "choose another --name, or restore these settings to resume it"
             )
+
+    def resume(self, experiment: Experiment) -> None:
+        """Writes what may differ between the parts of a run, such as the mesh.
+
+        Raises:
+          UserError: as `check_resumable`.
+        """
+        self.check_resumable(experiment)
         write_experiment(experiment, self.config)
 
     def load_tokenizer(self, experiment: Experiment) -> Tokenizer:
