@@ -11,6 +11,7 @@ from recurjax.data.examples import (
     PromptAnswer,
     require_patterns,
 )
+from recurjax.data.shares import whole_numbers
 from recurjax.errors import UserError
 from recurjax.ranges import require_numbers, require_range
 
@@ -191,6 +192,12 @@ class Mixture:
                     f"{len(names)} weights, none negative and not all 0, got "
                     f"{one.weights}"
                 )
+        # Rows are planned by whole numbers: told here, before a run has a directory.
+        for weights in (
+            tuple(part.weight for part in self.parts),
+            *(one.weights for one in self.reweightings),
+        ):
+            whole_numbers(weights)
 
 
 Corpus = PartCorpus | Mixture | PromptAnswer | Conversations

@@ -86,6 +86,28 @@ class Shares:
         return found
 
 
+def whole_numbers(weights: Sequence[float]) -> list[int]:
+    """Returns the smallest whole numbers in the same proportion.
+
+    A weight is what its decimal digits say: 0.1 is a tenth.
+
+    Raises:
+      UserError: they sum to more than LONGEST.
+    """
+    # By the decimal digits: 0.1 as a float is no tenth.
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(weight.denominator for weight in exact))
+    parts = [int(weight * scale) for weight in exact]
+    common = int(np.gcd.reduce(parts))
+    parts = [part // common for part in parts]
+    if sum(parts) > LONGEST:
+        raise UserError(
+            f"the weights {', '.join(map(str, weights))} are no multiples of a "
+            f"{LONGEST:,}th of their sum: round them, to 0.25 or 0.001 say"
+        )
+    return parts
+
+
 class _Cycle:
     """Shares that repeat after as many rows as their weights' denominator.
 
@@ -99,7 +121,7 @@ class _Cycle:
     # Lists, which are faster than arrays at being looked up row by row.
 
     def __init__(self, weights: Sequence[float]):
-        parts = _whole_numbers(weights)
+        parts = whole_numbers(weights)
         # One cycle is worked out; every later one repeats it.
         order = _in_order(parts)
         self.length = len(order)
@@ -114,25 +136,6 @@ class _Cycle:
         """Counts the rows of each part among the first so many."""
         cycles, at = divmod(rows, self.length)
         return cycles * self._before[:, -1] + self._before[:, at]
-
-
-def _whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Returns the smallest whole numbers in the same proportion.
-
-    A weight is what its decimal digits say: 0.1 is a tenth.
-    """
-    # By the decimal digits: 0.1 as a float is no tenth.
-    exact = [Fraction(str(weight)) for weight in weights]
-    scale = lcm(*(weight.denominator for weight in exact))
-    parts = [int(weight * scale) for weight in exact]
-    common = int(np.gcd.reduce(parts))
-    parts = [part // common for part in parts]
-    if sum(parts) > LONGEST:
-        raise UserError(
-            f"the weights {', '.join(map(str, weights))} are no multiples of a "
-            f"{LONGEST:,}th of their sum: round them, to 0.25 or 0.001 say"
-        )
-    return parts
 
 
 def _in_order(parts: list[int]) -> Int32[np.ndarray, " N"]:

@@ -250,6 +250,22 @@ def test_what_is_no_mixture_is_one_sentence(parts):
             ),
             "step 4 must have 1 weights",
         ),
+        (
+            lambda: Mixture(
+                parts=(
+                    dataclasses.replace(part, weight=0.3333333),
+                    dataclasses.replace(parts[1], weight=0.6666667),
+                )
+            ),
+            "the weights 0.3333333, 0.6666667 are no multiples of a 100,000th",
+        ),
+        (
+            lambda: Mixture(
+                parts=parts[:2],
+                reweightings=(Reweighting(step=4, weights=(0.3333333, 0.5)),),
+            ),
+            "the weights 0.3333333, 0.5 are no multiples of a 100,000th",
+        ),
         (lambda: Shares([(0, (0.123456789, 0.5))]), "round them, to 0.25 or 0.001"),
     ):
         with pytest.raises(UserError, match=message) as raised:
