@@ -69,6 +69,11 @@ class Experiment:
             raise ValueError(refused)
 
     @property
+    def has_segments(self) -> bool:
+        """Whether its batches carry segments."""
+        return self.data.has_segments
+
+    @property
     def evaluation_batch(self) -> int:
         """Rows that an evaluation runs at a time."""
         training = self.training

@@ -49,6 +49,10 @@ class BenchedRun:
         return Constant()
 
     @property
+    def has_segments(self) -> bool:
+        return False
+
+    @property
     def evaluation_batch(self) -> int:
         return self.batch
 

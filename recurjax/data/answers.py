@@ -151,8 +151,8 @@ class AnswersDataset(RowsOfText):
 
     @property
     def _packed(self) -> bool:
-        assert isinstance(self.config.corpus, Examples)
-        return self.config.corpus.rows == "packed"
+        # Examples that share a row are told apart.
+        return self.config.has_segments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -329,6 +329,14 @@ class DataConfig:
             )
 
     @property
+    def has_segments(self) -> bool:
+        """Whether batches carry numbers by which a row's documents are told apart."""
+        corpus = self.corpus
+        return self.document_segments or (
+            isinstance(corpus, Examples) and corpus.rows == "packed"
+        )
+
+    @property
     def held_out(self) -> float:
         """The share kept for validation of a corpus that is not prepared."""
         return 0.1 if self.validation_fraction is None else self.validation_fraction

@@ -131,7 +131,7 @@ class Dataset(RowsOfText):
             length=length,
             batch=batch,
             rows=rows,
-            segments=self.config.document_segments,
+            segments=self.config.has_segments,
         )
         seed = self.config.seed if seed is None else seed
         return Loader(

@@ -111,7 +111,7 @@ def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
     # A batch that training would refuse has no plan either.
     check_batch(rows, mesh, name="evaluation.batch")
     model = _model(experiment, mesh, length)
-    batch = batch_shapes(rows, length, mesh)
+    batch = batch_shapes(rows, length, mesh, segments=experiment.has_segments)
     sizes = jax.ShapeDtypeStruct(
         (experiment.model.vocabulary,), jnp.int32, sharding=replicated(mesh)
     )

@@ -50,6 +50,8 @@ class Recipe(Protocol):
     def objective(self) -> Objective: ...
     @property
     def evaluation_batch(self) -> int: ...
+    @property
+    def has_segments(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +173,9 @@ def build_step(
     return Step(
         mesh=mesh,
         state=placed_shapes(state, mesh),
-        batch=batch_shapes(training.batch, training.length, mesh),
+        batch=batch_shapes(
+            training.batch, training.length, mesh, segments=experiment.has_segments
+        ),
         frozen=None if teacher is None else model_shapes(teacher.model, mesh),
         update=update,
         function=jax.jit(
@@ -206,12 +210,12 @@ def model_shapes(config: ModelConfig, mesh: Mesh) -> Decoder:
     return placed_shapes(model, mesh)
 
 
-def batch_shapes(rows: int, length: int, mesh: Mesh) -> Batch:
-    """Returns a batch without segments, as shapes that lie on the mesh."""
+def batch_shapes(rows: int, length: int, mesh: Mesh, *, segments: bool) -> Batch:
+    """Returns a batch, with or without segments, as shapes that lie on the mesh."""
     ids: Any = jax.ShapeDtypeStruct(
         (rows, length), jnp.int32, sharding=batch_sharding(mesh)
     )
-    return Batch(ids, ids)
+    return Batch(ids, ids, ids if segments else None)
 
 
 def _run_once_options(mesh: Mesh) -> dict[str, Any] | None:

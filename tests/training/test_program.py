@@ -1,6 +1,7 @@
 """One way to build a step: train and plan refuse alike; an objective with a teacher."""
 
 import dataclasses
+import json
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from recurjax.convert.imported_run import new_experiment, write_run
+from recurjax.data.examples import PromptAnswer
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.model import StackConfig
@@ -166,6 +168,35 @@ def test_sizes_that_do_not_divide_are_refused_by_both(
     train, plan = answers(run, 2)
     assert train == plan
     assert (said is None and train is None) or said in str(train)
+
+
+def with_segments(run, kind, folder):
+    """The run on rows whose documents are told apart."""
+    if kind == "documents":
+        return changed(run, data={"document_segments": True})
+    file = folder / "examples.jsonl"
+    lines = [json.dumps({"prompt": "a" * n, "answer": "b"}) for n in range(1, 31)]
+    file.write_text("\n".join(lines) + "\n")
+    corpus = PromptAnswer(patterns=(str(file),), rows="packed")
+    return changed(run, data={"corpus": corpus})
+
+
+@pytest.mark.parametrize("kind", ["none", "documents", "answers"])
+def test_what_is_planned_is_the_batch_that_training_reads(kind, tmp_path, monkeypatch):
+    run = on("transformer", MeshConfig(data=1))
+    run = run if kind == "none" else with_segments(run, kind, tmp_path)
+    mesh = make_mesh(run.mesh, jax.devices()[:1])
+    monkeypatch.setattr(session_module, "make_mesh", lambda config: mesh)
+    session = Session(run, tmp_path / "run")
+    try:
+        batch = session.next_batch()
+    finally:
+        session.close()
+    assert (batch.segments is None) == (kind == "none")
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), batch)
+    for name in ("train", "evaluate"):
+        planned = build_program(run, name, mesh).arguments[1]
+        assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), planned) == shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

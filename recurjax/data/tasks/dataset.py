@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from recurjax.data.config import MOST_AHEAD
 from recurjax.data.loader import Batches, identity_of_rows
@@ -58,6 +58,7 @@ class TaskData:
     seed: int = 0
     prefetch: int = 8
     threads: int = 1
+    has_segments: ClassVar[bool] = False
 
     def __post_init__(self):
         require_numbers(self)
@@ -179,7 +180,10 @@ class TaskDataset:
             dataset=self,
             split=split,
             layout=Layout(
-                length=length, batch=batch, rows=rows or (0, batch), segments=False
+                length=length,
+                batch=batch,
+                rows=rows or (0, batch),
+                segments=self.config.has_segments,
             ),
             seed=self.config.seed if seed is None else seed,
             in_order=ordered,
