@@ -16,7 +16,7 @@ from recurjax.layers.position import LearnedPositions
 from recurjax.model import ModelConfig
 from recurjax.sharding import MeshConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
-from recurjax.training.objective import NextToken, Objective
+from recurjax.training.objective import NextToken, Objective, refuses_segments
 from recurjax.training.optimizers import Constant, OptimizerConfig, Schedule
 from recurjax.version import VERSION
 
@@ -65,6 +65,8 @@ class Experiment:
                 f"{windows}, from which the model's windows come: set both alike"
             )
         refused = self.objective.refuses(self.model)
+        if refused is None and self.has_segments:
+            refused = refuses_segments(self.objective, self.model)
         if refused is not None:
             raise ValueError(refused)
 

@@ -166,6 +166,11 @@ class ModelConfig:
         """The length of training that the model's windows come from; None: any."""
         return getattr(self.stack, "length", None)
 
+    @property
+    def takes_segments(self) -> bool:
+        """Whether, called on whole rows, it can tell their documents apart."""
+        return getattr(self.stack, "takes_segments", True)
+
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs a token: the stack's count and 6 D V for the head."""
         # Two FLOPs a multiply-add, and the backward pass makes two products of each: 6.

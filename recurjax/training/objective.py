@@ -38,6 +38,7 @@ class NextToken:
     vocabulary_chunks: int = 1
     passes: ClassVar[int] = 1
     frozen: ClassVar[FrozenModel | None] = None
+    calls_model: ClassVar[bool] = True
 
     def __post_init__(self):
         require_numbers(self)
@@ -122,4 +123,25 @@ and has `states`, `each_pass` and `vocabulary_chunks`, which evaluations use, `p
 how often the model reads each token, and `frozen`: None, or a `FrozenModel`. With one
 it is called with that model, a `Decoder`, as its third argument. `refuses` says why a
 model cannot be trained so; `beside_flops` counts what a step computes beside the
-model's passes."""
+model's passes. Those that call the model as it is say so by `calls_model`."""
+
+
+def refuses_segments(objective: Objective, model: ModelConfig) -> str | None:
+    """Says why a model cannot be trained so on rows with segments.
+
+    Passes over parts of a sequence take them. A model that is called as it is, by an
+    objective with `calls_model` or as a frozen one, may run token after token: such a
+    stack takes none.
+    """
+    called = [("the model", model)] if getattr(objective, "calls_model", False) else []
+    if objective.frozen is not None:
+        called.append(("the frozen model", objective.frozen.model))
+    for name, config in called:
+        if not config.takes_segments:
+            return (
+                f"{name} of {type(objective).__name__} reads its latent memory token "
+                "after token and tells no documents of a row apart: leave "
+                "data.document_segments off (of prompts with answers: rows one), or "
+                "train by Interleaved or Chunked"
+            )
+    return None

@@ -20,7 +20,13 @@ from recurjax.plan.programs import build_program
 from recurjax.sharding import AXES, MeshConfig, make_mesh
 from recurjax.training import session as session_module
 from recurjax.training.checkpoint.manifest import named
-from recurjax.training.objective import FrozenModel, NextToken
+from recurjax.training.objective import (
+    Chunked,
+    Distilled,
+    FrozenModel,
+    Interleaved,
+    NextToken,
+)
 from recurjax.training.program import build_step
 from recurjax.training.run import check_frozen, load_frozen
 from recurjax.training.session import Session
@@ -197,6 +203,24 @@ def test_what_is_planned_is_the_batch_that_training_reads(kind, tmp_path, monkey
     for name in ("train", "evaluate"):
         planned = build_program(run, name, mesh).arguments[1]
         assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), planned) == shapes
+
+
+@pytest.mark.parametrize("kind", ["documents", "answers"])
+def test_segments_are_refused_where_a_memory_is_read_token_after_token(kind, tmp_path):
+    latent = on("latent_recurrent_transformer", MeshConfig(data=1))
+    for objective in (Interleaved(), Chunked(chunk=4)):
+        with_segments(replace(latent, objective=objective), kind, tmp_path)
+    plain = replace(latent, objective=NextToken())
+    with pytest.raises(ValueError, match="the model of NextToken reads its latent mem"):
+        with_segments(plain, kind, tmp_path)
+    stack = replace(latent.model.stack, memory=None)
+    with_segments(changed(plain, model={"stack": stack}), kind, tmp_path)
+    frozen = FrozenModel(run="teacher", model=latent.model)
+    student = replace(
+        on("transformer", MeshConfig(data=1)), objective=Distilled(teacher=frozen)
+    )
+    with pytest.raises(ValueError, match="the frozen model of Distilled reads its lat"):
+        with_segments(student, kind, tmp_path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -170,6 +170,11 @@ class LatentRecurrentTransformerConfig:
         return None
 
     @property
+    def takes_segments(self) -> bool:
+        """Whether its stack takes segments: the exact recurrence takes none."""
+        return self.memory is None
+
+    @property
     def layer_windows(self) -> tuple[int, ...]:
         """How many tokens back each layer sees."""
         letters = [self.windows[i % len(self.windows)] for i in range(self.layers - 1)]

@@ -22,6 +22,7 @@ class _Uptraining:
 
     __slots__ = ()
     passes = 1
+    calls_model = True
 
     def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
         """Returns what the head reads in evaluations: the model as it is called."""
