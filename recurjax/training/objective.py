@@ -123,7 +123,7 @@ and has `states`, `each_pass` and `vocabulary_chunks`, which evaluations use, `p
 how often the model reads each token, and `frozen`: None, or a `FrozenModel`. With one
 it is called with that model, a `Decoder`, as its third argument. `refuses` says why a
 model cannot be trained so; `beside_flops` counts what a step computes beside the
-model's passes. Those that call the model as it is say so by `calls_model`."""
+model's passes; `calls_model` says whether a pass is the model as it is called."""
 
 
 def refuses_segments(objective: Objective, model: ModelConfig) -> str | None:
@@ -133,7 +133,7 @@ def refuses_segments(objective: Objective, model: ModelConfig) -> str | None:
     objective with `calls_model` or as a frozen one, may run token after token: such a
     stack takes none.
     """
-    called = [("the model", model)] if getattr(objective, "calls_model", False) else []
+    called = [("the model", model)] if objective.calls_model else []
     if objective.frozen is not None:
         called.append(("the frozen model", objective.frozen.model))
     for name, config in called:

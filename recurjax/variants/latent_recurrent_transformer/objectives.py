@@ -43,6 +43,7 @@ class Interleaved:
     vocabulary_chunks: int = 1
     passes: ClassVar[int] = 2
     frozen: ClassVar[None] = None
+    calls_model: ClassVar[bool] = False
 
     def __post_init__(self):
         require_numbers(self)
@@ -137,6 +138,7 @@ class Chunked:
     vocabulary_chunks: int = 1
     passes: ClassVar[int] = 1
     frozen: ClassVar[None] = None
+    calls_model: ClassVar[bool] = False
 
     def __post_init__(self):
         require_numbers(self)
