@@ -195,17 +195,6 @@ def test_the_mixers_are_compared_in_a_table(script):
     ]
 
 
-@pytest.mark.slow
-def test_transformers_mixer_gives_our_output(script, capsys):
-    pytest.importorskip("torch", reason="the test extra torch is not installed")
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    torch_mixer = script("torch_mixer")
-    few = ["--lengths", "9", "--width", "8", "--turns", "1", "--repeats", "1"]
-    assert torch_mixer.main(["--torch-python", sys.executable, *few]) == 0
-    said = capsys.readouterr().out
-    assert float(said.split("apart by ")[1].split()[0]) < 1e-5
-
-
 @pytest.mark.parametrize("bend", [-0.1, 0.0, 0.3])
 def test_the_longest_prompt_is_where_memory_ends(script, monkeypatch, bend):
     """The line through two lengths is no more than a first guess."""
