@@ -4,7 +4,8 @@
 
 That interpreter has torch and numpy and nothing of recurjax, so this file imports none
 of it. SCRIPT has `peer(arrays, heads)`, which returns a module, its input, our output,
-the loss of a backward pass, and by name what else is timed (a step of decoding).
+the loss of a backward pass (None: it is not timed), and by name what else is (a step of
+decoding).
 """
 
 import json
@@ -42,8 +43,9 @@ def main() -> None:
         answer["forward"] = fastest(lambda: module(x), repeats)
         for name, step in steps.items():
             answer[name] = fastest(step, max(repeats, FEWEST_STEPS))
-    x.requires_grad_()
-    answer["forward_backward"] = fastest(forward_backward, repeats)
+    if loss is not None:
+        x.requires_grad_()
+        answer["forward_backward"] = fastest(forward_backward, repeats)
     print(json.dumps(answer))
 
 

@@ -187,11 +187,12 @@ def test_the_mixers_are_compared_in_a_table(script):
     sides, passes = torch_mixer.SIDES, torch_mixer.PASSES
     times = {(8, side, what): 6.0 for side in sides for what in passes}
     times[8, "recurjax", "forward"] = 1.5
+    del times[8, "transformers", "forward_backward"]
     said = torch_mixer.markdown(times).splitlines()
-    assert said[2:] == [
-        "| transformers | 6.0 | 6.0 |",
+    assert said[2:5] == [
+        "| transformers | 6.0 |  |",
         "| recurjax | 1.5 | 6.0 |",
-        "| times as fast | 4.0 | 1.0 |",
+        "| times as fast | 4.0 |  |",
     ]
 
 
