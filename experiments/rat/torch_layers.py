@@ -11,7 +11,6 @@ PYTHON is an interpreter that has torch and numpy.
 """
 
 import sys
-import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recurjax.bench import rat
-from recurjax.bench.torch_peer import ask
+from recurjax.bench.torch_peer import Times, best_of_turns
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.machine import host
@@ -32,9 +31,6 @@ from recurjax.types import Tokens
 LAYERS = ("attention", "rat16", "rnn")
 PASSES = ("forward", "forward_backward", "decode")
 THEIRS = "sdpa"
-
-Times = dict[tuple[int, str, str], float]
-"""(T, layer, pass): milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,24 +69,18 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, and prints a table for each length."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="torch_layers.py")
-    best: Times = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for length in options.lengths:
-            arrays = Path(folder) / f"{length}.npz"
-            np.savez(arrays, **case(options, length))
-            for _ in range(options.turns):
-                answer = ask(
-                    options.torch_python,
-                    Path(__file__).with_name("torch_layers_sdpa.py"),
-                    arrays,
-                    heads=options.heads,
-                    threads=options.threads,
-                    repeats=options.repeats,
-                )
-                print(f"T {length}: y apart by {answer['difference']:.1e}", flush=True)
-                theirs = {(length, THEIRS, what): answer[what] for what in PASSES}
-                for key, ms in (theirs | ours(options, length)).items():
-                    best[key] = min(ms, best.get(key, ms))
+    best = best_of_turns(
+        THEIRS,
+        partial(case, options),
+        partial(ours, options),
+        lengths=options.lengths,
+        turns=options.turns,
+        python=options.torch_python,
+        script=Path(__file__).with_name("torch_layers_sdpa.py"),
+        heads=options.heads,
+        threads=options.threads,
+        repeats=options.repeats,
+    )
     print(markdown(best), end="")
     return 0
 

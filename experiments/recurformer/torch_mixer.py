@@ -13,8 +13,8 @@ PYTHON is an interpreter that has torch, numpy and transformers.
 """
 
 import sys
-import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from recurjax.bench import recurformer
-from recurjax.bench.torch_peer import ask
+from recurjax.bench.torch_peer import Times, best_of_turns
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.machine import host
@@ -33,9 +33,6 @@ from recurjax.variants.recurformer.mamba import Mamba
 
 PASSES = ("forward", "forward_backward")
 SIDES = ("transformers", "recurjax")
-
-Times = dict[tuple[int, str, str], float]
-"""(T, side, pass): milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,25 +67,18 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, and prints a table for each length."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="torch_mixer.py")
-    best: Times = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for length in options.lengths:
-            arrays = Path(folder) / f"{length}.npz"
-            np.savez(arrays, **case(options, length))
-            for _ in range(options.turns):
-                answer = ask(
-                    options.torch_python,
-                    Path(__file__).with_name("torch_mixer_transformers.py"),
-                    arrays,
-                    heads=1,
-                    threads=options.threads,
-                    repeats=options.repeats,
-                )
-                print(f"T {length}: y apart by {answer['difference']:.1e}", flush=True)
-                told = [what for what in PASSES if what in answer]
-                theirs = {(length, SIDES[0], what): answer[what] for what in told}
-                for key, ms in (theirs | ours(options, length)).items():
-                    best[key] = min(ms, best.get(key, ms))
+    best = best_of_turns(
+        SIDES[0],
+        partial(case, options),
+        partial(ours, options),
+        lengths=options.lengths,
+        turns=options.turns,
+        python=options.torch_python,
+        script=Path(__file__).with_name("torch_mixer_transformers.py"),
+        heads=1,
+        threads=options.threads,
+        repeats=options.repeats,
+    )
     print(markdown(best), end="")
     return 0
 

@@ -42,17 +42,4 @@ def peer(arrays: dict, heads: int) -> tuple:
         }
     )
     loss = torch.sum if x.shape[1] <= LONGEST_BACKWARD else None
-    return Mixer(mixer), x, y, loss, {}
-
-
-class Mixer(torch.nn.Module):
-    """The mixer on whole rows, by its loop in PyTorch."""
-
-    def __init__(self, mixer: MambaMixer):
-        """Takes the mixer."""
-        super().__init__()
-        self.mixer = mixer
-
-    def forward(self, x):
-        """Mixes [B, T, M]."""
-        return self.mixer(x)
+    return mixer, x, y, loss, {}

@@ -106,10 +106,9 @@ def layer_rows(
     kept = cache_bytes(config, T, value_bytes=jnp.dtype(dtype).itemsize)
     shape = {letter: sizes[letter] for letter in "BDH"} | {"S": T}
     # In the shape, so that they stand in the table beside the time: all rows' bytes,
-    # training FLOPs of a token less those of the MLP, which has one unit, parameters.
-    mlp = config.transformer.mlp
-    flops = config.flops_per_token(T) - 6 * x.shape[2] * (3 if mlp.gated else 2)
-    shape |= {"bytes": B * (kept.keys_values + kept.states), "flops": round(flops)}
+    # training FLOPs of a token, parameters.
+    flops = round(config.mixing_flops(0, T))
+    shape |= {"bytes": B * (kept.keys_values + kept.states), "flops": flops}
     shape |= {"parameters": sum(leaf.size for leaf in jax.tree.leaves(layer))}
     yield row(f"{name}/decode", shape, dtype, times, tokens=B)
 

@@ -3,11 +3,17 @@
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from recurjax.errors import UserError
+
+Times = dict[tuple[int, str, str], float]
+"""(T, side or layer, pass): milliseconds."""
 
 SIDE = Path(__file__).with_name("torch_side.py")
 """What runs there; also how another script there takes a time (`fastest`)."""
@@ -45,6 +51,43 @@ def ask(
     return answer_of(
         *(python, SIDE, str(script), json.dumps(question)), environment=environment
     )
+
+
+def best_of_turns(
+    theirs: str,
+    case: Callable[[int], Mapping[str, Any]],
+    ours: Callable[[int], Times],
+    *,
+    lengths: Sequence[int],
+    turns: int,
+    **asked: Any,
+) -> Times:
+    """Times both sides, one after the other in each turn; the fastest of all turns.
+
+    Tells at each turn how far the outputs are apart.
+
+    Args:
+      theirs: what the other side is called in the result.
+      case: of a length, the arrays that `peer` makes the module from.
+      ours: of a length, our milliseconds.
+      asked: for `ask`.
+
+    Raises:
+      UserError: as `ask`.
+    """
+    best: Times = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for length in lengths:
+            arrays = Path(folder) / f"{length}.npz"
+            np.savez(arrays, allow_pickle=False, **case(length))
+            for _ in range(turns):
+                answer = ask(arrays=arrays, **asked)
+                apart = answer.pop("difference")
+                print(f"T {length}: y apart by {apart:.1e}", flush=True)
+                told = {(length, theirs, what): ms for what, ms in answer.items()}
+                for key, ms in (told | ours(length)).items():
+                    best[key] = min(ms, best.get(key, ms))
+    return best
 
 
 def answer_of(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import Tokenizer, count_characters
 from recurjax.serving.bodies import Wanted
 from recurjax.serving.prompt_scores import PromptScores
 from recurjax.serving.worker import News, Stream
@@ -175,7 +175,9 @@ class Answers:
             tokens = [*prompt, *tokens]
             # Nothing comes before the first token, so it has no probability.
             own, best = [None, *scores.logprobs, *own], [None, *scores.top, *best]
-        lengths = (_characters(self._tokenizer.bytes_of(token)) for token in tokens)
+        lengths = (
+            count_characters(self._tokenizer.bytes_of(token)) for token in tokens
+        )
         *offsets, choice.offset = accumulate(lengths, initial=choice.offset)
         return {
             "tokens": [self._name(token) for token in tokens],
@@ -205,9 +207,3 @@ class Answers:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _characters(data: bytes) -> int:
-    """Counts the characters that begin in a token's bytes."""
-    # In UTF-8 all further bytes of a character have the form 10xxxxxx.
-    return sum(byte & 0xC0 != 0x80 for byte in data)

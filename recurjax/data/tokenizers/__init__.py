@@ -1,6 +1,6 @@
 """Tokenizers: the protocol and loading, bytes, any tokenizer.json, training a BPE."""
 
-from recurjax.data.tokenizers.byte_tokenizer import ByteTokenizer
+from recurjax.data.tokenizers.byte_tokenizer import ByteTokenizer, count_characters
 from recurjax.data.tokenizers.companions import Companions
 from recurjax.data.tokenizers.json_tokenizer import NONE, JsonTokenizer
 from recurjax.data.tokenizers.loading import (
@@ -19,6 +19,7 @@ __all__ = [
     "Symbols",
     "Tokenizer",
     "build_tokenizer",
+    "count_characters",
     "load_tokenizer",
     "text_ends",
 ]

@@ -87,3 +87,9 @@ class ByteStream:
 
 
 _BYTES = [bytes([value]) for value in range(256)]
+
+
+def count_characters(data: bytes) -> int:
+    """Counts the characters that begin in a piece of UTF-8."""
+    # All further bytes of a character have the form 10xxxxxx.
+    return sum(byte & 0xC0 != 0x80 for byte in data)

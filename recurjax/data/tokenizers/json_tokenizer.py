@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
-from recurjax.data.tokenizers.byte_tokenizer import ByteStream
+from recurjax.data.tokenizers.byte_tokenizer import ByteStream, count_characters
 from recurjax.data.tokenizers.companions import (
     CONFIG_FILE,
     Companions,
@@ -308,8 +308,7 @@ class _WholeStream:
         except UnicodeDecodeError:  # then each byte is decoded to one U+FFFD
             new = len(later)
         else:
-            # In UTF-8 all further bytes of a character have the form 10xxxxxx.
-            new = sum(byte & 0xC0 != 0x80 for byte in later)
+            new = count_characters(later)
         return len(self._tokenizer.decode(self._ids[:stop])) - new
 
     def _bytes(self, start: int, end: int) -> bytes:

@@ -111,28 +111,33 @@ class RecurFormerConfig:
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs a token at sequence length T, embedding and head aside.
 
-        As the base's, 6 a weight of every product; attention for the heads that are
-        left; and for the scan 27 a state (9 a step: the decay, its exponential, the
-        input, the sum over states, once forward and twice backward).
+        As the base's, 6 a weight of every product; layers' heads: `mixing_flops`.
         """
         base, D = self.transformer, self.width
-        a = base.attention
+        # The MLPs are the base's, whatever heads are left.
         mlp = D * base.mlp.width * (3 if base.mlp.gated else 2)
-        total = 6.0 * base.layers * mlp
-        for layer in range(base.layers):
-            heads = self.heads(layer)
-            # The MLPs are the base's, whatever heads are left.
-            left, kept = len(heads.remaining), len(heads.key_heads)
-            # Queries of the heads left, keys that they read, all values, the whole
-            # output matrix.
-            projections = D * a.head_width * (left + kept + a.key_heads + a.heads)
-            window = base.windows[layer % len(base.windows)]
-            seen = length if window is None else min(window + 1, length)
-            total += 6.0 * projections + 12.0 * left * a.head_width * seen
-            if heads.replaced:
-                total += 6.0 * mamba_weights(self.mamba, heads.mamba_width)
-                channels = self.mamba.expand * heads.mamba_width
-                total += 27.0 * channels * self.mamba.state
+        mixing = (self.mixing_flops(layer, length) for layer in range(base.layers))
+        return 6.0 * base.layers * mlp + sum(mixing)
+
+    def mixing_flops(self, layer: int, length: int) -> float:
+        """Counts those of a layer's heads.
+
+        Attention for the heads that are left; and for the scan 27 a state (9 a step:
+        the decay, its exponential, the input, the sum over states, once forward and
+        twice backward).
+        """
+        base, heads = self.transformer, self.heads(layer)
+        a, left, kept = base.attention, len(heads.remaining), len(heads.key_heads)
+        # Queries of the heads left, keys that they read, all values, the whole output
+        # matrix.
+        projections = self.width * a.head_width * (left + kept + a.key_heads + a.heads)
+        window = base.windows[layer % len(base.windows)]
+        seen = length if window is None else min(window + 1, length)
+        total = 6.0 * projections + 12.0 * left * a.head_width * seen
+        if heads.replaced:
+            total += 6.0 * mamba_weights(self.mamba, heads.mamba_width)
+            channels = self.mamba.expand * heads.mamba_width
+            total += 27.0 * channels * self.mamba.state
         return total
 
 
