@@ -63,6 +63,7 @@ class Options:
       seeds: how often each share and choice is tried on the base.
       base_seed: of the base.
       window: how far back counts as recent, in tokens.
+      learning_rate: of what is trained on; None: the base's.
     """
 
     runs: Path = Path("runs/recurformer_hash_hop")
@@ -72,6 +73,7 @@ class Options:
     seeds: int = 3
     base_seed: int = 0
     window: int = 17
+    learning_rate: float | None = None
 
     def __post_init__(self):
         if self.seeds < 1 or self.window < 1:
@@ -104,18 +106,27 @@ def base(seed: int, *, steps: int | None) -> list[Experiment]:
 
 
 def further(
-    stages: list[Experiment], start: Path, name: str, *, seed: int
+    stages: list[Experiment],
+    start: Path,
+    name: str,
+    *,
+    seed: int,
+    learning_rate: float | None = None,
 ) -> list[Experiment]:
     """Returns a quarter of each training of the base, on the model of a directory."""
     again, model = [], load_run(start, report=_quiet).model.config
     for stage in stages:
         assert isinstance(stage.data, TaskData)
         short = shortened(stage, max(1, stage.training.steps // 4))
+        optimizer = short.optimizer
+        if learning_rate is not None:
+            optimizer = replace(optimizer, learning_rate=learning_rate)
         again.append(
             replace(
                 short,
                 name=stage.name.replace(stages[-1].name, name),
                 model=model,
+                optimizer=optimizer,
                 # Other rows than the base learned from.
                 data=replace(stage.data, seed=stage.data.seed + 1000 * (seed + 1)),
             )
@@ -187,22 +198,30 @@ def main(argv: list[str] | None = None) -> int:
         )
     root = options.runs / stages[-1].name
     recency = _measured(trained, options.window)
-    # Bases other than the first have directories of their own.
+    # Bases other than the first, and rates of one's own, have their own directories.
     of = f"_base{options.base_seed}" if options.base_seed else ""
+    rate = options.learning_rate
+    with_rate = "" if rate is None else f"_rate{rate}"
+
+    def train_on(start: Path, name: str, seed: int) -> LoadedRun | None:
+        name = f"{name}{of}{with_rate}_seed{seed}"
+        again = further(stages, start, name, seed=seed, learning_rate=rate)
+        return finish(again, start)
+
     for seed in range(options.seeds):
-        on = finish(further(stages, root, f"on{of}_seed{seed}", seed=seed), root)
+        on = train_on(root, "on", seed)
         if on is None:
             return 130
         score("base, trained on", "0", on, seed)
         for beta in options.betas:
             for choice in options.choices:
                 # Of all heads there is one choice.
-                name = f"{'all' if beta == 1 else choice}_{beta}{of}_seed{seed}"
-                changed = options.runs / f"start_{name}"
+                name = f"{'all' if beta == 1 else choice}_{beta}"
+                changed = options.runs / f"start_{name}{of}_seed{seed}"
                 if not changed.exists():
                     heads = chosen(recency, choice, beta, seed=seed)
                     _write(trained, heads, changed, seed=seed)
-                run = finish(further(stages, changed, name, seed=seed), changed)
+                run = train_on(changed, name, seed)
                 if run is None:
                     return 130
                 score(choice, str(beta), run, seed)
