@@ -1,11 +1,12 @@
-"""Training passes of attention, as shapes, for `tests/compile_target.py`."""
+"""Passes of attention, as shapes, for `tests/compile_target.py`."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from recurjax.layers.attention import attend
+from recurjax.layers.attention import attend, empty_key_value_cache
+from recurjax.layers.attention.cached import attend_to_cache
 from recurjax.layers.position import Alibi, alibi_slopes
 
 HEADS, WIDTH, LENGTH = 16, 64, 8192
@@ -29,3 +30,32 @@ def training(*, segments=False, alibi=False, **options):
 packed_rows = partial(training, segments=True)
 packed_rows_with_alibi = partial(training, segments=True, alibi=True)
 capped_window = partial(training, window=1024, soft_cap=30.0)
+
+
+def narrow_decoding():
+    """Returns four tokens' way through six layers' caches, and its arguments."""
+    L, B, S, K, E = 6, 32, 2048, 3, 64
+    cache = jax.eval_shape(lambda: empty_key_value_cache(L, B, S, K, E, jnp.bfloat16))
+    token = jax.ShapeDtypeStruct((B, 1, K, E), jnp.bfloat16)
+
+    def layer(carry, number):
+        x, cache = carry
+        cache = cache._replace(layer=number)
+        options = {"scale": 0.125, "window": None, "lengths": None}
+        return attend_to_cache(x, x, x, cache, **options), None
+
+    def one(_, carry):
+        x, cache = jax.lax.scan(layer, carry, jnp.arange(L))[0]
+        return x, cache._replace(position=cache.position + 1)
+
+    def several(keys, values, x):
+        begun = cache._replace(
+            keys=keys,
+            values=values,
+            position=jnp.zeros(B, jnp.int32),
+            layer=jnp.zeros((), jnp.int32),
+        )
+        x, ended = jax.lax.fori_loop(0, 4, one, (x, begun))
+        return x, ended.keys, ended.values
+
+    return several, (cache.keys, cache.values, token)
