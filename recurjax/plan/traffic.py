@@ -146,12 +146,8 @@ def _moved_by_fusion(
     results = (
         [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
     )
-    written = sum(_written(inside, one, fusion) for one in results)
-    parameters = {
-        int(one.literal): one.name
-        for one in inside.values()
-        if one.opcode == "parameter"
-    }
+    written = sum(_written(module, inside, one, fusion) for one in results)
+    parameters = _parameters(inside)
     read = 0
     seen: set[str] = set()
     for place, name in enumerate(fusion.operands):
@@ -161,11 +157,20 @@ def _moved_by_fusion(
         seen.add(name)
         # A slice that several users read can add up to more than the array: then the
         # whole.
-        read += min(whole, _read(inside, parameters[place], whole))
+        read += min(whole, _read(module, inside, parameters[place], whole))
     return read + min(written, array_bytes(fusion.type))
 
 
-def _read(inside: dict[str, Instruction], name: str, whole: int) -> int:
+def _parameters(inside: dict[str, Instruction]) -> dict[int, str]:
+    """Returns the names of a computation's parameters, by number."""
+    return {
+        int(one.literal): one.name
+        for one in inside.values()
+        if one.opcode == "parameter"
+    }
+
+
+def _read(module: Module, inside: dict[str, Instruction], name: str, whole: int) -> int:
     """Returns the bytes that a fusion reads of one of its parameters."""
     total = 0
     for user in inside.values():
@@ -173,7 +178,17 @@ def _read(inside: dict[str, Instruction], name: str, whole: int) -> int:
             continue
         if user.opcode == "bitcast":
             # The same bytes under another shape: what reads those counts.
-            total += _read(inside, user.name, whole)
+            total += _read(module, inside, user.name, whole)
+        elif user.opcode == "fusion":
+            # TPUs' fusions hold fusions, which may take a slice, or be a bitcast.
+            called = user.attribute("calls") or ""
+            within = module.computations[called]
+            parameters = _parameters(within)
+            for place, operand in enumerate(user.operands):
+                if operand == name:
+                    total += _read(module, within, parameters[place], whole)
+                    if _shown(within, module.root(called)).name == parameters[place]:
+                        total += _read(module, inside, user.name, whole)
         # The slice's start indices are operands too; only the sliced array counts so.
         elif user.opcode in _SLICES and user.operands[0] == name:
             total += array_bytes(user.type, on_chip=True)
@@ -184,12 +199,26 @@ def _read(inside: dict[str, Instruction], name: str, whole: int) -> int:
     return min(total, whole)
 
 
-def _written(
-    inside: dict[str, Instruction], result: Instruction, fusion: Instruction
-) -> int:
-    # What a bitcast shows under another shape was written by what made it.
+def _shown(inside: dict[str, Instruction], result: Instruction) -> Instruction:
+    """Returns what bitcasts show under another shape."""
     while result.opcode == "bitcast" and result.operands[0] in inside:
         result = inside[result.operands[0]]
+    return result
+
+
+def _written(
+    module: Module,
+    inside: dict[str, Instruction],
+    result: Instruction,
+    fusion: Instruction,
+) -> int:
+    # What a bitcast shows under another shape was written by what made it.
+    result = _shown(inside, result)
+    if result.opcode == "fusion" and not result.type.startswith("("):
+        called = result.attribute("calls") or ""
+        return _written(
+            module, module.computations[called], module.root(called), fusion
+        )
     if result.opcode == "dynamic-update-slice":
         return array_bytes(inside[result.operands[1]].type, on_chip=True)
     if result.opcode == "scatter":

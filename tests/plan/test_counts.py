@@ -294,6 +294,10 @@ IN_PLACE = {
     "fusion(%big, %part, %at), kind=kInput, calls=%sprinkle": 2 * 40 + 4,
     "fusion(%big, %part, %at), kind=kLoop, calls=%grow": 4000 + 40 + 4 + 4000,
     "fusion(%big, %big, %at), kind=kLoop, calls=%two": 4000 + 4000,
+    # Fusions in a fusion, as TPUs have them.
+    "fusion(%big, %part, %at), kind=kLoop, calls=%holds_put": 2 * 40 + 4,
+    "fusion(%big, %part, %at), kind=kLoop, calls=%holds_piece": 40 + 4 + 40,
+    "fusion(%big, %part, %at), kind=kLoop, calls=%holds_shape": 4000 + 4000,
     "add(%big, %big)": 4000 + 4000,
     # A kernel that says so moves less than its operands have.
     'custom-call(%big, %part), custom_call_target="k", '
@@ -323,6 +327,34 @@ def test_an_update_in_place_moves_the_new_part_and_what_is_read_twice_counts_onc
 {parameters}
   %u = {update}
   ROOT %n = f32[1000]{{0}} multiply(%u, %big)
+}}
+
+%holds_put (b: f32[1000], p: f32[10], i: s32[]) -> f32[1000] {{
+{parameters}
+  ROOT %f = f32[1000]{{0}} fusion(%big, %part, %at), kind=kLoop, calls=%put
+}}
+
+%piece (b: f32[1000], i: s32[]) -> f32[10] {{
+  %big = f32[1000]{{0}} parameter(0)
+  %at = s32[] parameter(1)
+  ROOT %s = f32[10]{{0}} dynamic-slice(%big, %at), dynamic_slice_sizes={{10}}
+}}
+
+%holds_piece (b: f32[1000], p: f32[10], i: s32[]) -> f32[1000] {{
+{parameters}
+  %s = f32[10]{{0}} fusion(%big, %at), kind=kLoop, calls=%piece
+  ROOT %u = f32[1000]{{0}} dynamic-update-slice(%big, %s, %at)
+}}
+
+%shape (b: f32[1000]) -> f32[10,100] {{
+  %big = f32[1000]{{0}} parameter(0)
+  ROOT %s = f32[10,100]{{1,0}} bitcast(%big)
+}}
+
+%holds_shape (b: f32[1000], p: f32[10], i: s32[]) -> f32[1000] {{
+{parameters}
+  %s = f32[10,100]{{1,0}} fusion(%big), kind=kLoop, calls=%shape
+  ROOT %n = f32[1000]{{0}} negate(%s)
 }}
 
 %two (b: f32[1000], c: f32[1000], i: s32[]) -> f32[1000] {{
