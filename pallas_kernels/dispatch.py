@@ -15,6 +15,7 @@ its outputs. Gradients may be any tree whose leaves are in the order of the arra
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -116,6 +117,30 @@ def check_shapes(op: str, wanted: Mapping[str, tuple[Any, tuple[int, ...]]]) -> 
     for name, (array, shape) in wanted.items():
         if array is not None and array.shape != shape:
             raise ValueError(f"{op}: wants {name} of shape {shape}, got {array.shape}")
+
+
+def check_kinds(
+    op: str,
+    *,
+    floating: Mapping[str, Any],
+    whole: Mapping[str, Any] = MappingProxyType({}),
+    truth: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Raises ValueError for the first array that is of another kind than it should be.
+
+    Args:
+      floating, whole, truth: by the argument's name, arrays (None: not given) of
+        floating numbers, of integers and of bool.
+    """
+    kinds = (
+        ("floating", jnp.floating, floating),
+        ("integer", jnp.integer, whole),
+        ("bool", jnp.bool_, truth),
+    )
+    for word, kind, arrays in kinds:
+        for name, array in arrays.items():
+            if array is not None and not jnp.issubdtype(array.dtype, kind):
+                raise ValueError(f"{op}: wants {word} {name}, got {array.dtype}")
 
 
 def refusal_of_one_position(x: jax.Array) -> str | None:
@@ -253,8 +278,15 @@ def _forward(call: _Call, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
 
 def _backward(call: _Call, saved: Any, cotangents: Any) -> tuple[Any]:
     arrays, kept = saved
-    gradients = iter(call.backward(arrays, kept, cotangents))
+    found = call.backward(arrays, kept, cotangents)
     leaves, tree = jax.tree.flatten(arrays)
+    # One too many would give another array's gradient to those behind it.
+    if len(found) != sum(map(_floats, leaves)):
+        raise TypeError(
+            f"{call.op.name}: {call.name} gave {len(found)} gradients for "
+            f"{sum(map(_floats, leaves))} floating arrays"
+        )
+    gradients = iter(found)
     # Integers have no gradient: jax wants a zero of a type of its own for them.
     of_leaves = [
         next(gradients).astype(leaf.dtype)

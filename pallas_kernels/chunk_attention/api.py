@@ -1,6 +1,5 @@
 """The op: softmax over the ends of earlier chunks and the position's own term."""
 
-import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
@@ -67,12 +66,18 @@ def chunk_attention(
 
 
 def _check(q, own_logits, own_values, ends, chunk, first, documents) -> None:
+    if q.ndim != 4 or 0 in q.shape or own_logits.ndim != 3 or ends.keys.ndim != 4:
+        raise ValueError(
+            "chunk_attention: wants queries [B, T, N, E] of 1 or more, own_logits "
+            f"[B, T, H] and ends.keys [B, H, S, E], got {q.shape}, "
+            f"{own_logits.shape} and {ends.keys.shape}"
+        )
     B, T, N, E = q.shape
     H, S = own_logits.shape[2], ends.keys.shape[2]
-    if T < 1 or H % N:
+    if H % N:
         raise ValueError(
-            f"chunk_attention: wants at least one position and query groups that "
-            f"divide the heads, got {T}, and {N} groups for {H} heads"
+            f"chunk_attention: wants query groups that divide the heads, got {N} "
+            f"groups for {H} heads"
         )
     wanted = {
         "own_logits": (own_logits, (B, T, H)),
@@ -91,5 +96,18 @@ def _check(q, own_logits, own_values, ends, chunk, first, documents) -> None:
         )
     if chunk < 1:
         raise ValueError(f"chunk_attention: wants chunk of at least 1, got {chunk}")
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"chunk_attention: wants floating queries, got {q.dtype}")
+    dispatch.check_kinds(
+        "chunk_attention",
+        floating={
+            "queries": q,
+            "own_logits": own_logits,
+            "own_values": own_values,
+            "ends.keys": ends.keys,
+            "ends.values": ends.values,
+        },
+        whole={
+            "ends.documents": ends.documents,
+            "first": first,
+            "documents": documents,
+        },
+    )

@@ -88,6 +88,7 @@ def gated_scan(
     """
     streams = {f"values[{n}]": v for n, v in enumerate(values)}
     _check(OP.name, gate, streams, initial, starts, lengths, chunk)
+    lengths = _within(lengths, gate.shape[1])
     initial = _zeros(gate, len(values)) if initial is None else tuple(initial)
     arrays = (gate, tuple(values), initial, starts, lengths, None)
     states, finals, _ = dispatch.run(
@@ -138,8 +139,10 @@ def queried_scan(
             f"{op}: wants queries [{B}, {T}, N, E] with N E the {keys.shape[2]} "
             f"channels of the keys, got {queries.shape}"
         )
+    dispatch.check_kinds(op, floating={"queries": queries})
     if chunk is None or T % chunk:
         raise ValueError(f"{op}: wants whole chunks of {chunk}, got {T} positions")
+    lengths = _within(lengths, T)
     first = _zeros(gate, 2) if initial is None else tuple(initial)
     arrays = (gate, (values, keys), first, starts, lengths, queries)
     (values, ends), finals, logits = dispatch.run(
@@ -153,13 +156,16 @@ def _zeros(gate, streams: int) -> tuple[Array, ...]:
     return (jnp.zeros((gate.shape[0], gate.shape[2]), dtype),) * streams
 
 
+def _within(lengths: Array | None, T: int) -> Array | None:
+    return None if lengths is None else jnp.clip(lengths, 0, T)
+
+
 def _check(op, gate, streams, initial, starts, lengths, chunk) -> None:
+    if len(gate.shape) != 3 or 0 in gate.shape:
+        raise ValueError(f"{op}: wants a gate [B, T, D] of 1 or more, got {gate.shape}")
     B, T, D = gate.shape
-    if T < 1 or not streams:
-        raise ValueError(
-            f"{op}: wants at least one position and one stream of values, got "
-            f"{T} and {len(streams)}"
-        )
+    if not streams:
+        raise ValueError(f"{op}: wants at least one stream of values")
     for name, v in streams.items():
         if v.shape[:2] != (B, T) or v.shape[2] < 1 or D % v.shape[2]:
             raise ValueError(
@@ -174,5 +180,15 @@ def _check(op, gate, streams, initial, starts, lengths, chunk) -> None:
             f"{[h.shape for h in initial]}"
         )
     dispatch.check_shapes(op, {"starts": (starts, (B, T)), "lengths": (lengths, (B,))})
+    states = {f"initial[{n}]": h for n, h in enumerate(initial or ())}
+    gates = {"gate": gate}
+    if isinstance(gate, GateLogits):
+        gates = {"gate.logits": gate.logits, "bias": gate.bias}
+    dispatch.check_kinds(
+        op,
+        floating=gates | dict(streams) | states,
+        whole={"lengths": lengths},
+        truth={"starts": starts},
+    )
     if chunk is not None and chunk < 1:
         raise ValueError(f"{op}: wants chunk of at least 1, got {chunk}")

@@ -2,11 +2,10 @@
 
 from typing import get_args
 
-import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Implementation, check_shapes
+from pallas_kernels.dispatch import Implementation, check_kinds, check_shapes
 from pallas_kernels.recurrent_prefill import mesh_layout
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
@@ -120,13 +119,19 @@ def check_call(
     tile: int | None,
 ) -> None:
     """Raises ValueError or NotImplementedError when a call makes no sense."""
-    if x.ndim != 3 or x.shape[1] < 1:
-        raise ValueError(_wants(f"x of shape [B, T >= 1, D], got {x.shape}"))
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(_wants(f"a floating x, got {x.dtype}"))
+    if x.ndim != 3 or 0 in x.shape:
+        raise ValueError(_wants(f"x of shape [B, T >= 1, D], none 0, got {x.shape}"))
     _check_weights(x.shape[2], weights, spec)
     _check_cache(x, weights, cache, spec)
     _check_rows(x, cache, rows)
+    named = {f"weights.{name}": leaf for name, leaf in weights._asdict().items()}
+    pairs = {f"cache.{name}": leaf for name, leaf in cache._asdict().items()}
+    position = pairs.pop("cache.position")
+    check_kinds(
+        "recurrent_prefill",
+        floating={"x": x} | named | pairs,
+        whole={"cache.position": position} | rows._asdict(),
+    )
     if schedule not in (None, *get_args(Schedule)):
         raise ValueError(
             _wants(f"a schedule of {list(get_args(Schedule))}, got {schedule!r}")
@@ -169,6 +174,8 @@ def _check_weights(width: int, weights: LayerWeights, spec: LayerSpec) -> None:
         for name, leaf in weights._asdict().items()
     }
     check_shapes("recurrent_prefill", wanted)
+    if weights.b_gate is not None and weights.w_gate is None:
+        raise ValueError(_wants("weights.b_gate with a w_gate only"))
 
 
 def _check_cache(

@@ -1,7 +1,7 @@
 """What the op takes and keeps: switches, weights, cache, rows, residuals."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,12 @@ NormKind = Literal["rms", "layer", "none"]
 Activation = Literal["gelu", "gelu_tanh", "relu_squared", "silu"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Schedule = Literal["naive", "prefix", "wavefront"]
+_WORDS = {
+    "norm": NormKind,
+    "qk_norm": NormKind,
+    "activation": Activation,
+    "dtype": Dtype,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +63,12 @@ class LayerSpec:
     dtype: Dtype = "float32"
 
     def __post_init__(self):
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in get_args(words):
+                raise ValueError(
+                    f"LayerSpec: {name} must be one of {list(get_args(words))}, got "
+                    f"{getattr(self, name)!r}"
+                )
         for name in ("heads", "key_heads", "head_width", "block"):
             if getattr(self, name) < 1:
                 raise ValueError(

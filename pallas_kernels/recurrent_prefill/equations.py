@@ -60,11 +60,16 @@ def prepare(weights: LayerWeights, dtype) -> Prepared:
         flat = [part.reshape(L, D, -1) for part in parts if part is not None]
         return jnp.concatenate(flat, axis=-1).astype(dtype)
 
-    def vector(*parts: Array | None) -> Array | None:
-        # Parts are given together: a layer has all of these biases or none.
-        if parts[0] is None:
+    def vector(*parts: tuple[Array | None, Array | None]) -> Array | None:
+        # Of biases and the matrices they belong to: one is for all columns or for none.
+        if all(bias is None for bias, _ in parts):
             return None
-        return jnp.concatenate([p.reshape(L, -1) for p in parts if p is not None], -1)
+        whole = [
+            jnp.zeros((L, part[0, 0].size)) if bias is None else bias.reshape(L, -1)
+            for bias, part in parts
+            if part is not None
+        ]
+        return jnp.concatenate(whole, axis=-1)
 
     return Prepared(
         # One product for queries and temporary pairs, which read the layer's input, and
@@ -74,10 +79,10 @@ def prepare(weights: LayerWeights, dtype) -> Prepared:
         w_out=w.w_out.reshape(L, -1, D).astype(dtype),
         w_in=columns(w.w_up, w.w_gate),
         w_down=w.w_down.astype(dtype),
-        b_qkv=vector(w.b_q, w.b_k, w.b_v),
-        b_kv=vector(w.b_k, w.b_v),
+        b_qkv=vector((w.b_q, w.w_q), (w.b_k, w.w_k), (w.b_v, w.w_v)),
+        b_kv=vector((w.b_k, w.w_k), (w.b_v, w.w_v)),
         b_out=w.b_out,
-        b_in=vector(w.b_up, w.b_gate),
+        b_in=vector((w.b_up, w.w_up), (w.b_gate, w.w_gate)),
         b_down=w.b_down,
         attention_norm=(w.attention_norm_scale, w.attention_norm_bias),
         mlp_norm=(w.mlp_norm_scale, w.mlp_norm_bias),

@@ -99,10 +99,10 @@ def selective_scan(
 
 
 def _check(u, dt, a, b, c, skip, z, dt_bias, initial, starts, lengths, chunk) -> None:
-    if u.ndim != 3 or u.shape[1] < 1 or a.ndim != 2:
+    if u.ndim != 3 or a.ndim != 2 or 0 in (*u.shape, *a.shape):
         raise ValueError(
-            f"selective_scan: wants u of shape [B, T, I] with at least one position "
-            f"and a of shape [I, N], got {u.shape} and {a.shape}"
+            f"selective_scan: wants u of shape [B, T, I] and a of shape [I, N], none "
+            f"of them 0, got {u.shape} and {a.shape}"
         )
     (B, T, I), N = u.shape, a.shape[1]
     dispatch.check_shapes(
@@ -122,5 +122,10 @@ def _check(u, dt, a, b, c, skip, z, dt_bias, initial, starts, lengths, chunk) ->
     )
     if chunk < 1:
         raise ValueError(f"selective_scan: wants chunk of at least 1, got {chunk}")
-    if not jnp.issubdtype(u.dtype, jnp.floating):
-        raise ValueError(f"selective_scan: wants a floating u, got {u.dtype}")
+    of_channels = {"u": u, "dt": dt, "a": a, "b": b, "c": c, "skip": skip, "z": z}
+    dispatch.check_kinds(
+        "selective_scan",
+        floating=of_channels | {"dt_bias": dt_bias, "initial": initial},
+        whole={"lengths": lengths},
+        truth={"starts": starts},
+    )

@@ -54,7 +54,8 @@ def attend_to_cache(
       What the queries found, and the cache with the new keys and values.
 
     Raises:
-      ValueError: the tokens are more than a cache without a window has room for.
+      ValueError: the tokens are more than the cache has room for, and it is no ring
+        that holds a whole window.
     """
     written = write(cache, k, v, lengths)
     o = attend_to_written(
@@ -93,7 +94,9 @@ def attend_to_written(
       scale, window, lengths, soft_cap, bias: as in `attend_to_cache`.
     """
     T, slots = q.shape[1], before.slots
-    if window is None and lengths is None and slots < T:
+    # Under a window only a ring that holds all of it may be written over.
+    holds_all = window is not None and slots > window
+    if lengths is None and slots < T and not holds_all:
         raise ValueError(
             f"attend_to_cache: {T} tokens in one call do not fit a cache of {slots}"
         )

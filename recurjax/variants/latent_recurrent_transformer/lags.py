@@ -40,7 +40,7 @@ def entering(
         part = line[:, depth - lag : depth - lag + T]
         if memory.reset_token is not None:
             # A state from before the last reset token is another document's.
-            near = _age(ids, memory.reset_token) >= lag
+            near = tokens_since(ids, memory.reset_token) >= lag
             part = jnp.where(near[..., None], part, 0)
         parts.append(part)
     return mixed_lags(parts, logits)
@@ -99,7 +99,7 @@ def forgotten(
     return old, jnp.where((places >= last)[..., None], new, 0)
 
 
-def _age(ids: Int[Array, "B T"], reset_token: int) -> Int[Array, "B T"]:
+def tokens_since(ids: Int[Array, "B T"], reset_token: int) -> Int[Array, "B T"]:
     """Counts the tokens since the last reset token; without one, endlessly many."""
     places = jnp.arange(ids.shape[1])
     # Half of the smallest number, so that the difference below cannot overflow.

@@ -15,6 +15,7 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     LatentRecurrentTransformerStack,
 )
+from recurjax.variants.latent_recurrent_transformer.lags import tokens_since
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
     Positions,
     put,
@@ -54,8 +55,24 @@ class Interleaved:
             )
 
     def refuses(self, model: ModelConfig) -> str | None:
-        """Says why a model cannot be trained so: it has no latent memory."""
-        return _refuses(model.stack)
+        """Says why a model cannot be trained so: its memory, or its length."""
+        stack = model.stack
+        if (reason := _refuses(stack)) is not None:
+            return reason
+        assert isinstance(stack, LatentRecurrentTransformerConfig)
+        assert stack.memory is not None
+        if self.subsets > stack.length:
+            return (
+                f"objective: {stack.length} tokens (model.stack.length) cannot be cut "
+                f"into {self.subsets} subsets: set fewer objective.subsets"
+            )
+        if self.refresh and not stack.memory.gated:
+            return (
+                "objective: nothing can be refreshed where no key and no value takes "
+                "the memory: set model.stack.memory.keys or values, or leave "
+                "objective.refresh off"
+            )
+        return None
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
         """Counts FLOPs a token beside the model's passes: none."""
@@ -149,8 +166,19 @@ class Chunked:
             )
 
     def refuses(self, model: ModelConfig) -> str | None:
-        """Says why a model cannot be trained so: it has no latent memory."""
-        return _refuses(model.stack)
+        """Says why a model cannot be trained so: no memory of earlier tokens."""
+        stack = model.stack
+        if (reason := _refuses(stack)) is not None:
+            return reason
+        assert isinstance(stack, LatentRecurrentTransformerConfig)
+        assert stack.memory is not None
+        # A chunk is computed once: its own states are not there when it begins.
+        if 0 in stack.memory.lags:
+            return (
+                "objective: Chunked is for a memory of earlier tokens, and "
+                "model.stack.memory.lags has 0, a token's own state: use Interleaved"
+            )
+        return None
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
         """Counts FLOPs a token beside the model's passes: none."""
@@ -178,12 +206,30 @@ class Chunked:
             # One memory for the whole chunk: the one that enters its first token, so
             # that the chunk's tokens need not wait for each other.
             memory = stack.memory_of(buffer.states, batch.ids)[:, start : start + 1]
-            memory = jnp.repeat(memory, n, axis=1)
+            memory = self._within_document(
+                stack, jnp.repeat(memory, n, axis=1), batch, start
+            )
             if self.memory == "first":
                 memory = jnp.where(np.arange(n)[None, :, None] == 0, memory, 0)
             y, buffer = stack.refine(x, tokens, positions, buffer, memory=memory)
             parts.append(y)
         return model.final_norm(jnp.concatenate(parts, axis=1))
+
+    def _within_document(
+        self,
+        stack: LatentRecurrentTransformerStack,
+        memory: Array,
+        batch: Batch,
+        start: int,
+    ) -> Array:
+        """Sets the memory to zero from a reset token inside the chunk on."""
+        assert stack.config.memory is not None
+        reset = stack.config.memory.reset_token
+        if reset is None:
+            return memory
+        n = memory.shape[1]
+        age = tokens_since(batch.ids, reset)[:, start : start + n]
+        return jnp.where((age >= jnp.arange(n))[..., None], memory, 0)
 
     def each_pass(
         self, model: Decoder, batch: Batch
@@ -235,12 +281,12 @@ def _stack_of(model: Decoder) -> LatentRecurrentTransformerStack:
 
 
 def _refuses(stack: Any) -> str | None:
-    if isinstance(stack, LatentRecurrentTransformerConfig):
-        return None
-    return (
-        "objective: passes over parts of a sequence are for a model with a latent "
-        f"memory, not for {type(stack).__name__}; use NextToken"
-    )
+    what = "objective: passes over parts of a sequence are for a latent memory"
+    if not isinstance(stack, LatentRecurrentTransformerConfig):
+        return f"{what}, not for {type(stack).__name__}; use NextToken"
+    if stack.memory is None:
+        return f"{what}: set model.stack.memory, or use NextToken"
+    return None
 
 
 def _mean(

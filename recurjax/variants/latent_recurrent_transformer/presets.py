@@ -31,9 +31,17 @@ def nanochat(
       length: of training, which the windows follow.
       memory: None: the baseline.
       others: further fields, or other values of those above.
+
+    Raises:
+      ValueError: the width is none of whole heads (odd L), and no number is given.
     """
     width = others.pop("width", 64 * layers)
     head_width = others.pop("head_width", HEAD_WIDTH)
+    if "heads" not in others and (width < head_width or width % head_width):
+        raise ValueError(
+            f"nanochat: a width of {width} is not of whole heads of {head_width}: give "
+            "heads, another head_width, or an even number of layers"
+        )
     heads = others.pop("heads", width // head_width)
     fields = {
         "layers": layers,

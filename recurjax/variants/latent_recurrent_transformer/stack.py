@@ -72,6 +72,8 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
     ) -> tuple[Float[Array, "B T D"], LatentCache]:
         training = all(group.slots == 0 for group in cache.groups)
         B, T, _ = x.shape
+        if not training:
+            self._check_room(cache, T, tokens)
         if self.config.memory is None:
             if training:
                 return self.pass_over_all(x, tokens, kept=False).x, cache
@@ -252,6 +254,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         if memory is None or memory.depth == 0 or 0 in memory.lags:
             raise NotImplementedError("sweep: wants a memory of earlier tokens")
         B, T, _ = x.shape
+        self._check_room(cache, T, tokens)
         count = jnp.full(B, T) if tokens.lengths is None else tokens.lengths
         states = jnp.zeros_like(x)
         # Each pass makes one token more exact: its memory is right once the states
@@ -322,6 +325,17 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         columns = (jnp.swapaxes(x, 0, 1), tokens.ids.T)
         _, memory = jax.jit(partial(jax.lax.scan, advance))(cache, columns)
         return jnp.swapaxes(memory, 0, 1)
+
+    def _check_room(self, cache: LatentCache, length: int, tokens: Tokens) -> None:
+        if tokens.lengths is not None:  # how many of them are real is not known here
+            return
+        for group, window in zip(cache.groups, self.config.layer_windows, strict=False):
+            # A ring that holds a whole window may be written over.
+            if group.slots < length and group.slots <= window:
+                raise ValueError(
+                    f"LatentRecurrentTransformerStack: {length} tokens in one call do "
+                    f"not fit a cache of {group.slots}"
+                )
 
     def _token(
         self, x: Array, cache: LatentCache, tokens: Tokens

@@ -38,7 +38,7 @@ def rat(
     """Returns RAT(C): rotation by chunk, full gates, two query and key groups."""
     return RatMixerConfig(
         heads=heads,
-        head_width=width // heads,
+        head_width=_head_width(width, heads),
         chunk=chunk,
         groups=groups,
         position=Rope(base=base),
@@ -47,7 +47,9 @@ def rat(
 
 def rnn(*, width: int, heads: int, length: int) -> RnnMixerConfig:
     """Returns the RNN; `length` is the training length, for the gate's bias."""
-    return RnnMixerConfig(heads=heads, head_width=width // heads, gate_horizon=length)
+    return RnnMixerConfig(
+        heads=heads, head_width=_head_width(width, heads), gate_horizon=length
+    )
 
 
 def attention(
@@ -57,7 +59,7 @@ def attention(
     layer = AttentionConfig(
         heads=heads,
         key_heads=heads,
-        head_width=width // heads,
+        head_width=_head_width(width, heads),
         position=Rope(base=base),
     )
     return AttentionMixerConfig(attention=layer, window=window)
@@ -82,13 +84,19 @@ def reversed_rat(
     rank = balanced_rank(width, heads, groups) if output_rank is None else output_rank
     return ReversedRatMixerConfig(
         heads=heads,
-        head_width=width // heads,
+        head_width=_head_width(width, heads),
         chunk=chunk,
         groups=groups,
         gate_horizon=-(-length // chunk),
         position=Rope(base=base),
         output_rank=rank,
     )
+
+
+def _head_width(width: int, heads: int) -> int:
+    if heads < 1 or width % heads:
+        raise ValueError(f"a width of {width} is not of {heads} whole heads")
+    return width // heads
 
 
 def balanced_rank(width: int, heads: int, groups: int) -> int:

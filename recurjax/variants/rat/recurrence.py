@@ -150,7 +150,8 @@ def recur_across_chunks(
     if documents is not None and end_documents is not None:
         # A position whose document began after the last chunk's end sees nothing of it.
         # The first chunk's state comes from the caller and belongs to it.
-        previous = jnp.pad(end_documents[:, :-1], ((0, 0), (1, 0)), mode="edge")
+        first_end = end_documents[:, :1]
+        previous = jnp.concatenate([first_end, end_documents[:, :-1]], axis=1)
         same = documents == jnp.repeat(previous, size, axis=1)
         first = (jnp.arange(P) < size)[None]
         before = jnp.where((same | first)[..., None], before, 0)

@@ -126,7 +126,7 @@ class ReversedRatMixer(nnx.Module):
         # A decode step: the new token takes its slot in the running chunk and attends
         # to the slots up to it. The slots behind hold the last chunk's tokens, which
         # are hidden.
-        if rows.size == 1:
+        if rows.places == 1:
             here = (slot == rows.offset[:, None]) & (rows.count > 0)[:, None]
             new = [
                 jnp.where(here[..., None, None], laid, kept)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -278,7 +279,12 @@ def test_a_logit_of_infinity_carries_the_state_to_the_bit_and_has_no_gradient():
             r"wants bias of shape \(4,\), got \(5,\)",
         ),
         ({"chunk": 0}, "wants chunk of at least 1, got 0"),
-        ({"values": ()}, "at least one position and one stream"),
+        ({"values": ()}, "at least one stream"),
+        ({"gate": jnp.zeros((B, D))}, r"gate \[B, T, D\] of 1 or more, got \(2, 4\)"),
+        ({"gate": jnp.zeros((0, 7, D))}, r"of 1 or more, got \(0, 7, 4\)"),
+        ({"gate": jnp.zeros((B, 7, D), int)}, "wants floating gate, got int32"),
+        ({"starts": jnp.zeros((B, 7), int)}, "wants bool starts, got int32"),
+        ({"lengths": jnp.zeros(B)}, "wants integer lengths, got float32"),
         ({"values": (jnp.zeros((B, 7, 3)),)}, "a width that divides 4"),
         ({"initial": (jnp.zeros((B, D)),)}, "wants 2 initial states"),
         ({"starts": jnp.zeros((B, 6), bool)}, "wants starts of shape"),
@@ -307,3 +313,14 @@ def test_the_program_grows_with_the_logarithm_of_the_sequence_at_most():
     assert size(16, 2048) == size(16, 32768)
     short, long, longest = (size(None, 2048 * 16**n) for n in range(3))
     assert longest - long == long - short
+
+
+def test_lengths_beyond_the_row_are_the_row_s_ends():
+    (gate, values, initial), _ = inputs(7)
+
+    def total(values, lengths):
+        found = gated_scan(gate, values, initial=initial, lengths=jnp.asarray(lengths))
+        return sum(jnp.sum(jnp.cos(h)) for h in found.finals)
+
+    both = jax.jit(jax.value_and_grad(total), static_argnums=1)
+    chex.assert_trees_all_equal(both(values, (9, -1)), both(values, (7, 0)))

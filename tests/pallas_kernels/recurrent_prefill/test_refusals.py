@@ -71,6 +71,33 @@ def test_the_default_order_has_one_name_on_every_backend(backend):
     assert "schedule" in str(refusal(backend, case, schedule="naive"))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm": "layernorm"}, "norm must be one of .*'layer'.*, got 'layernorm'"),
+        ({"qk_norm": None}, "qk_norm must be one of .*'none'.*, got None"),
+        ({"activation": "relu"}, "activation must be one of .*, got 'relu'"),
+    ],
+)
+def test_an_unknown_word_of_a_layer_is_told_the_known_ones(change, message):
+    layer = dataclasses.replace(LAYER)
+    for name, word in change.items():  # past the types that tests alone are held to
+        object.__setattr__(layer, name, word)
+    with pytest.raises(ValueError, match=f"LayerSpec: {message}"):
+        layer.__post_init__()
+
+
+def test_a_bias_of_a_gate_wants_the_gate():
+    w = weights(LAYER, layers=2, dtype="float32")
+    x, cache = jnp.zeros((BATCH, 3, 8)), empty_cache(2, BATCH, 0, LAYER)
+    w = w._replace(b_gate=jnp.zeros((2, 12)))
+    with pytest.raises(ValueError, match="b_gate with a w_gate only"):
+        recurrent_prefill(x, w, cache, spec=LAYER)
+    w = w._replace(b_gate=None, b_q=jnp.zeros((2, 4, 4), int))
+    with pytest.raises(ValueError, match="floating weights.b_q, got int32"):
+        recurrent_prefill(x, w, cache, spec=LAYER)
+
+
 def test_a_weight_of_another_shape_is_named():
     w = weights(LAYER, layers=2, dtype="float32")
     w = w._replace(w_down=w.w_down[:, :5])

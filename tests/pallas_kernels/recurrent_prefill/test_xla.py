@@ -78,6 +78,29 @@ def test_values_and_gradients_are_the_definition(name, schedule, tiles, packed):
 
 
 @pytest.mark.parametrize(
+    "absent", [("b_q", "b_k", "b_up"), slow(("b_v", "b_gate")), slow(("b_q", "b_v"))]
+)
+def test_each_bias_stands_for_itself(absent):
+    """Those of one product lie side by side, and some of them can be missing."""
+    layer = SPECS[GROUPED]
+    with jax.enable_x64(True):
+        x, g = jnp.asarray(rows(1)), jnp.asarray(rows(2))
+        w = weights(layer, layers=LAYERS)._replace(**dict.fromkeys(absent))
+
+        def ours(x, w):
+            cache = empty_cache(LAYERS, BATCH, 0, layer)
+            return jnp.sum(g * recurrent_prefill(x, w, cache, spec=layer)[0])
+
+        def theirs(x, w):
+            return jnp.sum(g * recurrent_prefill_reference(x, w, spec=layer))
+
+        gradient = partial(jax.value_and_grad, argnums=(0, 1))
+        got, want = (quick(gradient(f))(x, w) for f in (ours, theirs))
+        assert_values_close(got[0], want[0], "float64")
+        assert_gradients_close(got[1], want[1], "float64")
+
+
+@pytest.mark.parametrize(
     ("name", "schedule"),
     [(BLOCKED, "prefix"), slow(GROUPED, "wavefront"), slow(PLAIN, "prefix")],
 )

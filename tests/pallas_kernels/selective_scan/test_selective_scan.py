@@ -207,7 +207,7 @@ def test_the_gradient_keeps_a_state_every_chunk_and_no_more():
     ("change", "message"),
     [
         ({"chunk": 0}, "wants chunk of at least 1, got 0"),
-        ({"u": jnp.zeros((B, 0, I))}, "at least one position"),
+        ({"u": jnp.zeros((B, 0, I))}, "none of them 0"),
         ({"dt": jnp.zeros((B, 7, I + 1))}, r"wants dt of shape \(2, 7, 16\), got"),
         ({"a": jnp.zeros((I + 1, N))}, "wants a of shape"),
         ({"b": jnp.zeros((B, 7, N + 1))}, "wants b of shape"),
@@ -218,7 +218,9 @@ def test_the_gradient_keeps_a_state_every_chunk_and_no_more():
         ({"initial": jnp.zeros((B, N, I))}, "wants initial of shape"),
         ({"starts": jnp.zeros((B, 6), bool)}, "wants starts of shape"),
         ({"lengths": jnp.zeros(3, int)}, "wants lengths of shape"),
-        ({"u": jnp.zeros((B, 7, I), int)}, "wants a floating u, got int32"),
+        ({"u": jnp.zeros((B, 7, I), int)}, "wants floating u, got int32"),
+        ({"a": jnp.zeros((I, N), int)}, "wants floating a, got int32"),
+        ({"starts": jnp.full((B, 7), 2)}, "wants bool starts, got int32"),
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused(change, message):

@@ -1,5 +1,6 @@
 """The laws of every stack for the memory's switches, and those of its schedules."""
 
+import re
 from functools import partial
 
 import jax
@@ -322,6 +323,51 @@ def test_a_reset_token_hides_what_came_before_from_the_memory():
     ]
     np.testing.assert_array_equal(memories[0][:, 3:], memories[1][:, 3:])
     assert not np.array_equal(memories[0][:, :3], memories[1][:, :3])
+
+
+@pytest.mark.parametrize("memory", ["broadcast", slow("first")])
+def test_a_reset_token_within_a_chunk_hides_what_came_before_it(memory):
+    """Positions behind it in the chunk have the memory of the chunk's first token."""
+    model = build(small(MemoryConfig(sources=(1,), reset_token=RESET)))
+    ids = np.asarray([[5, 1, 7, 2, RESET, 1]])
+    segments = jnp.asarray([[0, 0, 0, 0, 1, 1]])
+
+    @quick
+    def states(model, ids):
+        return Chunked(chunk=3, memory=memory).states(model, Batch(ids, ids, segments))
+
+    want, other = states(model, ids), states(model, np.where(ids == 7, 8, ids))
+    assert np.abs(other[:, 3] - want[:, 3]).max() > 1e-3
+    np.testing.assert_array_equal(other[:, 4:], want[:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("objective", "model", "message"),
+    [
+        (Interleaved(), SWITCHES["baseline"], "set model.stack.memory"),
+        (Chunked(chunk=2), SWITCHES["baseline"], "set model.stack.memory"),
+        (Chunked(chunk=2), SWITCHES["own state"], "lags has 0"),
+        (Interleaved(subsets=10), SHARED, "9 tokens .* into 10 subsets"),
+        (
+            Interleaved(refresh=True),
+            small(MemoryConfig(sources=(1,), keys=False, values=False)),
+            "nothing can be refreshed",
+        ),
+    ],
+)
+def test_what_an_objective_cannot_train_is_told_before(objective, model, message):
+    assert re.search(message, objective.refuses(model))
+    assert objective.refuses(SWITCHES["averaged sources, replacing"]) is None or (
+        objective == Interleaved(subsets=10)
+    )
+
+
+@pytest.mark.parametrize("name", ["baseline", "shared"])
+def test_a_prompt_longer_than_its_cache_is_refused(name):
+    model = build(SWITCHES[name])
+    ids = draw_ids(VOCABULARY, 4)
+    with pytest.raises(ValueError, match="4 tokens in one call do not fit a cache of"):
+        run(model, ids, model.init_cache(B, 3))
 
 
 def test_a_reset_token_among_pads_forgets_nothing():

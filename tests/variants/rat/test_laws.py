@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from recurjax.types import Tokens
-from recurjax.variants.rat import RnnMixerConfig
+from recurjax.variants.rat import ReversedRatMixerConfig, RnnMixerConfig
 from tests.laws import B, StackLaws, T, draw_ids, in_pieces, quick, run
 from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.variants.rat.switches import (
@@ -93,3 +93,27 @@ def test_a_prompt_longer_than_the_cache_is_an_error(ids):
     model = build(SWITCHES["rat"])
     with pytest.raises(ValueError, match="13 tokens in one call do not fit a cache of"):
         run(model, ids, model.init_cache(B, 8))
+
+
+def reversed_rat(chunk):
+    mixer = ReversedRatMixerConfig(
+        heads=HEADS, head_width=4, chunk=chunk, groups=2, gate_horizon=4, output_rank=3
+    )
+    return build(small(mixer, layers=1))
+
+
+def test_the_reversed_design_of_single_tokens_reads_prompts(ids):
+    """A chunk of one token is no decode step of one token."""
+    model = reversed_rat(chunk=1)
+    whole, _ = run(model, ids, model.init_cache(B, 0))
+    read, _ = in_pieces(model, ids, (5, 1, T - 6))
+    assert_values_close(read, whole)
+
+
+def test_the_reversed_design_takes_documents_within_one_chunk(ids):
+    model, ids = reversed_rat(chunk=4), ids[:, :3]
+    tokens = Tokens(jnp.asarray(ids), jnp.asarray([[0, 1, 1]] * B))
+    packed, _ = model(tokens, model.init_cache(B, 0))
+    alone, _ = run(model, ids[:, 1:], model.init_cache(B, 0))
+    # Attention alone tells no places apart but by their distance; there is no state.
+    assert_values_close(packed[:, 1:], alone)
