@@ -270,12 +270,14 @@ def _seen(
     stacked: Float[Array, "L B N S K E"], entry: Array, lanes: Lanes
 ) -> Float[Array, "B M S K E"]:
     """Returns a layer's parts that lanes read: a single lane's loop, or all N."""
-    N = stacked.shape[2]
-    # XLA for TPU moves seven times a cache of 256 rows for such pieces: there all
-    # parts are read under a mask, which is N times the attention.
+    L, B, N, S, *heads = stacked.shape
+    # XLA for TPU moves 20 times a cache of 256 rows for such pieces: there all parts
+    # are read under a mask, which is N times the attention.
     on_tpu = target.current().platform == "tpu"
     if lanes.loop.shape[1] > 1 or N == 1 or on_tpu:
-        return stacked[entry]
+        # The parts are joined before the layer is taken: joined after it, XLA for TPU
+        # writes the layer down first, three times the bytes.
+        return stacked.reshape(L, B, N * S, *heads)[entry].reshape(B, N, S, *heads)
 
     # One piece a row, moved whole: the other loops' parts are not touched.
     def one(row: Array, loop: Array) -> Array:
