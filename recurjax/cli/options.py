@@ -3,10 +3,12 @@
 import dataclasses
 import difflib
 import io
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stderr
 from itertools import dropwhile, takewhile
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
@@ -49,9 +51,13 @@ def _by_tyro(kind: type[T], argv: Sequence[str], **options: Any) -> T:
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            # Fields of configs by dots, not as subcommands of a union.
             return tyro.cli(
-                kind, args=list(argv), config=(tyro.conf.AvoidSubcommands,), **options
+                kind,
+                args=list(argv),
+                # Fields of configs by dots, not as subcommands of a union.
+                config=(tyro.conf.AvoidSubcommands,),
+                registry=_PATHS,
+                **options,
             )
     except SystemExit as end:
         # --help ends with 0 and has printed what it should.
@@ -60,6 +66,28 @@ def _by_tyro(kind: type[T], argv: Sequence[str], **options: Any) -> T:
         raise UserError(_sentence(said.getvalue())) from None
     except ValueError as error:  # from the class's own __post_init__
         raise UserError(str(error)) from error
+
+
+_PATHS = tyro.constructors.ConstructorRegistry()
+
+
+@_PATHS.primitive_rule
+def _path(
+    field: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Path] | None:
+    """Reads a path; a `~` at its begin is the home, which no shell says of --json=~/x.
+
+    A user without a home has a folder of that name.
+    """
+    if field.type is not Path:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: Path(os.path.expanduser(words[0])),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
 
 
 def _check_known(names: Iterable[str], argv: Sequence[str]) -> None:

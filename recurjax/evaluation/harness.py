@@ -95,7 +95,7 @@ class HarnessModel(TemplateLM):
             window=loaded.model.config.max_length or int(window),
             bos=bool(bos),
         )
-        return cls(subject, template=template_of(Path(run)))
+        return cls(subject, template=template_of(Path(run).expanduser()))
 
     @classmethod
     def create_from_arg_string(

@@ -24,6 +24,7 @@ from recurjax.training.run import (
     Description,
     MetricsWriter,
     Mirror,
+    RunDirectory,
     TrainingProgress,
     device_memory,
     hold,
@@ -106,7 +107,7 @@ def _train(
 ) -> TrainingResult:
     quiet = jax.process_index() != 0
     console = Console(quiet=True) if quiet else console or Console()
-    check_lock = hold(root, stack, console)
+    check_lock = hold(RunDirectory(root).root, stack, console)
     session = Session(experiment, root, mirror=mirror)
     stack.callback(session.close)
     early_interrupt.stop_if_noted()

@@ -57,7 +57,7 @@ class Session:
         # As it will be read back from config.json, before anything is made of it.
         experiment = from_json(Experiment, to_json(experiment), path="config")
         if mirror is None:
-            check_shared(root)
+            check_shared(RunDirectory(root).root)
         training = experiment.training
         # Meshes are checked here: what a plan refuses, training refuses in the same
         # words.

@@ -102,13 +102,13 @@ def trained_further(
       length: T of a row.
       learning_rate: at its highest.
     """
-    steps = max(1, tokens // (batch * length))
+    steps, run = max(1, tokens // (batch * length)), RunDirectory(start)
     return replace(
-        read_experiment(start / "config.json"),
+        read_experiment(run.config),
         name=name,
         data=DataConfig(
             corpus=TextFiles(patterns=(str(text),)),
-            tokenizer=TokenizerFile(path=str(start / "tokenizer")),
+            tokenizer=TokenizerFile(path=str(run.tokenizer)),
         ),
         optimizer=AdamW(learning_rate=learning_rate),
         schedule=Cosine(warmup_steps=steps // 10, end=0.1),

@@ -1,11 +1,23 @@
 import dataclasses
+from pathlib import Path
+from typing import Annotated
 
 import pytest
+import tyro
 
-from recurjax.cli.options import override
+from recurjax.cli.options import override, parse
 from recurjax.errors import UserError
 from tests.training.tiny_experiment import config
 from tests.variants.rat.switches import WINDOW, rat, small
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Paths:
+    """Options with paths."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    json: Path | None = None
+    prompt: str = ""
 
 
 @pytest.fixture
@@ -28,3 +40,12 @@ def test_a_field_that_the_entry_lacks_is_told(experiment):
     )
     with pytest.raises(UserError, match=told):
         override(experiment, ["--model.stack.pattern.1.chunk", "8"], prog="train")
+
+
+def test_a_path_may_begin_with_the_home(monkeypatch, tmp_path):
+    """Bash leaves --json=~/x to the program; a text and a URL stay as they are."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["~/run", "gs://b/x", "--json=~/x.json", "--prompt", "~/x"]
+    found = parse(Paths, words, prog="read")
+    assert found.runs == (tmp_path / "run", Path("gs:/b/x"))
+    assert (found.json, found.prompt) == (tmp_path / "x.json", "~/x")

@@ -1,15 +1,18 @@
 import dataclasses
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from recurjax.data.config import TextFiles
 from recurjax.data.prepared import prepare
 from recurjax.data.tokenizers import ByteTokenizer
-from recurjax.training.run import RunDirectory
+from recurjax.errors import UserError
+from recurjax.training.loop import train
+from recurjax.training.run import RunDirectory, load_run
 from tests.cli.commands import TINY, assert_refused, experiment_file, recurjax
-from tests.training.tiny_experiment import config
+from tests.training.tiny_experiment import changed, config
 
 OPTIONS = [
     (
@@ -126,6 +129,21 @@ def test_a_run_of_another_config_is_told_field_by_field(claimed):
         "holds a run of another config .*training.steps: 13 instead of 12; "
         "optimizer.b1: 0.8 instead of 0.9.*choose another --name",
     )
+
+
+def test_a_run_below_the_home_is_one_run(claimed, tmp_path, monkeypatch):
+    """Bash leaves --runs=~/runs to the program: all files of a run lie together."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    answer = recurjax("train", TINY, "--runs=~/runs", "--optimizer.b1", 0.8)
+    assert_refused(answer, f"{claimed.root} holds a run of another config")
+    with pytest.raises(UserError, match=f"{claimed.root} holds a run of another"):
+        train(changed(config(), optimizer={"b1": 0.8}), Path("~/runs/tiny"))
+    with pytest.raises(UserError, match=f"{claimed.root} has no checkpoint yet"):
+        load_run("~/runs/tiny")
+    # Neither a run nor a lock in a folder named "~".
+    assert not any((tmp_path / "here").iterdir())
 
 
 def test_a_run_that_saved_nothing_starts_anew_with_other_settings(claimed, tmp_path):

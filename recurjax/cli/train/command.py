@@ -59,8 +59,8 @@ def _train(file: str, options: list[str]) -> int:
     from recurjax.training.loop import train
 
     early_interrupt.stop_if_noted()
-    # One slash, whether a path or a URL.
-    root = f"{runs or '.'}/{experiment.name}"
+    # One slash, whether a path or a URL. No shell expands the ~ of --runs=~/x.
+    root = f"{os.path.expanduser(runs) or '.'}/{experiment.name}"
     if (url := url_of(root)) is not None:
         result = _train_in_bucket(experiment, url)
     else:

@@ -37,7 +37,7 @@ class StepDirectory:
 
     def __init__(self, root: PathLike[str] | str):
         """Touches nothing on disk."""
-        self.root = epath.Path(root).expanduser().resolve()
+        self.root = epath.Path(root).resolve()
         self.damaged: set[int] = set()
         """Steps that the caller found damaged: they no longer count as complete."""
         self._taken_over = False

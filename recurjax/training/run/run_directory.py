@@ -1,6 +1,7 @@
 """A run directory: what lies where, and loading a trained model from one."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from itertools import chain, count
@@ -34,7 +35,10 @@ class RunDirectory:
     """The files of one run; see `recurjax/training/README.md`."""
 
     def __init__(self, root: Path):
-        self.root = root
+        """Touches nothing on disk; a `~` at the root's begin is the user's home."""
+        # Here once for all files of a run: were it left to those who open them, some
+        # would lie in the user's home and some in a folder named `~`.
+        self.root = root = Path(os.path.expanduser(root))
         self.config = root / "config.json"
         self.metrics = root / "metrics.jsonl"
         self.tensorboard = root / "tensorboard"

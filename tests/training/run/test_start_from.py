@@ -96,6 +96,12 @@ def test_what_does_not_change_the_function_may_differ(source, tmp_path):
     check_start(experiment, ByteTokenizer())
 
 
+def test_the_other_run_may_lie_below_the_home(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    experiment = changed(tiny(), training={"start_from": f"~/{source[0].name}"})
+    check_start(experiment, ByteTokenizer())
+
+
 def test_training_in_the_imported_directory_is_refused(source):
     out, _ = source
     file = experiment_file(
