@@ -244,9 +244,11 @@ def run_verify(args: list[str]) -> int:
     manifest = read_manifest(folder)
     verify_checksums(folder)
     PreparedStream(folder, manifest)  # counts of records, and the index
-    if load_tokenizer(folder / TOKENIZER).hash != manifest.tokenizer_hash:
+    # As the folder was named: of one in a store its own is loaded, not the copy.
+    tokenizer = f"{told.rstrip('/')}/{TOKENIZER}"
+    if load_tokenizer(tokenizer).hash != manifest.tokenizer_hash:
         raise UserError(
-            f"{folder / TOKENIZER} is not the tokenizer that made the tokens: prepare "
+            f"{tokenizer} is not the tokenizer that made the tokens: prepare "
             "the data again"
         )
     print(

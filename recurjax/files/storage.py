@@ -6,6 +6,7 @@ objects. That is all that object stores do alike: they have no renames that happ
 once, no links and no appending.
 """
 
+import hashlib
 import logging
 import os
 import re
@@ -166,6 +167,15 @@ class Store:
 
     def open(self, name: str) -> IO[bytes]:
         return self._ask(lambda: self.system.open(self._inner(name), "rb"))
+
+    def sha256(self, name: str) -> str:
+        """Reads an object through and returns its checksum, in hexadecimal."""
+
+        def digest() -> str:
+            with self.system.open(self._inner(name), "rb") as opened:
+                return hashlib.file_digest(opened, "sha256").hexdigest()
+
+        return self._ask(digest)
 
     def size(self, name: str = "") -> int | None:
         """Returns an object's size in bytes; None: there is no such object."""

@@ -51,22 +51,15 @@ def copy_of(store: Store, name: str, *, sha256: str | None = None) -> Path:
       UserError: it is not there, it is other content, or the cache cannot be written.
     """
     url = f"{store.url}/{name}" if name else store.url
-    key = sha256 or store.stamp(name)
-    file = _place(url, key) / PurePosixPath(url).name
+    file = _copy(url, sha256 or store.stamp(name))
     if file.is_file():
         return file
     aside = file.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         store.fetch(name, aside)
-        if sha256 is not None:
-            with aside.open("rb") as opened:
-                found = hashlib.file_digest(opened, "sha256").hexdigest()
-            if found != sha256:
-                raise UserError(
-                    f"{url} is damaged: its checksum is not the one that was written "
-                    "down; put it there again"
-                )
+        if sha256 is not None and _sha256(aside) != sha256:
+            raise _damaged(url)
         os.replace(aside, file)
     except OSError as error:
         raise _unwritable(file.parent, error) from error
@@ -74,6 +67,30 @@ def copy_of(store: Store, name: str, *, sha256: str | None = None) -> Path:
         with suppress(OSError):
             aside.unlink()
     return file
+
+
+def mended_copy_of(store: Store, name: str, *, sha256: str) -> Path:
+    """Returns a copy as `copy_of`, which is read through and fetched anew if damaged.
+
+    The cache's disk may have damaged it since it was fetched.
+    """
+    file = _copy(f"{store.url}/{name}", sha256)
+    if file.is_file() and _sha256(file) != sha256:
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritable(file.parent, error) from error
+    return copy_of(store, name, sha256=sha256)
+
+
+def check_object(store: Store, name: str, *, sha256: str) -> None:
+    """Reads an object through where it lies, whatever copies there are.
+
+    Raises:
+      UserError: it is not there, or it is other content.
+    """
+    if store.sha256(name) != sha256:
+        raise _damaged(f"{store.url}/{name}")
 
 
 def folder_for(url: str, content: str) -> Path:
@@ -141,6 +158,22 @@ def fetched_folder(url: str) -> Iterator[Path]:
         for name in names:
             store.fetch(name, root / name if name else root)
         yield root
+
+
+def _copy(url: str, key: str) -> Path:
+    return _place(url, key) / PurePosixPath(url).name
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _damaged(url: str) -> UserError:
+    return UserError(
+        f"{url} is damaged: its checksum is not the one that was written down; put it "
+        "there again"
+    )
 
 
 def _place(url: str, key: str) -> Path:

@@ -1,5 +1,6 @@
 """Corpora, tokenizers and prepared data in a store; it is fsspec's, in memory."""
 
+import hashlib
 import json
 
 import fsspec
@@ -170,3 +171,59 @@ def test_a_shard_that_is_damaged_in_the_store_is_named(memory, tmp_path):
     with pytest.raises(UserError, match="tokens-00001.arrayrecord is damaged: its che"):
         run(["verify", url])
     assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["tokens-00001.arrayrecord", "documents.npy"])
+def test_verify_reads_the_store_and_not_the_copies(memory, name):
+    url = f"{ROOT}/shards"
+    words = ["--corpus", f"{ROOT}/texts/*.txt", "--shard-tokens", "2048"]
+    assert run(["prepare", "--out", url, *words]) == 0
+    data = with_own_text(config(), ["--corpus", url], prog="")[0].data
+    open_dataset(data).tokens("train")
+    open_dataset(data).tokens("validation")
+    # All copies are whole now; what they were copied from is damaged after that.
+    content = bytearray(memory.cat_file(f"{url}/{name}"))
+    content[100] ^= 1
+    memory.pipe_file(f"{url}/{name}", bytes(content))
+    with pytest.raises(UserError, match=f"{url}/{name} is damaged: its checksum"):
+        run(["verify", url])
+    memory.rm_file(f"{url}/{name}")
+    with pytest.raises(UserError, match="no such bucket or object"):
+        run(["verify", url])
+
+
+@pytest.mark.parametrize("name", ["tokens-00000.arrayrecord", "documents.npy"])
+@pytest.mark.parametrize("harm", [lambda data: data[:100], lambda data: bytes(4096)])
+def test_a_copy_that_is_damaged_here_is_fetched_anew(
+    memory, fetched, tmp_path, name, harm
+):
+    url = f"{ROOT}/shards"
+    words = ["--corpus", f"{ROOT}/texts/*.txt", "--shard-tokens", "2048"]
+    assert run(["prepare", "--out", url, *words]) == 0
+    data = with_own_text(config(), ["--corpus", url], prog="")[0].data
+    want = open_dataset(data).tokens("train")
+    [copy] = (tmp_path / "cache").rglob(name)
+    copy.write_bytes(harm(copy.read_bytes()))
+    fetched.clear()
+    np.testing.assert_array_equal(open_dataset(data).tokens("train"), want)
+    assert fetched.count(name) == 1
+    np.testing.assert_array_equal(open_dataset(data).tokens("train"), want)
+    assert fetched.count(name) == 1
+
+
+def test_a_shard_that_was_damaged_when_its_checksum_was_made_is_named(memory):
+    """Its records cannot be read, though it is what was written down."""
+    url = f"{ROOT}/shards"
+    words = ["--corpus", f"{ROOT}/texts/*.txt", "--shard-tokens", "2048"]
+    assert run(["prepare", "--out", url, *words]) == 0
+    name = "tokens-00000.arrayrecord"
+    content = bytearray(memory.cat_file(f"{url}/{name}"))
+    content[100] ^= 1
+    memory.pipe_file(f"{url}/{name}", bytes(content))
+    manifest = json.loads(memory.cat_file(f"{url}/manifest.json"))
+    del manifest["digest"]
+    manifest["shards"][0]["sha256"] = hashlib.sha256(content).hexdigest()
+    memory.pipe_file(f"{url}/manifest.json", json.dumps(manifest).encode())
+    data = with_own_text(config(), ["--corpus", url], prog="")[0].data
+    with pytest.raises(UserError, match=f"shard {url}/{name} is damaged"):
+        open_dataset(data).tokens("train")

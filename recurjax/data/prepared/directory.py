@@ -28,7 +28,12 @@ from recurjax.data.streams import Span
 from recurjax.errors import UserError
 from recurjax.files.json_files import read_json_object
 from recurjax.files.storage import Store, open_store, url_of
-from recurjax.files.store_copies import copy_of, folder_for
+from recurjax.files.store_copies import (
+    check_object,
+    copy_of,
+    folder_for,
+    mended_copy_of,
+)
 from recurjax.files.whole import inside, new_folder
 from recurjax.version import refuse_newer
 
@@ -38,7 +43,7 @@ INDEX = "documents.npy"
 TOKENIZER = "tokenizer"
 DTYPES = ("uint16", "uint32")
 _ORIGIN = "origin.txt"
-"""In a copy of a directory of a store: its URL. Its shards are fetched one by one."""
+"""In a copy of a directory of a store: its URL. Shards and index are fetched apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +126,11 @@ class PreparedStream:
                     f"{shard.size}: it is truncated or changed, prepare the data again"
                 )
         self._source = self._opened()
-        self.starts = _read_index(directory / INDEX, manifest)
+        index = directory / INDEX
+        if self._origin is not None:
+            wanted = manifest.index_sha256
+            index = mended_copy_of(self._origin, INDEX, sha256=wanted)
+        self.starts = _read_index(index, manifest)
 
     def read(self, spans: Sequence[Span]) -> list[Int32[np.ndarray, " _"]]:
         block = self._manifest.block
@@ -170,14 +179,17 @@ class PreparedStream:
                 f"shard {shard} is damaged ({error}): prepare the data again"
             ) from error
 
-    def _damaged_shard(self, wanted: list[int]) -> Path:
+    def _damaged_shard(self, wanted: list[int]) -> Path | str:
         # Numbers of records up to and with each shard.
         last = np.cumsum([shard.records for shard in self._manifest.shards])
         for record in wanted:
             try:
                 self._source[record]
             except RuntimeError:
-                return self._paths[int(np.searchsorted(last, record, side="right"))]
+                shard = self._paths[int(np.searchsorted(last, record, side="right"))]
+                if self._origin is None:
+                    return shard
+                return f"{self._origin.url}/{shard.name}"
         return self._paths[0].parent
 
 
@@ -195,8 +207,20 @@ class _Fetched:
 
     def __getitem__(self, record: int) -> bytes:
         home = bisect_right(self._ends, record)
-        first = self._ends[home] - self._shards[home].records
-        return self._shard(home)[record - first]
+        within = record - self._ends[home] + self._shards[home].records
+        try:
+            return self._shard(home)[within]
+        except RuntimeError:
+            # The copy may have been damaged here: then the store's own serves.
+            self._mend(home)
+            return self._shard(home)[within]
+
+    def _mend(self, number: int) -> None:
+        shard = self._shards[number]
+        # Of several threads that met the damage the first fetches the shard.
+        with self._opening:
+            mended_copy_of(self._store, shard.file, sha256=shard.sha256)
+            self._opened.pop(number, None)
 
     def _shard(self, number: int) -> ArrayRecordDataSource:
         # Threads read ahead together: the first that asks fetches, the others wait.
@@ -211,8 +235,8 @@ class _Fetched:
 def prepared_here(directory: str | Path) -> Path:
     """Returns a prepared directory as a folder of this machine.
 
-    Of one in a store it is a copy in the user's cache without the shards: those are
-    fetched, once, when they are read.
+    Of one in a store it is a copy in the user's cache without index and shards: those
+    are fetched, once, when they are read.
 
     Raises:
       UserError: it is in a store that cannot be read or has no such directory.
@@ -231,7 +255,7 @@ def prepared_here(directory: str | Path) -> Path:
     names = [name for name in store.sizes() if name.startswith(f"{TOKENIZER}/")]
     try:
         with new_folder(folder) as made:
-            for name in (INDEX, *names):
+            for name in names:
                 store.fetch(name, made / name)
             (made / MANIFEST).write_bytes(content)
             (made / _ORIGIN).write_text(url, encoding="utf-8")
@@ -325,13 +349,17 @@ def _shard(directory: Path, shard: Shard) -> Path:
 def verify_checksums(directory: Path) -> None:
     """Reads every shard through and compares its SHA-256 with the manifest's.
 
+    Of a directory in a store its own shards and index are read, and not the copies.
+
     Raises:
       UserError: a shard is missing or differs.
     """
-    origin = _origin(directory)
-    for shard in read_manifest(directory).shards:
+    origin, manifest = _origin(directory), read_manifest(directory)
+    if origin is not None:
+        check_object(origin, INDEX, sha256=manifest.index_sha256)
+    for shard in manifest.shards:
         if origin is not None:
-            copy_of(origin, shard.file, sha256=shard.sha256)
+            check_object(origin, shard.file, sha256=shard.sha256)
             continue
         path = _shard(directory, shard)
         if not path.is_file():
