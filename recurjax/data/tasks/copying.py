@@ -39,8 +39,10 @@ class Copy:
 
     def __post_init__(self):
         require_numbers(self)
-        if self.letters < 1:
-            raise UserError("Copy: letters must be at least 1")
+        for name in ("letters", "train_rows", "validation_rows"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise UserError(f"Copy: {name} must be at least 1, got {size}")
         for split in ("train", "validation"):
             low, high = self._lengths(split)
             if not 1 <= low <= high:
@@ -98,5 +100,8 @@ class Copy:
         if split == "train":
             return train
         low, high = self.validation_shortest, self.validation_longest
-        # None falls back to training's; a length of 0 is refused above.
-        return low or train[0], high or train[1]
+        # A length of 0 is no None: it is refused where the task is made.
+        return (
+            train[0] if low is None else low,
+            train[1] if high is None else high,
+        )

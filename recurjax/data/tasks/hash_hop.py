@@ -60,8 +60,10 @@ class HashHop:
 
     def __post_init__(self):
         require_numbers(self)
-        if self.size < 1 or self.hops < 1:
-            raise UserError("HashHop: size and hops must be at least 1")
+        for name in ("size", "hops", "train_rows", "validation_rows"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise UserError(f"HashHop: {name} must be at least 1, got {number}")
         if self.pairs < self.hops:
             raise UserError(
                 f"HashHop: a chain of {self.hops} pairs of strings of {self.size} and "
