@@ -7,6 +7,7 @@ the way of a save it is renamed to `<step>.damaged` or `<step>.incomplete`.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,11 @@ PART = "ocdbt.process_"
 _COMMIT_FILE = "commit_success.txt"
 _REMOVING = ".removing"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+def is_set_aside(name: str) -> bool:
+    """Whether a folder of this name is a step that was set aside: `3.damaged-2`."""
+    return re.fullmatch(r"\d+\.(damaged|incomplete)(-\d+)?", name) is not None
 
 
 class StepDirectory:

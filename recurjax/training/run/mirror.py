@@ -4,7 +4,8 @@ A bucket cannot append to metrics.jsonl, rename a checkpoint or link a lock. So 
 works in a folder of its own, which begins as a copy of the bucket's and is sent there
 at each save and at the end: first metrics and the other small files, then a
 checkpoint's arrays, and its commit file last. A step without one is incomplete: it is
-left out when the run is fetched again, and removed when the next run begins.
+left out when the run is fetched again, and removed when the next run begins. What was
+set aside (`3.damaged`) is neither fetched nor removed.
 
 Each process of a run has such a folder. Process 0 sends what is the run's, the others
 their parts of a checkpoint's arrays; the commit file goes once all have sent theirs.
@@ -25,7 +26,7 @@ from recurjax.errors import UserError
 from recurjax.files.storage import Store, open_store
 from recurjax.machine import peers
 from recurjax.training.agreement import first_process
-from recurjax.training.checkpoint.step_directory import ARRAYS, PART
+from recurjax.training.checkpoint.step_directory import ARRAYS, PART, is_set_aside
 from recurjax.training.run.lock_places import LOCK
 from recurjax.training.run.run_lock import held_in_store
 
@@ -81,6 +82,10 @@ class Mirror:
         wanted = {str(n) for n in (_complete(names) if steps is None else steps)}
         for name in names:
             head, *rest = PurePosixPath(name).parts
+            if _is_set_aside(name):
+                # An empty folder takes the name: the next step to be set aside gets
+                # another one, and the two do not mix in the store.
+                (self.folder / head / rest[0]).mkdir(parents=True, exist_ok=True)
             if head == _CHECKPOINTS and (rest[0] not in wanted):
                 continue
             # The lock is this process' own, and hidden files are being written.
@@ -183,6 +188,8 @@ class Mirror:
           steps: the checkpoints that lie in this folder.
         """
         path, step = PurePosixPath(name).parts, _step(name)
+        if _is_set_aside(name):
+            return True
         if path[0] == _PROFILE:
             return self.parts > 1
         if step is None or step not in steps or path[2] != ARRAYS:
@@ -319,6 +326,12 @@ def _step(name: str) -> int | None:
     head, *rest = PurePosixPath(name).parts
     is_step = head == _CHECKPOINTS and len(rest) > 1 and rest[0].isdecimal()
     return int(rest[0]) if is_step else None
+
+
+def _is_set_aside(name: str) -> bool:
+    """Whether a file is of a checkpoint set aside, which is never removed."""
+    head, *rest = PurePosixPath(name).parts
+    return head == _CHECKPOINTS and len(rest) > 1 and is_set_aside(rest[0])
 
 
 def _is_commit(name: str) -> bool:

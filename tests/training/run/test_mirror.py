@@ -9,6 +9,8 @@ import pytest
 from recurjax.errors import UserError
 from recurjax.files.storage import Store, open_store
 from recurjax.machine import peers
+from recurjax.training.checkpoint.manifest import Manifest
+from recurjax.training.checkpoint.step_directory import StepDirectory
 from recurjax.training.run import Mirror, mirrored
 from tests.training.bucket import URL, bucket
 
@@ -152,3 +154,19 @@ def test_arrays_are_fetched_when_they_are_read_and_stay_until_then(bucket):
         assert bucket().keys() == {*STEP, *COMMIT}
         mirror.fetch_arrays(3)
         assert state.read_text() == "arrays"
+
+
+def test_what_was_set_aside_stays_and_keeps_its_name(bucket):
+    """Nobody reads it again, so it is not fetched; but only its owner may remove it."""
+    aside = {f"checkpoints/{n}/state/d": n for n in ("3.damaged", "6.incomplete-2")}
+    with mirrored(URL) as mirror:
+        fill(mirror.folder, STEP | COMMIT | aside)
+    with mirrored(URL) as mirror:
+        assert not any((mirror.folder / name).exists() for name in aside)
+        steps = StepDirectory(mirror.folder / "checkpoints")
+        mirror.fetch_arrays(3)
+        steps.damaged.add(3)
+        assert steps.make_way(Manifest(step=6, arrays={}, loss=None, data_states=[]))
+    want = {*aside, *(n.replace("/3/", "/3.damaged-2/") for n in STEP | COMMIT)}
+    assert bucket().keys() == want
+    assert bucket()["checkpoints/3.damaged/state/d"] == b"3.damaged"
