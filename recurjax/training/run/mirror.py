@@ -291,16 +291,20 @@ def fetched(url: str, *, step: int | None = None) -> Iterator[Copy]:
 
     Args:
       url: of the run directory.
-      step: of the checkpoint; None: the newest.
+      step: of the checkpoint; None: the newest; `NO_STEP`: without one.
 
     Raises:
-      UserError: there is no run directory.
+      UserError: there is no run directory, or no complete checkpoint of the step.
     """
     store = open_store(url)
     names = store.sizes()
     if _CONFIG not in names:
         raise UserError(f"{url} is not a run directory: no {_CONFIG}")
     steps = _complete(names)
+    if step is not None and step not in (*steps, NO_STEP):
+        # Told here: of the copy it would be told that it has none at all.
+        there = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"{url} has no checkpoint {step}; it has {there}")
     chosen = [s for s in steps if s == step] if step is not None else steps[-1:]
     with tempfile.TemporaryDirectory(prefix="recurjax-run-") as folder:
         mirror = Mirror(store, Path(folder) / PurePosixPath(url).name)

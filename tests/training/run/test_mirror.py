@@ -11,7 +11,7 @@ from recurjax.files.storage import Store, open_store
 from recurjax.machine import peers
 from recurjax.training.checkpoint.manifest import Manifest
 from recurjax.training.checkpoint.step_directory import StepDirectory
-from recurjax.training.run import Mirror, mirrored
+from recurjax.training.run import Mirror, load_run, mirrored
 from tests.training.bucket import URL, bucket
 
 __all__ = ["bucket"]
@@ -170,3 +170,11 @@ def test_what_was_set_aside_stays_and_keeps_its_name(bucket):
     want = {*aside, *(n.replace("/3/", "/3.damaged-2/") for n in STEP | COMMIT)}
     assert bucket().keys() == want
     assert bucket()["checkpoints/3.damaged/state/d"] == b"3.damaged"
+
+
+def test_a_step_that_the_store_lacks_is_told_with_those_it_has(bucket):
+    six = {name.replace("/3/", "/6/"): text for name, text in (STEP | COMMIT).items()}
+    with mirrored(URL) as mirror:
+        fill(mirror.folder, STEP | COMMIT | six | {"config.json": "{}"})
+    with pytest.raises(UserError, match=f"{URL} has no checkpoint 4; it has 3, 6$"):
+        load_run(URL, step=4)
