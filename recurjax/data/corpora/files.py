@@ -51,13 +51,17 @@ def matching_files(patterns: tuple[str, ...]) -> list[CorpusFile]:
     Raises:
       UserError: a pattern matches no file, or a file may not be read.
     """
-    # By name: a file that two patterns match is read once, where it came first.
+    # A file that two patterns match is read once, where it came first. Of this machine
+    # it may have two names: a path from here and one from the root, or a link.
     found: dict[str, CorpusFile] = {}
     for pattern in patterns:
-        matches = _place_of(pattern).matching(pattern)
+        place = _place_of(pattern)
+        matches = place.matching(pattern)
         if not matches:
             raise UserError(f"no file matches {pattern!r}")
-        found.update((file.name, file) for file in matches)
+        for file in matches:
+            name = os.path.realpath(file.name) if place is _Here else file.name
+            found.setdefault(name, file)
     return list(found.values())
 
 

@@ -21,6 +21,7 @@ from recurjax.data.config import (
     Tfds,
 )
 from recurjax.data.corpora import embedded_text, read_corpus
+from recurjax.data.corpora.files import matching_files
 from recurjax.errors import UserError
 
 TEXTS = ["first café", "second\nof two lines", "third 🌍"]
@@ -89,6 +90,18 @@ def test_text_files_come_in_the_order_of_patterns_each_once(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     first, every = str(tmp_path / "b.txt"), str(tmp_path / "**" / "*.txt*")
     assert texts_of(TextFiles(patterns=(first, every))) == ["B", "A", "D", "C"]
+
+
+def test_a_file_of_two_spellings_is_read_once(tmp_path, monkeypatch):
+    """Twice it would be in the validation text what it is in training's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("A")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    up = f"../{tmp_path.name}/a.txt"
+    spellings = ("a.txt", str(tmp_path / "a.txt"), up, "~/a.txt", "link.txt")
+    found = [corpus_file.name for corpus_file in matching_files(spellings)]
+    assert found == ["a.txt"]
 
 
 def test_a_separator_cuts_a_file_into_documents(tmp_path):
