@@ -265,13 +265,14 @@ def run_show(args: list[str]) -> int:
     manifest = read_manifest(folder)
     tokenizer = load_tokenizer(folder / TOKENIZER)
     stream = PreparedStream(folder, manifest)
-    for row in range(options.first, options.first + options.rows):
+    last = (stream.tokens - 1) // options.length
+    if options.first > last:
+        raise UserError(f"{args[0]} has no row {options.first}: its last one is {last}")
+    # Short data have fewer rows than are asked for: then those.
+    for row in range(options.first, min(options.first + options.rows, last + 1)):
         start = row * options.length
         # The last row may be shorter.
         stop = min(start + options.length, stream.tokens)
-        if start >= stop:
-            last = (stream.tokens - 1) // options.length
-            raise UserError(f"{args[0]} has no row {row}: its last one is {last}")
         split = "train" if start < manifest.train_tokens else "validation"
         print(f"=== row {row}: tokens {start:,} to {stop - 1:,}, {split} ===")
         print(_shown(stream, tokenizer, start, stop))
@@ -286,17 +287,19 @@ def _shown(stream: PreparedStream, tokenizer: Tokenizer, start: int, stop: int) 
     begins = stream.starts[first:last].tolist()
     borders = [start, *(b for b in begins if b > start), stop]
     [ids] = stream.read([(start, stop)])
-    names = {tokenizer.bos: "<BOS>", tokenizer.eos: "<EOS>"}
-    if tokenizer.bos == tokenizer.eos:
-        names = {tokenizer.bos: "<BOS>"}
+    # One token that is both is shown as BOS; a tokenizer may have neither.
+    marks = ((tokenizer.eos, "<EOS>"), (tokenizer.bos, "<BOS>"))
+    names = {token: name for token, name in marks if token is not None}
     pieces = []
     for begin, end in pairwise(borders):
         text, plain = "", []
         # Special tokens have no text: they are shown by name, the others decoded
         # together, as a character may span several tokens.
         for token in [*ids[begin - start : end - start].tolist(), None]:
+            # None ends the row.
             if token is None or token in names:
-                text += tokenizer.decode(plain) + names.get(token, "")
+                text += tokenizer.decode(plain)
+                text += "" if token is None else names[token]
                 plain = []
             else:
                 plain.append(token)

@@ -145,6 +145,19 @@ def test_rows_are_shown_with_what_separates_documents(files, capsys):
     assert f"\n||| <BOS>{TEXTS[1][:50]}" in shown
     with pytest.raises(UserError, match="has no row 9: its last one is 3"):
         run(["show", out, "--first", "9", "--length", "3000"])
+    capsys.readouterr()
+    # Asked for three rows, as when nothing is said: the data has fewer.
+    assert run(["show", out, "--length", "5000"]) == 0
+    assert capsys.readouterr().out.count("=== row") == 2
+
+
+def test_a_tokenizer_without_bos_and_eos_shows_none(files, capsys):
+    words = ["--corpus", str(files / "a.txt"), "--tokenizer", "bytes-without-bos"]
+    prepared(files, *words)
+    capsys.readouterr()
+    assert run(["show", str(files / "out"), "--rows", "1", "--length", "50"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == f"=== row 0: tokens 0 to 49, train ===\n||| {TEXTS[0][:50]}\n"
 
 
 def test_a_prepared_folder_is_verified(files, capsys):
