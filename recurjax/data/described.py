@@ -182,8 +182,9 @@ def _unfolded(word: str, format: Format) -> tuple[str, ...]:
 
     Known folders, of TFDS and of `data prepare`, stay one word.
     """
-    if format == "tfds" or re.search(r"[*?\[]", word) or _format(word) is not None:
+    if format == "tfds" or re.search(r"[*?\[]", word):
         return (word,)
+    # Whatever its name: Spark writes folders such as wiki.jsonl.
     names = names_below(word)
     if names is None or {"dataset_info.json", MANIFEST} & set(names):
         return (word,)

@@ -78,6 +78,28 @@ def test_a_corpus_in_a_store_is_read_and_fetched_once(words, kind, fetched):
     assert texts_of(corpus) == TEXTS and len(fetched) == 2
 
 
+def test_a_folder_may_be_named_as_a_file(memory, tmp_path):
+    """Spark writes a folder wiki.jsonl with a file for each of its parts."""
+    for number, text in enumerate(TEXTS):
+        row = json.dumps({"text": text}) + "\n"
+        name = f"wiki.jsonl/part-{number}.jsonl"
+        memory.pipe_file(f"{ROOT}/{name}", row.encode())
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(row)
+    for word in (f"{ROOT}/wiki.jsonl", str(tmp_path / "wiki.jsonl")):
+        corpus = describe_corpus((word,))
+        assert corpus == JsonLines(patterns=(f"{word}/**/*.jsonl",))
+        assert texts_of(corpus) == TEXTS
+
+
+def test_an_object_named_is_read_by_who_may_not_list(memory, monkeypatch):
+    def denied(_):
+        raise UserError("403")
+
+    monkeypatch.setattr(Store, "sizes", denied)
+    assert texts_of(describe_corpus((f"{ROOT}/texts/a.txt",))) == TEXTS[:1]
+
+
 def test_an_object_that_was_replaced_is_fetched_again(memory, fetched):
     corpus = TextFiles(patterns=(f"{ROOT}/texts/a.txt",))
     assert texts_of(corpus) == TEXTS[:1]

@@ -142,6 +142,9 @@ class _Stores:
         if folder.startswith("https://"):
             return None
         store = open_store(folder)
+        # An object is no folder; who may read it need not be allowed to list others.
+        if store.size() is not None:
+            return None
         names = (PurePosixPath(name) for name in store.sizes() if name)
         found = sorted(name.as_posix() for name in names if _is_shown(name.parts))
         return found or None
