@@ -1,5 +1,6 @@
 """`recurjax plan EXPERIMENT --topology ...`: compile for hardware that is not there."""
 
+import math
 import os
 import re
 from dataclasses import dataclass, replace
@@ -75,6 +76,12 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name} must be at least 1, got {value}")
+        # NaN is above nothing. Asked before hours of compilations.
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise UserError(f"--price must be at least 0, got {self.price}")
+        limit = self.memory_limit
+        if limit is not None and not 0 < limit < math.inf:
+            raise UserError(f"--memory-limit must be above 0 and finite, got {limit}")
         if (self.rows or self.length) and self.program in ("train", "evaluate"):
             raise UserError(
                 "--rows and --length are of prefill, decode and tick: set "

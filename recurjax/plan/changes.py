@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from recurjax.experiment import Experiment
 from recurjax.plan.planning import Plan
-from recurjax.sharding import MeshConfig
+from recurjax.sharding import AXES, MeshConfig
 
 _MOST_PARTS = 16
 
@@ -107,8 +107,16 @@ def _other_meshes(
         now = (mesh["data"], mesh["fsdp"], mesh["tensor"]) == (1, fsdp, tensor)
         if divides and not now:
             changed = replace(experiment.mesh, data=1, fsdp=fsdp, tensor=tensor)
-            yield f"--mesh fsdp={fsdp},tensor={tensor}", _with(experiment, changed)
+            yield _option(changed), replace(experiment, mesh=changed)
 
 
-def _with(experiment: Experiment, mesh: MeshConfig) -> Experiment:
-    return replace(experiment, mesh=mesh)
+def _option(mesh: MeshConfig) -> str:
+    """Writes a mesh as fields; `--mesh fsdp=8` is an option of `plan` alone."""
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    # Axes that these changes leave alone are told where they cut something.
+    told = {
+        axis: size
+        for axis, size in sizes.items()
+        if axis in ("data", "fsdp", "tensor") or size != 1
+    }
+    return " ".join(f"--mesh.{axis} {size}" for axis, size in told.items())

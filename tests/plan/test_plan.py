@@ -9,6 +9,7 @@ import jax
 import pytest
 from rich.console import Console
 
+from recurjax.cli.options import override
 from recurjax.errors import UserError
 from recurjax.plan import compilation
 from recurjax.plan.changes import _other_meshes, find_changes
@@ -64,6 +65,12 @@ def test_a_plan_for_two_cpus_tells_sizes_counts_and_collectives(tmp_path, monkey
         (("--topology", "cpu", "--mesh", "data=two"), "--mesh data=two: write it like"),
         (("--topology", "cpu", "--mesh", "row=2"), "with axes of data, fsdp"),
         (("--topology", "cpu", "--mesh", "data=-1,fsdp=-1"), "one of them may be -1"),
+        (("--topology", "cpu", "--price", "-3"), "--price must be at least 0, got -3"),
+        (("--topology", "cpu", "--price", "nan"), "--price must be at least 0"),
+        (
+            ("--topology", "cpu", "--sweep", "--memory-limit", "nan"),
+            "--memory-limit must be above 0 and finite, got nan",
+        ),
         (("--topology", "cpu", "--rows", "4"), "--rows and --length are of prefill"),
         (("--topology", "cpu", "--json", "/nowhere/p.json"), "no directory /nowhere"),
         (
@@ -123,7 +130,7 @@ def test_what_does_not_fit_gets_three_changes_that_are_planned_again(monkeypatch
     assert [(one.option, one.plan.fits) for one in found] == [
         ("--training.accumulation 4", True),
         ("--model.stack.remat block", False),
-        ("--mesh fsdp=2,tensor=2", False),
+        ("--mesh.data 1 --mesh.fsdp 2 --mesh.tensor 2", False),
     ]
 
 
@@ -159,8 +166,11 @@ def meshes_tried(mesh, batch, tried, run):
         seconds=0.0,
     )
     found = list(_other_meshes(run, plan))
-    assert [option.removeprefix("--mesh ") for option, _ in found] == tried
-    assert all(f"fsdp={one.mesh.fsdp}," in option for option, one in found)
+    meshes = [one.mesh for _, one in found]
+    assert [f"fsdp={mesh.fsdp},tensor={mesh.tensor}" for mesh in meshes] == tried
+    # Fields of the experiment, which `train` takes as `plan` does.
+    for option, one in found:
+        assert override(run, option.split(), prog="train") == one
 
 
 @pytest.mark.parametrize(
