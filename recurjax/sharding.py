@@ -77,9 +77,10 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
         shape = ", ".join(
             f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True)
         )
+        *names, last = (f"--mesh.{axis}" for axis in AXES)
         raise UserError(
-            f"the mesh ({shape}) does not fit {len(devices)} devices: set --mesh.data, "
-            f"--mesh.fsdp and --mesh.tensor so that they multiply to {len(devices)}"
+            f"the mesh ({shape}) does not fit {len(devices)} devices: set "
+            f"{', '.join(names)} and {last} so that they multiply to {len(devices)}"
         )
     kinds = (AxisType.Auto,) * len(AXES)
     slices = {getattr(device, "slice_index", None) for device in devices}

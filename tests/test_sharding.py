@@ -154,6 +154,16 @@ def test_a_mesh_that_does_not_fit_the_devices_is_told(mesh):
         make_mesh(mesh)
 
 
+def test_a_mesh_that_does_not_fit_is_told_with_all_axes_that_count():
+    """Of data=8, stage=2 the sizes of data, fsdp and tensor multiply to 8."""
+    said = (
+        "set --mesh.data, --mesh.fsdp, --mesh.stage, --mesh.sequence and --mesh.tensor "
+        "so that they multiply to 8"
+    )
+    with pytest.raises(UserError, match=said):
+        make_mesh(MeshConfig(data=8, stage=2))
+
+
 @pytest.mark.parametrize("sizes", [{"data": 0}, {"data": -1, "fsdp": -1}])
 def test_axes_that_mean_nothing_are_refused(sizes):
     with pytest.raises(ValueError, match="axes must be at least 1"):
