@@ -72,6 +72,9 @@ def run(argv: list[str]) -> int:
     options = parse(Bench, argv, prog="recurjax bench")
     if options.repeats < 1:
         raise UserError(f"--repeats must be at least 1, got {options.repeats}")
+    # Before an hour of measurements that could not be kept.
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {options.json.parent} for --json")
     served = {"requests": options.requests, "slots": options.slots}
     served = {name: count for name, count in served.items() if count is not None}
     for name, count in served.items():

@@ -8,8 +8,10 @@ import pytest
 
 from recurjax.bench import data, timing, transformer
 from recurjax.bench.report import report
+from recurjax.cli.bench import BENCHES
 from recurjax.cli.main import main
 from recurjax.data.corpora import embedded_text
+from tests.cli.commands import assert_refused, recurjax
 
 KINDS = ("text", "prepared")
 TINY = {"B": 2, "T": 8, "D": 128, "L": 1, "V": 64}
@@ -76,3 +78,11 @@ def test_five_parts_are_timed_beside_one_corpus(monkeypatch):
         f"{kind}: five parts at {share:.2f} of one corpus' rate"
         for kind, share in zip(kinds, shares, strict=True)
     ]
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(BENCHES, "data", ("reached",))
+    answer = recurjax("bench", "data", "--json", tmp_path / "none" / "rows.json")
+    assert_refused(answer, f"there is no folder {tmp_path}/none for --json")
