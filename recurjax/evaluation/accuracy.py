@@ -122,7 +122,9 @@ class Accuracy(NamedTuple):
       mean_of_classes: over the tokens that were an answer, the mean of each one's
         share. MAD's published figure (the default average of torchmetrics).
       sequence: rows whose every answer is right; the Recurrent Transformer's figure.
-      slices: `token` of the rows of each slice, by names such as "pairs=8".
+      slices: `token` of the rows of each slice, by names such as "pairs=8", in the
+        order of their numbers.
+      answers: how many each slice asks, by the same names.
       positions: `token` by place; None where nothing is asked.
       rows: that asked something.
     """
@@ -131,6 +133,7 @@ class Accuracy(NamedTuple):
     mean_of_classes: float
     sequence: float
     slices: dict[str, float]
+    answers: dict[str, int]
     positions: list[float | None]
     rows: int
 
@@ -159,7 +162,7 @@ def accuracy(
     """
     classes = positions = np.zeros((2, 0), np.int64)
     rows: list[tuple[int, int]] = []
-    by_slice: dict[str, list[tuple[int, int]]] = {}
+    by_slice: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for batch, of_rows in zip(counts, slices, strict=False):
         classes = _added(classes, batch.class_right, batch.class_asked)
         positions = _added(positions, batch.position_right, batch.position_asked)
@@ -168,8 +171,8 @@ def accuracy(
             if not asked:
                 continue
             rows.append((int(right), int(asked)))
-            for name, value in names.items():
-                by_slice.setdefault(f"{name}={value}", []).append(rows[-1])
+            for label in names.items():
+                by_slice.setdefault(label, []).append(rows[-1])
     if not rows:
         raise ValueError("accuracy: no row asks anything")
     # A class that was never an answer has no share; it is left out of the mean.
@@ -178,8 +181,8 @@ def accuracy(
         right / asked_ if asked_ else None for right, asked_ in positions.T.tolist()
     ]
     several = {
-        name: _share(found)
-        for name, found in sorted(by_slice.items())
+        f"{name}={value}": found
+        for (name, value), found in sorted(by_slice.items())
         # The rows' own label would repeat the total.
         if len(found) < len(rows)  # a slice of all rows says nothing new
     }
@@ -187,14 +190,19 @@ def accuracy(
         token=_share(rows),
         mean_of_classes=float((classes[0][asked] / classes[1][asked]).mean()),
         sequence=sum(right == asked for right, asked in rows) / len(rows),
-        slices=several,
+        slices={name: _share(found) for name, found in several.items()},
+        answers={name: _asked(found) for name, found in several.items()},
         positions=places,
         rows=len(rows),
     )
 
 
 def _share(found: list[tuple[int, int]]) -> float:
-    return sum(right for right, _ in found) / sum(asked for _, asked in found)
+    return sum(right for right, _ in found) / _asked(found)
+
+
+def _asked(found: list[tuple[int, int]]) -> int:
+    return sum(asked for _, asked in found)
 
 
 def _added(sums: np.ndarray, right: Any, asked: Any) -> np.ndarray:

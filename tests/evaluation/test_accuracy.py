@@ -75,6 +75,8 @@ def test_shares_are_those_of_a_loop(model, batch):
     for value in (2, 3):
         mine = share(r for row, *_, r in right if 2 + row % 2 == value)
         assert got.slices[f"pairs={value}"] == mine
+        asked = sum(2 + row % 2 == value for row, *_ in right)
+        assert got.answers[f"pairs={value}"] == asked
     assert got.positions[0] is None
     np.testing.assert_allclose(
         got.positions[3], share(r for _, t, _, r in right if t == 3)
@@ -88,6 +90,12 @@ def test_batches_add_up(model, batch):
     added = accuracy(counts, [SLICES[0][:2], SLICES[0][2:]])
     assert added.metrics() == whole.metrics() and added.rows == whole.rows
     assert added.positions == whole.positions
+
+
+def test_slices_stand_in_the_order_of_their_numbers(model, batch):
+    slices = [[{"pairs": (512, 64, 128)[row % 3]} for row in range(B)]]
+    got = accuracy([count_answers(model, batch)], slices)
+    assert list(got.slices) == ["pairs=64", "pairs=128", "pairs=512"]
 
 
 def test_few_logits_at_a_time_find_the_same_tokens(model, batch, monkeypatch):

@@ -181,6 +181,8 @@ def _rows(
             # Of whole rows: the number of rows is what the error depends on.
             n = result.accuracy.rows
             error = share_error(value, n)
+        elif result.accuracy is not None and name.startswith("accuracy/"):
+            n = result.accuracy.answers[name.removeprefix("accuracy/")]
         rows.append(
             Row(
                 step=loaded.step,

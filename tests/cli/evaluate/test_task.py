@@ -57,6 +57,9 @@ def test_a_run_trained_on_a_task_is_tested_on_its_own(recalling, tmp_path):
     assert kept["accuracy/pairs=4"].settings == {"length": 32, "vocabulary": 257}
     assert {(row.seed, row.limit) for row in kept.values()} == {(3, 4)}
     assert kept["sequence_accuracy"].n == 8
+    # A slice's figure is known by its own answers.
+    assert [kept[f"accuracy/pairs={n}"].n for n in (2, 4)] == [8, 16]
+    assert kept["accuracy"].n == 24
 
 
 def test_any_run_reads_a_task_of_a_fitting_vocabulary(finished):
