@@ -77,7 +77,7 @@ def check_exits(model: Decoder, exits: EarlyExit) -> None:
     if exits.rule.kind == "head" and exits.head is None:
         raise UserError(
             "the rule head needs a trained exit head: fit one with recurjax evaluate "
-            "RUN --exits --fit-head"
+            "RUN --exits --fit-head 100, on so many batches"
         )
 
 
@@ -110,6 +110,24 @@ class ExitDecoder:
         # Loops run by the token at each position; those not there yet count as all.
         self._ran = np.full((1, positions), self._loops, np.int32)
 
+    def compile(self, state: DecodeState, keys: Array, eos: Array) -> None:
+        """Runs every program once, on copies of what they would overwrite.
+
+        The steps after it take no time for compiling, wherever their tokens leave.
+        """
+        missing, newest = self.exits.missing, state.newest
+        ran = jnp.asarray(self._ran) if missing == "skip" else None
+        x, cache = _enter(self.model, newest, state.cache), _copied(state.cache)
+        kind, head = self.exits.rule.kind, self.exits.head
+        for b in range(1, self._loops + 1):
+            x, cache, logits, _ = _loop(
+                self.model, x, cache, newest, ran, head, b, kind
+            )
+            left = _leave(self.model, x, _copied(cache), newest, b, missing)
+            drawn = state._replace(cache=left)
+            drawn = _draw(drawn, logits, keys, eos, sampling=self.sampling)
+            jax.block_until_ready(drawn)
+
     def step(
         self, state: DecodeState, keys: Array, eos: Array
     ) -> tuple[DecodeState, Leaving]:
@@ -137,6 +155,10 @@ class ExitDecoder:
             state._replace(cache=cache), logits, keys, eos, sampling=self.sampling
         )
         return state, Leaving(b, scores, logits[0])
+
+
+def _copied(cache: Cache) -> Cache:
+    return jax.tree.map(jnp.copy, cache)
 
 
 @jax.jit

@@ -221,35 +221,33 @@ def _with_exits(
     most: int,
     on_token: Callable[[int, int], bool] | None,
 ) -> TokenGeneration:
-    """Continues one row after another; compilation counts as what it was needed for."""
+    """Continues one row after another."""
     timing = Timing(rows=len(prompts), prompt_tokens=sum(map(len, prompts)))
-    tokens, reasons, loops = [], [], []
+    tokens, reasons, loops, ready = [], [], [], False
     for number, prompt in enumerate(prompts):
         own = keys[number : number + 1]
         told = None if on_token is None else partial(_tell_row, on_token, number)
         row, used = _Rows(1, most, np.asarray(eos), told), []
+        padded = _padded([prompt], longest=cache_length)
+        options = {
+            "sampling": sampling_rows([sampling]),
+            "penalizes": sampling.penalizes,
+            "cache_length": cache_length,
+            "by": by,
+        }
+        with timing.measure("compile"):
+            prefill.lower(model, padded, own, eos, **options).compile()
         with timing.measure("prefill"):
-            padded = _padded([prompt], longest=cache_length)
-            state = prefill(
-                model,
-                padded,
-                own,
-                eos,
-                sampling=sampling_rows([sampling]),
-                penalizes=sampling.penalizes,
-                cache_length=cache_length,
-                by=by,
-            )
+            state = prefill(model, padded, own, eos, **options)
             row.take(np.asarray(state.newest)[:, None])
         # The first new token comes of the prompt, which all loops have read.
         used.append(model.stack.exits)  # pyright: ignore[reportAttributeAccessIssue]
-        decoder = ExitDecoder(
-            model,
-            exits,
-            positions=cache_length,
-            prompt=len(prompt),
-            sampling=sampling,
-        )
+        sizes = {"positions": cache_length, "prompt": len(prompt)}
+        decoder = ExitDecoder(model, exits, **sizes, sampling=sampling)
+        if row.unfinished and not ready:
+            with timing.measure("compile"):
+                decoder.compile(state, own, eos)
+            ready = True  # all rows' steps are the same programs
         with timing.measure("decode"):
             while row.unfinished:
                 state, leaving = decoder.step(state, own, eos)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -15,9 +16,16 @@ from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import cheapest, fit_exit_head, score_exits
 from recurjax.exits import ExitHead, ExitRule, confidence, cosine, parse_rule
 from recurjax.inference.decoding import prefill
-from recurjax.inference.exit_decoding import EarlyExit, ExitDecoder, check_exits
+from recurjax.inference.exit_decoding import (
+    EarlyExit,
+    ExitDecoder,
+    _leave,
+    _loop,
+    check_exits,
+)
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.inference.sampling import SamplingConfig, row_keys, sampling_rows
+from recurjax.inference.timing import Timing
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
@@ -221,6 +229,29 @@ def test_a_threshold_that_nothing_exceeds_is_the_full_model(missing):
     assert got.aux == {"mean loops a token": 3.0}
 
 
+def test_a_speed_with_exits_has_no_compiling_in_it(monkeypatch):
+    measure, compiled = Timing.measure, []
+
+    @contextmanager
+    def watched(self, phase):
+        before = _loop._cache_size(), _leave._cache_size()
+        with measure(self, phase):
+            yield
+        if (_loop._cache_size(), _leave._cache_size()) != before:
+            compiled.append(phase)
+
+    monkeypatch.setattr(Timing, "measure", watched)
+    got = generate_tokens(
+        build(MODELS["propagate"]),
+        [[1, 2, 3], [4, 5]],
+        max_new_tokens=3,
+        sampling=GREEDY,
+        exits=EarlyExit(rule=ExitRule(kind="cosine", threshold=0.5), missing="skip"),
+    )
+    assert compiled == ["compile"]
+    assert got.timing.compile_seconds > 0 < got.timing.decode_seconds
+
+
 @pytest.mark.slow
 def test_the_figures_of_a_text_are_those_of_the_models_cut_there():
     model = build(MODELS["propagate"])
@@ -275,7 +306,7 @@ def test_rules_are_what_they_say():
         (small(sharing="sequence"), "propagate", "cosine", "sharing 'cycle'"),
         (small(), "share", "cosine", "share is for a model with loop_cache 'first'"),
         (small(loop_cache="first"), "skip", "cosine", "use share"),
-        (small(), "skip", "head", "needs a trained exit head"),
+        (small(), "skip", "head", "--exits --fit-head 100, on"),
     ],
 )
 def test_exits_that_a_model_does_not_have_are_refused(model, missing, kind, said):
