@@ -148,6 +148,10 @@ class App:
             return next(iter(self._models.values()))
         if not isinstance(name, str) or name not in self._models:
             known = ", ".join(self._models)
+            if name is None:
+                raise RequestError(
+                    400, f"say which model: it is one of {known}", field="model"
+                )
             raise RequestError(
                 404, f"there is no model {name!r}: it is one of {known}", field="model"
             )

@@ -71,7 +71,16 @@ class Running:
 
 
 @contextmanager
-def running(build, *, waiting=4, api_key=None, template=TEMPLATE, scorer=None, ends=()):
+def running(
+    build,
+    *,
+    waiting=4,
+    api_key=None,
+    template=TEMPLATE,
+    scorer=None,
+    ends=(),
+    names=("abc",),
+):
     worker = Worker(build, most_waiting=waiting, build_scorer=lambda: scorer)
     template = None if template is None else ChatTemplate(template)
     model = Served(
@@ -83,7 +92,7 @@ def running(build, *, waiting=4, api_key=None, template=TEMPLATE, scorer=None, e
         sizes=[StateSize(1, 100, 400), StateSize(48, 4800, 19200)],
     )
     bound = serving.bind("127.0.0.1", 0)
-    app = App({"abc": model}, api_key=api_key)
+    app = App(dict.fromkeys(names, model), api_key=api_key)
     ended = threading.Event()
     thread = threading.Thread(
         target=serving.serve,

@@ -176,6 +176,14 @@ def test_unknown_models_and_routes_are_404(server):
     assert told(server, "/v1/wings", {}) == (404, "there is no POST /v1/wings")
 
 
+def test_of_several_models_one_must_be_named(engine):
+    body = {"prompt": "a", **GREEDY}
+    with running(lambda: engine, names=("abc", "xyz")) as server:
+        answer = told(server, "/v1/completions", body)
+        assert answer == (400, "say which model: it is one of abc, xyz")
+        assert server.ask("/v1/completions", body | {"model": "xyz"})[0] == 200
+
+
 def malformed(draw: random.Random) -> bytes:
     """A body that is wrong by how it was made."""
     body = {"prompt": "abc", "max_tokens": 3, "temperature": 0.5}
