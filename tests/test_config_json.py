@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from recurjax.config_json import from_json, to_json
+from recurjax.config_json import from_json, json_differences, to_json
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.layers.position import Alibi, LearnedPositions
@@ -93,3 +93,12 @@ def test_a_value_that_json_lacks_is_not_written():
 
     with pytest.raises(TypeError, match=r"tuples.* got list \['a'\]"):
         to_json(Odd(names=["a"]))
+
+
+def test_of_two_classes_the_names_differ_and_not_all_their_fields():
+    one = {"stack": {"type": "Rat", "chunk": 4}, "vocabulary": 9}
+    other = {"stack": {"type": "Transformer", "heads": 2}, "vocabulary": 8}
+    assert json_differences(one, other) == [
+        "stack: Rat instead of Transformer",
+        "vocabulary: 9 instead of 8",
+    ]
