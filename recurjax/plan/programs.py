@@ -194,6 +194,11 @@ def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> Progra
             "--topology h100 --mesh data=1"
         )
     model = _as_multiplied(_model(experiment, mesh, length))
+    if getattr(model.stack, "refuses_exits", None) is None:
+        raise UserError(
+            "--program tick is one pass of a recursive model's block, not of "
+            f"{type(model.config.stack).__name__}: take --program decode"
+        )
     # Any rule that needs no trained head: which tokens leave does not change a tick.
     rule = ExitRule(kind="confidence", threshold=0.5)
     way = choose_way(model, EngineConfig(slots=slots, length=length, exit=rule), None)

@@ -261,7 +261,7 @@ def test_a_tick_is_planned_as_one_pass_of_the_block():
 
 def test_a_tick_is_refused_where_no_engine_runs_one():
     run = small_experiments.experiment("transformer")
-    with pytest.raises(UserError, match="only a recursive model has loops to leave"):
+    with pytest.raises(UserError, match="TransformerConfig: take --program decode"):
         build_program(run, "tick", make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     run = small_experiments.experiment("relaxed_recursive_transformer")
     mesh = make_mesh(MeshConfig(data=2), jax.devices()[:2])
