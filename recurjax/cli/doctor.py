@@ -30,6 +30,10 @@ _EXTRAS = {
     "s3fs": "s3",
     "gguf": "gguf",
     "torch": "torch",
+    "starlette": "serve",
+    "lm-eval": "harness",
+    "wonderwords": "ruler",
+    "rouge": "longbench",
 }
 # Only their names are ever shown: a report is pasted where others read it.
 _CREDENTIALS = {

@@ -2,12 +2,14 @@
 
 import json
 import re
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import recurjax as package
+from recurjax.cli import doctor
 from recurjax.config_changes import Change, brought_up_to_date
 from recurjax.errors import UserError
 from recurjax.experiment import read_experiment, write_experiment
@@ -152,6 +154,20 @@ def test_doctor_says_which_backend_each_operation_takes(monkeypatch):
     assert "HF_TOKEN is set" in out and f"recurjax {VERSION}, Python 3" in out
     for op in ("recurrent_prefill", "chunk_attention", "gated_scan", "selective_scan"):
         assert re.search(rf"{op}: xla\n +not triton: .+\n +not mosaic_tpu: .+\n", out)
+
+
+def test_doctor_and_the_readme_know_every_extra():
+    root = Path(package.__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    install = (root / "README.md").read_text().split("## Install")[1].split("\n## ")[0]
+    for extra in extras:
+        assert f"`{extra}`" in install or f"[{extra}]" in install
+    # Of one feature each; a device's, a kernel's and the suite's are no feature.
+    others = {"cuda", "tpu", "notebooks", "emulators", "all", "test"}
+    assert set(doctor._EXTRAS.values()) == set(extras) - others
+    for name, extra in doctor._EXTRAS.items():
+        assert any(wanted.startswith(f"{name}>") for wanted in extras[extra])
 
 
 def test_doctor_names_the_folder_that_is_told(monkeypatch, tmp_path):
