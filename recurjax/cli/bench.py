@@ -41,7 +41,8 @@ class Bench:
     """Times a variant's passes, or the trainer, on the first device.
 
     Attributes:
-      what: a variant, `recurrent_prefill` (the Recurrent Transformer's op by backend),
+      what: a variant, `relaxed_recursive_engine` (an engine of early exits beside
+        whole texts), `recurrent_prefill` (the Recurrent Transformer's op by backend),
         `trainer` (the loop against the bare step, the data pipeline), or `data` (a
         mixture of five parts against one corpus).
       json: also write the rows to this file.

@@ -36,7 +36,8 @@ class ServeOptions:
 
     Attributes:
       runs: run directories; each is served under its folder's name.
-      host, port: where to listen; by default this machine alone can ask.
+      host: the address to listen at; by default this machine alone can ask.
+      port: the port there; 0: any that is free.
       slots: requests that are continued at once; "auto": as many as memory holds.
       length: tokens that a slot holds, prompt and answer together; None: 4096, or what
         the model has positions for.
@@ -46,8 +47,10 @@ class ServeOptions:
       states_gib: memory for states of conversations, so that a next turn reads only
         what is new.
       prefill: "exact", or "sweeps:4" of a model with a latent memory.
-      exit, missing: let tokens leave a recursive model early, as in `generate`; a
-        request's text then needs fewer loops, and "verify" keeps greedy ones exact.
+      exit: let tokens leave a recursive model early, as in `generate`; a request's
+        text then needs fewer loops.
+      missing: what becomes of the keys and values that such tokens lack, as in
+        `generate`; "verify" keeps greedy texts exact.
       top_logprobs: likeliest tokens that a request may ask for at each place.
       echo_logprobs: also tell probabilities of prompts, where a completion asks for
         echo and logprobs; takes a further slot's memory while it works.

@@ -1,11 +1,19 @@
 import dataclasses
+import re
 from pathlib import Path
 from typing import Annotated
 
 import pytest
 import tyro
 
+from recurjax import variants
+from recurjax.cli.bench import BENCHES, Bench
+from recurjax.cli.chat.command import ChatOptions
+from recurjax.cli.evaluate.options import Evaluate
+from recurjax.cli.generate.command import GenerateOptions
 from recurjax.cli.options import override, parse
+from recurjax.cli.plan import PlanOptions
+from recurjax.cli.serve import ServeOptions
 from recurjax.errors import UserError
 from tests.training.tiny_experiment import config
 from tests.variants.rat.switches import WINDOW, rat, small
@@ -49,3 +57,17 @@ def test_a_path_may_begin_with_the_home(monkeypatch, tmp_path):
     found = parse(Paths, words, prog="read")
     assert found.runs == (tmp_path / "run", Path("gs:/b/x"))
     assert (found.json, found.prompt) == (tmp_path / "x.json", "~/x")
+
+
+@pytest.mark.parametrize(
+    "kind", [Bench, ChatOptions, Evaluate, GenerateOptions, PlanOptions, ServeOptions]
+)
+def test_help_says_something_of_every_option(kind):
+    said = re.findall(r"^ {6}(\w+): ", kind.__doc__, re.MULTILINE)
+    assert [f.name for f in dataclasses.fields(kind) if f.name not in said] == []
+
+
+def test_help_names_every_bench():
+    folder = Path(variants.__path__[0])
+    others = [name for name in BENCHES if not (folder / name).is_dir()]
+    assert [name for name in others if f"`{name}`" not in Bench.__doc__] == []
