@@ -159,12 +159,19 @@ def test_mistakes_are_told_in_a_sentence(options, message):
         run(["runs/x", *options])
 
 
+def test_two_places_for_the_same_texts_are_refused(tmp_path):
+    options = ["--prompt", "a", "--json", "--json-lines", str(tmp_path / "out.jsonl")]
+    with pytest.raises(UserError, match="leave out --json"):
+        run(["r", *options])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.txt", "\n \n", "no prompt in"),
-        ("a.jsonl", '"a"\n{"b"\n', "is not valid JSON"),
-        ("a.jsonl", '{"prompt": "a"}\n', "must be a JSON string"),
+        ("a.jsonl", '"a"\n\n{"b"\n', "line 3 of .* is not valid JSON"),
+        ("a.jsonl", '"a"\n{"prompt": "a"}\n', "line 2: must be a JSON string"),
     ],
 )
 def test_bad_prompt_files_are_named(tmp_path, name, text, message):

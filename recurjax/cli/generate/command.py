@@ -101,6 +101,8 @@ def run(argv: list[str]) -> int:
       UserError: something the user can put right, said in one sentence.
     """
     options = parse(GenerateOptions, argv, prog="recurjax generate")
+    if options.json and options.json_lines is not None:
+        raise UserError("--json-lines FILE has the texts already: leave out --json")
     prompts = _prompts(options)
     sampling = SamplingConfig(
         temperature=options.temperature,
@@ -279,15 +281,19 @@ def _read_prompts(file: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read prompts from {file}: {error}") from error
     # Blank lines separate prompts for the eye.
-    lines = [line for line in lines if line.strip()]
-    if not lines:
+    numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise UserError(f"there is no prompt in {file}")
     if file.suffix != ".jsonl":
-        return lines
-    prompts = [parse_json(line, f"a line of {file}") for line in lines]
-    for prompt in prompts:
+        return [line for _, line in numbered]
+    prompts = []
+    for number, line in numbered:
+        prompt = parse_json(line, f"line {number} of {file}")
         if not isinstance(prompt, str):
-            raise UserError(f"{file}: each line must be a JSON string, got {prompt!r}")
+            raise UserError(
+                f"{file}, line {number}: must be a JSON string, got {prompt!r}"
+            )
+        prompts.append(prompt)
     return prompts
 
 
