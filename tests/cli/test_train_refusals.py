@@ -21,7 +21,10 @@ OPTIONS = [
     ),
     ("--steps 3", r"there is no option --steps: did you mean --training.steps\?"),
     ("--optimiser.b1=0.5", r"no option --optimiser.b1: did you mean --optimizer.b1\?"),
-    ("--training.steps many", r"--training.steps: .*'many' \(it wants INT\)"),
+    (
+        "--training.steps many",
+        r"--training.steps: .*'many' \(it wants a whole number\)",
+    ),
     ("--optimizer.learning-rate", "Missing value .*--optimizer.learning-rate"),
     ("--data.packing tight", r"'tight'.*--data.packing.*'concat', 'best_fit'"),
     ("--training.profile 3", r"--training.profile: .*\{INT INT\}"),

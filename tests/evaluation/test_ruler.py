@@ -151,7 +151,8 @@ def test_scores_are_rulers_and_rats():
 def test_what_does_not_fit_or_is_unknown_is_told():
     with pytest.raises(UserError, match="no task niah_single: did you mean niah_si"):
         maker("niah_single")
-    with pytest.raises(UserError, match="cwe needs at least [0-9]+ tokens .* got 300"):
+    least = "cwe needs at least [0-9]+ tokens .* got 300: .* --length"
+    with pytest.raises(UserError, match=least):
         maker("cwe", 300).item(0)
     empty = RulerMaker(
         task="niah_single_2", tokens=512, tokenizer=Symbols(9), text=" \n"

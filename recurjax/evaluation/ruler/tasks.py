@@ -184,7 +184,7 @@ class RulerMaker:
         least = self._length(self._draw(self._smallest, 0, "validation").prompt)
         return UserError(
             f"{self.task} needs at least {least} tokens by this tokenizer, got "
-            f"{self.tokens}: ask for longer rows"
+            f"{self.tokens}: ask for longer rows, by evaluate's --length"
         )
 
     @property
