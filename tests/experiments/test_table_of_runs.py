@@ -63,3 +63,32 @@ def test_a_run_of_more_steps_is_planned_by_a_shorter_one(monkeypatch):
     assert entry["hours"] == 3.0 * long.training.steps / short.training.steps
     assert entry["flops"] == table_of_runs.training_flops(long)
     assert table_of_runs.entry_of_a_longer(other, paper, record) is None
+
+
+def test_the_plans_for_pods_say_the_same_hours():
+    """Where both have a run on the same mesh of 8 H100."""
+    runs = {
+        "RT 300M, batch 512": "recurrent_transformer/c4_300m_recurrent_12",
+        "LRT 24 layers": "latent_recurrent_transformer/shared_24",
+        "its baseline": "latent_recurrent_transformer/base_24",
+        "RAT(16) 1.3B": "rat/fineweb_4k_rat16",
+    }
+    text = (table_of_runs.FOLDER.parent / "docs" / "pods.md").read_text()
+    record, compared = table_of_runs.read_record(), []
+    for run, mesh, hours in re.findall(
+        r"^\| (.+?) \| 8 H100, (\w+ 8) \|.*\| ([^|]+) \| [\d,]+ s \|$",
+        text,
+        re.MULTILINE,
+    ):
+        entry = record[runs[run]]
+        axis, size = mesh.split()
+        if entry["mesh"] != {axis: int(size)}:
+            continue
+        compared.append(run)
+        if entry["hours"] is None:
+            assert hours == "does not fit"
+        else:
+            assert float(hours.split()[0]) == pytest.approx(
+                entry["hours"] / 8, rel=0.02
+            )
+    assert len(compared) >= 3
