@@ -131,6 +131,8 @@ def _moved(
         return 2 * array_bytes(here[instruction.operands[1]].type)
     if opcode == "scatter":
         return 2 * array_bytes(here[instruction.operands[-1]].type)
+    if opcode.removesuffix("-start") in _SLICES and operands:
+        return _moved_by_slice_start(operands[0], instruction)
     if opcode.endswith("-start"):  # a tuple of what goes in and what comes out
         return written
     return written + sum(array_bytes(one.type) for one in operands)
@@ -231,6 +233,13 @@ def _read_of_slice(operand: Instruction, instruction: Instruction) -> int:
     if array_bytes(operand.type) == 0:
         return 0
     return array_bytes(instruction.type, on_chip=True)
+
+
+def _moved_by_slice_start(operand: Instruction, start: Instruction) -> int:
+    # Its type is a tuple of the array, the slice of it, and what waits for that.
+    written = array_bytes(start.type) - array_bytes(operand.type)
+    size, whole = (array_bytes(one.type, on_chip=True) for one in (start, operand))
+    return written + (size - whole if array_bytes(operand.type) else 0)
 
 
 def _kernel_name(instruction: Instruction) -> str:

@@ -404,3 +404,21 @@ def test_results_that_share_a_buffer_with_an_argument_take_no_memory_twice():
     assert memory.total == 4 * 310 + 64 + 24 + 1000 + 7
     filled = read_memory(compiled, parts, made_caches=True)
     assert (filled.caches, filled.results, filled.total) == (24, 0, memory.total)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "moved_bytes"), [("", "S(1)", 40), ("", "", 80), ("S(1)", "", 40)]
+)
+def test_a_slice_that_is_fetched_ahead_moves_the_slice(here, there, moved_bytes):
+    """TPUs fetch weights so, a layer or a part of it at a time."""
+    whole, part = f"f32[1000]{{0:T(8){here}}}", f"f32[10]{{0:T(8){there}}}"
+    text = f"""HloModule m
+
+ENTRY %main (b: f32[1000]) -> f32[10] {{
+  %big = {whole} parameter(0)
+  %go = (({whole}), {part}, s32[]{{:S(2)}}) slice-start(%big), slice={{[0:10]}}
+  ROOT %s = {part} slice-done(%go)
+}}
+"""
+    # Beside them four bytes that say whether it has come.
+    assert moved(text).bytes - moved_bytes in (0, 4)
