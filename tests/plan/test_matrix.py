@@ -125,6 +125,19 @@ def test_a_decode_step_moves_little_beside_its_weights_and_cache(variant, rows):
 
 
 @needs_compilers
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["transformer", "rat", "recurrent_transformer"])
+def test_a_decode_step_on_a_tpu_moves_little_beside_them_too(variant):
+    """Of the others XLA copies weights at every token: up to 1.9 times (two loops)."""
+    wanted = {
+        "experiment": to_json(replace(wide_experiment(variant), mesh=ONE)),
+        **{"topology": "v5e:1x1", "program": "decode", "rows": 8, "length": 1024},
+    }
+    told = ask("v5e:1x1", "tests.plan.matrix:answer", wanted)
+    assert told["traffic"]["bytes"] < 1.2 * sum(told["parts"].values())
+
+
+@needs_compilers
 @pytest.mark.sweep
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_program_compiles_with_its_kernels_into_its_memory(topology):
