@@ -133,15 +133,42 @@ def executed(module: Module) -> Iterator[Run | Unknown]:
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
-    """Returns the trips that the compiler noted, or those of `i < constant`."""
+    """Returns the trips that the compiler noted, or those of `i < constant`.
+
+    A loop that the compiler made of a product and what it sends, for an array of which
+    each device has a part, counts in u32 and may take two parts a trip.
+    """
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if noted:
         return int(noted[1])
     condition = loop.attribute("condition")
     assert condition is not None
-    constants, less = _integers(module, condition)
+    constants, less = _integers(module, condition, "s32[]")
     # A loop of jax's starts at 0 and goes up by 1.
-    return constants[0] if less and len(constants) == 1 else None
+    if less and len(constants) == 1:
+        return constants[0]
+    constants, less = _integers(module, condition, "u32[]")
+    step = _step(module, loop) if less and len(constants) == 1 else None
+    return None if step is None else -(-constants[0] // step)
+
+
+def _step(module: Module, loop: Instruction) -> int | None:
+    """Returns by how much a loop's only u32 counter goes up, where that is plain."""
+    body, condition = loop.attribute("body"), loop.attribute("condition")
+    assert body is not None and condition is not None
+    read = [
+        re.search(r"index=(\d+)", one.attributes)
+        for one in module.computations[condition].values()
+        if one.opcode == "get-tuple-element" and one.type.startswith("u32[]")
+    ]
+    if len(read) != 1 or read[0] is None:
+        return None
+    inside, root = module.computations[body], module.root(body)
+    new = inside.get(root.operands[int(read[0][1])])
+    if new is None or new.opcode != "add":
+        return None
+    by = [inside[name] for name in new.operands if inside[name].opcode == "constant"]
+    return int(by[0].literal) if len(by) == 1 else None
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -208,16 +235,16 @@ def _walk(module: Module, name: str, times: int) -> Iterator[Run | Unknown]:
             yield Run(instruction, name, times)
 
 
-def _integers(module: Module, name: str) -> tuple[list[int], bool]:
-    """Returns a condition's constants, and whether it asks `less than`."""
+def _integers(module: Module, name: str, kind: str) -> tuple[list[int], bool]:
+    """Returns a condition's constants of a kind, and whether it asks `less than`."""
     constants, less = [], False
     for instruction in module.computations[name].values():
-        if instruction.opcode == "constant" and instruction.type.startswith("s32[]"):
+        if instruction.opcode == "constant" and instruction.type.startswith(kind):
             constants.append(int(instruction.literal))
         if instruction.opcode == "compare":
             less |= "direction=LT" in instruction.attributes
         if called := instruction.attribute("calls"):
-            more, inner = _integers(module, called)
+            more, inner = _integers(module, called, kind)
             constants, less = constants + more, less or inner
     return constants, less
 

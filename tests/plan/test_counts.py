@@ -422,3 +422,34 @@ ENTRY %main (b: f32[1000]) -> f32[10] {{
 """
     # Beside them four bytes that say whether it has come.
     assert moved(text).bytes - moved_bytes in (0, 4)
+
+
+@pytest.mark.parametrize(("step", "trips"), [(1, 5), (2, 3)])
+def test_a_loop_over_devices_parts_takes_one_or_two_a_trip(step, trips):
+    """What XLA for TPU makes of a product with an array that devices share."""
+    text = f"""HloModule m
+
+%more (p: (u32[], f32[8])) -> pred[] {{
+  %p.0 = (u32[], f32[8]{{0}}) parameter(0)
+  %i.0 = u32[] get-tuple-element(%p.0), index=0
+  %n.0 = u32[] constant(5)
+  ROOT %less = pred[] compare(%i.0, %n.0), direction=LT
+}}
+
+%parts (p: (u32[], f32[8])) -> (u32[], f32[8]) {{
+  %p.1 = (u32[], f32[8]{{0}}) parameter(0)
+  %i.1 = u32[]{{:S(6)}} get-tuple-element(%p.1), index=0
+  %by.1 = u32[]{{:S(6)}} constant({step})
+  %next.1 = u32[]{{:S(6)}} add(%i.1, %by.1)
+  %x.1 = f32[8]{{0}} get-tuple-element(%p.1), index=1
+  %y.1 = f32[8]{{0}} negate(%x.1)
+  ROOT %t.1 = (u32[], f32[8]{{0}}) tuple(%next.1, %y.1)
+}}
+
+ENTRY %main (a: (u32[], f32[8])) -> (u32[], f32[8]) {{
+  %a = (u32[], f32[8]{{0}}) parameter(0)
+  ROOT %w = (u32[], f32[8]{{0}}) while(%a), condition=%more, body=%parts
+}}
+"""
+    found = moved(text)
+    assert (found.bytes, found.unknown_loops) == (trips * (32 + 32), 0)
