@@ -90,6 +90,9 @@ class PlanOptions:
             )
         if self.sweep and self.program != "train":
             raise UserError(f"--sweep plans training, not --program {self.program}")
+        for name in ("batches", "memory_limit", "workers"):
+            if getattr(self, name) is not None and not self.sweep:
+                raise UserError(f"--{name.replace('_', '-')} is for --sweep")
         if self.batches is not None and (not self.batches or min(self.batches) < 1):
             raise UserError(f"--batches must be at least 1, got {self.batches}")
         for name in ("json", "plot"):
@@ -141,6 +144,8 @@ def run(argv: list[str]) -> int:
     report = plan.to_json()
     # Only a lack of memory has a remedy among the changes that are tried.
     if not plan.fits and _lacks_memory(plan) and options.program == "train":
+        # A line that stays: these compilations can take as long as the plan, each.
+        console.print("it does not fit: compiling what would help")
         with console.status("trying what would help"):
             changes = find_changes(experiment, plan, plan_of)
         show_changes(changes, console)

@@ -71,6 +71,8 @@ def test_a_plan_for_two_cpus_tells_sizes_counts_and_collectives(tmp_path, monkey
             ("--topology", "cpu", "--sweep", "--memory-limit", "nan"),
             "--memory-limit must be above 0 and finite, got nan",
         ),
+        (("--topology", "cpu", "--memory-limit", "8"), "--memory-limit is for --sweep"),
+        (("--topology", "cpu", "--workers", "1"), "--workers is for --sweep"),
         (("--topology", "cpu", "--rows", "4"), "--rows and --length are of prefill"),
         (("--topology", "cpu", "--json", "/nowhere/p.json"), "no directory /nowhere"),
         (
