@@ -130,7 +130,9 @@ def test_devices_logging_and_prefetch_may_change_between_the_parts_of_a_run(run)
 
 def test_a_run_at_a_constant_rate_may_become_longer(run):
     constant = dataclasses.replace(config(), schedule=Constant())
-    with pytest.raises(UserError, match=r"config \(schedule: {'type': 'Constant'"):
+    with pytest.raises(
+        UserError, match=r"config \(schedule: Constant instead of Cosine"
+    ):
         run.resume(constant)
     run.claim(constant, ByteTokenizer())
     run.resume(changed(constant, training={"steps": 100}))
