@@ -1,7 +1,7 @@
 """Softmax attention: of arrays, in blocks, to a cache, and as a layer of a block."""
 
 from recurjax.layers.attention.blocked import Past, attend_in_window
-from recurjax.layers.attention.cached import attend_to_cache
+from recurjax.layers.attention.cached import attend_to_cache, check_room
 from recurjax.layers.attention.heads import (
     keys_for_queries,
     merge,
@@ -35,6 +35,7 @@ __all__ = [
     "attend",
     "attend_in_window",
     "attend_to_cache",
+    "check_room",
     "empty_key_value_cache",
     "keys_for_queries",
     "merge",

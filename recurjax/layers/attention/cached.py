@@ -94,12 +94,8 @@ def attend_to_written(
       scale, window, lengths, soft_cap, bias: as in `attend_to_cache`.
     """
     T, slots = q.shape[1], before.slots
-    # Under a window only a ring that holds all of it may be written over.
-    holds_all = window is not None and slots > window
-    if lengths is None and slots < T and not holds_all:
-        raise ValueError(
-            f"attend_to_cache: {T} tokens in one call do not fit a cache of {slots}"
-        )
+    if lengths is None:  # else how many of them are real is not known here
+        check_room("attend_to_cache", T, slots=slots, window=window)
     if written.hidden is not None and T > 1:
         raise ValueError(
             f"attend_to_cache: slots are hidden from one token at a time, got {T}"
@@ -133,6 +129,16 @@ def attend_to_written(
     if T <= 2 * _QUERIES:
         return look(q, positions, seen)
     return _look_in_blocks(look, q, positions, seen, window)
+
+
+def check_room(caller: str, tokens: int, *, slots: int, window: int | None) -> None:
+    """Raises ValueError when a cache cannot take so many tokens in one call."""
+    # Under a window only a ring that holds all of it may be written over.
+    holds_all = window is not None and slots > window
+    if slots < tokens and not holds_all:
+        raise ValueError(
+            f"{caller}: {tokens} tokens in one call do not fit a cache of {slots}"
+        )
 
 
 class _Seen(NamedTuple):

@@ -199,6 +199,9 @@ class Chunked:
         x = model.embed(batch.ids)
         T = x.shape[1]
         buffer = stack.empty_buffer(x)
+        assert stack.config.memory is not None
+        reset = stack.config.memory.reset_token
+        age = None if reset is None else tokens_since(batch.ids, reset)
         parts = []
         for start in range(0, T, self.chunk):
             positions = slice(start, min(start + self.chunk, T), 1)
@@ -206,30 +209,15 @@ class Chunked:
             # One memory for the whole chunk: the one that enters its first token, so
             # that the chunk's tokens need not wait for each other.
             memory = stack.memory_of(buffer.states, batch.ids)[:, start : start + 1]
-            memory = self._within_document(
-                stack, jnp.repeat(memory, n, axis=1), batch, start
-            )
+            memory = jnp.repeat(memory, n, axis=1)
+            if age is not None:  # zero from a reset token inside the chunk on
+                near = age[:, positions] >= np.arange(n)
+                memory = jnp.where(near[..., None], memory, 0)
             if self.memory == "first":
                 memory = jnp.where(np.arange(n)[None, :, None] == 0, memory, 0)
             y, buffer = stack.refine(x, tokens, positions, buffer, memory=memory)
             parts.append(y)
         return model.final_norm(jnp.concatenate(parts, axis=1))
-
-    def _within_document(
-        self,
-        stack: LatentRecurrentTransformerStack,
-        memory: Array,
-        batch: Batch,
-        start: int,
-    ) -> Array:
-        """Sets the memory to zero from a reset token inside the chunk on."""
-        assert stack.config.memory is not None
-        reset = stack.config.memory.reset_token
-        if reset is None:
-            return memory
-        n = memory.shape[1]
-        age = tokens_since(batch.ids, reset)[:, start : start + n]
-        return jnp.where((age >= jnp.arange(n))[..., None], memory, 0)
 
     def each_pass(
         self, model: Decoder, batch: Batch

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from recurjax.layers.attention import empty_key_value_cache
+from recurjax.layers.attention import check_room, empty_key_value_cache
 from recurjax.layers.mesh import UncutStack
 from recurjax.layers.stack import CacheRows
 from recurjax.types import Array, Tokens
@@ -330,12 +330,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         if tokens.lengths is not None:  # how many of them are real is not known here
             return
         for group, window in zip(cache.groups, self.config.layer_windows, strict=False):
-            # A ring that holds a whole window may be written over.
-            if group.slots < length and group.slots <= window:
-                raise ValueError(
-                    f"LatentRecurrentTransformerStack: {length} tokens in one call do "
-                    f"not fit a cache of {group.slots}"
-                )
+            check_room(type(self).__name__, length, slots=group.slots, window=window)
 
     def _token(
         self, x: Array, cache: LatentCache, tokens: Tokens
