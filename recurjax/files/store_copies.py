@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from recurjax.errors import UserError
 from recurjax.files.storage import Store, open_store
+from recurjax.files.whole import sha256_of
 from recurjax.machine import caches
 
 _FOLDER = "stores"
@@ -58,7 +59,7 @@ def copy_of(store: Store, name: str, *, sha256: str | None = None) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         store.fetch(name, aside)
-        if sha256 is not None and _sha256(aside) != sha256:
+        if sha256 is not None and sha256_of(aside) != sha256:
             raise _damaged(url)
         os.replace(aside, file)
     except OSError as error:
@@ -75,7 +76,7 @@ def mended_copy_of(store: Store, name: str, *, sha256: str) -> Path:
     The cache's disk may have damaged it since it was fetched.
     """
     file = _copy(f"{store.url}/{name}", sha256)
-    if file.is_file() and _sha256(file) != sha256:
+    if file.is_file() and sha256_of(file) != sha256:
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
@@ -162,11 +163,6 @@ def fetched_folder(url: str) -> Iterator[Path]:
 
 def _copy(url: str, key: str) -> Path:
     return _place(url, key) / PurePosixPath(url).name
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _damaged(url: str) -> UserError:

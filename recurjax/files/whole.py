@@ -7,6 +7,7 @@ or the new one, never a half of either.
 """
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -143,3 +144,9 @@ def _sync_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM):
             raise
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -34,7 +34,7 @@ from recurjax.files.store_copies import (
     folder_for,
     mended_copy_of,
 )
-from recurjax.files.whole import inside, new_folder
+from recurjax.files.whole import inside, new_folder, sha256_of
 from recurjax.version import refuse_newer
 
 FORMAT = 1
@@ -372,12 +372,6 @@ def _digest(values: dict[str, Any]) -> str:
     # One way of writing, so that the digest is of the values and not of a layout.
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def sha256_of(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_index(path: Path, manifest: Manifest) -> np.ndarray:
