@@ -1,40 +1,35 @@
-"""A position's attention to its tile's earlier ones, 64 rows of a head at once."""
+"""A position's attention to its tile's earlier ones, 64 rows of a head at once.
 
-from typing import Any
+The same worker has a block's head at every position: it alone writes its keys, and
+reads them with plain reads as it wrote them.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.recurrent_prefill.mosaic_gpu.blocks import (
     BY_COLUMN,
     BY_ROW,
-    laid_out,
     over_columns,
     over_rows,
-    put,
     read,
 )
 from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import SIDE, Launch
-from pallas_kernels.recurrent_prefill.mosaic_gpu.products import root_mean_square
+from pallas_kernels.recurrent_prefill.mosaic_gpu.products import (
+    KEY_SQUARES,
+    Worker,
+    put,
+    row_factors,
+)
 from pallas_kernels.recurrent_prefill.mosaic_gpu.refs import Refs
 
 
-def attend(launch: Launch, refs: Refs, t, program) -> None:
-    """Writes what position t attends to, for a program's blocks of rows and heads."""
-    heads = launch.spec.heads
-    units = refs.outputs.y.shape[0] // SIDE * heads
-
-    @pl.loop(0, -(-units // launch.programs))
-    def _(n):
-        unit = n * launch.programs + program
-
-        @pl.when(unit < units)
-        def _():
-            rows = pl.ds(unit // heads * SIDE, SIDE)
-            pl.when(t > 0)(lambda: _finish_key(launch, refs, t, rows, unit % heads))
-            _attend(launch, refs, t, rows, unit % heads)
+def attend(launch: Launch, refs: Refs, worker: Worker, t, block, head) -> None:
+    """Writes what position t attends to, for a block of rows and a head."""
+    rows = pl.ds(block * SIDE, SIDE)
+    pl.when(t > 0)(lambda: _finish_key(launch, refs, t, rows, head))
+    _attend(launch, refs, worker, t, rows, head)
 
 
 def _finish_key(launch: Launch, refs: Refs, t, rows, head) -> None:
@@ -43,57 +38,35 @@ def _finish_key(launch: Launch, refs: Refs, t, rows, head) -> None:
     columns = pl.ds(head * SIDE, SIDE)
     k = read(launch, outputs.raw_k, rows, columns)
     if spec.qk_norm == "rms":
-        # The first programs finish the keys, the others the values.
-        owners = spec.heads * SIDE // launch.shares.pair.columns
-        factor = root_mean_square(
-            launch,
-            *(outputs.k_squares, 0, owners, rows),
-            *(spec.heads * SIDE, spec.qk_norm_eps),
-        )
+        factor = row_factors(launch, refs, KEY_SQUARES, rows, spec.qk_norm_eps)
         k = k * over_columns(factor, SIDE)
     scale, shift = (
         over_rows(read(launch, vector, columns, layout=BY_COLUMN))
         for vector in (layer.k_scale, layer.k_shift)
     )
-    k = k * scale + shift
-    put(k, refs.scratch.head, outputs.keys.at[t - 1, rows, columns])
+    outputs.keys[t - 1, rows, columns] = (k * scale + shift).astype(outputs.keys.dtype)
 
 
-def _attend(launch: Launch, refs: Refs, t, rows, head) -> None:
+def _attend(launch: Launch, refs: Refs, worker: Worker, t, rows, head) -> None:
     """Merges the tile's earlier pairs into the softmax of one head's queries."""
-    inputs, outputs, scratch = refs.inputs, refs.outputs, refs.scratch
+    inputs, outputs = refs.inputs, refs.outputs
     columns = pl.ds(head * SIDE, SIDE)
     q = read(launch, inputs.q, t, rows, columns).astype(jnp.float32)
     q = q * launch.spec.logit_scale
     slope = refs.layer.slopes[head]
 
-    def fetch(j) -> None:
-        # Two pairs share the ring's blocks: key and value of one are on their way while
-        # the other's are read.
-        for n, pairs in enumerate((outputs.keys, outputs.values)):
-            slot = j % 2 * 2 + n
-            plgpu.copy_gmem_to_smem(
-                pairs.at[j, rows, columns],
-                scratch.ring.at[slot],
-                scratch.arrived.at[slot],
-            )
-
-    def arrived(slot) -> Any:
-        plgpu.barrier_wait(scratch.arrived.at[slot])
-        return laid_out(launch, scratch.ring[slot]).astype(jnp.float32)
-
     def pair(j, running):
         largest, normalizer, weighted = running
-        pl.when(j + 1 < t)(lambda: fetch(j + 1))
-        k = arrived(j % 2 * 2)
+        k, v = (
+            read(launch, pairs, j, rows, columns).astype(jnp.float32)
+            for pairs in (outputs.keys, outputs.values)
+        )
         logit = jnp.sum(q * k, axis=1) - slope * (t - j).astype(jnp.float32)
         above = jnp.maximum(largest, logit)
         shrink, p = jnp.exp(largest - above), jnp.exp(logit - above)
-        seen = over_columns(p, SIDE) * arrived(j % 2 * 2 + 1)
-        weighted = weighted * over_columns(shrink, SIDE) + seen
+        weighted = weighted * over_columns(shrink, SIDE) + over_columns(p, SIDE) * v
         return above, normalizer * shrink + p, weighted
 
-    pl.when(t > 0)(lambda: fetch(jnp.int32(0)))
     running = (
         read(launch, inputs.largest, t, head, rows, layout=BY_ROW),
         read(launch, inputs.normalizer, t, head, rows, layout=BY_ROW),
@@ -102,4 +75,5 @@ def _attend(launch: Launch, refs: Refs, t, rows, head) -> None:
     above, normalizer, weighted = jax.lax.fori_loop(0, t, pair, running)
     outputs.lse[t, head, rows] = above + jnp.log(normalizer)
     attended = weighted / over_columns(normalizer, SIDE)
-    put(attended, scratch.head, outputs.attended.at[t, rows, columns])
+    leaving = refs.scratch.leaving
+    put(attended, leaving, worker, outputs.attended.at[t], rows, head * SIDE)

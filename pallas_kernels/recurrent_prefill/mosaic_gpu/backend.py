@@ -24,11 +24,11 @@ from pallas_kernels.recurrent_prefill.equations import prepare
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
     SIDE,
+    WORKERS,
     Launch,
     LayerWidths,
-    choose_programs,
+    choose_cut,
     refusal_of_widths,
-    share_out,
 )
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.triton.forward import run_layers
@@ -39,6 +39,9 @@ from pallas_kernels.target import (
     refusal_of_mosaic_gpu,
     shared_memory_bytes,
 )
+
+_ROWS = 8
+"""Rows come on chip by so many, as they lie there."""
 
 
 def supported(*arrays: Any, stages: Stages = ONE_STAGE, **options: Any) -> str | None:
@@ -109,8 +112,8 @@ def forward(
     from pallas_kernels.recurrent_prefill.mosaic_gpu.refs import Resident
 
     B, T, _ = x.shape
-    launch = _launch(_widths(x, weights, spec), spec, interpret)
-    tiles = _prefix_tiles(tile)
+    launch = _launch(_widths(x, weights, spec), spec, B, interpret)
+    tiles = _prefix_tiles(tile, launch.blocks)
     prefix = PrefixLaunch(
         spec=spec,
         tiles=tiles,
@@ -122,7 +125,7 @@ def forward(
 
     def layer(x, layer_s):
         w, wide, keys, values = jax.tree.map(lambda leaf: leaf[None], layer_s)
-        run = partial(run_tile, launch, Resident.of(wide, spec))
+        run = partial(run_tile, launch, Resident.of(wide, spec, launch.cut))
         out = run_layers(prefix, x, w, keys, values, start, training=True, run_tile=run)
         last = out.z[-1]
         return last, (out.z[0], out.attended[0], out.lse[0]) if residuals else None
@@ -174,25 +177,26 @@ def _widths(x: Array, weights: LayerWeights, spec: LayerSpec) -> LayerWidths:
     return LayerWidths(x.shape[2], spec.heads * spec.head_width, weights.w_up.shape[2])
 
 
-def _launch(widths: LayerWidths, spec: LayerSpec, interpret: Any) -> Launch:
-    programs = choose_programs(
-        widths, most=multiprocessors(), shared=shared_memory_bytes()
-    )
-    assert programs is not None, "supported refuses what does not fit"
-    shares = share_out(widths, programs)
-    assert shares is not None
+def _launch(widths: LayerWidths, spec: LayerSpec, batch: int, interpret: Any) -> Launch:
+    cut = choose_cut(widths, most=multiprocessors(), shared=shared_memory_bytes())
+    assert cut is not None, "supported refuses what does not fit"
     return Launch(
         spec=spec,
-        programs=programs,
-        shares=shares,
-        played=programs if interpret else 1,
+        cut=cut,
+        blocks=-(-batch // SIDE),
+        loaded=min(SIDE, -(-batch // _ROWS) * _ROWS),
+        played=cut.programs if interpret else 1,
+        workers=1 if interpret else WORKERS,
         interpret=interpret,
     )
 
 
-def _prefix_tiles(tile: int | None) -> ProductTiles:
-    """Returns sizes for the prefix's kernel, and for rows padded to whole blocks."""
-    b = 32 if tile is None else tile
+def _prefix_tiles(tile: int | None, blocks: int) -> ProductTiles:
+    """Returns sizes for the prefix's kernel, and for rows padded to whole blocks.
+
+    Of few rows all programs wait for a position's attention: the tile's is short.
+    """
+    b = tile or (16 if blocks == 1 else 32)
     return ProductTiles(
         **{"tile": b, "sub_tile": b, "attend_rows": 4, "splits": 1, "stages": 3},
         **dict.fromkeys(("rows", "keys", "depth", "columns"), SIDE),

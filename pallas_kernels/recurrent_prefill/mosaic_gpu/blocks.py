@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import Array
-from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import SIDE, Launch
+from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import CHUNK, SIDE, Launch
 
 TILE = plgpu.Layout.WGMMA
 """The layout of [64, columns] in registers, as the matrix unit leaves it."""
@@ -27,15 +28,19 @@ def read(launch: Launch, ref: Any, *index: Any, layout: Any = TILE) -> Array:
     return plgpu.load(ref.at[index], *_WHOLE, layout=layout, optimized=False)
 
 
-def laid_out(launch: Launch, x: Array, layout: Any = TILE) -> Array:
-    """Tells the compiler the layout of an array in registers."""
-    return x if launch.interpret else plgpu.layout_cast(x, layout)
-
-
 def swizzled(*shape: int) -> Any:
-    """Returns shared memory for 16-bit blocks that the matrix unit reads."""
-    transforms = (plgpu.TilingTransform((8, SIDE)), plgpu.SwizzleTransform(128))
+    """Returns shared memory for 16-bit chunks that the matrix unit reads."""
+    transforms = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(2 * CHUNK))
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
+def turned(launch: Launch, held: Any, n) -> Any:
+    """Returns chunk n of a weight held [C, D], as [CHUNK, C]."""
+    chunk = pl.ds(n * CHUNK, CHUNK)
+    # The interpreter multiplies by no turned block: it gets weights [D, C].
+    if launch.interpret:
+        return held.at[chunk]
+    return plgpu.transpose_ref(held.at[:, chunk], (1, 0))
 
 
 def over_columns(
@@ -48,15 +53,3 @@ def over_columns(
 def over_rows(vector: Float[Array, " columns"]) -> Float[Array, "64 columns"]:
     """Repeats one value a column over the 64 rows."""
     return jax.lax.broadcast_in_dim(vector, (SIDE, vector.shape[0]), (1,))
-
-
-def put(value: Float[Array, "64 columns"], stage: Any, target: Any) -> None:
-    """Writes a block to memory by way of shared memory, rounded; waits until it lies.
-
-    What other programs copy on chip has to come this way: a plain write and a copy
-    engine's read have no order.
-    """
-    stage[:] = value.astype(stage.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(stage, target)
-    plgpu.wait_smem_to_gmem(0)

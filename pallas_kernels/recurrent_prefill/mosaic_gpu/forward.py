@@ -1,7 +1,6 @@
 """A tile's loop over positions as one persistent kernel, its weights on chip."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,19 +10,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array
-from pallas_kernels.recurrent_prefill.equations import (
-    Prepared,
-    activate_in_kernel,
-    norm_and_rotate,
-)
+from pallas_kernels.recurrent_prefill.equations import Prepared, norm_and_rotate
 from pallas_kernels.recurrent_prefill.mosaic_gpu.attention import attend
-from pallas_kernels.recurrent_prefill.mosaic_gpu.blocks import put, read
-from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import Launch
+from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
+    ATTENDED,
+    DOWN,
+    KINDS,
+    PARTS,
+    Launch,
+    Told,
+)
 from pallas_kernels.recurrent_prefill.mosaic_gpu.products import (
-    Product,
-    Products,
+    Role,
+    Worker,
     finish,
-    hold_weights,
     multiply,
 )
 from pallas_kernels.recurrent_prefill.mosaic_gpu.refs import (
@@ -41,6 +41,8 @@ from pallas_kernels.recurrent_prefill.triton.prefix import attend_prefix
 
 INSTANCE = "instance"
 """The grid's axis."""
+WORKER = "worker"
+"""The axis of an instance's warpgroups."""
 
 
 def run_tile(
@@ -65,12 +67,14 @@ def run_tile(
     q, own_k, own_v = queries_and_pairs(x, w, spec)
     before = (start + done[:, None]).astype(jnp.int32)
     running = attend_prefix(prefix, q, own_k, own_v, keys, values, before)
+    if launch.interpret:  # See `turned`.
+        resident = resident._replace(weights=resident.weights.swapaxes(1, 2))
     out = _launch(
         launch,
         lambda *refs: _tile_kernel(launch, Refs(*refs), count),
         TileInputs(q[0], x[0], *(part[0] for part in running)),
         resident,
-        out_shape=TileOutputs.shapes(launch, x[0], resident.w_in.shape[1]),
+        out_shape=TileOutputs.shapes(launch, x[0]),
         scratch=TileScratch.shapes(launch),
     )
     # The step that would have finished the last position's key never came.
@@ -102,6 +106,7 @@ def _launch(
     # Layouts of most values follow from those of what is read, which the compiler
     # infers with the semantics of a whole warpgroup.
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    workers = {"num_threads": launch.workers, "thread_name": WORKER}
     out = plgpu.kernel(
         body,
         out_type=list(out_shape),
@@ -111,133 +116,116 @@ def _launch(
         kernel_name="recurrent_tile",
         interpret=launch.interpret,
         compiler_params=params,
+        **({} if launch.interpret else workers),
     )(*(array for group in arguments for array in group))
     return type(out_shape)(*out)
 
 
-class Meeting(NamedTuple):
-    """Where programs wait for one another: counters in memory that only grow."""
+class Counters(NamedTuple):
+    """Where workers are told of blocks of rows: counters in memory that only grow.
+
+    A block has one for each of KINDS. At a position it grows by `launch.told(kind)`.
+    """
 
     launch: Launch
-    everyone: Any  # one counter
-    groups: Any  # [4 P], one for each product's columns
+    told: Any  # [KINDS * blocks], none where one worker does all
 
     @classmethod
-    def open(cls, launch: Launch) -> "Meeting":
+    def open(cls, launch: Launch) -> "Counters":
         if launch.instances == 1:
-            return cls(launch, None, None)
-        counters = plgpu.SemaphoreType.REGULAR((4 * launch.programs,))
-        return cls(
-            launch, pl.get_global(plgpu.SemaphoreType.REGULAR), pl.get_global(counters)
-        )
+            return cls(launch, None)
+        counters = plgpu.SemaphoreType.REGULAR((len(KINDS) * launch.blocks,))
+        return cls(launch, pl.get_global(counters))
 
-    def of_all(self, number) -> None:
-        """Waits for all programs, for the time with this number, from 1."""
-        if self.everyone is not None:
-            _meet(self.everyone, number * self.launch.instances)
+    def tell(self, kind, block) -> None:
+        """Tells of what was written; a signal releases it."""
+        if self.told is not None:
+            counter = self.told.at[kind * self.launch.blocks + block]
+            plgpu.semaphore_signal(counter, memory_scope="gpu")
 
-    def of_group(self, product: Product, number) -> None:
-        """Waits for the programs of one's own columns of a product."""
-        if self.groups is not None and product.share.splits > 1:
-            group, _ = product.group(jax.lax.axis_index(INSTANCE))
-            counter = self.groups.at[product.order * self.launch.programs + group]
-            _meet(counter, number * product.share.splits)
-
-
-def _meet(counter: Any, reached) -> None:
-    # A signal releases what its program wrote, a wait acquires what others did.
-    plgpu.semaphore_signal(counter, memory_scope="gpu")
-    plgpu.semaphore_wait(counter, reached, decrement=False, memory_scope="gpu")
+    def wait(self, until: Told, block) -> None:
+        """Waits until a block was told of so often; what was written then is seen."""
+        if self.told is not None:
+            kind, times = until
+            counter = self.told.at[kind * self.launch.blocks + block]
+            plgpu.semaphore_wait(counter, times, decrement=False, memory_scope="gpu")
 
 
-# A program owns a part of each of the layer's four weights, for all rows: 64 columns
-# and 1 / splits of the contracted axis. It copies them on chip once a tile and keeps
-# them. At each position programs attend for some blocks of 64 rows and heads, then take
-# the four products in turn: each multiplies its part, meets those that own the same
-# columns, finishes its share of them and meets all. What crosses memory, the second
-# level of cache in practice: rows to a program's part, its part of a result in float32
-# and back, a tile's earlier pairs; x, q, softmax state, z, attended and pairs once.
+# A program holds its block of a weight for the tile. Each of its workers goes through
+# the ticks: it attends for some heads of one block of rows, and takes its stage of
+# another. What crosses memory, the second level of cache in practice: rows to every
+# program of the stage that multiplies them, a tile's earlier pairs, the parts of the
+# product with w_down; x, q, softmax state, z, attended values and pairs once.
 def _tile_kernel(launch: Launch, refs: Refs, count: int) -> None:
-    spec, outputs = launch.spec, refs.outputs
-    products, meeting = Products.of(launch, refs), Meeting.open(launch)
-    each = _player(launch)
-    each(lambda program, n: hold_weights(products, refs.scratch, program, n))
+    counters, each = Counters.open(launch), _player(launch)
+    each(lambda worker: _hold_weight(refs, worker))
 
-    def take(
-        t,
-        product: Product,
-        rows_of: Callable[..., Any],
-        use: Callable[..., None],
-        *,
-        normed: bool = False,
-    ) -> None:
-        """Takes one product; `use` gets the program and what `finish` hands on."""
-        each(
-            lambda program, n: multiply(
-                launch, refs, product, rows_of, program, n, squares=normed
-            )
-        )
-        meeting.of_group(product, t + 1)
-        each(
-            lambda program, _: finish(
-                launch, refs, product, program, partial(use, program), squares=normed
-            )
-        )
-        meeting.of_all(5 * t + 2 + product.order)
+    # One instance alone plays the parts of w_down before the programs that add them up.
+    passes = (None,) if launch.played == 1 else (False, True)
 
-    @pl.loop(0, count)
-    def _(t):
-        each(lambda program, _: attend(launch, refs, t, program))
-        meeting.of_all(5 * t + 1)
+    @pl.loop(0, launch.ticks(count))
+    def _(tick):
+        state = launch, refs, counters
+        each(lambda worker: _attention_task(*state, worker, tick, count))
+        for adding in passes:
+            each(lambda worker: _product_task(*state, worker, tick, count, adding))  # noqa: B023
 
-        def use_attended(program, rows, columns, result):
-            x = read(launch, refs.inputs.x, t, rows, columns)
-            y = x + spec.residual_scale * result
-            outputs.y[rows, columns] = y
-            put(y, products.out.finished, outputs.y_rows.at[rows, columns])
 
-        def use_hidden(program, rows, columns, result):
-            hidden = activate_in_kernel(result, spec.activation)
-            put(hidden, products.up.finished, outputs.hidden.at[rows, columns])
+def _hold_weight(refs: Refs, worker: Worker) -> None:
+    loaded, held = refs.scratch.loaded, refs.scratch.held.at[worker.played]
+    weights: Any = refs.layer.weights
+    weight = weights.at[worker.program]
+    pl.when(worker.number == 0)(lambda: plgpu.copy_gmem_to_smem(weight, held, loaded))
+    plgpu.barrier_wait(loaded)
 
-        def use_branch(program, rows, columns, result):
-            y = read(launch, outputs.y, rows, columns)
-            z = y + spec.residual_scale * result
-            outputs.z[t, rows, columns] = z
-            put(z, products.down.finished, outputs.z_rows.at[rows, columns])
 
-        def use_pair(program, rows, columns, result):
-            # Keys come first: a program finishes either keys or values.
-            count, width = products.pair.share.columns, outputs.keys.shape[2]
-            first = program * count
+def _attention_task(launch, refs, counters, worker: Worker, tick, count: int) -> None:
+    t, block, there = launch.task(tick, ATTENDED, count)
+    number = worker.number * launch.cut.programs + worker.program
+    first, heads = launch.first_head(block, number), launch.spec.heads
 
-            @pl.when(first < width)
+    @pl.when(there & (first < heads))
+    def _():
+        counters.wait(launch.before_attention(t), block)
+
+        @pl.loop(0, -(-heads // launch.all_workers))
+        def _(n):
+            head = first + n * launch.all_workers
+
+            @pl.when(head < heads)
             def _():
-                outputs.raw_k[rows, columns] = result
-                outputs.k_squares[program, rows] = jnp.sum(result * result, axis=1)
-
-            @pl.when(first >= width)
-            def _():
-                target = outputs.values.at[t, rows, pl.ds(first - width, count)]
-                put(result, products.pair.finished, target)
-
-        normed, source = spec.norm == "rms", spec.normed_persistent
-        block_of = lambda ref: lambda rows, columns: ref.at[rows, columns]  # noqa: E731
-        attended = lambda rows, columns: outputs.attended.at[t, rows, columns]  # noqa: E731
-        take(t, products.out, attended, use_attended)
-        take(t, products.up, block_of(outputs.y_rows), use_hidden, normed=normed)
-        take(t, products.down, block_of(outputs.hidden), use_branch)
-        rows_of = block_of(outputs.z_rows)
-        take(t, products.pair, rows_of, use_pair, normed=normed and source)
+                attend(launch, refs, worker, t, block, head)
+                counters.tell(ATTENDED, block)
 
 
-def _player(launch: Launch) -> Callable[[Callable[[Any, Any], None]], None]:
-    """Returns what has every program that this instance plays do something."""
+def _product_task(
+    launch, refs, counters, worker: Worker, tick, count: int, adding: bool | None
+) -> None:
+    role = Role.of(launch, worker.program)
+    t, block, there = launch.task(tick, role.kind, count)
+    adds_up = (role.kind == DOWN) & launch.adds_up(role.part, block)
+    is_part = (role.kind == DOWN) & ~adds_up
+    mine = there & (block % launch.workers == worker.number)
+    if adding is not None:
+        mine = mine & (adds_up if adding else ~adds_up)
+
+    @pl.when(mine)
+    def _():
+        counters.wait(launch.before_product(role.kind, t), block)
+        result = multiply(launch, refs, role, worker, t, block)
+        pl.when(adds_up)(lambda: counters.wait(launch.before_sum(t), block))
+        finish(launch, refs, role, worker, t, block, result)
+        counters.tell(jnp.where(is_part, PARTS, role.kind), block)
+
+
+def _player(launch: Launch) -> Callable[[Callable[[Worker], None]], None]:
+    """Returns what has every worker that this instance plays do something."""
     instance = jax.lax.axis_index(INSTANCE)
 
-    def each(play: Callable[[Any, Any], None]) -> None:
+    def each(play: Callable[[Worker], None]) -> None:
         if launch.played == 1:
-            return play(instance, 0)
-        pl.loop(0, launch.played)(lambda n: play(instance * launch.played + n, n))
+            return play(Worker(instance, 0, jax.lax.axis_index(WORKER)))
+        first = instance * launch.played
+        pl.loop(0, launch.played)(lambda n: play(Worker(first + n, n, 0)))
 
     return each

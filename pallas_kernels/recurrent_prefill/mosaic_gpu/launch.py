@@ -1,18 +1,30 @@
-"""How the persistent kernel is cut: its programs' parts, and their shared memory."""
+"""How the persistent kernel is cut: its programs' stages, their order, their memory.
 
+The kernel is a pipeline. A program has one block of one of the layer's weights, and so
+one stage of a position's work for all rows; 64 rows at a time go from stage to stage.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pallas_kernels.recurrent_prefill.arrays import LayerSpec
 
 SIDE = 64
-"""Rows and columns of what is computed at once: an accumulator, a block of a ring."""
-RING = 4
-"""Blocks of activations that are on their way to a program or being read."""
-_BLOCK_BYTES = 2 * SIDE * SIDE
+"""Rows that are computed at once, and channels of a head."""
+CHUNK = 32
+"""Columns of rows that come on chip, or leave it, in one copy."""
+RING = 5
+"""Such chunks that are on their way to a worker or being multiplied."""
+WORKERS = 2
+"""Warpgroups of a program: while one finishes a block of rows, the other multiplies."""
+_ALIGNED = 8
 # Memory barriers, what sums over a row pass between warps, and alignment.
-_COMPILER_S_BYTES = 3072
-_LEAST_COLUMNS = 8
+_COMPILER_S_BYTES = 2048
+
+ATTENDED, OUT, UP, DOWN, PAIR, PARTS = KINDS = range(6)
+"""What a block of rows is told of at a position: what its stages have written, in their
+order, and the parts of the product with w_down."""
 
 
 class LayerWidths(NamedTuple):
@@ -23,91 +35,199 @@ class LayerWidths(NamedTuple):
     inner: int
 
 
-class Share(NamedTuple):
-    """What one program has of a product: 64 columns are `splits` programs' together.
+class Stage(NamedTuple):
+    """A weight's columns, shared out among programs.
+
+    The last group's columns end with the weight: where they do not divide, some are the
+    last but one's too, computed twice and the same.
 
     Attributes:
-      splits: programs that own the same columns, each its part of the contracted axis.
-      depth: rows of the weight in that part.
-      columns: those of the 64 that the program adds up over all parts and finishes.
+      first: its first program.
+      width: columns of the weight.
+      groups: sets of programs that have the same columns.
+      parts: programs of a group, each its part of the contracted axis. They take
+        turns in adding up, block after block of rows.
     """
 
-    splits: int
-    depth: int
+    first: int
+    width: int
+    groups: int
+    parts: int
+
+    @property
+    def programs(self) -> int:
+        return self.groups * self.parts
+
+
+class Cut(NamedTuple):
+    """A layer's stages: a program has `columns` columns and `depth` rows of a weight.
+
+    Keys and values are stages of their own, so that a group's columns are one's alone.
+    """
+
     columns: int
+    depth: int
+    out: Stage
+    up: Stage
+    down: Stage
+    key: Stage
+    value: Stage
+
+    @classmethod
+    def of(cls, widths: LayerWidths, columns: int) -> "Cut":
+        """Cuts weights of D contracted rows, which w_down has F / D times."""
+        D, HE, F = widths
+        stages, first = [], 0
+        for width, parts in ((D, 1), (F, 1), (D, F // D), (HE, 1), (HE, 1)):
+            stages.append(Stage(first, width, -(-width // columns), parts))
+            first += stages[-1].programs
+        return cls(columns, D, *stages)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (self.out, self.up, self.down, self.key, self.value)
+
+    @property
+    def programs(self) -> int:
+        return sum(stage.programs for stage in self.stages)
+
+    def starts(self, stage: Stage) -> list[int]:
+        """Returns each group's first column."""
+        last = stage.width - self.columns
+        return [min(n * self.columns, last) for n in range(stage.groups)]
+
+    @property
+    def shared_bytes(self) -> int:
+        """What a program of 16-bit weights takes of shared memory."""
+        weight = 2 * self.columns * self.depth
+        chunks = WORKERS * (RING + 1) * 2 * SIDE * CHUNK
+        return weight + chunks + _COMPILER_S_BYTES
 
 
-class Shares(NamedTuple):
-    """Of the layer's products."""
+class Task(NamedTuple):
+    """A block of rows at a position; `there`: whether there is such a one."""
 
-    out: Share
-    up: Share
-    down: Share
-    pair: Share
+    position: Any
+    block: Any
+    there: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What a call's kernels have in common.
 
+    A worker goes through ticks and does at each what the tick has for it: attention of
+    a block of rows, then its stage of an earlier one. What it waits for belongs to
+    smaller ticks, or to a part of w_down in the same one, which waits for smaller ones
+    only: no two workers can wait for one another. How far one is ahead of another, the
+    waiting alone decides.
+
     Attributes:
-      shares: what each of `programs` programs has of each product.
+      blocks: of 64 rows.
+      loaded: of the 64, those that are read.
       played: programs that one instance of the grid plays one after the other: one on
         a device; all of them in the interpreter, which runs a grid's instances one
         after the other and has no semaphores.
+      workers: of an instance.
       interpret: False, or the interpreter's parameters.
     """
 
     spec: LayerSpec
-    programs: int
-    shares: Shares
+    cut: Cut
+    blocks: int
+    loaded: int = SIDE
     played: int = 1
+    workers: int = WORKERS
     interpret: Any = False
 
     @property
     def instances(self) -> int:
         """The size of the grid."""
-        return self.programs // self.played
+        return self.cut.programs // self.played
+
+    @property
+    def period(self) -> int:
+        """Ticks between a block's positions: its pair is made before it attends."""
+        return max(self.blocks, PAIR + 1)
+
+    def ticks(self, count: int) -> int:
+        """Returns how many there are for so many positions."""
+        return (count - 1) * self.period + self.blocks + PAIR
+
+    def task(self, tick: Any, kind: Any, count: int) -> Task:
+        """Returns what a stage has at a tick, by what it writes, ATTENDED to PAIR."""
+        n = tick - kind
+        position, block = n // self.period, n % self.period
+        there = (n >= 0) & (block < self.blocks) & (position < count)
+        return Task(position, block, there)
+
+    def first_head(self, block: Any, worker: Any) -> Any:
+        """Returns the first of a block's heads that a worker attends for.
+
+        The others follow at distances of `all_workers`; from H on there are none. Heads
+        of a block belong to the same workers at every position.
+        """
+        return (worker - block * self.spec.heads) % self.all_workers
+
+    @property
+    def all_workers(self) -> int:
+        return self.cut.programs * self.workers
+
+    def adds_up(self, part: Any, block: Any) -> Any:
+        """Returns whether a part of w_down adds up the others of its group."""
+        return part == block % self.cut.down.parts
+
+    def told(self, kind: Any) -> Any:
+        """Returns how often a block is told of at a position."""
+        out, up, down, key, value = (stage.programs for stage in self.cut.stages)
+        sums = self.cut.down.groups
+        heads = self.spec.heads
+        return choose(kind, (heads, out, up, sums, key + value, down - sums))
+
+    def before_attention(self, position: Any) -> "Told":
+        """Returns what a block's heads wait for."""
+        return Told(PAIR, position * self.told(PAIR))
+
+    def before_product(self, kind: Any, position: Any) -> "Told":
+        """Returns what a stage that writes `kind` waits for."""
+        return Told(kind - 1, (position + 1) * self.told(kind - 1))
+
+    def before_sum(self, position: Any) -> "Told":
+        """Returns what a part that adds up waits for besides."""
+        return Told(PARTS, (position + 1) * self.told(PARTS))
 
 
-def share_out(widths: LayerWidths, programs: int) -> Shares | None:
-    """Returns what each program has of each product, None where they do not divide."""
+class Told(NamedTuple):
+    """That a block's counter of a kind has grown so far."""
+
+    kind: Any
+    times: Any
+
+
+def choose(n: Any, of: Sequence[int]) -> Any:
+    """Returns of[n], of numbers that are known for an n that need not be."""
+    return sum((n == i) * value for i, value in enumerate(of))
+
+
+def choose_cut(widths: LayerWidths, *, most: int, shared: int) -> Cut | None:
+    """Returns the cut into the most programs, up to `most`, that fit `shared` bytes."""
     D, HE, F = widths
-    shapes = {"out": (HE, D), "up": (D, F), "down": (F, D), "pair": (D, 2 * HE)}
-    shares = {}
-    for name, (N, M) in shapes.items():
-        groups = M // SIDE
-        splits = programs // groups if groups else 0
-        if not splits or programs % groups or M % SIDE or N % (splits * SIDE):
-            return None
-        if SIDE % splits or SIDE // splits < _LEAST_COLUMNS:
-            return None
-        shares[name] = Share(splits, N // splits, SIDE // splits)
-    return Shares(**shares)
-
-
-def shared_bytes(shares: Shares) -> int:
-    """Returns what a program of 16-bit weights takes of shared memory."""
-    weights = sum(2 * share.depth * SIDE for share in shares)
-    finished = sum(2 * SIDE * share.columns for share in shares)
-    return weights + (RING + 1) * _BLOCK_BYTES + finished + _COMPILER_S_BYTES
-
-
-def choose_programs(widths: LayerWidths, *, most: int, shared: int) -> int | None:
-    """Returns the most programs, up to `most`, whose parts fit `shared` bytes."""
-    for programs in range(most, 0, -1):
-        shares = share_out(widths, programs)
-        if shares is not None and shared_bytes(shares) <= shared:
-            return programs
+    if D != HE or F % D or D % SIDE:
+        return None
+    for columns in range(CHUNK, D + 1, _ALIGNED):
+        cut = Cut.of(widths, columns)
+        if cut.programs <= most:
+            return cut if cut.shared_bytes <= shared else None
     return None
 
 
 def refusal_of_widths(widths: LayerWidths, *, most: int, shared: int) -> str | None:
     """Returns why a layer cannot be held by `most` programs at once, None if it can."""
-    if choose_programs(widths, most=most, shared=shared) is not None:
+    if choose_cut(widths, most=most, shared=shared) is not None:
         return None
     D, HE, F = widths
     return (
         f"finds no cut of D={D}, heads * head_width={HE}, F={F} into at most {most} "
-        f"programs whose weights fit {shared} bytes each"
+        f"programs whose weights fit {shared} bytes each; it cuts layers with "
+        "heads * head_width = D and F a multiple of D"
     )

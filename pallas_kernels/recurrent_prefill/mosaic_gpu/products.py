@@ -1,12 +1,5 @@
-"""The layer's products: a program's part of each, and what it finishes of it.
+"""A program's stage: its columns of one of the layer's products, and what follows."""
 
-64 columns of a product are `splits` programs' together. Each multiplies its part of the
-contracted axis; when all of them have, each adds up the parts of its own columns. A
-program so reads 1 / splits of the rows, where one that owned its columns alone would
-read them whole: rows read are most of what crosses memory.
-"""
-
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,192 +10,233 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.equations import activate_in_kernel
 from pallas_kernels.recurrent_prefill.mosaic_gpu.blocks import (
     BY_COLUMN,
     BY_ROW,
-    laid_out,
     over_columns,
     over_rows,
     read,
+    turned,
 )
-from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import RING, SIDE, Launch, Share
-from pallas_kernels.recurrent_prefill.mosaic_gpu.refs import Refs, TileScratch
+from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
+    CHUNK,
+    OUT,
+    PAIR,
+    RING,
+    SIDE,
+    Launch,
+    Stage,
+    choose,
+)
+from pallas_kernels.recurrent_prefill.mosaic_gpu.refs import Refs
+
+Y_SQUARES, Z_SQUARES, KEY_SQUARES = range(3)
 
 
-class Product(NamedTuple):
-    """One of the layer's products, and where its parts lie."""
+class Worker(NamedTuple):
+    """Who does a task: a program, where its weight lies, and which of its workers."""
 
-    order: int  # in the layer: 0 to 3
-    share: Share
-    weight: Any  # [N, M], in memory
-    bias: Any  # [M]
-    held: Any  # [V, depth, 64], a program's part of the weight, in shared memory
-    finished: Any  # [64, columns], in shared memory
-
-    def group(self, program: Any) -> tuple[Any, Any]:
-        """Returns which 64 columns a program works on, and on which part of them."""
-        return program // self.share.splits, program % self.share.splits
-
-    def columns(self, program: Any) -> Any:
-        """Returns the columns that a program finishes."""
-        group, part = self.group(program)
-        count = self.share.columns
-        return pl.ds(group * SIDE + part * count, count)
+    program: Any
+    played: Any  # in `TileScratch.held`
+    number: Any  # of the program's workers
 
 
-class Products(NamedTuple):
-    """Of a layer, in their order."""
+class Role(NamedTuple):
+    """What a program has; each a number that the program finds out when it runs."""
 
-    out: Product
-    up: Product
-    down: Product
-    pair: Product
+    stage: Any  # 0 to 4, in the order of `Cut.stages`
+    group: Any
+    part: Any
+    start: Any  # the group's first column
+    kind: Any  # what the stage writes: OUT to PAIR
 
     @classmethod
-    def of(cls, launch: Launch, refs: Refs) -> "Products":
-        layer, held, shares = refs.layer, refs.scratch, launch.shares
-        return cls(
-            Product(0, shares.out, layer.w_out, layer.b_out, held.w_out, held.out),
-            Product(1, shares.up, layer.w_in, layer.b_in, held.w_in, held.up),
-            Product(2, shares.down, layer.w_down, layer.b_down, held.w_down, held.down),
-            Product(3, shares.pair, layer.w_kv, layer.b_kv, held.w_kv, held.pair),
-        )
+    def of(cls, launch: Launch, program: Any) -> "Role":
+        stages = launch.cut.stages
+        stage = sum((program >= s.first).astype(jnp.int32) for s in stages[1:])
 
+        def own(of: Callable[[Stage], int]) -> Any:
+            return choose(stage, [of(s) for s in stages])
 
-def hold_weights(products: Products, scratch: TileScratch, program, played) -> None:
-    """Copies a program's parts of the weights into its shared memory."""
-    for product in products:
-        group, part = product.group(program)
-        depth = product.share.depth
-        rows, columns = pl.ds(part * depth, depth), pl.ds(group * SIDE, SIDE)
-        held = product.held.at[played]
-        plgpu.copy_gmem_to_smem(product.weight.at[rows, columns], held, scratch.loaded)
-        plgpu.barrier_wait(scratch.loaded)
+        n, parts = program - own(lambda s: s.first), own(lambda s: s.parts)
+        group = n // parts
+        last = own(lambda s: s.width) - launch.cut.columns
+        start = jnp.minimum(group * launch.cut.columns, last)
+        kind = jnp.minimum(stage + OUT, PAIR)
+        return cls(stage, group, n % parts, start, kind)
 
 
 def multiply(
-    launch: Launch,
-    refs: Refs,
-    product: Product,
-    rows_of: Callable[..., Any],
-    program,
-    played,
-    *,
-    squares: bool,
-) -> None:
-    """Writes a program's part of a product, and the squares of the rows that it read.
-
-    Args:
-      rows_of: (rows, columns) -> where such a block of what is multiplied lies.
-      squares: whether a norm stands in front of the product.
-    """
-    outputs, scratch = refs.outputs, refs.scratch
-    blocks, depth = outputs.y.shape[0] // SIDE, product.share.depth
-    _, part = product.group(program)
-    chunks = depth // SIDE
-    total = blocks * chunks
-    held = product.held.at[played]
+    launch: Launch, refs: Refs, role: Role, worker: Worker, t, block
+) -> Float[Array, "64 C"]:
+    """Multiplies a block of rows at position t by a program's block of its weight."""
+    cut, scratch, outputs = launch.cut, refs.scratch, refs.outputs
+    chunks = cut.depth // CHUNK
+    rows = pl.ds(block * SIDE, launch.loaded)
+    z = 1 + cut.down.parts
+    # In units of D; attended values lie elsewhere.
+    source = choose(role.stage, [0, 0, 1, z, z]) + role.part
 
     def fetch(n) -> None:
-        rows = pl.ds(n // chunks * SIDE, SIDE)
-        columns = pl.ds(part * depth + n % chunks * SIDE, SIDE)
-        slot = n % RING
-        plgpu.copy_gmem_to_smem(
-            rows_of(rows, columns), scratch.ring.at[slot], scratch.arrived.at[slot]
-        )
+        slot, columns = n % RING, pl.ds(n * CHUNK, CHUNK)
+        target = scratch.ring.at[worker.number, slot, pl.ds(0, launch.loaded)]
+        arrived = scratch.arrived.at[worker.number * RING + slot]
 
-    for n in range(min(RING - 1, total)):
+        @pl.when(role.stage == 0)
+        def _():
+            attended = outputs.attended.at[t, rows, columns]
+            plgpu.copy_gmem_to_smem(attended, target, arrived)
+
+        @pl.when(role.stage > 0)
+        def _():
+            columns = pl.ds(source * cut.depth + n * CHUNK, CHUNK)
+            plgpu.copy_gmem_to_smem(outputs.rows.at[rows, columns], target, arrived)
+
+    for n in range(min(RING - 1, chunks)):
         fetch(jnp.int32(n))
 
-    @pl.loop(0, blocks)
-    def _(block):
-        rows = pl.ds(block * SIDE, SIDE)
+    def accumulate(sum_ref):
+        @pl.loop(0, chunks)
+        def _(n):
+            slot = n % RING
+            plgpu.barrier_wait(scratch.arrived.at[worker.number * RING + slot])
+            weight = turned(launch, scratch.held.at[worker.played], n)
+            plgpu.wgmma(sum_ref, scratch.ring.at[worker.number, slot], weight)
+            # The chunk before this one has been multiplied: its place is free.
+            plgpu.wgmma_wait(1)
+            pl.when(n + RING - 1 < chunks)(lambda: fetch(n + RING - 1))
 
-        def accumulate(sum_ref):
-            def chunk(c, squared):
-                n = block * chunks + c
-                slot = n % RING
-                plgpu.barrier_wait(scratch.arrived.at[slot])
-                weight = held.at[pl.ds(c * SIDE, SIDE)]
-                plgpu.wgmma(sum_ref, scratch.ring.at[slot], weight)
-                if squares:
-                    x = laid_out(launch, scratch.ring[slot]).astype(jnp.float32)
-                    squared = squared + x * x
-                # The block before this one has been multiplied: its place is free.
-                plgpu.wgmma_wait(1)
-                pl.when(n + RING - 1 < total)(lambda: fetch(n + RING - 1))
-                return squared
+        plgpu.wgmma_wait(0)
+        return sum_ref[...]
 
-            none = jnp.zeros((SIDE, SIDE), jnp.float32) if squares else ()
-            squared = jax.lax.fori_loop(0, chunks, chunk, none)
-            plgpu.wgmma_wait(0)
-            outputs.partial[program, rows, :] = sum_ref[...]
-            if squares:
-                outputs.squares[program, rows] = jnp.sum(squared, axis=1)
-
-        pl.run_scoped(accumulate, plgpu.ACC((SIDE, SIDE), jnp.float32))
+    return pl.run_scoped(accumulate, plgpu.ACC((SIDE, cut.columns), jnp.float32))
 
 
 def finish(
     launch: Launch,
     refs: Refs,
-    product: Product,
-    program,
-    use: Callable[..., None],
-    *,
-    squares: bool,
+    role: Role,
+    worker: Worker,
+    t,
+    block,
+    result: Float[Array, "64 C"],
 ) -> None:
-    """Adds up a program's columns of a product, and hands them on.
+    """Writes what follows from a program's columns of a product."""
+    spec, cut, outputs = launch.spec, launch.cut, refs.outputs
+    width, parts = cut.columns, cut.down.parts
+    rows, columns = pl.ds(block * SIDE, SIDE), pl.ds(role.start, width)
 
-    Args:
-      use: (rows, columns, result [64, columns]) writes what follows from them.
-      squares: whether the rows that were multiplied are to be normalised.
-    """
-    outputs, share = refs.outputs, product.share
-    group, part = product.group(program)
-    first = group * share.splits
-    own = pl.ds(part * share.columns, share.columns)
-    columns = product.columns(program)
-    bias = read(launch, product.bias, columns, layout=BY_COLUMN)
+    def of_program(vectors: Any) -> Float[Array, "64 C"]:
+        vector = read(launch, vectors, worker.program, slice(None), layout=BY_COLUMN)
+        return over_rows(vector)
 
-    @pl.loop(0, outputs.y.shape[0] // SIDE)
-    def _(block):
-        rows = pl.ds(block * SIDE, SIDE)
-        result = add_up(
-            share.splits, lambda n: read(launch, outputs.partial, first + n, rows, own)
+    def biased(normed: int | None = None) -> Float[Array, "64 C"]:
+        """Returns the product, of rows normalised by their squares if any."""
+        scaled = result
+        if normed is not None:
+            eps = spec.norm_eps
+            factor = row_factors(launch, refs, normed, rows, eps)
+            scaled = result * over_columns(factor, width)
+        return scaled + of_program(refs.layer.biases)
+
+    def squared(which: int, value: Float[Array, "64 C"]) -> None:
+        squares = value * value * of_program(refs.layer.counted)
+        outputs.squares[which, role.group, rows] = jnp.sum(squares, axis=1)
+
+    def leave(value: Float[Array, "64 C"], column: int) -> None:
+        """Hands rows on to the next stage."""
+        put(
+            value, refs.scratch.leaving, worker, outputs.rows, rows, column + role.start
         )
-        if squares:
-            factor = root_mean_square(
-                launch,
-                *(outputs.squares, first, share.splits, rows),
-                *(share.splits * share.depth, launch.spec.norm_eps),
+
+    def summed() -> Float[Array, "64 C"]:
+        """Adds up the group's parts, whoever does it in the same order."""
+
+        def add(n, total):
+            where = role.group, n, rows, slice(None)
+            return total + jax.lax.cond(
+                role.part == n,
+                lambda: result,
+                lambda: read(launch, outputs.partial, *where),
             )
-            result = result * over_columns(factor, share.columns)
-        use(rows, columns, result + over_rows(bias))
+
+        return jax.lax.fori_loop(0, parts, add, jnp.zeros_like(result))
+
+    D = cut.depth
+
+    @pl.when(role.stage == 0)
+    def _():
+        x = read(launch, refs.inputs.x, t, rows, columns)
+        y = x + spec.residual_scale * biased()
+        outputs.y[rows, columns] = y
+        squared(Y_SQUARES, y)
+        leave(y, 0)
+
+    @pl.when(role.stage == 1)
+    def _():
+        normed = Y_SQUARES if spec.norm == "rms" else None
+        leave(activate_in_kernel(biased(normed), spec.activation), D)
+
+    adds_up = launch.adds_up(role.part, block)
+
+    @pl.when((role.stage == 2) & ~adds_up)
+    def _():
+        outputs.partial[role.group, role.part, rows] = result
+
+    @pl.when((role.stage == 2) & adds_up)
+    def _():
+        y = read(launch, outputs.y, rows, columns)
+        branch = summed() + of_program(refs.layer.biases)
+        z = y + spec.residual_scale * branch
+        outputs.z[t, rows, columns] = z
+        squared(Z_SQUARES, z)
+        leave(z, (1 + parts) * D)
+
+    source = Z_SQUARES if spec.norm == "rms" and spec.normed_persistent else None
+
+    @pl.when(role.stage == 3)
+    def _():
+        k = biased(source)
+        outputs.raw_k[rows, columns] = k
+        squared(KEY_SQUARES, k)
+
+    @pl.when(role.stage == 4)
+    def _():
+        value = biased(source).astype(outputs.values.dtype)
+        outputs.values[t, rows, columns] = value
 
 
-def root_mean_square(
-    launch: Launch, sums: Any, first, count: int, rows, width: int, eps: float
+def put(
+    value: Float[Array, "64 columns"],
+    leaving: Any,
+    worker: Worker,
+    target: Any,
+    rows: Any,
+    column,
+) -> None:
+    """Writes a block to rows of `target` from a column on, rounded; waits for it.
+
+    What other programs copy on chip has to come this way, by shared memory: a plain
+    write and a copy engine's read have no order. The last chunk ends with the block.
+    """
+    width = value.shape[1]
+    for first in range(0, width, CHUNK):
+        first = min(first, width - CHUNK)
+        chunk = value[:, first : first + CHUNK]
+        leaving[worker.number] = chunk.astype(leaving.dtype)
+        plgpu.commit_smem()
+        columns = pl.ds(column + first, CHUNK)
+        plgpu.copy_smem_to_gmem(leaving.at[worker.number], target.at[rows, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def row_factors(
+    launch: Launch, refs: Refs, which: int, rows, eps: float
 ) -> Float[Array, " rows"]:
-    """Returns each row's factor from `count` programs' sums of squares."""
-    squares = add_up(
-        count, lambda n: read(launch, sums, first + n, rows, layout=BY_ROW)
-    )
-    return jax.lax.rsqrt(squares / width + eps)
-
-
-def add_up(count: int, part: Callable[[Any], Array]) -> Array:
-    """Returns part(0) + ... + part(count - 1), up to eight reads on their way."""
-    together = math.gcd(count, 8)
-
-    def some(m, total):
-        for n in range(together):
-            total = total + part(m * together + n)
-        return total
-
-    total = part(0)
-    for n in range(1, together):
-        total = total + part(n)
-    if count == together:
-        return total
-    return jax.lax.fori_loop(1, count // together, some, total)
+    """Returns what a root mean square norm multiplies rows by, from their squares."""
+    squares = refs.outputs.squares
+    total = read(launch, squares, which, 0, rows, layout=BY_ROW)
+    for group in range(1, launch.cut.down.groups):
+        total = total + read(launch, squares, which, group, rows, layout=BY_ROW)
+    return jax.lax.rsqrt(total / launch.cut.depth + eps)

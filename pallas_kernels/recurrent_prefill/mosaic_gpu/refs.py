@@ -1,9 +1,10 @@
 """What the persistent kernel reads, writes and holds on chip, by name.
 
-Rows are padded to whole blocks of 64; P is the number of programs, V of those that one
-instance of the grid plays.
+Rows B are padded to whole blocks of 64; P is the number of programs, V of those that
+one instance of the grid plays, C a program's columns, G the groups of a stage.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,51 +14,72 @@ from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import Prepared
-from pallas_kernels.recurrent_prefill.mosaic_gpu.blocks import (
-    swizzled,
-)
+from pallas_kernels.recurrent_prefill.mosaic_gpu.blocks import swizzled
 from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
+    CHUNK,
     RING,
     SIDE,
+    Cut,
     Launch,
+    Stage,
 )
 
 
 class Resident(NamedTuple):
-    """A layer's weights as the kernel multiplies them.
+    """A layer's weights as the kernel multiplies them, program after program.
 
     A norm's scale stands in the weight behind it and its shift in that product's bias:
     rows are multiplied as they are, and each result by its row's factor.
     """
 
-    w_out: Array  # [H E, D], bfloat16
-    w_in: Array  # [D, F]
-    w_down: Array  # [F, D]
-    w_kv: Array  # [D, 2 H E]: keys, then values
-    b_out: Array  # [D], float32
-    b_in: Array  # [F]
-    b_down: Array  # [D]
-    b_kv: Array  # [2 H E]
+    weights: Array  # [P, C, D], bfloat16: a program's columns of its weight, turned
+    biases: Array  # [P, C], float32
+    counted: Array  # [P, C]: 1 where no earlier group has the column, else 0
     k_scale: Array  # [H E], of the k-norm
     k_shift: Array  # [H E]
     slopes: Array  # [H], ALiBi's
 
     @classmethod
-    def of(cls, w: Prepared, spec: LayerSpec) -> "Resident":
+    def of(cls, w: Prepared, spec: LayerSpec, cut: Cut) -> "Resident":
         """Folds the norms into one layer's weights [1, N, M], which are float32."""
         source = w.attention_norm if spec.normed_persistent else (None, None)
-        w_in, b_in = _fold(w.w_in, w.b_in, w.mlp_norm)
         w_kv, b_kv = _fold(w.w_kv, w.b_kv, source)
-        w_out, b_out = _fold(w.w_out, w.b_out, (None, None))
-        w_down, b_down = _fold(w.w_down, w.b_down, (None, None))
         k_width = w_kv.shape[1] // 2
+        folded = (
+            _fold(w.w_out, w.b_out, (None, None)),
+            _fold(w.w_in, w.b_in, w.mlp_norm),
+            _fold(w.w_down, w.b_down, (None, None)),
+            (w_kv[:, :k_width], b_kv[:k_width]),
+            (w_kv[:, k_width:], b_kv[k_width:]),
+        )
+        blocks = zip(
+            *(
+                _blocks(cut, stage, weight, bias)
+                for stage, (weight, bias) in zip(cut.stages, folded, strict=True)
+            ),
+            strict=True,
+        )
         scale, shift = w.k_norm
+        weights, biases, counted = map(jnp.concatenate, blocks)
         return cls(
-            *(w_out, w_in, w_down, w_kv, b_out, b_in, b_down, b_kv),
+            *(weights, biases, counted),
             k_scale=jnp.ones(k_width) if scale is None else scale[0],
             k_shift=jnp.zeros(k_width) if shift is None else shift[0],
             slopes=_slopes(spec),
         )
+
+
+def _blocks(
+    cut: Cut, stage: Stage, weight: Float[Array, "N M"], bias: Float[Array, " M"]
+) -> tuple[Float[Array, "p C D"], Float[Array, "p C"], Float[Array, "p C"]]:
+    """Returns what each program of a stage has of its weight and bias, and counts."""
+    starts, C = jnp.array(cut.starts(stage)), cut.columns
+    columns = starts[:, None] + jnp.arange(C)  # [G, C]
+    parts = weight.T[columns].reshape(stage.groups, C, stage.parts, cut.depth)
+    counted = columns >= C * jnp.arange(stage.groups)[:, None]
+    weights = parts.swapaxes(1, 2).reshape(-1, C, cut.depth)
+    every_part = partial(jnp.repeat, repeats=stage.parts, axis=0)
+    return weights, every_part(bias[columns]), every_part(counted.astype(jnp.float32))
 
 
 def _fold(
@@ -99,19 +121,16 @@ class TileOutputs(NamedTuple):
     values: Any  # [b, B, H E]
     raw_k: Any  # [B, H E], float32: the newest key before its norm
     y: Any  # [B, D], float32
-    y_rows: Any  # [B, D], what is multiplied of it
-    hidden: Any  # [B, F]
-    z_rows: Any  # [B, D]
-    partial: Any  # [P, B, 64], float32: a program's part of a product
-    squares: Any  # [P, B], of the rows that it multiplied
-    k_squares: Any  # [P, B], of the raw keys that it finished
+    rows: Any  # [B, D + F + D], what is multiplied: y, the hidden rows, z
+    partial: Any  # [G, F / D, B, C], float32: a part of the product with w_down
+    squares: Any  # [3, G, B], of a group's columns of y, z and the raw keys
 
     @classmethod
-    def shapes(cls, launch: Launch, x: Array, inner: int) -> "TileOutputs":
+    def shapes(cls, launch: Launch, x: Array) -> "TileOutputs":
         """Returns the shapes for a tile x [b, B, D]."""
         b, B, D = x.shape
-        H, P = launch.spec.heads, launch.programs
-        HE = H * launch.spec.head_width
+        H, cut = launch.spec.heads, launch.cut
+        HE, G = H * launch.spec.head_width, cut.down.groups
         wide = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         half = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
         return cls(
@@ -122,45 +141,34 @@ class TileOutputs(NamedTuple):
             values=half(b, B, HE),
             raw_k=wide(B, HE),
             y=wide(B, D),
-            y_rows=half(B, D),
-            hidden=half(B, inner),
-            z_rows=half(B, D),
-            partial=wide(P, B, SIDE),
-            squares=wide(P, B),
-            k_squares=wide(P, B),
+            rows=half(B, (2 + cut.down.parts) * D),
+            partial=wide(G, cut.down.parts, B, cut.columns),
+            squares=wide(3, G, B),
         )
 
 
 class TileScratch(NamedTuple):
     """A program's shared memory, which lasts for the tile."""
 
-    w_out: Any  # [V, depth, 64]: the program's part of each weight
-    w_in: Any
-    w_down: Any
-    w_kv: Any
-    out: Any  # [64, columns]: what it finished of each product, on its way to memory
-    up: Any
-    down: Any
-    pair: Any
-    ring: Any  # [RING, 64, 64], blocks of activations
-    arrived: Any  # a barrier for each of them
-    head: Any  # [64, 64], a key or attended values, on their way to memory
-    loaded: Any  # the barrier of a weight
+    held: Any  # [V, C, D], the program's block of a weight
+    ring: Any  # [workers, RING, 64, CHUNK], chunks of rows on their way to a worker
+    leaving: Any  # [workers, 64, CHUNK], a chunk on its way to memory
+    loaded: Any  # the barrier of the weight
+    arrived: Any  # a barrier for each chunk of the ring
 
     @classmethod
     def shapes(cls, launch: Launch) -> "TileScratch":
         """Returns the memory that a launch needs."""
-        held = (swizzled(launch.played, one.depth, SIDE) for one in launch.shares)
-        finished = (
-            plgpu.SMEM((SIDE, one.columns), jnp.bfloat16) for one in launch.shares
-        )
+        cut, workers = launch.cut, launch.workers
+        held = swizzled(launch.played, cut.columns, cut.depth)
+        if launch.interpret:  # See `turned`.
+            held = plgpu.SMEM((launch.played, cut.depth, cut.columns), jnp.bfloat16)
         return cls(
-            *held,
-            *finished,
-            ring=swizzled(RING, SIDE, SIDE),
-            arrived=plgpu.Barrier(num_barriers=RING),
-            head=swizzled(SIDE, SIDE),
+            held=held,
+            ring=swizzled(workers, RING, SIDE, CHUNK),
+            leaving=plgpu.SMEM((workers, SIDE, CHUNK), jnp.bfloat16),
             loaded=plgpu.Barrier(),
+            arrived=plgpu.Barrier(num_barriers=workers * RING),
         )
 
 

@@ -107,7 +107,7 @@ class Case(NamedTuple):
         return LayerWeights(**leaves)
 
 
-FOUR_PROGRAMS = Case(
+HOPPER_LAYER = Case(
     positions=5,
     heads=2,
     key_heads=2,
@@ -117,9 +117,8 @@ FOUR_PROGRAMS = Case(
     dtype="bfloat16",
     alibi=1.0,
 )
-"""The smallest layer of `mosaic_gpu`: two of its programs split the contracted axis of
-the products into D columns. Slopes are steep, so that a wrong distance shows in
-bfloat16."""
+"""A small layer of `mosaic_gpu`: w_down has two parts. Slopes are steep, so that a
+wrong distance shows in bfloat16."""
 
 
 @cache

@@ -30,7 +30,7 @@ from pallas_kernels.recurrent_prefill.triton.tiles import (
 from pallas_kernels.recurrent_prefill.xla.call import Call
 from pallas_kernels.target import LEAST_VMEM, Target, as_if
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
-    FOUR_PROGRAMS,
+    HOPPER_LAYER,
     Case,
     quick_jit,
     reference_values,
@@ -141,20 +141,20 @@ def test_sizes_that_a_gpu_cannot_have_are_refused_with_the_numbers(sizes, messag
 
 
 def test_a_tpu_s_rows_are_the_caller_s_or_refused():
-    sizes = LayerSizes.of(*FOUR_PROGRAMS.inputs()[:2], FOUR_PROGRAMS.spec)
+    sizes = LayerSizes.of(*HOPPER_LAYER.inputs()[:2], HOPPER_LAYER.spec)
     choose_rows = partial(tpu_tiles, sizes, None, LEAST_VMEM, forward_bytes)
     assert choose_rows(64).rows == 64 != choose_rows(None).rows
-    assert refusal(mosaic_tpu, FOUR_PROGRAMS, blocks=BlockSizes(rows=64)) is None
+    assert refusal(mosaic_tpu, HOPPER_LAYER, blocks=BlockSizes(rows=64)) is None
     told = "runs 128, 64, 32, 16, 8 rows a program, got rows=48"
-    assert refusal(mosaic_tpu, FOUR_PROGRAMS, blocks=BlockSizes(rows=48)) == told
+    assert refusal(mosaic_tpu, HOPPER_LAYER, blocks=BlockSizes(rows=48)) == told
 
 
 def test_a_backend_refuses_sizes_that_it_has_no_use_for():
     depth = BlockSizes(depth=32)
     told = "takes of the block sizes none, got depth=32"
-    assert refusal(mosaic_gpu, FOUR_PROGRAMS, blocks=depth) == told
+    assert refusal(mosaic_gpu, HOPPER_LAYER, blocks=depth) == told
     told = "takes of the block sizes only rows, got depth=32"
-    assert refusal(mosaic_tpu, FOUR_PROGRAMS, blocks=depth) == told
+    assert refusal(mosaic_tpu, HOPPER_LAYER, blocks=depth) == told
     x, weights, _ = CASE.inputs()
     told = "mosaic_tpu: .*; xla: takes of the block sizes only keys, got depth=32"
     with pytest.raises(NotImplementedError, match=told):

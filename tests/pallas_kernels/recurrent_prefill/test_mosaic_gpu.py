@@ -1,11 +1,16 @@
 """The Hopper kernel in jax's interpreter of Mosaic GPU against the reference.
 
-One instance plays all programs there: what they own, exchange and add up is tested, how
-they wait for one another is not. `test_compiles.py` compiles that.
+One instance plays all programs there: what they own, exchange and add up is tested. How
+they wait for one another is played by a model of it, in turns that chance draws;
+`test_compiles.py` compiles it.
 """
 
 import dataclasses
+import random
+from collections import Counter
+from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +20,22 @@ from pallas_kernels.recurrent_prefill import recurrent_prefill
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
+    ATTENDED,
+    DOWN,
+    OUT,
+    PAIR,
+    PARTS,
+    UP,
+    Cut,
+    Launch,
     LayerWidths,
-    choose_programs,
+    Told,
+    choose_cut,
     refusal_of_widths,
-    share_out,
-    shared_bytes,
 )
 from pallas_kernels.target import Target, as_if
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
-    FOUR_PROGRAMS,
+    HOPPER_LAYER,
     Case,
     reference,
     reference_values,
@@ -33,7 +45,9 @@ from tests.pallas_kernels.recurrent_prefill.layer_cases import (
 )
 from tests.tolerances import assert_gradients_close, assert_values_close
 
-PLAIN = FOUR_PROGRAMS
+PLAIN = HOPPER_LAYER
+PROGRAMS = 14
+"""Of PLAIN at 64 columns each, the fewest: the interpreter takes its time."""
 PAPER = LayerWidths(1024, 1024, 4096)
 SHARED = 232_448
 H100 = Target(
@@ -44,30 +58,42 @@ H100 = Target(
 )
 
 
-def check_values(case: Case) -> None:
-    assert_values_close(values(mosaic_gpu, case), reference_values(case), case.dtype)
+def on(programs: int):
+    """Has layers cut into that many programs at most."""
+    return as_if(Target(platform="cpu", kind="cpu", multiprocessors=programs))
+
+
+def check_values(case: Case, programs: int = PROGRAMS) -> None:
+    with on(programs):
+        found = values(mosaic_gpu, case)
+    assert_values_close(found, reference_values(case), case.dtype)
 
 
 # Past a tile of 16 positions the second one meets the first through the prefix.
-@pytest.mark.parametrize(
-    "positions", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16, 19))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", [1, 16, 19])
 def test_the_kernel_computes_what_the_reference_does(positions):
     check_values(PLAIN._replace(positions=positions))
 
 
-# Three blocks of 64 rows: more of them and heads than programs, and more blocks of
-# activations than the ring holds.
+# 56 columns do not divide the weights': a stage's last group has some of another's.
+def test_columns_that_two_groups_have_count_once():
+    with on(20):
+        cut = choose_cut(LayerWidths(128, 128, 256), most=20, shared=SHARED)
+    assert cut is not None and (cut.columns, cut.programs) == (56, 20)
+    check_values(PLAIN, programs=20)
+
+
+# Three blocks of 64 rows are at several stages; both parts of w_down add up.
 @pytest.mark.slow
-def test_more_rows_than_programs_are_the_reference_s():
-    check_values(PLAIN._replace(positions=2, batch=130))
+def test_several_blocks_of_rows_are_the_reference_s():
+    check_values(PLAIN._replace(positions=3, batch=130))
 
 
-# 64 programs: products are split 8, 2, 8 and 4 times, as at the paper's width.
+# As at the paper's width w_down has four parts, and a block fewer than 64 rows.
 @pytest.mark.sweep
-def test_the_splits_of_the_papers_width_are_the_reference_s():
-    widths = {"heads": 8, "key_heads": 8, "width": 512, "inner": 2048}
-    check_values(PLAIN._replace(positions=2, **widths))
+def test_the_parts_of_the_papers_width_are_the_reference_s():
+    check_values(PLAIN._replace(positions=2, inner=512), programs=20)
 
 
 @pytest.mark.slow
@@ -87,24 +113,129 @@ def test_switches_of_a_layer_are_the_reference_s(changes):
 @pytest.mark.slow
 def test_gradients_are_taken_from_what_the_kernel_keeps():
     case = PLAIN._replace(positions=19)
-    z, gradients = values_and_gradients(mosaic_gpu, case)
+    with on(PROGRAMS):
+        z, gradients = values_and_gradients(mosaic_gpu, case)
     want_z, want = reference(case)
     assert_values_close(z, want_z, case.dtype)
     assert_gradients_close(gradients, want, case.dtype)
 
 
-def test_a_layer_of_the_paper_is_held_by_128_programs():
-    programs = choose_programs(PAPER, most=132, shared=SHARED)
-    assert programs == 128
-    shares = share_out(PAPER, programs)
-    assert shares is not None
-    # Every weight lies in one program, and every column is finished by one.
-    D, HE, F = PAPER
-    held = 64 * programs * sum(share.depth for share in shares)
-    assert held == HE * D + 2 * D * F + 2 * D * HE
-    finished = [programs * share.columns for share in shares]
-    assert finished == [D, F, D, 2 * HE]
-    assert shared_bytes(shares) <= SHARED
+@pytest.mark.parametrize(
+    ("width", "columns", "programs"), [(1024, 88, 131), (768, 64, 132), (512, 48, 120)]
+)
+def test_a_layer_is_cut_into_as_many_programs_as_there_can_be(width, columns, programs):
+    D, F = width, 4 * width
+    cut = choose_cut(LayerWidths(D, D, F), most=132, shared=SHARED)
+    assert cut is not None
+    assert (cut.columns, cut.programs) == (columns, programs)
+    assert cut.shared_bytes <= SHARED
+    # Every column of every weight lies in a program, and every row.
+    for stage, shape in zip(
+        cut.stages, ((D, D), (D, F), (F, D), (D, D), (D, D)), strict=True
+    ):
+        held = {start + n for start in cut.starts(stage) for n in range(columns)}
+        assert held == set(range(shape[1]))
+        assert cut.depth * stage.parts == shape[0]
+
+
+class Step(NamedTuple):
+    """What a worker does once it has been told of a block so often."""
+
+    block: int
+    waits: list[Told]
+    reads: dict[str, int]  # what of the block, and of which position
+    writes: str
+    position: int
+    tells: int
+
+
+def steps_of(launch: Launch, program: int, worker: int, count: int) -> Iterator[Step]:
+    """Yields what `_attention_task` and `_product_task` do, tick after tick."""
+    cut, heads = launch.cut, launch.spec.heads
+    stages = cut.stages
+    stage = max(n for n in range(5) if program >= stages[n].first)
+    n, parts = program - stages[stage].first, cut.down.parts
+    group, part = divmod(n, parts) if stage == 2 else (n, 0)
+    kind = min(stage + OUT, PAIR)
+    number = worker * cut.programs + program
+
+    def of_all(name: str, count: int, at: int = 0) -> dict[str, int]:
+        return {f"{name}{n}": at for n in range(count)}
+
+    attended, hidden = of_all("attended", heads), of_all("hidden", cut.up.groups)
+    y, z = of_all("y", cut.out.groups), of_all("z", cut.down.groups)
+    pairs = of_all("key", cut.key.groups, -1) | of_all("value", cut.value.groups, -1)
+    for tick in range(launch.ticks(count)):
+        t, block, there = launch.task(tick, ATTENDED, count)
+        if there:
+            first = launch.first_head(block, number)
+            for head in range(first, heads, launch.all_workers):
+                waits, reads = [launch.before_attention(t)], pairs if t else {}
+                reads = {name: t + at for name, at in reads.items()}
+                yield Step(block, waits, reads, f"attended{head}", t, ATTENDED)
+        t, block, there = launch.task(tick, kind, count)
+        if not there or block % launch.workers != worker:
+            continue
+        waits = [launch.before_product(kind, t)]
+        reads = (attended, y, hidden, z, z)[stage]
+        writes, tells = ("y", "hidden", "z", "key", "value")[stage], kind
+        if stage == 2 and launch.adds_up(part, block):
+            waits.append(launch.before_sum(t))
+            others = {f"part{group}.{n}": 0 for n in range(parts) if n != part}
+            reads = reads | others | {f"y{group}": 0}
+        elif stage == 2:
+            writes, tells = f"part{group}.{part}", PARTS
+        writes = writes if tells == PARTS else f"{writes}{group}"
+        reads = {name: t + at for name, at in reads.items()}
+        yield Step(block, waits, reads, writes, t, tells)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, 9])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_no_worker_waits_for_ever_or_reads_what_is_not_there(blocks, parts):
+    columns, count = 56, 4
+    cut = Cut.of(LayerWidths(128, 128, parts * 128), columns)
+    # Every worker attends to something.
+    heads = 2 * cut.programs + 1
+    spec = dataclasses.replace(PLAIN.spec, heads=heads, key_heads=heads)
+    launch = Launch(spec=spec, cut=cut, blocks=blocks)
+    chance = random.Random(blocks * parts)
+    workers = [
+        steps_of(launch, program, worker, count)
+        for program in range(cut.programs)
+        for worker in range(launch.workers)
+    ]
+    todo = [next(steps, None) for steps in workers]
+    started = [False] * len(workers)
+    told: Counter = Counter()
+    written: dict = {}
+
+    def ready(step: Step) -> bool:
+        return all(told[step.block, kind] >= times for kind, times in step.waits)
+
+    def as_expected(step: Step) -> bool:
+        found = {name: written.get((step.block, name)) for name in step.reads}
+        return found == step.reads
+
+    while any(todo):
+        able = [
+            n for n, step in enumerate(todo) if step and (started[n] or ready(step))
+        ]
+        assert able, "all workers wait"
+        n = chance.choice(able)
+        step = todo[n]
+        assert step is not None and as_expected(step)
+        # It reads for a while, and others go on: what it reads must stay.
+        if not started[n]:
+            started[n] = True
+            continue
+        written[step.block, step.writes] = step.position
+        told[step.block, step.tells] += 1
+        todo[n], started[n] = next(workers[n], None), False
+    kinds = (ATTENDED, OUT, UP, DOWN, PAIR, PARTS)
+    assert told == Counter(
+        {(r, k): count * launch.told(k) for r in range(blocks) for k in kinds}
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +243,8 @@ def test_a_layer_of_the_paper_is_held_by_128_programs():
     [
         (LayerWidths(2048, 2048, 8192), 132),  # 92 MB of weights
         (PAPER, 114),  # an H100 on PCIe
-        (LayerWidths(96, 64, 256), 132),
+        (LayerWidths(96, 64, 384), 132),
+        (LayerWidths(128, 128, 320), 132),
     ],
 )
 def test_what_cannot_be_held_at_once_is_refused(widths, most):

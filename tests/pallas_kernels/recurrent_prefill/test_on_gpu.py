@@ -13,7 +13,7 @@ from pallas_kernels.recurrent_prefill import recurrent_prefill
 from pallas_kernels.recurrent_prefill.arrays import empty_cache
 from pallas_kernels.target import refusal_of_mosaic_gpu
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
-    FOUR_PROGRAMS,
+    HOPPER_LAYER,
     Case,
     reference,
 )
@@ -43,12 +43,13 @@ CASES = {
     ),
 }
 
-# Programs wait for one another here, which no interpreter runs: 4, 64 and 128 of them.
-PERSISTENT = FOUR_PROGRAMS._replace(positions=37, batch=70)
+# Programs wait for one another, which no interpreter runs: 28, 120 and 131 of them.
+PERSISTENT = HOPPER_LAYER._replace(positions=37, batch=70)
 PERSISTENT_CASES = {
     "one position": PERSISTENT._replace(positions=1),
     "prime": PERSISTENT,
-    "64 programs": PERSISTENT._replace(heads=8, key_heads=8, width=512, inner=2048),
+    "120 programs": PERSISTENT._replace(heads=8, key_heads=8, width=512, inner=2048),
+    "several blocks of rows": PERSISTENT._replace(batch=600),
     "the paper's width": PERSISTENT._replace(
         heads=16, key_heads=16, width=1024, inner=4096
     ),
