@@ -5,12 +5,12 @@ small_hash_hop of runs.py: four layers, strings of 4, chains of 4 among 12 pairs
 trained until it follows chains, first on single hops among few pairs: on the chains
 alone 22 million tokens did not suffice, and seeds 1 and 2 of the base still guess at
 the end. Then shares of its heads are replaced and each model, the base too, is trained
-on by a quarter of all these steps, once for each seed: of Mamba's start, of the rows,
-and of the heads that `random` draws. `recent` replaces the heads of highest RA-I,
-`groups` whole groups by their mean, `least` those of lowest RA-I: if RA-I chooses
-better than chance, recent stands above random and least. The score is the longest
-right beginning of the chain over its length. A stopped set goes on with the same
-command.
+on by a quarter of all these steps (`--further`), once for each seed: of Mamba's start,
+of the rows, and of the heads that `random` draws. `recent` replaces the heads of
+highest RA-I, `groups` whole groups by their mean, `least` those of lowest RA-I: if RA-I
+chooses better than chance, recent stands above random and least. The score is the
+longest right beginning of the chain over its length. A stopped set goes on with the
+same command.
 
     python experiments/recurformer/hash_hop.py --runs runs/recurformer_hash_hop
 """
@@ -47,6 +47,8 @@ FIRST = ((1, 3, 1500, 64), (1, 8, 1000, 48))
 """(hops, pairs, steps, rows a step) of the problems before the table's."""
 ENOUGH = 0.9
 """The score from which on a base follows chains."""
+QUARTER = 0.25
+"""Of the base's steps a model is trained on."""
 TEXTS = 32
 """Rows on which heads are measured; of the test, which nothing is trained on."""
 
@@ -64,6 +66,7 @@ class Options:
       base_seed: of the base.
       window: how far back counts as recent, in tokens.
       learning_rate: of what is trained on; None: the base's.
+      further: how long a model is trained on, as a share of the base's steps.
     """
 
     runs: Path = Path("runs/recurformer_hash_hop")
@@ -74,10 +77,13 @@ class Options:
     base_seed: int = 0
     window: int = 17
     learning_rate: float | None = None
+    further: float = QUARTER
 
     def __post_init__(self):
         if self.seeds < 1 or self.window < 1:
             raise UserError("--seeds and --window must be at least 1")
+        if not 0 < self.further <= 1:
+            raise UserError(f"--further {self.further}: a share in (0, 1]")
         unknown = [name for name in self.choices if name not in CHOICES]
         if unknown:
             raise UserError(
@@ -112,12 +118,13 @@ def further(
     *,
     seed: int,
     learning_rate: float | None = None,
+    share: float = QUARTER,
 ) -> list[Experiment]:
-    """Returns a quarter of each training of the base, on the model of a directory."""
+    """Returns a share of each training of the base, on the model of a directory."""
     again, model = [], load_run(start, report=_quiet).model.config
     for stage in stages:
         assert isinstance(stage.data, TaskData)
-        short = shortened(stage, max(1, stage.training.steps // 4))
+        short = shortened(stage, max(1, int(stage.training.steps * share)))
         optimizer = short.optimizer
         if learning_rate is not None:
             optimizer = replace(optimizer, learning_rate=learning_rate)
@@ -198,15 +205,18 @@ def main(argv: list[str] | None = None) -> int:
         )
     root = options.runs / stages[-1].name
     recency = _measured(trained, options.window)
-    # Bases other than the first, and rates of one's own, have their own directories.
+    # Bases other than the first, and rates and steps of one's own, have directories of
+    # their own.
     of = f"_base{options.base_seed}" if options.base_seed else ""
     rate = options.learning_rate
-    with_rate = "" if rate is None else f"_rate{rate}"
+    changed_by = "" if rate is None else f"_rate{rate}"
+    if options.further != QUARTER:
+        changed_by += f"_further{options.further}"
 
     def train_on(start: Path, name: str, seed: int) -> LoadedRun | None:
-        name = f"{name}{of}{with_rate}_seed{seed}"
-        again = further(stages, start, name, seed=seed, learning_rate=rate)
-        return finish(again, start)
+        name = f"{name}{of}{changed_by}_seed{seed}"
+        changes = {"learning_rate": rate, "share": options.further}
+        return finish(further(stages, start, name, seed=seed, **changes), start)
 
     for seed in range(options.seeds):
         on = train_on(root, "on", seed)

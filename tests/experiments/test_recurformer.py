@@ -114,6 +114,8 @@ def test_heads_are_chosen_by_recency_by_chance_and_against_it(script):
     assert len(drawn) > 1
     with pytest.raises(UserError, match="--choices best: there are recent"):
         hash_hop.main(["--choices", "best"])
+    with pytest.raises(UserError, match=r"--further 0\.0: a share in \(0, 1\]"):
+        hash_hop.main(["--further", "0"])
 
 
 def test_the_cache_table_has_the_papers_llama_and_keeps_the_bound(script):
