@@ -18,18 +18,16 @@ from pallas_kernels.recurrent_prefill.mosaic_gpu.blocks import (
 from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import SIDE, Launch
 from pallas_kernels.recurrent_prefill.mosaic_gpu.products import (
     KEY_SQUARES,
-    Worker,
-    put,
     row_factors,
 )
 from pallas_kernels.recurrent_prefill.mosaic_gpu.refs import Refs
 
 
-def attend(launch: Launch, refs: Refs, worker: Worker, t, block, head) -> None:
+def attend(launch: Launch, refs: Refs, t, block, head) -> None:
     """Writes what position t attends to, for a block of rows and a head."""
     rows = pl.ds(block * SIDE, SIDE)
     pl.when(t > 0)(lambda: _finish_key(launch, refs, t, rows, head))
-    _attend(launch, refs, worker, t, rows, head)
+    _attend(launch, refs, t, rows, head)
 
 
 def _finish_key(launch: Launch, refs: Refs, t, rows, head) -> None:
@@ -47,7 +45,7 @@ def _finish_key(launch: Launch, refs: Refs, t, rows, head) -> None:
     outputs.keys[t - 1, rows, columns] = (k * scale + shift).astype(outputs.keys.dtype)
 
 
-def _attend(launch: Launch, refs: Refs, worker: Worker, t, rows, head) -> None:
+def _attend(launch: Launch, refs: Refs, t, rows, head) -> None:
     """Merges the tile's earlier pairs into the softmax of one head's queries."""
     inputs, outputs = refs.inputs, refs.outputs
     columns = pl.ds(head * SIDE, SIDE)
@@ -75,5 +73,4 @@ def _attend(launch: Launch, refs: Refs, worker: Worker, t, rows, head) -> None:
     above, normalizer, weighted = jax.lax.fori_loop(0, t, pair, running)
     outputs.lse[t, head, rows] = above + jnp.log(normalizer)
     attended = weighted / over_columns(normalizer, SIDE)
-    leaving = refs.scratch.leaving
-    put(attended, leaving, worker, outputs.attended.at[t], rows, head * SIDE)
+    outputs.attended[t, rows, columns] = attended.astype(outputs.attended.dtype)

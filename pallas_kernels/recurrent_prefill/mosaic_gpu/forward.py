@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array
@@ -43,6 +45,8 @@ INSTANCE = "instance"
 """The grid's axis."""
 WORKER = "worker"
 """The axis of an instance's warpgroups."""
+_APART = 32
+"""Counters between two that are used: each has a line of the cache of its own."""
 
 
 def run_tile(
@@ -103,9 +107,13 @@ def _launch(
         rest = iter(refs)
         kernel(*(type(group)(*(next(rest) for _ in group)) for group in groups))
 
-    # Layouts of most values follow from those of what is read, which the compiler
-    # infers with the semantics of a whole warpgroup.
-    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    params = plgpu.CompilerParams(
+        # Layouts of most values follow from those of what is read, which the compiler
+        # infers with the semantics of a whole warpgroup.
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        # Sums stay within a warp; both warpgroups would have the same memory for them.
+        reduction_scratch_bytes=0,
+    )
     workers = {"num_threads": launch.workers, "thread_name": WORKER}
     out = plgpu.kernel(
         body,
@@ -128,27 +136,48 @@ class Counters(NamedTuple):
     """
 
     launch: Launch
-    told: Any  # [KINDS * blocks], none where one worker does all
+    told: Any  # [KINDS * blocks * _APART], none where one worker does all
 
     @classmethod
     def open(cls, launch: Launch) -> "Counters":
         if launch.instances == 1:
             return cls(launch, None)
-        counters = plgpu.SemaphoreType.REGULAR((len(KINDS) * launch.blocks,))
+        count = len(KINDS) * launch.blocks * _APART
+        counters = plgpu.SemaphoreType.REGULAR((count,))
         return cls(launch, pl.get_global(counters))
 
     def tell(self, kind, block) -> None:
         """Tells of what was written; a signal releases it."""
         if self.told is not None:
-            counter = self.told.at[kind * self.launch.blocks + block]
-            plgpu.semaphore_signal(counter, memory_scope="gpu")
+            _order_copies()
+            plgpu.semaphore_signal(self._of(kind, block), memory_scope="gpu")
 
     def wait(self, until: Told, block) -> None:
         """Waits until a block was told of so often; what was written then is seen."""
         if self.told is not None:
-            kind, times = until
-            counter = self.told.at[kind * self.launch.blocks + block]
+            counter = self._of(until.kind, block)
+            times = until.times
             plgpu.semaphore_wait(counter, times, decrement=False, memory_scope="gpu")
+            _order_copies()
+
+    def _of(self, kind, block) -> Any:
+        return self.told.at[(kind * self.launch.blocks + block) * _APART]
+
+
+def _order_copies() -> None:
+    """Orders a thread's own reads and writes of memory with those of copy engines.
+
+    Rows are written plainly and copied on chip by other programs: to the engine, which
+    is another proxy, neither a release nor an acquire says anything (PTX ISA, "Memory
+    Consistency Model", proxies).
+    """
+    emit: Any = plgpu.inline_mgpu()(_fence)
+    emit()
+
+
+def _fence(_) -> None:
+    kind, text = ir.Type.parse("!llvm.void"), "fence.proxy.async.global;"
+    llvm.inline_asm(kind, [], text, "", has_side_effects=True)
 
 
 # A program holds its block of a weight for the tile. Each of its workers goes through
@@ -194,7 +223,7 @@ def _attention_task(launch, refs, counters, worker: Worker, tick, count: int) ->
 
             @pl.when(head < heads)
             def _():
-                attend(launch, refs, worker, t, block, head)
+                attend(launch, refs, t, block, head)
                 counters.tell(ATTENDED, block)
 
 

@@ -13,14 +13,13 @@ from pallas_kernels.recurrent_prefill.arrays import LayerSpec
 SIDE = 64
 """Rows that are computed at once, and channels of a head."""
 CHUNK = 32
-"""Columns of rows that come on chip, or leave it, in one copy."""
-RING = 5
+"""Columns of rows that come on chip in one copy."""
+RING = 6
 """Such chunks that are on their way to a worker or being multiplied."""
 WORKERS = 2
 """Warpgroups of a program: while one finishes a block of rows, the other multiplies."""
 _ALIGNED = 8
-# Memory barriers, what sums over a row pass between warps, and alignment.
-_COMPILER_S_BYTES = 2048
+_BARRIER_BYTES = 8
 
 ATTENDED, OUT, UP, DOWN, PAIR, PARTS = KINDS = range(6)
 """What a block of rows is told of at a position: what its stages have written, in their
@@ -100,8 +99,9 @@ class Cut(NamedTuple):
     def shared_bytes(self) -> int:
         """What a program of 16-bit weights takes of shared memory."""
         weight = 2 * self.columns * self.depth
-        chunks = WORKERS * (RING + 1) * 2 * SIDE * CHUNK
-        return weight + chunks + _COMPILER_S_BYTES
+        chunks = WORKERS * RING
+        barriers = _BARRIER_BYTES * (1 + chunks)
+        return weight + chunks * 2 * SIDE * CHUNK + barriers
 
 
 class Task(NamedTuple):

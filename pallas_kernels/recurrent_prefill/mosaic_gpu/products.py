@@ -146,9 +146,8 @@ def finish(
 
     def leave(value: Float[Array, "64 C"], column: int) -> None:
         """Hands rows on to the next stage."""
-        put(
-            value, refs.scratch.leaving, worker, outputs.rows, rows, column + role.start
-        )
+        place = pl.ds(column + role.start, width)
+        outputs.rows[rows, place] = value.astype(outputs.rows.dtype)
 
     def summed() -> Float[Array, "64 C"]:
         """Adds up the group's parts, whoever does it in the same order."""
@@ -205,30 +204,6 @@ def finish(
     def _():
         value = biased(source).astype(outputs.values.dtype)
         outputs.values[t, rows, columns] = value
-
-
-def put(
-    value: Float[Array, "64 columns"],
-    leaving: Any,
-    worker: Worker,
-    target: Any,
-    rows: Any,
-    column,
-) -> None:
-    """Writes a block to rows of `target` from a column on, rounded; waits for it.
-
-    What other programs copy on chip has to come this way, by shared memory: a plain
-    write and a copy engine's read have no order. The last chunk ends with the block.
-    """
-    width = value.shape[1]
-    for first in range(0, width, CHUNK):
-        first = min(first, width - CHUNK)
-        chunk = value[:, first : first + CHUNK]
-        leaving[worker.number] = chunk.astype(leaving.dtype)
-        plgpu.commit_smem()
-        columns = pl.ds(column + first, CHUNK)
-        plgpu.copy_smem_to_gmem(leaving.at[worker.number], target.at[rows, columns])
-        plgpu.wait_smem_to_gmem(0)
 
 
 def row_factors(

@@ -152,7 +152,6 @@ class TileScratch(NamedTuple):
 
     held: Any  # [V, C, D], the program's block of a weight
     ring: Any  # [workers, RING, 64, CHUNK], chunks of rows on their way to a worker
-    leaving: Any  # [workers, 64, CHUNK], a chunk on its way to memory
     loaded: Any  # the barrier of the weight
     arrived: Any  # a barrier for each chunk of the ring
 
@@ -166,7 +165,6 @@ class TileScratch(NamedTuple):
         return cls(
             held=held,
             ring=swizzled(workers, RING, SIDE, CHUNK),
-            leaving=plgpu.SMEM((workers, SIDE, CHUNK), jnp.bfloat16),
             loaded=plgpu.Barrier(),
             arrived=plgpu.Barrier(num_barriers=workers * RING),
         )

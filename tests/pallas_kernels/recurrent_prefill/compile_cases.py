@@ -151,8 +151,9 @@ def gpu_class(name: str, dtype: str):
 def persistent_resources(target: str, batch: int) -> dict[str, int]:
     """Returns what the compiler makes of the persistent kernel.
 
-    Registers and spilled bytes as ptxas tells them, and how often its loop over
-    positions signals a counter in memory and waits at one.
+    Registers and spilled bytes as ptxas tells them; how often its loop over ticks
+    signals a counter in memory, waits at one and orders copies with other accesses; and
+    loads that would not see what other programs write.
 
     Args:
       batch: one that no other case has: a process compiles a kernel once.
@@ -185,4 +186,6 @@ def persistent_resources(target: str, batch: int) -> dict[str, int]:
         "spilled_bytes": int(spilled),
         "signals": len(re.findall(r"\bred\.release\.gpu\b", told)),
         "waits": len(re.findall(r"\bfence\.acquire\.gpu\b", told)),
+        "fences": len(re.findall(r"\bfence\.proxy\.async\.global\b", told)),
+        "read_only_loads": len(re.findall(r"\bld\.global\.nc\b", told)),
     }

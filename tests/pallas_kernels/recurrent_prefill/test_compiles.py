@@ -84,6 +84,9 @@ def test_the_persistent_kernel_spills_nothing_and_waits_where_it_must(batch, ptx
     assert told["signals"] == 2
     # For a block's pair, for a stage's rows, for the other parts of a sum.
     assert told["waits"] == 3
+    # Before each of the ones, behind each of the others.
+    assert told["fences"] == 2 + 3
+    assert told["read_only_loads"] == 0
 
 
 @pytest.mark.parametrize(
