@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import jax
 from jax._src import compiler
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 
 def _known(name: str, value: object) -> bool:
@@ -49,6 +49,15 @@ def all_compiled_quickly() -> Iterator[None]:
         yield
     finally:
         compiler.get_compile_options = options_for
+
+
+def scatters(jaxpr) -> Iterator[JaxprEqn]:
+    """Yields the scatters of a traced program, inner ones too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scatter":
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from scatters(inner)
 
 
 def equations(jaxpr) -> int:

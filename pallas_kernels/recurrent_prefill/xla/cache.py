@@ -55,10 +55,12 @@ def write(
 
 
 def _put(old: Array, new: Array, slot: Array, kept: Array) -> Array:
-    slot = jnp.where(kept, slot, old.shape[2])  # out of range: dropped
-    index = (slice(None), jnp.arange(slot.shape[0])[:, None], slot)
+    B, T = slot.shape
+    # Out of range they are dropped; no two are one, so that the scatter needs no order.
+    slot = jnp.where(kept, slot, old.shape[2] + jnp.arange(T))
+    index = (slice(None), jnp.arange(B)[:, None], slot)
     new = jnp.swapaxes(new, 1, 2).astype(old.dtype)  # [L, B, T, K, E]
-    return old.at[index].set(new, mode="drop")
+    return old.at[index].set(new, mode="drop", unique_indices=True)
 
 
 def positions_of_call(

@@ -11,6 +11,7 @@ from recurjax.layers.attention.heads import (
 from recurjax.layers.attention.implementation import AttentionImplementation
 from recurjax.layers.attention.key_value_cache import (
     KeyValueCache,
+    dropped_slots,
     empty_key_value_cache,
     read_layer,
     slot_positions,
@@ -41,6 +42,7 @@ __all__ = [
     "merge",
     "project",
     "project_flat",
+    "dropped_slots",
     "read_layer",
     "slot_positions",
     "visible_by_position",

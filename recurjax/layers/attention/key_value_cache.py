@@ -82,13 +82,23 @@ def write(
     # scatter does not say which of two writes to a slot wins.
     kept = (offset < count[:, None]) & (offset >= count[:, None] - cache.slots)
     slot = (cache.position[:, None] + offset) % cache.slots
-    slot = jnp.where(kept, slot, cache.slots)  # out of range: dropped
+    slot = jnp.where(kept, slot, dropped_slots(cache.slots, T))
     put = _put_slices if _lies_by_slots(cache, T) else _put_tokens
     keys, values = (
         keep_slots_apart(put(stacked, cache.layer, slot, new.astype(stacked.dtype)))
         for stacked, new in ((cache.keys, k), (cache.values, v))
     )
     return cache._replace(keys=keys, values=values)
+
+
+def dropped_slots(slots: int, tokens: int) -> Int[Array, " T"]:
+    """Returns a slot for each token of a call that is to be written nowhere.
+
+    All are out of range, and no two are one: told that its places are unique, a scatter
+    needs no order, for which XLA for GPUs sorts them and their tokens in every call
+    that is to be deterministic.
+    """
+    return slots + jnp.arange(tokens)
 
 
 def _put_tokens(
@@ -98,14 +108,14 @@ def _put_tokens(
     new: Float[Array, "B T K E"],
 ) -> Float[Array, "L B S K E"]:
     """Writes tokens by a scatter."""
-    B, T = slot.shape
+    (B, T), S = slot.shape, stacked.shape[2]
     if B * T == 1:
         # A scatter of one token becomes slices in XLA, for which XLA:CPU copies all of
         # the cache several times; a second token, dropped as padding, keeps it one.
-        slot = jnp.pad(slot, ((0, 0), (0, 1)), constant_values=stacked.shape[2])
+        slot = jnp.concatenate([slot, dropped_slots(S, 2)[None, 1:]], axis=1)
         new = jnp.pad(new, ((0, 0), (0, 1), (0, 0), (0, 0)))
     index = (layer, jnp.arange(B)[:, None], slot)
-    return stacked.at[index].set(new, mode="drop")
+    return stacked.at[index].set(new, mode="drop", unique_indices=True)
 
 
 _LANES = 128

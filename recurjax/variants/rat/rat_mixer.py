@@ -11,6 +11,7 @@ from pallas_kernels.chunk_attention import ChunkEnds
 from pallas_kernels.gated_scan import GateLogits, ends_of, queried_scan
 from pallas_kernels.mesh_cut import as_it_lies
 from recurjax.layers.attention import (
+    dropped_slots,
     merge,
     project,
     project_flat,
@@ -258,14 +259,14 @@ class RatMixer(nnx.Module):
         """Writes the ends of chunks that the new tokens complete, and the states."""
         keys = self._rotate_ends(k_ends, rows.numbers).swapaxes(1, 2)
         # A chunk's end is kept only when its last token is among the new ones.
-        slot = jnp.where(rows.ended, rows.numbers, cache.slots)  # out: dropped
+        nowhere = dropped_slots(cache.slots, rows.numbers.shape[1])
+        slot = jnp.where(rows.ended, rows.numbers, nowhere)
         index = (cache.layer, jnp.arange(v_ends.shape[0])[:, None], slice(None), slot)
+        put = {"mode": "drop", "unique_indices": True}
         v_state, k_state = finals
         return cache._replace(
-            keys=cache.keys.at[index].set(keys.astype(cache.keys.dtype), mode="drop"),
-            values=cache.values.at[index].set(
-                v_ends.astype(cache.values.dtype), mode="drop"
-            ),
+            keys=cache.keys.at[index].set(keys.astype(cache.keys.dtype), **put),
+            values=cache.values.at[index].set(v_ends.astype(cache.values.dtype), **put),
             v_state=write_layer(cache.v_state, cache.layer, v_state),
             k_state=write_layer(cache.k_state, cache.layer, k_state),
         )

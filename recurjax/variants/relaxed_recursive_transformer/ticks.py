@@ -18,6 +18,7 @@ from pallas_kernels import target
 from recurjax.layers.attention import (
     KeysValues,
     attend,
+    dropped_slots,
     slot_positions,
     visible_by_position,
 )
@@ -254,16 +255,17 @@ def _write(
     B, slots = stacked.shape[1], stacked.shape[3]
     # Out of range is dropped: the slot of a lane without a token, and, where there is
     # only loop 1's part, deeper loops.
-    slot = jnp.where(lanes.live, lanes.position % slots, slots)
+    nowhere = dropped_slots(slots, lanes.live.shape[1])
+    slot = jnp.where(lanes.live, lanes.position % slots, nowhere)
     loop, rows = lanes.loop, jnp.arange(B)[:, None]
     if new.shape[-4] * new.shape[-3] == 1:
         # As in `key_value_cache.write`: a single token would not be a scatter for XLA,
         # and on CPU all of the cache would be copied. The second one is dropped.
-        slot = jnp.concatenate([slot, jnp.full_like(slot, slots)], axis=1)
+        slot = jnp.concatenate([slot, dropped_slots(slots, 2)[None, 1:]], axis=1)
         loop = jnp.concatenate([loop, loop], axis=1)
         new = jnp.concatenate([new, new], axis=-3)
     at = stacked.at[entry, rows, loop, slot]
-    return at.set(new.astype(stacked.dtype), mode="drop")
+    return at.set(new.astype(stacked.dtype), mode="drop", unique_indices=True)
 
 
 def _seen(
