@@ -1,18 +1,21 @@
 """The paper's speed tables on one GPU: kernels checked first, then timed.
 
     pip install -c constraints.txt '.[cuda]'
-    XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE \
-        python experiments/recurrent_transformer/one_gpu.py --out h100.json
+    python experiments/recurrent_transformer/one_gpu.py --out h100.json
+    timeout 600 python experiments/recurrent_transformer/one_gpu.py --out hopper.json \
+        --hopper
 
 1. The GPU kernels against the definition: values and gradients, float32 and bfloat16.
 2. One layer forward at D 1024, 16 heads, N 512, batch 32 to 2048, bfloat16, beside the
-   paper's table (one H100, with CUDA graphs) and a Transformer layer with cuDNN's
-   attention (no ALiBi: cuDNN takes none).
-3. Training throughput of the 300M pairs of 12 and of 6 layers at batch 512 x 512; the
-   paper has 42k and 49k tokens/s for the Recurrent Transformer, 132k and 153k for the
-   Transformer.
+   paper's table (one H100, with CUDA graphs) and a Transformer layer with ALiBi and
+   cuDNN's attention.
+3. Training throughput of the 300M pairs of 12 and of 6 layers at batch 512 x 512, layer
+   by layer and as a wavefront; the paper has 42k and 49k tokens/s for the Recurrent
+   Transformer, 132k and 153k for the Transformer.
 
-`--tiny` runs the same code at sizes for a CPU, on whatever path serves there.
+`--hopper` does 1 and 2 with the persistent kernel, and nothing else: its programs wait
+for one another, so give it a time limit. `--tiny` runs the same code at sizes for a
+CPU, on whatever path serves there.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +42,7 @@ from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 from recurjax.experiment import Experiment
 from recurjax.files.whole import write_whole
+from recurjax.machine import host
 from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.program import build_step
@@ -61,13 +65,18 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 TINY_SHAPES = tuple({"B": b, "T": 8, "D": 16, "H": 2} for b in (1, 2))
 
 
-def check(dtype: Any, schedule: Any, *, implementation: Any) -> float:
-    """Returns the largest error of values and gradients against the definition.
+class Drawn(NamedTuple):
+    """Random weights and rows of L layers with heads of D / H channels and F = 4 D."""
 
-    Raises:
-      AssertionError: it is above the tolerance.
-    """
-    L, B, T, D, H, E, F = 2, 3, 37, 64, 4, 16, 128
+    spec: LayerSpec
+    weights: LayerWeights
+    x: jax.Array
+    for_z: jax.Array
+
+
+def drawn(L: int, B: int, T: int, D: int, H: int, dtype: Any) -> Drawn:
+    """Draws a stack and its input."""
+    E, F = D // H, 4 * D
     spec = LayerSpec(
         heads=H,
         key_heads=H,
@@ -85,17 +94,33 @@ def check(dtype: Any, schedule: Any, *, implementation: Any) -> float:
         w[f"{name}_scale"] = 1 + 0.1 * draw((L, D))
     weights = LayerWeights(**{n: jnp.asarray(a, "float32") for n, a in w.items()})
     x, for_z = (jnp.asarray(draw((B, T, D)), "float32") for _ in range(2))
+    return Drawn(spec, weights, x, for_z)
 
-    def ours(x, weights):
-        cache = empty_cache(L, B, 0, spec)
-        options = {"schedule": schedule, "implementation": implementation}
-        return recurrent_prefill(x, weights, cache, spec=spec, **options)[0]
+
+def run_layers(
+    x: jax.Array, weights: LayerWeights, spec: LayerSpec, **options: Any
+) -> jax.Array:
+    """Runs layers from position 0, without a cache to fill."""
+    cache = empty_cache(weights.w_q.shape[0], x.shape[0], 0, spec)
+    return recurrent_prefill(x, weights, cache, spec=spec, **options)[0]
+
+
+def check(dtype: Any, schedule: Any, *, implementation: Any) -> float:
+    """Returns the largest error of values and gradients against the definition.
+
+    Raises:
+      AssertionError: it is above the tolerance.
+    """
+    # The persistent kernel has heads of 64 only.
+    hopper = implementation == "mosaic_gpu"
+    spec, weights, x, for_z = drawn(2, 3, 37, *((128, 2) if hopper else (64, 4)), dtype)
 
     def both(run):
         z, back = jax.vjp(run, x, weights)
         return z, back(for_z)
 
-    got = jax.jit(lambda: both(ours))()
+    options = {"schedule": schedule, "implementation": implementation}
+    got = jax.jit(lambda: both(partial(run_layers, spec=spec, **options)))()
     with jax.default_matmul_precision("highest"):
         definition = partial(recurrent_prefill_reference, spec=spec)
         want = jax.jit(lambda: both(definition))()
@@ -107,6 +132,14 @@ def check(dtype: Any, schedule: Any, *, implementation: Any) -> float:
     return error
 
 
+def time_hopper(shape: dict[str, int], *, repeats: int, implementation: Any) -> float:
+    """Returns a layer's forward by the persistent kernel in ms, as `time_layer`."""
+    B, T, D, H = (shape[name] for name in "BTDH")
+    spec, weights, x, _ = drawn(1, B, T, D, H, "bfloat16")
+    run = jax.jit(partial(run_layers, spec=spec, implementation=implementation))
+    return 1e3 * min(repeat(partial(run, x, weights), repeats=repeats))
+
+
 def time_layer(shape: dict[str, int], name: str, *, repeats: int, cudnn: bool) -> float:
     """Returns a layer's forward in ms, the best of some repeats."""
     config = layers(shape)["prefix" if name == "recurrent" else name]
@@ -115,7 +148,6 @@ def time_layer(shape: dict[str, int], name: str, *, repeats: int, cudnn: bool) -
     else:
         attention = dataclasses.replace(
             config.attention,  # pyright: ignore[reportAttributeAccessIssue]
-            position=None,
             implementation="cudnn" if cudnn else None,
         )
         config = dataclasses.replace(config, attention=attention)
@@ -163,11 +195,20 @@ def tiny(experiment: Experiment) -> Experiment:
     return dataclasses.replace(experiment, model=model, training=training)
 
 
+def wavefront(experiment: Experiment) -> Experiment:
+    """Runs all layers of a Recurrent Transformer side by side."""
+    stack: Any = experiment.model.stack
+    stack = dataclasses.replace(stack, schedule="wavefront")
+    model = dataclasses.replace(experiment.model, stack=stack)
+    return dataclasses.replace(experiment, model=model)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Checks, times, writes JSON and returns it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--hopper", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--accumulation", type=int, default=2)
     options = parser.parse_args(arguments)
@@ -176,48 +217,73 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         sys.exit(f"needs a GPU, found {jax.default_backend()}: try --tiny")
     report: dict[str, Any] = {"device": device_name(), "tiny": options.tiny}
     cases = (("float32", "prefix"), ("float32", "wavefront"), ("bfloat16", None))
+    if options.tiny:
+        cases = cases[:1]
     backend = "triton" if on_gpu else None
+    if options.hopper:
+        cases = (("bfloat16", None),)
+        backend = "mosaic_gpu" if on_gpu else None
     report["errors"] = {
         f"{dtype}/{schedule}": check(dtype, schedule, implementation=backend)
-        for dtype, schedule in (cases[:1] if options.tiny else cases)
+        for dtype, schedule in cases
     }
     print(json.dumps(report), file=sys.stderr)
     report["layer_forward"] = []
     for shape, theirs in zip(
         TINY_SHAPES if options.tiny else LARGE, PAPER_MS, strict=False
     ):
-        timed = partial(time_layer, shape, repeats=options.repeats, cudnn=on_gpu)
+        few: dict[str, Any] = {"repeats": options.repeats}
         row: dict[str, Any] = dict(shape)
-        row |= {f"{name}_ms": timed(name) for name in ("recurrent", "transformer")}
+        if options.hopper:
+            row["hopper_ms"] = time_hopper(shape, implementation=backend, **few)
+        else:
+            timed = partial(time_layer, shape, cudnn=on_gpu, **few)
+            row |= {f"{name}_ms": timed(name) for name in ("recurrent", "transformer")}
         row |= {} if options.tiny else {"paper_ms": theirs}
         report["layer_forward"].append(row)
         print(json.dumps(row), file=sys.stderr)
+    if not options.hopper:
+        report |= train_pairs(options)
+    write_whole(options.out, json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def train_pairs(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the pairs' tokens/s in training, and the shares of the Transformer's."""
     table = Path(__file__).with_name("runs.py")
-    pair = {
+    runs = {
         model: load_experiment(f"{table}:c4_300m_{model}")
         for model in PAPER_TOKENS_PER_S
         if not (options.tiny and model.endswith("_6"))  # the same as 12 layers there
     }
-    accumulation = 1 if options.tiny else options.accumulation
-    rates = {
-        name: throughput(
-            tiny(experiment) if options.tiny else experiment,
-            accumulation=accumulation,
+    if options.tiny:
+        runs = {name: tiny(run) for name, run in runs.items()}
+    runs |= {
+        f"{name}_wavefront": wavefront(run)
+        for name, run in runs.items()
+        if name.startswith("recurrent")
+    }
+    rates: dict[str, float] = {}
+    for name, run in runs.items():
+        rates[name] = throughput(
+            run,
+            accumulation=1 if options.tiny else options.accumulation,
             repeats=min(options.repeats, 5),
         )
-        for name, experiment in pair.items()
+        print(json.dumps({name: rates[name]}), file=sys.stderr)
+    ratios = {
+        name.removeprefix("recurrent_"): rate
+        / rates[f"transformer_{name.split('_')[1]}"]
+        for name, rate in rates.items()
+        if name.startswith("recurrent")
     }
-    report["training_tokens_per_s"] = rates
-    report["training_ratio"] = {
-        layers: rates[f"recurrent_{layers}"] / rates[f"transformer_{layers}"]
-        for layers in (12, 6)
-        if f"recurrent_{layers}" in rates
+    return {
+        "training_tokens_per_s": rates,
+        "training_ratio": ratios,
+        "paper_tokens_per_s": PAPER_TOKENS_PER_S,
     }
-    report["paper_tokens_per_s"] = PAPER_TOKENS_PER_S
-    write_whole(options.out, json.dumps(report, indent=2) + "\n")
-    print(json.dumps(rates), file=sys.stderr)
-    return report
 
 
 if __name__ == "__main__":
+    host.prepare()
     main()
