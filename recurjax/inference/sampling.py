@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Key, Num, UInt
 
+from pallas_kernels import target
 from recurjax.errors import UserError
 from recurjax.types import Array
 
@@ -184,22 +185,41 @@ def _within(
     """Keeps a token while all likelier ones together weigh less than the limit.
 
     With a weight of 1 each that is top-k, with probabilities top-p. The last level of
-    logits that is kept is searched bit by bit: as many sums over V as a number has
-    bits, which take less than to sort V logits.
+    logits that is kept is searched by some bits at a time: a pass over V for each time,
+    which takes less than to sort V logits.
     """
     order = _in_order(logits)
-    bits = 8 * order.dtype.itemsize
+    bits, taken = 8 * order.dtype.itemsize, _bits_of_a_pass()
 
     def search(n: Int[Array, ""], below: UInt[Array, " B"]) -> UInt[Array, " B"]:
-        bit = jnp.asarray(1, order.dtype) << (bits - 1 - n).astype(order.dtype)
-        tried = below | bit
-        likelier = jnp.where(order > tried[:, None], weights, 0).sum(axis=-1)
-        return jnp.where(likelier >= limit, tried, below)
+        place = (bits - taken * (n + 1)).astype(order.dtype)
+        digits = (jnp.asarray(digit, order.dtype) for digit in range(1, 1 << taken))
+        tried = [below | (digit << place) for digit in digits]
+        likelier = (jnp.where(order > t[:, None], weights, 0) for t in tried)
+        for level, weight in zip(tried, _sums(tuple(likelier)), strict=True):
+            below = jnp.where(weight >= limit, level, below)
+        return below
 
     # The highest level at which the limit is reached already: what is above is kept.
     below = jnp.zeros(logits.shape[0], order.dtype)
-    below = jax.lax.fori_loop(0, bits, search, below)
+    below = jax.lax.fori_loop(0, bits // taken, search, below)
     return jnp.where(order > below[:, None], logits, -jnp.inf)
+
+
+def _bits_of_a_pass() -> int:
+    """Returns into how few passes a device is best told to go: 32 of 1 bit, 8 of 4.
+
+    What a pass reads is what it costs but on a CPU, which adds 15 sums in more than
+    four times the time of one (8 rows of 50,000: 26 ms for 4).
+    """
+    return 1 if target.current().platform == "cpu" else 4
+
+
+def _sums(arrays: tuple[Num[Array, "B V"], ...]) -> tuple[Num[Array, " B"], ...]:
+    """Returns the sum of each over V; one reduction, so that all are read in one go."""
+    zeros = tuple(jnp.zeros((), array.dtype) for array in arrays)
+    add = lambda x, y: tuple(a + b for a, b in zip(x, y, strict=True))  # noqa: E731
+    return tuple(jax.lax.reduce(arrays, zeros, add, (1,)))
 
 
 def _in_order(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:

@@ -17,7 +17,7 @@ H100_CONFIG = Path(__file__).parent / "h100_target_config.txtpb"
 """What XLA's GPU compiler asks of the device that it compiles for."""
 
 STAND_IN = (
-    "cuDNN's attention cannot be compiled without cuDNN: from 1,024 tokens on our own "
+    "cuDNN's attention cannot be compiled without cuDNN: from 256 tokens on our own "
     "kernel stands in, which keeps as little; shorter rows are planned with plain "
     "attention, which keeps their logits"
 )

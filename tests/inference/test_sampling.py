@@ -1,9 +1,12 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from pallas_kernels.target import Target, as_if
 from recurjax.errors import UserError
 from recurjax.inference.sampling import (
     PLAIN,
@@ -26,12 +29,23 @@ def draw(keys, logits, seen, *, config: SamplingConfig):
     return _sample(keys, logits, seen, sampling_rows([config] * len(logits)))
 
 
-def filtered(logits, config: SamplingConfig) -> np.ndarray:
+def filtered(logits, config: SamplingConfig, platform: str = "cpu") -> np.ndarray:
+    """Returns what passes the filters, searched as the platform does it."""
     rows = sampling_rows([config] * len(logits))
-    return np.asarray(_filter(jnp.asarray(logits), rows))
+    return np.asarray(_FILTER[platform](jnp.asarray(logits), rows))
 
 
-_filter = jax.jit(filter_logits, compiler_options=QUICK_COMPILE)
+def _filter_of(platform: str):
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def run(logits, rows):
+        with as_if(Target(platform=platform, kind="")):
+            return filter_logits(logits, rows)
+
+    return run
+
+
+_FILTER = {platform: _filter_of(platform) for platform in ("cpu", "gpu")}
+of_platforms = pytest.mark.parametrize("platform", _FILTER)
 
 
 def expected(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
@@ -66,24 +80,27 @@ def expected(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
     ],
     ids=repr,
 )
-def test_filters_keep_what_a_plain_loop_keeps(config):
+@of_platforms
+def test_filters_keep_what_a_plain_loop_keeps(platform, config):
     want = np.stack([expected(row, config) for row in LOGITS])
-    got = filtered(LOGITS, config)
+    got = filtered(LOGITS, config, platform)
     np.testing.assert_array_equal(got, want)
 
 
-def test_top_p_counts_the_probability_left_by_top_k():
+@of_platforms
+def test_top_p_counts_the_probability_left_by_top_k(platform):
     logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
-    both = filtered(logits, SamplingConfig(top_k=2, top_p=0.5))
-    alone = filtered(logits, SamplingConfig(top_p=0.5))
+    both = filtered(logits, SamplingConfig(top_k=2, top_p=0.5), platform)
+    alone = filtered(logits, SamplingConfig(top_p=0.5), platform)
     assert np.isfinite(both).tolist() == [[True, False, False, False]]
     assert np.isfinite(alone).tolist() == [[True, True, False, False]]
 
 
-def test_ties_with_the_last_token_kept_are_kept():
+@of_platforms
+def test_ties_with_the_last_token_kept_are_kept(platform):
     logits = jnp.array([[1.0, 0.0, 1.0, 1.0]])
     for config in (SamplingConfig(top_k=1), SamplingConfig(top_p=0.1)):
-        kept = np.isfinite(filtered(logits, config))
+        kept = np.isfinite(filtered(logits, config, platform))
         assert kept.tolist() == [[True, False, True, True]]
 
 
@@ -150,10 +167,11 @@ def test_a_row_draws_the_same_whatever_its_neighbours_want():
             assert mixed[row] == alike[row]
 
 
-def test_filters_work_on_numbers_of_either_sign_and_both_zeros():
+@of_platforms
+def test_filters_work_on_numbers_of_either_sign_and_both_zeros(platform):
     logits = np.array([[3e38, 0.0, -0.0, -1e-30, -3e38, -np.inf]], np.float32)
     for k, kept in ((1, 1), (2, 3), (3, 3), (4, 4), (5, 5)):
-        got = filtered(logits, SamplingConfig(top_k=k))
+        got = filtered(logits, SamplingConfig(top_k=k), platform)
         assert np.isfinite(got).sum() == kept
 
 

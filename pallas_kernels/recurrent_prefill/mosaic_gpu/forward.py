@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jax.extend.mlir import ir
 from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.arrays import Array
@@ -176,8 +175,16 @@ def _order_copies() -> None:
 
 
 def _fence(_) -> None:
-    kind, text = ir.Type.parse("!llvm.void"), "fence.proxy.async.global;"
-    llvm.inline_asm(kind, [], text, "", has_side_effects=True)
+    text = ir.StringAttr.get("fence.proxy.async.global;")
+    ir.Operation.create(
+        "llvm.inline_asm",
+        results=[ir.Type.parse("!llvm.void")],
+        attributes={
+            "asm_string": text,
+            "constraints": ir.StringAttr.get(""),
+            "has_side_effects": ir.UnitAttr.get(),
+        },
+    )
 
 
 # A program holds its block of a weight for the tile. Each of its workers goes through

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.chunk_attention import xla_cuts
+from pallas_kernels.target import Target, as_if
 from recurjax.layers.attention import (
     AttentionConfig,
     Past,
@@ -33,6 +34,8 @@ from tests.tolerances import assert_gradients_close, assert_values_close
 from tests.variants.rat.switches import build, small
 
 SHAPE = (2, 13, 4, 6)
+H100 = Target(platform="gpu", kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+V5E = Target(platform="tpu", kind="TPU v5 lite")
 
 
 @pytest.mark.parametrize("window", [None, 0, 3, 6, 12])
@@ -118,6 +121,23 @@ def test_a_cpu_takes_tiles_for_long_rows_of_plain_attention(
     q = jax.ShapeDtypeStruct((1, length, 2, 4), jnp.float32)
     jax.eval_shape(partial(attend_in_blocks, scale=1.0, window=window), q, q, q)
     assert called == [served]
+
+
+@pytest.mark.parametrize("target", [H100, V5E])
+@pytest.mark.parametrize("T", [255, 256, 512])
+def test_packed_rows_of_the_papers_length_keep_no_logits(target, T):
+    """From 256 tokens on, where the kernels are ours, in neither pass."""
+    H = 4
+    q = jax.ShapeDtypeStruct((1, T, H, 64), jnp.bfloat16)
+    documents = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def run(q, documents):
+        attention = partial(attend, causal=True, scale=0.1, segments=documents)
+        return jnp.sum(jax.value_and_grad(lambda q: attention(q, q, q).sum())(q)[1])
+
+    with as_if(target):
+        program = jax.make_jaxpr(run)(q, documents)
+    assert (max(sizes(program.jaxpr)) < H * T * T) == (T >= 256)
 
 
 @pytest.mark.parametrize("window", [None, 3])
