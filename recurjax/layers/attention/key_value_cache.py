@@ -5,7 +5,10 @@ largest position p < n with p mod S = s. When S covers the whole sequence that i
 when S covers a window only, it is a ring buffer. Nothing else tells the two apart.
 """
 
+import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -83,9 +86,16 @@ def write(
     kept = (offset < count[:, None]) & (offset >= count[:, None] - cache.slots)
     slot = (cache.position[:, None] + offset) % cache.slots
     slot = jnp.where(kept, slot, dropped_slots(cache.slots, T))
-    put = _put_slices if _lies_by_slots(cache, T) else _put_tokens
+    put = partial(_put_tokens, layer=cache.layer, slot=slot)
+    if _lies_by_slots(cache):
+        one_by_one = T <= _MOST_TOKENS and _rows_of_a_device(cache) * T <= _MOST_WRITES
+        # What each slot holds then: one of these tokens, or, below 0, what it has.
+        token = slot_positions(cache.slots, cache.position + count)
+        token = token - cache.position[:, None]
+        by_place = (_put_slices, slot) if one_by_one else (_put_layer, token)
+        put = partial(_on_each_device, *by_place, cache.layer)
     keys, values = (
-        keep_slots_apart(put(stacked, cache.layer, slot, new.astype(stacked.dtype)))
+        keep_slots_apart(put(stacked, new=new.astype(stacked.dtype)))
         for stacked, new in ((cache.keys, k), (cache.values, v))
     )
     return cache._replace(keys=keys, values=values)
@@ -103,6 +113,7 @@ def dropped_slots(slots: int, tokens: int) -> Int[Array, " T"]:
 
 def _put_tokens(
     stacked: Float[Array, "L B S K E"],
+    *,
     layer: Int[Array, ""],
     slot: Int[Array, "B T"],
     new: Float[Array, "B T K E"],
@@ -119,66 +130,91 @@ def _put_tokens(
 
 
 _LANES = 128
-_MOST_ROWS = 512
-"""Rows of a device that are written one by one: each is an operation to compile."""
+_MOST_TOKENS, _MOST_WRITES = 8, 512
+"""Tokens of a row, and of a device, that are written one by one: each is an operation
+to compile."""
+_BY_SLOTS = Layout((0, 1, 3, 4, 2))
+"""Of a cache whose slots lie side by side."""
 
 
-def _lies_by_slots(cache: KeyValueCache, tokens: int) -> bool:
-    """Whether these lie better with their slots side by side: one token a row, on TPU.
+def _lies_by_slots(cache: KeyValueCache) -> bool:
+    """Whether slots lie side by side better than channels: on TPU, of narrow heads.
 
     A TPU's memory has 128 numbers side by side. A cache comes with its slots there when
     heads have fewer channels, but a scatter wants channels, fills them up, and keeps
     all layers so, copied forth and back in every call (SmolLM2: 2.67 times the cache).
     """
     _, B, S, K, E = cache.keys.shape
-    on_tpu = target.current().platform == "tpu"
-    if not on_tpu or tokens > 1 or E % _LANES == 0 or S < _LANES:
+    if target.current().platform != "tpu" or E % _LANES == 0 or S < _LANES:
         return False
     cut = _cut(B, K)
-    if cut is None:
-        return B <= _MOST_ROWS
     # What cuts neither rows nor heads may cut the slots.
-    devices = math.prod(cut.mesh.shape[axis] for axis in cut.rows)
-    return not cut.left and B // devices <= _MOST_ROWS
+    return cut is None or not cut.left
+
+
+def _rows_of_a_device(cache: KeyValueCache) -> int:
+    _, B, _, K, _ = cache.keys.shape
+    cut = _cut(B, K)
+    if cut is None:
+        return B
+    return B // math.prod(cut.mesh.shape[axis] for axis in cut.rows)
 
 
 def _cut(rows: int, heads: int) -> mesh_cut.Cut | None:
     return mesh_cut.find_cut(rows, lambda shards: heads % shards == 0)
 
 
-def _put_slices(
-    stacked: Float[Array, "L B S K E"],
+def _on_each_device(
+    put: Callable[..., Array],
+    places: Int[Array, "B P"],
     layer: Int[Array, ""],
-    slot: Int[Array, "B 1"],
-    new: Float[Array, "B 1 K E"],
+    stacked: Float[Array, "L B S K E"],
+    *,
+    new: Float[Array, "B T K E"],
 ) -> Float[Array, "L B S K E"]:
-    """Writes one token a row, each device those of its own rows and heads."""
-    arguments = (stacked, layer, slot[:, 0], new)
-    cut = _cut(slot.shape[0], new.shape[2])
+    """Has each device write those of its own rows and heads."""
+    arguments = (stacked, layer, places, new)
+    cut = _cut(places.shape[0], new.shape[2])
     if cut is None:
-        return _put_rows(*arguments)
+        return put(*arguments)
     cache = P(None, cut.by_row, None, cut.columns)
     token = P(cut.by_row, None, cut.columns)
     # Left to itself, the compiler would gather the cache for a slice of it.
     specs = (cache, P(), P(cut.by_row), token)
-    return mesh_cut.run(cut, _put_rows, specs, cache, *arguments)
+    return mesh_cut.run(cut, put, specs, cache, *arguments)
 
 
-def _put_rows(
+def _put_slices(
     stacked: Float[Array, "L B S K E"],
     layer: Int[Array, ""],
-    slot: Int[Array, " B"],
-    new: Float[Array, "B 1 K E"],
+    slot: Int[Array, "B T"],
+    new: Float[Array, "B T K E"],
 ) -> Float[Array, "L B S K E"]:
-    _, B, S, K, E = stacked.shape
-    # A loop over rows would bring the scatter's layout back.
-    for row in range(B):
+    """Writes tokens one by one."""
+    _, _, S, K, E = stacked.shape
+    # A loop over them would bring the scatter's layout back.
+    for row, t in itertools.product(*map(range, slot.shape)):
         # Out of range it is the last slot, which keeps what it has.
-        at = (layer, row, jnp.minimum(slot[row], S - 1), 0, 0)
+        at = (layer, row, jnp.minimum(slot[row, t], S - 1), 0, 0)
         old = jax.lax.dynamic_slice(stacked, at, (1, 1, 1, K, E))
-        token = jnp.where(slot[row] < S, new[row][None, None], old)
+        token = jnp.where(slot[row, t] < S, new[row, t][None, None, None], old)
         stacked = jax.lax.dynamic_update_slice(stacked, token, at)
-    return with_layout_constraint(stacked, Layout((0, 1, 3, 4, 2)))
+    return with_layout_constraint(stacked, _BY_SLOTS)
+
+
+def _put_layer(
+    stacked: Float[Array, "L B S K E"],
+    layer: Int[Array, ""],
+    token: Int[Array, "B S"],
+    new: Float[Array, "B T K E"],
+) -> Float[Array, "L B S K E"]:
+    """Writes a layer anew: each slot the token that it holds now, or what it has."""
+    written = jnp.maximum(token, 0)[:, :, None, None]
+    taken = jnp.take_along_axis(new, written, axis=1)
+    whole = jnp.where(token[:, :, None, None] >= 0, taken, stacked[layer])
+    whole = with_layout_constraint(whole, Layout((0, 2, 3, 1)))
+    stacked = jax.lax.dynamic_update_index_in_dim(stacked, whole, layer, 0)
+    return with_layout_constraint(stacked, _BY_SLOTS)
 
 
 def read_layer(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from recurjax.layers.attention import attend, empty_key_value_cache
 from recurjax.layers.attention.cached import attend_to_cache
+from recurjax.layers.attention.key_value_cache import KeyValueCache, write
 from recurjax.layers.position import Alibi, alibi_slopes
 
 HEADS, WIDTH, LENGTH = 16, 64, 8192
@@ -59,3 +60,24 @@ def narrow_decoding():
         return x, ended.keys, ended.values
 
     return several, (cache.keys, cache.values, token)
+
+
+def narrow_prompt():
+    """Returns the writing of 512 tokens a row to the same caches, and its arguments."""
+    _, (keys, values, token) = narrow_decoding()
+    B, _, K, E = token.shape
+    prompt = jax.ShapeDtypeStruct((B, 512, K, E), token.dtype)
+
+    def layer(carry, number):
+        x, cache = carry
+        cache = write(cache._replace(layer=number), x, x, None)
+        return (x + cache.values[number, :, :512], cache), None
+
+    def read(keys, values, position, x):
+        number = jnp.zeros((), jnp.int32)
+        cache = KeyValueCache(keys, values, position, number)
+        (x, cache), _ = jax.lax.scan(layer, (x, cache), jnp.arange(keys.shape[0]))
+        return x, cache.keys, cache.values
+
+    position = jax.ShapeDtypeStruct((B,), jnp.int32)
+    return read, (keys, values, position, prompt)

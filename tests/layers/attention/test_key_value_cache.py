@@ -130,17 +130,18 @@ def test_a_cache_is_cut_by_slots_where_tensor_does_not_divide_its_heads(key_head
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 4, "tensor": 2}], ids=["one", "mesh"])
-@pytest.mark.parametrize("lengths", [None, [1, 0, 1, 1]])
-def test_a_token_is_written_for_tpus_as_for_others(axes, lengths):
-    """Slice by slice, where a TPU's memory has slots side by side."""
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("T", [1, 5, 9, 200])
+def test_tokens_are_written_for_tpus_as_for_others(axes, padded, T):
+    """A few slice by slice, more by their layer, where slots lie side by side."""
     B, slots, K, E = 4, 128, 2, 8
     draw = np.random.default_rng(0)
     k, old = (
         jnp.asarray(draw.normal(size=shape), jnp.float32)
-        for shape in ((B, 1, K, E), (2, B, slots, K, E))
+        for shape in ((B, T, K, E), (2, B, slots, K, E))
     )
     cache = KeyValueCache(old, -old, jnp.asarray([0, 5, 127, 300]), jnp.int32(1))
-    count = None if lengths is None else jnp.asarray(lengths)
+    count = jnp.asarray([T, 0, 1, T // 2]) if padded else None
 
     def written(cache, k):
         made = write(cache, k, -k, count)
@@ -156,14 +157,20 @@ def test_a_token_is_written_for_tpus_as_for_others(axes, lengths):
         chex.assert_trees_all_equal(made.compile()(cache, k), want)
 
 
-def test_narrow_heads_caches_lie_in_a_tpu_as_they_come():
-    """A scatter held both caches of all layers filled up: 2.6 times their bytes."""
+@pytest.mark.parametrize(
+    ("case", "share"), [("narrow_decoding", 0.1), ("narrow_prompt", 0.4)]
+)
+def test_narrow_heads_caches_lie_in_a_tpu_as_they_come(case, share):
+    """A scatter held both caches of all layers filled up: 2.6 times their bytes.
+
+    A prompt's layers are written anew, one after the other, two of twelve at once.
+    """
     if not (COMPILERS / "jax_plugins").is_dir():
         pytest.skip("no compilers for GPU and TPU here: run make compilers")
-    case = "tests.layers.attention.compile_cases:narrow_decoding"
-    told = ask("v5e:2x2", "tests.compile_target:summary_of", case)
+    cases = "tests.layers.attention.compile_cases"
+    told = ask("v5e:2x2", "tests.compile_target:summary_of", f"{cases}:{case}")
     _, caches = narrow_decoding()
-    assert told["temp_bytes"] < 0.1 * caches[0].size * caches[0].dtype.itemsize
+    assert told["temp_bytes"] < share * caches[0].size * caches[0].dtype.itemsize
 
 
 def _prompt_read(T, *, slots, window=None, lengths=None, alibi=False, heads=4, E=8):
