@@ -37,6 +37,7 @@ from recurjax.surgery.recency import HeadRecency, choose_heads, measure_recency
 from recurjax.surgery.recurformer import to_recurformer
 from recurjax.training.loop import train
 from recurjax.training.run import LoadedRun, load_run
+from recurjax.training.spikes import Diverged
 from recurjax.training.sweep import seeded, shortened, table_of, tell
 from recurjax.types import Batch
 from recurjax.variants.recurformer import MambaConfig
@@ -173,6 +174,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(Options, argv, prog="hash_hop.py")
     console = Console(stderr=True)
     found: dict[str, list[dict[str, float]]] = {}
+    diverged: list[str] = []
+
+    def results() -> str:
+        lost = (f"{name} diverged and has no score.\n" for name in diverged)
+        return table_of("h_gq at beta", found) + "".join(lost)
 
     def finish(stages: list[Experiment], root: Path | None = None) -> LoadedRun | None:
         """Trains one after the other, the first on the model of `root` if any."""
@@ -190,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def score(name: str, column: str, run: LoadedRun, seed: int) -> None:
         tell(found, name, seed, {column: chain_score(run.model, run.experiment)})
-        write_whole(options.runs / "results.md", table_of("h_gq at beta", found))
+        write_whole(options.runs / "results.md", results())
 
     stages = base(options.base_seed, steps=options.steps)
     trained = finish(stages)
@@ -231,11 +237,18 @@ def main(argv: list[str] | None = None) -> int:
                 if not changed.exists():
                     heads = chosen(recency, choice, beta, seed=seed)
                     _write(trained, heads, changed, seed=seed)
-                run = train_on(changed, name, seed)
+                try:
+                    run = train_on(changed, name, seed)
+                except Diverged as error:
+                    # The others tell something all the same.
+                    console.print(f"{name}, seed {seed}: {error}")
+                    diverged.append(f"{choice} at beta {beta}, seed {seed},")
+                    write_whole(options.runs / "results.md", results())
+                    continue
                 if run is None:
                     return 130
                 score(choice, str(beta), run, seed)
-    print(table_of("h_gq at beta", found), end="")
+    print(results(), end="")
     return 0
 
 

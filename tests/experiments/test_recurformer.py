@@ -19,6 +19,7 @@ from recurjax.model import count_parameters
 from recurjax.plan.topology import parse_topology
 from recurjax.run_table import load_experiment, load_runs
 from recurjax.surgery.recency import HeadRecency
+from recurjax.training.spikes import Diverged
 from tests.training.compilation import quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -182,6 +183,21 @@ def test_the_hash_hop_set_replaces_heads_trains_on_and_prints_its_table(
     # Of all heads there is one choice: it is trained once.
     assert rows[2].split("|")[3] == rows[3].split("|")[3]
     assert len(list(tmp_path.glob("all_1.0_seed0*"))) == 2
+
+    train = hash_hop.train
+
+    def diverging(run, *arguments, **options):
+        if run.name.startswith("recent"):
+            raise Diverged("too high a loss")
+        return train(run, *arguments, **options)
+
+    monkeypatch.setattr(hash_hop, "train", diverging)
+    assert (
+        hash_hop.main([*words, "--betas", "0.5", "--choices", "recent", "least"]) == 0
+    )
+    *table, lost = capsys.readouterr().out.splitlines()
+    assert table[-1].startswith("| least | ")
+    assert lost == "recent at beta 0.5, seed 0, diverged and has no score."
 
 
 def test_the_mixers_are_compared_in_a_table(script):
