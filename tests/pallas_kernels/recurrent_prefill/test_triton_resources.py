@@ -27,8 +27,9 @@ SPILLED = {
     ("8.0", "wide heads", "float32"): 8,
     ("8.0", "few rows, wide heads", "float32"): 8,
     ("8.6", "rows", "float32"): 8,
+    ("8.9", "rows", "float32"): 8,
 }
-"""Bytes a thread of `prefix_kernel`, and on 8.6 of `add_product_kernel`."""
+"""Bytes a thread of `prefix_kernel`, and on 8.6 and 8.9 of `add_product_kernel`."""
 
 
 @pytest.mark.parametrize(
