@@ -123,7 +123,7 @@ def _put_tokens(
     if B * T == 1:
         # A scatter of one token becomes slices in XLA, for which XLA:CPU copies all of
         # the cache several times; a second token, dropped as padding, keeps it one.
-        slot = jnp.concatenate([slot, dropped_slots(S, 2)[None, 1:]], axis=1)
+        slot = jnp.pad(slot, ((0, 0), (0, 1)), constant_values=S + 1)
         new = jnp.pad(new, ((0, 0), (0, 1), (0, 0), (0, 0)))
     index = (layer, jnp.arange(B)[:, None], slot)
     return stacked.at[index].set(new, mode="drop", unique_indices=True)

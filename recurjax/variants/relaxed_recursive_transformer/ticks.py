@@ -261,7 +261,7 @@ def _write(
     if new.shape[-4] * new.shape[-3] == 1:
         # As in `key_value_cache.write`: a single token would not be a scatter for XLA,
         # and on CPU all of the cache would be copied. The second one is dropped.
-        slot = jnp.concatenate([slot, dropped_slots(slots, 2)[None, 1:]], axis=1)
+        slot = jnp.pad(slot, ((0, 0), (0, 1)), constant_values=slots + 1)
         loop = jnp.concatenate([loop, loop], axis=1)
         new = jnp.concatenate([new, new], axis=-3)
     at = stacked.at[entry, rows, loop, slot]

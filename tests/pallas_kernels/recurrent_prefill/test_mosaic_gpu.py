@@ -21,11 +21,10 @@ from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
     ATTENDED,
-    DOWN,
+    KINDS,
     OUT,
     PAIR,
     PARTS,
-    UP,
     Cut,
     Launch,
     LayerWidths,
@@ -232,9 +231,8 @@ def test_no_worker_waits_for_ever_or_reads_what_is_not_there(blocks, parts):
         written[step.block, step.writes] = step.position
         told[step.block, step.tells] += 1
         todo[n], started[n] = next(workers[n], None), False
-    kinds = (ATTENDED, OUT, UP, DOWN, PAIR, PARTS)
     assert told == Counter(
-        {(r, k): count * launch.told(k) for r in range(blocks) for k in kinds}
+        {(r, k): count * launch.told(k) for r in range(blocks) for k in KINDS}
     )
 
 
