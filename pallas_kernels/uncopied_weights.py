@@ -1,10 +1,11 @@
-"""Products of a decode step that read a GPU's weights where they lie.
+"""Products of a decode step that read an accelerator's weights where they lie.
 
 One token each of a few rows meets every weight once, so that a copy of a weight costs
 more than its product. XLA for GPUs makes such copies to save launches: it joins the
 weights of products that read the same array, and it cuts a product along what it sums
-over, for which some weights are first taken out of their stack of layers. The functions
-here write the products so that it has no reason to.
+over, for which some weights are first taken out of their stack of layers. For TPUs it
+turns the whole stack of a weight with heads in every call, and widens the weights of a
+product with one row. The functions here write the products so that it has no reason to.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels import target
-from pallas_kernels.mesh_cut import row_axes
+from pallas_kernels.mesh_cut import as_it_lies, row_axes
 
 Array = jax.Array
 LEAST_ROWS = 8
@@ -22,8 +23,19 @@ LEAST_ROWS = 8
 
 
 def pay_off() -> bool:
-    """Returns whether XLA would copy weights to multiply a few rows by them."""
+    """Returns whether XLA would join or copy weights of a few rows: on a GPU."""
     return target.current().platform == "gpu"
+
+
+def as_stored(weight: Array, *, heads: int) -> Array:
+    """Keeps XLA for TPUs from turning a weight, with all its layers, to multiply by it.
+
+    Args:
+      heads: the axis of the heads, which `tensor` may cut.
+    """
+    if target.current().platform != "tpu":
+        return weight
+    return as_it_lies(weight, rows=None, columns=(heads,))
 
 
 def with_more_rows(
@@ -32,8 +44,8 @@ def with_more_rows(
     """Computes product(x), of fewer than eight rows as part of a product of eight.
 
     Of a single row it is a sum to XLA, for which it turns and copies the weights; of
-    two to seven it copies some out of their stack. Eight rows read no more weights than
-    one, and those are what takes the time.
+    two to seven it copies some out of their stack (GPU). Eight rows read no more
+    weights than one, and those are what takes the time.
 
     Args:
       product: maps each row by itself.

@@ -101,7 +101,7 @@ def run_layers(
     x: jax.Array, weights: LayerWeights, spec: LayerSpec, **options: Any
 ) -> jax.Array:
     """Runs layers from position 0, without a cache to fill."""
-    cache = empty_cache(weights.w_q.shape[0], x.shape[0], 0, spec)
+    cache = empty_cache(weights.w_q.shape[0], x.shape[0], 0, x.shape[2], spec)
     return recurrent_prefill(x, weights, cache, spec=spec, **options)[0]
 
 

@@ -1,10 +1,12 @@
 """The op: L Recurrent Transformer layers over T more positions of every row."""
 
+from functools import partial
 from typing import get_args
 
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, mesh_cut
 from pallas_kernels.dispatch import Implementation, check_kinds, check_shapes
 from pallas_kernels.recurrent_prefill import mesh_layout
 from pallas_kernels.recurrent_prefill.arrays import (
@@ -14,13 +16,15 @@ from pallas_kernels.recurrent_prefill.arrays import (
     RecurrentCache,
     Rows,
     Schedule,
+    source_width,
 )
 from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
-from pallas_kernels.recurrent_prefill.mesh_layout import check_stages
+from pallas_kernels.recurrent_prefill.mesh_layout import check_stages, staged
 from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.xla import backend as xla
+from pallas_kernels.recurrent_prefill.xla import one_position
 
 OP = dispatch.Op(
     name="recurrent_prefill",
@@ -87,6 +91,10 @@ def recurrent_prefill(
       implementation: a backend, which then runs or raises; None: the first that can,
         "mosaic_gpu" left aside.
 
+    Returns:
+      z, and the cache with the new positions: after a decode step without the last
+      one's pair (`RecurrentCache`).
+
     Raises:
       ValueError: shapes disagree, more positions than the cache has slots, an unknown
         schedule, a tile that is not valid, or stages that do not divide the layers.
@@ -96,6 +104,8 @@ def recurrent_prefill(
     # Before any backend sees it, so that a mistake reads the same whatever would run.
     check_call(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
     check_stages(weights, schedule)
+    if staged() or not one_position.serves(x, cache, spec):
+        cache = _with_all_pairs(x, weights, cache, rows, spec)
     z, written = dispatch.run(
         OP,
         (x, weights, cache, rows),
@@ -126,11 +136,11 @@ def check_call(
     _check_rows(x, cache, rows)
     named = {f"weights.{name}": leaf for name, leaf in weights._asdict().items()}
     pairs = {f"cache.{name}": leaf for name, leaf in cache._asdict().items()}
-    position = pairs.pop("cache.position")
+    places = {name: pairs.pop(f"cache.{name}") for name in ("position", "written")}
     check_kinds(
         "recurrent_prefill",
         floating={"x": x} | named | pairs,
-        whole={"cache.position": position} | rows._asdict(),
+        whole={f"cache.{name}": leaf for name, leaf in places.items()} | rows._asdict(),
     )
     if schedule not in (None, *get_args(Schedule)):
         raise ValueError(
@@ -144,6 +154,20 @@ def check_call(
         raise ValueError(
             _wants(f"tile to be a multiple of spec.block={spec.block}, got {tile}")
         )
+
+
+def _with_all_pairs(
+    x: Array, weights: LayerWeights, cache: RecurrentCache, rows: Rows, spec: LayerSpec
+) -> RecurrentCache:
+    """Writes the pair that a decode step has left, each device that of its rows."""
+    if not cache.source.size:
+        return cache
+    cut = mesh_layout.find_cut(x, weights, cache, rows)
+    write = partial(one_position.write_pending, spec=spec)
+    if cut is None or not cut.cuts:
+        return write(weights, cache)
+    lies = mesh_layout.cache_specs(cut)
+    return mesh_cut.run(cut, write, (P(cut.columns), lies), lies, weights, cache)
 
 
 def _check_weights(width: int, weights: LayerWeights, spec: LayerSpec) -> None:
@@ -181,14 +205,16 @@ def _check_weights(width: int, weights: LayerWeights, spec: LayerSpec) -> None:
 def _check_cache(
     x: Array, weights: LayerWeights, cache: RecurrentCache, spec: LayerSpec
 ) -> None:
-    (B, T), L = x.shape[:2], weights.w_q.shape[0]
+    (B, T, D), L = x.shape, weights.w_q.shape[0]
     S = cache.keys.shape[2]
     # A training cache keeps nothing, not even an unfinished block.
     open_slots = spec.block - 1 if S else 0
     wanted = {
         "keys": (L, B, S, spec.key_heads, spec.head_width),
         "temporary_keys": (L, B, open_slots, spec.key_heads, spec.head_width),
+        "source": (L, B, source_width(S, D, spec)),
         "position": (B,),
+        "written": (B,),
     }
     wanted["values"] = wanted["keys"]
     wanted["temporary_values"] = wanted["temporary_keys"]

@@ -128,21 +128,31 @@ class RecurrentCache(NamedTuple):
     Slot s holds position s. S = 0 is the training cache: it keeps nothing, and every
     row starts at position 0.
 
+    A decode step leaves its pair to the next one, which makes it in one product with
+    its own temporary pair and so reads w_k and w_v once: `written` is then one less
+    than `position`. Every other call writes all of its pairs.
+
     Attributes:
-      keys: persistent keys, after k-norm and rotation; slots at and beyond `position`
+      keys: persistent keys, after k-norm and rotation; slots at and beyond `written`
         have no meaning.
       values: persistent values.
       temporary_keys, temporary_values: of the row's unfinished block of c = spec.block
         positions: slot p mod c holds position p. c - 1 slots (none at c = 1): a block
         with c positions is finished.
+      source: what the pair of position `written` is projected from, where that is less
+        than `position`; without a meaning otherwise. Of width 0 where no step leaves a
+        pair: with c > 1, and in the training cache.
       position: how many tokens each row has seen.
+      written: how many of its persistent pairs are in the slots.
     """
 
     keys: Float[Array, "L B S K E"]
     values: Float[Array, "L B S K E"]
     temporary_keys: Float[Array, "L B open K E"]
     temporary_values: Float[Array, "L B open K E"]
+    source: Float[Array, "L B D_or_0"]
     position: Int[Array, " B"]
+    written: Int[Array, " B"]
 
     @property
     def slots(self) -> int:
@@ -150,19 +160,34 @@ class RecurrentCache(NamedTuple):
         return self.keys.shape[2]
 
 
-def empty_cache(layers: int, batch: int, length: int, spec: LayerSpec):
-    """Makes a cache of zeros at position 0 for `length` tokens a row, in spec.dtype."""
+def source_width(length: int, width: int, spec: LayerSpec) -> int:
+    """Returns the width of a cache's `source`: D, or 0 where none is ever kept."""
+    return width if length and spec.block == 1 else 0
+
+
+def empty_cache(
+    layers: int, batch: int, length: int, width: int, spec: LayerSpec
+) -> RecurrentCache:
+    """Makes a cache of zeros at position 0 for `length` tokens a row, in spec.dtype.
+
+    Args:
+      width: D of the layers.
+    """
     slots = (layers, batch, length, spec.key_heads, spec.head_width)
     # A block of c positions is finished with its last one: c - 1 temporary pairs are
     # all that an unfinished one can hold.
     open_slots = spec.block - 1 if length else 0
     open_block = (layers, batch, open_slots, spec.key_heads, spec.head_width)
+    source = (layers, batch, source_width(length, width, spec))
     return RecurrentCache(
         keys=jnp.zeros(slots, spec.dtype),
         values=jnp.zeros(slots, spec.dtype),
         temporary_keys=jnp.zeros(open_block, spec.dtype),
         temporary_values=jnp.zeros(open_block, spec.dtype),
+        source=jnp.zeros(source, spec.dtype),
+        # Two arrays: a cache is donated, and no buffer can be given away twice.
         position=jnp.zeros(batch, jnp.int32),
+        written=jnp.zeros(batch, jnp.int32),
     )
 
 

@@ -53,12 +53,17 @@ def specs(cut: Cut, x, weights, cache, rows) -> Specs:
     del x, weights, cache, rows
     # x is whole on every stage: the first one reads it. A stage's part of dx is zero
     # unless it is the first, and the frame adds the parts up.
-    pairs: Any = P(cut.columns, cut.by_row)
-    by_row: Any = P(cut.by_row)
-    of_cache = RecurrentCache(pairs, pairs, pairs, pairs, position=by_row)
+    by_row, of_cache = P(cut.by_row), cache_specs(cut)
     return Specs(
         arrays=(by_row, P(cut.columns), of_cache, by_row), results=(by_row, of_cache)
     )
+
+
+def cache_specs(cut: Cut) -> RecurrentCache:
+    """Returns how a cache's arrays lie on the mesh."""
+    of_layers: Any = P(cut.columns, cut.by_row)
+    by_row: Any = P(cut.by_row)
+    return RecurrentCache(*(of_layers,) * 5, position=by_row, written=by_row)
 
 
 def kept_specs(backend: str, cut: Cut) -> tuple[P]:
@@ -73,6 +78,11 @@ def stages_of(cut: Cut) -> dict[str, Any]:
     if cut.columns is None:
         return {}
     return {"stages": Stages(cut.mesh.shape[cut.columns], cut.columns)}
+
+
+def staged() -> bool:
+    """Returns whether the mesh that is set cuts the layers."""
+    return free_axes().get(LAYER_AXIS, 1) > 1
 
 
 def check_stages(weights: LayerWeights, schedule: str | None) -> None:

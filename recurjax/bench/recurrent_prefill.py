@@ -67,7 +67,8 @@ class Call:
 
     def run(self, x: jax.Array, weights: LayerWeights, **options: Any) -> jax.Array:
         """Returns z."""
-        cache = empty_cache(weights.w_q.shape[0], x.shape[0], 0, self.spec)
+        L, (B, _, D) = weights.w_q.shape[0], x.shape
+        cache = empty_cache(L, B, 0, D, self.spec)
         options = {"spec": self.spec, "schedule": self.schedule, **options}
         return recurrent_prefill(x, weights, cache, **options)[0]
 
@@ -166,7 +167,8 @@ def tune(
         calls = iter([_call_of_run(experiment)])
     for call in calls:
         backend = call.backends()[0]
-        cache = empty_cache(1, call.x.shape[0], 0, call.spec)
+        B, _, D = call.x.shape
+        cache = empty_cache(1, B, 0, D, call.spec)
         options = {"spec": call.spec, "schedule": call.schedule}
         yield tune_one_by_one(
             op=_PREFIX,

@@ -145,7 +145,7 @@ def _calls() -> dict[str, Callable[[Any], Any]]:
         q_norm_scale=ones,
         k_norm_scale=ones,
     )
-    cache = recurrent_prefill.empty_cache(1, B, 0, spec)
+    cache = recurrent_prefill.empty_cache(1, B, 0, D, spec)
     return {
         "recurrent_prefill": lambda backend: recurrent_prefill.recurrent_prefill(
             jnp.zeros((B, T, D)), weights, cache, spec=spec, implementation=backend

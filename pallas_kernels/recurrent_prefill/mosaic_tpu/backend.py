@@ -119,7 +119,9 @@ def forward(
         (prepare(weights, spec.dtype), cache.keys, cache.values),
     )
     if slots is not None:
-        cache = cache._replace(keys=slots[0], values=slots[1], position=seen)
+        cache = cache._replace(
+            keys=slots[0], values=slots[1], position=seen, written=seen
+        )
     z = last[:T, :B].swapaxes(0, 1).astype(x.dtype)
     if kept is not None:
         kept_z, attended, lse = (part[:, :T, :B].swapaxes(1, 2) for part in kept)

@@ -37,7 +37,8 @@ def old_cache_cotangents(
     T: int,
 ) -> RecurrentCache:
     """Adds what passes through the slots that the call did not write."""
-    zeros = jax.tree.map(jnp.zeros_like, cache._replace(position=None))
+    floats = cache._replace(position=None, written=None)
+    zeros = jax.tree.map(jnp.zeros_like, floats)
     if dslots is None:
         return zeros
     # A slot that the call wrote hides the old one: its gradient went to the new pair.

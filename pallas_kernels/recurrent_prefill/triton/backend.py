@@ -176,7 +176,9 @@ def forward(
             jnp.where(real, from_slots(new, old), old)
             for new, old in zip(pairs, (cache.keys, cache.values), strict=True)
         )
-        cache = cache._replace(keys=new_keys, values=new_values, position=seen)
+        cache = cache._replace(
+            keys=new_keys, values=new_values, position=seen, written=seen
+        )
     return last[:, :B].swapaxes(0, 1).astype(x.dtype), cache, kept
 
 

@@ -57,7 +57,7 @@ def forward(
     stages: Stages = ONE_STAGE,
 ) -> tuple[Array, RecurrentCache, Residuals | None]:
     """Runs L layers, one after the other or all at once; on stages, a stage's."""
-    if not residuals and stages.count == 1 and one_position.serves(x, cache, spec):
+    if stages.count == 1 and one_position.serves(x, cache, spec):
         # One position in any order of work is the same work.
         return *one_position.forward(x, weights, cache, rows, spec=spec), None
     sizes = {"schedule": schedule, "tile": tile, "blocks": blocks}
@@ -91,7 +91,7 @@ def backward(
     weights: LayerWeights,
     cache: RecurrentCache,
     rows: Rows,
-    residuals: Residuals,
+    residuals: Residuals | None,
     dz: Float[Array, "B T D"],
     dcache: RecurrentCache,
     *,
@@ -102,6 +102,8 @@ def backward(
     stages: Stages = ONE_STAGE,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache; on stages, dx's part of each."""
+    if residuals is None:  # a decode step keeps none
+        return one_position.backward(x, weights, cache, rows, dz, dcache, spec=spec)
     sizes = {"schedule": schedule, "tile": tile, "blocks": blocks}
     call = Call.of(x, weights, cache, rows, spec=spec, stages=stages, **sizes)
     T = x.shape[1]
@@ -144,7 +146,8 @@ def backward(
     (dweights,) = pull(of.weights)
     if of.cached is not None:
         dold = add_cached(dold, of.cached, cache)
-    dold = dold._replace(position=None)  # An integer has no gradient.
+    # Integers have no gradient.
+    dold = dold._replace(position=None, written=None)
     return jnp.moveaxis(dx, 0, 1).astype(x.dtype), dweights, dold
 
 
@@ -162,7 +165,7 @@ def _by_layer(cache: RecurrentCache) -> RecurrentCache:
     """Repeats the position for every layer, for a scan over layers."""
     L = cache.keys.shape[0]
     position = jnp.broadcast_to(cache.position, (L, *cache.position.shape))
-    return cache._replace(position=position)
+    return cache._replace(position=position, written=None)
 
 
 def _one_layer_back(run, above: Array, layer: tuple):

@@ -40,7 +40,7 @@ def write(
         _put(old, new, at, real)
         for old, new in zip((cache.keys, cache.values), persistent, strict=True)
     )
-    cache = cache._replace(keys=keys, values=values, position=seen)
+    cache = cache._replace(keys=keys, values=values, position=seen, written=seen)
     if temporary is None:
         return cache
     c = spec.block
@@ -89,7 +89,7 @@ def written_backward(
     temporary = zero if spec.block > 1 else None
 
     def write_floats(old, persistent, temporary):
-        before = RecurrentCache(*old, position=cache.position)
+        before = cache._replace(**dict(zip(_PAIRS, old, strict=True)))
         new = positions_of_call(_as_pairs(persistent), call, T)
         if temporary is not None:
             temporary = positions_of_call(_as_pairs(temporary), call, T)
@@ -98,7 +98,13 @@ def written_backward(
     # Writing is linear in the pairs, so it may be taken back at zeros.
     _, pull = jax.vjp(write_floats, cache[:4], zero, temporary)
     dold, *dpairs = pull(dcache[:4])
-    return tuple(dpairs), RecurrentCache(*dold, position=cache.position)
+    # All pairs are written behind such a call: no one reads what one is made of.
+    dcache = dcache._replace(source=jnp.zeros_like(cache.source))
+    return tuple(dpairs), dcache._replace(**dict(zip(_PAIRS, dold, strict=True)))
+
+
+_PAIRS = ("keys", "values", "temporary_keys", "temporary_values")
+"""Those of a cache's fields that hold pairs, its first four."""
 
 
 def _as_pairs(gradients: PairGradients) -> Pairs:

@@ -2,10 +2,15 @@
 
 The loops over tiles lay weights and cached pairs out for many positions, which pays
 where many read them. One position reads everything once, so that a copy of anything
-would double its bytes: here products take the weights as they are given, and attention
-reads the cache where it lies: by sums of products, which XLA fuses with the layer's
-slice; on a CPU, where products of matrices are several times faster, by `few_queries`.
-On a GPU each product has an input of its own (`uncopied_weights`).
+would double its bytes. A layer needs w_k and w_v twice, though: for the temporary pair
+of its input and, behind its MLP, for the persistent pair of its output. Only later
+positions read that one, so it is left to the next step, which makes both in one
+product.
+
+Products take the weights as they are given, and attention reads the cache where it
+lies: by sums of products, which XLA fuses with the layer's slice; on a CPU, where
+products of matrices are several times faster, by `few_queries`. On a GPU each product
+has an input of its own (`uncopied_weights`).
 """
 
 from typing import Any
@@ -13,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pallas_kernels import few_queries, target, uncopied_weights
 from pallas_kernels.mesh_cut import COLUMN_AXIS, as_it_lies, free_axes, row_axes
@@ -36,7 +41,7 @@ from pallas_kernels.recurrent_prefill.xla.biases import alibi_slopes
 
 
 def serves(x: Float[Array, "B T D"], cache: RecurrentCache, spec: LayerSpec) -> bool:
-    """Whether a call without a gradient is such a step."""
+    """Whether a call is such a step."""
     if x.shape[1] > 1 or not cache.slots or spec.block > 1:
         return False  # a block's temporary pairs are a second cache
     return target.current().platform != "cpu" or few_queries.pay_off(1, spec.heads)
@@ -52,12 +57,14 @@ def forward(
 ) -> tuple[Float[Array, "B 1 D"], RecurrentCache]:
     """Runs one more position of every row through L layers, one after the other."""
     wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), spec.dtype)
-    positions = cache.position[None]  # [1, B]
+    # Rows of the position itself, then those of the one before: [1, 2 B].
+    positions = jnp.concatenate([cache.position, cache.written])[None]
     rotary = rotation(positions, spec, wide)
     bias = _bias(cache, spec, wide)
+    # A row without a token stays as it is, to the bit: its pair is left, too.
     count = jnp.ones_like(cache.position) if rows.lengths is None else rows.lengths
-    count = count.astype(cache.position.dtype)
-    slot = jnp.where(count > 0, cache.position, cache.slots)  # out of range: dropped
+    goes_on = count > 0
+    slot = jnp.where(goes_on, _pending_slot(cache), cache.slots)
     batch = jnp.arange(x.shape[0])
     # One row's scatter XLA turns into slices and a choice between two whole caches; a
     # second row, which is dropped, keeps it a scatter.
@@ -69,91 +76,174 @@ def forward(
     # change XLA turns as a whole, before the loop, to the layout that suits it best.
     def layer(carry, inputs):
         x, slots = carry
-        number, w = inputs
-        # Pairs [B, S, K, E] by heads, or by slots where they are too few.
-        old = tuple(as_it_lies(part[number], rows=0, columns=(2, 1)) for part in slots)
-        z, new = _layer(x, w, old, bias, rotary, spec)
-        new = (jnp.repeat(pair, 2 if alone else 1, axis=0) for pair in new)
+        number, w, source = inputs
+        w = jax.tree.map(lambda leaf: leaf[None], w)
+        q, own, pending = _queries_and_pairs(x, source[None], w, rotary, spec)
+        pending = (jnp.repeat(pair, 2 if alone else 1, axis=0) for pair in pending)
         slots = tuple(
             part.at[number, batch, slot].set(
                 as_it_lies(pair.astype(part.dtype), rows=0, columns=(1,)),
                 mode="drop",
                 unique_indices=True,
             )
-            for part, pair in zip(slots, new, strict=True)
+            for part, pair in zip(slots, pending, strict=True)
         )
-        return (z, slots), None
+        # Pairs [B, S, K, E] by heads, or by slots where they are too few.
+        old = tuple(as_it_lies(part[number], rows=0, columns=(2, 1)) for part in slots)
+        z, left = _output(x, _attend(q, own, old, bias, spec), w, spec)
+        left = jnp.where(goes_on[:, None], left[0].astype(source.dtype), source)
+        return (z, slots), left
 
     start = x.astype(wide).swapaxes(0, 1)  # [1, B, D]: rows of one layer
     numbers = jnp.arange(weights.w_q.shape[0])
-    (z, (keys, values)), _ = jax.lax.scan(
+    (z, (keys, values)), source = jax.lax.scan(
         layer,
         (start, (cache.keys, cache.values)),
-        (numbers, weights),
+        (numbers, weights, cache.source),
         # In a loop XLA copies each layer's weights out of the stack before it
         # multiplies by them; a layer that has a number is read where it lies. On a CPU
         # that gains nothing, and L layers would take L times as long to compile.
         unroll=target.current().platform != "cpu",
     )
-    cache = cache._replace(keys=keys, values=values, position=cache.position + count)
+    cache = cache._replace(
+        keys=keys,
+        values=values,
+        source=source,
+        position=cache.position + count.astype(cache.position.dtype),
+        written=jnp.where(goes_on, cache.position, cache.written),
+    )
     return z.swapaxes(0, 1).astype(x.dtype), cache
 
 
-def _layer(x: Float[Array, "1 B D"], w: LayerWeights, pairs, bias, rotary, spec):
-    """Returns z [1, B, D] and the persistent pair, [B, K, E] each."""
-    B, K, E = x.shape[1], spec.key_heads, spec.head_width
-    w = jax.tree.map(lambda leaf: leaf[None], w)
-    uncopied = uncopied_weights.pay_off()
-    attention_norm = (w.attention_norm_scale, w.attention_norm_bias)
-    k_norm = (w.k_norm_scale, w.k_norm_bias)
+def backward(
+    x: Float[Array, "B 1 D"],
+    weights: LayerWeights,
+    cache: RecurrentCache,
+    rows: Rows,
+    dz: Float[Array, "B 1 D"],
+    dcache: RecurrentCache,
+    *,
+    spec: LayerSpec,
+) -> tuple[Float[Array, "B 1 D"], LayerWeights, RecurrentCache]:
+    """Returns the gradients of x, weights and cache; computes the step once more."""
 
-    def product(x, weight, bias):
-        """Multiplies by a weight whose heads, if it has any, are columns."""
-        flat = weight.reshape(1, x.shape[-1], -1).astype(spec.dtype)
-        bias = None if bias is None else bias.reshape(1, -1)
-        if not uncopied:
-            return linear(x, flat, bias)
-        multiply = lambda rows: linear(rows[None], flat, bias)[0]  # noqa: E731
-        return uncopied_weights.with_more_rows(multiply, x[0].astype(spec.dtype))[None]
+    def step(x, weights, keys, values, source):
+        old = cache._replace(keys=keys, values=values, source=source)
+        z, new = forward(x, weights, old, rows, spec=spec)
+        return z, new.keys, new.values, new.source
 
-    def apart(source, products):
-        """Gives each product its own source, in the dtype that it multiplies in."""
-        if not uncopied:
-            return (source,) * products
-        return uncopied_weights.apart(source.astype(spec.dtype), products)
+    floats = cache.keys, cache.values, cache.source
+    _, pull = jax.vjp(step, x, weights, *floats)
+    dx, dw, dk, dv, dsource = pull((dz, dcache.keys, dcache.values, dcache.source))
+    dcache = dcache._replace(keys=dk, values=dv, source=dsource)
+    return dx, dw, dcache._replace(position=None, written=None)
 
-    def pair(for_k, for_v):
-        k = product(for_k, w.w_k, w.b_k)
-        k = norm_and_rotate(k, k_norm, rotary, spec).reshape(B, K, E)
-        v = product(for_v, w.w_v, w.b_v).reshape(B, K, E)
-        return k.astype(spec.dtype), v.astype(spec.dtype)
 
-    def merge(attended):
-        """Computes w_out's product: head by head, or of all heads side by side."""
-        if not uncopied:
-            flat = w.w_out.reshape(1, attended.shape[-1], -1)
-            return product(attended, flat, w.b_out)
-        by_head = attended.reshape(B, -1, E)
-        merged = uncopied_weights.merge_by_head(by_head, w.w_out[0].astype(spec.dtype))
-        return merged[None] if w.b_out is None else merged[None] + w.b_out
+def write_pending(
+    weights: LayerWeights, cache: RecurrentCache, *, spec: LayerSpec
+) -> RecurrentCache:
+    """Writes the pairs that a step has left: all are in the slots then."""
+    wide = jnp.promote_types(jnp.float32, spec.dtype)
+    rotary = rotation(cache.written[None], spec, wide)
+    slot, batch = _pending_slot(cache), jnp.arange(cache.position.shape[0])
+    pairs = _pairs(cache.source, cache.source, weights, rotary, spec)
+    keys, values = (
+        part.at[:, batch, slot].set(
+            pair.astype(part.dtype), mode="drop", unique_indices=True
+        )
+        for part, pair in zip((cache.keys, cache.values), pairs, strict=True)
+    )
+    return cache._replace(keys=keys, values=values, written=cache.position)
 
-    # The layer as the README has it: a, then y = x + s a, z = y + s MLP(norm y).
-    for_q, for_k, for_v = apart(pre_norm(x, attention_norm, spec), 3)
-    q = product(for_q, w.w_q, w.b_q)
-    q = norm_and_rotate(q, (w.q_norm_scale, w.q_norm_bias), rotary, spec)
-    q = q.reshape(B, K, -1, E).astype(spec.dtype)
-    attended = _attend(q, pair(for_k, for_v), pairs, bias, spec).reshape(1, B, -1)
-    y = x + spec.residual_scale * merge(attended)
+
+def _pending_slot(cache: RecurrentCache) -> Int[Array, " B"]:
+    """Returns where each row's pending pair goes; out of range where it has none."""
+    pending = cache.written < cache.position
+    return jnp.where(pending, cache.written, cache.slots)
+
+
+def _queries_and_pairs(x, source, w: LayerWeights, rotary, spec: LayerSpec):
+    """Returns q [B, K, Q, E], the temporary pair and the pending one, [B, K, E] each.
+
+    Args:
+      x, source: [1, B, D]: the layer's input, and what the pending pair is made of.
+      rotary: of x's rows, then of the source's.
+    """
+    B = x.shape[1]
+    normed = pre_norm(x, (w.attention_norm_scale, w.attention_norm_bias), spec)
+    for_q, for_k, for_v = _apart(normed, 3, spec)
+    of_x = jax.tree.map(lambda table: table[:, :B], rotary)
+    q = _product(for_q, w.w_q, w.b_q, spec)
+    q = norm_and_rotate(q, (w.q_norm_scale, w.q_norm_bias), of_x, spec)
+    q = q.reshape(B, spec.key_heads, -1, spec.head_width).astype(spec.dtype)
+
+    def both(rows):
+        return jnp.concatenate([rows, source.astype(rows.dtype)], axis=1)
+
+    k, v = (pair[0] for pair in _pairs(both(for_k), both(for_v), w, rotary, spec))
+    return q, (k[:B], v[:B]), (k[B:], v[B:])
+
+
+def _pairs(for_k, for_v, w: LayerWeights, rotary, spec: LayerSpec):
+    """Returns the keys and values, [L, B, K, E], of rows [L, B, D]."""
+    heads = (spec.key_heads, spec.head_width)
+    k = _product(for_k, w.w_k, w.b_k, spec)
+    k = norm_and_rotate(k, (w.k_norm_scale, w.k_norm_bias), rotary, spec)
+    v = _product(for_v, w.w_v, w.b_v, spec)
+    return tuple(
+        part.reshape(*for_k.shape[:2], *heads).astype(spec.dtype) for part in (k, v)
+    )
+
+
+def _output(x, attended, w: LayerWeights, spec: LayerSpec):
+    """Returns z, and what its persistent pair is projected from, [1, B, D] each.
+
+    As the README has the layer: y = x + s a, z = y + s MLP(norm y).
+    """
+    y = x + spec.residual_scale * _merge(attended, w, spec)
     normed = pre_norm(y, (w.mlp_norm_scale, w.mlp_norm_bias), spec)
-    for_up, for_gate = apart(normed, 2)
-    pre = product(for_up, w.w_up, w.b_up)
+    for_up, for_gate = _apart(normed, 2, spec)
+    pre = _product(for_up, w.w_up, w.b_up, spec)
     gated = w.w_gate is not None
     if gated:
-        pre = jnp.concatenate([pre, product(for_gate, w.w_gate, w.b_gate)], axis=-1)
+        gate = _product(for_gate, w.w_gate, w.b_gate, spec)
+        pre = jnp.concatenate([pre, gate], axis=-1)
     hidden = activate(pre, spec, gated=gated)
-    z = y + spec.residual_scale * product(hidden, w.w_down, w.b_down)
-    source = pre_norm(z, attention_norm, spec) if spec.normed_persistent else z
-    return z, pair(*apart(source, 2))
+    z = y + spec.residual_scale * _product(hidden, w.w_down, w.b_down, spec)
+    attention_norm = (w.attention_norm_scale, w.attention_norm_bias)
+    return z, pre_norm(z, attention_norm, spec) if spec.normed_persistent else z
+
+
+def _product(x, weight, bias, spec: LayerSpec):
+    """Multiplies [L, B, N] by a weight whose heads, if it has any, are columns."""
+    L, _, N = x.shape
+    if weight.ndim == 4:
+        weight = uncopied_weights.as_stored(weight, heads=2)
+    flat = weight.reshape(L, N, -1).astype(spec.dtype)
+    bias = None if bias is None else bias.reshape(L, -1)
+    if L > 1 or target.current().platform == "cpu":
+        return linear(x, flat, bias)
+    multiply = lambda rows: linear(rows[None], flat, bias)[0]  # noqa: E731
+    return uncopied_weights.with_more_rows(multiply, x[0].astype(spec.dtype))[None]
+
+
+def _apart(source, products: int, spec: LayerSpec):
+    """Gives each product its own source, in the dtype that it multiplies in."""
+    if not uncopied_weights.pay_off():
+        return (source,) * products
+    return uncopied_weights.apart(source.astype(spec.dtype), products)
+
+
+def _merge(attended: Float[Array, "B K Q E"], w: LayerWeights, spec: LayerSpec):
+    """Computes w_out's product: head by head, or of all heads side by side."""
+    B = attended.shape[0]
+    if not uncopied_weights.pay_off():
+        flat = uncopied_weights.as_stored(w.w_out, heads=1)
+        flat = flat.reshape(1, -1, w.w_out.shape[-1])
+        return _product(attended.reshape(1, B, -1), flat, w.b_out, spec)
+    by_head = attended.reshape(B, -1, spec.head_width)
+    merged = uncopied_weights.merge_by_head(by_head, w.w_out[0].astype(spec.dtype))
+    return merged[None] if w.b_out is None else merged[None] + w.b_out
 
 
 def _beside_slots(x: Array, *, slots: int | None = None) -> Array:

@@ -62,7 +62,8 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
         check_cache_length(name, length, self.config.max_length)
         # The op's own cache: persistent pairs, and the running block's temporary ones.
         spec = spec_of(self.config, jnp.dtype(dtype).name)
-        return empty_cache(self.config.layers, batch, length, spec)
+        sizes = (self.config.layers, batch, length, self.config.width)
+        return empty_cache(*sizes, spec)
 
     def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
         """Says why it cannot train on a mesh, or None.
@@ -115,7 +116,8 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
         dtype, spec = x.dtype, spec_of(self.config, x.dtype.name)
         # One layer a call, compiled once: the layers have equal shapes.
         run = jax.jit(partial(recurrent_prefill, spec=spec))
-        weights, cache = weights_of(self.blocks), empty_cache(1, x.shape[0], 0, spec)
+        weights, (B, _, D) = weights_of(self.blocks), x.shape
+        cache = empty_cache(1, B, 0, D, spec)
         rows = Rows(lengths=tokens.lengths, segments=tokens.segments)
         x = self._placed(x, cache)
         yield x

@@ -74,7 +74,7 @@ def layer(
     options = {"spec": spec, "schedule": schedule, "tile": tile}
 
     def run(x, weights, more):
-        cache = more.get("cache", empty_cache(L, batch, 0, spec))
+        cache = more.get("cache", empty_cache(L, batch, 0, D, spec))
         rows = Rows(segments=more.get("segments"))
         reason = backend.expressible(x, weights, cache, rows, **options)
         assert reason is None, reason
@@ -90,7 +90,7 @@ def layer(
 
     more = {}
     if slots:
-        more["cache"] = jax.eval_shape(lambda: empty_cache(L, batch, slots, spec))
+        more["cache"] = jax.eval_shape(lambda: empty_cache(L, batch, slots, D, spec))
     if documents:
         more["segments"] = jax.ShapeDtypeStruct((batch, positions), jnp.int32)
     return run, (_shape(batch, positions, D), weights, more)

@@ -163,7 +163,7 @@ def interpreted(backend) -> dict:
 def values(backend, case: Case, **changes) -> jax.Array:
     """Returns a backend's z in interpret mode."""
     x, weights, _ = case.inputs()
-    cache = empty_cache(case.layers, case.batch, 0, case.spec)
+    cache = empty_cache(case.layers, case.batch, 0, case.width, case.spec)
 
     def run(x, weights):
         options = {**case.options, "residuals": False, **interpreted(backend)}
@@ -180,7 +180,7 @@ def values_and_gradients(backend, case: Case, rows: Rows | None = None):
 
 def both_passes(backend, case: Case, rows: Rows | None = None):
     """Returns the function of a case's inputs that runs both passes."""
-    cache = empty_cache(case.layers, case.batch, 0, case.spec)
+    cache = empty_cache(case.layers, case.batch, 0, case.width, case.spec)
     rows = Rows() if rows is None else rows
     options = {**case.options, **interpreted(backend)}
 
@@ -199,7 +199,9 @@ def both_passes(backend, case: Case, rows: Rows | None = None):
 def refusal(backend, case: Case, **changes) -> str | None:
     """Returns why a backend cannot express a call, whatever the device."""
     x, weights, _ = case.inputs()
-    cache = empty_cache(case.layers, case.batch, changes.pop("slots", 0), case.spec)
+    cache = empty_cache(
+        case.layers, case.batch, changes.pop("slots", 0), case.width, case.spec
+    )
     rows = changes.pop("rows", Rows())
     options = {**case.options, **changes}
     return backend.expressible(x, weights, cache, rows, **options)
@@ -211,7 +213,7 @@ def check_gradients_of_a_filled_cache(
     """Compares with the XLA path; rows begin at `start`, the new cache is read too."""
     x, weights, dz = case.inputs()
     keys = jax.random.split(jax.random.key(1), 4)
-    cache = empty_cache(case.layers, case.batch, slots, case.spec)
+    cache = empty_cache(case.layers, case.batch, slots, case.width, case.spec)
     fill = [jax.random.normal(key, cache.keys.shape) for key in keys]
     position = jnp.asarray(start, jnp.int32)
     cache = cache._replace(keys=fill[0], values=fill[1], position=position)

@@ -45,7 +45,7 @@ SMALL_GPU = Target(platform="gpu", kind="an A10", compute_capability="8.6")
 def written(path, backend: str, sizes: dict, case: Case = CASE, device="cpu") -> str:
     """Writes a file with the sizes of the case's call."""
     x, weights, _ = case.inputs()
-    cache = empty_cache(case.layers, case.batch, 0, case.spec)
+    cache = empty_cache(case.layers, case.batch, 0, case.width, case.spec)
     entry = {
         "op": "recurrent_prefill",
         "backend": backend,
@@ -59,7 +59,7 @@ def written(path, backend: str, sizes: dict, case: Case = CASE, device="cpu") ->
 
 def xla_call(case: Case = CASE, *, tile=None, blocks=None) -> Call:
     x, weights, _ = case.inputs()
-    cache = empty_cache(case.layers, case.batch, 0, case.spec)
+    cache = empty_cache(case.layers, case.batch, 0, case.width, case.spec)
     options = {"spec": case.spec, "schedule": None, "stages": ONE_STAGE}
     options |= {"tile": tile, "blocks": blocks}
     return Call.of(x, weights, cache, Rows(), **options)
@@ -69,7 +69,7 @@ def xla_call(case: Case = CASE, *, tile=None, blocks=None) -> Call:
 # them small ones.
 def test_given_sizes_change_no_result_of_xla():
     x, weights, _ = CASE.inputs()
-    cache = empty_cache(1, CASE.batch, 0, CASE.spec)
+    cache = empty_cache(1, CASE.batch, 0, CASE.width, CASE.spec)
 
     def run(x, weights, **options):
         return recurrent_prefill(x, weights, cache, spec=CASE.spec, **options)[0]
@@ -98,7 +98,7 @@ def test_the_kernels_of_a_gpu_take_measured_sizes(tmp_path, monkeypatch):
     file = written(tmp_path, "triton", sizes, device=SMALL_GPU.kind)
     monkeypatch.setenv(VARIABLE, file)
     x, weights, _ = CASE.inputs()
-    cache = empty_cache(1, CASE.batch, 0, CASE.spec)
+    cache = empty_cache(1, CASE.batch, 0, CASE.width, CASE.spec)
     options = {"spec": CASE.spec, "schedule": None, "tile": None, "blocks": None}
     with as_if(SMALL_GPU):
         tile, blocks = choose("triton", x, weights, cache, **options)
@@ -159,7 +159,7 @@ def test_a_backend_refuses_sizes_that_it_has_no_use_for():
     told = "mosaic_tpu: .*; xla: takes of the block sizes only keys, got depth=32"
     with pytest.raises(NotImplementedError, match=told):
         recurrent_prefill(
-            *(x, weights, empty_cache(1, CASE.batch, 0, CASE.spec)),
+            *(x, weights, empty_cache(1, CASE.batch, 0, CASE.width, CASE.spec)),
             spec=CASE.spec,
             blocks=depth,
         )

@@ -285,7 +285,7 @@ def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
 )
 def test_the_backend_asks_the_target(device, reason):
     x, weights, _ = PLAIN.inputs()
-    cache = empty_cache(1, PLAIN.batch, 0, PLAIN.spec)
+    cache = empty_cache(1, PLAIN.batch, 0, PLAIN.width, PLAIN.spec)
     with as_if(device):
         told = mosaic_gpu.supported(x, weights, cache, Rows(), **PLAIN.options)
     assert told == reason
@@ -294,7 +294,7 @@ def test_the_backend_asks_the_target(device, reason):
 @pytest.mark.parametrize("named", [None, "mosaic_gpu"])
 def test_it_runs_only_when_it_is_named(named):
     x, weights, _ = PLAIN.inputs()
-    cache = empty_cache(1, PLAIN.batch, 0, PLAIN.spec)
+    cache = empty_cache(1, PLAIN.batch, 0, PLAIN.width, PLAIN.spec)
     call = partial(recurrent_prefill, implementation=named, **PLAIN.options)
     with as_if(H100):
         traced = str(jax.make_jaxpr(call)(x, weights, cache))

@@ -127,7 +127,7 @@ def test_a_cut_sequence_with_the_cache_equals_the_whole(changes):
     options = {**case.options, "residuals": False, **interpreted(mosaic_tpu)}
 
     def run(x, weights, cuts):
-        cache = empty_cache(1, case.batch, 44, case.spec)
+        cache = empty_cache(1, case.batch, 44, case.width, case.spec)
         first = Rows(lengths=jnp.asarray(cuts))
         _, cache, _ = mosaic_tpu.forward(x[:, :5], weights, cache, first, **options)
         padding = cache.keys[0, 1, 3:]
@@ -157,7 +157,7 @@ def test_a_cut_sequence_with_the_cache_equals_the_whole(changes):
 def test_a_cache_of_several_chunks_is_read_as_on_the_xla_path(alibi):
     case = PLAIN._replace(positions=CHUNK + 20, batch=9, alibi=alibi)
     x, weights, _ = case.inputs()
-    cache = empty_cache(1, 9, 3 * CHUNK + 40, case.spec)
+    cache = empty_cache(1, 9, 3 * CHUNK + 40, case.width, case.spec)
     start = jnp.asarray([CHUNK + 9, 17, *[1] * 6, 0], jnp.int32)
     free = (jnp.arange(cache.slots) >= start[:, None])[:, :, None, None]
     keys, values = (
@@ -289,7 +289,7 @@ def test_the_tpu_s_own_semantics_find_no_race():
 def test_the_tpu_s_own_semantics_find_no_race_with_a_cache():
     case = PLAIN._replace(positions=17)
     x, weights, _ = case.inputs()
-    cache = empty_cache(1, case.batch, CHUNK + 20, case.spec)
+    cache = empty_cache(1, case.batch, CHUNK + 20, case.width, case.spec)
     cache = cache._replace(position=jnp.asarray([CHUNK + 1, 2], jnp.int32))
     keys, values = (
         jax.random.normal(key, cache.keys.shape)
@@ -380,6 +380,6 @@ def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
 
 def test_without_a_tpu_the_backend_says_so():
     x, weights, _ = PLAIN.inputs()
-    cache = empty_cache(1, 2, 0, PLAIN.spec)
+    cache = empty_cache(1, 2, 0, PLAIN.width, PLAIN.spec)
     reason = mosaic_tpu.supported(x, weights, cache, Rows(), **PLAIN.options)
     assert str(reason).startswith("needs a TPU")

@@ -82,7 +82,7 @@ def check(case: Case, backend: Implementation, tile: int | None = 16) -> None:
 
     @jax.jit
     def run(x, weights, dz):
-        cache = empty_cache(case.layers, case.batch, 0, case.spec)
+        cache = empty_cache(case.layers, case.batch, 0, case.width, case.spec)
         call = partial(recurrent_prefill, implementation=backend, **options)
         z, back = jax.vjp(lambda x, w: call(x, w, cache)[0], x, weights)
         return z, back(dz)

@@ -20,7 +20,7 @@ from pallas_kernels.target import Target, as_if
 from recurjax.sharding import MeshConfig, make_mesh
 from tests.compiling import QUICK_COMPILE
 from tests.pallas_kernels.recurrent_prefill.layer_cases import WIDTH, Case, quick_jit
-from tests.tolerances import assert_values_close
+from tests.tolerances import assert_gradients_close, assert_values_close
 
 PLAIN = Case(positions=1, layers=2, batch=3)
 SWITCHES = PLAIN._replace(
@@ -37,12 +37,15 @@ H100 = Target(platform="gpu", kind="NVIDIA H100 80GB HBM3", compute_capability="
 def step(case: Case, slots: int = 8):
     """Returns the function of one step, and its arguments: rows at three places."""
     x, weights, _ = case.inputs()
-    old = empty_cache(case.layers, case.batch, slots, case.spec)
+    old = empty_cache(case.layers, case.batch, slots, case.width, case.spec)
     keys = jax.random.split(jax.random.key(1), 2)
     old = old._replace(
         keys=jax.random.normal(keys[0], old.keys.shape),
         values=jax.random.normal(keys[1], old.values.shape),
+        source=jax.random.normal(jax.random.key(2), old.source.shape),
         position=jnp.asarray([7, 4, 0], jnp.int32)[: case.batch],
+        # The first row's last pair is not written yet.
+        written=jnp.asarray([6, 4, 0], jnp.int32)[: case.batch],
     )
     rows = Rows(lengths=jnp.asarray([1, 0, 1])[: case.batch])
     return partial(recurrent_prefill, spec=case.spec), (x, weights, old), rows
@@ -71,11 +74,59 @@ def test_a_step_is_that_of_the_loop_over_tiles(case, device, monkeypatch):
     )
     with nullcontext() if device is None else as_if(device):
         z, new = quick_jit(run)(*arguments, rows=rows)
-    assert served == [True]
+    assert served and all(served)
     # The second row has no token: what it computes has no meaning.
     assert_values_close(z[::2], want_z[::2])
-    assert_values_close((new.keys, new.values), (want.keys, want.values))
     assert new.position.tolist() == [8, 4, 1][: case.batch]
+    # The new pairs are made by the next call.
+    assert new.written.tolist() == [7, 4, 0][: case.batch]
+    new = one_position.write_pending(arguments[1], new, spec=case.spec)
+    assert_values_close((new.keys, new.values), (want.keys, want.values))
+    assert new.written.tolist() == want.written.tolist() == new.position.tolist()
+
+
+@pytest.mark.parametrize("case", [PLAIN, SWITCHES], ids=["plain", "switches"])
+def test_steps_have_the_gradient_of_the_loop_over_tiles(case, monkeypatch):
+    """Of two steps and a longer call behind them, which meets a pair that is left."""
+    run, (x, weights, old), rows = step(case, slots=12)
+
+    def loss(x, weights, keys, values, source):
+        cache, total = old._replace(keys=keys, values=values, source=source), 0.0
+        for length in (1, 1, 2):
+            z, cache = run(jnp.repeat(x, length, axis=1), weights, cache, rows=rows)
+            # Of the row that has no token z has no meaning.
+            total += jnp.sum(z[::2, 0] ** 2)
+        return total
+
+    arguments = (x, weights, old.keys, old.values, old.source)
+    gradient = lambda *a: jax.grad(loss, argnums=range(5))(*a)  # noqa: E731
+    got = quick_jit(gradient)(*arguments)
+    monkeypatch.setattr(one_position, "serves", lambda *_: False)
+    want = quick_jit(lambda *a: gradient(*a))(*arguments)
+    assert_gradients_close(got, want)
+    assert all(jnp.any(leaf) for leaf in jax.tree.leaves(want))
+
+
+def test_what_a_step_leaves_is_written_on_a_mesh_without_gathering_the_cache():
+    case = PLAIN._replace(batch=2, positions=2)
+    run, (x, weights, old), rows = step(case, slots=256)
+    want_z, want = quick_jit(run)(x, weights, old, rows=rows)
+    mesh = make_mesh(MeshConfig(data=2), jax.devices()[:2])
+
+    def laid(part):
+        return jax.device_put(part, NamedSharding(mesh, P(None, "data")))
+
+    cut = old._replace(
+        keys=laid(old.keys), values=laid(old.values), source=laid(old.source)
+    )
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(run, compiler_options=QUICK_COMPILE)
+        compiled = jitted.lower(x, weights, cut, rows=rows).compile()
+        z, new = compiled(x, weights, cut, rows=rows)
+    assert "all-gather" not in compiled.as_text()
+    assert_values_close(
+        (z[:1], new.keys, new.values), (want_z[:1], want.keys, want.values)
+    )
 
 
 def test_a_step_makes_no_copy_of_its_weights_side_by_side():
@@ -100,7 +151,7 @@ def test_a_step_on_a_cpu_turns_no_cache(monkeypatch):
     """In the program as it is traced; XLA may lay out copies of its own."""
     case = PLAIN._replace(layers=3)
     run, (x, weights, _), rows = step(case)
-    empty = empty_cache(case.layers, case.batch, 512, case.spec)
+    empty = empty_cache(case.layers, case.batch, 512, case.width, case.spec)
     of_a_layer = empty.keys.size // case.layers
 
     def largest() -> int:

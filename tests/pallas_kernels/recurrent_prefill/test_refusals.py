@@ -20,7 +20,7 @@ FEWER_HEADS = spec(dtype="float32", heads=2, key_heads=2)
 
 def call(layer=LAYER, *, cache=None, length=LENGTH, **options):
     w = weights(layer, layers=2, dtype="float32")
-    cache = empty_cache(2, BATCH, 0, layer) if cache is None else cache
+    cache = empty_cache(2, BATCH, 0, 8, layer) if cache is None else cache
     x = jnp.zeros((BATCH, length, 8))
     return jax.eval_shape(
         lambda x, w, cache: recurrent_prefill(x, w, cache, spec=layer, **options),
@@ -36,15 +36,15 @@ def call(layer=LAYER, *, cache=None, length=LENGTH, **options):
         ({"tile": 0}, "wants tile of at least 1 position, got 0"),
         ({"schedule": "naive", "tile": 4}, 'no tile with schedule "naive", got 4'),
         ({"layer": BLOCKED, "tile": 4}, "multiple of spec.block=3, got 4"),
-        ({"cache": empty_cache(2, BATCH, 5, LAYER)}, "has slots, 5, got 13"),
-        ({"cache": empty_cache(2, 3, 16, LAYER)}, r"cache.keys of shape \(2, 2, 16"),
-        ({"cache": empty_cache(1, BATCH, 16, LAYER)}, "cache.keys of shape"),
+        ({"cache": empty_cache(2, BATCH, 5, 8, LAYER)}, "has slots, 5, got 13"),
+        ({"cache": empty_cache(2, 3, 16, 8, LAYER)}, r"cache.keys of shape \(2, 2, 16"),
+        ({"cache": empty_cache(1, BATCH, 16, 8, LAYER)}, "cache.keys of shape"),
         (
-            {"cache": empty_cache(2, BATCH, 16, FEWER_HEADS)},
+            {"cache": empty_cache(2, BATCH, 16, 8, FEWER_HEADS)},
             r"\(2, 2, 16, 4, 4\).* got",
         ),
         (
-            {"layer": BLOCKED, "cache": empty_cache(2, BATCH, 16, LAYER)},
+            {"layer": BLOCKED, "cache": empty_cache(2, BATCH, 16, 8, LAYER)},
             "cache.temporary_keys of shape",
         ),
         ({"rows": Rows(lengths=jnp.ones(3, int))}, r"lengths of shape \(2,\)"),
@@ -57,7 +57,7 @@ def test_a_wrong_call_is_told_what_is_wanted(options, message):
 
 
 def test_an_unknown_schedule_is_told_the_known_ones():
-    w, cache = weights(LAYER, layers=2, dtype="float32"), empty_cache(2, 2, 0, LAYER)
+    w, cache = weights(LAYER, layers=2, dtype="float32"), empty_cache(2, 2, 0, 8, LAYER)
     x, rows = jnp.zeros((BATCH, 3, 8)), Rows()
     with pytest.raises(ValueError, match="'naive', 'prefix'.* got 'diagonal'"):
         check_call(x, w, cache, rows, spec=LAYER, schedule="diagonal", tile=None)
@@ -89,7 +89,7 @@ def test_an_unknown_word_of_a_layer_is_told_the_known_ones(change, message):
 
 def test_a_bias_of_a_gate_wants_the_gate():
     w = weights(LAYER, layers=2, dtype="float32")
-    x, cache = jnp.zeros((BATCH, 3, 8)), empty_cache(2, BATCH, 0, LAYER)
+    x, cache = jnp.zeros((BATCH, 3, 8)), empty_cache(2, BATCH, 0, 8, LAYER)
     w = w._replace(b_gate=jnp.zeros((2, 12)))
     with pytest.raises(ValueError, match="b_gate with a w_gate only"):
         recurrent_prefill(x, w, cache, spec=LAYER)
@@ -103,14 +103,14 @@ def test_a_weight_of_another_shape_is_named():
     w = w._replace(w_down=w.w_down[:, :5])
     with pytest.raises(ValueError, match=r"weights.w_down of shape \(2, 12, 8\)"):
         recurrent_prefill(
-            jnp.zeros((BATCH, 3, 8)), w, empty_cache(2, BATCH, 0, LAYER), spec=LAYER
+            jnp.zeros((BATCH, 3, 8)), w, empty_cache(2, BATCH, 0, 8, LAYER), spec=LAYER
         )
 
 
 def test_segments_are_for_training_only():
     rows = Rows(segments=jnp.zeros((BATCH, LENGTH), int))
     with pytest.raises(NotImplementedError, match="segments"):
-        call(cache=empty_cache(2, BATCH, 16, LAYER), rows=rows)
+        call(cache=empty_cache(2, BATCH, 16, 8, LAYER), rows=rows)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_cut_sequence_with_the_cache_equals_the_whole():
     options = {**case.options, "residuals": False, **interpreted(triton)}
 
     def run(x, weights, cuts):
-        cache = empty_cache(1, case.batch, 24, case.spec)
+        cache = empty_cache(1, case.batch, 24, case.width, case.spec)
         first = Rows(lengths=jnp.asarray(cuts))
         _, cache, _ = triton.forward(x[:, :5], weights, cache, first, **options)
         padding = cache.keys[0, 1, 3:]
@@ -194,7 +194,7 @@ def test_rows_apart_fill_a_cache_by_sub_tiles():
     options = {**case.options, "residuals": False, **interpreted(triton), "tile": 32}
 
     def run(x, weights):
-        cache = empty_cache(1, case.batch, 40, case.spec)
+        cache = empty_cache(1, case.batch, 40, case.width, case.spec)
         first = Rows(lengths=jnp.array([20, 3]))
         _, cache, _ = triton.forward(x[:, :20], weights, cache, first, **options)
         rest = jnp.stack([jnp.pad(x[0, 20:], ((0, 17), (0, 0))), x[1, 3:]])
@@ -273,6 +273,6 @@ def test_without_a_gpu_the_backend_says_so():
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
     x, weights, _ = PLAIN.inputs()
-    cache = empty_cache(1, 2, 0, PLAIN.spec)
+    cache = empty_cache(1, 2, 0, PLAIN.width, PLAIN.spec)
     reason = triton.supported(x, weights, cache, Rows(), **PLAIN.options)
     assert reason == "needs an NVIDIA GPU, found cpu"

@@ -14,6 +14,7 @@ from tests.pallas_kernels.recurrent_prefill.layers import (
     BATCH,
     LENGTH,
     SPECS,
+    WIDTH,
     rows,
     spec,
     weights,
@@ -54,7 +55,7 @@ def test_values_and_gradients_are_the_definition(name, schedule, tiles, packed):
         tile = None if tiles is None else tiles * layer.block
 
         def ours(x, w):
-            cache = empty_cache(LAYERS, BATCH, 0, layer)
+            cache = empty_cache(LAYERS, BATCH, 0, WIDTH, layer)
             z, _ = recurrent_prefill(
                 x,
                 w,
@@ -88,7 +89,7 @@ def test_each_bias_stands_for_itself(absent):
         w = weights(layer, layers=LAYERS)._replace(**dict.fromkeys(absent))
 
         def ours(x, w):
-            cache = empty_cache(LAYERS, BATCH, 0, layer)
+            cache = empty_cache(LAYERS, BATCH, 0, WIDTH, layer)
             return jnp.sum(g * recurrent_prefill(x, w, cache, spec=layer)[0])
 
         def theirs(x, w):
@@ -113,7 +114,7 @@ def test_gradients_flow_through_a_ragged_cache(name, schedule):
         lengths = jnp.asarray([6, 4])
 
         def ours(x, w):
-            cache = empty_cache(LAYERS, BATCH, LENGTH, layer)
+            cache = empty_cache(LAYERS, BATCH, LENGTH, WIDTH, layer)
             run = partial(
                 recurrent_prefill, spec=layer, schedule=schedule, tile=2 * layer.block
             )
@@ -144,7 +145,7 @@ def test_gradients_are_finite_differences():
 
         def loss(step):
             moved = jax.tree.map(lambda a, b: a + step * b, (x, w), (to_x, to_w))
-            cache = empty_cache(LAYERS, BATCH, 0, layer)
+            cache = empty_cache(LAYERS, BATCH, 0, WIDTH, layer)
             z, _ = recurrent_prefill(
                 *moved, cache, spec=layer, schedule="wavefront", tile=4
             )
@@ -161,7 +162,7 @@ def test_any_length_fits_any_tile(length):
     with jax.enable_x64(True):
         x, w = jnp.asarray(rows(1, length)), weights(layer, layers=LAYERS)
         want = recurrent_prefill_reference(x, w, spec=layer)
-        cache = empty_cache(LAYERS, BATCH, 0, layer)
+        cache = empty_cache(LAYERS, BATCH, 0, WIDTH, layer)
         for schedule in ("prefix", "wavefront"):
             got, _ = quick(
                 partial(recurrent_prefill, spec=layer, schedule=schedule, tile=4)
@@ -175,7 +176,7 @@ def test_bfloat16_costs_about_its_own_rounding():
     x = jnp.asarray(rows(1), jnp.float32)
     w = weights(narrow, layers=1, dtype="float32")
     want = recurrent_prefill_reference(x, w, spec=narrow)
-    cache = empty_cache(1, BATCH, LENGTH, narrow)
+    cache = empty_cache(1, BATCH, LENGTH, WIDTH, narrow)
     assert cache.keys.dtype == jnp.bfloat16
     got, cache = quick(partial(recurrent_prefill, spec=narrow, tile=4))(x, w, cache)
     assert got.dtype == jnp.float32 and cache.keys.dtype == jnp.bfloat16
@@ -192,7 +193,7 @@ def test_the_backward_pass_keeps_memory_linear_in_length():
         x = jax.ShapeDtypeStruct((BATCH, length, 8), jnp.float32)
 
         def loss(x, w):
-            cache = empty_cache(1, BATCH, 0, layer)
+            cache = empty_cache(1, BATCH, 0, WIDTH, layer)
             return jnp.sum(
                 recurrent_prefill(x, w, cache, spec=layer, schedule="prefix", tile=8)[0]
             )

@@ -131,5 +131,5 @@ def test_attention_on_the_previous_position_is_a_token_recurrence():
 
 
 def run(x, w, spec):
-    cache = empty_cache(w.w_q.shape[0], x.shape[0], 0, spec)
+    cache = empty_cache(w.w_q.shape[0], x.shape[0], 0, x.shape[2], spec)
     return recurrent_prefill(x, w, cache, spec=spec)[0]
