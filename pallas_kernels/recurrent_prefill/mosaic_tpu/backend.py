@@ -168,7 +168,11 @@ def backward(
         segments = tiles.whole_tiles(segments.T, time=0, batch=1)
     kernels = mosaic_kernels(launch, segments)
     dx, dweights, dcache = run_backward(
-        inputs, kernels, replace(tiles, keys=tiles.tile), spec=spec, together=False
+        inputs,
+        lambda active: kernels,
+        replace(tiles, keys=tiles.tile),
+        spec=spec,
+        together=False,
     )
     dkeys, dvalues = cache_back((dcache.keys, dcache.values))
     return dx, *back(dweights), dcache._replace(keys=dkeys, values=dvalues)

@@ -34,6 +34,7 @@ from pallas_kernels.recurrent_prefill.tiles.gradients import (
     sequential_gradients,
 )
 from pallas_kernels.recurrent_prefill.tiles.layout import (
+    Active,
     Tiles,
     put_in_order,
     put_in_slots,
@@ -60,7 +61,7 @@ class QueryGradients(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """The parts of the loop that a backend brings.
+    """The parts of the loop that a backend brings, for a step of it.
 
     Attributes:
       later_queries_backward: (keys, values [L, b, B, K E], later, first, at) -> dk, dv
@@ -78,6 +79,11 @@ class Kernels(NamedTuple):
     later_queries_backward: Callable
     positions_backward: Callable
     queries_backward: Callable
+
+
+KernelsOf = Callable[[Active | None], Kernels]
+"""Makes a step's kernels: what they find of a layer that is not active has no meaning.
+"""
 
 
 class Kept(NamedTuple):
@@ -126,7 +132,7 @@ class Inputs(NamedTuple):
 
 
 def run_backward(
-    inputs: Inputs, kernels: Kernels, tiles: Tiles, *, spec: LayerSpec, together: bool
+    inputs: Inputs, kernels: KernelsOf, tiles: Tiles, *, spec: LayerSpec, together: bool
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache.
 
@@ -182,7 +188,7 @@ def run_backward(
         )
         dslots = None
         if cache.slots:
-            later_queries_backward = kernels.later_queries_backward
+            later_queries_backward = kernels(None).later_queries_backward
             dslots = _cached_slots_backward(
                 later_queries_backward, keys, values, out.queries, start, tiles.tile
             )
@@ -217,7 +223,7 @@ def run_backward(
 
 
 def run_layers_back(
-    kernels: Kernels,
+    kernels: KernelsOf,
     kept: Kept,
     w: Prepared,
     keys: Float[Array, "L B S KE"],
@@ -249,19 +255,23 @@ def run_layers_back(
 
     def step(carry, j):
         above, later, total = carry
-        # As in the forward loop layer l is at tile j - l. What it finds before its
-        # first tile and after its last one is dropped.
+        # As in the forward loop layer l is at tile j - l. Before its first tile and
+        # after its last one its kernels do nothing, and what comes of it is dropped.
         index = j - jnp.arange(L)
         active = (index >= 0) & (index < n)
         tile_index = jnp.clip(index, 0, n - 1)
         rows = jax.tree.map(lambda part: part[jnp.arange(L), tile_index], by_tile)
         # The gradient of a layer's z is that of the next layer's x, one step ago.
         incoming = jnp.concatenate([above[1:], dz[tile_index[-1]][None]])
-        incoming = jnp.where(active[:, None, None, None], incoming, 0.0)
+        incoming = jnp.where(_over(active, incoming), incoming, 0.0)
         dx, gradients, queries = _run_tile_back(
-            *(kernels, rows._replace(dz=incoming), w, keys, values),
+            *(kernels(Active.at(index, n)), rows._replace(dz=incoming), w),
+            *(keys, values),
             *(start + (tile_index * b)[:, None], later, tile_index * b, active, spec),
         )
+        if L > 1:  # Nothing was written for the others: it may be not a number.
+            zero = lambda g: jnp.where(_over(active, g), g, 0.0)  # noqa: E731
+            gradients = jax.tree.map(zero, gradients)
         total = jax.tree.map(jnp.add, total, gradients)
         later = _append(later, queries, jnp.where(active, tile_index, n))
         return (dx, later, total), dx[0]
@@ -289,7 +299,7 @@ def _run_tile_back(
     )
     if tile.dkeys is not None and tile.dvalues is not None:
         dk, dv = dk + tile.dkeys, dv + tile.dvalues
-    dk, dv = (jnp.where(active[:, None, None, None], part, 0.0) for part in (dk, dv))
+    dk, dv = (jnp.where(_over(active, part), part, 0.0) for part in (dk, dv))
     # 2. The recurrence in reverse, which also completes dk and dv.
     found, do = kernels.positions_backward(tile, w, known, q, dk, dv)
     # 3. The tile's queries; do is known for all of them.
@@ -311,6 +321,11 @@ def _run_tile_back(
     gradients = jax.tree.map(jnp.add, gradients, dprojections)
     done = LaterQueries(q, do, tile.lse, dqueries.delta)
     return found.dy + dx, gradients, done
+
+
+def _over(active: Array, of_layers: Array) -> Array:
+    """Gives one truth a layer the rank of an array [L, ...]."""
+    return active.reshape(-1, *[1] * (of_layers.ndim - 1))
 
 
 def _append(later: LaterQueries, tile: LaterQueries, index: Array) -> LaterQueries:

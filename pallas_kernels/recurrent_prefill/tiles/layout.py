@@ -22,6 +22,33 @@ from pallas_kernels.recurrent_prefill.equations import (
 )
 
 
+class Active(NamedTuple):
+    """Which layers of a wavefront have a tile at a step; the others are skipped.
+
+    Attributes:
+      layers: bool [L]. What is computed of the others has no meaning.
+      share: of the layers that are active, on average over all steps.
+    """
+
+    layers: Bool[Array, " L"]
+    share: float
+
+    @classmethod
+    def at(cls, index: Int[Array, " L"], tiles: int) -> "Active | None":
+        """Returns those of a step at which each layer is at tile `index`.
+
+        Args:
+          tiles: that a layer has; before the first and after the last one it is idle.
+
+        Returns:
+          None for a single layer, which is never idle.
+        """
+        L = index.shape[0]
+        if L == 1:
+            return None
+        return cls((index >= 0) & (index < tiles), tiles / (tiles + L - 1))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
     """Block sizes: what shapes are rounded up to.

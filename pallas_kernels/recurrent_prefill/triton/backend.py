@@ -1,5 +1,6 @@
 """GPU path: Pallas kernels lowered by Triton around the loop over positions."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -201,7 +202,7 @@ def backward(
     options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
     launch = _launch(x, weights, cache, interpret, "backward", **options)
     inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
-    kernels = triton_kernels(launch)
+    kernels = lambda active: triton_kernels(replace(launch, active=active))  # noqa: E731
     together = schedule == "wavefront"
     return run_backward(inputs, kernels, launch.tiles, spec=spec, together=together)
 

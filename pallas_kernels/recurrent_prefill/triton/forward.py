@@ -7,6 +7,7 @@ positions; then the tile's persistent pairs join the prefix.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.recurrent_prefill.arrays import Array
 from pallas_kernels.recurrent_prefill.equations import Prepared, norm_and_rotate
 from pallas_kernels.recurrent_prefill.tiles.layout import (
+    Active,
     Vectors,
     put_in_order,
     put_in_slots,
@@ -93,12 +95,13 @@ def run_layers(
         below, keys, values = carry
         j, tile = inputs
         tile = jnp.concatenate([tile, below[:-1]]) if L > 1 else tile
-        # Layer l is at tile j - l. Before its first and after its last tile it computes
-        # on zeros, and what comes of it is dropped.
+        # Layer l is at tile j - l. Before its first and after its last tile its kernels
+        # do nothing, and what comes of it is dropped.
         index = j - jnp.arange(L)
         active = (index >= 0) & (index < whole)
         done = jnp.where(active, index * b, 0)
-        out = run_tile(launch, tile, w, keys, values, start, done, b)
+        now = replace(launch, active=Active.at(index, whole))
+        out = run_tile(now, tile, w, keys, values, start, done, b)
         kept = put((keys, values), out.state, done, active)
         return (out.z, *kept), (out.z, out.state.attended, out.state.lse)
 

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, Num
 
 from pallas_kernels.moved_bytes import moving
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
+from pallas_kernels.recurrent_prefill.tiles.layout import Active
 from pallas_kernels.recurrent_prefill.triton.tiles import (
     QUERIES,
     ProductTiles,
@@ -29,12 +30,14 @@ class Launch:
 
     Attributes:
       shared: bytes of shared memory that a program may have.
+      active: the layers that have a tile; None: all.
       interpret: runs the kernels as plain JAX, on any device.
     """
 
     spec: LayerSpec
     tiles: ProductTiles
     shared: int
+    active: Active | None = None
     interpret: bool = False
 
     def columns(self, width: int, programs: int) -> int:
@@ -127,7 +130,9 @@ def launch_kernel(
     stages: int = 3,
     **static,
 ) -> Sequence[jax.Array]:
-    """Runs a kernel body with its static arguments over a grid.
+    """Runs a kernel body with its static arguments over a grid, layers in front.
+
+    Programs of a layer that is not active end at once.
 
     Args:
       refs: where there are many, the NamedTuple in which the kernel gets them all.
@@ -144,10 +149,18 @@ def launch_kernel(
     moved = sum(_bytes_of(array) * reads.get(n, 1.0) for n, array in once.values())
     for n, array in enumerate(out_shape):
         moved += _bytes_of(array) * (writes or {}).get(n, 1.0)
+    body = run if refs is None else lambda *each: run(refs(*each))
+    given, in_specs, active = len(arguments), list(in_specs), launch.active
+    if active is not None:
+        skip = _overwrite_idle if launch.interpret else _skip_idle
+        body = partial(skip, body, given)
+        arguments = (*arguments, active.layers.astype(jnp.int32))
+        in_specs.append(pl.BlockSpec((1,), lambda layer, *_: (layer,)))
+        moved *= active.share
     call = pl.pallas_call(
-        run if refs is None else lambda *each: run(refs(*each)),
+        body,
         grid=grid,
-        in_specs=list(in_specs),
+        in_specs=in_specs,
         out_specs=list(out_specs),
         out_shape=list(out_shape),
         input_output_aliases=aliases,
@@ -157,6 +170,26 @@ def launch_kernel(
     )
     with moving(round(moved)):
         return call(*arguments)
+
+
+def _skip_idle(body: Callable, given: int, *refs: Any) -> None:
+    """Runs a kernel's body where the reference behind those given says so."""
+
+    @pl.when(refs[given][0] > 0)
+    def _():
+        body(*refs[:given], *refs[given + 1 :])
+
+
+def _overwrite_idle(body: Callable, given: int, *refs: Any) -> None:
+    """Does what `_skip_idle` does in jax's interpreter, whose branches know no program.
+
+    What a program would not have written is no number, so that no one can use it.
+    """
+    outputs = refs[given + 1 :]
+    body(*refs[:given], *outputs)
+    for ref in outputs:
+        if jnp.issubdtype(ref.dtype, jnp.floating):
+            ref[...] = jnp.where(refs[given][0] > 0, ref[...], jnp.nan)
 
 
 def one_slot(array: Num[Array, "L slots B _"]) -> float:

@@ -138,6 +138,7 @@ GPU_CLASSES: dict[str, dict] = {
     "long tiles": {"batch": 512, "tile": 64},
     "few rows, long tiles": {"batch": 32, "tile": 64},
     "short tiles": {"batch": 512, "tile": 16},
+    "wavefront": {"batch": 64, "layers": 3, "schedule": "wavefront"},
 }
 """Shapes that between them ask for every choice of block sizes."""
 

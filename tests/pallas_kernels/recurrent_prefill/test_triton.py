@@ -1,10 +1,12 @@
 """The GPU kernels in interpret mode against the reference."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
@@ -91,6 +93,33 @@ def test_other_activations_are_the_reference_s(name):
 )
 def test_sub_tiles_read_each_other(case, tile):
     assert_values_close(values(triton, case, tile=tile), reference_values(case))
+
+
+def test_layers_of_a_wavefront_without_a_tile_are_skipped():
+    """In the program for a GPU; the interpreter makes what they write not a number."""
+    case = WAVEFRONT._replace(positions=48)  # 3 tiles, 4 steps of two layers
+    x, weights, _ = case.inputs()
+    with as_if(Target(platform="gpu", kind="", compute_capability="9.0")):
+        run = partial(triton.forward, rows=Rows(), residuals=True, **case.options)
+        cache = empty_cache(2, case.batch, 0, case.width, case.spec)
+        traced = jax.make_jaxpr(run)(x, weights, cache)
+    kernels = [
+        e.params for e in equations(traced.jaxpr) if "pallas" in str(e.primitive)
+    ]
+    assert kernels
+    for kernel in kernels:
+        (branch,) = [e for e in kernel["jaxpr"].eqns if e.primitive.name == "cond"]
+        idle, busy = branch.params["branches"]
+        assert not idle.jaxpr.eqns and busy.jaxpr.eqns
+
+
+def equations(jaxpr):
+    """Yields all equations but those of kernels."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if "pallas" not in str(equation.primitive):
+            for inner in jaxprs_in_params(equation.params):
+                yield from equations(inner)
 
 
 def test_products_cut_along_the_contracted_axis_are_whole():

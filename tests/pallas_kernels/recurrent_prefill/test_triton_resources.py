@@ -14,6 +14,8 @@ SLOW = {
     ("8.6", "grouped heads", "bfloat16"),
     ("9.0", "many rows", "bfloat16"),
     ("9.0", "few rows", "bfloat16"),
+    # Every kernel in a branch, for layers that have a tile.
+    ("9.0", "wavefront", "bfloat16"),
 }
 EVERY = [
     (capability, name, dtype)
@@ -26,10 +28,12 @@ EVERY = [
 SPILLED = {
     ("8.0", "wide heads", "float32"): 8,
     ("8.0", "few rows, wide heads", "float32"): 8,
+    ("8.0", "wavefront", "float32"): 8,
     ("8.6", "rows", "float32"): 8,
     ("8.9", "rows", "float32"): 8,
 }
-"""Bytes a thread of `prefix_kernel`, and on 8.6 and 8.9 of `add_product_kernel`."""
+"""Bytes a thread of `prefix_kernel`, in a wavefront of `hidden_kernel`, and on 8.6 and
+8.9 of `add_product_kernel`."""
 
 
 @pytest.mark.parametrize(
