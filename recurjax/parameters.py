@@ -51,6 +51,11 @@ class Rule(NamedTuple):
         return len(self.axes.partition("->")[0].split())
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """The axes that one layer's matrix writes; none of a table or a vector."""
+        return tuple(self.axes.partition("->")[2].split())
+
+    @property
     def is_weight(self) -> bool:
         """Whether it is a matrix or a table."""
         return self.role != "vector"

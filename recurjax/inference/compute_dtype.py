@@ -1,7 +1,16 @@
-"""Weights in the dtype in which they are multiplied."""
+"""Weights as they are multiplied: in the dtype of the products, and laid out for them.
+
+Both are done once, before texts are read, for what every call would do again.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax.core import Tracer
+from jax.experimental.layout import Format, Layout
 
+from pallas_kernels import target
 from recurjax.model import Decoder
 from recurjax.parameters import parameter_name, rule_of
 
@@ -12,13 +21,65 @@ def in_compute_dtype(model: Decoder) -> Decoder:
     Every product rounds its weight to that dtype anyway, so that nothing computed
     changes by a bit; but a decode step is bound by reading the weights, and with
     bfloat16 reads half as much. Norms' scales, biases and other vectors, which are used
-    in float32, stay. The result is for reading texts, not for training.
+    in float32, stay. On a TPU weights also lie as `layout_of` says, unless they are
+    traced: a program's results have no layout of their own. The result is for reading
+    texts, not for training.
     """
-    dtype = model.config.dtype
 
-    def cast(path, leaf):
+    def prepare(leaf: Any, dtype: Any, layout: Layout | None) -> Any:
+        if layout is None or isinstance(leaf, Tracer):
+            return leaf.astype(dtype)
+        if leaf.dtype == dtype and leaf.format.layout.major_to_minor == (
+            layout.major_to_minor
+        ):
+            return leaf  # prepared before
+        return jax.device_put(leaf.astype(dtype), Format(layout, leaf.sharding))
+
+    return _map_weights(prepare, model)
+
+
+def multiplied_shapes(model: Decoder) -> Decoder:
+    """Returns what `in_compute_dtype` makes of a model of which only shapes are known.
+
+    Args:
+      model: of ShapeDtypeStructs with their shardings.
+    """
+
+    def shape(leaf: Any, dtype: Any, layout: Layout | None) -> jax.ShapeDtypeStruct:
+        where = leaf.sharding if layout is None else Format(layout, leaf.sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where)
+
+    return _map_weights(shape, model)
+
+
+def layout_of(name: str, axes: int) -> Layout | None:
+    """Returns how a weight lies best; None: as every array does.
+
+    A TPU multiplies by tiles of a weight's last two axes, and takes a projection
+    [D, H, E] as one matrix [D, H E]: neither is what lies in tiles of [H, E]. So XLA
+    turns all layers' projections in every call, writes the copy to memory, a quarter
+    of a Transformer's weights, and at each layer of a Latent Recurrent Transformer
+    moves one of the copies to the chip and back. With D last, they are read where they
+    lie, as [H E, D].
+
+    Args:
+      axes: of the array, those of stacked layers included.
+    """
+    rule = rule_of(name)
+    by_head = rule.role == "matrix" and rule.inputs == 1 and len(rule.outputs) == 2
+    if not by_head or target.current().platform != "tpu":
+        return None
+    *layers, inputs, heads, channels = range(axes)
+    return Layout((*layers, heads, channels, inputs))
+
+
+def _map_weights(apply: Callable[[Any, Any, Layout | None], Any], model: Decoder):
+    """Maps each parameter with the dtype and the layout that it is to have."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        name = parameter_name(path)
         # The table of parameters says which are weights, not the array's rank.
-        weight = rule_of(parameter_name(path)).is_weight
-        return leaf.astype(dtype) if weight else leaf
+        dtype = model.config.dtype if rule_of(name).is_weight else leaf.dtype
+        return apply(leaf, dtype, layout_of(name, leaf.ndim))
 
-    return jax.tree_util.tree_map_with_path(cast, model)
+    return jax.tree_util.tree_map_with_path(one, model)

@@ -13,7 +13,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import batch_sums
 from recurjax.exits import ExitRule
 from recurjax.experiment import Experiment
-from recurjax.inference.compute_dtype import in_compute_dtype
+from recurjax.inference.compute_dtype import multiplied_shapes
 from recurjax.inference.decoding import decode, prefill
 from recurjax.inference.engine import EngineConfig
 from recurjax.inference.engine.slots import decode_slots, empty_slots
@@ -127,7 +127,7 @@ def _evaluation(experiment: Experiment, mesh: Mesh) -> Program:
 
 
 def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
-    model = _as_multiplied(_model(experiment, mesh, length))
+    model = multiplied_shapes(_model(experiment, mesh, length))
     # Generation shards rows only: the tokens of a prompt stay together.
     by_row = NamedSharding(mesh, P(("data", "fsdp")))
     lengths = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
@@ -149,18 +149,6 @@ def _model(experiment: Experiment, mesh: Mesh, length: int) -> Any:
     if (refused := model.stack.refuses(mesh, length)) is not None:
         raise UserError(refused)
     return model
-
-
-def _as_multiplied(model: Any) -> Any:
-    """Returns the parameters in the dtypes in which generation holds them."""
-    narrow = jax.eval_shape(in_compute_dtype, model)
-    return jax.tree.map(
-        lambda leaf, like: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=like.sharding
-        ),
-        narrow,
-        model,
-    )
 
 
 def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
@@ -193,7 +181,7 @@ def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> Progra
             "tokens leave early on one device: plan a tick for one, such as "
             "--topology h100 --mesh data=1"
         )
-    model = _as_multiplied(_model(experiment, mesh, length))
+    model = multiplied_shapes(_model(experiment, mesh, length))
     if getattr(model.stack, "refuses_exits", None) is None:
         raise UserError(
             "--program tick is one pass of a recursive model's block, not of "

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import target
-from recurjax.inference.compute_dtype import in_compute_dtype
+from recurjax.inference.compute_dtype import in_compute_dtype, multiplied_shapes
 from recurjax.inference.decoding import prefill
 from recurjax.inference.sampling import SamplingConfig, sampling_rows
 from recurjax.layers.mlp import MlpConfig
@@ -94,6 +94,30 @@ def test_nothing_computed_changes_by_a_bit(name):
 
 def test_a_float32_model_stays_as_it_is(model):
     chex.assert_trees_all_equal_dtypes(in_compute_dtype(model), model)
+
+
+def test_a_tpu_s_projections_lie_with_their_inputs_last():
+    model = build(stack=STACKS["latent_recurrent_transformer"], dtype="bfloat16")
+    narrow = in_compute_dtype(model)
+    with target.as_if(target.Target(platform="tpu", kind="TPU v5 lite")):
+        laid = in_compute_dtype(model)
+        again = in_compute_dtype(laid)
+        shapes = multiplied_shapes(model)
+    chex.assert_trees_all_equal(laid, narrow)
+    chex.assert_trees_all_equal(read(laid), read(narrow))
+    orders = {}
+    named = jax.tree_util.tree_leaves_with_path(laid)
+    for (path, leaf), wanted in zip(named, jax.tree.leaves(shapes), strict=True):
+        order = leaf.format.layout.major_to_minor
+        orders[parameter_name(path)] = order
+        planned = wanted.format.layout
+        assert planned is None or planned.major_to_minor == order
+        assert (wanted.shape, wanted.dtype) == (leaf.shape, leaf.dtype)
+    assert orders["stack.blocks.0.w_k"] == (0, 2, 3, 1)
+    assert orders["stack.memory.w_v"] == (1, 2, 0)
+    assert orders["stack.blocks.0.w_out"] == (0, 1, 2, 3)
+    # What lies so already is handed on, not copied.
+    assert again.stack.blocks[0].w_k[...] is laid.stack.blocks[0].w_k[...]
 
 
 @pytest.mark.parametrize("platform, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])

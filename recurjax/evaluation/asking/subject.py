@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import jax
 from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer
@@ -142,7 +141,7 @@ class Subject:
     def _answerer(self) -> Answerer:
         return Answerer(
             # Cast once for all questions: generation is bound by reading the weights.
-            model=jax.jit(in_compute_dtype)(self.model),
+            model=in_compute_dtype(self.model),
             tokenizer=self.tokenizer,
             mesh=self.mesh,
             rows=self.rows,
