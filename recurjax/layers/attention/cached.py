@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from pallas_kernels import target
 from pallas_kernels.mesh_cut import as_it_lies
 from recurjax.layers.attention.key_value_cache import (
     KeyValueCache,
@@ -58,18 +59,11 @@ def attend_to_cache(
         that holds a whole window.
     """
     written = write(cache, k, v, lengths)
-    o = attend_to_written(
-        q,
-        k,
-        v,
-        cache,
-        written,
-        scale=scale,
-        window=window,
-        lengths=lengths,
-        soft_cap=soft_cap,
-        bias=bias,
-    )
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "bias": bias}
+    if q.shape[1] == 1 and _goes_to_the_chip(cache):
+        seen = _seen_beside_the_write(k, v, cache, lengths)
+        return _attend_to_seen(q, seen, cache, written, **options), written
+    o = attend_to_written(q, k, v, cache, written, lengths=lengths, **options)
     return o, written
 
 
@@ -100,8 +94,53 @@ def attend_to_written(
         raise ValueError(
             f"attend_to_cache: slots are hidden from one token at a time, got {T}"
         )
-    positions = before.position[:, None] + jnp.arange(T)
     seen = _seen(k, v, before, written, window=window, lengths=lengths)
+    return _attend_to_seen(
+        q,
+        seen,
+        before,
+        written,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        bias=bias,
+    )
+
+
+def check_room(caller: str, tokens: int, *, slots: int, window: int | None) -> None:
+    """Raises ValueError when a cache cannot take so many tokens in one call."""
+    # Under a window only a ring that holds all of it may be written over.
+    holds_all = window is not None and slots > window
+    if slots < tokens and not holds_all:
+        raise ValueError(
+            f"{caller}: {tokens} tokens in one call do not fit a cache of {slots}"
+        )
+
+
+class _Seen(NamedTuple):
+    """Keys and values that some queries may see, and their positions.
+
+    keys, values [B, S, K E]-like as in the cache; positions [B, S], negative: empty.
+    """
+
+    keys: Float[Array, "B S K E"]
+    values: Float[Array, "B S K E"]
+    positions: Int[Array, "B S"]
+
+
+def _attend_to_seen(
+    q: Float[Array, "B T H E"],
+    seen: _Seen,
+    before: KeyValueCache,
+    written: KeyValueCache,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    bias: Bias | None,
+) -> Float[Array, "B T H E"]:
+    T = q.shape[1]
+    positions = before.position[:, None] + jnp.arange(T)
     if decodes_on_gpu(q):
         # Left to itself XLA turns the caches of all layers to the layout that the
         # products like best, and back, at every token: four times their bytes.
@@ -131,27 +170,6 @@ def attend_to_written(
     return _look_in_blocks(look, q, positions, seen, window)
 
 
-def check_room(caller: str, tokens: int, *, slots: int, window: int | None) -> None:
-    """Raises ValueError when a cache cannot take so many tokens in one call."""
-    # Under a window only a ring that holds all of it may be written over.
-    holds_all = window is not None and slots > window
-    if slots < tokens and not holds_all:
-        raise ValueError(
-            f"{caller}: {tokens} tokens in one call do not fit a cache of {slots}"
-        )
-
-
-class _Seen(NamedTuple):
-    """Keys and values that some queries may see, and their positions.
-
-    keys, values [B, S, K E]-like as in the cache; positions [B, S], negative: empty.
-    """
-
-    keys: Float[Array, "B S K E"]
-    values: Float[Array, "B S K E"]
-    positions: Int[Array, "B S"]
-
-
 def _seen(k, v, before: KeyValueCache, written: KeyValueCache, *, window, lengths):
     """Returns what the new queries may see, in the order of positions if a window."""
     T, slots = k.shape[1], before.slots
@@ -179,6 +197,35 @@ def _seen(k, v, before: KeyValueCache, written: KeyValueCache, *, window, length
         join(before.values, v),
         first + jnp.arange(slots + T),
     )
+
+
+def _goes_to_the_chip(cache: KeyValueCache) -> bool:
+    """Whether XLA would take one layer's cache to a TPU's chip to write a token there.
+
+    Then all of it is written back too. Layers that share a stack are too large for it.
+    """
+    L = cache.keys.shape[0]
+    if L > 1 or target.current().platform != "tpu":
+        return False
+    # A copy with the token in it has to fit beside what else is there: else it is
+    # written to memory, which costs more than what is saved.
+    return cache.keys.nbytes <= target.vmem_bytes() * 2 // 3
+
+
+def _seen_beside_the_write(k, v, before: KeyValueCache, lengths) -> _Seen:
+    """Returns what one new token sees, of the cache before it and of itself.
+
+    The same numbers as after the write, which so has only its own slot to touch.
+    """
+    count = 1 if lengths is None else lengths
+    positions = slot_positions(before.slots, before.position + count)
+    own = positions == before.position[:, None]
+
+    def join(stacked: Array, new: Array) -> Array:
+        old = read_layer(stacked, before.layer)
+        return jnp.where(own[:, :, None, None], new.astype(old.dtype), old)
+
+    return _Seen(join(before.keys, k), join(before.values, v), positions)
 
 
 def _look_in_blocks(

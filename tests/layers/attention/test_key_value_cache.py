@@ -66,6 +66,30 @@ def test_one_token_of_one_row_lands_in_its_slot_or_nowhere(lengths):
     np.testing.assert_array_equal(written.values, -want)
 
 
+@pytest.mark.parametrize("slots, window", [(8, None), (4, 3)])
+def test_a_token_is_seen_beside_its_write_as_after_it(slots, window):
+    """Of layers that share no stack, as a TPU's decode step has them."""
+    rows = 3
+    k, v, keys, values, q = (
+        jax.random.normal(key, (rows, n, 2, 4))
+        for key, n in zip(
+            jax.random.split(jax.random.key(0), 5), (1, 1, slots, slots, 1), strict=True
+        )
+    )
+    cache = KeyValueCache(
+        keys[None], values[None], jnp.asarray([0, 2, 7]), jnp.int32(0)
+    )
+    options = {"scale": 0.5, "window": window, "lengths": jnp.asarray([1, 1, 0])}
+    twice = (jnp.concatenate([x[None], x[None]]) for x in (keys, values))
+    stack = KeyValueCache(*twice, cache.position, cache.layer)
+    with as_if(Target(platform="tpu", kind="TPU v5 lite")):
+        expected, after = attend_to_cache(q, k, v, stack, **options)
+        got, written = attend_to_cache(q, k, v, cache, **options)
+    chex.assert_trees_all_equal(got, expected)
+    chex.assert_trees_all_equal(written.keys[0], after.keys[0])
+    chex.assert_trees_all_equal(written.values[0], after.values[0])
+
+
 def test_a_write_without_lengths_writes_all_and_casts():
     cache = empty_key_value_cache(1, 1, 4, 1, 2, jnp.bfloat16)
     k = jnp.arange(6.0).reshape(1, 3, 1, 2)
