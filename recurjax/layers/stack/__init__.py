@@ -1,7 +1,11 @@
 """Layers one after another: made once, scanned, and the rows of their caches."""
 
 from recurjax.layers.stack.cache_rows import CacheRows
-from recurjax.layers.stack.layer_scan import layers_a_turn, scan_layers
+from recurjax.layers.stack.layer_scan import (
+    layers_a_turn,
+    loops_a_turn,
+    scan_layers,
+)
 from recurjax.layers.stack.pattern_stack import (
     PatternCache,
     advanced,
@@ -19,6 +23,7 @@ __all__ = [
     "advanced",
     "layer_states",
     "layers_a_turn",
+    "loops_a_turn",
     "make_blocks",
     "rematerialize",
     "run_blocks",

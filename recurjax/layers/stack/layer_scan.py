@@ -51,6 +51,11 @@ def scan_layers(
     return scan(on_bits, carry, bits)
 
 
+_FEW = 2
+"""Turns whose weights fit on a TPU's chip beside each other. Of three XLA did not take
+them all, as compiled for a v5e, of any width."""
+
+
 def layers_a_turn(
     x: Float[Array, "B T D"], unroll: int, turns: int, *, cached: bool
 ) -> int:
@@ -58,16 +63,27 @@ def layers_a_turn(
 
     In a loop XLA for GPUs copies each layer's weights out of the stack before it
     multiplies by them: for one token that is three times the bytes that a step is bound
-    by. A layer that has a number is read where it lies.
+    by. A layer that has a number is read where it lies. XLA for TPUs reads it in a loop
+    too, but of two layers it takes both to the chip at each.
 
     Args:
       unroll: as the config has it.
       turns: of the scan.
       cached: a prefill or a decode step, not training.
     """
-    if cached and x.shape[1] == 1 and target.current().platform == "gpu":
+    on_gpu = target.current().platform == "gpu"
+    if cached and x.shape[1] == 1 and on_gpu:
         return turns
-    return min(unroll, turns)
+    return loops_a_turn(x, min(unroll, turns), turns, cached=cached)
+
+
+def loops_a_turn(
+    x: Float[Array, "B T D"], unroll: int, turns: int, *, cached: bool
+) -> int:
+    """Returns the same of loops over one stack: all if few in a TPU's decode step."""
+    decodes = cached and x.shape[1] == 1
+    few = turns <= _FEW and target.current().platform == "tpu"
+    return turns if decodes and few else unroll
 
 
 def _to_bits(x: Array, narrow: bool) -> Array:

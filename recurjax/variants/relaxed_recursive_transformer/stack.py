@@ -15,6 +15,7 @@ from recurjax.layers.stack import (
     CacheRows,
     PatternCache,
     advanced,
+    loops_a_turn,
     make_blocks,
     scan_layers,
     scan_pattern,
@@ -353,8 +354,15 @@ def _over_loops(body: Callable, carry: Any, turns: Any, cache: PatternCache):
 
 def _scan(body: Callable, carry: Any, turns: Any, cache: PatternCache):
     """Scans without rematerialization: that is a matter of the layers inside."""
+    cached = not cache.training
+    x = carry if isinstance(carry, jax.Array) else carry[0]
     return scan_layers(
-        body, carry, turns, remat="nothing", unroll=1, cached=not cache.training
+        body,
+        carry,
+        turns,
+        remat="nothing",
+        unroll=loops_a_turn(x, 1, turns[-1][-1].shape[0], cached=cached),
+        cached=cached,
     )
 
 
