@@ -122,17 +122,26 @@ def test_a_decode_step_moves_little_beside_its_weights_and_cache(variant, rows):
     assert moved < MOST_BYTES[variant][rows] * least
 
 
+MOST_BYTES_ON_TPU = {
+    **dict.fromkeys(MOST_BYTES, 1.2),
+    # As on a GPU, each loop reads the shared block: 0.49 of all.
+    "relaxed_recursive_transformer": 1.5,
+}
+"""The same of a TPU's decode step, of 8 rows."""
+
+
 @needs_compilers
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["transformer", "rat", "recurrent_transformer"])
+@pytest.mark.parametrize("variant", MOST_BYTES_ON_TPU)
 def test_a_decode_step_on_a_tpu_moves_little_beside_them_too(variant):
-    """Of the others XLA copies weights at every token: up to 1.9 times (two loops)."""
+    """Left to XLA it was up to 1.43 times them (LRT), and 1.86 with two loops."""
     wanted = {
         "experiment": to_json(replace(wide_experiment(variant), mesh=ONE)),
         **{"topology": "v5e:1x1", "program": "decode", "rows": 8, "length": 1024},
     }
     told = ask("v5e:1x1", "tests.plan.matrix:answer", wanted)
-    assert told["traffic"]["bytes"] < 1.2 * sum(told["parts"].values())
+    least = sum(told["parts"].values())
+    assert told["traffic"]["bytes"] < MOST_BYTES_ON_TPU[variant] * least
 
 
 @needs_compilers
