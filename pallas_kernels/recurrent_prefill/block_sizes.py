@@ -1,6 +1,5 @@
 """Block sizes of a call: the caller's, else measured ones, else the heuristic's."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels import measured_sizes
+from pallas_kernels.block_sizes import GivenSizes
 from pallas_kernels.powers import next_power
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
@@ -18,7 +18,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockSizes:
+class BlockSizes(GivenSizes):
     """How a backend's kernels cut a call beside `tile`; None: the backend chooses.
 
     Attributes:
@@ -42,24 +42,6 @@ class BlockSizes:
     splits: int | None = None
     stages: int | None = None
 
-    def __post_init__(self):
-        for name, size in self.given().items():
-            if size < 1:
-                raise ValueError(f"BlockSizes: {name} must be at least 1, got {size}")
-
-    def given(self) -> dict[str, int]:
-        """Returns those that are set, by name."""
-        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: size for name, size in named.items() if size is not None}
-
-    def refusal_beyond(self, *taken: str) -> str | None:
-        """Returns which size is given that a backend has no use for, None if none."""
-        for name, size in self.given().items():
-            if name not in taken:
-                known = f"only {' and '.join(taken)}" if taken else "none"
-                return f"takes of the block sizes {known}, got {name}={size}"
-        return None
-
 
 def choose(
     backend: str,
@@ -79,16 +61,9 @@ def choose(
     """
     if tile is None and blocks is None:
         shape = shape_class(x, weights, cache, spec=spec, schedule=schedule)
-        found = measured_sizes.find("recurrent_prefill", backend, shape)
-        tile = found.get("tile")
-        rest = {name: size for name, size in found.items() if name != "tile"}
-        try:
-            blocks = BlockSizes(**rest)
-        except TypeError as error:
-            raise ValueError(
-                f"{measured_sizes.VARIABLE}: recurrent_prefill has no block sizes "
-                f"{', '.join(sorted(rest))}"
-            ) from error
+        found = dict(measured_sizes.find("recurrent_prefill", backend, shape))
+        tile = found.pop("tile", None)
+        blocks = BlockSizes.measured("recurrent_prefill", found)
     return tile, BlockSizes() if blocks is None else blocks
 
 

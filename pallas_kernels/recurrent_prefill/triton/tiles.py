@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.powers import next_power
+from pallas_kernels.powers import next_power, refusal_of_size
 from pallas_kernels.recurrent_prefill.arrays import LayerSpec
 from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
@@ -155,8 +155,9 @@ def refusal_of_blocks(tiles: ProductTiles, spec: LayerSpec, shared: int) -> str 
     least_of = {"attend_rows": 1, "splits": 1}
     for name in ("rows", "keys", "depth", "columns", "attend_rows", "splits"):
         size, least = getattr(tiles, name), least_of.get(name, _LEAST)
-        if size < least or size != next_power(size):
-            return f"{name} must be a power of two from {least}, got {size}"
+        reason = refusal_of_size(name, size, least=least)
+        if reason is not None:
+            return reason
     if not _LEAST <= tiles.sub_tile <= tiles.tile or tiles.tile % tiles.sub_tile:
         return (
             f"sub_tile must be a power of two from {_LEAST} to tile={tiles.tile}, got "

@@ -1,0 +1,75 @@
+"""Block sizes of any op: the caller's before measured ones, and what is no size."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from pallas_kernels.block_sizes import GivenSizes, choose
+from pallas_kernels.measured_sizes import VARIABLE
+from pallas_kernels.powers import refusal_of_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes(GivenSizes):
+    rows: int | None = None
+    depth: int | None = None
+
+
+CALL = {"op": "an_op", "backend": "xla", "shape": {"batch": 8}}
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Returns a function that writes the sizes of such calls to the file."""
+
+    def write(sizes: dict) -> None:
+        file = tmp_path / "tiles.json"
+        entry = CALL | {"device": "cpu", "sizes": sizes}
+        file.write_text(json.dumps({"sizes": [entry]}))
+        monkeypatch.setenv(VARIABLE, str(file))
+
+    return write
+
+
+def test_the_caller_s_sizes_go_before_measured_ones(written):
+    assert choose(None, Sizes, **CALL) == Sizes()
+    written({"rows": 4})
+    assert choose(None, Sizes, **CALL) == Sizes(rows=4)
+    assert choose(Sizes(depth=2), Sizes, **CALL) == Sizes(depth=2)
+    # Nothing given, and said so: the heuristic's.
+    assert choose(Sizes(), Sizes, **CALL) == Sizes()
+
+
+def test_a_measured_size_that_the_op_has_not_is_named(written):
+    written({"rows": 4, "warps": 2, "lanes": 1})
+    told = f"{VARIABLE}: an_op has no block sizes lanes, warps"
+    with pytest.raises(ValueError, match=told):
+        choose(None, Sizes, **CALL)
+
+
+def test_a_size_is_at_least_one():
+    with pytest.raises(ValueError, match="Sizes: depth must be at least 1, got 0"):
+        Sizes(depth=0)
+
+
+def test_a_size_that_a_backend_has_no_use_for_is_refused():
+    assert Sizes().refusal_beyond() is None
+    assert Sizes(rows=4).refusal_beyond("rows", "depth") is None
+    told = "takes of the block sizes only rows, got depth=2"
+    assert Sizes(rows=4, depth=2).refusal_beyond("rows") == told
+    assert Sizes(rows=4).refusal_beyond() == "takes of the block sizes none, got rows=4"
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (4, None),
+        (32, None),
+        (2, "rows must be a power of two from 4 to 32, got 2"),
+        (48, "rows must be a power of two from 4 to 32, got 48"),
+        (64, "rows must be a power of two from 4 to 32, got 64"),
+    ],
+)
+def test_a_size_that_is_no_power_of_two_in_its_range_is_refused(size, told):
+    assert refusal_of_size("rows", size, least=4, most=32) == told
