@@ -118,6 +118,11 @@ def refusal_of_mosaic_gpu() -> str | None:
     return None
 
 
+def on_hopper() -> bool:
+    """Whether it is a GPU of compute capability 9.0: its matrix unit has no other."""
+    return current().compute_capability == "9.0"
+
+
 def multiprocessors() -> int:
     """Returns a GPU's multiprocessors; where jax has no number, an H100 SXM's."""
     found = current().multiprocessors

@@ -2,5 +2,6 @@
 
 from pallas_kernels.chunk_attention.api import chunk_attention
 from pallas_kernels.chunk_attention.arrays import ChunkEnds
+from pallas_kernels.chunk_attention.block_sizes import BlockSizes
 
-__all__ = ["ChunkEnds", "chunk_attention"]
+__all__ = ["BlockSizes", "ChunkEnds", "chunk_attention"]

@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.chunk_attention import mesh_layout, mosaic_tpu, triton, xla
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
+from pallas_kernels.chunk_attention.block_sizes import BlockSizes
 from pallas_kernels.dispatch import Implementation
 
 OP = dispatch.Op(
@@ -29,6 +30,7 @@ def chunk_attention(
     scale: float,
     first: Int[Array, " B"] | None = None,
     documents: Int[Array, "B T"] | None = None,
+    blocks: BlockSizes | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T H E"]:
     """Computes o[t] = softmax(scale [q[t] K[s] for s < c(t); own[t]]) [V[s]; v[t]].
@@ -51,6 +53,9 @@ def chunk_attention(
         tells that half of the products are hidden.
       documents: document of each position: ends of other documents are hidden. None:
         one document.
+      blocks: how kernels cut the call; what is None they choose. Without it sizes
+        measured on this device are taken, if RECURJAX_TILES names a file of them
+        (`measured_sizes.py`).
       implementation: a backend, which then runs or raises; None: the first that can.
 
     Raises:
@@ -59,9 +64,8 @@ def chunk_attention(
     """
     _check(q, own_logits, own_values, ends, chunk, first, documents)
     arrays = (q, own_logits, own_values, ends, first, documents)
-    (o,) = dispatch.run(
-        OP, arrays, implementation=implementation, chunk=chunk, scale=scale
-    )
+    options = {"chunk": chunk, "scale": scale, "blocks": blocks}
+    (o,) = dispatch.run(OP, arrays, implementation=implementation, **options)
     return o
 
 

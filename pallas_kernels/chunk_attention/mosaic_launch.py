@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
+from pallas_kernels.chunk_attention.block_sizes import BlockSizes
 from pallas_kernels.chunk_attention.visibility import first_position, seen_ends
 from pallas_kernels.target import LEAST_VMEM
 
@@ -82,12 +83,46 @@ class Call:
         return first_position(first, s, chunk=self.chunk) // self.tiles.block_q
 
 
-def choose_tiles(*, length: int, ends: int) -> Tiles:
+def choose_tiles(*, length: int, ends: int, blocks: BlockSizes | None = None) -> Tiles:
     """Returns 512 x 512, less where there is less: float32 logits take 1 MiB.
 
     Not tuned on a device.
+
+    Args:
+      blocks: sizes in place of these.
     """
-    return Tiles(block_q=min(512, length), block_k=min(512, ends))
+    given = {} if blocks is None else blocks.given()
+    return Tiles(
+        block_q=min(given.get("block_q", 512), length),
+        block_k=min(given.get("block_k", 512), ends),
+    )
+
+
+def refusal_of_tiles(call: "Call", itemsize: int) -> str | None:
+    """Returns why no TPU can run a call's sizes, None when one can.
+
+    Args:
+      itemsize: bytes of an operand's number.
+    """
+    tiles, E = call.tiles, call.width
+    axes = {"block_q": (call.length, "positions"), "block_k": (call.ends, "ends")}
+    for name, (whole, what) in axes.items():
+        size = getattr(tiles, name)
+        if size % LANES and size < whole:
+            return (
+                f"{name} must be a multiple of {LANES}, or {what} of the call, got "
+                f"{size} of {whole}"
+            )
+    # What the queries' gradient takes: two buffers of each block, sums and four arrays
+    # of logits in float32.
+    needed = 2 * E * itemsize * (6 * tiles.block_q + 2 * tiles.block_k)
+    needed += 4 * tiles.block_q * (E + 4 * tiles.block_k)
+    if needed > LEAST_VMEM:
+        return (
+            f"block_q={tiles.block_q} and block_k={tiles.block_k} need {needed:,} "
+            f"bytes of VMEM, kernels may have {LEAST_VMEM:,}"
+        )
+    return None
 
 
 def by_position(x: Array) -> Array:

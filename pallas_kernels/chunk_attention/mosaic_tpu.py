@@ -11,6 +11,7 @@ from pallas_kernels.chunk_attention.arrays import (
     at_least_one,
     operands,
 )
+from pallas_kernels.chunk_attention.block_sizes import BlockSizes, choose
 from pallas_kernels.chunk_attention.mosaic_backward import (
     end_gradients,
     position_gradients,
@@ -18,9 +19,9 @@ from pallas_kernels.chunk_attention.mosaic_backward import (
 from pallas_kernels.chunk_attention.mosaic_forward import attend
 from pallas_kernels.chunk_attention.mosaic_launch import (
     Call,
-    Tiles,
     choose_tiles,
     document_arrays,
+    refusal_of_tiles,
 )
 from pallas_kernels.dispatch import refusal_of_dtypes, refusal_of_one_position
 from pallas_kernels.target import refusal_of_mosaic_tpu
@@ -35,7 +36,7 @@ def supported(q, *arrays, **options) -> str | None:
 
 
 def expressible(
-    q, own_logits, own_values, ends, first, documents, *, chunk, scale
+    q, own_logits, own_values, ends, first, documents, *, chunk, scale, blocks=None
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
     reason = refusal_of_dtypes(operands(q, own_values, ends), jnp.float32, jnp.bfloat16)
@@ -44,7 +45,14 @@ def expressible(
     E = q.shape[3]
     if E % 8 or E > 256:
         return f"head width must be a multiple of 8 up to 256, got {E}"
-    return None
+    arrays = (q, own_logits, ends, first, documents)
+    blocks = choose("mosaic_tpu", *arrays, chunk=chunk, blocks=blocks)
+    reason = blocks.refusal_beyond("block_q", "block_k")
+    if reason is not None or not blocks.given():
+        return reason
+    S = ends.keys.shape[2]
+    call = _call(q, own_logits, S, documents, chunk, scale, False, blocks)
+    return refusal_of_tiles(call, q.dtype.itemsize)
 
 
 def forward(
@@ -58,20 +66,22 @@ def forward(
     chunk: int,
     scale: float,
     interpret: Any = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns (o [B, T, H, E], log-sum-exp [B, H, 1, T]).
 
     Args:
       interpret: True, or pltpu.InterpretParams for the TPU's own semantics.
-      tiles: block sizes; None: the heuristic's.
+      blocks: sizes; None: measured ones; what is None in them is the heuristic's.
     """
     T, S = q.shape[1], ends.keys.shape[2]
+    arrays = (q, own_logits, ends, first, documents)
+    blocks = choose("mosaic_tpu", *arrays, chunk=chunk, blocks=blocks)
     ends = at_least_one(ends)
     q, own_logits, own_values, documents = _at_least_eight(
         q, own_logits, own_values, documents
     )
-    call = _call(q, own_logits, S, documents, chunk, scale, interpret, tiles)
+    call = _call(q, own_logits, S, documents, chunk, scale, interpret, blocks)
     o, lse = attend(
         call,
         _first(first, call),
@@ -95,15 +105,17 @@ def backward(
     chunk: int,
     scale: float,
     interpret: Any = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
     T, S = q.shape[1], ends.keys.shape[2]
+    arrays = (q, own_logits, ends, first, documents)
+    blocks = choose("mosaic_tpu", *arrays, chunk=chunk, blocks=blocks)
     ends = at_least_one(ends)
     q, own_logits, own_values, documents, o, do = _at_least_eight(
         q, own_logits, own_values, documents, o, do
     )
-    call = _call(q, own_logits, S, documents, chunk, scale, interpret, tiles)
+    call = _call(q, own_logits, S, documents, chunk, scale, interpret, blocks)
     first = _first(first, call)
     known = document_arrays(ends, documents)
     keys, values, lse = ends.keys, ends.values, lse
@@ -127,7 +139,7 @@ def _call(
     chunk: int,
     scale: float,
     interpret,
-    tiles: Tiles | None,
+    blocks: BlockSizes,
 ) -> Call:
     B, T, N, E = q.shape
     return Call(
@@ -140,7 +152,7 @@ def _call(
         chunk=chunk,
         scale=scale,
         has_documents=documents is not None,
-        tiles=choose_tiles(length=T, ends=max(ends, 1)) if tiles is None else tiles,
+        tiles=choose_tiles(length=T, ends=max(ends, 1), blocks=blocks),
         interpret=interpret,
     )
 

@@ -9,6 +9,7 @@ from pallas_kernels.chunk_attention.arrays import (
     at_least_one,
     operands,
 )
+from pallas_kernels.chunk_attention.block_sizes import BlockSizes, choose
 from pallas_kernels.chunk_attention.triton_backward import (
     end_gradients,
     position_gradients,
@@ -16,9 +17,9 @@ from pallas_kernels.chunk_attention.triton_backward import (
 from pallas_kernels.chunk_attention.triton_forward import attend
 from pallas_kernels.chunk_attention.triton_launch import (
     Call,
-    Tiles,
     choose_tiles,
     mask_arrays,
+    refusal_of_tiles,
 )
 from pallas_kernels.dispatch import refusal_of_dtypes, refusal_of_one_position
 from pallas_kernels.target import refusal_of_triton
@@ -35,7 +36,7 @@ def supported(q, *arrays, **options) -> str | None:
 
 
 def expressible(
-    q, own_logits, own_values, ends, first, documents, *, chunk, scale
+    q, own_logits, own_values, ends, first, documents, *, chunk, scale, blocks=None
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
     reason = refusal_of_dtypes(
@@ -46,7 +47,17 @@ def expressible(
     E = q.shape[3]
     if E < 16 or E > _WIDEST or E & (E - 1):
         return f"head width must be a power of two from 16 to {_WIDEST}, got {E}"
-    return None
+    arrays = (q, own_logits, ends, first, documents)
+    blocks = choose("triton", *arrays, chunk=chunk, blocks=blocks)
+    if not blocks.given():
+        return None
+    call = _call(*arrays, chunk, scale, False, blocks)
+    return refusal_of_tiles(
+        call.tiles,
+        per_group=call.heads // call.groups,
+        width=E,
+        itemsize=q.dtype.itemsize,
+    )
 
 
 def forward(
@@ -60,15 +71,15 @@ def forward(
     chunk: int,
     scale: float,
     interpret: bool = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns (o [B, T, H, E], log-sum-exp [B, H, T]).
 
     Args:
       interpret: runs the kernels as plain JAX, on any device.
-      tiles: block sizes; None: the heuristic's.
+      blocks: sizes; None: measured ones; what is None in them is the heuristic's.
     """
-    call = _call(q, own_logits, ends, first, documents, chunk, scale, interpret, tiles)
+    call = _call(q, own_logits, ends, first, documents, chunk, scale, interpret, blocks)
     ends = at_least_one(ends)
     masks = mask_arrays(ends, first, documents)
     return attend(call, masks, q, own_logits, own_values, ends.keys, ends.values)
@@ -88,10 +99,10 @@ def backward(
     chunk: int,
     scale: float,
     interpret: bool = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
-    call = _call(q, own_logits, ends, first, documents, chunk, scale, interpret, tiles)
+    call = _call(q, own_logits, ends, first, documents, chunk, scale, interpret, blocks)
     d_ends = (ends.keys, ends.values)  # Without elements, their own gradients.
     ends = at_least_one(ends)
     masks = mask_arrays(ends, first, documents)
@@ -116,13 +127,20 @@ def _call(
     chunk: int,
     scale: float,
     interpret: bool,
-    tiles: Tiles | None,
+    blocks: BlockSizes | None,
 ) -> Call:
     B, T, N, E = q.shape
     H = own_logits.shape[2]
-    if tiles is None:
-        wide = q.dtype == jnp.float32
-        tiles = choose_tiles(batch=B, length=T, heads=H, groups=N, width=E, wide=wide)
+    arrays = (q, own_logits, ends, first, documents)
+    tiles = choose_tiles(
+        batch=B,
+        length=T,
+        heads=H,
+        groups=N,
+        width=E,
+        wide=q.dtype == jnp.float32,
+        blocks=choose("triton", *arrays, chunk=chunk, blocks=blocks),
+    )
     return Call(
         batch=B,
         length=T,

@@ -10,8 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
+from pallas_kernels.chunk_attention.block_sizes import BlockSizes
 from pallas_kernels.chunk_attention.visibility import cdiv
-from pallas_kernels.powers import next_power
+from pallas_kernels.powers import next_power, refusal_of_size
+from pallas_kernels.target import on_hopper, shared_memory_bytes
 
 HIDDEN = -1e30
 """The logit of an end that is not seen; a position's own term is always seen."""
@@ -32,6 +34,8 @@ class Tiles:
       backward_block_k: its chunk ends.
       splits: programs that share the heads of a query group in the queries' gradient;
         divides their number. More than one costs a sum afterwards.
+      warps: of a program; None: by what it sums up in registers.
+      stages: blocks that a loop has on their way at once.
     """
 
     block_q: int
@@ -39,6 +43,8 @@ class Tiles:
     backward_block_q: int
     backward_block_k: int
     splits: int
+    warps: int | None
+    stages: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,30 +76,86 @@ class Call:
 
 
 def choose_tiles(
-    *, batch: int, length: int, heads: int, groups: int, width: int, wide: bool
+    *,
+    batch: int,
+    length: int,
+    heads: int,
+    groups: int,
+    width: int,
+    wide: bool,
+    blocks: BlockSizes | None = None,
 ) -> Tiles:
     """Returns sizes for B, T, H, N and E; `wide`: operands of four bytes.
 
     A program's accumulators stay within its registers: 128 x 128 float32 values for
     eight warps, a quarter of that beside operands of four bytes. Not tuned on a device.
+
+    Args:
+      blocks: sizes in place of these.
     """
+    given = {} if blocks is None else blocks.given()
     # What a program sums up, [rows, E] in float32, must stay in registers.
     most = 128 if width <= 128 else 32
     if wide:
         most = min(64, max(4096 // width, 16))
-    rows = min(max(next_power(length), 16), most)
+    rows = given.get("block_q", min(max(next_power(length), 16), most))
     programs = batch * groups * -(-length // rows)
     # Few programs leave multiprocessors idle: heads of a group are then shared out.
     splits, per_group = 1, heads // groups
     while programs * splits < PROGRAMS and splits < per_group:
         splits = next(n for n in range(splits + 1, per_group + 1) if per_group % n == 0)
-    return Tiles(
-        block_q=rows,
-        block_k=min(32 if wide else 64, most),
-        backward_block_q=min(rows, 32 if wide else 64),
-        backward_block_k=min(32 if wide else 64, most),
-        splits=splits,
-    )
+    chosen = {
+        "block_q": rows,
+        "block_k": min(32 if wide else 64, most),
+        "backward_block_q": min(rows, 32 if wide else 64),
+        "backward_block_k": min(32 if wide else 64, most),
+        "splits": splits,
+        "warps": None,
+        "stages": 2,
+    }
+    return Tiles(**(chosen | given))
+
+
+def refusal_of_tiles(
+    tiles: Tiles, *, per_group: int, width: int, itemsize: int
+) -> str | None:
+    """Returns why the target cannot run these sizes, None when it can.
+
+    Args:
+      per_group: heads of a query group.
+      width: E.
+      itemsize: bytes of an operand's number.
+    """
+    for name in ("block_q", "block_k", "backward_block_q", "backward_block_k"):
+        reason = refusal_of_size(name, getattr(tiles, name), least=16)
+        if reason is not None:
+            return reason
+    if tiles.warps is not None:
+        reason = refusal_of_size("warps", tiles.warps, most=32)
+        if reason is not None:
+            return reason
+    if per_group % tiles.splits:
+        return (
+            f"splits must divide the {per_group} heads of a query group, got "
+            f"{tiles.splits}"
+        )
+    shared, hopper = shared_memory_bytes(), on_hopper()
+    for own, read in (("block_q", "block_k"), ("backward_block_k", "backward_block_q")):
+        # What the gradient's kernels take at least, as Triton 3.9 compiles them: two
+        # arrays that stay, and two that are read ahead. In float32, which no matrix
+        # unit multiplies, nothing is; Hopper's unit reads one block more from there.
+        kept, passing = (
+            2 * getattr(tiles, name) * width * itemsize for name in (own, read)
+        )
+        ahead = tiles.stages - 1 + (hopper and getattr(tiles, own) >= 64)
+        needed = kept + passing * (1 if itemsize == 4 else max(ahead, 1))
+        if needed > shared:
+            return (
+                f"{own}={getattr(tiles, own)}, {read}={getattr(tiles, read)} and "
+                f"stages={tiles.stages} need {needed:,} bytes of shared memory, the "
+                f"device has {shared:,}"
+            )
+    return None
 
 
 def launch(
@@ -125,7 +187,8 @@ def launch(
         out_shape=list(out_shape),
         interpret=call.interpret,
         compiler_params=pltriton.CompilerParams(
-            num_warps=8 if accumulator >= 64 * 128 else 4, num_stages=2
+            num_warps=call.tiles.warps or (8 if accumulator >= 64 * 128 else 4),
+            num_stages=call.tiles.stages,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * call.width * pairs,

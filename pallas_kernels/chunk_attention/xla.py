@@ -5,14 +5,17 @@ from jaxtyping import Float, Int
 from pallas_kernels import target
 from pallas_kernels.chunk_attention import xla_bands, xla_tiles
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
-from pallas_kernels.chunk_attention.xla_cuts import choose_tiles
+from pallas_kernels.chunk_attention.block_sizes import BlockSizes, choose
+from pallas_kernels.chunk_attention.xla_cuts import Tiles, choose_tiles
 
 
 def supported(
-    q, own_logits, own_values, ends, first, documents, *, chunk, scale
+    q, own_logits, own_values, ends, first, documents, *, chunk, scale, blocks=None
 ) -> str | None:
-    """Returns None: this backend does everything."""
-    return None
+    """Returns which size it has no use for; it does everything else."""
+    call = (q, own_logits, ends, first, documents)
+    blocks = choose("xla", *call, chunk=chunk, blocks=blocks)
+    return blocks.refusal_beyond(*(("block_q", "block_k") if _on_cpu() else ()))
 
 
 def forward(
@@ -25,11 +28,14 @@ def forward(
     *,
     chunk: int,
     scale: float,
+    blocks: BlockSizes | None = None,
 ):
     """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
-    return _way(q, ends).forward(
-        *(q, own_logits, own_values, ends, first, documents), chunk=chunk, scale=scale
-    )
+    arrays = (q, own_logits, own_values, ends, first, documents)
+    tiles = _tiles(*arrays, chunk=chunk, blocks=blocks)
+    if tiles is None:
+        return xla_bands.forward(*arrays, chunk=chunk, scale=scale)
+    return xla_tiles.forward(*arrays, chunk=chunk, scale=scale, tiles=tiles)
 
 
 def backward(
@@ -45,17 +51,28 @@ def backward(
     *,
     chunk: int,
     scale: float,
+    blocks: BlockSizes | None = None,
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
-    return _way(q, ends).backward(
-        *(q, own_logits, own_values, ends, first, documents, o, lse, do),
-        chunk=chunk,
-        scale=scale,
-    )
+    arrays = (q, own_logits, own_values, ends, first, documents)
+    tiles = _tiles(*arrays, chunk=chunk, blocks=blocks)
+    arrays = (*arrays, o, lse, do)
+    if tiles is None:
+        return xla_bands.backward(*arrays, chunk=chunk, scale=scale)
+    return xla_tiles.backward(*arrays, chunk=chunk, scale=scale, tiles=tiles)
 
 
-def _way(q, ends):
+def _tiles(
+    q, own_logits, own_values, ends, first, documents, *, chunk, blocks
+) -> Tiles | None:
+    """Returns the tiles that the call is cut into, None: it is cut into bands."""
+    if not _on_cpu():
+        return None
+    call = (q, own_logits, ends, first, documents)
+    blocks = choose("xla", *call, chunk=chunk, blocks=blocks)
+    return choose_tiles(q.shape[1], ends.keys.shape[2], blocks)
+
+
+def _on_cpu() -> bool:
     # Tiles run one after the other, which suits a few cores and nothing wider.
-    on_cpu = target.current().platform == "cpu"
-    cut = choose_tiles(q.shape[1], ends.keys.shape[2]) if on_cpu else None
-    return xla_bands if cut is None else xla_tiles
+    return target.current().platform == "cpu"

@@ -7,6 +7,8 @@ the memory that logits take. Bands bound the ends too, so that logits stay in ca
 
 from dataclasses import dataclass
 
+from pallas_kernels.chunk_attention.block_sizes import BlockSizes
+
 _BAND_LOGITS = 2**19
 _BLOCK_LOGITS = 2**22
 _MOST_BANDS = 8
@@ -55,15 +57,23 @@ class Tiles:
     block_k: int
 
 
-def choose_tiles(length: int, ends: int) -> Tiles | None:
+def choose_tiles(
+    length: int, ends: int, blocks: BlockSizes | None = None
+) -> Tiles | None:
     """Returns the tiles of each head for T and S, or None where bands are better.
 
     A tile has 512 x 512 logits, 1 MB: least CPU time on two (loaded) cores, forward at
     T = S = 4096, beside 256 x 512, 512 x 1024 and 1024 x 1024. With fewer ends, tiles
     are narrower and higher: those that the diagonal crosses are computed whole. A head
     that has one tile, or few positions, would gain nothing.
+
+    Args:
+      blocks: sizes in place of these; with any of them a call is cut into tiles.
     """
-    if ends <= _TILE or 2 * length < _TILE:
+    given = {} if blocks is None else blocks.given()
+    few = ends <= _TILE or 2 * length < _TILE
+    if not ends or (few and not given):
         return None
-    width = min(_TILE, 1 << (ends // 4).bit_length())
-    return Tiles(block_q=min(_TILE * _TILE // width, length), block_k=width)
+    width = given.get("block_k", min(_TILE, 1 << (ends // 4).bit_length()))
+    height = given.get("block_q", max(_TILE * _TILE // width, 1))
+    return Tiles(block_q=min(height, length), block_k=min(width, ends))

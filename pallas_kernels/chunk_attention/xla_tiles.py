@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
 from pallas_kernels.chunk_attention.visibility import cdiv, seen_ends, sees
-from pallas_kernels.chunk_attention.xla_cuts import Tiles, choose_tiles
+from pallas_kernels.chunk_attention.xla_cuts import Tiles
 
 
 def forward(
@@ -28,9 +28,10 @@ def forward(
     *,
     chunk: int,
     scale: float,
+    tiles: Tiles,
 ):
     """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
-    call = _Call(q, own_logits, ends, first, documents, chunk, scale)
+    call = _Call(q, own_logits, ends, first, documents, chunk, scale, tiles)
 
     def tile(head: "_Head", rows: "_Rows"):
         def add_block(j, running, masked: bool):
@@ -73,9 +74,10 @@ def backward(
     *,
     chunk: int,
     scale: float,
+    tiles: Tiles,
 ):
     """Returns gradients of (q, own_logits, own_values, keys, values)."""
-    call = _Call(q, own_logits, ends, first, documents, chunk, scale)
+    call = _Call(q, own_logits, ends, first, documents, chunk, scale, tiles)
     dtype = call.dtype
     wide = do.astype(dtype)
     delta = jnp.sum(wide * o, axis=-1)  # [B, T, H]
@@ -180,11 +182,11 @@ class _Head(NamedTuple):
 class _Call:
     """A call cut into heads, positions in tiles, ends padded to whole tiles."""
 
-    def __init__(self, q, own_logits, ends: ChunkEnds, first, documents, chunk, scale):
+    def __init__(
+        self, q, own_logits, ends: ChunkEnds, first, documents, chunk, scale, tiles
+    ):
         self.batch, self.length, self.heads = own_logits.shape
         self.ends = ends.keys.shape[2]
-        tiles = choose_tiles(self.length, self.ends)
-        assert tiles is not None
         self.tiles: Tiles = tiles
         self.chunk, self.scale = chunk, scale
         self.dtype = jnp.promote_types(q.dtype, jnp.float32)

@@ -194,11 +194,16 @@ class OpLaws:
             if options:
                 stand_in = SimpleNamespace(
                     supported=module.expressible,
-                    forward=partial(module.forward, **options),
-                    backward=partial(module.backward, **options),
+                    forward=_always(module.forward, options),
+                    backward=_always(module.backward, options),
                 )
                 patch.setitem(self.op.backends, name, stand_in)
             yield partial(self.function, implementation=name)
+
+
+def _always(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Returns the function with options that go before those of its callers."""
+    return lambda *arrays, **given: function(*arrays, **{**given, **options})
 
 
 def _changed(call: Call, names: tuple[str, ...], change: Callable[..., Any]) -> Call:

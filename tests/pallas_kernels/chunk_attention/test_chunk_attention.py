@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import few_queries
 from pallas_kernels.chunk_attention import (
+    BlockSizes,
     ChunkEnds,
     api,
     chunk_attention,
@@ -17,9 +18,7 @@ from pallas_kernels.chunk_attention import (
     xla,
     xla_cuts,
 )
-from pallas_kernels.chunk_attention.mosaic_launch import Tiles as MosaicTiles
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
-from pallas_kernels.chunk_attention.triton_launch import Tiles as TritonTiles
 from pallas_kernels.target import Target, as_if
 from tests.compiling import QUICK_COMPILE, equations, sizes
 from tests.pallas_kernels.chunk_attention.cases import (
@@ -36,10 +35,10 @@ from tests.tolerances import assert_values_close
 B, H, E, CHUNK = 2, 4, 4, 3
 SMALL = Case(13, width=E)
 # Several blocks along each axis; a block of positions spans several chunks.
-TRITON = TritonTiles(
+TRITON = BlockSizes(
     block_q=16, block_k=4, backward_block_q=8, backward_block_k=4, splits=1
 )
-MOSAIC = MosaicTiles(block_q=16, block_k=4)
+MOSAIC = BlockSizes(block_q=16, block_k=4)
 PASSES = partial(op_passes, chunk_attention)
 UNCHECKED = getattr(chunk_attention, "__wrapped__", chunk_attention)
 
@@ -85,8 +84,8 @@ class TestLaws(OpLaws):
     reference = staticmethod(partial(by_arrays, chunk_attention_reference))
     backends = {
         "xla": (xla, {}),
-        "triton": (triton, {"interpret": True, "tiles": TRITON}),
-        "mosaic_tpu": (mosaic_tpu, {"interpret": True, "tiles": MOSAIC}),
+        "triton": (triton, {"interpret": True, "blocks": TRITON}),
+        "mosaic_tpu": (mosaic_tpu, {"interpret": True, "blocks": MOSAIC}),
     }
     timed = ("q", "own_logits", "own_values")
     rowed = (*timed, "keys", "values")

@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.chunk_attention import mosaic_tpu
-from pallas_kernels.chunk_attention.mosaic_launch import Tiles
+from pallas_kernels.chunk_attention import BlockSizes, mosaic_tpu
 from tests.pallas_kernels.chunk_attention.cases import (
     Case,
     assert_is_the_definition,
@@ -14,14 +13,14 @@ from tests.pallas_kernels.chunk_attention.cases import (
     refusal,
 )
 
-TILES = Tiles(block_q=16, block_k=4)
-KERNELS = partial(backend_passes, mosaic_tpu, interpret=True, tiles=TILES)
+BLOCKS = BlockSizes(block_q=16, block_k=4)
+KERNELS = partial(backend_passes, mosaic_tpu, interpret=True, blocks=BLOCKS)
 
 
 @pytest.mark.slow
 def test_the_tpu_s_own_semantics_find_no_race(capfd):
     interpret = pltpu.InterpretParams(detect_races=True)
-    passes = partial(backend_passes, mosaic_tpu, interpret=interpret, tiles=TILES)
+    passes = partial(backend_passes, mosaic_tpu, interpret=interpret, blocks=BLOCKS)
     assert_is_the_definition(passes, Case(18, ends=5, first=(1, 0), batch=2))
     assert "RACE DETECTED" not in capfd.readouterr().out  # what it prints for one
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.chunk_attention import triton
+from pallas_kernels.chunk_attention import BlockSizes, triton
 from pallas_kernels.chunk_attention.triton_backward import (
     end_gradients,
     position_gradients,
@@ -24,15 +24,17 @@ from tests.pallas_kernels.chunk_attention.cases import (
     refusal,
 )
 
-TILES = Tiles(block_q=16, block_k=4, backward_block_q=8, backward_block_k=4, splits=1)
+BLOCKS = BlockSizes(
+    block_q=16, block_k=4, backward_block_q=8, backward_block_k=4, splits=1
+)
 """Several blocks along each axis; a block of positions spans several chunks."""
-KERNELS = partial(backend_passes, triton, interpret=True, tiles=TILES)
+KERNELS = partial(backend_passes, triton, interpret=True, blocks=BLOCKS)
 
 
 @pytest.mark.slow
 def test_heads_of_a_group_shared_out_give_the_same_gradient():
-    tiles = dataclasses.replace(TILES, splits=2)
-    passes = partial(backend_passes, triton, interpret=True, tiles=tiles)
+    blocks = dataclasses.replace(BLOCKS, splits=2)
+    passes = partial(backend_passes, triton, interpret=True, blocks=blocks)
     assert_is_the_definition(passes, Case(37))
 
 
@@ -73,7 +75,7 @@ def test_a_launch_tells_the_products_of_all_its_programs(chunk):
         **{"batch": batch, "length": length, "heads": heads, "groups": groups},
         **{"width": width, "ends": count, "chunk": chunk, "scale": 1.0},
         **{"has_first": False, "has_documents": False, "interpret": True},
-        tiles=TILES,
+        tiles=Tiles(**BLOCKS.given(), warps=None, stages=2),
     )
     q = jax.ShapeDtypeStruct((batch, length, groups, width), jnp.float32)
     logits = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
@@ -96,11 +98,11 @@ def test_a_launch_tells_the_products_of_all_its_programs(chunk):
         return len(blocks) * rows * ends * batch * heads
 
     forward = told(attend, q, logits, own, keys, keys)
-    assert forward == 2 * 2 * width * computed(TILES.block_q, TILES.block_k)
+    assert forward == 2 * 2 * width * computed(BLOCKS.block_q, BLOCKS.block_k)
     positions = told(position_gradients, q, logits, own, keys, keys, own, lse, own)
-    assert positions == 3 * 2 * width * computed(TILES.block_q, TILES.block_k)
+    assert positions == 3 * 2 * width * computed(BLOCKS.block_q, BLOCKS.block_k)
     ends = told(end_gradients, q, keys, keys, lse, lse, own)
-    rows, at_once = TILES.backward_block_q, TILES.backward_block_k
+    rows, at_once = BLOCKS.backward_block_q, BLOCKS.backward_block_k
     assert ends == 4 * 2 * width * computed(rows, at_once)
 
 
