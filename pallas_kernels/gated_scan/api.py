@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gated_scan import mesh_layout, mosaic_tpu, triton, xla
+from pallas_kernels.gated_scan.block_sizes import BlockSizes
 from pallas_kernels.gated_scan.inputs import GateLogits
 
 Array = jax.Array
@@ -64,6 +65,7 @@ def gated_scan(
     starts: Bool[Array, "B T"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     chunk: int | None = None,
+    blocks: BlockSizes | None = None,
     implementation: Implementation | None = None,
 ) -> Scanned:
     """Computes h[t] = g[t] h[t-1] + (1 - g[t]) v[t] for every stream v of `values`.
@@ -80,6 +82,9 @@ def gated_scan(
       starts: positions before which the state is set to zero (a document begins).
       lengths: how many positions of a row count for `finals`; None: all.
       chunk: C: the state is also set to zero before positions C, 2 C, ... None: never.
+      blocks: how kernels cut the call; what is None they choose. Without it sizes
+        measured on this device are taken, if RECURJAX_TILES names a file of them
+        (`measured_sizes.py`).
       implementation: a backend, which then runs or raises; None: the first that can.
 
     Raises:
@@ -92,7 +97,7 @@ def gated_scan(
     initial = _zeros(gate, len(values)) if initial is None else tuple(initial)
     arrays = (gate, tuple(values), initial, starts, lengths, None)
     states, finals, _ = dispatch.run(
-        OP, arrays, implementation=implementation, chunk=chunk
+        OP, arrays, implementation=implementation, chunk=chunk, blocks=blocks
     )
     return Scanned(states, finals)
 
@@ -107,6 +112,7 @@ def queried_scan(
     initial: tuple[Float[Array, "B D"], Float[Array, "B D"]] | None = None,
     starts: Bool[Array, "B T"] | None = None,
     lengths: Int[Array, " B"] | None = None,
+    blocks: BlockSizes | None = None,
     implementation: Implementation | None = None,
 ) -> Queried:
     """Scans values and keys by one gate; each position's queries read its own key.
@@ -121,7 +127,7 @@ def queried_scan(
       keys: W = N E channels, a group of E for all heads h with the same h mod N.
       queries: of each group.
       chunk: C, which divides T: both states are set to zero before C, 2 C, ...
-      initial, starts, lengths, implementation: see `gated_scan`.
+      initial, starts, lengths, blocks, implementation: see `gated_scan`.
 
     Raises:
       ValueError: shapes disagree, or chunk does not divide T.
@@ -146,7 +152,7 @@ def queried_scan(
     first = _zeros(gate, 2) if initial is None else tuple(initial)
     arrays = (gate, (values, keys), first, starts, lengths, queries)
     (values, ends), finals, logits = dispatch.run(
-        _QUERIED, arrays, implementation=implementation, chunk=chunk
+        _QUERIED, arrays, implementation=implementation, chunk=chunk, blocks=blocks
     )
     return Queried(values, ends, logits, finals)
 

@@ -9,6 +9,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.gated_scan.block_sizes import BlockSizes, linked
 from pallas_kernels.target import LEAST_VMEM
 
 LANES = 128
@@ -17,6 +18,7 @@ STRETCHES = 8
 HALO = 16
 """Rows read before a block for the state before its first position: a tile in bf16."""
 _BLOCK_BYTES = 32 * 2**20
+_MOST_BYTES = LEAST_VMEM * 3 // 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,13 +149,26 @@ class Call:
         return lambda j: self.blocks - 1 - j if reverse else j
 
 
-def choose_tiles(*, T: int, D: int, streams: int, chunk: int | None) -> Tiles:
+def choose_tiles(
+    *,
+    T: int,
+    D: int,
+    streams: int,
+    chunk: int | None,
+    blocks: BlockSizes | None = None,
+) -> Tiles:
     """Returns the cut for D channels of some streams.
 
     A block's float32 inputs and outputs, two buffers each, stay within half of VMEM.
     Chunks are stretches when a block of 8 of them fits and pays; else, as in a whole
     sequence, stretches are linked and positions are told where to reset.
+
+    Args:
+      blocks: a stretch in place of this.
     """
+    stretch = None if blocks is None else blocks.stretch
+    if stretch is not None:
+        return Tiles(stretch=stretch, linked=linked(stretch, T, chunk))
     fitting = _BLOCK_BYTES // (row_bytes(D, streams) * STRETCHES) // 2 * 2
     most = max(2, min(32, fitting))
     if chunk is not None and chunk < T and 8 <= chunk <= most and chunk % 2 == 0:
@@ -166,9 +181,22 @@ def row_bytes(D: int, streams: int) -> int:
     return 2 * 4 * D * (2 + 5 * streams)
 
 
+def refusal_of_tiles(tiles: Tiles, D: int, streams: int) -> str | None:
+    """Returns why no TPU can run these sizes, None when one can."""
+    if tiles.stretch % 2:
+        return f"stretch must be even, got {tiles.stretch}"
+    needed = tiles.rows * row_bytes(D, streams)
+    if needed <= _MOST_BYTES:
+        return None
+    return (
+        f"{STRETCHES} stretches of {tiles.stretch} positions need {needed:,} bytes of "
+        f"VMEM, kernels may have {_MOST_BYTES:,}"
+    )
+
+
 def refusal_of_channels(D: int, streams: int) -> str | None:
     """Returns why the smallest block does not fit into VMEM, None when it does."""
-    if HALO * row_bytes(D, streams) <= LEAST_VMEM * 3 // 4:
+    if HALO * row_bytes(D, streams) <= _MOST_BYTES:
         return None
     return f"{HALO} positions of {D} channels do not fit into VMEM, streams: {streams}"
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.dispatch import refusal_of_one_position
+from pallas_kernels.gated_scan.block_sizes import BlockSizes, choose
 from pallas_kernels.gated_scan.inputs import (
     GateLogits,
     array_of,
@@ -26,6 +27,7 @@ from pallas_kernels.gated_scan.mosaic_launch import (
     Tiles,
     choose_tiles,
     refusal_of_channels,
+    refusal_of_tiles,
 )
 from pallas_kernels.gated_scan.queries import (
     ends_of,
@@ -38,20 +40,28 @@ from pallas_kernels.target import refusal_of_mosaic_tpu
 Array = jax.Array
 
 
-def supported(gate, *arrays, chunk) -> str | None:
+def supported(gate, *arrays, **options) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
     reason = refusal_of_mosaic_tpu() or refusal_of_one_position(array_of(gate))
-    return reason or expressible(gate, *arrays, chunk=chunk)
+    return reason or expressible(gate, *arrays, **options)
 
 
 def expressible(
-    gate, values, initial, starts, lengths, queries, *, chunk
+    gate, values, initial, starts, lengths, queries, *, chunk, blocks=None
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
     D = gate.shape[2] + -gate.shape[2] % LANES
-    return refusal_of_channels(D, len(values)) or refusal_of_streams(
-        gate, values, queries
-    )
+    reason = refusal_of_channels(D, len(values))
+    reason = reason or refusal_of_streams(gate, values, queries)
+    if reason is not None:
+        return reason
+    arrays = (gate, values, starts, lengths, queries)
+    blocks = choose("mosaic_tpu", *arrays, chunk=chunk, blocks=blocks)
+    reason = blocks.refusal_beyond("stretch")
+    if reason is not None or not blocks.given():
+        return reason
+    tiles = _tiles(*arrays, chunk, blocks)
+    return refusal_of_tiles(tiles, D, len(values))
 
 
 def forward(
@@ -65,17 +75,17 @@ def forward(
     chunk: int | None,
     residuals: bool = True,
     interpret: Any = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns (states, finals, logits, all states): see `queried_scan`.
 
     Args:
       residuals: False: nothing is differentiated, and all states are left out (None).
       interpret: False, True, or pltpu.InterpretParams for the TPU's own semantics.
-      tiles: how the call is cut; None: the heuristic's.
+      blocks: sizes; None: measured ones; what is None in them is the heuristic's.
     """
     _, T, D = gate.shape
-    call, gates = _cut(gate, values, starts, queries, chunk, interpret, tiles)
+    call, gates = _cut(gate, values, starts, lengths, queries, chunk, interpret, blocks)
     call = replace(call, keeps=residuals or not call.read)
     states, finals, logits = run_forward(
         call,
@@ -109,11 +119,11 @@ def backward(
     *,
     chunk: int | None,
     interpret: Any = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns gradients of (gate, values, initial, queries)."""
     D = gate.shape[2]
-    call, gates = _cut(gate, values, starts, queries, chunk, interpret, tiles)
+    call, gates = _cut(gate, values, starts, lengths, queries, chunk, interpret, blocks)
     reading, dq = (), None
     if queries is not None and d_logits is not None and call.read:
         reading = (_flat(queries), _padded(d_logits.astype(jnp.float32)))
@@ -150,12 +160,11 @@ def backward(
     return as_given(gate, d_gate[..., :D], d_bias), d_values, d_initial, dq
 
 
-def _cut(gate, values, starts, queries, chunk, interpret, tiles: Tiles | None):
+def _cut(gate, values, starts, lengths, queries, chunk, interpret, blocks):
     """Returns (how the call is cut, what its kernels read of the gate)."""
     B, T, D = gate.shape
     whole = D + -D % LANES
-    if tiles is None:
-        tiles = choose_tiles(T=T, D=whole, streams=len(values), chunk=chunk)
+    tiles = _tiles(gate, values, starts, lengths, queries, chunk, blocks)
     period = chunk if tiles.linked and chunk is not None and chunk < T else None
     resets, bias = find_resets(T, starts, period), bias_of(gate)
     call = Call(
@@ -175,6 +184,14 @@ def _cut(gate, values, starts, queries, chunk, interpret, tiles: Tiles | None):
         resets=() if resets is None else (_over_lanes(resets),),
     )
     return call, inputs
+
+
+def _tiles(gate, values, starts, lengths, queries, chunk, blocks) -> Tiles:
+    _, T, D = gate.shape
+    arrays = (gate, values, starts, lengths, queries)
+    blocks = choose("mosaic_tpu", *arrays, chunk=chunk, blocks=blocks)
+    sizes = {"T": T, "D": D + -D % LANES, "streams": len(values), "chunk": chunk}
+    return choose_tiles(**sizes, blocks=blocks)
 
 
 def _head_read(queries, gate, keys, tiles: Tiles) -> int:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.dispatch import refusal_of_one_position
+from pallas_kernels.gated_scan.block_sizes import BlockSizes, choose
 from pallas_kernels.gated_scan.inputs import (
     GateLogits,
     array_of,
@@ -31,20 +32,21 @@ from pallas_kernels.gated_scan.triton_launch import (
     GateInputs,
     Tiles,
     choose_tiles,
+    refusal_of_tiles,
 )
 from pallas_kernels.target import refusal_of_triton
 
 Array = jax.Array
 
 
-def supported(gate, *arrays, chunk) -> str | None:
+def supported(gate, *arrays, **options) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
     reason = refusal_of_triton() or refusal_of_one_position(array_of(gate))
-    return reason or expressible(gate, *arrays, chunk=chunk)
+    return reason or expressible(gate, *arrays, **options)
 
 
 def expressible(
-    gate, values, initial, starts, lengths, queries, *, chunk
+    gate, values, initial, starts, lengths, queries, *, chunk, blocks=None
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
     D, W = gate.shape[2], narrowest(values)
@@ -55,7 +57,15 @@ def expressible(
         return f"streams have {D} channels or one other width, got {W} and {between}"
     if D // W > MOST_TILES:
         return f"tiles a stream {MOST_TILES} times at most, got {D // W}"
-    return refusal_of_streams(gate, values, queries)
+    reason = refusal_of_streams(gate, values, queries)
+    if reason is not None:
+        return reason
+    arrays = (gate, values, starts, lengths, queries)
+    blocks = choose("triton", *arrays, chunk=chunk, blocks=blocks)
+    if not blocks.given():
+        return None
+    tiles, head = _tiles(*arrays, chunk, blocks)
+    return refusal_of_tiles(tiles, width=W, head=head)
 
 
 def forward(
@@ -69,16 +79,16 @@ def forward(
     chunk: int | None,
     residuals: bool = True,
     interpret: Any = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns (states, finals, logits, all states): see `queried_scan`.
 
     Args:
       residuals: False: nothing is differentiated, and all states are left out (None).
       interpret: runs the kernels as plain JAX, on any device.
-      tiles: how the call is cut; None: the heuristic's.
+      blocks: sizes; None: measured ones; what is None in them is the heuristic's.
     """
-    call, gates = _cut(gate, values, starts, lengths, queries, chunk, interpret, tiles)
+    call, gates = _cut(gate, values, starts, lengths, queries, chunk, interpret, blocks)
     call = replace(call, keeps=residuals or not call.read)
     states, finals, sums = run_forward(
         call,
@@ -115,10 +125,10 @@ def backward(
     *,
     chunk: int | None,
     interpret: Any = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns gradients of (gate, values, initial, queries)."""
-    call, gates = _cut(gate, values, starts, lengths, queries, chunk, interpret, tiles)
+    call, gates = _cut(gate, values, starts, lengths, queries, chunk, interpret, blocks)
     reading, dq = (), None
     if queries is not None and d_logits is not None and call.read:
         of_heads = d_logits.astype(jnp.float32)
@@ -145,14 +155,10 @@ def backward(
     return d_gate, d_values, d_initial, dq
 
 
-def _cut(gate, values, starts, lengths, queries, chunk, interpret, tiles):
+def _cut(gate, values, starts, lengths, queries, chunk, interpret, blocks):
     """Returns (how the call is cut, what its kernels read of the gate)."""
-    B, T, D = gate.shape
-    W, head = narrowest(values), head_of(queries)
-    # Queries of heads whose channels programs cannot share evenly read apart.
-    head = head if head and head % 16 == W % head == 0 else 0
-    if tiles is None:
-        tiles = choose_tiles(B=B, T=T, D=D, width=W, chunk=chunk, head=head)
+    (B, T, D), W = gate.shape, narrowest(values)
+    tiles, head = _tiles(gate, values, starts, lengths, queries, chunk, blocks)
     period = chunk if tiles.linked and chunk is not None and chunk < T else None
     resets, bias = find_resets(T, starts, period), bias_of(gate)
     call = Call(
@@ -175,6 +181,17 @@ def _cut(gate, values, starts, lengths, queries, chunk, interpret, tiles):
         resets=() if resets is None else (resets.astype(jnp.int32).reshape(-1),),
     )
     return call, inputs
+
+
+def _tiles(gate, values, starts, lengths, queries, chunk, blocks) -> tuple[Tiles, int]:
+    """Returns the cut, and E where queries can be read in the kernel, else 0."""
+    (B, T, D), W, head = gate.shape, narrowest(values), head_of(queries)
+    # Queries of heads whose channels programs cannot share evenly read apart.
+    head = head if head and head % 16 == W % head == 0 else 0
+    arrays = (gate, values, starts, lengths, queries)
+    blocks = choose("triton", *arrays, chunk=chunk, blocks=blocks)
+    sizes = {"B": B, "T": T, "D": D, "width": W, "chunk": chunk, "head": head}
+    return choose_tiles(**sizes, blocks=blocks), head
 
 
 def _by_tile(x: Array, call: Call) -> Array:

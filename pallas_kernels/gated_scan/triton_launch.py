@@ -1,7 +1,7 @@
 """How the Triton kernels are launched: how a call is cut, one heuristic, one call."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.gated_scan.block_sizes import BlockSizes, linked
+from pallas_kernels.powers import refusal_of_size
 
 ENOUGH_PROGRAMS = 2048
 """Programs of one warp that fill a data-centre GPU: 16 on a multiprocessor."""
@@ -29,12 +32,14 @@ class Tiles:
         not linked.
       channels: of one tile in one program, a power of two.
       unroll: positions whose inputs are read before the first of them is computed.
+      warps: of a program.
     """
 
     positions: int
     linked: bool
     channels: int
     unroll: int
+    warps: int
 
 
 class GateInputs(NamedTuple):
@@ -143,39 +148,82 @@ class Call:
 
 
 def choose_tiles(
-    *, B: int, T: int, D: int, width: int, chunk: int | None, head: int = 0
+    *,
+    B: int,
+    T: int,
+    D: int,
+    width: int,
+    chunk: int | None,
+    head: int = 0,
+    blocks: BlockSizes | None = None,
 ) -> Tiles:
     """Returns the cut for B rows of T positions and D channels, by heads if any.
 
     Chunks are as many programs as they are. A whole sequence stays whole where batch
     and channels fill the device: then every input is read once.
+
+    Args:
+      blocks: sizes in place of these.
     """
+    given = {} if blocks is None else blocks.given()
+    if "stretch" in given:
+        stretch = given["stretch"]
+        flows = linked(stretch, T, chunk)
+        cut = _channels(D, width, 0 if flows else head, given)
+        return Tiles(positions=min(stretch, T), linked=flows, **cut)
     # Chunks as they are, where they are short or already many; few long ones are cut
     # like a whole sequence, and the state is reset between them.
     if chunk is not None and chunk < T:
-        cut = _channels(D, width, head)
+        cut = _channels(D, width, head, given)
         programs = B * (width // cut["channels"]) * -(-T // chunk)
         if chunk <= SHORTEST_BLOCK or programs >= ENOUGH_PROGRAMS // 4:
             return Tiles(positions=chunk, linked=False, **cut)
-    cut = _channels(D, width)
-    columns, unroll = B * (width // cut["channels"]), cut["unroll"]
-    blocks = max(1, min(ENOUGH_PROGRAMS // columns, T // SHORTEST_BLOCK))
+    cut = _channels(D, width, 0, given)
+    columns, unroll = B * max(1, width // cut["channels"]), cut["unroll"]
+    stretches = max(1, min(ENOUGH_PROGRAMS // columns, T // SHORTEST_BLOCK))
     # Whole turns, so that only the last stretch asks for each position if it is there.
-    positions = -(-T // blocks)
+    positions = -(-T // stretches)
     positions = -(-positions // unroll) * unroll
     return Tiles(positions=positions, linked=True, **cut)
 
 
-def _channels(D: int, width: int, head: int = 0) -> dict[str, int]:
-    """Returns how many channels of a tile a program has, and positions read at once."""
+def refusal_of_tiles(tiles: Tiles, *, width: int, head: int) -> str | None:
+    """Returns why these sizes cannot be, None when they can.
+
+    Args:
+      width: of the narrowest stream.
+      head: E where queries read; 0 without.
+    """
+    whole = math.gcd(0 if tiles.linked else head, width)
+    most = whole & -whole
+    reason = refusal_of_size("channels", tiles.channels, most=most)
+    reason = reason or refusal_of_size("warps", tiles.warps, most=32)
+    if reason is None and tiles.unroll > tiles.positions:
+        return (
+            f"unroll must be at most the {tiles.positions} positions of a stretch, got "
+            f"{tiles.unroll}"
+        )
+    return reason
+
+
+def _channels(
+    D: int, width: int, head: int, given: Mapping[str, int]
+) -> dict[str, int]:
+    """Returns how many channels of a tile a program has, and positions read at once.
+
+    With the program's warps; what is given of these stays.
+    """
     # The largest power of two that divides the width, and of one head only if queries
     # read them. With more than 8 tiles of 64 the backward pass spills registers.
     whole = math.gcd(head, width)  # The width without heads.
     channels = min(whole & -whole, 64 if 8 * width >= D else 32)
+    channels = given.get("channels", channels)
     # As many loads in flight as the registers of the backward pass can hold.
+    unroll = max(1, min(8, 512 // (channels * (D // width))))
     return {
         "channels": channels,
-        "unroll": max(1, min(8, 512 // (channels * (D // width)))),
+        "unroll": given.get("unroll", unroll),
+        "warps": given.get("warps", 1),
     }
 
 
@@ -195,6 +243,8 @@ def launch_kernel(
         out_specs=[whole] * len(out_shape),
         out_shape=list(out_shape),
         interpret=call.interpret,
-        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=call.tiles.warps, num_stages=1
+        ),
         name=kernel.__name__.strip("_"),
     )(*arguments)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from pallas_kernels import target
+from pallas_kernels.gated_scan.block_sizes import BlockSizes, choose
 from pallas_kernels.gated_scan.folded_scan import (
     scan_backward,
     scan_forward,
@@ -28,9 +30,16 @@ Array = jax.Array
 _BLOCK = 128
 
 
-def supported(gate, values, initial, starts, lengths, queries, *, chunk) -> str | None:
-    """Returns None: this backend does everything."""
-    return None
+def supported(
+    gate, values, initial, starts, lengths, queries, *, chunk, blocks=None
+) -> str | None:
+    """Returns which size it has no use for; it does everything else."""
+    del initial
+    arrays = (gate, values, starts, lengths, queries)
+    blocks = choose("xla", *arrays, chunk=chunk, blocks=blocks)
+    whole = chunk is None or chunk >= gate.shape[1]
+    in_blocks = whole and target.current().platform != "cpu"
+    return blocks.refusal_beyond(*(("stretch",) if in_blocks else ()))
 
 
 def forward(
@@ -43,10 +52,13 @@ def forward(
     *,
     chunk: int | None,
     residuals: bool = True,
+    blocks: BlockSizes | None = None,
 ):
     """Returns (states, finals, logits, all states): see `queried_scan`."""
     del residuals  # What nobody reads the compiler leaves out.
     T = gate.shape[1]
+    call = (gate, values, starts, lengths, queries)
+    block = _block(choose("xla", *call, chunk=chunk, blocks=blocks), T)
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
     gate = gate_of(gate)
     initial = tuple(h.astype(dtype) for h in initial)
@@ -61,7 +73,7 @@ def forward(
         cpu=partial(chunked_forward, size=T, period=chunk),
         default=partial(chunked_forward, size=chunk)
         if chunk is not None and chunk < T
-        else partial(blocked_forward, size=min(_BLOCK, T)),
+        else partial(blocked_forward, size=block),
     )
     if lengths is not None:
         at = jnp.maximum(lengths - 1, 0)[:, None, None]
@@ -88,8 +100,11 @@ def backward(
     d_logits: Float[Array, "B T H"] | None,
     *,
     chunk: int | None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns gradients of (gate, values, initial, queries), all but the last wide."""
+    call = (gate, values, starts, lengths, queries)
+    block = _block(choose("xla", *call, chunk=chunk, blocks=blocks), gate.shape[1])
     d_states, dq = pull_apart(queries, states, d_states, d_logits, chunk=chunk)
     T = gate.shape[1]
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
@@ -113,10 +128,15 @@ def backward(
         cpu=partial(chunked_backward, size=T, period=chunk),
         default=partial(chunked_backward, size=chunk)
         if chunk is not None and chunk < T
-        else partial(blocked_backward, size=min(_BLOCK, T)),
+        else partial(blocked_backward, size=block),
     )
     d_initial = tuple(d + p for d, p in zip(d_initial, passed, strict=True))
     return pull_back(gate, g, d_gate), d_values, d_initial, dq
+
+
+def _block(blocks: BlockSizes, T: int) -> int:
+    """Returns the positions of a block of a whole sequence."""
+    return min(blocks.given().get("stretch", _BLOCK), T)
 
 
 def blocked_forward(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gated_scan import (
+    BlockSizes,
     GateLogits,
     api,
     gated_scan,
@@ -17,9 +18,7 @@ from pallas_kernels.gated_scan import (
     xla,
 )
 from pallas_kernels.gated_scan.inputs import find_resets
-from pallas_kernels.gated_scan.mosaic_launch import Tiles as MosaicTiles
 from pallas_kernels.gated_scan.reference import gated_scan_reference
-from pallas_kernels.gated_scan.triton_launch import Tiles as TritonTiles
 from tests.compiling import QUICK_COMPILE, equations
 from tests.pallas_kernels.gated_scan.scan_cases import Case
 from tests.pallas_kernels.laws import Call, OpLaws, OracleCase
@@ -27,10 +26,10 @@ from tests.tolerances import assert_gradients_close, assert_values_close
 
 B, D, NARROW = 2, 4, 2
 CHUNK = 4
-TRITON = TritonTiles(positions=4, linked=True, channels=16, unroll=2)
-TRITON_CHUNKS = TritonTiles(positions=4, linked=False, channels=16, unroll=1)
-MOSAIC = MosaicTiles(stretch=2, linked=True)
-MOSAIC_CHUNKS = MosaicTiles(stretch=4, linked=False)
+TRITON = BlockSizes(stretch=4, channels=16, unroll=2)
+TRITON_CHUNKS = BlockSizes(stretch=4, channels=16, unroll=1)
+MOSAIC = BlockSizes(stretch=2)
+MOSAIC_CHUNKS = BlockSizes(stretch=4)
 
 
 def inputs(length, dtype="float32", *, lengths=False, starts=False):
@@ -75,10 +74,10 @@ class TestLaws(OpLaws):
     reference = staticmethod(gated_scan_reference)
     backends = {
         "xla": (xla, {}),
-        "triton": (triton, {"interpret": True, "tiles": TRITON}),
-        "triton chunks": (triton, {"interpret": True, "tiles": TRITON_CHUNKS}),
-        "mosaic_tpu": (mosaic_tpu, {"interpret": True, "tiles": MOSAIC}),
-        "mosaic_tpu chunks": (mosaic_tpu, {"interpret": True, "tiles": MOSAIC_CHUNKS}),
+        "triton": (triton, {"interpret": True, "blocks": TRITON}),
+        "triton chunks": (triton, {"interpret": True, "blocks": TRITON_CHUNKS}),
+        "mosaic_tpu": (mosaic_tpu, {"interpret": True, "blocks": MOSAIC}),
+        "mosaic_tpu chunks": (mosaic_tpu, {"interpret": True, "blocks": MOSAIC_CHUNKS}),
     }
     timed = ("gate", "values")
     rowed = ("gate", "values", "initial")

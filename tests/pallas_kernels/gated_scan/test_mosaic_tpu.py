@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.gated_scan import mosaic_tpu
+from pallas_kernels.gated_scan import BlockSizes, mosaic_tpu
 from pallas_kernels.gated_scan.mosaic_launch import Tiles, choose_tiles
 from tests.pallas_kernels.gated_scan.scan_cases import (
     Case,
@@ -12,29 +12,29 @@ from tests.pallas_kernels.gated_scan.scan_cases import (
     check_finite_difference,
 )
 
-CHUNKS = Tiles(stretch=4, linked=False)
-BLOCKS = Tiles(stretch=2, linked=True)
+CHUNKS = BlockSizes(stretch=4)
+BLOCKS = BlockSizes(stretch=2)
 SLOW = pytest.mark.slow
 
 
 @SLOW
 def test_gradients_are_the_slopes_of_the_values():
     case = Case(positions=21, starts=True, lengths=True, widths=(256, 128))
-    check_finite_difference(mosaic_tpu, case, tiles=BLOCKS, interpret=True)
+    check_finite_difference(mosaic_tpu, case, blocks=BLOCKS, interpret=True)
 
 
 @SLOW
 @pytest.mark.parametrize(
-    "case, tiles",
+    "case, blocks",
     [
         (Case(positions=21, lengths=True, widths=(256, 128)), BLOCKS),
         (Case(positions=36, chunk=4, widths=(256, 128), head=64), CHUNKS),
     ],
     ids=["a sequence", "chunks that queries read"],
 )
-def test_the_tpu_s_own_semantics_find_no_race(case, tiles):
+def test_the_tpu_s_own_semantics_find_no_race(case, blocks):
     interpret = pltpu.InterpretParams(detect_races=True)
-    check(mosaic_tpu, case, tiles=tiles, interpret=interpret)
+    check(mosaic_tpu, case, blocks=blocks, interpret=interpret)
 
 
 def test_chunks_are_stretches_where_a_block_of_them_fits():

@@ -6,12 +6,11 @@ JAX_PLATFORMS=cuda,cpu python -m pytest tests/pallas_kernels -k on_gpu
 import jax
 import pytest
 
-from pallas_kernels.gated_scan import gated_scan, triton
-from pallas_kernels.gated_scan.triton_launch import Tiles
+from pallas_kernels.gated_scan import BlockSizes, gated_scan, triton
 from tests.pallas_kernels.gated_scan.scan_cases import Case, check
 from tests.tolerances import assert_values_close
 
-LINKED = Tiles(positions=64, linked=True, channels=32, unroll=4)
+LINKED = BlockSizes(stretch=64, channels=32, unroll=4)
 CASES = {
     "one position": Case(positions=1, widths=(64,)),
     "prime": Case(positions=37, widths=(256, 64), starts=True),
@@ -49,7 +48,7 @@ def test_compiled_kernels_agree_with_the_definition_on_gpu(name):
 
 
 def test_forced_blocks_agree_with_the_definition_on_gpu():
-    check(triton, Case(positions=1001, widths=(256, 64), lengths=True), tiles=LINKED)
+    check(triton, Case(positions=1001, widths=(256, 64), lengths=True), blocks=LINKED)
 
 
 def test_the_op_picks_the_kernels_on_gpu_and_leaves_one_position_to_xla():

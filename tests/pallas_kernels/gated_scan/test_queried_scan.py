@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gated_scan import (
+    BlockSizes,
     api,
     gated_scan,
     key_logits,
@@ -16,9 +17,7 @@ from pallas_kernels.gated_scan import (
     triton,
     xla,
 )
-from pallas_kernels.gated_scan.mosaic_launch import Tiles as MosaicTiles
 from pallas_kernels.gated_scan.queries import pull_back
-from pallas_kernels.gated_scan.triton_launch import Tiles as TritonTiles
 from tests.compiling import QUICK_COMPILE
 from tests.pallas_kernels.gated_scan.scan_cases import (
     Case,
@@ -29,14 +28,10 @@ from tests.tolerances import assert_values_close
 
 SLOW = pytest.mark.slow
 TRITON = {"interpret": True}
-TRITON_LINKED = TRITON | {
-    "tiles": TritonTiles(positions=4, linked=True, channels=16, unroll=2)
-}
-TRITON_RAGGED = TRITON | {
-    "tiles": TritonTiles(positions=5, linked=False, channels=16, unroll=2)
-}
-MOSAIC = {"interpret": True, "tiles": MosaicTiles(stretch=4, linked=False)}
-MOSAIC_LINKED = {"interpret": True, "tiles": MosaicTiles(stretch=2, linked=True)}
+TRITON_LINKED = TRITON | {"blocks": BlockSizes(stretch=6, channels=16, unroll=2)}
+TRITON_RAGGED = TRITON | {"blocks": BlockSizes(stretch=5, channels=16, unroll=2)}
+MOSAIC = {"interpret": True, "blocks": BlockSizes(stretch=4)}
+MOSAIC_LINKED = {"interpret": True, "blocks": BlockSizes(stretch=2)}
 
 SMALL = Case(12, chunk=4, widths=(64, 32), head=16, logits=True)
 WIDE = Case(36, chunk=4, widths=(256, 128), head=64, logits=True)
@@ -73,8 +68,7 @@ SLOW_CASES = {
     "triton, chunks of one": (
         triton,
         SMALL._replace(positions=6, chunk=1),
-        TRITON_RAGGED
-        | {"tiles": TritonTiles(positions=1, linked=False, channels=16, unroll=2)},
+        TRITON_RAGGED | {"blocks": BlockSizes(stretch=1, channels=16, unroll=2)},
     ),
     "triton, values narrower than heads: read apart": (
         triton,

@@ -4,30 +4,29 @@ import re
 
 import pytest
 
-from pallas_kernels.gated_scan import triton
-from pallas_kernels.gated_scan.triton_launch import Tiles, choose_tiles
+from pallas_kernels.gated_scan import BlockSizes, triton
+from pallas_kernels.gated_scan.triton_launch import choose_tiles
 from tests.pallas_kernels.gated_scan.scan_cases import (
     Case,
     check,
     check_finite_difference,
 )
 
-CHUNKS = Tiles(positions=4, linked=False, channels=16, unroll=1)
-BLOCKS = Tiles(positions=4, linked=True, channels=16, unroll=2)
-WHOLE = Tiles(positions=16, linked=True, channels=8, unroll=4)
+BLOCKS = BlockSizes(stretch=4, channels=16, unroll=2)
+WHOLE = BlockSizes(stretch=16, channels=8, unroll=4)
 SLOW = pytest.mark.slow
 
 
 @SLOW
 def test_gradients_are_the_slopes_of_the_values():
     case = Case(positions=7, starts=True, lengths=True)
-    check_finite_difference(triton, case, tiles=BLOCKS, interpret=True)
+    check_finite_difference(triton, case, blocks=BLOCKS, interpret=True)
 
 
 @SLOW
 def test_one_program_can_run_a_whole_row_of_three_streams():
     case = Case(positions=13, chunk=5, widths=(48, 16, 16))
-    check(triton, case, tiles=WHOLE, interpret=True)
+    check(triton, case, blocks=WHOLE, interpret=True)
 
 
 def test_a_sequence_is_cut_where_batch_and_channels_do_not_fill_the_device():

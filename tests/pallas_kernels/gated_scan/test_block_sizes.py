@@ -1,0 +1,139 @@
+"""Block sizes of the op: given, measured, refused; never another result."""
+
+from functools import partial
+
+import jax
+import pytest
+
+from pallas_kernels.gated_scan import (
+    BlockSizes,
+    gated_scan,
+    mosaic_tpu,
+    queried_scan,
+    triton,
+    xla,
+)
+from pallas_kernels.gated_scan.block_sizes import shape_class
+from pallas_kernels.target import as_if
+from tests.compiling import QUICK_COMPILE
+from tests.pallas_kernels.gated_scan.scan_cases import Case
+from tests.pallas_kernels.sized_programs import (
+    GPU,
+    TPU,
+    assert_measured_sizes_are_read,
+)
+from tests.tolerances import assert_gradients_close
+
+RAT = Case(64, chunk=16, widths=(256, 128), head=128, logits=True)
+RNN = Case(300, widths=(128,), batch=1)
+SIZES = {
+    "triton": (RAT, GPU, BlockSizes(channels=32, unroll=4, warps=2)),
+    "triton in stretches": (RNN, GPU, BlockSizes(stretch=40)),
+    "mosaic_tpu": (RAT, TPU, BlockSizes(stretch=4)),
+    "xla in blocks": (RNN, GPU, BlockSizes(stretch=64)),
+}
+
+
+def shape_of(case: Case) -> dict:
+    gate, values, _, starts, lengths, queries = case.inputs()
+    return shape_class(gate, values, starts, lengths, queries, chunk=case.chunk)
+
+
+def refusal(backend, case: Case, target=GPU, **sizes: int) -> str | None:
+    blocks = BlockSizes(**sizes)
+    ask = backend.supported if backend is xla else backend.expressible
+    with as_if(target):
+        return ask(*case.inputs(), chunk=case.chunk, blocks=blocks)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_measured_sizes_are_read(name, tmp_path, monkeypatch):
+    case, target, blocks = SIZES[name]
+    backend = name.split()[0]
+    gate, values, _, _, _, queries = case.inputs()
+
+    def run(gate, values, queries, **given):
+        options = {"chunk": case.chunk, "implementation": backend, **given}
+        if queries is None:
+            return gated_scan(gate, values, **options)
+        return queried_scan(gate, *values, queries, **options)
+
+    assert_measured_sizes_are_read(
+        monkeypatch=monkeypatch,
+        tmp_path=tmp_path,
+        op="gated_scan",
+        backend=backend,
+        target=target,
+        shape=shape_of(case),
+        blocks=blocks,
+        run=run,
+        arrays=(gate, values, queries),
+    )
+
+
+def test_the_passes_may_be_cut_differently():
+    """What is kept between them is laid out alike: the file may be written anew."""
+    case = Case(12, chunk=4, batch=1, widths=(32, 16), head=16, logits=True)
+    arrays, cotangents = case.inputs(), case.cotangents()
+    # Chunks whose queries the kernel reads; stretches that are no chunks, read apart.
+    sizes = [BlockSizes(stretch=4, unroll=1), BlockSizes(stretch=6, unroll=2)]
+
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def run(arrays, cotangents):
+        options = {"chunk": case.chunk, "interpret": True}
+        *_, kept = triton.forward(*arrays, **options, blocks=sizes[0])
+        return [
+            triton.backward(*arrays, kept, *cotangents, **options, blocks=size)
+            for size in sizes
+        ]
+
+    same, other = run(arrays, cotangents)
+    assert_gradients_close(other, same)
+
+
+def test_a_chunk_of_all_positions_is_none():
+    assert shape_of(RNN) == shape_of(RNN._replace(chunk=300))
+    assert shape_of(RNN) == shape_of(RNN._replace(positions=512))
+    assert shape_of(RNN) != shape_of(RNN._replace(chunk=16))
+    assert shape_of(RAT) != shape_of(RAT._replace(head=0))
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "message"),
+    [
+        (RNN, {"channels": 256}, "channels must be a power of two from 1 to 128, got"),
+        # Heads of 96 channels in a stream of 192: 32 divides both.
+        (
+            Case(30, chunk=15, widths=(384, 192), head=96),
+            {"channels": 64},
+            "channels must be a power of two from 1 to 32, got 64",
+        ),
+        (RNN, {"warps": 64}, "warps must be a power of two from 1 to 32, got 64"),
+        (RAT, {"unroll": 32}, "unroll must be at most the 16 positions of a stretch"),
+        (RAT, {"stretch": 32, "unroll": 32, "channels": 128}, None),
+    ],
+)
+def test_sizes_that_a_gpu_cannot_have_are_refused_with_the_numbers(
+    case, sizes, message
+):
+    told = refusal(triton, case, **sizes)
+    assert told is None if message is None else str(told).startswith(message)
+
+
+def test_sizes_that_a_tpu_cannot_have_are_refused_with_the_numbers():
+    assert refusal(mosaic_tpu, RAT, TPU, stretch=64) is None
+    assert refusal(mosaic_tpu, RAT, TPU, stretch=5) == "stretch must be even, got 5"
+    told = "8 stretches of 512 positions need 100,663,296 bytes of VMEM, kernels may"
+    assert told in str(refusal(mosaic_tpu, RAT, TPU, stretch=512))
+
+
+def test_sizes_that_a_backend_has_no_use_for_are_refused():
+    told = "takes of the block sizes only stretch, got channels=32"
+    assert refusal(mosaic_tpu, RAT, TPU, channels=32) == told
+    assert refusal(xla, RNN, GPU, channels=32) == told
+    # Chunks are loops of their own length.
+    told = "takes of the block sizes none, got stretch=32"
+    assert refusal(xla, RAT, GPU, stretch=32) == told
+    gate, values, *_ = RNN.inputs()
+    with pytest.raises(NotImplementedError, match="gated_scan: .*; xla: takes of the"):
+        gated_scan(gate, values, blocks=BlockSizes(stretch=32))
