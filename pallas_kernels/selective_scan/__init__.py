@@ -1,5 +1,6 @@
 """Mamba's selective state space recurrence."""
 
 from pallas_kernels.selective_scan.api import Scanned, selective_scan
+from pallas_kernels.selective_scan.block_sizes import BlockSizes
 
-__all__ = ["Scanned", "selective_scan"]
+__all__ = ["BlockSizes", "Scanned", "selective_scan"]

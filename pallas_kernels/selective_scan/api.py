@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.selective_scan import mesh_layout, mosaic_tpu, triton, xla
+from pallas_kernels.selective_scan.block_sizes import BlockSizes
 
 Array = jax.Array
 
@@ -53,6 +54,7 @@ def selective_scan(
     starts: Bool[Array, "B T"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     chunk: int = CHUNK,
+    blocks: BlockSizes | None = None,
     implementation: Implementation | None = None,
 ) -> Scanned:
     """Computes y[t] = C[t] . h[t] + D u[t], h[t] = exp(s[t] A) h[t-1] + s[t] B[t] u[t].
@@ -76,6 +78,9 @@ def selective_scan(
       lengths: how many positions of a row are real; the others, on the right, leave
         the state as it is, and their y has no meaning. None: all.
       chunk: in positions; changes memory and time, not the result.
+      blocks: how kernels cut the call beside that; what is None they choose. Without it
+        sizes measured on this device are taken, if RECURJAX_TILES names a file of them
+        (`measured_sizes.py`).
       implementation: a backend, which then runs or raises; None: the first that can.
 
     Raises:
@@ -93,9 +98,8 @@ def selective_scan(
         dt = jnp.where(real[..., None], dt, 0 if dt_bias is None else _NO_STEP)
         starts = None if starts is None else starts & real
     arrays = (u, dt, a, b, c, skip, z, dt_bias, initial, starts)
-    return Scanned(
-        *dispatch.run(OP, arrays, implementation=implementation, chunk=chunk)
-    )
+    options = {"chunk": chunk, "blocks": blocks}
+    return Scanned(*dispatch.run(OP, arrays, implementation=implementation, **options))
 
 
 def _check(u, dt, a, b, c, skip, z, dt_bias, initial, starts, lengths, chunk) -> None:

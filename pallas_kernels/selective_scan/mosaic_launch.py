@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.selective_scan.block_sizes import BlockSizes, refusal_of_unroll
 from pallas_kernels.target import LEAST_VMEM
 
 Array = jax.Array
@@ -31,14 +32,48 @@ class Tiles:
     unroll: int
 
 
-def choose_tiles(*, channels: int, chunk: int) -> Tiles:
+def choose_tiles(
+    *, channels: int, chunk: int, blocks: BlockSizes | None = None
+) -> Tiles:
     """Returns the cut for I channels (a multiple of 128). Not tuned on a device.
 
     512 channels of 16 states are 8 registers a value.
+
+    Args:
+      blocks: sizes in place of these.
     """
+    given = {} if blocks is None else blocks.given()
     groups = channels // LANES
     most = max(n for n in (1, 2, 3, 4) if groups % n == 0)
-    return Tiles(channels=most * LANES, unroll=min(chunk, 8))
+    chosen = {"channels": most * LANES, "unroll": min(chunk, 8)}
+    return Tiles(**(chosen | given))
+
+
+def refusal_of_tiles(
+    tiles: Tiles, *, channels: int, states: int, chunk: int, itemsize: int
+) -> str | None:
+    """Returns why no TPU can run these sizes, None when one can.
+
+    Args:
+      channels: I, a multiple of 128.
+      states: N.
+      itemsize: bytes of a number of u.
+    """
+    own = tiles.channels
+    if own % LANES or channels % own:
+        return (
+            f"channels must be a multiple of {LANES} that divides {channels}, got {own}"
+        )
+    # What the backward pass takes: two buffers of seven blocks of positions, and of a
+    # block's kept states, sums by position, and a chunk's states three times.
+    needed = 2 * ROWS * own * 7 * itemsize + 2 * (ROWS // chunk) * states * own * 4
+    needed += 4 * own * (6 * ROWS + 3 * chunk * states)
+    if needed > LEAST_VMEM:
+        return (
+            f"channels={own} need {needed:,} bytes of VMEM, kernels may have "
+            f"{LEAST_VMEM:,}"
+        )
+    return refusal_of_unroll("unroll", tiles.unroll, chunk)
 
 
 class Arrays(NamedTuple):
@@ -97,10 +132,9 @@ class Call:
     interpret: Any
 
     @classmethod
-    def of(cls, arrays: Arrays, chunk: int, interpret, tiles: Tiles | None) -> "Call":
+    def of(cls, arrays: Arrays, chunk: int, interpret, blocks: BlockSizes) -> "Call":
         B, T, I = arrays.u.shape
-        if tiles is None:
-            tiles = choose_tiles(channels=I, chunk=chunk)
+        tiles = choose_tiles(channels=I, chunk=chunk, blocks=blocks)
         return cls(
             B=B,
             T=T,

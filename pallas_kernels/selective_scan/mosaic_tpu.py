@@ -15,16 +15,19 @@ from jaxtyping import Bool, Float
 
 from pallas_kernels.dispatch import refusal_of_one_position
 from pallas_kernels.selective_scan import operands
+from pallas_kernels.selective_scan.block_sizes import BlockSizes, choose
 from pallas_kernels.selective_scan.mosaic_kernels import (
     backward_kernel,
     forward_kernel,
 )
 from pallas_kernels.selective_scan.mosaic_launch import (
+    LANES,
     ROWS,
     Arrays,
     Call,
-    Tiles,
+    choose_tiles,
     launch,
+    refusal_of_tiles,
     whole_lanes,
 )
 from pallas_kernels.target import refusal_of_mosaic_tpu
@@ -34,26 +37,32 @@ Array = jax.Array
 _MOST_STATES = 32
 
 
-def supported(u, *arrays, chunk) -> str | None:
+def supported(u, *arrays, **options) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
     reason = refusal_of_mosaic_tpu() or refusal_of_one_position(u)
-    return reason or expressible(u, *arrays, chunk=chunk)
+    return reason or expressible(u, *arrays, **options)
 
 
 def expressible(
-    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk
+    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk, blocks=None
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    del initial, starts
+    del initial
     reason = operands.refusal(u, dt, b, c, skip, z, dt_bias)
     if reason is not None:
         return reason
-    N = a.shape[1]
+    I, N = a.shape
     if N % 8 or N > _MOST_STATES:
         return f"a channel's states must be 8, 16, 24 or 32, got {N}"
     if ROWS % chunk or chunk > _MOST_STATES:
         return f"keeps a state every 1, 2, 4, 8, 16 or 32 positions, got {chunk}"
-    return None
+    blocks = choose("mosaic_tpu", u, a, starts, chunk=chunk, blocks=blocks)
+    reason = blocks.refusal_beyond("channels", "unroll")
+    if reason is not None or not blocks.given():
+        return reason
+    sizes = {"channels": I + -I % LANES, "chunk": chunk}
+    tiles = choose_tiles(**sizes, blocks=blocks)
+    return refusal_of_tiles(tiles, **sizes, states=N, itemsize=u.dtype.itemsize)
 
 
 def forward(
@@ -71,17 +80,18 @@ def forward(
     chunk: int,
     residuals: bool,
     interpret: Any = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns (y, final, states [B, G, N, I] that enter chunks) or None for these.
 
     Args:
       interpret: False, True, or pltpu.InterpretParams for the TPU's own semantics.
-      tiles: how the call is cut; None: the heuristic's.
+      blocks: sizes; None: measured ones; what is None in them is the heuristic's.
     """
     I = u.shape[2]
+    blocks = choose("mosaic_tpu", u, a, starts, chunk=chunk, blocks=blocks)
     arrays = Arrays.of(u, dt, a, b, c, skip, z, dt_bias, initial, starts)
-    call = Call.of(arrays, chunk, interpret, tiles)
+    call = Call.of(arrays, chunk, interpret, blocks)
     state = jax.ShapeDtypeStruct(arrays.initial.shape, jnp.float32)
     out_shape = [jax.ShapeDtypeStruct(arrays.u.shape, u.dtype), state]
     out_specs = [call.rows_spec(), call.state_spec()]
@@ -119,12 +129,13 @@ def backward(
     *,
     chunk: int,
     interpret: Any = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns gradients of the arrays before `starts`."""
     (_, T, I), N = u.shape, a.shape[1]
+    blocks = choose("mosaic_tpu", u, a, starts, chunk=chunk, blocks=blocks)
     arrays = Arrays.of(u, dt, a, b, c, skip, z, dt_bias, initial, starts)
-    call = Call.of(arrays, chunk, interpret, tiles)
+    call = Call.of(arrays, chunk, interpret, blocks)
     rows, state = call.rows_spec(reverse=True), call.state_spec()
     row = pl.BlockSpec((None, 1, call.channels), lambda n, j, k: (n, 0, j))
     part = pl.BlockSpec(

@@ -10,11 +10,18 @@ from jaxtyping import Bool, Float
 
 from pallas_kernels.dispatch import refusal_of_one_position
 from pallas_kernels.selective_scan import operands
+from pallas_kernels.selective_scan.block_sizes import BlockSizes, choose
 from pallas_kernels.selective_scan.triton_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from pallas_kernels.selective_scan.triton_launch import Arrays, Call, Tiles, launch
+from pallas_kernels.selective_scan.triton_launch import (
+    Arrays,
+    Call,
+    choose_tiles,
+    launch,
+    refusal_of_tiles,
+)
 from pallas_kernels.target import refusal_of_triton
 
 Array = jax.Array
@@ -23,17 +30,17 @@ _LONGEST_CHUNK = 32
 _MOST_STATES = 32
 
 
-def supported(u, *arrays, chunk) -> str | None:
+def supported(u, *arrays, **options) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
     reason = refusal_of_triton() or refusal_of_one_position(u)
-    return reason or expressible(u, *arrays, chunk=chunk)
+    return reason or expressible(u, *arrays, **options)
 
 
 def expressible(
-    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk
+    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk, blocks=None
 ) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    del initial, starts
+    del initial
     reason = operands.refusal(u, dt, b, c, skip, z, dt_bias)
     if reason is not None:
         return reason
@@ -44,7 +51,11 @@ def expressible(
         return f"a channel's states must be 1, 2, 4, 8, 16 or 32, got {N}"
     if chunk > _LONGEST_CHUNK:
         return f"keeps a state every {_LONGEST_CHUNK} positions at least, got {chunk}"
-    return None
+    blocks = choose("triton", u, a, starts, chunk=chunk, blocks=blocks)
+    if not blocks.given():
+        return None
+    tiles = choose_tiles(channels=I, chunk=chunk, blocks=blocks)
+    return refusal_of_tiles(tiles, channels=I, chunk=chunk)
 
 
 def forward(
@@ -62,15 +73,16 @@ def forward(
     chunk: int,
     residuals: bool,
     interpret: bool = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns (y, final, states [B, G, N, I] that enter chunks) or None for these.
 
     Args:
       interpret: runs the kernels as plain JAX, on any device.
-      tiles: how the call is cut; None: the heuristic's.
+      blocks: sizes; None: measured ones; what is None in them is the heuristic's.
     """
-    call = Call.of(u, a, chunk, interpret, tiles, backward=False)
+    blocks = choose("triton", u, a, starts, chunk=chunk, blocks=blocks)
+    call = Call.of(u, a, chunk, interpret, blocks, backward=False)
     arrays = Arrays.of(u, dt, a, b, c, skip, z, dt_bias, initial, starts)
     B, N, I, G = call.B, call.N, call.I, call.chunks
     out_shape = [
@@ -101,10 +113,11 @@ def backward(
     *,
     chunk: int,
     interpret: bool = False,
-    tiles: Tiles | None = None,
+    blocks: BlockSizes | None = None,
 ):
     """Returns gradients of the arrays before `starts`."""
-    call = Call.of(u, a, chunk, interpret, tiles, backward=True)
+    blocks = choose("triton", u, a, starts, chunk=chunk, blocks=blocks)
+    call = Call.of(u, a, chunk, interpret, blocks, backward=True)
     arrays = Arrays.of(u, dt, a, b, c, skip, z, dt_bias, initial, starts)
     B, T, N, I = call.B, call.T, call.N, call.I
     more = (

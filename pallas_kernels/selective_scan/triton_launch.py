@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.powers import refusal_of_size
+from pallas_kernels.selective_scan.block_sizes import BlockSizes, refusal_of_unroll
+
 Array = jax.Array
 
 WARP = 32
@@ -24,23 +27,55 @@ class Tiles:
         channels for b and c, and fewer programs write fewer of them.
       unroll: positions whose inputs are read before the first of them is computed.
       backward_unroll: positions whose states are in registers at once on the way back.
+      warps, backward_warps: of a program.
     """
 
     channels: int
     backward_channels: int
     unroll: int
     backward_unroll: int
+    warps: int
+    backward_warps: int
 
 
-def choose_tiles(*, channels: int, chunk: int) -> Tiles:
-    """Returns the cut for I channels. Not tuned on a device."""
+def choose_tiles(
+    *, channels: int, chunk: int, blocks: BlockSizes | None = None
+) -> Tiles:
+    """Returns the cut for I channels. Not tuned on a device.
+
+    Args:
+      blocks: sizes in place of these.
+    """
+    given = {} if blocks is None else blocks.given()
     most = channels & -channels
-    return Tiles(
-        channels=min(most, WARP),
-        backward_channels=min(most, 4 * WARP),
-        unroll=min(chunk & -chunk, 4),
-        backward_unroll=min(chunk & -chunk, 2),
-    )
+    forward = given.get("channels", min(most, WARP))
+    backward = given.get("backward_channels", min(most, 4 * WARP))
+    chosen = {
+        "channels": forward,
+        "backward_channels": backward,
+        "unroll": min(chunk & -chunk, 4),
+        "backward_unroll": min(chunk & -chunk, 2),
+        "warps": max(1, forward // WARP),
+        # Twice the threads, half of the states in each: the way back holds so many that
+        # registers spill otherwise.
+        "backward_warps": max(1, 2 * backward // WARP),
+    }
+    return Tiles(**(chosen | given))
+
+
+def refusal_of_tiles(tiles: Tiles, *, channels: int, chunk: int) -> str | None:
+    """Returns why these sizes cannot be for I channels, None when they can."""
+    for name in ("channels", "backward_channels"):
+        most = channels & -channels
+        reason = refusal_of_size(name, getattr(tiles, name), most=most)
+        if reason is not None:
+            return reason
+    for name in ("unroll", "backward_unroll"):
+        reason = refusal_of_unroll(name, getattr(tiles, name), chunk)
+        if reason is not None:
+            return reason
+    reason = refusal_of_size("warps", tiles.warps, most=32)
+    return reason or refusal_of_size("backward_warps", tiles.backward_warps, most=32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,22 +93,20 @@ class Call:
     interpret: bool
 
     @classmethod
-    def of(cls, u, a, chunk, interpret, tiles, *, backward: bool) -> "Call":
+    def of(
+        cls, u, a, chunk, interpret, blocks: BlockSizes, *, backward: bool
+    ) -> "Call":
         (B, T, I), N = u.shape, a.shape[1]
-        if tiles is None:
-            tiles = choose_tiles(channels=I, chunk=chunk)
-        channels = tiles.backward_channels if backward else tiles.channels
+        tiles = choose_tiles(channels=I, chunk=chunk, blocks=blocks)
         return cls(
             B=B,
             T=T,
             I=I,
             N=N,
             chunk=chunk,
-            channels=channels,
+            channels=tiles.backward_channels if backward else tiles.channels,
             unroll=tiles.backward_unroll if backward else tiles.unroll,
-            # Twice the threads, half of the states in each: the way back holds so many
-            # that registers spill otherwise.
-            warps=max(1, channels * (1 + backward) // WARP),
+            warps=tiles.backward_warps if backward else tiles.warps,
             interpret=interpret,
         )
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from pallas_kernels import target
+from pallas_kernels.selective_scan.block_sizes import BlockSizes, choose
 
 Array = jax.Array
 
@@ -20,10 +21,12 @@ _UNROLL = 8
 
 
 def supported(
-    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk
+    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk, blocks=None
 ) -> str | None:
-    """Returns None: this backend does everything."""
-    return None
+    """Returns which size it has no use for; it does everything else."""
+    del dt, b, c, skip, z, dt_bias, initial
+    blocks = choose("xla", u, a, starts, chunk=chunk, blocks=blocks)
+    return blocks.refusal_beyond("unroll")
 
 
 def forward(
@@ -40,10 +43,13 @@ def forward(
     *,
     chunk: int,
     residuals: bool,
+    blocks: BlockSizes | None = None,
 ):
     """Returns (y, final, states [B, G, N, I] that enter chunks) or None for these."""
     T = u.shape[1]
-    steps = _Steps.of(u, dt, a, b, c, dt_bias, starts, chunk if residuals else T)
+    blocks = choose("xla", u, a, starts, chunk=chunk, blocks=blocks)
+    walked = chunk if residuals else T
+    steps = _Steps.of(u, dt, a, b, c, dt_bias, starts, walked, blocks.unroll)
 
     def position(t, carry):
         h, y = carry
@@ -85,6 +91,7 @@ def backward(
     d_final: Float[Array, "B I N"],
     *,
     chunk: int,
+    blocks: BlockSizes | None = None,
 ):
     """Returns gradients of the arrays before `starts`, None for those not given.
 
@@ -99,7 +106,8 @@ def backward(
     if z is not None:
         sigmoid = jax.nn.sigmoid(z.astype(dtype))
         dy = d_out * z * sigmoid
-    steps = _Steps.of(u, dt, a, b, c, dt_bias, starts, chunk)
+    blocks = choose("xla", u, a, starts, chunk=chunk, blocks=blocks)
+    steps = _Steps.of(u, dt, a, b, c, dt_bias, starts, chunk, blocks.unroll)
     dh, da, sums = _reverse(steps, kept, dy, d_final.swapaxes(1, 2).astype(dtype))
     # What remains needs no loop: the step s enters through the input s u and the
     # exponent.
@@ -131,6 +139,7 @@ class _Steps(NamedTuple):
       b, c: [B, T, N].
       keep: 0 where a document starts, else 1, [B, T]; None: it is 1 everywhere.
       chunk: C, in positions.
+      unroll: of them, in a turn of a loop.
     """
 
     delta: Array
@@ -140,9 +149,13 @@ class _Steps(NamedTuple):
     c: Array
     keep: Array | None
     chunk: int
+    unroll: int
 
     @classmethod
-    def of(cls, u, dt, a, b, c, dt_bias, starts, chunk: int) -> "_Steps":
+    def of(
+        cls, u, dt, a, b, c, dt_bias, starts, chunk: int, unroll: int | None
+    ) -> "_Steps":
+        """Lays them out; an unroll of None is the heuristic's."""
         dtype = jnp.promote_types(u.dtype, jnp.float32)
         T = u.shape[1]
         chunk = min(chunk, T)
@@ -159,9 +172,10 @@ class _Steps(NamedTuple):
         inputs = padded(delta * u)
         # starts are padded with 0: the last state passes through the padding.
         keep = None if starts is None else 1 - padded(starts)
-        return cls(
-            padded(delta), inputs, a.astype(dtype).T, padded(b), padded(c), keep, chunk
-        )
+        arrays = (padded(delta), inputs, a.astype(dtype).T, padded(b), padded(c), keep)
+        if unroll is None:
+            unroll = 1 if target.current().platform == "cpu" else _UNROLL
+        return cls(*arrays, chunk, min(unroll, chunk))
 
     @property
     def chunks(self) -> int:
@@ -185,8 +199,7 @@ class _Steps(NamedTuple):
         def turn(s, carry):
             return position(g * C + (C - 1 - s if reverse else s), carry)
 
-        unroll = 1 if target.current().platform == "cpu" else min(_UNROLL, C)
-        return jax.lax.fori_loop(0, C, turn, carry, unroll=unroll)
+        return jax.lax.fori_loop(0, C, turn, carry, unroll=self.unroll)
 
 
 def _reverse(steps: _Steps, kept: Array, dy: Array, d_final: Array):

@@ -7,8 +7,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.selective_scan import (
+    BlockSizes,
     api,
-    mosaic_launch,
     mosaic_tpu,
     selective_scan,
     triton,
@@ -21,10 +21,8 @@ from tests.pallas_kernels.laws import Call, OpLaws, OracleCase
 from tests.tolerances import assert_gradients_close, assert_values_close
 
 B, I, N, CHUNK = 2, 16, 8, 8
-MOSAIC = mosaic_launch.Tiles(channels=128, unroll=2)
-TRITON = triton_launch.Tiles(
-    channels=8, backward_channels=8, unroll=2, backward_unroll=2
-)
+MOSAIC = BlockSizes(channels=128, unroll=2)
+TRITON = BlockSizes(channels=8, backward_channels=8, unroll=2, backward_unroll=2)
 PLAIN = {"skip": None, "z": None, "dt_bias": None, "initial": None}
 
 
@@ -39,8 +37,8 @@ class TestLaws(OpLaws):
     reference = staticmethod(definition)
     backends = {
         "xla": (xla, {}),
-        "triton": (triton, {"interpret": True, "tiles": TRITON}),
-        "mosaic_tpu": (mosaic_tpu, {"interpret": True, "tiles": MOSAIC}),
+        "triton": (triton, {"interpret": True, "blocks": TRITON}),
+        "mosaic_tpu": (mosaic_tpu, {"interpret": True, "blocks": MOSAIC}),
     }
     timed = ("u", "dt", "b", "c", "z")
     rowed = (*timed, "initial")
@@ -268,11 +266,21 @@ def test_what_the_gpu_kernels_cannot_do_is_refused_with_a_reason(change, message
 def test_blocks_of_channels_divide_them():
     tiles = triton_launch.choose_tiles(channels=2048, chunk=16)
     assert tiles == triton_launch.Tiles(
-        channels=32, backward_channels=128, unroll=4, backward_unroll=2
+        channels=32,
+        backward_channels=128,
+        unroll=4,
+        backward_unroll=2,
+        warps=1,
+        backward_warps=8,
     )
     tiles = triton_launch.choose_tiles(channels=48, chunk=5)
     assert tiles == triton_launch.Tiles(
-        channels=16, backward_channels=16, unroll=1, backward_unroll=1
+        channels=16,
+        backward_channels=16,
+        unroll=1,
+        backward_unroll=1,
+        warps=1,
+        backward_warps=1,
     )
 
 
@@ -296,7 +304,7 @@ def test_what_the_tpu_kernels_cannot_do_is_refused_with_a_reason(change, message
 @pytest.mark.slow
 def test_the_tpu_s_own_semantics_find_no_race(capfd):
     interpret = pltpu.InterpretParams(detect_races=True)
-    backends = {"mosaic_tpu": (mosaic_tpu, {"interpret": interpret, "tiles": MOSAIC})}
+    backends = {"mosaic_tpu": (mosaic_tpu, {"interpret": interpret, "blocks": MOSAIC})}
     laws = TestLaws()
     laws.backends = backends
     call = laws.call(150, starts=True, chunk=16)

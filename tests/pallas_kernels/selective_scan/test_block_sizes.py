@@ -1,0 +1,117 @@
+"""Block sizes of the op: given, measured, refused; never another result."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.selective_scan import (
+    BlockSizes,
+    mosaic_tpu,
+    selective_scan,
+    triton,
+    xla,
+)
+from pallas_kernels.selective_scan.block_sizes import shape_class
+from pallas_kernels.target import Target, as_if
+from tests.pallas_kernels.selective_scan.test_selective_scan import LAWS
+from tests.pallas_kernels.sized_programs import (
+    GPU,
+    TPU,
+    assert_measured_sizes_are_read,
+)
+from tests.tolerances import assert_gradients_close, assert_values_close
+
+CPU = Target(platform="cpu", kind="cpu")
+SIZES = {
+    "triton": (GPU, BlockSizes(channels=16, backward_unroll=4, backward_warps=2)),
+    "mosaic_tpu": (TPU, BlockSizes(channels=128, unroll=2)),
+    "xla": (CPU, BlockSizes(unroll=4)),
+}
+NAMES = ("u", "dt", "a", "b", "c", "skip", "z", "dt_bias", "initial", "starts")
+
+
+def refusal(backend, target=GPU, *, of: int = 384, **sizes: int) -> str | None:
+    """Asks a backend of a call of so many channels."""
+    call = LAWS.call(3, channels=of)
+    arrays = [call.arrays.get(name) for name in NAMES]
+    ask = backend.supported if backend is xla else backend.expressible
+    with as_if(target):
+        return ask(*arrays, chunk=call.rest["chunk"], blocks=BlockSizes(**sizes))
+
+
+@pytest.mark.parametrize("backend", SIZES)
+def test_measured_sizes_are_read(backend, tmp_path, monkeypatch):
+    target, blocks = SIZES[backend]
+    call = LAWS.call(37, channels=384)
+    chunk = call.rest["chunk"]
+
+    def run(arrays, **given):
+        options = {"chunk": chunk, "implementation": backend, **given}
+        return selective_scan(**arrays, **options)
+
+    shape = shape_class(call.arrays["u"], call.arrays["a"], None, chunk=chunk)
+    assert_measured_sizes_are_read(
+        monkeypatch=monkeypatch,
+        tmp_path=tmp_path,
+        op="selective_scan",
+        backend=backend,
+        target=target,
+        shape=shape,
+        blocks=blocks,
+        run=run,
+        arrays=(call.arrays,),
+    )
+
+
+def test_given_turns_of_a_loop_change_no_result_of_xla():
+    call = LAWS.call(13, starts=True)
+    want = LAWS.both_passes(call, "xla")
+    rest = call.rest | {"blocks": BlockSizes(unroll=3)}
+    got = LAWS.both_passes(call._replace(rest=rest), "xla")
+    assert_values_close(got[0], want[0])
+    assert_gradients_close(got[1], want[1])
+
+
+def test_lengths_that_round_up_to_the_same_power_of_two_share_their_sizes():
+    def shape(length: int, starts: jax.Array | None = None) -> dict:
+        call = LAWS.call(length)
+        return shape_class(call.arrays["u"], call.arrays["a"], starts, chunk=16)
+
+    assert shape(37) == shape(64) != shape(65)
+    assert shape(37) != shape(37, jnp.zeros((2, 37), bool))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"channels": 48}, "channels must be a power of two from 1 to 128, got 48"),
+        ({"backward_channels": 256}, "backward_channels must be a power of two from"),
+        ({"unroll": 3}, "unroll must divide chunk=8, got 3"),
+        ({"backward_unroll": 16}, "backward_unroll must divide chunk=8, got 16"),
+        ({"warps": 3}, "warps must be a power of two from 1 to 32, got 3"),
+        ({"backward_warps": 64}, "backward_warps must be a power of two from 1 to"),
+        ({"channels": 64, "unroll": 8, "backward_warps": 16}, None),
+    ],
+)
+def test_sizes_that_a_gpu_cannot_have_are_refused_with_the_numbers(sizes, message):
+    told = refusal(triton, **sizes)
+    assert told is None if message is None else str(told).startswith(message)
+
+
+def test_sizes_that_a_tpu_cannot_have_are_refused_with_the_numbers():
+    assert refusal(mosaic_tpu, TPU, channels=384, unroll=4) is None
+    told = refusal(mosaic_tpu, TPU, channels=192)
+    assert told == "channels must be a multiple of 128 that divides 384, got 192"
+    told = refusal(mosaic_tpu, TPU, of=8192, channels=8192)
+    assert str(told).startswith("channels=8192 need 98,566,144 bytes of VMEM, kernels")
+    assert refusal(mosaic_tpu, TPU, unroll=3) == "unroll must divide chunk=8, got 3"
+
+
+def test_sizes_that_a_backend_has_no_use_for_are_refused():
+    told = "takes of the block sizes only channels and unroll, got warps=4"
+    assert refusal(mosaic_tpu, TPU, warps=4) == told
+    told = "takes of the block sizes only unroll, got warps=4"
+    assert refusal(xla, CPU, warps=4) == told
+    call = LAWS.call(7)
+    with pytest.raises(NotImplementedError, match="triton: .*; xla: takes of the"):
+        selective_scan(**call.arrays, blocks=BlockSizes(warps=4))
