@@ -127,10 +127,10 @@ def keep(found: Iterable[Tuned], file: Path) -> list[Tuned]:
         write_whole(file, text + "\n")
         told.append(one)
         sizes = ", ".join(f"{name} {size}" for name, size in one.sizes.items())
+        shape = ", ".join(f"{name} {value}" for name, value in one.shape.items())
         ours = f"the heuristic's sizes {one.heuristic_ms:,.2f} ms"
         print(
-            f"{one.op}/{one.backend}, B {one.shape['batch']}, T "
-            f"{one.shape['positions']}: "
+            f"{one.op}/{one.backend}, {shape}: "
             + (f"{sizes} {one.ms:,.2f} ms, {ours}" if sizes else f"best are {ours}")
         )
     return told

@@ -1,13 +1,14 @@
 """The op's bench: rows by backend, and block sizes tuned into a file that is read."""
 
 import json
+from functools import partial
 
 import jax
 import pytest
 
 from pallas_kernels.measured_sizes import VARIABLE
+from recurjax.bench import op_by_backend, timing, tuning
 from recurjax.bench import recurrent_prefill as bench
-from recurjax.bench import tuning
 from recurjax.cli.main import main
 from recurjax.run_table import load_experiment
 from tests.training.compilation import unoptimized
@@ -30,19 +31,20 @@ def tune(file, *words) -> int:
 
 def test_every_backend_that_serves_has_both_passes(tiny):
     rows = list(bench.rows(large=False, dtype="float32", repeats=1))
-    passes = [f"recurrent_prefill/xla/{what}" for what in bench.PASSES]
+    passes = [f"recurrent_prefill/xla/{what}" for what in op_by_backend.PASSES]
     assert [row.name for row in rows] == passes
     assert bench.summary(rows) == ""
 
 
 def test_the_fastest_backend_is_named_where_there_are_several():
     rows = [
-        bench.row(
+        timing.row(
             f"recurrent_prefill/{name}/forward_backward", SHAPE, "f", [s], tokens=1
         )
         for name, s in (("triton", 0.002), ("xla", 0.001))
     ]
-    assert bench.summary(rows) == "B 1, T 16, both passes: xla 1.0 ms, triton 2.0 ms"
+    told = "B 1, T 16, D 8, H 2, both passes: xla 1.0 ms, triton 2.0 ms"
+    assert bench.summary(rows) == told
 
 
 def test_tuned_sizes_go_into_a_file_that_programs_read(
@@ -56,7 +58,7 @@ def test_tuned_sizes_go_into_a_file_that_programs_read(
         seen.append(list(calls))
         return {name: [0.5 if name in (4, "best") else 1.0] for name in calls}
 
-    monkeypatch.setattr(bench, "in_turns", time)
+    monkeypatch.setattr(op_by_backend, "in_turns", time)
     assert tune(file) == 0
     assert seen == [[None, 4, 8], [None, 4], ["heuristic", "best"]]
     (entry,) = json.loads(file.read_text())["sizes"]
@@ -65,9 +67,10 @@ def test_tuned_sizes_go_into_a_file_that_programs_read(
     assert f"{VARIABLE}={file}" in capsys.readouterr().out
     monkeypatch.setenv(VARIABLE, str(file))
     call = bench.call_of(bench._layer(SHAPE), 1, 16, "float32")
-    loops = str(jax.make_jaxpr(call.run)(call.x, call.weights))
+    # Traced anew: jax knows a function again.
+    loops = str(jax.make_jaxpr(partial(call.function))(*call.arrays))
     monkeypatch.delenv(VARIABLE)
-    assert loops != str(jax.make_jaxpr(call.run)(call.x, call.weights))
+    assert loops != str(jax.make_jaxpr(partial(call.function))(*call.arrays))
 
 
 def test_what_is_not_faster_in_the_end_is_not_kept():
