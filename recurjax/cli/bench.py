@@ -20,6 +20,9 @@ BENCHES = {
     "transformer": ("transformer",),
     "recurrent_transformer": ("recurrent_transformer",),
     "recurrent_prefill": ("recurrent_prefill",),
+    "chunk_attention": ("chunk_attention",),
+    "gated_scan": ("gated_scan",),
+    "selective_scan": ("selective_scan",),
     "rat": ("rat",),
     "latent_recurrent_transformer": ("latent_recurrent_transformer",),
     "recurformer": ("recurformer",),
@@ -32,7 +35,7 @@ BENCHES = {
     "data": ("data",),
 }
 """What can be timed, and the modules of `recurjax.bench` whose `rows` time it."""
-TUNED = ("recurrent_prefill",)
+TUNED = ("recurrent_prefill", "chunk_attention", "gated_scan", "selective_scan")
 """Those with `tune`: ops whose block sizes can be measured."""
 
 
@@ -42,9 +45,9 @@ class Bench:
 
     Attributes:
       what: a variant, `relaxed_recursive_engine` (an engine of early exits beside
-        whole texts), `recurrent_prefill` (the Recurrent Transformer's op by backend),
-        `trainer` (the loop against the bare step, the data pipeline), or `data` (a
-        mixture of five parts against one corpus).
+        whole texts), an op by backend (`recurrent_prefill`, `chunk_attention`,
+        `gated_scan`, `selective_scan`), `trainer` (the loop against the bare step, the
+        data pipeline), or `data` (a mixture of five parts against one corpus).
       json: also write the rows to this file.
       large: the shapes of one accelerator; otherwise those of two CPU cores.
       dtype: of activations and matrix products.
@@ -53,8 +56,8 @@ class Bench:
       slots: of its engines; None: the bench's own.
       tune: times block sizes of an op instead, and adds the best to this file, which
         programs read that have RECURJAX_TILES=FILE.
-      experiment: tunes the layer of this run, as `recurjax train` names it, in place of
-        the bench's own.
+      experiment: tunes the op's calls of this run, as `recurjax train` names it, in
+        place of the bench's own.
     """
 
     what: Annotated[str, tyro.conf.Positional]
@@ -127,7 +130,7 @@ def _tune(options: Bench, bench: ModuleType) -> int:
         raise UserError("--experiment says what to tune: name a file with --tune too")
     if not hasattr(bench, "tune"):
         ops = ", ".join(TUNED)
-        raise UserError(f"{options.what} has no block sizes to tune: {ops} has")
+        raise UserError(f"{options.what} has no block sizes to tune: {ops} have")
     if options.json is not None:
         raise UserError("--tune writes its own file: leave --json out")
     if not options.tune.absolute().parent.is_dir():

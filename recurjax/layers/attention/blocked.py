@@ -39,7 +39,7 @@ def attend_in_blocks(
     By our own kernels where they say the same; else by plain XLA, in bands.
     """
     plain = window is None and slopes is None and soft_cap is None
-    if plain and (target.current().platform != "cpu" or q.shape[1] >= _TILES_ON_CPU):
+    if plain and runs_as_chunks_of_one(q.shape[1]):
         return attend_as_chunks_of_one(q, k, v, scale=scale, segments=segments)
     by_head = None
     if slopes is not None:
@@ -54,6 +54,11 @@ def attend_in_blocks(
         slopes=by_head,
         soft_cap=soft_cap,
     )
+
+
+def runs_as_chunks_of_one(length: int) -> bool:
+    """Whether `attend_in_blocks` hands plain attention of T tokens to our kernels."""
+    return target.current().platform != "cpu" or length >= _TILES_ON_CPU
 
 
 def attend_as_chunks_of_one(

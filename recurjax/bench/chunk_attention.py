@@ -1,0 +1,190 @@
+"""The op of RAT's attention by backend, and of long plain one; block sizes tuned."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chunk_attention import BlockSizes, ChunkEnds, chunk_attention
+from pallas_kernels.chunk_attention.api import OP
+from pallas_kernels.chunk_attention.block_sizes import shape_class
+from recurjax.bench import op_by_backend
+from recurjax.bench.op_by_backend import (
+    Call,
+    Candidates,
+    Dtype,
+    as_one_device_has_it,
+    drawn,
+    mixers_of,
+    rows_of_step,
+)
+from recurjax.bench.timing import Row
+from recurjax.bench.tuning import Tuned
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.layers.attention import AttentionConfig
+from recurjax.layers.attention.blocked import runs_as_chunks_of_one
+from recurjax.layers.attention.implementation import Call as AttentionCall
+from recurjax.layers.attention.implementation import choose
+from recurjax.layers.position import Alibi
+from recurjax.variants.rat import RatMixerConfig
+
+SMALL = (
+    {"B": 1, "T": 4096, "H": 4, "N": 2, "E": 64, "C": 16},
+    {"B": 1, "T": 4096, "H": 4, "N": 4, "E": 64, "C": 1},
+)
+"""RAT(16) and plain attention for two CPU cores."""
+
+LARGE = (
+    {"B": 64, "T": 4096, "H": 16, "N": 2, "E": 128, "C": 16},
+    {"B": 1, "T": 262144, "H": 16, "N": 2, "E": 128, "C": 16},
+    {"B": 8, "T": 4096, "H": 16, "N": 16, "E": 128, "C": 1},
+)
+"""Those of the 1.3B model for one accelerator, and RAT(16) on one long row."""
+
+_GPU_BLOCKS = (16, 32, 64, 128, 256)
+CANDIDATES: Candidates = {
+    "triton": {
+        "block_q": _GPU_BLOCKS,
+        "block_k": _GPU_BLOCKS,
+        "backward_block_k": _GPU_BLOCKS,
+        "backward_block_q": _GPU_BLOCKS,
+        "warps": (4, 8),
+        "stages": (1, 2, 3, 4),
+        "splits": (1, 2, 4, 8),
+    },
+    "mosaic_tpu": {
+        "block_q": (128, 256, 512, 1024, 2048),
+        "block_k": (128, 256, 512, 1024, 2048),
+    },
+    "xla": {"block_k": (128, 256, 512, 1024), "block_q": (128, 256, 512, 1024)},
+}
+
+summary = op_by_backend.summary
+
+
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+    """Measures both passes of every backend that serves a call here."""
+    yield from op_by_backend.rows(_calls(large, dtype), dtype=dtype, repeats=repeats)
+
+
+def tune(
+    *, large: bool, dtype: Dtype, repeats: int, experiment: Experiment | None = None
+) -> Iterator[Tuned]:
+    """Tries block sizes of the backend that serves each call, and yields the best.
+
+    Args:
+      large, dtype: of the bench's calls.
+      experiment: tunes what a device of this run has instead, in its own dtype.
+
+    Raises:
+      UserError: no layer of the experiment has the op here.
+    """
+    calls = _calls(large, dtype)
+    if experiment is not None:
+        calls = calls_of_run(experiment)
+    yield from op_by_backend.tune(calls, CANDIDATES, repeats=repeats)
+
+
+def calls_of_run(experiment: Experiment) -> list[Call]:
+    """Returns the calls that one device has in a step of the run."""
+    stack: Any = experiment.model.stack
+    found: list[dict[str, int]] = []
+    # Told by what they have: mixers, or windows of one attention.
+    for mixer in mixers_of(experiment):
+        if hasattr(mixer, "position_of"):  # Positions in chunks or in tokens: RAT's.
+            found.append(_of_rat(experiment, mixer))
+        elif hasattr(mixer, "attention"):
+            found += _of_attention(experiment, mixer.attention, mixer.window)
+    windows = stack.windows if hasattr(stack, "attention") else ()
+    for window in dict.fromkeys(windows):
+        found += _of_attention(experiment, stack.attention, window)
+    if not found:
+        raise UserError(
+            f"{experiment.name} trains a {type(stack).__name__}, of which no layer has "
+            "the op chunk_attention here: RAT has, and a Transformer where neither "
+            "windows nor biases nor another kernel serve its attention"
+        )
+    calls = []
+    for sizes in found:
+        shapes = _shapes(sizes, experiment.model.dtype, experiment.has_segments)
+        shapes = as_one_device_has_it(OP, shapes, experiment)
+        calls.append(call_of(shapes, chunk=sizes["C"]))
+    return calls
+
+
+def call_of(shapes: tuple[Any, ...], *, chunk: int) -> Call:
+    """Makes a call of random arrays, as the op's backends take them."""
+    arrays = drawn(shapes)
+    q, own_logits, _, ends, first, documents = arrays
+    B, T, N, E = q.shape
+
+    def run(q, own_logits, own_values, ends, first, documents, **options):
+        options = {"chunk": chunk, "scale": E**-0.5, **options}
+        known = {"first": first, "documents": documents}
+        return chunk_attention(q, own_logits, own_values, ends, **known, **options)
+
+    return Call(
+        op=OP,
+        function=run,
+        arrays=arrays,
+        shape={"B": B, "T": T, "H": own_logits.shape[2], "N": N, "E": E, "C": chunk},
+        shape_class=shape_class(q, own_logits, ends, first, documents, chunk=chunk),
+        sized=lambda sizes: {"blocks": BlockSizes(**sizes)},
+    )
+
+
+def _calls(large: bool, dtype: Dtype) -> Iterator[Call]:
+    for sizes in LARGE if large else SMALL:
+        yield call_of(_shapes(sizes, dtype, packed=False), chunk=sizes["C"])
+
+
+def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> tuple[Any, ...]:
+    B, T, H, N, E, C = (sizes[letter] for letter in "BTHNEC")
+    # As RAT's training: every chunk's end, none where there is one chunk only.
+    S = -(-T // C)
+    S = S if S > 1 else 0
+    shape = jax.ShapeDtypeStruct
+    wide = jnp.promote_types(dtype, jnp.float32)
+    ends = shape((B, H, S, E), dtype)
+    known = shape((B, S), jnp.int32) if packed else None
+    return (
+        shape((B, T, N, E), dtype),
+        shape((B, T, H), wide),
+        shape((B, T, H, E), dtype),
+        ChunkEnds(ends, ends, known),  # pyright: ignore[reportArgumentType]
+        None,
+        shape((B, T), jnp.int32) if packed else None,
+    )
+
+
+def _of_rat(experiment: Experiment, mixer: RatMixerConfig) -> dict[str, int]:
+    length = experiment.training.length
+    C = min(mixer.chunk, length)
+    sizes = {"H": mixer.heads, "N": mixer.groups, "E": mixer.head_width, "C": C}
+    # Whole chunks: the mixer adds what is missing.
+    return {"B": rows_of_step(experiment), "T": length + -length % C, **sizes}
+
+
+def _of_attention(
+    experiment: Experiment, attention: AttentionConfig, window: int | None
+) -> list[dict[str, int]]:
+    """Returns the call of a layer that attends to all tokens, if it has the op."""
+    B, T = rows_of_step(experiment), experiment.training.length
+    H, E = attention.heads, attention.head_width
+    call = AttentionCall(
+        shape=(B, T, H, E),
+        key_heads=attention.key_heads,
+        dtype=jnp.dtype(experiment.model.dtype),
+        causal=True,
+        window=window,
+        dense=False,
+        segments=experiment.has_segments,
+        alibi=isinstance(attention.position, Alibi),
+        soft_cap=attention.soft_cap,
+    )
+    serves = choose(call, attention.implementation) == "blocks"
+    if not (serves and call.plain and runs_as_chunks_of_one(T)):
+        return []
+    return [{"B": B, "T": T, "H": H, "N": H, "E": E, "C": 1}]

@@ -1,0 +1,159 @@
+"""The scan of RAT and its RNN by backend, and its block sizes tuned."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_scan import (
+    BlockSizes,
+    GateLogits,
+    gated_scan,
+    queried_scan,
+)
+from pallas_kernels.gated_scan.api import OP
+from pallas_kernels.gated_scan.block_sizes import shape_class
+from recurjax.bench import op_by_backend
+from recurjax.bench.op_by_backend import (
+    Call,
+    Candidates,
+    Dtype,
+    as_one_device_has_it,
+    drawn,
+    mixers_of,
+    rows_of_step,
+)
+from recurjax.bench.timing import Row
+from recurjax.bench.tuning import Tuned
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+
+SMALL = (
+    {"B": 1, "T": 4096, "D": 256, "W": 128, "E": 64, "C": 16},
+    {"B": 1, "T": 4096, "D": 256},
+)
+"""RAT(16), whose queries of width E read W channels of keys, and the RNN, for two CPU
+cores."""
+
+LARGE = (
+    {"B": 64, "T": 4096, "D": 2048, "W": 256, "E": 128, "C": 16},
+    {"B": 64, "T": 4096, "D": 2048},
+    {"B": 1, "T": 262144, "D": 2048},
+)
+"""Those of the 1.3B model for one accelerator, and the RNN on one long row."""
+
+CANDIDATES: Candidates = {
+    "triton": {
+        "stretch": (16, 32, 64, 128, 256, 512, 1024, 4096),
+        "channels": (16, 32, 64, 128),
+        "unroll": (1, 2, 4, 8, 16),
+        "warps": (1, 2, 4),
+    },
+    "mosaic_tpu": {"stretch": (4, 8, 16, 32, 64, 128)},
+    "xla": {"stretch": (32, 64, 128, 256, 512)},
+}
+
+summary = op_by_backend.summary
+
+
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+    """Measures both passes of every backend that serves a call here."""
+    yield from op_by_backend.rows(_calls(large, dtype), dtype=dtype, repeats=repeats)
+
+
+def tune(
+    *, large: bool, dtype: Dtype, repeats: int, experiment: Experiment | None = None
+) -> Iterator[Tuned]:
+    """Tries block sizes of the backend that serves each call, and yields the best.
+
+    Args:
+      large, dtype: of the bench's calls.
+      experiment: tunes what a device of this run has instead, in its own dtype.
+
+    Raises:
+      UserError: no layer of the experiment has the op.
+    """
+    calls = _calls(large, dtype)
+    if experiment is not None:
+        calls = calls_of_run(experiment)
+    yield from op_by_backend.tune(calls, CANDIDATES, repeats=repeats)
+
+
+def calls_of_run(experiment: Experiment) -> list[Call]:
+    """Returns the calls that one device has in a step of the run."""
+    stack = experiment.model.stack
+    B, length = rows_of_step(experiment), experiment.training.length
+    found: list[dict[str, int]] = []
+    # Told by what they have: a gate, with or without chunks.
+    for mixer in mixers_of(experiment):
+        gated = hasattr(mixer, "gate_horizon")
+        if gated and not hasattr(mixer, "chunk"):
+            found.append({"B": B, "T": length, "D": mixer.heads * mixer.head_width})
+        elif hasattr(mixer, "position_of"):  # Not the reversed design's.
+            E, C = mixer.head_width, min(mixer.chunk, length)
+            # Whole chunks: the mixer adds what is missing.
+            sizes = {"B": B, "T": length + -length % C, "D": mixer.heads * E}
+            found.append(sizes | {"W": mixer.groups * E, "E": E, "C": C})
+    if not found:
+        raise UserError(
+            f"{experiment.name} trains a {type(stack).__name__} without a layer of RAT "
+            "or its RNN: only these have sizes of the op gated_scan to tune"
+        )
+    calls = []
+    for sizes in found:
+        shapes = _shapes(sizes, experiment.model.dtype, experiment.has_segments)
+        shapes = as_one_device_has_it(OP, shapes, experiment)
+        calls.append(call_of(shapes, chunk=sizes.get("C")))
+    return calls
+
+
+def call_of(shapes: tuple[Any, ...], *, chunk: int | None) -> Call:
+    """Makes a call of random arrays, as the op's backends take them."""
+    arrays = drawn(shapes)
+    gate, values, _, starts, lengths, queries = arrays
+    B, T, D = gate.shape
+    shape = {"B": B, "T": T, "D": D}
+    if queries is not None and chunk is not None:
+        shape |= {"W": values[-1].shape[2], "E": queries.shape[3], "C": chunk}
+
+    # In training every row starts from zero: the op makes that state itself.
+    def run(gate, values, initial, starts, lengths, queries, **options):
+        del initial, lengths
+        options = {"starts": starts, **options}
+        if queries is None or chunk is None:
+            return gated_scan(gate, values, **options).states
+        v, k = values
+        scanned = queried_scan(gate, v, k, queries, chunk=chunk, **options)
+        return scanned.values, scanned.ends, scanned.logits
+
+    known = (gate, values, starts, lengths, queries)
+    return Call(
+        op=OP,
+        function=run,
+        arrays=arrays,
+        shape=shape,
+        shape_class=shape_class(*known, chunk=chunk),
+        sized=lambda sizes: {"blocks": BlockSizes(**sizes)},
+    )
+
+
+def _calls(large: bool, dtype: Dtype) -> Iterator[Call]:
+    for sizes in LARGE if large else SMALL:
+        yield call_of(_shapes(sizes, dtype, packed=False), chunk=sizes.get("C"))
+
+
+def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> tuple[Any, ...]:
+    B, T, D = (sizes[letter] for letter in "BTD")
+    shape = jax.ShapeDtypeStruct
+    wide = jnp.promote_types(dtype, jnp.float32)
+    bias = shape((D,), jnp.float32)
+    gate = GateLogits(shape((B, T, D), dtype), bias)  # pyright: ignore[reportArgumentType]
+    values, queries = (shape((B, T, D), dtype),), None
+    if "C" in sizes:
+        W, E = sizes["W"], sizes["E"]
+        values = (*values, shape((B, T, W), dtype))
+        queries = shape((B, T, W // E, E), dtype)
+    initial = (shape((B, D), wide),) * len(values)
+    starts = shape((B, T), jnp.bool_) if packed else None
+    return gate, values, initial, starts, None, queries

@@ -1,0 +1,134 @@
+"""Mamba's scan by backend, and its block sizes tuned."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.selective_scan import BlockSizes, selective_scan
+from pallas_kernels.selective_scan.api import CHUNK, OP
+from pallas_kernels.selective_scan.block_sizes import shape_class
+from recurjax.bench import op_by_backend
+from recurjax.bench.op_by_backend import (
+    Call,
+    Candidates,
+    Dtype,
+    as_one_device_has_it,
+    drawn,
+    rows_of_step,
+)
+from recurjax.bench.timing import Row
+from recurjax.bench.tuning import Tuned
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+
+SMALL = ({"B": 1, "T": 2048, "I": 512, "N": 16},)
+"""A small mixer for two CPU cores."""
+
+LARGE = ({"B": 8, "T": 4096, "I": 2048, "N": 16},)
+"""A large one for one accelerator."""
+
+CANDIDATES: Candidates = {
+    "triton": {
+        "channels": (16, 32, 64, 128),
+        "unroll": (1, 2, 4, 8, 16),
+        "warps": (1, 2, 4),
+        "backward_channels": (16, 32, 64, 128, 256),
+        "backward_unroll": (1, 2, 4, 8),
+        "backward_warps": (1, 2, 4, 8, 16),
+    },
+    "mosaic_tpu": {
+        "channels": (128, 256, 384, 512, 1024, 2048),
+        "unroll": (1, 2, 4, 8, 16),
+    },
+    "xla": {"unroll": (1, 2, 4, 8, 16)},
+}
+
+summary = op_by_backend.summary
+
+
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+    """Measures both passes of every backend that serves a call here."""
+    yield from op_by_backend.rows(_calls(large, dtype), dtype=dtype, repeats=repeats)
+
+
+def tune(
+    *, large: bool, dtype: Dtype, repeats: int, experiment: Experiment | None = None
+) -> Iterator[Tuned]:
+    """Tries block sizes of the backend that serves each call, and yields the best.
+
+    Args:
+      large, dtype: of the bench's calls.
+      experiment: tunes what a device of this run has instead, in its own dtype.
+
+    Raises:
+      UserError: no layer of the experiment has the op.
+    """
+    calls = _calls(large, dtype)
+    if experiment is not None:
+        calls = calls_of_run(experiment)
+    yield from op_by_backend.tune(calls, CANDIDATES, repeats=repeats)
+
+
+def calls_of_run(experiment: Experiment) -> list[Call]:
+    """Returns the calls that one device has in a step of the run.
+
+    Layers with as many replaced heads have the same.
+    """
+    stack: Any = experiment.model.stack
+    # Heads that Mamba replaces are what the stacks of this op have, and no others.
+    if not any(getattr(stack, "replaced", ())):
+        raise UserError(
+            f"{experiment.name} trains a {type(stack).__name__} without Mamba: only a "
+            "RecurFormer with replaced heads has the op selective_scan"
+        )
+    each = {"B": rows_of_step(experiment), "T": experiment.training.length}
+    each |= {"N": stack.mamba.state}
+    widths = (stack.heads(layer).mamba_width for layer in range(stack.layers))
+    calls = []
+    for width in dict.fromkeys(width for width in widths if width):
+        sizes = each | {"I": stack.mamba.expand * width}
+        shapes = _shapes(sizes, experiment.model.dtype, experiment.has_segments)
+        calls.append(call_of(as_one_device_has_it(OP, shapes, experiment)))
+    return calls
+
+
+def call_of(shapes: tuple[Any, ...]) -> Call:
+    """Makes a call of random arrays, as the op's backends take them."""
+    u, dt, a, *rest = drawn(shapes)
+    # Decays that stay inside (0, 1): long rows neither vanish nor overflow.
+    a = -jnp.exp(a)
+    (B, T, I), N = u.shape, a.shape[1]
+
+    def run(u, dt, a, b, c, skip, z, dt_bias, initial, starts, **options):
+        options = {"initial": initial, "starts": starts, **options}
+        mixer = {"skip": skip, "z": z, "dt_bias": dt_bias}
+        return selective_scan(u, dt, a, b, c, **mixer, **options).y
+
+    return Call(
+        op=OP,
+        function=run,
+        arrays=(u, dt, a, *rest),
+        shape={"B": B, "T": T, "I": I, "N": N},
+        shape_class=shape_class(u, a, rest[-1], chunk=CHUNK),
+        sized=lambda sizes: {"blocks": BlockSizes(**sizes)},
+    )
+
+
+def _calls(large: bool, dtype: Dtype) -> Iterator[Call]:
+    for sizes in LARGE if large else SMALL:
+        yield call_of(_shapes(sizes, dtype, packed=False))
+
+
+def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> tuple[Any, ...]:
+    B, T, I, N = (sizes[letter] for letter in "BTIN")
+    shape = jax.ShapeDtypeStruct
+    wide = jnp.promote_types(dtype, jnp.float32)
+    by_channel, by_state = shape((B, T, I), dtype), shape((B, T, N), dtype)
+    row = shape((I,), wide)
+    return (
+        *(by_channel, by_channel, shape((I, N), wide), by_state, by_state),
+        *(row, by_channel, row, shape((B, I, N), wide)),
+        shape((B, T), jnp.bool_) if packed else None,
+    )
