@@ -117,7 +117,7 @@ def run(
 
 
 def as_it_lies(
-    array: jax.Array, *, rows: int | None, columns: tuple[int, ...] = ()
+    array: jax.Array, *, rows: int, columns: tuple[int, ...] = ()
 ) -> jax.Array:
     """Keeps XLA from turning an array to another layout that one reader prefers.
 
@@ -126,7 +126,7 @@ def as_it_lies(
 
     Args:
       array: on a mesh cut by its rows and, where there is `tensor`, by a column axis.
-      rows: which axis has the B rows; None: none, as a weight.
+      rows: which axis has the B rows.
       columns: axes that `tensor` may cut; the first that it divides is taken.
 
     Returns:
@@ -139,15 +139,13 @@ def as_it_lies(
     def cut_by(shards: int) -> int | None:
         return next((c for c in columns if array.shape[c] % shards == 0), None)
 
-    B = 1 if rows is None else array.shape[rows]
-    cut = find_cut(B, lambda shards: cut_by(shards) is not None)
+    cut = find_cut(array.shape[rows], lambda shards: cut_by(shards) is not None)
     if cut is None:
         return constrain(array)
     if not cut.cuts or COLUMN_AXIS in cut.left:
         return array
     spec: list[Any] = [None] * array.ndim
-    if rows is not None:
-        spec[rows] = cut.by_row
+    spec[rows] = cut.by_row
     if cut.columns is not None:
         column = cut_by(cut.mesh.shape[cut.columns])
         assert column is not None

@@ -4,8 +4,8 @@ One token each of a few rows meets every weight once, so that a copy of a weight
 more than its product. XLA for GPUs makes such copies to save launches: it joins the
 weights of products that read the same array, and it cuts a product along what it sums
 over, for which some weights are first taken out of their stack of layers. For TPUs it
-turns the whole stack of a weight with heads in every call, and widens the weights of a
-product with one row. The functions here write the products so that it has no reason to.
+widens the weights of a product with one row. The functions here write the products so
+that it has no reason to.
 """
 
 from collections.abc import Callable
@@ -15,27 +15,18 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels import target
-from pallas_kernels.mesh_cut import as_it_lies, row_axes
+from pallas_kernels.mesh_cut import row_axes
 
 Array = jax.Array
-LEAST_ROWS = 8
-"""Rows from which XLA reads the weights where they lie, as compiled for an H100."""
+_ROWS = 8
+_LEAST_ROWS = {"gpu": 8, "tpu": 2}
+"""Rows from which XLA reads the weights where they lie, as compiled for an H100 and for
+a v5e; fewer are multiplied as eight. A CPU multiplies them as they are."""
 
 
 def pay_off() -> bool:
     """Returns whether XLA would join or copy weights of a few rows: on a GPU."""
     return target.current().platform == "gpu"
-
-
-def as_stored(weight: Array, *, heads: int) -> Array:
-    """Keeps XLA for TPUs from turning a weight, with all its layers, to multiply by it.
-
-    Args:
-      heads: the axis of the heads, which `tensor` may cut.
-    """
-    if target.current().platform != "tpu":
-        return weight
-    return as_it_lies(weight, rows=None, columns=(heads,))
 
 
 def with_more_rows(
@@ -44,20 +35,21 @@ def with_more_rows(
     """Computes product(x), of fewer than eight rows as part of a product of eight.
 
     Of a single row it is a sum to XLA, for which it turns and copies the weights; of
-    two to seven it copies some out of their stack (GPU). Eight rows read no more
-    weights than one, and those are what takes the time.
+    two to seven it copies some out of their stack, for GPUs. Eight rows read no more
+    weights than one, and those are what takes the time of an accelerator.
 
     Args:
       product: maps each row by itself.
     """
     B = x.shape[0]
     # Rows that lie on several devices would be sent about.
-    if B >= LEAST_ROWS or row_axes(B):
+    least = _LEAST_ROWS.get(target.current().platform, 0)
+    if least <= B or row_axes(B):
         return product(x)
     if B == 1:
-        more = jnp.broadcast_to(x, (LEAST_ROWS, *x.shape[1:]))
+        more = jnp.broadcast_to(x, (_ROWS, *x.shape[1:]))
     else:
-        more = jnp.pad(x, [(0, LEAST_ROWS - B)] + [(0, 0)] * (x.ndim - 1))
+        more = jnp.pad(x, [(0, _ROWS - B)] + [(0, 0)] * (x.ndim - 1))
     return product(more)[:B]
 
 

@@ -67,7 +67,9 @@ def layout_of(name: str, axes: int) -> Layout | None:
     """
     rule = rule_of(name)
     by_head = rule.role == "matrix" and rule.inputs == 1 and len(rule.outputs) == 2
-    if not by_head or target.current().platform != "tpu":
+    # RAT's keys, values and gates meet channel by channel: their projections XLA would
+    # turn back.
+    if not by_head or ".mixer." in name or target.current().platform != "tpu":
         return None
     *layers, inputs, heads, channels = range(axes)
     return Layout((*layers, heads, channels, inputs))

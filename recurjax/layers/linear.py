@@ -102,7 +102,7 @@ def _product(x: Array, weight: Array) -> Array:
     # As one product of two matrices: with two axes in front, XLA on CPU writes a
     # transposed copy of y's gradient for the weight's (10 % of a training step).
     rows = as_matrix(x)
-    if decodes_on_gpu(x):
+    if x.ndim > 2 and x.shape[1] == 1:
         y = uncopied_weights.with_more_rows(lambda rows: rows @ weight, rows)
     else:
         y = rows @ weight

@@ -26,11 +26,11 @@ class Active(NamedTuple):
     """Which layers of a wavefront have a tile at a step; the others are skipped.
 
     Attributes:
-      layers: bool [L]. What is computed of the others has no meaning.
+      layers: 1 or 0, int32 [L]. What is computed of the others has no meaning.
       share: of the layers that are active, on average over all steps.
     """
 
-    layers: Bool[Array, " L"]
+    layers: Int[Array, " L"]
     share: float
 
     @classmethod
@@ -46,7 +46,8 @@ class Active(NamedTuple):
         L = index.shape[0]
         if L == 1:
             return None
-        return cls((index >= 0) & (index < tiles), tiles / (tiles + L - 1))
+        active = (index >= 0) & (index < tiles)
+        return cls(active.astype(jnp.int32), tiles / (tiles + L - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

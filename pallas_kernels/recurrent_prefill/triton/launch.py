@@ -154,7 +154,7 @@ def launch_kernel(
     if active is not None:
         skip = _overwrite_idle if launch.interpret else _skip_idle
         body = partial(skip, body, given)
-        arguments = (*arguments, active.layers.astype(jnp.int32))
+        arguments = (*arguments, active.layers)
         in_specs.append(pl.BlockSpec((1,), lambda layer, *_: (layer,)))
         moved *= active.share
     call = pl.pallas_call(

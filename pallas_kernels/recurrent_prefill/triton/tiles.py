@@ -74,8 +74,9 @@ def choose_tiles(
     sub_tile = given.get("sub_tile", min(tile, _LEAST))
     # A matrix unit takes at least 16 rows.
     rows = given.get("rows", min(max(next_power(batch), _LEAST), 128))
-    # Beside 64 rows in float32 products of 128 columns spill on 8.0.
-    columns = given.get("columns", 64 if rows == 64 and itemsize == 4 else 128)
+    # Beside 64 rows in float32 the forward products of 128 columns spill on 8.0.
+    spills = direction == "forward" and rows == 64 and itemsize == 4
+    columns = given.get("columns", 64 if spills else 128)
     # Products of float32 keep what they read in registers: beside 64 rows they spill at
     # a depth of 64, beside 128 at 32.
     depth = 64 if itemsize < 4 else max(_LEAST, min(32, 2048 // rows))

@@ -217,11 +217,9 @@ def _output(x, attended, w: LayerWeights, spec: LayerSpec):
 def _product(x, weight, bias, spec: LayerSpec):
     """Multiplies [L, B, N] by a weight whose heads, if it has any, are columns."""
     L, _, N = x.shape
-    if weight.ndim == 4:
-        weight = uncopied_weights.as_stored(weight, heads=2)
     flat = weight.reshape(L, N, -1).astype(spec.dtype)
     bias = None if bias is None else bias.reshape(L, -1)
-    if L > 1 or target.current().platform == "cpu":
+    if L > 1:
         return linear(x, flat, bias)
     multiply = lambda rows: linear(rows[None], flat, bias)[0]  # noqa: E731
     return uncopied_weights.with_more_rows(multiply, x[0].astype(spec.dtype))[None]
@@ -238,8 +236,7 @@ def _merge(attended: Float[Array, "B K Q E"], w: LayerWeights, spec: LayerSpec):
     """Computes w_out's product: head by head, or of all heads side by side."""
     B = attended.shape[0]
     if not uncopied_weights.pay_off():
-        flat = uncopied_weights.as_stored(w.w_out, heads=1)
-        flat = flat.reshape(1, -1, w.w_out.shape[-1])
+        flat = w.w_out.reshape(1, -1, w.w_out.shape[-1])
         return _product(attended.reshape(1, B, -1), flat, w.b_out, spec)
     by_head = attended.reshape(B, -1, spec.head_width)
     merged = uncopied_weights.merge_by_head(by_head, w.w_out[0].astype(spec.dtype))
