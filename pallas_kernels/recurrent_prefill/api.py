@@ -81,8 +81,9 @@ def recurrent_prefill(
       schedule: "naive": position by position over the whole prefix; "prefix": each
         tile first meets all earlier ones; "wavefront": the same for all L layers at
         once, each one tile behind the one below. A name means one order of work on
-        every backend; all give the same result up to rounding. None: chosen by
-        measurement.
+        every backend; all give the same result up to rounding. None: a wavefront where
+        launches would take most of a training call on a GPU
+        (`triton/order_of_work.py`), else prefix.
       tile: positions handled between two tile updates, a multiple of spec.block. None:
         chosen by measurement.
       blocks: how kernels cut the call beside that; what is None they choose. Where tile

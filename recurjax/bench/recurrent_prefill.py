@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import target
 from pallas_kernels.recurrent_prefill import (
     BlockSizes,
     LayerWeights,
@@ -16,6 +17,7 @@ from pallas_kernels.recurrent_prefill import (
 )
 from pallas_kernels.recurrent_prefill.api import OP
 from pallas_kernels.recurrent_prefill.block_sizes import shape_class
+from pallas_kernels.recurrent_prefill.triton.order_of_work import choose_schedule
 from recurjax.bench import op_by_backend
 from recurjax.bench.op_by_backend import Call, Candidates, Dtype, rows_of_step
 from recurjax.bench.recurrent_transformer import LARGE, SMALL, layers
@@ -138,7 +140,24 @@ def _call_of_run(experiment: Experiment) -> Call:
     rows, parts = rows_of_step(experiment), mesh["data"] * mesh["fsdp"]
     # A batch that the devices do not divide is computed whole on each.
     rows = rows if rows % parts else rows // parts
-    return call_of(stack, rows, experiment.training.length, experiment.model.dtype)
+    sizes = (rows, experiment.training.length, experiment.model.dtype)
+    return call_of(_ordered(stack, *sizes), *sizes)
+
+
+def _ordered(
+    stack: RecurrentTransformerConfig, B: int, T: int, dtype: str
+) -> RecurrentTransformerConfig:
+    """Gives the stack the order of work that its training has on this device."""
+    if target.current().platform != "gpu":
+        return stack
+
+    def arrays():
+        made: Any = make_stack(stack, rngs=nnx.Rngs(0))
+        cache = made.init_cache(B, 0, dtype)
+        return jnp.zeros((B, T, stack.width)), weights_of(made.blocks), cache
+
+    schedule = choose_schedule(stack.schedule, *jax.eval_shape(arrays))
+    return replace(stack, schedule=schedule)  # pyright: ignore[reportArgumentType]
 
 
 def _whole_blocks(

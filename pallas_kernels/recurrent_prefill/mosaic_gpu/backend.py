@@ -166,7 +166,7 @@ def backward(
     return triton.backward(
         *(x, weights, cache, rows, residuals, dz, dcache),
         spec=spec,
-        schedule=schedule,
+        schedule="prefix",
         tile=tile,
         blocks=blocks,
         interpret=bool(interpret),

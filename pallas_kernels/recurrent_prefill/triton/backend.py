@@ -32,6 +32,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     Launch,
     refusal_of_width,
 )
+from pallas_kernels.recurrent_prefill.triton.order_of_work import choose_schedule
 from pallas_kernels.recurrent_prefill.triton.products import Folded
 from pallas_kernels.recurrent_prefill.triton.tiles import (
     Pass,
@@ -82,6 +83,7 @@ def expressible(
     reason = next(filter(None, reasons), None)
     if reason is not None:
         return reason
+    schedule = choose_schedule(schedule, x, weights, cache)
     options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
     tile, blocks = choose("triton", x, weights, cache, **options)
     reason = refusal_of_tile(tile)
@@ -120,6 +122,7 @@ def forward(
       interpret: runs the kernels as plain JAX, on any device.
     """
     B, T, _ = x.shape
+    schedule = choose_schedule(schedule, x, weights, cache)
     options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
     launch = _launch(x, weights, cache, interpret, "forward", **options)
     tiles = launch.tiles
@@ -199,6 +202,7 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Array, LayerWeights, RecurrentCache]:
     """Returns the gradients of x, weights and cache."""
+    schedule = choose_schedule(schedule, x, weights, cache)
     options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
     launch = _launch(x, weights, cache, interpret, "backward", **options)
     inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)

@@ -189,7 +189,7 @@ def _overwrite_idle(body: Callable, given: int, *refs: Any) -> None:
     body(*refs[:given], *outputs)
     for ref in outputs:
         if jnp.issubdtype(ref.dtype, jnp.floating):
-            ref[...] = jnp.where(refs[given][0] > 0, ref[...], jnp.nan)
+            ref[:] = jnp.where(refs[given][0] > 0, ref[:], jnp.nan)
 
 
 def one_slot(array: Num[Array, "L slots B _"]) -> float:

@@ -38,7 +38,7 @@ class RecurrentTransformerConfig:
         positions a Transformer's.
       schedule: order of the computation, the same function up to rounding: "naive",
         "prefix", "wavefront" (see `recurrent_prefill`), or None for the one that
-        measured fastest.
+        should be fastest.
       tile: positions between two readings of the prefix, a multiple of `block`; None:
         the size that measured fastest.
     """
