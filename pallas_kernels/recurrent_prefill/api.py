@@ -19,7 +19,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
     source_width,
 )
 from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
-from pallas_kernels.recurrent_prefill.mesh_layout import check_stages, staged
+from pallas_kernels.recurrent_prefill.mesh_layout import check_stages, stages_on_mesh
 from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
@@ -105,7 +105,7 @@ def recurrent_prefill(
     # Before any backend sees it, so that a mistake reads the same whatever would run.
     check_call(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
     check_stages(weights, schedule)
-    if staged() or not one_position.serves(x, cache, spec):
+    if stages_on_mesh() > 1 or not one_position.serves(x, cache, spec):
         cache = _with_all_pairs(x, weights, cache, rows, spec)
     z, written = dispatch.run(
         OP,

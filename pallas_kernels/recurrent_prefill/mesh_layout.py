@@ -80,14 +80,14 @@ def stages_of(cut: Cut) -> dict[str, Any]:
     return {"stages": Stages(cut.mesh.shape[cut.columns], cut.columns)}
 
 
-def staged() -> bool:
-    """Returns whether the mesh that is set cuts the layers."""
-    return free_axes().get(LAYER_AXIS, 1) > 1
+def stages_on_mesh() -> int:
+    """Returns on how many devices the mesh that is set cuts the layers."""
+    return free_axes().get(LAYER_AXIS, 1)
 
 
 def check_stages(weights: LayerWeights, schedule: str | None) -> None:
     """Raises ValueError: several stages, and no wavefront or layers that don't fit."""
-    stages, layers = free_axes().get(LAYER_AXIS, 1), weights.w_q.shape[0]
+    stages, layers = stages_on_mesh(), weights.w_q.shape[0]
     if stages == 1:
         return
     if schedule != "wavefront":

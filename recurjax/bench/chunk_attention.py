@@ -9,18 +9,17 @@ import jax.numpy as jnp
 from pallas_kernels.chunk_attention import BlockSizes, ChunkEnds, chunk_attention
 from pallas_kernels.chunk_attention.api import OP
 from pallas_kernels.chunk_attention.block_sizes import shape_class
-from recurjax.bench import op_by_backend
 from recurjax.bench.op_by_backend import (
     Call,
     Candidates,
     Dtype,
+    OpBench,
     as_one_device_has_it,
     drawn,
     mixers_of,
     rows_of_step,
+    summary,
 )
-from recurjax.bench.timing import Row
-from recurjax.bench.tuning import Tuned
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.layers.attention import AttentionConfig
@@ -60,31 +59,6 @@ CANDIDATES: Candidates = {
     },
     "xla": {"block_k": (128, 256, 512, 1024), "block_q": (128, 256, 512, 1024)},
 }
-
-summary = op_by_backend.summary
-
-
-def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
-    """Measures both passes of every backend that serves a call here."""
-    yield from op_by_backend.rows(_calls(large, dtype), dtype=dtype, repeats=repeats)
-
-
-def tune(
-    *, large: bool, dtype: Dtype, repeats: int, experiment: Experiment | None = None
-) -> Iterator[Tuned]:
-    """Tries block sizes of the backend that serves each call, and yields the best.
-
-    Args:
-      large, dtype: of the bench's calls.
-      experiment: tunes what a device of this run has instead, in its own dtype.
-
-    Raises:
-      UserError: no layer of the experiment has the op here.
-    """
-    calls = _calls(large, dtype)
-    if experiment is not None:
-        calls = calls_of_run(experiment)
-    yield from op_by_backend.tune(calls, CANDIDATES, repeats=repeats)
 
 
 def calls_of_run(experiment: Experiment) -> list[Call]:
@@ -188,3 +162,8 @@ def _of_attention(
     if not (serves and call.plain and runs_as_chunks_of_one(T)):
         return []
     return [{"B": B, "T": T, "H": H, "N": H, "E": E, "C": 1}]
+
+
+__all__ = ["rows", "summary", "tune"]
+_BENCH = OpBench(calls=_calls, calls_of_run=calls_of_run, candidates=CANDIDATES)
+rows, tune = _BENCH.rows, _BENCH.tune

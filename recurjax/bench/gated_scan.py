@@ -14,18 +14,17 @@ from pallas_kernels.gated_scan import (
 )
 from pallas_kernels.gated_scan.api import OP
 from pallas_kernels.gated_scan.block_sizes import shape_class
-from recurjax.bench import op_by_backend
 from recurjax.bench.op_by_backend import (
     Call,
     Candidates,
     Dtype,
+    OpBench,
     as_one_device_has_it,
     drawn,
     mixers_of,
     rows_of_step,
+    summary,
 )
-from recurjax.bench.timing import Row
-from recurjax.bench.tuning import Tuned
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 
@@ -53,31 +52,6 @@ CANDIDATES: Candidates = {
     "mosaic_tpu": {"stretch": (4, 8, 16, 32, 64, 128)},
     "xla": {"stretch": (32, 64, 128, 256, 512)},
 }
-
-summary = op_by_backend.summary
-
-
-def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
-    """Measures both passes of every backend that serves a call here."""
-    yield from op_by_backend.rows(_calls(large, dtype), dtype=dtype, repeats=repeats)
-
-
-def tune(
-    *, large: bool, dtype: Dtype, repeats: int, experiment: Experiment | None = None
-) -> Iterator[Tuned]:
-    """Tries block sizes of the backend that serves each call, and yields the best.
-
-    Args:
-      large, dtype: of the bench's calls.
-      experiment: tunes what a device of this run has instead, in its own dtype.
-
-    Raises:
-      UserError: no layer of the experiment has the op.
-    """
-    calls = _calls(large, dtype)
-    if experiment is not None:
-        calls = calls_of_run(experiment)
-    yield from op_by_backend.tune(calls, CANDIDATES, repeats=repeats)
 
 
 def calls_of_run(experiment: Experiment) -> list[Call]:
@@ -157,3 +131,8 @@ def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> tuple[Any, ..
     initial = (shape((B, D), wide),) * len(values)
     starts = shape((B, T), jnp.bool_) if packed else None
     return gate, values, initial, starts, None, queries
+
+
+__all__ = ["rows", "summary", "tune"]
+_BENCH = OpBench(calls=_calls, calls_of_run=calls_of_run, candidates=CANDIDATES)
+rows, tune = _BENCH.rows, _BENCH.tune

@@ -88,6 +88,48 @@ class Call:
         return serving
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpBench:
+    """What the room of an op offers: `rows` and `tune` of its calls.
+
+    Attributes:
+      calls: (large, dtype) -> the bench's own.
+      calls_of_run: those that one device has in a step of a run; raises UserError where
+        no layer of it has the op.
+      candidates: what is tried of each size.
+    """
+
+    calls: Callable[[bool, Dtype], Iterable[Call]]
+    calls_of_run: Callable[[Experiment], Iterable[Call]]
+    candidates: Candidates
+
+    def rows(self, *, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+        """Measures both passes of every backend that serves a call here."""
+        yield from rows(self.calls(large, dtype), dtype=dtype, repeats=repeats)
+
+    def tune(
+        self,
+        *,
+        large: bool,
+        dtype: Dtype,
+        repeats: int,
+        experiment: Experiment | None = None,
+    ) -> Iterator[Tuned]:
+        """Tries block sizes of the backend that serves each call, and yields the best.
+
+        Args:
+          large, dtype: of the bench's calls.
+          experiment: tunes what a device of this run has instead, in its own dtype.
+
+        Raises:
+          UserError: no layer of the experiment has the op here.
+        """
+        calls = self.calls(large, dtype)
+        if experiment is not None:
+            calls = self.calls_of_run(experiment)
+        yield from tune(calls, self.candidates, repeats=repeats)
+
+
 def rows(calls: Iterable[Call], *, dtype: Dtype, repeats: int) -> Iterator[Row]:
     """Measures both passes of every backend that serves a call here."""
     for call in calls:

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 from pallas_kernels.selective_scan import BlockSizes, selective_scan
 from pallas_kernels.selective_scan.api import CHUNK, OP
 from pallas_kernels.selective_scan.block_sizes import shape_class
-from recurjax.bench import op_by_backend
 from recurjax.bench.op_by_backend import (
     Call,
     Candidates,
     Dtype,
+    OpBench,
     as_one_device_has_it,
     drawn,
     rows_of_step,
+    summary,
 )
-from recurjax.bench.timing import Row
-from recurjax.bench.tuning import Tuned
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 
@@ -44,31 +43,6 @@ CANDIDATES: Candidates = {
     },
     "xla": {"unroll": (1, 2, 4, 8, 16)},
 }
-
-summary = op_by_backend.summary
-
-
-def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
-    """Measures both passes of every backend that serves a call here."""
-    yield from op_by_backend.rows(_calls(large, dtype), dtype=dtype, repeats=repeats)
-
-
-def tune(
-    *, large: bool, dtype: Dtype, repeats: int, experiment: Experiment | None = None
-) -> Iterator[Tuned]:
-    """Tries block sizes of the backend that serves each call, and yields the best.
-
-    Args:
-      large, dtype: of the bench's calls.
-      experiment: tunes what a device of this run has instead, in its own dtype.
-
-    Raises:
-      UserError: no layer of the experiment has the op.
-    """
-    calls = _calls(large, dtype)
-    if experiment is not None:
-        calls = calls_of_run(experiment)
-    yield from op_by_backend.tune(calls, CANDIDATES, repeats=repeats)
 
 
 def calls_of_run(experiment: Experiment) -> list[Call]:
@@ -132,3 +106,8 @@ def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> tuple[Any, ..
         *(row, by_channel, row, shape((B, I, N), wide)),
         shape((B, T), jnp.bool_) if packed else None,
     )
+
+
+__all__ = ["rows", "summary", "tune"]
+_BENCH = OpBench(calls=_calls, calls_of_run=calls_of_run, candidates=CANDIDATES)
+rows, tune = _BENCH.rows, _BENCH.tune
