@@ -9,7 +9,7 @@ from recurjax.model import Decoder
 from recurjax.surgery.named_parameters import named_leaves, on_host
 from recurjax.surgery.recursive_parts import MAPS, flat
 from recurjax.surgery.relaxed_recursive import recursive_config
-from recurjax.variants.relaxed_recursive_transformer.sharing import depths_of
+from recurjax.variants.relaxed_recursive_transformer.block import depths_of
 from recurjax.variants.transformer import TransformerConfig
 
 

@@ -27,7 +27,7 @@ from recurjax.types import Array
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
 )
-from recurjax.variants.relaxed_recursive_transformer.sharing import depths_of
+from recurjax.variants.relaxed_recursive_transformer.block import depths_of
 
 TiedNorms = Literal["average", "choice", "zero"]
 """How the norms that loops share start: the mean of the layers that share them, one

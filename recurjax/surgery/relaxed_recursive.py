@@ -31,7 +31,7 @@ from recurjax.types import Array
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
 )
-from recurjax.variants.relaxed_recursive_transformer.sharing import depths_of
+from recurjax.variants.relaxed_recursive_transformer.block import depths_of
 from recurjax.variants.transformer import TransformerConfig
 
 

@@ -6,8 +6,8 @@ Source: the paper's section 2.3 and its ablations. Layers count from 0.
 from fractions import Fraction
 from typing import Literal
 
+from recurjax.variants.relaxed_recursive_transformer.block import depths_of
 from recurjax.variants.relaxed_recursive_transformer.config import Sharing
-from recurjax.variants.relaxed_recursive_transformer.sharing import depths_of
 
 BlockInit = Literal["stepwise", "average", "lower", "upper", "fixed_start", "random"]
 """How a block starts from pretrained layers:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recurjax.surgery.shared_block import source_layers
-from recurjax.variants.relaxed_recursive_transformer.sharing import (
+from recurjax.variants.relaxed_recursive_transformer.block import (
     depths_of,
     shared_layers,
 )

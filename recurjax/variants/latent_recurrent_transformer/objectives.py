@@ -15,12 +15,12 @@ from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     LatentRecurrentTransformerStack,
 )
-from recurjax.variants.latent_recurrent_transformer.lags import tokens_since
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
     Positions,
     put,
     strided_partition,
     take,
+    tokens_since,
 )
 
 

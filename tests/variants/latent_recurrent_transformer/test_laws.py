@@ -15,13 +15,13 @@ from recurjax.training.spikes import SpikeConfig
 from recurjax.training.step import first_state, train_step
 from recurjax.types import IGNORED, Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer import MemoryConfig
-from recurjax.variants.latent_recurrent_transformer.lags import newest
 from recurjax.variants.latent_recurrent_transformer.objectives import (
     Chunked,
     Interleaved,
     interleaved_passes,
 )
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
+    newest,
     put,
     strided_partition,
 )

@@ -15,7 +15,7 @@ from recurjax.surgery.fewer_layers import truncated
 from recurjax.surgery.named_parameters import parameters, with_parameters
 from recurjax.surgery.relaxed_recursive import to_transformer
 from recurjax.types import Tokens
-from recurjax.variants.relaxed_recursive_transformer.sharing import depths_of
+from recurjax.variants.relaxed_recursive_transformer.block import depths_of
 from tests.compiling import QUICK_COMPILE
 from tests.laws import B, StackLaws, T, draw_ids, run
 from tests.tolerances import assert_gradients_close, assert_values_close

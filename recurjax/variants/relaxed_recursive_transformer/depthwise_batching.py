@@ -26,14 +26,14 @@ from recurjax.layers.linear import LowRank
 from recurjax.layers.position import with_positions
 from recurjax.layers.stack import PatternCache, scan_layers
 from recurjax.types import Array, Lanes
-from recurjax.variants.relaxed_recursive_transformer.config import (
-    RelaxedRecursiveTransformerConfig,
-)
-from recurjax.variants.relaxed_recursive_transformer.uses import (
+from recurjax.variants.relaxed_recursive_transformer.block import (
     ByLoop,
     by_loop,
     joined,
     shared_leaves,
+)
+from recurjax.variants.relaxed_recursive_transformer.config import (
+    RelaxedRecursiveTransformerConfig,
 )
 from recurjax.variants.transformer.block import BlockAdditions
 
