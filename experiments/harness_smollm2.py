@@ -25,7 +25,7 @@ import tyro
 
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import Journal
+from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.offline_tasks import offline_tasks
 from recurjax.machine import host
 
@@ -126,8 +126,8 @@ def ours(options: Options) -> Timed:
 
 
 def forget(side: Timed) -> None:
-    """Lets ours be asked once more: a subject remembers what it has answered."""
-    side.model.subject = replace(side.model.subject, journal=Journal(None))
+    """Empties the cache of answers, so that the next call computes them again."""
+    side.model.evaluator = replace(side.model.evaluator, journal=Journal(None))
 
 
 def theirs(options: Options) -> Timed:

@@ -26,7 +26,8 @@ from recurjax.data.config import Bytes, DataConfig, PromptAnswer, TokenizerFile
 from recurjax.data.corpora import embedded_text
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import Journal, Subject
+from recurjax.evaluation.evaluator import Evaluator
+from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.rows import append_rows, markdown
 from recurjax.evaluation.ruler import NEEDLES, RulerMaker, evaluate_ruler
 from recurjax.experiment import Experiment
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     loaded = load_run(root, report=console.print)
     journal = Journal(root / "needles_answers.jsonl")
-    subject = Subject(
+    evaluator = Evaluator(
         model=loaded.model,
         tokenizer=loaded.tokenizer,
         step=loaded.step,
@@ -144,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         journal=journal,
     )
     rows = evaluate_ruler(
-        subject,
+        evaluator,
         tuple(NEEDLES),
         tokens=tokens,
         text=text,

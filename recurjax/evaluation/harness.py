@@ -35,9 +35,11 @@ except ModuleNotFoundError as missing:
 
 from recurjax.data.chat import ChatTemplate, compiled, encoded, marked, unmarked
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import GREEDY, Pair, Question, Subject, rolling
+from recurjax.evaluation.answerer import GREEDY, Question
+from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.offline_tasks import offline_tasks
 from recurjax.evaluation.rows import Row
+from recurjax.evaluation.scorer import Pair, rolling
 from recurjax.inference.sampling import SamplingConfig
 
 PACKAGE = f"lm-eval {version('lm-eval')}"
@@ -49,16 +51,16 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 @register_model("recurjax")
 class HarnessModel(TemplateLM):
-    """A subject as the harness asks it."""
+    """A model that the harness evaluates, through an `Evaluator`."""
 
-    def __init__(self, subject: Subject, *, template: Path | None = None):
-        """Wraps a subject.
+    def __init__(self, evaluator: Evaluator, *, template: Path | None = None):
+        """Wraps an evaluator.
 
         Args:
           template: a Jinja template of chats; None: there is none.
         """
         super().__init__()
-        self.subject = subject
+        self.evaluator = evaluator
         self._template = template
 
     @classmethod
@@ -87,7 +89,7 @@ class HarnessModel(TemplateLM):
             raise UserError(
                 f"--model_args knows run, step, length, rows and bos, not {min(known)}"
             )
-        subject = Subject(
+        evaluator = Evaluator(
             model=loaded.model,
             tokenizer=loaded.tokenizer,
             step=loaded.step,
@@ -95,7 +97,7 @@ class HarnessModel(TemplateLM):
             window=loaded.model.config.max_length or int(window),
             bos=bool(bos),
         )
-        return cls(subject, template=template_of(Path(run).expanduser()))
+        return cls(evaluator, template=template_of(Path(run).expanduser()))
 
     @classmethod
     def create_from_arg_string(
@@ -112,22 +114,22 @@ class HarnessModel(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The end of a text; BOS where the tokenizer has no EOS."""
-        eos = self.subject.tokenizer.eos
-        return self.subject.first if eos is None else eos
+        eos = self.evaluator.tokenizer.eos
+        return self.evaluator.first if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text without a context."""
-        return self.subject.first
+        return self.evaluator.first
 
     @property
     def max_length(self) -> int:
-        return self.subject.window
+        return self.evaluator.window
 
     @property
     def tokenizer_name(self) -> str:
         """Tells caches of requests apart."""
-        return self.subject.tokenizer.hash
+        return self.evaluator.tokenizer.hash
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Returns the template's text, or "" where none is asked for."""
@@ -144,23 +146,23 @@ class HarnessModel(TemplateLM):
         Raises:
           UserError: the run has no template.
         """
-        tokenizer = self.subject.tokenizer
+        tokenizer = self.evaluator.tokenizer
         parts = self._chat.parts(chat_history, tokenizer, answer=add_generation_prompt)
         return marked(parts, tokenizer)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encodes; BOS stands before it where the subject puts one before contexts.
+        """Encodes; BOS stands before it where the evaluator puts one before contexts.
 
         A conversation with special tokens has those of its template alone, as when the
         model is served.
         """
-        parts = unmarked(string, self.subject.tokenizer)
-        ids = encoded(parts, self.subject.tokenizer)
+        parts = unmarked(string, self.evaluator.tokenizer)
+        ids = encoded(parts, self.evaluator.tokenizer)
         # The harness counts on BOS at the front of a context, never inside.
-        bos = self.subject.tokenizer.bos
-        adds = self.subject.bos if add_special_tokens is None else add_special_tokens
+        bos = self.evaluator.tokenizer.bos
+        adds = self.evaluator.bos if add_special_tokens is None else add_special_tokens
         begun = any(isinstance(part, int) for part in parts)
         return [bos, *ids] if adds and bos is not None and not begun else ids
 
@@ -168,10 +170,10 @@ class HarnessModel(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [
-            self.subject.cropped(Pair(tuple(context), tuple(continuation)))
+            self.evaluator.cropped(Pair(tuple(context), tuple(continuation)))
             for _, context, continuation in requests
         ]
-        scores = self.subject.scores(pairs, name="continuations")
+        scores = self.evaluator.scores(pairs, name="continuations")
         return [(score.log_p, score.greedy) for score in scores]
 
     def loglikelihood_rolling(
@@ -182,13 +184,13 @@ class HarnessModel(TemplateLM):
             rolling(
                 self.tok_encode(request.args[0], add_special_tokens=False),
                 first=self.prefix_token_id,
-                longest=self.subject.window,
+                longest=self.evaluator.window,
             )
             for request in requests
         ]
         # All windows of all texts in one call, so that batches are full.
         pairs = [pair for text in texts for pair in text]
-        scores = iter(self.subject.scores(pairs, name="windows of texts"))
+        scores = iter(self.evaluator.scores(pairs, name="windows of texts"))
         return [sum(next(scores).log_p for _ in text) for text in texts]
 
     def generate_until(
@@ -196,7 +198,7 @@ class HarnessModel(TemplateLM):
     ) -> list[str]:
         """Goes on after prompts as each request says."""
         questions = [self._question(*request.args) for request in requests]
-        return self.subject.answers(questions, name="answers")
+        return self.evaluator.answers(questions, name="answers")
 
     def _question(self, context: str, wanted: dict[str, Any]) -> Question:
         most = wanted.get("max_gen_toks") or wanted.get("max_tokens") or DEFAULT_MOST
@@ -212,14 +214,14 @@ class HarnessModel(TemplateLM):
             )
         # An empty prompt needs a token to go on after.
         prompt = tuple(self.tok_encode(context)) or (self.prefix_token_id,)
-        longest = self.subject.model.config.max_length
+        longest = self.evaluator.model.config.max_length
         if longest is not None:  # the last tokens, which hold what is asked
             prompt = prompt[-max(1, longest - most + 1) :]
         return Question(prompt, most, tuple(s for s in stop if s), sampling)
 
     @cached_property
     def _chat(self) -> ChatTemplate:
-        return compiled(self._read_template(), self.subject.tokenizer)
+        return compiled(self._read_template(), self.evaluator.tokenizer)
 
     def _read_template(self) -> str:
         if self._template is None or not self._template.is_file():
@@ -300,7 +302,7 @@ def _rows(found: dict[str, Any], model: HarnessModel, limit: int | None) -> list
             error = figures.get(f"{metric}_stderr,{kind}")
             rows.append(
                 Row(
-                    step=model.subject.step,
+                    step=model.evaluator.step,
                     task=task,
                     metric=metric if kind == "none" else f"{metric} ({kind})",
                     value=float(value),

@@ -19,7 +19,8 @@ from recurjax.data.tasks import HashHop, TaskData
 from recurjax.data.tasks.hash_hop import END, right_share
 from recurjax.data.tasks.rows import row_of
 from recurjax.evaluation.accuracy import AS_CALLED, likeliest
-from recurjax.evaluation.asking import Question, Subject
+from recurjax.evaluation.answerer import Question
+from recurjax.evaluation.evaluator import Evaluator
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.training.objective import Objective
@@ -63,14 +64,14 @@ def read_chains(
     return found
 
 
-def generated_chains(subject: Subject, data: TaskData) -> list[float]:
+def generated_chains(evaluator: Evaluator, data: TaskData) -> list[float]:
     """Returns the score of each row of the test, from what the model writes.
 
     Args:
-      subject: any model of text; its own tokenizer reads the problem.
+      evaluator: any model of text; its own tokenizer reads the problem.
       data: whose task is a HashHop.
     """
-    task, encode = data.task, subject.tokenizer.encode
+    task, encode = data.task, evaluator.tokenizer.encode
     assert isinstance(task, HashHop)
     problems = []
     for number in range(task.validation_rows):
@@ -82,10 +83,10 @@ def generated_chains(subject: Subject, data: TaskData) -> list[float]:
         problems.append((text[:first], text[first:]))
     # Other tokens than the right ones may be more for the same text: twice as many fit.
     questions = [
-        Question(subject.context(prompt), 2 * len(encode(answer)), (END,))
+        Question(evaluator.context(prompt), 2 * len(encode(answer)), (END,))
         for prompt, answer in problems
     ]
-    said = subject.answers(questions, name="chains")
+    said = evaluator.answers(questions, name="chains")
     return [
         right_share(_elements(answer), text)
         for (_, answer), text in zip(problems, said, strict=True)

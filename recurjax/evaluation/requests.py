@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import PairScore, Subject
+from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.rows import Row, mean_and_error
+from recurjax.evaluation.scorer import PairScore
 from recurjax.files.json_files import parse_json, read_json_object
 
 UNCONDITIONAL = 1_000_000
@@ -94,7 +95,7 @@ def read_request_file(file: Path) -> RequestFile:
 
 
 def evaluate_requests(
-    subject: Subject, file: RequestFile, *, limit: int | None, package: str | None
+    evaluator: Evaluator, file: RequestFile, *, limit: int | None, package: str | None
 ) -> list[Row]:
     """Scores a file's items.
 
@@ -120,8 +121,8 @@ def evaluate_requests(
         if context is not None
     ]
     # Contexts lose their first tokens where they do not fit, never the answer.
-    pairs = [subject.cropped(subject.pair(*text)) for text in texts]
-    scored = iter(subject.scores(pairs, name=file.task))
+    pairs = [evaluator.cropped(evaluator.pair(*text)) for text in texts]
+    scored = iter(evaluator.scores(pairs, name=file.task))
     found: dict[str, list[float]] = {}
     for item in items:
         scores, bare = [], []
@@ -134,7 +135,7 @@ def evaluate_requests(
     for name, values in found.items():
         mean, error = mean_and_error(values)
         row = Row(
-            step=subject.step,
+            step=evaluator.step,
             task=file.task,
             metric=name,
             value=mean,

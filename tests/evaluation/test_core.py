@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import PairScore
 from recurjax.evaluation.core import read_tasks
 from recurjax.evaluation.core.files import read_bundle
 from recurjax.evaluation.core.prompts import Task, fewshot_numbers, prompts, texts
 from recurjax.evaluation.core.score import score_core, score_items, shuffled
+from recurjax.evaluation.scorer import PairScore
 from tests.golden.cases import golden_cases, own_case
 
 FILES = golden_cases("latent_recurrent_transformer/core_eval_cases*.json")

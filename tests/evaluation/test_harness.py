@@ -12,7 +12,8 @@ import pytest
 
 from recurjax.data.tokenizers import ByteTokenizer, JsonTokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import Pair, Scorer, Subject
+from recurjax.evaluation.evaluator import Evaluator
+from recurjax.evaluation.scorer import Pair, Scorer
 from tests.cli.commands import assert_refused, recurjax
 from tests.data.tokenizers.tokenizer_files import plain_definition
 from tests.variants.latent_recurrent_transformer.switches import byte_model
@@ -29,36 +30,38 @@ def harness():
 
 
 @pytest.fixture(scope="module")
-def subject():
-    return Subject(model=byte_model(None), tokenizer=ByteTokenizer(), window=8, rows=4)
+def evaluator():
+    return Evaluator(
+        model=byte_model(None), tokenizer=ByteTokenizer(), window=8, rows=4
+    )
 
 
 @pytest.fixture
-def model(harness, subject, tmp_path):
+def model(harness, evaluator, tmp_path):
     template = tmp_path / "chat_template.jinja"
     template.write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     )
-    return harness.HarnessModel(subject, template=template)
+    return harness.HarnessModel(evaluator, template=template)
 
 
 def asked(*texts):
     return [SimpleNamespace(args=args) for args in texts]
 
 
-def test_continuations_are_the_engines(model, subject):
+def test_continuations_are_the_engines(model, evaluator):
     got = model.loglikelihood(asked(("one", " two"), ("one", " four"), ("", "x")))
     pairs = [
         Pair((256, *b"one"), tuple(b" two")),
         Pair((256, *b"one"), tuple(b" four")),
         Pair((256,), tuple(b"x")),
     ]
-    want = Scorer(model=subject.model, rows=4)(pairs)
+    want = Scorer(model=evaluator.model, rows=4)(pairs)
     for (log_p, greedy), score in zip(got, want, strict=True):
         assert (log_p, greedy) == (pytest.approx(score.log_p, rel=1e-5), score.greedy)
 
 
-def test_whole_texts_are_the_sum_of_their_windows(model, subject):
+def test_whole_texts_are_the_sum_of_their_windows(model, evaluator):
     text = "a text of more than one window"
     got = model.loglikelihood_rolling(asked((text,), ("b",)))
     ids = list(text.encode())
@@ -68,7 +71,7 @@ def test_whole_texts_are_the_sum_of_their_windows(model, subject):
         begin = max(0, stop - 8) if stop == len(ids) else start
         row = [256, *ids]
         pair = Pair(tuple(row[begin : start + 1]), tuple(ids[start:stop]))
-        total += Scorer(model=subject.model, rows=4)([pair])[0].log_p
+        total += Scorer(model=evaluator.model, rows=4)([pair])[0].log_p
     assert got[0] == pytest.approx(total, rel=1e-5)
     assert len(got) == 2
 
@@ -84,13 +87,13 @@ def test_answers_end_where_the_request_says(model):
     assert texts[0] != texts[1] and second
 
 
-def test_the_tokenizer_and_chats_are_the_runs(model, harness, subject):
+def test_the_tokenizer_and_chats_are_the_runs(model, harness, evaluator):
     assert model.eot_token_id == model.prefix_token_id == 256
-    assert model.tokenizer_name == subject.tokenizer.hash and model.world_size == 1
+    assert model.tokenizer_name == evaluator.tokenizer.hash and model.world_size == 1
     chat = [{"role": "user", "content": "hi"}]
     assert model.apply_chat_template(chat) == "<user>hi"
     with pytest.raises(UserError, match="has no chat template"):
-        harness.HarnessModel(subject).apply_chat_template(chat)
+        harness.HarnessModel(evaluator).apply_chat_template(chat)
     with pytest.raises(UserError, match="name the run directory"):
         harness.HarnessModel.create_from_arg_obj({})
 
@@ -111,8 +114,8 @@ def test_a_chats_tokens_are_those_of_serving(harness, tmp_path):
         file.write_text(first + body)
         served = load_template(tmp_path, file=file, tokenizer=tokenizer)
         want = served.encode(talk, tokenizer)
-        subject = Subject(model=byte_model(None), tokenizer=tokenizer)
-        model = harness.HarnessModel(subject, template=file)
+        evaluator = Evaluator(model=byte_model(None), tokenizer=tokenizer)
+        model = harness.HarnessModel(evaluator, template=file)
         text = model.apply_chat_template(talk)
         assert model.tok_encode(text) == want
         # A continuation is read as one text with the context that it follows.

@@ -8,7 +8,7 @@ from recurjax.data.tasks.hash_hop import right_share
 from recurjax.data.tasks.rows import row_of
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.evaluation import hash_hop
-from recurjax.evaluation.asking import Subject
+from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.hash_hop import generated_chains, read_chains
 from recurjax.types import IGNORED, Batch, Tokens
 from tests.variants.latent_recurrent_transformer.switches import byte_model
@@ -57,7 +57,7 @@ def test_chains_that_are_read_and_written_have_one_score(monkeypatch):
     assert want == [1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0]
 
 
-class Scripted(Subject):
+class Scripted(Evaluator):
     """Says the whole chain, half of it with other spaces, and nothing."""
 
     def answers(self, questions, *, name):
@@ -74,8 +74,8 @@ class Scripted(Subject):
 
 
 def test_chains_that_are_written_are_compared_as_text():
-    subject = Scripted(
+    evaluator = Scripted(
         model=byte_model(None), tokenizer=ByteTokenizer(bos=False), bos=False
     )
     data = TaskData(task=TASK, seed=5)
-    np.testing.assert_allclose(generated_chains(subject, data), [1, 2 / 3, 0])
+    np.testing.assert_allclose(generated_chains(evaluator, data), [1, 2 / 3, 0])

@@ -8,7 +8,7 @@ import pytest
 
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import Subject
+from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.longbench import TASKS, evaluate_longbench, read_longbench
 from recurjax.evaluation.longbench import metrics as room
 from recurjax.evaluation.longbench.evaluate import Item, longbench_cut, rat_cut
@@ -39,7 +39,7 @@ def folder(tmp_path):
     return put
 
 
-class Scripted(Subject):
+class Scripted(Evaluator):
     """Answers by the task's name, and keeps what it was asked."""
 
     def answers(self, questions, *, name):
@@ -50,11 +50,11 @@ class Scripted(Subject):
 
 
 @pytest.fixture
-def subject():
+def evaluator():
     return Scripted(model=byte_model(None), tokenizer=ByteTokenizer(), window=900)
 
 
-def test_answers_are_cut_in_two_ways_and_the_best_right_one_counts(subject, folder):
+def test_answers_are_cut_in_two_ways_and_the_best_right_one_counts(evaluator, folder):
     directory = folder(
         hotpotqa=[item(), item(answers=("Bob",))],
         trec=[item(answers=("City",), classes=("City", "State"))],
@@ -65,7 +65,7 @@ def test_answers_are_cut_in_two_ways_and_the_best_right_one_counts(subject, fold
         "trec": "\nCity\nState",
         "lcc": "# a comment\nx = 2\n",
     }
-    rows = evaluate_longbench(subject, read_longbench(directory), limit=None)
+    rows = evaluate_longbench(evaluator, read_longbench(directory), limit=None)
     got = {(row.task, row.metric): row for row in rows}
     hop = got["longbench/hotpotqa", "f1"]
     assert (hop.value, hop.n, hop.settings) == (0.5, 2, {"tokens": 900})
@@ -76,22 +76,22 @@ def test_answers_are_cut_in_two_ways_and_the_best_right_one_counts(subject, fold
     assert got["longbench/trec", "classification_longbench"].value == 1.0
     # "x = 2" and "x = 1" share 4 of 5 characters.
     assert got["longbench/lcc", "edit_similarity"].value == 0.8
-    one = evaluate_longbench(subject, read_longbench(directory), limit=1)
+    one = evaluate_longbench(evaluator, read_longbench(directory), limit=1)
     assert {(row.n, row.limit) for row in one} == {(1, 1)}
 
 
-def test_a_long_prompt_loses_its_middle_beside_the_answer(subject):
+def test_a_long_prompt_loses_its_middle_beside_the_answer(evaluator):
     task = TASKS["hotpotqa"]
-    short = asked(subject, task, Item("a {input} b", "why?", ("x",), ()))
+    short = asked(evaluator, task, Item("a {input} b", "why?", ("x",), ()))
     text = bytes(short.prompt[1:]).decode()
     assert short.prompt[0] == 256 and short.most == 32
     assert text == task.prompt.format(context="a {input} b", input="why?")
-    long = asked(subject, task, Item("0123456789" * 200, "why?", ("x",), ()))
+    long = asked(evaluator, task, Item("0123456789" * 200, "why?", ("x",), ()))
     assert len(long.prompt) == 900 - 32
     told = bytes(long.prompt[1:]).decode()
     assert told.startswith("Answer the question") and told.endswith("why?\nAnswer:")
     assert long.sampling.repetition_penalty == 1.0 and long.sampling.temperature == 0
-    summary = asked(subject, TASKS["qmsum"], Item("long", "why?", ("x",), ()))
+    summary = asked(evaluator, TASKS["qmsum"], Item("long", "why?", ("x",), ()))
     assert summary.sampling.repetition_penalty == 1.2 and summary.most == 512
     with pytest.raises(UserError, match="no room for a prompt beside 512 new tokens"):
         narrow = Scripted(model=byte_model(None), tokenizer=ByteTokenizer(), window=512)
@@ -150,12 +150,12 @@ def test_rouge_is_the_packages():
 
 
 def test_a_missing_package_is_told_before_anything_is_read(
-    subject, folder, monkeypatch
+    evaluator, folder, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "rouge", None)
     directory = folder(qmsum=[item()])
     with pytest.raises(UserError, match=r"pip install 'recurjax\[longbench\]'"):
-        evaluate_longbench(subject, read_longbench(directory), limit=None)
+        evaluate_longbench(evaluator, read_longbench(directory), limit=None)
 
 
 def test_other_files_are_told_in_a_sentence(folder, tmp_path):

@@ -9,13 +9,14 @@ import pytest
 
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import PairScore, Subject
+from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.requests import (
     UNCONDITIONAL,
     evaluate_requests,
     read_request_file,
     read_requests,
 )
+from recurjax.evaluation.scorer import PairScore
 from tests.variants.latent_recurrent_transformer.switches import byte_model
 
 
@@ -41,7 +42,7 @@ def written(folder, lines, *, gzipped=True):
 CHOICES = [" ab", " cdefgh", " ü"]
 
 
-class Scripted(Subject):
+class Scripted(Evaluator):
     """Answers as told: nats a token by the pair's text."""
 
     def scores(self, pairs, *, name):
@@ -57,11 +58,11 @@ class Scripted(Subject):
 
 
 @pytest.fixture
-def subject():
+def evaluator():
     return Scripted(model=byte_model(None), tokenizer=ByteTokenizer())
 
 
-def test_choices_are_scored_four_ways_and_the_answer_in_four_units(subject, tmp_path):
+def test_choices_are_scored_four_ways_and_the_answer_in_four_units(evaluator, tmp_path):
     lines = [line(0, n, "Q: what?\nAnswer:", c, 0) for n, c in enumerate(CHOICES)]
     lines += [line(UNCONDITIONAL, n, "Answer:", c, 0) for n, c in enumerate(CHOICES)]
     lines += [line(1, n, "Q: who?\nAnswer:", c, 1) for n, c in enumerate(CHOICES)]
@@ -70,7 +71,7 @@ def test_choices_are_scored_four_ways_and_the_answer_in_four_units(subject, tmp_
     ]
     file = read_request_file(written(tmp_path / "task" / "rc_0shot", lines))
     assert (file.task, len(file.items), file.version) == ("task/rc_0shot", 2, None)
-    rows = evaluate_requests(subject, file, limit=None, package=None)
+    rows = evaluate_requests(evaluator, file, limit=None, package=None)
     got = {row.metric: row.value for row in rows}
     # Sums of bytes: -3, -4.2, -6; a character -1.5, -0.7, -6; a token -1, -0.6, -2;
     # less the sum without the question -2.7, -0.7, -3.
@@ -83,12 +84,12 @@ def test_choices_are_scored_four_ways_and_the_answer_in_four_units(subject, tmp_
     assert got["nats_per_character"] == pytest.approx((1.5 + 0.7) / 2, rel=1e-5)
     assert got["nats_per_byte"] == pytest.approx((1.5 + 0.7) / 2, rel=1e-5)
     assert {row.n for row in rows} == {2} and "perplexity" not in got
-    first = evaluate_requests(subject, file, limit=1, package="p 1")
+    first = evaluate_requests(evaluator, file, limit=1, package="p 1")
     assert {row.metric: row.value for row in first}["accuracy"] == 1.0
     assert {(row.n, row.limit, row.package) for row in first} == {(1, 1, "p 1")}
 
 
-def test_an_answer_alone_is_greedy_or_not_and_has_a_perplexity(subject, tmp_path):
+def test_an_answer_alone_is_greedy_or_not_and_has_a_perplexity(evaluator, tmp_path):
     lines = [
         line(0, 0, "a story without an", " yes", ["yes"]),
         line(1, 1, "another without an", " no", ["no"]),
@@ -97,7 +98,8 @@ def test_an_answer_alone_is_greedy_or_not_and_has_a_perplexity(subject, tmp_path
         written(tmp_path / "lambada" / "bpb_0shot", lines, gzipped=False)
     )
     rows = {
-        r.metric: r for r in evaluate_requests(subject, file, limit=None, package=None)
+        r.metric: r
+        for r in evaluate_requests(evaluator, file, limit=None, package=None)
     }
     assert rows["greedy"].value == 0.5
     assert rows["nats"].value == pytest.approx((2.0 + 1.5) / 2)
@@ -105,16 +107,16 @@ def test_an_answer_alone_is_greedy_or_not_and_has_a_perplexity(subject, tmp_path
     assert rows["perplexity"].stderr is None
 
 
-def test_spaces_at_a_contexts_end_belong_to_the_continuation(subject):
-    pair = subject.pair("one ", "two")
+def test_spaces_at_a_contexts_end_belong_to_the_continuation(evaluator):
+    pair = evaluator.pair("one ", "two")
     assert pair.context == (256, *b"one") and pair.continuation == tuple(b" two")
-    assert subject.pair("", "two") == ((256,), tuple(b"two"))
-    bare = Subject(model=byte_model(None), tokenizer=ByteTokenizer(), bos=False)
+    assert evaluator.pair("", "two") == ((256,), tuple(b"two"))
+    bare = Evaluator(model=byte_model(None), tokenizer=ByteTokenizer(), bos=False)
     assert bare.pair("one", " two") == (tuple(b"one"), tuple(b" two"))
     assert bare.pair("", "two") == ((256,), tuple(b"two"))
     with pytest.raises(UserError, match="adds no token"):
-        subject.pair("one", "")
-    without = Subject(model=byte_model(None), tokenizer=ByteTokenizer(bos=False))
+        evaluator.pair("one", "")
+    without = Evaluator(model=byte_model(None), tokenizer=ByteTokenizer(bos=False))
     if without.tokenizer.eos is None:
         with pytest.raises(UserError, match="neither"):
             without.pair("", "two")

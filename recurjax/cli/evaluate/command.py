@@ -22,8 +22,9 @@ from recurjax.data.corpora import embedded_text
 from recurjax.data.tasks.named import check_named
 from recurjax.errors import UserError
 from recurjax.evaluation import core, ruler
-from recurjax.evaluation.asking import Journal, Subject
+from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.exit_scores import check_loops
+from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.longbench import evaluate_longbench, read_longbench
 from recurjax.evaluation.requests import evaluate_requests, read_requests
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
@@ -133,8 +134,8 @@ def _measure(
         names = [name for name in options.harness.split(",") if name]
 
         def harness(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
-            subject = _subject(options, loaded, mesh, journal)
-            model = HarnessModel(subject, template=template_of(options.run))
+            evaluator = _evaluator(options, loaded, mesh, journal)
+            model = HarnessModel(evaluator, template=template_of(options.run))
             return evaluate_harness(
                 model,
                 names,
@@ -150,12 +151,12 @@ def _measure(
         def requests(
             loaded: LoadedRun, mesh: Mesh | None, journal: Journal
         ) -> Measured:
-            subject = _subject(options, loaded, mesh, journal)
+            evaluator = _evaluator(options, loaded, mesh, journal)
             rows = [
                 row
                 for file in files
                 for row in evaluate_requests(
-                    subject, file, limit=options.limit, package=_olmo(options)
+                    evaluator, file, limit=options.limit, package=_olmo(options)
                 )
             ]
             return _by_task(rows), rows
@@ -171,11 +172,11 @@ def _measure(
         def long_rows(
             loaded: LoadedRun, mesh: Mesh | None, journal: Journal
         ) -> Measured:
-            subject = _subject(options, loaded, mesh, journal)
+            evaluator = _evaluator(options, loaded, mesh, journal)
             rows = ruler.evaluate_ruler(
-                subject,
+                evaluator,
                 chosen,
-                tokens=subject.window,
+                tokens=evaluator.window,
                 text=text,
                 haystack=name,
                 limit=options.limit,
@@ -190,8 +191,8 @@ def _measure(
         def longbench(
             loaded: LoadedRun, mesh: Mesh | None, journal: Journal
         ) -> Measured:
-            subject = _subject(options, loaded, mesh, journal)
-            rows = evaluate_longbench(subject, items, limit=options.limit)
+            evaluator = _evaluator(options, loaded, mesh, journal)
+            rows = evaluate_longbench(evaluator, items, limit=options.limit)
             return _by_task(rows), rows
 
         return longbench
@@ -199,8 +200,8 @@ def _measure(
         check_named(options.task)
 
         def task(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
-            subject = _subject(options, loaded, mesh, journal)
-            return of_task(options, loaded, mesh, subject)
+            evaluator = _evaluator(options, loaded, mesh, journal)
+            return of_task(options, loaded, mesh, evaluator)
 
         return task
     return lambda loaded, mesh, journal: of_text(options, loaded, mesh)
@@ -216,9 +217,9 @@ def _is_writable(url: str) -> bool:
     return True
 
 
-def _subject(
+def _evaluator(
     options: Evaluate, loaded: LoadedRun, mesh: Mesh | None, journal: Journal
-) -> Subject:
+) -> Evaluator:
     longest = loaded.model.config.max_length
     # A model with learned positions can read no further; any other as far as is asked.
     window = options.length or longest or loaded.experiment.training.length
@@ -226,7 +227,7 @@ def _subject(
         raise UserError(
             f"--length {window} exceeds the model's {longest} learned positions"
         )
-    return Subject(
+    return Evaluator(
         model=loaded.model,
         tokenizer=loaded.tokenizer,
         step=loaded.step,

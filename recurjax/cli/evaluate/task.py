@@ -19,8 +19,8 @@ from recurjax.data.tasks import (
 from recurjax.data.tasks.named import NAMED, limited, name_of
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import Subject
 from recurjax.evaluation.by_slice import curves_of, plot_by_slice
+from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.hash_hop import SCORE, generated_chains, read_chains
 from recurjax.evaluation.rows import Row, mean_and_error
 from recurjax.sharding import local_rows, reading_mesh
@@ -30,7 +30,7 @@ from recurjax.training.run import LoadedRun
 
 
 def of_task(
-    options: Evaluate, loaded: LoadedRun, mesh: Mesh | None, subject: Subject
+    options: Evaluate, loaded: LoadedRun, mesh: Mesh | None, evaluator: Evaluator
 ) -> tuple[dict[str, Any], list[Row]]:
     """Tests the model on a task.
 
@@ -41,7 +41,7 @@ def of_task(
       options: with the task's name, which is known.
       loaded: the model.
       mesh: None: one device.
-      subject: the model as one that writes answers, for HashHop as text.
+      evaluator: the model as one that writes answers, for HashHop as text.
 
     Returns:
       What is printed, and the rows that the run keeps.
@@ -56,7 +56,7 @@ def of_task(
     # The task's rows are bytes. A model with other tokens cannot read them, and is
     # asked in text, as one would ask it.
     if isinstance(task, HashHop) and not isinstance(loaded.tokenizer, ByteTokenizer):
-        scores = generated_chains(subject, data)
+        scores = generated_chains(evaluator, data)
         row = _chain_row(options, loaded, data, scores, sizes)
         told = {"task": name, SCORE: row.value, "rows": row.n}
         return told, [row]

@@ -13,9 +13,9 @@ from recurjax.data.config import DataConfig, TextFiles
 from recurjax.data.dataset import open_dataset
 from recurjax.data.tasks import TaskData
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import shown_items
 from recurjax.evaluation.by_position import loss_by_position, plot_by_position
 from recurjax.evaluation.perplexity import Score, score
+from recurjax.evaluation.progress import progress_bar
 from recurjax.evaluation.rows import Row, share_error
 from recurjax.ranges import LARGEST_BATCH
 from recurjax.sharding import check_batch, local_rows, reading_mesh
@@ -117,7 +117,7 @@ def of_data(
         sizes = dataset.tokenizer.token_bytes
         with (
             jax.set_mesh(on),
-            shown_items(f"batches of {text}", min(known, default=None)) as done,
+            progress_bar(f"batches of {text}", min(known, default=None)) as done,
         ):
             return score(
                 loaded.model,

@@ -8,18 +8,13 @@ from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import (
-    Journal,
-    Pair,
-    PairScore,
-    Reading,
-    Scorer,
-    remembered_scores,
-    shown_items,
-)
 from recurjax.evaluation.core.prompts import Task
 from recurjax.evaluation.core.score import CoreScore, TaskScore, score_core
+from recurjax.evaluation.journal import Journal
+from recurjax.evaluation.progress import progress_bar
+from recurjax.evaluation.remembered import remembered_scores
 from recurjax.evaluation.rows import Row, share_error
+from recurjax.evaluation.scorer import Pair, PairScore, Reading, Scorer
 from recurjax.model import Decoder
 
 AS_CALLED = "core"
@@ -72,7 +67,7 @@ def core_of(
     kept = Journal(None) if journal is None else journal
 
     def scores(reading: Reading, pairs: Sequence[Pair]) -> list[PairScore]:
-        with shown_items(f"CORE ({reading})", len(pairs)) as done:
+        with progress_bar(f"CORE ({reading})", len(pairs)) as done:
             scorer = Scorer(
                 model=model, mesh=mesh, rows=rows, reading=reading, report=done
             )

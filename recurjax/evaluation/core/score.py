@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import Pair, Score
 from recurjax.evaluation.core.prompts import Task, cropped, prompts
+from recurjax.evaluation.scorer import Pair, Score
 
 SHUFFLE_SEED = 1337
 """Of a task's items, before a limit cuts them."""

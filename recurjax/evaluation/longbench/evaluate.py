@@ -11,7 +11,8 @@ import numpy as np
 
 from recurjax.data.packing import without_middle
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import GREEDY, Question, Subject
+from recurjax.evaluation.answerer import GREEDY, Question
+from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.longbench.metrics import best_score
 from recurjax.evaluation.longbench.tasks import TASKS, LongBenchTask
 from recurjax.evaluation.rows import Row, mean_and_error
@@ -49,7 +50,7 @@ def read_longbench(directory: Path) -> dict[str, list[Item]]:
 
 
 def evaluate_longbench(
-    subject: Subject, tasks: Mapping[str, Sequence[Item]], *, limit: int | None
+    evaluator: Evaluator, tasks: Mapping[str, Sequence[Item]], *, limit: int | None
 ) -> list[Row]:
     """Answers greedily and scores.
 
@@ -57,7 +58,7 @@ def evaluate_longbench(
     Summaries are written under RAT's repetition penalty.
 
     Args:
-      subject: the model; its window holds a prompt and its answer.
+      evaluator: the model; its window holds a prompt and its answer.
       tasks: from `read_longbench`.
       limit: items a task, the first ones; None: all.
 
@@ -72,8 +73,8 @@ def evaluate_longbench(
     for name, items in tasks.items():
         task, chosen = TASKS[name], items[:limit]
         best_score(task.metric, "a", ["a"], ["a"])  # a missing package is told first
-        questions = [question(subject, task, item) for item in chosen]
-        said = subject.answers(questions, name=name)
+        questions = [question(evaluator, task, item) for item in chosen]
+        said = evaluator.answers(questions, name=name)
         # Both figures are of the same answers: only where these end differs.
         cuts = {task.metric: rat_cut, f"{task.metric}_longbench": longbench_cut}
         for metric, cut in cuts.items():
@@ -82,11 +83,11 @@ def evaluate_longbench(
                 for text, item in zip(said, chosen, strict=True)
             ]
             mean, error = mean_and_error(values)
-            settings: dict[str, Any] = {"tokens": subject.window}
+            settings: dict[str, Any] = {"tokens": evaluator.window}
             if task.summary:
                 settings["repetition_penalty"] = PENALTY.repetition_penalty
             row = Row(
-                step=subject.step,
+                step=evaluator.step,
                 task=f"longbench/{name}",
                 metric=metric,
                 value=mean,
@@ -100,7 +101,7 @@ def evaluate_longbench(
     return rows
 
 
-def question(subject: Subject, task: LongBenchTask, item: Item) -> Question:
+def question(evaluator: Evaluator, task: LongBenchTask, item: Item) -> Question:
     """Writes the prompt and cuts its middle, so that it fits beside the answer.
 
     Raises:
@@ -109,13 +110,13 @@ def question(subject: Subject, task: LongBenchTask, item: Item) -> Question:
     # Not str.format: a context may be code, with braces of its own.
     text = task.prompt.replace("{input}", item.input, 1)
     text = text.replace("{context}", item.context, 1)
-    room = subject.window - task.most
+    room = evaluator.window - task.most
     if room < 2:
         raise UserError(
-            f"a window of {subject.window} tokens has no room for a prompt beside "
+            f"a window of {evaluator.window} tokens has no room for a prompt beside "
             f"{task.most} new tokens: set --length to more"
         )
-    prompt = without_middle(np.array(subject.context(text), np.int32), room)
+    prompt = without_middle(np.array(evaluator.context(text), np.int32), room)
     sampling = PENALTY if task.summary else GREEDY
     return Question(tuple(prompt.tolist()), task.most, (), sampling)
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from recurjax.evaluation.asking import Question, Subject
+from recurjax.evaluation.answerer import Question
+from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.rows import Row, mean_and_error
 from recurjax.evaluation.ruler.scores import rat_share, string_match
 from recurjax.evaluation.ruler.tasks import MOST, NEEDLES, RulerMaker
@@ -13,7 +14,7 @@ ITEMS = 500
 
 
 def evaluate_ruler(
-    subject: Subject,
+    evaluator: Evaluator,
     names: Sequence[str],
     *,
     tokens: int,
@@ -41,14 +42,18 @@ def evaluate_ruler(
     rows = []
     for name in names:
         maker = RulerMaker(
-            task=name, tokens=tokens, tokenizer=subject.tokenizer, text=text, seed=seed
+            task=name,
+            tokens=tokens,
+            tokenizer=evaluator.tokenizer,
+            text=text,
+            seed=seed,
         )
         # All items first: questions of one length share a compiled program.
         items = [maker.item(number) for number in range(limit or ITEMS)]
         questions = [
-            Question(subject.context(item.prompt), MOST[name]) for item in items
+            Question(evaluator.context(item.prompt), MOST[name]) for item in items
         ]
-        said = subject.answers(questions, name=f"{name} at {tokens:,} tokens")
+        said = evaluator.answers(questions, name=f"{name} at {tokens:,} tokens")
         scores = {"string_match": string_match}
         # RAT's table scores needles as a set; the other tasks have no such figure.
         if name in NEEDLES:
@@ -60,7 +65,7 @@ def evaluate_ruler(
             ]
             mean, error = mean_and_error(values)
             row = Row(
-                step=subject.step,
+                step=evaluator.step,
                 task=f"ruler/{name}",
                 metric=metric,
                 value=mean,

@@ -8,16 +8,11 @@ import pytest
 from recurjax.data.tokenizers import Companions, Symbols
 from recurjax.errors import UserError
 from recurjax.evaluation import rows as evaluations
-from recurjax.evaluation.asking import (
-    Journal,
-    Pair,
-    Question,
-    Scorer,
-    remembered_scores,
-)
-from recurjax.evaluation.asking.answering import Answerer
-from recurjax.evaluation.asking.journal import key_of
+from recurjax.evaluation.answerer import Answerer, Question
+from recurjax.evaluation.journal import Journal, key_of
+from recurjax.evaluation.remembered import remembered_scores
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
+from recurjax.evaluation.scorer import Pair, Scorer
 from recurjax.inference.sampling import SamplingConfig
 from tests.variants.transformer.switches import SWITCHES, build
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recurjax.evaluation.asking.journal import Journal, key_of
-from recurjax.evaluation.asking.scoring import Pair, PairScore, Scorer
+from recurjax.evaluation.journal import Journal, key_of
+from recurjax.evaluation.scorer import Pair, PairScore, Scorer
 
 
 def remembered_scores(

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
-from recurjax.evaluation.asking.journal import Journal, key_of
-from recurjax.evaluation.asking.scoring import bucket
+from recurjax.evaluation.journal import Journal, key_of
+from recurjax.evaluation.scorer import bucket
 from recurjax.inference.continuation import Continuation
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.inference.sampling import SamplingConfig, row_keys

@@ -13,17 +13,17 @@ from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.asking.answering import Answerer, Question
-from recurjax.evaluation.asking.journal import Journal
-from recurjax.evaluation.asking.remembered import remembered_scores
-from recurjax.evaluation.asking.scoring import Pair, PairScore, Scorer
-from recurjax.evaluation.asking.shown import shown_items
+from recurjax.evaluation.answerer import Answerer, Question
+from recurjax.evaluation.journal import Journal
+from recurjax.evaluation.progress import progress_bar
+from recurjax.evaluation.remembered import remembered_scores
+from recurjax.evaluation.scorer import Pair, PairScore, Scorer
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.model import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class Evaluator:
     """What is evaluated. Every process of a mesh has one and calls it alike.
 
     Attributes:
@@ -55,13 +55,13 @@ class Subject:
           name: what the progress bar says.
         """
         # One bar for each kind of request; its total is known beforehand.
-        with shown_items(name, len(pairs)) as done:
+        with progress_bar(name, len(pairs)) as done:
             scorer = replace(self._scorer, report=done)
             return remembered_scores(scorer, self.journal, pairs)
 
     def answers(self, questions: Sequence[Question], *, name: str) -> list[str]:
         """Goes on after prompts and returns the texts in their order."""
-        with shown_items(name, len(questions)) as done:
+        with progress_bar(name, len(questions)) as done:
             return replace(self._answerer, report=done)(questions, self.journal)
 
     def context(self, text: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.evaluation.asking import Pair, Scorer, rolling
+from recurjax.evaluation.scorer import Pair, Scorer, rolling
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.types import Tokens
 from tests.tolerances import TOLERANCES

@@ -13,7 +13,7 @@ _SECONDS_PER_LINE = 10.0
 
 
 @contextmanager
-def shown_items(
+def progress_bar(
     name: str, total: int | None, *, console: Console | None = None
 ) -> Iterator[Callable[[int], None]]:
     """Yields what is called with the number of items done since the last call.
