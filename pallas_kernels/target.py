@@ -1,4 +1,7 @@
-"""What a device can do, asked in one place: its platform, its generation, its memory.
+"""What a device can do, in one place: its platform, its generation, its memory.
+
+Code elsewhere does not compare platforms: it calls a function of this module that names
+the property it depends on, such as `prefers_unrolled_decode`.
 
 Programs are made for the first device of this process. A plan makes them for devices
 that are not here: it sets the target with `as_if`. The target is part of the key of
@@ -91,6 +94,79 @@ def as_if(target: Target) -> AbstractContextManager[None]:
     return _SET(target)
 
 
+def shares_host_memory() -> bool:
+    """Returns whether arrays take the host's memory: on a CPU.
+
+    The operating system grants it on credit and kills the process that uses it up,
+    where an accelerator's allocator raises an error.
+    """
+    return current().platform == "cpu"
+
+
+def computes_on_few_cores() -> bool:
+    """Returns whether a few cores with large caches do the work: on a CPU.
+
+    What fits a core's cache causes no memory traffic, so small blocks pay off for short
+    sequences. Arithmetic binds sooner than bandwidth, so a second sum over the same
+    numbers costs as much as the first.
+    """
+    return current().platform == "cpu"
+
+
+def widens_bfloat16() -> bool:
+    """Returns whether bfloat16 is computed as float32: by XLA for CPUs.
+
+    To read or write a part of a bfloat16 array, it converts the entire array to float32
+    and back (`tests/inference/test_compute_dtype.py` compiles both cases).
+    """
+    return current().platform == "cpu"
+
+
+def prefers_unrolled_decode() -> bool:
+    """Returns whether a decode step is faster without a loop over layers: on a GPU.
+
+    In a loop, XLA for GPUs copies each layer's weights out of their stack before it
+    multiplies by them. For one token that is three times the bytes that a step has to
+    move. A layer with a constant number is read in place.
+    """
+    return current().platform == "gpu"
+
+
+def transposes_stacked_caches() -> bool:
+    """Returns whether one layer's product can transpose all layers' cache: on a GPU.
+
+    XLA for GPUs may give the entire cache the layout that the product of one layer
+    likes best, which copies the cache at every token.
+    """
+    return current().platform == "gpu"
+
+
+def tiles_memory() -> bool:
+    """Returns whether arrays lie in tiles of their last two axes: on a TPU.
+
+    The last axis is padded to a multiple of 128. A matrix with a narrow last axis, such
+    as a head's width, is copied to another layout for every product.
+    """
+    return current().platform == "tpu"
+
+
+def prefetches_to_vmem() -> bool:
+    """Returns whether XLA copies arrays that fit to the chip's memory: on a TPU.
+
+    It copies all of a small array to use or change a part of it, in every step.
+    """
+    return current().platform == "tpu"
+
+
+def slices_rows_slowly() -> bool:
+    """Returns whether one slice per row costs more than reading all rows: on a TPU.
+
+    For a slice at another place in every row, XLA for TPUs moves up to 20 times the
+    array that the slices come from.
+    """
+    return current().platform == "tpu"
+
+
 def refusal_of_capability() -> str | None:
     """Returns why the GPU is too old for our kernels and cuDNN's, None if it is not."""
     device = current()
@@ -105,6 +181,14 @@ def refusal_of_triton() -> str | None:
     platform = current().platform
     if platform != "gpu":
         return f"needs an NVIDIA GPU, found {platform}"
+    return refusal_of_capability()
+
+
+def refusal_of_cudnn() -> str | None:
+    """Returns why programs cannot call cuDNN's attention, None when they can."""
+    device = current()
+    if not device.calls_cudnn:
+        return f"needs a GPU with cuDNN, found {device.platform}"
     return refusal_of_capability()
 
 
@@ -138,17 +222,23 @@ def shared_memory_bytes() -> int:
     return _SHARED_MEMORY.get(target.compute_capability, least)
 
 
+def refusal_of_tpu() -> str | None:
+    """Returns why a program for any TPU cannot run on the target, None when it can."""
+    platform = current().platform
+    return None if platform == "tpu" else f"needs a TPU, found {platform}"
+
+
 def refusal_of_mosaic_tpu() -> str | None:
     """Returns why the TPU kernels cannot run on the target, None when they can."""
-    target = current()
-    if target.platform != "tpu":
-        return f"needs a TPU, found {target.platform}"
-    vmem = vmem_of(target.kind)
+    if (reason := refusal_of_tpu()) is not None:
+        return reason
+    kind = current().kind
+    vmem = vmem_of(kind)
     if vmem is None:
-        return f"needs a TPU that jax knows the VMEM of, found {target.kind}"
+        return f"needs a TPU that jax knows the VMEM of, found {kind}"
     if vmem < LEAST_VMEM:
         return (
-            f"needs {LEAST_VMEM // _MIB} MiB of VMEM for a kernel, {target.kind} has "
+            f"needs {LEAST_VMEM // _MIB} MiB of VMEM for a kernel, {kind} has "
             f"{vmem // _MIB}"
         )
     return None

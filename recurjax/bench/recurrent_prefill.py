@@ -148,7 +148,7 @@ def _ordered(
     stack: RecurrentTransformerConfig, B: int, T: int, dtype: str
 ) -> RecurrentTransformerConfig:
     """Gives the stack the order of work that its training has on this device."""
-    if target.current().platform != "gpu":
+    if target.refusal_of_triton() is not None:
         return stack
 
     def arrays():

@@ -69,7 +69,7 @@ def layout_of(name: str, axes: int) -> Layout | None:
     by_head = rule.role == "matrix" and rule.inputs == 1 and len(rule.outputs) == 2
     # RAT's keys, values and gates meet channel by channel: their projections XLA would
     # turn back.
-    if not by_head or ".mixer." in name or target.current().platform != "tpu":
+    if not by_head or ".mixer." in name or not target.tiles_memory():
         return None
     *layers, inputs, heads, channels = range(axes)
     return Layout((*layers, heads, channels, inputs))

@@ -168,8 +168,8 @@ def cache_dtype(model: Decoder) -> str:
     XLA's CPU backend widens and narrows the whole of a bfloat16 cache to write a token.
     """
     dtype = model.config.dtype
-    on_cpu = target.current().platform == "cpu"
-    return "float32" if on_cpu and dtype == "bfloat16" else dtype
+    widens = target.widens_bfloat16()
+    return "float32" if widens and dtype == "bfloat16" else dtype
 
 
 def draw(

@@ -328,7 +328,7 @@ def _check_memory(model: Decoder, rows: int, length: int) -> None:
             f"prompt and new tokens take {length} positions, more than {LARGEST_SIZE}: "
             "ask for fewer new tokens"
         )
-    if target.current().platform != "cpu":
+    if not target.shares_host_memory():
         return
     # As shapes only: nothing is allocated by asking.
     cache = jax.eval_shape(lambda: model.init_cache(rows, length, model.config.dtype))

@@ -217,7 +217,7 @@ def _bits_of_a_pass(tokens: int) -> int:
     four times the time of one (8 rows of 50,000: 26 ms for 4). Of few tokens XLA for
     GPUs writes down what it adds: 15 arrays, or 3 in a pass of two bits.
     """
-    if target.current().platform == "cpu":
+    if target.computes_on_few_cores():
         return 1
     return 4 if tokens >= _MANY_TOKENS else 2
 

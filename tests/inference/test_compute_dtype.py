@@ -12,6 +12,11 @@ from pallas_kernels import target
 from recurjax.inference.compute_dtype import in_compute_dtype, multiplied_shapes
 from recurjax.inference.decoding import prefill
 from recurjax.inference.sampling import SamplingConfig, sampling_rows
+from recurjax.layers.attention.key_value_cache import (
+    empty_key_value_cache,
+    read_layer,
+    write,
+)
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.position import LearnedPositions
 from recurjax.layers.stack import scan_layers
@@ -132,6 +137,13 @@ def test_a_cache_is_narrow_where_the_device_is_not_slower_for_it(platform, dtype
     assert state.cache.groups[0].keys.dtype == dtype
 
 
+def scratch_of(compiled) -> int:
+    """Returns the bytes that a program takes beside its arguments and results."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
 def layers_of(weights, *, cached: bool):
     def body(x, weight):
         return jnp.tanh(x @ weight), None
@@ -149,6 +161,49 @@ def test_stacks_scanned_as_bits_are_the_stacks():
     assert "u16[3,4,4]" in str(as_bits)
     assert "u16[3,4,4]" not in str(plain)
     assert layers_of(weights, cached=True) == layers_of(weights, cached=False)
+
+
+def test_xla_for_cpus_widens_a_stack_that_is_not_scanned_as_bits():
+    """The reason for `scan_layers` to scan bits: without it, that code can go."""
+    weights = jax.ShapeDtypeStruct((16, 128, 128), jnp.bfloat16)
+
+    def scratch_bytes(cached: bool) -> int:
+        def run(weights):
+            def body(x, weight):
+                return jnp.tanh(x @ weight), None
+
+            x = jnp.ones((1, 128), weights.dtype)
+            options = {"remat": "nothing", "unroll": 1, "cached": cached}
+            return scan_layers(body, x, weights, **options)[0]
+
+        return scratch_of(jax.jit(run).lower(weights).compile())
+
+    stack = weights.size * weights.dtype.itemsize
+    assert scratch_bytes(cached=False) >= 2 * stack
+    assert scratch_bytes(cached=True) < 1.5 * stack
+
+
+def test_xla_for_cpus_widens_a_bfloat16_cache_to_write_a_token():
+    """The reason for `cache_dtype`: without it, that function can go."""
+
+    def scratch_per_number(dtype) -> float:
+        empty = partial(empty_key_value_cache, 12, 2, 512, 4, 32, dtype)
+        cache = jax.eval_shape(empty)
+        token = jax.ShapeDtypeStruct((2, 1, 4, 32), dtype)
+
+        def step(cache, token):
+            def body(cache, layer):
+                cache = write(cache._replace(layer=layer), token, token, None)
+                return cache, read_layer(cache.keys, layer).sum()
+
+            return jax.lax.scan(body, cache, jnp.arange(12))
+
+        compiled = jax.jit(step, donate_argnums=0).lower(cache, token).compile()
+        return scratch_of(compiled) / (2 * cache.keys.size)
+
+    # Bytes for each number of both caches: a copy in float32 is 4.
+    assert scratch_per_number(jnp.bfloat16) >= 4
+    assert scratch_per_number(jnp.float32) < 0.5
 
 
 def test_a_gradient_that_would_be_lost_is_refused():

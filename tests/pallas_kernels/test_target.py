@@ -91,6 +91,39 @@ def test_a_mesh_that_is_set_does_not_hide_what_a_tpu_has():
         assert jax.sharding.get_abstract_mesh() == four
 
 
+@pytest.mark.parametrize(
+    ("answer", "platform"),
+    [
+        (target.shares_host_memory, "cpu"),
+        (target.computes_on_few_cores, "cpu"),
+        (target.widens_bfloat16, "cpu"),
+        (target.prefers_unrolled_decode, "gpu"),
+        (target.transposes_stacked_caches, "gpu"),
+        (target.tiles_memory, "tpu"),
+        (target.prefetches_to_vmem, "tpu"),
+        (target.slices_rows_slowly, "tpu"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_each_property_is_that_of_one_platform(answer, platform):
+    for named in ("cpu", "gpu", "tpu"):
+        with as_if(Target(platform=named, kind="")):
+            assert answer() == (named == platform)
+
+
+def test_recurjax_compares_no_platforms():
+    """It calls a function of `target` that names what the choice depends on."""
+    for module, path in modules().items():
+        compared = [
+            node.lineno
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Attribute)
+            and node.attr == "platform"
+            and ast.unparse(node.value).endswith("current()")
+        ]
+        assert module.split(".")[0] != "recurjax" or not compared, module
+
+
 def test_nothing_else_asks_jax_what_the_device_can_do():
     for module, path in modules().items():
         if module.split(".")[0] not in ("recurjax", "pallas_kernels"):

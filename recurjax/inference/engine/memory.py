@@ -79,7 +79,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 def _free_bytes() -> int:
-    if target.current().platform != "cpu":
+    if not target.shares_host_memory():
         # Not every device says; then the host's memory stands for it.
         stats = jax.devices()[0].memory_stats() or {}
         if "bytes_limit" in stats:

@@ -179,7 +179,7 @@ class _Call:
             self.share,
             T,
             options.window,
-            few_cores=target.current().platform == "cpu",
+            few_cores=target.computes_on_few_cores(),
         )
         # Before the first and behind the last token no one stands, but a block that
         # begins or ends there reads the same number of keys as any other.

@@ -58,7 +58,7 @@ def attend_in_blocks(
 
 def runs_as_chunks_of_one(length: int) -> bool:
     """Whether `attend_in_blocks` hands plain attention of T tokens to our kernels."""
-    return target.current().platform != "cpu" or length >= _TILES_ON_CPU
+    return length >= _TILES_ON_CPU or not target.computes_on_few_cores()
 
 
 def attend_as_chunks_of_one(

@@ -205,7 +205,7 @@ def _goes_to_the_chip(cache: KeyValueCache) -> bool:
     Then all of it is written back too. Layers that share a stack are too large for it.
     """
     L = cache.keys.shape[0]
-    if L > 1 or target.current().platform != "tpu":
+    if L > 1 or not target.prefetches_to_vmem():
         return False
     # A copy with the token in it has to fit beside what else is there: else it is
     # written to memory, which costs more than what is saved.

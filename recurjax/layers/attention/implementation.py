@@ -89,7 +89,7 @@ def _pays(name: AttentionImplementation, call: Call) -> bool:
     # short one are computed fastest at once.
     if name != "blocks":
         return True
-    if target.current().platform == "cpu":
+    if target.computes_on_few_cores():
         return call.length >= _BLOCKS_FROM_ON_CPU
     return call.length >= (_KERNELS_FROM if call.plain else _BLOCKS_FROM)
 
@@ -116,17 +116,15 @@ def _refusal_of_cudnn(call: Call) -> str | None:
         return "documents of packed rows would be a dense mask of O(T S) memory"
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype must be bfloat16 or float16, got {call.dtype}"
-    E, device = call.shape[3], target.current()
+    E = call.shape[3]
     more = alibi_channels.CHANNELS if call.alibi else 0
     widest = _CUDNN_HEAD_WIDTH
-    if device.capability_at_least(9):
+    if target.current().capability_at_least(9):
         widest = _CUDNN_HEAD_WIDTH_OF_HOPPER
     if E % 8 or E + more > widest:
         beside = f" and {more} channels for ALiBi" if more else ""
         return f"head width must be a multiple of 8 up to {widest}, got {E}{beside}"
-    if not device.calls_cudnn:
-        return f"needs a GPU with cuDNN, found {device.platform}"
-    return _refusal_of_channels(call) or target.refusal_of_capability()
+    return target.refusal_of_cudnn() or _refusal_of_channels(call)
 
 
 def _refusal_of_splash(call: Call) -> str | None:
@@ -138,8 +136,8 @@ def _refusal_of_splash(call: Call) -> str | None:
         return f"the length must be a multiple of {_SPLASH_MULTIPLE}, got {call.length}"
     if call.alibi and call.soft_cap is not None:
         return "the soft cap would be taken of ALiBi's bias too"
-    if (platform := target.current().platform) != "tpu":
-        return f"needs a TPU, found {platform}"
+    if (reason := target.refusal_of_tpu()) is not None:
+        return reason
     cut = find_cut(call.shape[0], call.key_heads)
     return _refusal_of_channels(call) or (None if cut is None else cut.refusal)
 

@@ -145,7 +145,7 @@ def _lies_by_slots(cache: KeyValueCache) -> bool:
     all layers so, copied forth and back in every call (SmolLM2: 2.67 times the cache).
     """
     _, B, S, K, E = cache.keys.shape
-    if target.current().platform != "tpu" or E % _LANES == 0 or S < _LANES:
+    if not target.tiles_memory() or E % _LANES == 0 or S < _LANES:
         return False
     cut = _cut(B, K)
     # What cuts neither rows nor heads may cut the slots.

@@ -38,10 +38,9 @@ def scan_layers(
     body = rematerialize(body, remat)
     scan = partial(jax.lax.scan, unroll=unroll, reverse=reverse)
     narrow = jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, layers)
-    on_cpu = target.current().platform == "cpu"
     # Training differentiates, and integers have no gradient: bits are for calls with a
     # cache.
-    if not cached or not on_cpu or not any(jax.tree.leaves(narrow)):
+    if not (cached and target.widens_bfloat16() and any(jax.tree.leaves(narrow))):
         return scan(body, carry, layers)
 
     def on_bits(carry, bits):
@@ -61,18 +60,15 @@ def layers_a_turn(
 ) -> int:
     """Returns how many of a scan's turns are unrolled: all in a GPU's decode step.
 
-    In a loop XLA for GPUs copies each layer's weights out of the stack before it
-    multiplies by them: for one token that is three times the bytes that a step is bound
-    by. A layer that has a number is read where it lies. XLA for TPUs reads it in a loop
-    too, but of two layers it takes both to the chip at each.
+    XLA for TPUs reads each layer's weights in place in a loop too, but of two layers it
+    takes both to the chip at each.
 
     Args:
       unroll: as the config has it.
       turns: of the scan.
       cached: a prefill or a decode step, not training.
     """
-    on_gpu = target.current().platform == "gpu"
-    if cached and x.shape[1] == 1 and on_gpu:
+    if cached and x.shape[1] == 1 and target.prefers_unrolled_decode():
         return turns
     return loops_a_turn(x, min(unroll, turns), turns, cached=cached)
 
@@ -82,7 +78,7 @@ def loops_a_turn(
 ) -> int:
     """Returns the same of loops over one stack: all if few in a TPU's decode step."""
     decodes = cached and x.shape[1] == 1
-    few = turns <= _FEW and target.current().platform == "tpu"
+    few = turns <= _FEW and target.prefetches_to_vmem()
     return turns if decodes and few else unroll
 
 

@@ -274,6 +274,6 @@ class RatMixer(nnx.Module):
 
 def _as_it_lies(ends: Float[Array, "B H S E"]) -> Float[Array, "B H S E"]:
     """Keeps XLA for GPUs from turning all layers' chunk ends to another layout."""
-    if target.current().platform != "gpu":
-        return ends
-    return as_it_lies(ends, rows=0, columns=(1,))
+    if target.transposes_stacked_caches():
+        return as_it_lies(ends, rows=0, columns=(1,))
+    return ends

@@ -273,10 +273,8 @@ def _seen(
 ) -> Float[Array, "B M S K E"]:
     """Returns a layer's parts that lanes read: a single lane's loop, or all N."""
     L, B, N, S, *heads = stacked.shape
-    # XLA for TPU moves 20 times a cache of 256 rows for such pieces: there all parts
-    # are read under a mask, which is N times the attention.
-    on_tpu = target.current().platform == "tpu"
-    if lanes.loop.shape[1] > 1 or N == 1 or on_tpu:
+    # All parts are read under a mask: N times the attention, but no slice per row.
+    if lanes.loop.shape[1] > 1 or N == 1 or target.slices_rows_slowly():
         # The parts are joined before the layer is taken: joined after it, XLA for TPU
         # writes the layer down first, three times the bytes.
         return stacked.reshape(L, B, N * S, *heads)[entry].reshape(B, N, S, *heads)
