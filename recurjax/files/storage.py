@@ -123,16 +123,37 @@ class Store:
     requests: Requests = field(default_factory=Requests)
 
     def sizes(self) -> dict[str, int]:
-        """Lists every object below the URL with its size in bytes."""
+        """Lists every object below the URL with its size in bytes.
+
+        The name of the URL's own object is "". The markers of empty folders, whose
+        names end in a slash, are left out.
+
+        Raises:
+          UserError: the store cannot be listed, as no web server can, or an object's
+            name would lead out of a folder that it is copied to.
+        """
+        if self.url.startswith("https://"):
+            raise UserError(
+                f"{self.url}: a web server lists no files, so no folder can be read "
+                "over https://: copy it to this machine or to a bucket"
+            )
         root = self._inner("").rstrip("/")
-        found = self._ask(lambda: self.system.find(root, detail=True))
-        return {
+        listed = self._ask(lambda: self.system.find(root, detail=True))
+        sizes = {
             # Stores answer with the bucket in front, some with a slash; names here are
             # relative.
             name.removeprefix("/")[len(root.removeprefix("/")) + 1 :]: int(info["size"])
-            for name, info in found.items()
+            for name, info in listed.items()
             if info["type"] == "file"
         }
+        names = {n: s for n, s in sizes.items() if s or not n.endswith("/")}
+        for name in names:
+            if name and not _is_inside(name):
+                raise UserError(
+                    f"{self.url} has an object named {name[:200]!r}, which would lead "
+                    "out of a folder that it is copied to: rename or remove the object"
+                )
+        return names
 
     def read(self, name: str) -> bytes:
         return self._ask(lambda: self.system.cat_file(self._inner(name)))
@@ -228,6 +249,12 @@ class Store:
             return ask()
         except Exception as error:  # of each store's own classes
             raise _told(self.url, error) from error
+
+
+def _is_inside(name: str) -> bool:
+    """Whether an object's name stays below the folder that it is joined to."""
+    parts = name.split("/")  # a leading slash makes the first part empty
+    return not ({"", ".", ".."} & {*parts} or "\0" in name or "\\" in name)
 
 
 def _behind_not_found(error: FileNotFoundError) -> Exception | None:

@@ -4,6 +4,7 @@ import re
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from recurjax.errors import UserError
 from recurjax.files.storage import Store, open_store
@@ -92,6 +93,33 @@ def test_what_is_no_run_or_cannot_be_written_is_one_sentence():
     )
     answer = recurjax("train", TINY, "--runs", "ftp://host/runs")
     assert_refused(answer, "nothing can be written at ftp://, only at gs://, s3://")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("evaluate", URL),
+        ("generate", URL, "--prompt", "a"),
+        ("train", str(TINY), "--runs", RUNS),
+        ("convert", "from-hf", URL, "{out}"),
+        ("convert", "to-torch", URL, "{out}"),
+        ("data", "merge", URL, "--out", "{out}"),
+    ],
+)
+def test_no_command_writes_what_a_bucket_names_outside(words, bucket, tmp_path):
+    outside = MemoryFile(data=b"harm")
+    fsspec.filesystem("memory").store[f"/bucket/runs/tiny/../../{tmp_path}"] = outside
+    fsspec.filesystem("memory").pipe_file(f"{URL}/config.json", b"{}")
+    answer = recurjax(*(word.format(out=tmp_path / "out") for word in words))
+    assert_refused(answer, f"{URL} has an object named '../../.*rename or remove")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_a_run_at_a_web_server_is_one_sentence(command):
+    options = ("--prompt", "a") if command == "generate" else ()
+    answer = recurjax(command, "https://127.0.0.1:9/run", *options)
+    assert_refused(answer, "https://127.0.0.1:9/run: a web server lists no files")
 
 
 def test_a_run_that_somebody_works_on_is_refused_before_anything_is_fetched(bucket):

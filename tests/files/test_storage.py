@@ -5,6 +5,7 @@ import sys
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from recurjax.errors import UserError
 from recurjax.files import storage
@@ -50,6 +51,28 @@ def test_objects_are_written_listed_and_read(bucket, tmp_path):
     assert store.sizes() == {"c": 7}
     with pytest.raises(UserError, match="no such bucket or object"):
         store.read("a/b")
+
+
+OUTSIDE = ["../x", "a/../../x", "a/./x", "..", "a//x", "/etc/x", "a\\x", "a\0x"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_object_whose_name_leads_out_of_its_folder_is_refused(bucket, name):
+    store = open_store(f"{bucket}/run", write=True)
+    fsspec.filesystem("memory").store[f"/bucket/run/{name}"] = MemoryFile(data=b"x")
+    with pytest.raises(UserError, match="run has an object named .* rename or remove"):
+        store.sizes()
+
+
+def test_the_marker_of_an_empty_folder_is_no_object(bucket):
+    fsspec.filesystem("memory").store["/bucket/run/empty/"] = MemoryFile(data=b"")
+    fsspec.filesystem("memory").store["/bucket/run/..x/...y"] = MemoryFile(data=b"x")
+    assert open_store(f"{bucket}/run").sizes() == {"..x/...y": 1}
+
+
+def test_a_web_server_is_not_asked_for_a_folder():
+    with pytest.raises(UserError, match="https://host/run: a web server lists no file"):
+        open_store("https://host/run").sizes()
 
 
 @pytest.mark.parametrize(
