@@ -215,6 +215,7 @@ class AnswersLoader:
             self.layout,
             in_order=self.in_order,
             seed=self.seed,
+            count=len(self.plan),
         )
 
 

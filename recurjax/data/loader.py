@@ -17,6 +17,7 @@ from recurjax.data.pipeline import (
     count_best_fit_in_order,
     in_order,
 )
+from recurjax.data.shuffle import order_identity
 from recurjax.data.streams import Split
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
@@ -63,6 +64,13 @@ class Loader:
         return Batches(iter(self._pipeline), self.identity)
 
     @property
+    def order_count(self) -> int:
+        """Numbers that are shuffled: documents for best fit, else rows."""
+        if self.config.packing == "best_fit":
+            return len(self.part.document_starts())
+        return (self.part.tokens - 1) // self.layout.length
+
+    @property
     def batches(self) -> int | None:
         """Batches in the pass; None: endless."""
         if not self.in_order:
@@ -92,7 +100,9 @@ class Loader:
     def identity(self) -> dict[str, Any]:
         """All that the meaning of a position depends on, and not on the processes."""
         # Threads and prefetch change when a batch is made, not what it holds.
+        order = {} if self.in_order else order_identity(self.order_count)
         return {
+            **order,
             "data": self.fingerprint,
             "split": self.part.name,
             "in_order": self.in_order,
@@ -105,10 +115,21 @@ class Loader:
 
 
 def identity_of_rows(
-    fingerprint: str, split: str, layout: Layout, *, in_order: bool, seed: int
+    fingerprint: str,
+    split: str,
+    layout: Layout,
+    *,
+    in_order: bool,
+    seed: int,
+    count: int | None,
 ) -> dict[str, Any]:
-    """Returns what a position among rows made from their numbers depends on."""
+    """Returns what a position among rows made from their numbers depends on.
+
+    Args:
+      count: rows of an epoch that are shuffled; None: endless new rows.
+    """
     return {
+        **({} if in_order or count is None else order_identity(count)),
         "data": fingerprint,
         "split": split,
         "in_order": in_order,
@@ -141,9 +162,16 @@ class Batches:
         """Continues at a saved position, on any division of the rows.
 
         Raises:
-          UserError: it was saved with other data, batch, length, seed or packing.
+          UserError: it was saved with other data, batch, length, seed or packing, or
+            by a version that shuffled otherwise.
         """
         saved = state["loader"]
+        if "shuffle" in self._identity and "shuffle" not in saved:
+            raise UserError(
+                "the saved place in the data is of an older recurjax, which shuffled "
+                "these rows in another order: resume with that version, or start a new "
+                "run"
+            )
         for name, value in self._identity.items():
             # Compared by the saved value: a field that is missing there differs too.
             if saved.get(name) != value:

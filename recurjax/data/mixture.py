@@ -22,7 +22,7 @@ from recurjax.data.pipeline import (
     row_span,
 )
 from recurjax.data.shares import Shares
-from recurjax.data.shuffle import EndlessOrder
+from recurjax.data.shuffle import EndlessOrder, order_identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,8 @@ class MixtureLoader:
     def _identity(self) -> dict[str, Any]:
         # All parts have the mixture's layout, seed and packing.
         # What a part's place depends on is alike for all but the data.
-        return {**self.parts[0].identity, "data": self.fingerprint}
+        order = order_identity(*(part.order_count for part in self.parts))
+        return {**self.parts[0].identity, **order, "data": self.fingerprint}
 
 
 class _MixedBatches:
@@ -145,7 +146,7 @@ class _MixedBatches:
         # its stream is read once for all.
         for part, (number, places) in self._shares.rows(first, stop).items():
             split, own = self._splits[part], self._orders[part]
-            numbers = own.following(number, len(places))
+            numbers = [own(number + n) for n in range(len(places))]
             spans = [row_span(split, row, length) for row in numbers]
             for r, tokens in zip(places, split.stream.read(spans), strict=True):
                 rows[r] = tokens

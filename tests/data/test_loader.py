@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from recurjax.data import shuffle
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText, JsonLines
 from recurjax.data.dataset import Dataset, open_dataset
 from recurjax.data.packing import BestFit
@@ -244,6 +245,21 @@ def test_a_place_in_other_data_or_packing_is_refused(many):
     other = open_dataset(DataConfig(corpus=EmbeddedText(), tokenizer=Bytes()))
     with pytest.raises(UserError, match="was made with data"):
         iter(other.loader("train", length=T, batch=B)).set_state(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_place_in_another_order_of_the_rows_is_refused(many, kind, monkeypatch):
+    """States of older versions have no `shuffle`: small sets were ordered otherwise."""
+    state = iter(loader_of(many, kind)).get_state()
+    older = {"loader": dict(state["loader"]), "position": state["position"]}
+    older["loader"].pop("shuffle", None)
+    if kind[0] == "validation":  # in order, as ever
+        return iter(loader_of(many, kind)).set_state(older)
+    with pytest.raises(UserError, match="of an older recurjax, which shuffled these"):
+        iter(loader_of(many, kind)).set_state(older)
+    # The order of large sets is theirs.
+    monkeypatch.setattr(shuffle, "LARGEST_TABLE", 0)
+    iter(loader_of(many, kind)).set_state(older)
 
 
 def test_bad_shapes_and_rows_are_refused(many):

@@ -233,4 +233,5 @@ class TaskLoader:
             self.layout,
             in_order=self.in_order,
             seed=self.seed,
+            count=self.dataset.count(self.split),
         )
