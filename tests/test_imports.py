@@ -105,7 +105,7 @@ def test_imports_inside_recurjax_run_one_way():
         ("recurjax.experiment", "recurjax.training.loop"),
         ("recurjax.training.session", "recurjax.variants.rat"),
         ("recurjax.training.loop", "recurjax.convert.authors"),
-        ("recurjax.evaluation.core.model", "recurjax.variants.rat.stack"),
+        ("recurjax.evaluation.core", "recurjax.variants.rat.stack"),
         ("recurjax.inference.decoding", "recurjax.training.loop"),
         ("recurjax.surgery.recursive", "recurjax.inference.decoding"),
         ("recurjax.model", "recurjax.surgery.recursive"),

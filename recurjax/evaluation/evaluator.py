@@ -16,7 +16,6 @@ from recurjax.errors import UserError
 from recurjax.evaluation.answerer import Answerer, Question
 from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.progress import progress_bar
-from recurjax.evaluation.remembered import remembered_scores
 from recurjax.evaluation.scorer import Pair, PairScore, Scorer
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.model import Decoder
@@ -56,8 +55,7 @@ class Evaluator:
         """
         # One bar for each kind of request; its total is known beforehand.
         with progress_bar(name, len(pairs)) as done:
-            scorer = replace(self._scorer, report=done)
-            return remembered_scores(scorer, self.journal, pairs)
+            return replace(self._scorer, report=done)(pairs, self.journal)
 
     def answers(self, questions: Sequence[Question], *, name: str) -> list[str]:
         """Goes on after prompts and returns the texts in their order."""

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Float32, Int, Int32
 
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import by_pieces
+from recurjax.evaluation.journal import Journal, key_of
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.types import Array, Cache, Tokens
@@ -95,19 +96,32 @@ class Scorer:
         if self.rows < 1:
             raise UserError(f"the batch must have at least 1 row, got {self.rows}")
 
-    def __call__(self, pairs: Sequence[Pair]) -> list[PairScore]:
-        """Scores pairs.
+    def __call__(
+        self, pairs: Sequence[Pair], journal: Journal | None = None
+    ) -> list[PairScore]:
+        """Scores pairs. A pair that comes twice is read once.
+
+        Args:
+          journal: has scores of an earlier call and gets the new ones; None: none.
 
         Raises:
           UserError: a pair has an empty half, or is longer than the model can read, or
             the model's logits are not finite.
         """
-        scores: dict[int, PairScore] = {}
-        for done in self.batches(pairs):
-            scores |= done
-        return [scores[number] for number in range(len(pairs))]
+        journal = Journal(None) if journal is None else journal
+        keys = [key_of(self.reading, *pair) for pair in pairs]
+        new = {
+            key: pair
+            for key, pair in zip(keys, pairs, strict=True)
+            if key not in journal
+        }
+        names = list(new)
+        self.report(len(pairs) - len(new))
+        for scores in self._in_batches(list(new.values())):
+            journal.add((names[at], _as_json(score)) for at, score in scores.items())
+        return [_from_json(journal[key]) for key in keys]
 
-    def batches(self, pairs: Sequence[Pair]) -> Iterator[dict[int, PairScore]]:
+    def _in_batches(self, pairs: Sequence[Pair]) -> Iterator[dict[int, PairScore]]:
         """Yields the scores of a few pairs at a time, by the pairs' numbers.
 
         Raises:
@@ -376,6 +390,16 @@ def _collect(
         right = bool(greedy_[row, : len(tokens)].all())
         scores[number] = PairScore(-float(own.sum(dtype=np.float64)), right, own)
     return scores
+
+
+def _as_json(score: PairScore) -> list:
+    # Nats are float32: JSON holds them exactly.
+    return [score.log_p, score.greedy, [float(x) for x in score.nats]]
+
+
+def _from_json(value: list) -> PairScore:
+    log_p, greedy, nats = value
+    return PairScore(log_p, greedy, np.array(nats, np.float32))
 
 
 def _batches(items: list, size: int) -> Iterator[list]:

@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.evaluation.core import read_tasks
-from recurjax.evaluation.core.files import read_bundle
-from recurjax.evaluation.core.prompts import Task, fewshot_numbers, prompts, texts
-from recurjax.evaluation.core.score import score_core, score_items, shuffled
+from recurjax.evaluation.core import (
+    Task,
+    fewshot_numbers,
+    prompts,
+    read_bundle,
+    read_tasks,
+    score_core,
+    score_items,
+    shuffled,
+    texts,
+)
 from recurjax.evaluation.scorer import PairScore
 from tests.golden.cases import golden_cases, own_case
 

@@ -10,7 +10,6 @@ from recurjax.errors import UserError
 from recurjax.evaluation import rows as evaluations
 from recurjax.evaluation.answerer import Answerer, Question
 from recurjax.evaluation.journal import Journal, key_of
-from recurjax.evaluation.remembered import remembered_scores
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
 from recurjax.evaluation.scorer import Pair, Scorer
 from recurjax.inference.sampling import SamplingConfig
@@ -61,15 +60,13 @@ def test_a_killed_evaluation_goes_on_by_item(model, tmp_path):
             raise Killed
 
     with pytest.raises(Killed):
-        remembered_scores(
-            Scorer(model=model, rows=2, report=kill), Journal(file), pairs
-        )
+        Scorer(model=model, rows=2, report=kill)(pairs, Journal(file))
     assert asked == [1, 2, 2]  # the pair that comes twice counts at once
     known = len(Journal(file))
     assert known == 2
     asked.clear()
     scorer = Scorer(model=model, rows=2, report=asked.append)
-    got = remembered_scores(scorer, Journal(file), pairs)
+    got = scorer(pairs, Journal(file))
     assert asked == [len(pairs) - 3, 2, 1]
     for mine, theirs in zip(got, want, strict=True):
         assert mine.log_p == pytest.approx(theirs.log_p, rel=1e-5)

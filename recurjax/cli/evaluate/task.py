@@ -19,7 +19,7 @@ from recurjax.data.tasks import (
 from recurjax.data.tasks.named import NAMED, limited, name_of
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.evaluation.by_slice import curves_of, plot_by_slice
+from recurjax.evaluation.accuracy import curves_of, plot_by_slice
 from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.hash_hop import SCORE, generated_chains, read_chains
 from recurjax.evaluation.rows import Row, mean_and_error

@@ -8,7 +8,7 @@ import pytest
 from recurjax.data.tasks import HashHop
 from recurjax.data.tasks.named import NAMED, check_named, limited, name_of
 from recurjax.errors import UserError
-from recurjax.evaluation.by_slice import curves_of
+from recurjax.evaluation.accuracy import curves_of
 from recurjax.evaluation.rows import read_rows
 from tests.cli.commands import assert_refused, experiment_file, recurjax
 
