@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with watch():
             code = _answer(argv)
     except BaseException:
-        if peers.are_told():
+        if peers.is_leaving():
             traceback.print_exc()
             peers.end(1)
         raise

@@ -158,7 +158,7 @@ def sweep(
             result = train(run, root / run.name, console=console)
         except Diverged as error:
             # Of several processes this one has told the others that it ends.
-            if peers.are_told():
+            if peers.is_leaving():
                 raise
             console.print(f"{error}", soft_wrap=True, highlight=False, markup=False)
             found = _read_diverged(run, root / run.name)

@@ -1,4 +1,4 @@
-"""One of two processes fails, or is killed: both end, each with one sentence."""
+"""One of two processes fails, or is killed: both end, and each says why."""
 
 import re
 
@@ -13,7 +13,6 @@ from tests.training.run_contents import arrays, metrics
 __all__ = ["quick_compilation"]
 
 # What each process says last (None: nothing, it was killed), and its exit code.
-LOST = "was lost: it was killed or its machine is gone; start all processes again"
 BLIND = r"process 1 on \S+ does not see what process 0 on \S+ wrote to \S+: all proc"
 SAID = {
     "data": {1: (2, "shard x is damaged"), 0: (2, "process 1 ended the run: shard x")},
@@ -22,8 +21,11 @@ SAID = {
     "evaluation": {1: (70, "a bug"), 0: (2, "process 1 .* RuntimeError: a bug of")},
     "first": {0: (2, "No space left"), 1: (2, "process 0 ended the run: .* No space")},
     "apart": {0: (2, BLIND), 1: (2, BLIND)},
-    "killed_0": {0: (-9, None), 1: (2, f"process 0 {LOST}")},
-    "killed_1": {1: (-9, None), 0: (2, f"process 1 {LOST}")},
+}
+# A killed process leaves no message: jax's service aborts the others and says this.
+LOST = {
+    "killed_0": {0: (-9, ""), 1: (-6, "the leader task was preempted/died/restarted")},
+    "killed_1": {1: (-9, ""), 0: (-6, r"stopped sending heartbeats\):\n1\n")},
 }
 SECONDS = 15.0
 
@@ -32,7 +34,7 @@ SECONDS = 15.0
 def ended(quick_compilation, tmp_path_factory):
     """Runs all scenarios; a folder with what was said, and the ends of processes."""
     folder = tmp_path_factory.mktemp("faults")
-    found = run_script("tests.faulty_pair", folder, *SAID, env=quick_compilation)
+    found = run_script("tests.faulty_pair", folder, *SAID, *LOST, env=quick_compilation)
     return folder, found
 
 
@@ -54,11 +56,18 @@ def test_a_fault_of_one_process_ends_both_with_a_sentence(ended, scenario):
         assert code == wanted, said
         assert seconds < SECONDS, said
         ours = [line for line in said.splitlines() if line.startswith("recurjax: ")]
-        if sentence is not None:
-            assert len(ours) == 1 and re.search(sentence, ours[0]), said
-            assert "stack trace" not in said and "Traceback" not in said
-        else:
-            assert ours == []
+        assert len(ours) == 1 and re.search(sentence, ours[0]), said
+        assert "stack trace" not in said and "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", LOST)
+def test_when_one_process_is_killed_jax_ends_the_other_and_names_it(ended, scenario):
+    for rank, (code, seconds) in ends(ended, scenario).items():
+        wanted, message = LOST[scenario][rank]
+        said = (ended[0] / f"{scenario}.{rank}").read_text()
+        assert code == wanted and re.search(message, said), said
+        assert seconds < SECONDS and "Traceback" not in said, said
 
 
 @pytest.mark.slow
@@ -73,32 +82,19 @@ def test_directories_of_ones_own_are_left_as_they_were(ended):
     assert not list(ended[0].glob("runs_apart.*"))
 
 
-def test_one_process_tells_nobody():
+def test_one_process_sends_no_message():
     peers.watch()
     assert not peers.leave(UserError("of one process"))
-    assert not peers.are_told()
+    assert not peers.is_leaving()
     peers.end(3)
-
-
-@pytest.mark.parametrize(
-    ("text", "lost"),
-    [
-        ("(stopped sending heartbeats):\n1\nThe tasks have crashed", "process 1"),
-        ("(stopped sending heartbeats):\n3\n5\n8\nThe", "process 3 (and 2 more)"),
-        ("Failed to send RPC to coordination service. Either", "process 0"),
-        ("something else", "another process"),
-    ],
-)
-def test_the_lost_process_is_named_where_jax_names_it(text, lost):
-    assert peers._who(text) == lost
 
 
 def test_an_error_of_the_network_may_be_anothers():
     lost = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
     wrapped = UserError("checkpoint 3 could not be written")
     wrapped.__cause__ = lost
-    assert peers._may_be_of_another(lost) and peers._may_be_of_another(wrapped)
-    assert not peers._may_be_of_another(UserError("no tokenizer at x"))
+    assert peers._may_come_from_a_peer(lost) and peers._may_come_from_a_peer(wrapped)
+    assert not peers._may_come_from_a_peer(UserError("no tokenizer at x"))
 
 
 def test_last_words_are_said_in_reverse_order_and_outlive_an_error():
@@ -106,4 +102,5 @@ def test_last_words_are_said_in_reverse_order_and_outlive_an_error():
     with peers.last_words(lambda: said.append("first")):
         with peers.last_words(lambda: 1 / 0), peers.last_words(lambda: said.append(2)):
             peers._say_last_words()
+        peers._say_last_words()  # each is said once
         assert said == [2, "first"]
