@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import mesh_cut
 from pallas_kernels.mesh_cut import Cut
 
-Implementation = Literal["triton", "mosaic_gpu", "mosaic_tpu", "xla"]
+Implementation = Literal["triton", "mosaic_tpu", "xla"]
 
 
 class Specs(NamedTuple):
@@ -47,8 +47,7 @@ class Op:
 
     Attributes:
       name: as callers know it.
-      backends: by name, in order of preference, up to "xla", which can do everything:
-        those behind it run only when they are named.
+      backends: by name, in order of preference; the last, "xla", can do everything.
       find_cut: (*arrays) -> how the mesh that is set cuts the call, or None.
       specs: (cut, *arrays) -> how the parts lie on it.
       outputs: how many of the results are the caller's, from the first.
@@ -90,9 +89,7 @@ def run(
         with these options.
     """
     # A backend that was named is the only one asked: it runs or its reason is raised.
-    known = list(op.backends)
-    unasked = known[: known.index("xla") + 1]
-    names = unasked if implementation is None else [implementation]
+    names = list(op.backends) if implementation is None else [implementation]
     reasons = []
     for name in names:
         if name not in op.backends:

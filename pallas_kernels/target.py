@@ -25,7 +25,6 @@ MOST_VMEM = 120 * _MIB
 """What a kernel may use where there is no TPU to ask: that of a v5e or v6e."""
 _COMPILER_S_VMEM = 8 * _MIB
 _LEAST_CAPABILITY = 8
-_H100_S_MULTIPROCESSORS = 132
 _SHARED_MEMORY = {
     **dict.fromkeys(("8.0", "8.7"), 166_912),
     # A10, L4, RTX 30, 40 and 50.
@@ -46,14 +45,12 @@ class Target:
       compute_capability: of an NVIDIA GPU, such as "9.0"; "unknown" where jax has none.
       cudnn: whether a GPU's programs may call cuDNN; only a machine that has cuDNN can
         compile them.
-      multiprocessors: of a GPU; None where jax has no number.
     """
 
     platform: str
     kind: str
     compute_capability: str = "unknown"
     cudnn: bool = True
-    multiprocessors: int | None = None
 
     @classmethod
     def of(cls, device: Any, *, cudnn: bool = True) -> "Target":
@@ -63,11 +60,6 @@ class Target:
             kind=device.device_kind,
             compute_capability=str(getattr(device, "compute_capability", "unknown")),
             cudnn=cudnn,
-            multiprocessors=(
-                getattr(device, "core_count", None)
-                if device.platform == "gpu"
-                else None
-            ),
         )
 
     @property
@@ -192,25 +184,9 @@ def refusal_of_cudnn() -> str | None:
     return refusal_of_capability()
 
 
-def refusal_of_mosaic_gpu() -> str | None:
-    """Returns why Hopper's kernels cannot run on the target, None when they can."""
-    target = current()
-    if target.platform != "gpu":
-        return f"needs an NVIDIA GPU of compute capability 9.0, found {target.platform}"
-    if target.compute_capability != "9.0":
-        return f"needs compute capability 9.0, found {target.compute_capability}"
-    return None
-
-
 def on_hopper() -> bool:
     """Whether it is a GPU of compute capability 9.0: its matrix unit has no other."""
     return current().compute_capability == "9.0"
-
-
-def multiprocessors() -> int:
-    """Returns a GPU's multiprocessors; where jax has no number, an H100 SXM's."""
-    found = current().multiprocessors
-    return _H100_S_MULTIPROCESSORS if found is None else found
 
 
 def shared_memory_bytes() -> int:

@@ -2,8 +2,6 @@
 
     pip install -c constraints.txt '.[cuda]'
     python experiments/recurrent_transformer/one_gpu.py --out h100.json
-    timeout 600 python experiments/recurrent_transformer/one_gpu.py --out hopper.json \
-        --hopper
 
 1. The GPU kernels against the definition: values and gradients, float32 and bfloat16.
 2. One layer forward at D 1024, 16 heads, N 512, batch 32 to 2048, bfloat16, beside the
@@ -13,9 +11,8 @@
    by layer and as a wavefront; the paper has 42k and 49k tokens/s for the Recurrent
    Transformer, 132k and 153k for the Transformer.
 
-`--hopper` does 1 and 2 with the persistent kernel, and nothing else: its programs wait
-for one another, so give it a time limit. `--tiny` runs the same code at sizes for a
-CPU, on whatever path serves there.
+`--tiny` runs the same code at sizes for a CPU, on the path that serves there.
+`hopper/run.py` does 1 and 2 with a persistent kernel for an H100.
 """
 
 import argparse
@@ -111,9 +108,7 @@ def check(dtype: Any, schedule: Any, *, implementation: Any) -> float:
     Raises:
       AssertionError: it is above the tolerance.
     """
-    # The persistent kernel has heads of 64 only.
-    hopper = implementation == "mosaic_gpu"
-    spec, weights, x, for_z = drawn(2, 3, 37, *((128, 2) if hopper else (64, 4)), dtype)
+    spec, weights, x, for_z = drawn(2, 3, 37, 64, 4, dtype)
 
     def both(run):
         z, back = jax.vjp(run, x, weights)
@@ -130,14 +125,6 @@ def check(dtype: Any, schedule: Any, *, implementation: Any) -> float:
     )
     assert error <= TOLERANCES[dtype], (dtype, schedule, error)
     return error
-
-
-def time_hopper(shape: dict[str, int], *, repeats: int, implementation: Any) -> float:
-    """Returns a layer's forward by the persistent kernel in ms, as `time_layer`."""
-    B, T, D, H = (shape[name] for name in "BTDH")
-    spec, weights, x, _ = drawn(1, B, T, D, H, "bfloat16")
-    run = jax.jit(partial(run_layers, spec=spec, implementation=implementation))
-    return 1e3 * min(repeat(partial(run, x, weights), repeats=repeats))
 
 
 def time_layer(shape: dict[str, int], name: str, *, repeats: int, cudnn: bool) -> float:
@@ -208,7 +195,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--hopper", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--accumulation", type=int, default=2)
     options = parser.parse_args(arguments)
@@ -220,9 +206,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.tiny:
         cases = cases[:1]
     backend = "triton" if on_gpu else None
-    if options.hopper:
-        cases = (("bfloat16", None),)
-        backend = "mosaic_gpu" if on_gpu else None
     report["errors"] = {
         f"{dtype}/{schedule}": check(dtype, schedule, implementation=backend)
         for dtype, schedule in cases
@@ -232,18 +215,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for shape, theirs in zip(
         TINY_SHAPES if options.tiny else LARGE, PAPER_MS, strict=False
     ):
-        few: dict[str, Any] = {"repeats": options.repeats}
+        timed = partial(time_layer, shape, cudnn=on_gpu, repeats=options.repeats)
         row: dict[str, Any] = dict(shape)
-        if options.hopper:
-            row["hopper_ms"] = time_hopper(shape, implementation=backend, **few)
-        else:
-            timed = partial(time_layer, shape, cudnn=on_gpu, **few)
-            row |= {f"{name}_ms": timed(name) for name in ("recurrent", "transformer")}
+        row |= {f"{name}_ms": timed(name) for name in ("recurrent", "transformer")}
         row |= {} if options.tiny else {"paper_ms": theirs}
         report["layer_forward"].append(row)
         print(json.dumps(row), file=sys.stderr)
-    if not options.hopper:
-        report |= train_pairs(options)
+    report |= train_pairs(options)
     write_whole(options.out, json.dumps(report, indent=2) + "\n")
     return report
 

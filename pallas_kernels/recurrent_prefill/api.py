@@ -20,7 +20,6 @@ from pallas_kernels.recurrent_prefill.arrays import (
 )
 from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.mesh_layout import check_stages, stages_on_mesh
-from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.xla import backend as xla
@@ -28,13 +27,7 @@ from pallas_kernels.recurrent_prefill.xla import one_position
 
 OP = dispatch.Op(
     name="recurrent_prefill",
-    backends={
-        "triton": triton,
-        "mosaic_tpu": mosaic_tpu,
-        "xla": xla,
-        # By name only, as long as it has not run on a device.
-        "mosaic_gpu": mosaic_gpu,
-    },
+    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
     find_cut=mesh_layout.find_cut,
     specs=mesh_layout.specs,
     kept_specs=mesh_layout.kept_specs,
@@ -89,8 +82,7 @@ def recurrent_prefill(
       blocks: how kernels cut the call beside that; what is None they choose. Where tile
         is None too, sizes measured on this device are taken, if RECURJAX_TILES names a
         file of them (`measured_sizes.py`).
-      implementation: a backend, which then runs or raises; None: the first that can,
-        "mosaic_gpu" left aside.
+      implementation: a backend, which then runs or raises; None: the first that can.
 
     Returns:
       z, and the cache with the new positions: after a decode step without the last

@@ -22,7 +22,7 @@ from pallas_kernels.recurrent_prefill.arrays import (
 LAYER_AXIS = "stage"
 """The axis of the mesh that cuts the layers, where it has it: the cut's columns."""
 
-_ROWS_AXIS = {"triton": 1, "mosaic_gpu": 1, "mosaic_tpu": 1, "xla": 2}
+_ROWS_AXIS = {"triton": 1, "mosaic_tpu": 1, "xla": 2}
 """Axis of the batch in what each backend keeps, behind the layers' axis 0."""
 
 

@@ -74,7 +74,7 @@ def run_layers(
         position t go to slot start + t, and are dropped where there is none.
       start: how many positions each row has seen, [B].
       training: that is none.
-      run_tile: the loop through a tile, `run_tile` below or another backend's.
+      run_tile: the loop through a tile.
     """
     b, L = launch.tiles.tile, w.w_kv.shape[0]
     T, B, D = x.shape

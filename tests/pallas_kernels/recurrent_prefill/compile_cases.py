@@ -1,8 +1,5 @@
 """Calls at the paper's sizes, as shapes, for `tests/compile_target.py`."""
 
-import os
-import re
-import tempfile
 from functools import partial
 
 import jax
@@ -14,7 +11,6 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
     empty_cache,
 )
-from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 
@@ -106,10 +102,6 @@ gpu_wavefront = partial(
     layer, triton, batch=32, positions=512, layers=3, schedule="wavefront"
 )
 gpu_training = partial(layer, triton, batch=512, positions=512, train=True)
-gpu_persistent = partial(layer, mosaic_gpu, batch=512, positions=512)
-gpu_persistent_training = partial(
-    layer, mosaic_gpu, batch=512, positions=512, train=True
-)
 tpu_forward = partial(layer, mosaic_tpu, batch=8, positions=128)
 tpu_large_batch = partial(layer, mosaic_tpu, batch=512, positions=512)
 tpu_large_training = partial(layer, mosaic_tpu, batch=512, positions=512, train=True)
@@ -147,46 +139,3 @@ def gpu_class(name: str, dtype: str):
     """Returns both passes of one of GPU_CLASSES."""
     sizes = {"positions": 128, "train": True} | GPU_CLASSES[name]
     return layer(triton, dtype=dtype, **sizes)
-
-
-def persistent_resources(target: str, batch: int) -> dict[str, int]:
-    """Returns what the compiler makes of the persistent kernel.
-
-    Registers and spilled bytes as ptxas tells them; how often its loop over ticks
-    signals a counter in memory, waits at one and orders copies with other accesses; and
-    loads that would not see what other programs write.
-
-    Args:
-      batch: one that no other case has: a process compiles a kernel once.
-    """
-    # Only the process that compiles may import this.
-    from tests.compile_target import compile_for
-
-    function, arguments = gpu_persistent(batch=batch)
-    dumps = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_PTX")
-    os.environ.update(dict.fromkeys(dumps, "1"))
-    # The compiler writes it to standard output or error, as a C program does.
-    before = {stream: os.dup(stream) for stream in (1, 2)}
-    with tempfile.TemporaryFile() as file:
-        for stream in before:
-            os.dup2(file.fileno(), stream)
-        try:
-            compile_for(target, function, arguments)
-        finally:
-            for stream, kept in before.items():
-                os.dup2(kept, stream)
-                os.close(kept)
-            for name in dumps:
-                del os.environ[name]
-        file.seek(0)
-        told = file.read().decode()
-    (registers,) = re.findall(r"Used (\d+) registers", told)
-    (spilled,) = re.findall(r"(\d+) bytes spill stores", told)
-    return {
-        "registers": int(registers),
-        "spilled_bytes": int(spilled),
-        "signals": len(re.findall(r"\bred\.release\.gpu\b", told)),
-        "waits": len(re.findall(r"\bfence\.acquire\.gpu\b", told)),
-        "fences": len(re.findall(r"\bfence\.proxy\.async\.global\b", told)),
-        "read_only_loads": len(re.findall(r"\bld\.global\.nc\b", told)),
-    }

@@ -13,7 +13,6 @@ from pallas_kernels.recurrent_prefill.arrays import (
     empty_cache,
 )
 from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
-from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.xla import backend as xla
@@ -107,20 +106,6 @@ class Case(NamedTuple):
         return LayerWeights(**leaves)
 
 
-HOPPER_LAYER = Case(
-    positions=5,
-    heads=2,
-    key_heads=2,
-    head_width=64,
-    width=128,
-    inner=256,
-    dtype="bfloat16",
-    alibi=1.0,
-)
-"""A small layer of `mosaic_gpu`: w_down has two parts. Slopes are steep, so that a
-wrong distance shows in bfloat16."""
-
-
 @cache
 def reference_values(case: Case) -> jax.Array:
     """Returns z in float32."""
@@ -151,12 +136,6 @@ def interpreted(backend) -> dict:
         few = {"splits": 1, "attend_rows": 16, "keys": 16}
         small = BlockSizes(rows=16, depth=16, columns=32, **few)
         return {"interpret": True, "blocks": small}
-    if backend is mosaic_gpu:
-        # Not above: jax has no public name of it yet.
-        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-        # What a program reads before another wrote it shows.
-        return {"interpret": InterpretGPUParams(uninitialized_memory="nan")}
     return {"interpret": True}
 
 

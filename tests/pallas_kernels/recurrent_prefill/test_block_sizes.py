@@ -16,7 +16,6 @@ from pallas_kernels.recurrent_prefill import (
 )
 from pallas_kernels.recurrent_prefill.block_sizes import choose, shape_class
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE
-from pallas_kernels.recurrent_prefill.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     LayerSizes,
@@ -30,7 +29,6 @@ from pallas_kernels.recurrent_prefill.triton.tiles import (
 from pallas_kernels.recurrent_prefill.xla.call import Call
 from pallas_kernels.target import LEAST_VMEM, Target, as_if
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
-    HOPPER_LAYER,
     Case,
     quick_jit,
     reference_values,
@@ -39,6 +37,7 @@ from tests.pallas_kernels.recurrent_prefill.layer_cases import (
 from tests.tolerances import assert_values_close
 
 CASE = Case(positions=37, batch=3)
+TPU_LAYER = Case(positions=5, head_width=64, width=128, inner=256, dtype="bfloat16")
 SMALL_GPU = Target(platform="gpu", kind="an A10", compute_capability="8.6")
 
 
@@ -141,20 +140,18 @@ def test_sizes_that_a_gpu_cannot_have_are_refused_with_the_numbers(sizes, messag
 
 
 def test_a_tpu_s_rows_are_the_caller_s_or_refused():
-    sizes = LayerSizes.of(*HOPPER_LAYER.inputs()[:2], HOPPER_LAYER.spec)
+    sizes = LayerSizes.of(*TPU_LAYER.inputs()[:2], TPU_LAYER.spec)
     choose_rows = partial(tpu_tiles, sizes, None, LEAST_VMEM, forward_bytes)
     assert choose_rows(64).rows == 64 != choose_rows(None).rows
-    assert refusal(mosaic_tpu, HOPPER_LAYER, blocks=BlockSizes(rows=64)) is None
+    assert refusal(mosaic_tpu, TPU_LAYER, blocks=BlockSizes(rows=64)) is None
     told = "runs 128, 64, 32, 16, 8 rows a program, got rows=48"
-    assert refusal(mosaic_tpu, HOPPER_LAYER, blocks=BlockSizes(rows=48)) == told
+    assert refusal(mosaic_tpu, TPU_LAYER, blocks=BlockSizes(rows=48)) == told
 
 
 def test_a_backend_refuses_sizes_that_it_has_no_use_for():
     depth = BlockSizes(depth=32)
-    told = "takes of the block sizes none, got depth=32"
-    assert refusal(mosaic_gpu, HOPPER_LAYER, blocks=depth) == told
     told = "takes of the block sizes only rows, got depth=32"
-    assert refusal(mosaic_tpu, HOPPER_LAYER, blocks=depth) == told
+    assert refusal(mosaic_tpu, TPU_LAYER, blocks=depth) == told
     x, weights, _ = CASE.inputs()
     told = "mosaic_tpu: .*; xla: takes of the block sizes only keys, got depth=32"
     with pytest.raises(NotImplementedError, match=told):

@@ -1,7 +1,5 @@
 """The kernels compile for H100, v5e, v5p and v6e, without them."""
 
-import shutil
-
 import pytest
 
 from tests.absent_compilers import COMPILERS, ask
@@ -9,7 +7,6 @@ from tests.absent_compilers import COMPILERS, ask
 CASES = "tests.pallas_kernels.recurrent_prefill.compile_cases"
 MOST_KERNELS = 6
 TRITON = "__gpu$xla.gpu.triton"
-MOSAIC_GPU = "mosaic_gpu_v2"
 
 
 @pytest.fixture(autouse=True)
@@ -53,40 +50,6 @@ def test_a_position_backward_on_h100_takes_at_most_9_kernels():
     assert len(forward) <= MOST_KERNELS, forward
     assert sum(TRITON in name for name in backward) == 7
     assert len(backward) <= 9, backward
-
-
-@pytest.fixture
-def ptxas():
-    if shutil.which("ptxas") is None:
-        pytest.skip("Mosaic GPU kernels need a ptxas on PATH to compile")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["gpu_persistent", "gpu_persistent_training"])
-def test_a_tile_forward_on_h100_is_a_kernel_for_its_prefix_and_one_for_the_rest(
-    case, ptxas
-):
-    loops = [loop["launched"] for loop in compiled("h100", case)["loops"]]
-    (tiles,) = [
-        launched for launched in loops if any(MOSAIC_GPU in name for name in launched)
-    ]
-    assert sum(MOSAIC_GPU in name for name in tiles) == 1
-    assert sum(TRITON in name for name in tiles) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [32, 1024])
-def test_the_persistent_kernel_spills_nothing_and_waits_where_it_must(batch, ptxas):
-    told = ask("h100", f"{CASES}:persistent_resources", batch)
-    assert 0 < told["registers"] <= 255
-    assert told["spilled_bytes"] == 0
-    # A head tells of what it attended to, a stage of what it wrote.
-    assert told["signals"] == 2
-    # For a block's pair, for a stage's rows, for the other parts of a sum.
-    assert told["waits"] == 3
-    # Before each of the ones, behind each of the others.
-    assert told["fences"] == 2 + 3
-    assert told["read_only_loads"] == 0
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,7 @@ import pytest
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.recurrent_prefill import recurrent_prefill
 from pallas_kernels.recurrent_prefill.arrays import empty_cache
-from pallas_kernels.target import refusal_of_mosaic_gpu
-from tests.pallas_kernels.recurrent_prefill.layer_cases import (
-    HOPPER_LAYER,
-    Case,
-    reference,
-)
+from tests.pallas_kernels.recurrent_prefill.layer_cases import Case, reference
 from tests.tolerances import assert_gradients_close, assert_values_close
 
 CASES = {
@@ -43,18 +38,6 @@ CASES = {
     ),
 }
 
-# Programs wait for one another, which no interpreter runs: 28, 120 and 131 of them.
-PERSISTENT = HOPPER_LAYER._replace(positions=37, batch=70)
-PERSISTENT_CASES = {
-    "one position": PERSISTENT._replace(positions=1),
-    "prime": PERSISTENT,
-    "120 programs": PERSISTENT._replace(heads=8, key_heads=8, width=512, inner=2048),
-    "several blocks of rows": PERSISTENT._replace(batch=600),
-    "the paper's width": PERSISTENT._replace(
-        heads=16, key_heads=16, width=1024, inner=4096
-    ),
-}
-
 
 @pytest.fixture(autouse=True)
 def gpu():
@@ -66,14 +49,6 @@ def gpu():
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_kernels_agree_with_the_reference_on_gpu(name, tile):
     check(CASES[name], "triton", tile=tile)
-
-
-@pytest.mark.parametrize("name", PERSISTENT_CASES)
-def test_the_persistent_kernel_agrees_with_the_reference_on_gpu(name):
-    reason = refusal_of_mosaic_gpu()
-    if reason is not None:
-        pytest.skip(reason)
-    check(PERSISTENT_CASES[name], "mosaic_gpu")
 
 
 def check(case: Case, backend: Implementation, tile: int | None = 16) -> None:

@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
+from experiments.recurrent_transformer.hopper.launch import CHUNK, SIDE, Launch
 from pallas_kernels.recurrent_prefill.arrays import Array
-from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import CHUNK, SIDE, Launch
 
 TILE = plgpu.Layout.WGMMA
 """The layout of [64, columns] in registers, as the matrix unit leaves it."""

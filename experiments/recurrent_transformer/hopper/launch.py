@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pallas_kernels.recurrent_prefill.arrays import LayerSpec
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
 
 SIDE = 64
 """Rows that are computed at once, and channels of a head."""
@@ -184,21 +187,21 @@ class Launch:
         heads = self.spec.heads
         return choose(kind, (heads, out, up, sums, key + value, down - sums))
 
-    def before_attention(self, position: Any) -> "Told":
+    def before_attention(self, position: Any) -> "Arrivals":
         """Returns what a block's heads wait for."""
-        return Told(PAIR, position * self.told(PAIR))
+        return Arrivals(PAIR, position * self.told(PAIR))
 
-    def before_product(self, kind: Any, position: Any) -> "Told":
+    def before_product(self, kind: Any, position: Any) -> "Arrivals":
         """Returns what a stage that writes `kind` waits for."""
-        return Told(kind - 1, (position + 1) * self.told(kind - 1))
+        return Arrivals(kind - 1, (position + 1) * self.told(kind - 1))
 
-    def before_sum(self, position: Any) -> "Told":
+    def before_sum(self, position: Any) -> "Arrivals":
         """Returns what a part that adds up waits for besides."""
-        return Told(PARTS, (position + 1) * self.told(PARTS))
+        return Arrivals(PARTS, (position + 1) * self.told(PARTS))
 
 
-class Told(NamedTuple):
-    """That a block's counter of a kind has grown so far."""
+class Arrivals(NamedTuple):
+    """How far a block's counter of a kind must have grown."""
 
     kind: Any
     times: Any
@@ -231,3 +234,11 @@ def refusal_of_widths(widths: LayerWidths, *, most: int, shared: int) -> str | N
         f"programs whose weights fit {shared} bytes each; it cuts layers with "
         "heads * head_width = D and F a multiple of D"
     )
+
+
+def slopes_of(spec: LayerSpec) -> Float[Array, " H"]:
+    """Returns ALiBi's slopes, zeros without ALiBi."""
+    m = spec.alibi_max_bias
+    if m is None:
+        return jnp.zeros(spec.heads)
+    return jnp.exp2(-m / spec.heads * jnp.arange(1.0, spec.heads + 1))

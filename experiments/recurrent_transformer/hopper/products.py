@@ -9,9 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill.arrays import Array
-from pallas_kernels.recurrent_prefill.equations import activate_in_kernel
-from pallas_kernels.recurrent_prefill.mosaic_gpu.blocks import (
+from experiments.recurrent_transformer.hopper.blocks import (
     BY_COLUMN,
     BY_ROW,
     over_columns,
@@ -19,7 +17,7 @@ from pallas_kernels.recurrent_prefill.mosaic_gpu.blocks import (
     read,
     turned,
 )
-from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
+from experiments.recurrent_transformer.hopper.launch import (
     CHUNK,
     OUT,
     PAIR,
@@ -29,7 +27,9 @@ from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
     Stage,
     choose,
 )
-from pallas_kernels.recurrent_prefill.mosaic_gpu.refs import Refs
+from experiments.recurrent_transformer.hopper.refs import Refs
+from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.equations import activate_in_kernel
 
 Y_SQUARES, Z_SQUARES, KEY_SQUARES = range(3)
 

@@ -12,17 +12,18 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
-from pallas_kernels.recurrent_prefill.equations import Prepared
-from pallas_kernels.recurrent_prefill.mosaic_gpu.blocks import swizzled
-from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
+from experiments.recurrent_transformer.hopper.blocks import swizzled
+from experiments.recurrent_transformer.hopper.launch import (
     CHUNK,
     RING,
     SIDE,
     Cut,
     Launch,
     Stage,
+    slopes_of,
 )
+from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
+from pallas_kernels.recurrent_prefill.equations import Prepared
 
 
 class Resident(NamedTuple):
@@ -65,7 +66,7 @@ class Resident(NamedTuple):
             *(weights, biases, counted),
             k_scale=jnp.ones(k_width) if scale is None else scale[0],
             k_shift=jnp.zeros(k_width) if shift is None else shift[0],
-            slopes=_slopes(spec),
+            slopes=slopes_of(spec),
         )
 
 
@@ -92,13 +93,6 @@ def _fold(
     if scale is not None:
         weight = weight * scale[0][:, None]
     return weight.astype(jnp.bfloat16), total
-
-
-def _slopes(spec: LayerSpec) -> Float[Array, " H"]:
-    m = spec.alibi_max_bias
-    if m is None:
-        return jnp.zeros(spec.heads)
-    return jnp.exp2(-m / spec.heads * jnp.arange(1.0, spec.heads + 1))
 
 
 class TileInputs(NamedTuple):

@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.recurrent_prefill.mosaic_gpu.blocks import (
+from experiments.recurrent_transformer.hopper.blocks import (
     BY_COLUMN,
     BY_ROW,
     over_columns,
     over_rows,
     read,
 )
-from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import SIDE, Launch
-from pallas_kernels.recurrent_prefill.mosaic_gpu.products import (
+from experiments.recurrent_transformer.hopper.launch import SIDE, Launch
+from experiments.recurrent_transformer.hopper.products import (
     KEY_SQUARES,
     row_factors,
 )
-from pallas_kernels.recurrent_prefill.mosaic_gpu.refs import Refs
+from experiments.recurrent_transformer.hopper.refs import Refs
 
 
 def attend(launch: Launch, refs: Refs, t, block, head) -> None:

@@ -8,37 +8,32 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill.arrays import Array
-from pallas_kernels.recurrent_prefill.equations import Prepared, norm_and_rotate
-from pallas_kernels.recurrent_prefill.mosaic_gpu.attention import attend
-from pallas_kernels.recurrent_prefill.mosaic_gpu.launch import (
+from experiments.recurrent_transformer.hopper.attention import attend
+from experiments.recurrent_transformer.hopper.launch import (
     ATTENDED,
     DOWN,
     KINDS,
     PARTS,
+    Arrivals,
     Launch,
-    Told,
 )
-from pallas_kernels.recurrent_prefill.mosaic_gpu.products import (
+from experiments.recurrent_transformer.hopper.products import (
     Role,
     Worker,
     finish,
     multiply,
 )
-from pallas_kernels.recurrent_prefill.mosaic_gpu.refs import (
+from experiments.recurrent_transformer.hopper.refs import (
     Refs,
     Resident,
     TileInputs,
     TileOutputs,
     TileScratch,
 )
-from pallas_kernels.recurrent_prefill.tiles.layout import queries_and_pairs
-from pallas_kernels.recurrent_prefill.triton.attention import TileState
-from pallas_kernels.recurrent_prefill.triton.forward import Tile
-from pallas_kernels.recurrent_prefill.triton.launch import Launch as PrefixLaunch
-from pallas_kernels.recurrent_prefill.triton.prefix import attend_prefix
+from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.equations import NormParameters, norm_and_rotate
 
 INSTANCE = "instance"
 """The grid's axis."""
@@ -48,44 +43,45 @@ _APART = 32
 """Counters between two that are used: each has a line of the cache of its own."""
 
 
+class Tile(NamedTuple):
+    """What a tile's positions computed."""
+
+    z: Float[Array, "b B D"]
+    attended: Float[Array, "b B HE"]
+    lse: Float[Array, "b H B"]
+    keys: Float[Array, "b B HE"]
+    values: Float[Array, "b B HE"]
+
+
 def run_tile(
     launch: Launch,
     resident: Resident,
-    prefix: PrefixLaunch,
-    x: Float[Array, "1 b B D"],
-    w: Prepared,
-    keys: Float[Array, "1 B S KE"],
-    values: Float[Array, "1 B S KE"],
-    start: Int[Array, " B"],
-    done: Int[Array, "1"],
-    count: int,
+    x: Float[Array, "b B D"],
+    q: Float[Array, "b B HE"],
+    running: tuple[Array, Array, Array],
+    k_norm: NormParameters,
 ) -> Tile:
-    """Runs `count` of a tile's positions; `done` came before.
+    """Runs a tile's positions.
 
     Args:
-      prefix: how Triton's kernel for the prefix is launched.
-      keys, values: of the positions before; the other arguments are `run_layers`'.
+      running: the softmax of q after the tile's prefix: largest logit, normalizer and
+        weighted values.
     """
-    spec = launch.spec
-    q, own_k, own_v = queries_and_pairs(x, w, spec)
-    before = (start + done[:, None]).astype(jnp.int32)
-    running = attend_prefix(prefix, q, own_k, own_v, keys, values, before)
     if launch.interpret:  # See `turned`.
         resident = resident._replace(weights=resident.weights.swapaxes(1, 2))
     out = _launch(
         launch,
-        lambda *refs: _tile_kernel(launch, Refs(*refs), count),
-        TileInputs(q[0], x[0], *(part[0] for part in running)),
+        lambda *refs: _tile_kernel(launch, Refs(*refs), x.shape[0]),
+        TileInputs(q, x, *running),
         resident,
-        out_shape=TileOutputs.shapes(launch, x[0]),
+        out_shape=TileOutputs.shapes(launch, x),
         scratch=TileScratch.shapes(launch),
     )
     # The step that would have finished the last position's key never came.
-    last = norm_and_rotate(out.raw_k[None], w.k_norm, None, spec)
+    last = norm_and_rotate(out.raw_k[None], k_norm, None, launch.spec)
     last = last.reshape(out.raw_k.shape).astype(out.keys.dtype)
-    new_keys = jax.lax.dynamic_update_index_in_dim(out.keys, last, count - 1, 0)
-    state = TileState(out.attended, out.lse, new_keys, out.values)
-    return jax.tree.map(lambda part: part[None], Tile(out.z, state))
+    keys = out.keys.at[-1].set(last)
+    return Tile(out.z, out.attended, out.lse, keys, out.values)
 
 
 def _launch(
@@ -151,7 +147,7 @@ class Counters(NamedTuple):
             _order_copies()
             plgpu.semaphore_signal(self._of(kind, block), memory_scope="gpu")
 
-    def wait(self, until: Told, block) -> None:
+    def wait(self, until: Arrivals, block) -> None:
         """Waits until a block was told of so often; what was written then is seen."""
         if self.told is not None:
             counter = self._of(until.kind, block)

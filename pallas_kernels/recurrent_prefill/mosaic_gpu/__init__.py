@@ -1,1 +1,0 @@
-"""The Hopper backend: a tile of positions as one kernel, its weights on chip."""
