@@ -1,4 +1,9 @@
-"""The shared block: which depth runs which layer, what a depth adds, how it is run."""
+"""The shared block: which depth runs which layer, what a depth adds, how it is run.
+
+The block is one module, as every stack's. Its matrices serve all loops; its norms and
+biases too, or they are untied: then those leaves have the loops as a leading axis, and
+a loop joins the shared matrices with its own vectors.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -110,8 +115,8 @@ class BlockAdapters(nnx.Module):
         )
 
 
-class Uses(NamedTuple):
-    """What the uses of one place's layers own.
+class LoopWeights(NamedTuple):
+    """What each loop owns of one place's layers.
 
     Attributes:
       vectors: norms and biases, where they are untied: those of the block's leaves that
@@ -123,10 +128,10 @@ class Uses(NamedTuple):
     adapters: BlockAdapters | None
 
 
-def shared_leaves(
+def shared_weights(
     blocks: Sequence[TransformerBlock], config: RelaxedRecursiveTransformerConfig
 ) -> tuple[tuple[Array, ...], ...]:
-    """Returns of each place the leaves that all uses share, [K / P, ...]."""
+    """Returns each place's leaves that all loops share, [K / P, ...]."""
     # What a scan over repeats takes apart has the repeats on the leading axis.
     return tuple(
         tuple(leaf for leaf, own in _leaves(block, config) if not own)
@@ -134,15 +139,15 @@ def shared_leaves(
     )
 
 
-def own_leaves(
+def loop_weights(
     blocks: Sequence[TransformerBlock],
     adapters: Sequence[BlockAdapters] | None,
     config: RelaxedRecursiveTransformerConfig,
-) -> tuple[Uses, ...]:
-    """Returns of each place what its uses own, [loops, K / P, ...]."""
+) -> tuple[LoopWeights, ...]:
+    """Returns each place's `LoopWeights`, [loops, K / P, ...]."""
     # One more axis in front, the loops, for the scan around it.
     return tuple(
-        Uses(
+        LoopWeights(
             vectors=tuple(leaf for leaf, own in _leaves(block, config) if own),
             adapters=None if adapters is None else adapters[place],
         )
@@ -150,28 +155,20 @@ def own_leaves(
     )
 
 
-class ByLoop(NamedTuple):
-    """What tells the loops of one place's layers apart, laid out for rows of any loop.
-
-    Attributes:
-      vectors: as of `Uses`, the loops behind the layers: [K / P, loops, ...].
-      adapters: of all loops side by side, A [K / P, N, loops R], B [K / P, loops R, M].
-    """
-
-    vectors: tuple[Array, ...]
-    adapters: BlockAdapters | None
-
-
-def by_loop(
+def weights_by_layer(
     blocks: Sequence[TransformerBlock],
     adapters: Sequence[BlockAdapters] | None,
     config: RelaxedRecursiveTransformerConfig,
-) -> tuple[ByLoop, ...]:
-    """Lays out of each place what its uses own; a copy, so it is made once."""
+) -> tuple[LoopWeights, ...]:
+    """Returns each place's `LoopWeights` laid out for rows at any loop, as a copy.
+
+    The vectors are [K / P, loops, ...]; the adapters of all loops are side by side, A
+    [K / P, N, loops R] and B [K / P, loops R, M].
+    """
     # A norm by head is multiplied with [B, T, H, E], the other vectors with [B, T, D].
     by_head = config.transformer.attention.qk_norm_over == "head"
 
-    def beside(path: tuple[Any, ...], leaf: Array) -> Array:
+    def layer_first(path: tuple[Any, ...], leaf: Array) -> Array:
         leaf = jnp.swapaxes(leaf, 0, 1)
         name = jax.tree_util.keystr(path)
         per_head = by_head and re.search(r"\b[qk]_norm\b", name) is not None
@@ -183,38 +180,42 @@ def by_loop(
             return leaf.transpose(1, 2, 0, 3).reshape(layers, inner, loops * outer)
         return leaf.swapaxes(0, 1).reshape(layers, loops * inner, outer)
 
-    made = []
+    places = []
     for place, block in enumerate(blocks):
         leaves = jax.tree_util.tree_leaves_with_path(block)
-        owned = [own for _, own in _leaves(block, config)]
+        per_loop = [own for _, own in _leaves(block, config)]
         vectors = [
-            beside(*leaf) for leaf, own in zip(leaves, owned, strict=True) if own
+            layer_first(*leaf)
+            for leaf, own in zip(leaves, per_loop, strict=True)
+            if own
         ]
         joint = None
         if adapters is not None:
             joint = jax.tree_util.tree_map_with_path(side_by_side, adapters[place])
-        made.append(ByLoop(vectors=tuple(vectors), adapters=joint))
-    return tuple(made)
+        places.append(LoopWeights(vectors=tuple(vectors), adapters=joint))
+    return tuple(places)
 
 
-def joined(
+def join(
     block: TransformerBlock,
     config: RelaxedRecursiveTransformerConfig,
     shared: tuple[Array, ...],
     vectors: tuple[Array, ...],
 ) -> TransformerBlock:
-    """Puts a block together again, from parts of what the two functions returned.
+    """Joins a block from shared weights and one loop's vectors.
 
     Args:
       block: gives the structure.
     """
     # Leaves in the block's own order, each taken from the side that owns it.
-    ours, theirs = iter(shared), iter(vectors)
-    leaves = [next(theirs if own else ours) for _, own in _leaves(block, config)]
+    shared_leaves, own_leaves = iter(shared), iter(vectors)
+    leaves = [
+        next(own_leaves if own else shared_leaves) for _, own in _leaves(block, config)
+    ]
     return jax.tree.unflatten(jax.tree.structure(block), leaves)
 
 
-def with_vectors_by_loop(block: TransformerBlock, loops: int) -> TransformerBlock:
+def repeat_vectors(block: TransformerBlock, loops: int) -> TransformerBlock:
     """Repeats norms and biases, which start alike: [K / P, D] to [loops, K / P, D]."""
 
     def repeated(path: tuple[Any, ...], leaf: Array) -> Array:
@@ -237,7 +238,12 @@ def _is_matrix(path: tuple[Any, ...]) -> bool:
     return re.search(r"\bw_\w+", jax.tree_util.keystr(path)) is not None
 
 
-def runs(tokens: Tokens) -> Callable:
+# How `scan_pattern` runs a layer of the block. Each function below returns one that
+# takes the place's number, a part (block, adapters, loop 1's keys and values or None),
+# x and the place's cache, and returns x, the cache, and what is stacked over layers.
+
+
+def run_layer(tokens: Tokens) -> Callable:
     """Runs a layer on keys and values of its own."""
 
     def run(_, part, x, group):
@@ -247,8 +253,8 @@ def runs(tokens: Tokens) -> Callable:
     return run
 
 
-def keeps(tokens: Tokens) -> Callable:
-    """Runs a layer and hands its new keys and values on: loop 1, where others read."""
+def run_layer_keep_kv(tokens: Tokens) -> Callable:
+    """Runs a layer and returns its new keys and values, for deeper loops to read."""
 
     def keep(_, part, x, group):
         block, adapters, _ = part
@@ -257,7 +263,7 @@ def keeps(tokens: Tokens) -> Callable:
     return keep
 
 
-def reads(tokens: Tokens, cache: PatternCache) -> Callable:
+def run_layer_read_kv(tokens: Tokens, cache: PatternCache) -> Callable:
     """Runs a layer on the keys and values that loop 1 made and wrote.
 
     Args:
@@ -266,19 +272,19 @@ def reads(tokens: Tokens, cache: PatternCache) -> Callable:
     """
 
     def read(place, part, x, group):
-        block, adapters, kept = part
-        # The cache as loop 1 found it, at this layer's entry and the rows' positions.
+        block, adapters, kv = part
+        # The cache before loop 1, at this layer's entry and the rows' positions.
         before = cache.groups[place]._replace(
             position=group.position, layer=group.layer
         )
         added = _additions(adapters)
-        return block.read(x, kept, before, group, tokens, added), group, None
+        return block.read(x, kv, before, group, tokens, added), group, None
 
     return read
 
 
-def writes(tokens: Tokens) -> Callable:
-    """Only writes keys and values, for tokens that have left: x stays as it is."""
+def write_kv(tokens: Tokens) -> Callable:
+    """Writes keys and values of tokens that have left; x stays as it is."""
 
     def write(_, part, x, group):
         block, adapters, _ = part
@@ -287,15 +293,15 @@ def writes(tokens: Tokens) -> Callable:
     return write
 
 
-def holding(act: Callable, left: Bool[Array, "B T"]) -> Callable:
+def hold_exited(act: Callable, left: Bool[Array, "B T"]) -> Callable:
     """Runs a layer as `act` does, and leaves the states of tokens that have left.
 
-    Their keys and values are made of those states all the same.
+    Their keys and values still come from those states.
     """
 
     def hold(place, part, x, group):
-        y, group, made = act(place, part, x, group)
-        return jnp.where(left[..., None], x, y), group, made
+        y, group, new = act(place, part, x, group)
+        return jnp.where(left[..., None], x, y), group, new
 
     return hold
 
@@ -321,11 +327,11 @@ def one_by_one(
       on_first: deeper loops read the keys and values of the first.
     """
     # A layer's first run makes the keys and values, its later ones may read them.
-    first = keeps(tokens) if on_first else runs(tokens)
-    later = reads(tokens, cache) if on_first else first
-    # How often each layer of the block has been run, and what its first run handed on.
+    first = run_layer_keep_kv(tokens) if on_first else run_layer(tokens)
+    later = run_layer_read_kv(tokens, cache) if on_first else first
+    # How often each layer of the block has run, and its first run's keys and values.
     used: dict[int, int] = {}
-    kept: dict[int, Any] = {}
+    first_kv: dict[int, Any] = {}
     yield x
     for layer in order.tolist():
         repeat, place = divmod(layer, len(cache.groups))
@@ -339,10 +345,10 @@ def one_by_one(
         )
         # Compiled by itself: the comparison must not share the scans' program.
         act = jax.jit(later if use else first, static_argnums=0)
-        part = (block, adapters, kept.get(layer))
-        x, _, made = act(place, part, x, group)
+        part = (block, adapters, first_kv.get(layer))
+        x, _, new = act(place, part, x, group)
         if not use:
-            kept[layer] = made
+            first_kv[layer] = new
         used[layer] += 1
         yield x
 

@@ -1,13 +1,12 @@
-"""One pass through the block for rows that stand at different loops: an engine's tick.
+"""One pass through the block for rows at different loops: an engine's tick.
 
-A row of the batch is a slot of an engine, and its T tokens are lanes: each stands at a
-loop and a position of its own. No matrix is gathered by row: the additions of all loops
-are one product, of which a lane's own columns are kept. Keys and values are kept loop
-by loop, and a lane reads its own loop's part: a piece that moves whole, or, on TPU, all
-of them under a mask.
+A row of the batch is a slot of an engine, and its T tokens are lanes, each at its own
+loop and position. No matrix is gathered by row: the additions of all loops are one
+product, of which each lane selects its columns. The cache holds keys and values loop by
+loop, and a lane reads its loop's part: one contiguous piece, or, on TPU, all of them
+under a mask.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +26,10 @@ from recurjax.layers.position import with_positions
 from recurjax.layers.stack import PatternCache, scan_layers
 from recurjax.types import Array, Lanes
 from recurjax.variants.relaxed_recursive_transformer.block import (
-    ByLoop,
-    by_loop,
-    joined,
-    shared_leaves,
+    LoopWeights,
+    join,
+    shared_weights,
+    weights_by_layer,
 )
 from recurjax.variants.relaxed_recursive_transformer.config import (
     RelaxedRecursiveTransformerConfig,
@@ -49,7 +48,7 @@ class TickCache(NamedTuple):
     values: tuple[Float[Array, "L B N S K E"], ...]
 
 
-class Ticks:
+class DepthwiseBatching:
     """What a looped stack offers to an engine that batches over depth."""
 
     config: RelaxedRecursiveTransformerConfig
@@ -58,9 +57,9 @@ class Ticks:
     position: Any
     _repeats: int
 
-    def tick_weights(self) -> tuple[ByLoop, ...]:
-        """Returns what the loops own, laid out for `tick`: made once, not in a tick."""
-        return by_loop(self.blocks, self.adapters, self.config)
+    def tick_weights(self) -> tuple[LoopWeights, ...]:
+        """Returns what the loops own, laid out for `tick`: build them once."""
+        return weights_by_layer(self.blocks, self.adapters, self.config)
 
     def init_ticks(
         self, batch: int, length: int, dtype: Any, *, ahead: int = 0
@@ -72,35 +71,35 @@ class Ticks:
             ring of a window then holds so many more.
         """
         config = self.config.transformer
-        a, parts = config.attention, self._parts
-        made = []
+        a, parts = config.attention, self._cache_parts
+        keys = []
         for window in config.windows:
             slots = length if window is None else min(length, window + 1 + ahead)
             shape = (self._repeats, batch, parts, slots, a.key_heads, a.head_width)
-            made.append(jnp.zeros(shape, dtype))
-        return TickCache(keys=tuple(made), values=tuple(map(jnp.zeros_like, made)))
+            keys.append(jnp.zeros(shape, dtype))
+        return TickCache(keys=tuple(keys), values=tuple(map(jnp.zeros_like, keys)))
 
     def insert_ticks(
         self, cache: TickCache, row: Int[Array, ""] | int, other: PatternCache
     ) -> TickCache:
-        """Puts a prompt that was read on a cache of one row into a row of ticks."""
-        parts = self._parts
+        """Copies a prefilled cache of one row into a row of the tick cache."""
+        parts = self._cache_parts
 
-        def put(whole: Array, one: Array) -> Array:
+        def put(leaf: Array, new: Array) -> Array:
             # From loop after loop, [N L, 1, S, K, E], to all loops of a layer.
-            one = one.reshape(parts, self._repeats, *one.shape[1:])
-            one = jnp.moveaxis(one, 0, 2)
-            slots, there = whole.shape[3], one.shape[3]
-            if slots != there:
+            new = new.reshape(parts, self._repeats, *new.shape[1:])
+            new = jnp.moveaxis(new, 0, 2)
+            slots, prefilled = leaf.shape[3], new.shape[3]
+            if slots != prefilled:
                 # A longer ring: every token goes where the longer one looks for it.
-                at = slot_positions(slots, other.position)[0] % there
-                one = jnp.take(one, at, axis=3)
-            one = one.astype(whole.dtype)
-            return jax.lax.dynamic_update_slice_in_dim(whole, one, row, 1)
+                at = slot_positions(slots, other.position)[0] % prefilled
+                new = jnp.take(new, at, axis=3)
+            new = new.astype(leaf.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(leaf, new, row, 1)
 
-        def all_places(whole: tuple[Array, ...], name: str) -> tuple[Array, ...]:
+        def all_places(leaves: tuple[Array, ...], name: str) -> tuple[Array, ...]:
             groups = [getattr(group, name) for group in other.groups]
-            return tuple(map(put, whole, groups))
+            return tuple(map(put, leaves, groups))
 
         return TickCache(
             keys=all_places(cache.keys, "keys"),
@@ -118,11 +117,11 @@ class Ticks:
         x: Float[Array, "B T D"],
         lanes: Lanes,
         cache: TickCache,
-        weights: tuple[ByLoop, ...],
+        weights: tuple[LoopWeights, ...],
         *,
         ran: Int[Array, "B P"] | None = None,
     ) -> tuple[Float[Array, "B T D"], TickCache]:
-        """Runs every lane through the loop at which it stands.
+        """Runs every lane through its loop.
 
         Args:
           x: from `enter_ticks` at loop 0, else from the lane's loop before.
@@ -132,8 +131,8 @@ class Ticks:
             than a lane's, it wrote nothing and is not seen. For one lane a row. None:
             all tokens are seen.
         """
-        shared = shared_leaves(self.blocks, self.config)
-        own = [self._own(place, lanes.loop) for place in weights]
+        shared = shared_weights(self.blocks, self.config)
+        vectors = [_lane_vectors(place, lanes) for place in weights]
         repeats = jnp.arange(self._repeats, dtype=jnp.int32)
 
         def layer(carry, turn):
@@ -141,7 +140,7 @@ class Ticks:
             parts, entry = turn
             keys, values = list(keys), list(values)
             for place, (matrices, vectors, adapters) in enumerate(parts):
-                block = joined(self.blocks[place], self.config, matrices, vectors)
+                block = join(self.blocks[place], self.config, matrices, vectors)
 
                 def look(q, new: KeysValues, place=place, **options) -> Array:
                     # Written first: a token sees itself.
@@ -156,7 +155,7 @@ class Ticks:
 
         parts = tuple(
             (matrices, vectors, place.adapters)
-            for matrices, vectors, place in zip(shared, own, weights, strict=True)
+            for matrices, vectors, place in zip(shared, vectors, weights, strict=True)
         )
         (x, keys, values), _ = scan_layers(
             layer,
@@ -173,7 +172,7 @@ class Ticks:
         x: Float[Array, "B 1 D"],
         leaving: Lanes,
         cache: TickCache,
-        weights: tuple[ByLoop, ...],
+        weights: tuple[LoopWeights, ...],
     ) -> TickCache:
         """Writes the keys and values that tokens which leave lack: see `propagate`.
 
@@ -185,7 +184,7 @@ class Ticks:
             its token leaves.
         """
         loops = self.config.loops
-        if self._parts == 1:  # nothing is missing where all loops read loop 1's
+        if self._cache_parts == 1:  # nothing is missing where all loops read loop 1's
             return cache
         # Every deeper loop is a lane of its own that begins with the same state; those
         # not deeper than the token's are dropped when they are written.
@@ -198,30 +197,33 @@ class Ticks:
             live=live,
         )
         x = jnp.broadcast_to(x, (*shape, x.shape[-1]))
-        shared = shared_leaves(self.blocks, self.config)
+        shared = shared_weights(self.blocks, self.config)
         keys, values = [], []
-        for place, (matrices, own) in enumerate(zip(shared, weights, strict=True)):
+        for place, (matrices, place_weights) in enumerate(
+            zip(shared, weights, strict=True)
+        ):
 
-            def made(matrices, vectors, adapters, place=place) -> KeysValues:
-                block = joined(self.blocks[place], self.config, matrices, vectors)
+            def project(matrices, vectors, adapters, place=place) -> KeysValues:
+                block = join(self.blocks[place], self.config, matrices, vectors)
                 additions = _additions(adapters, lanes.loop, loops)
                 return block.keys_and_values(x, lanes.position, additions)
 
-            vectors = self._own(own, lanes.loop)
-            new = jax.vmap(made)(matrices, vectors, own.adapters)
+            vectors = _lane_vectors(place_weights, lanes)
+            new = jax.vmap(project)(matrices, vectors, place_weights.adapters)
             entries = jnp.arange(self._repeats)[:, None, None]
             keys.append(_write(cache.keys[place], entries, lanes, new.keys))
             values.append(_write(cache.values[place], entries, lanes, new.values))
         return TickCache(keys=tuple(keys), values=tuple(values))
 
     @property
-    def _parts(self) -> int:
+    def _cache_parts(self) -> int:
         return self.config.loops if self.config.loop_cache == "own" else 1
 
-    def _own(self, place: ByLoop, loop: Int[Array, "B T"]) -> tuple[Array, ...]:
-        """Returns each lane's norms and biases, where they are untied."""
-        # Vectors, which are small: the matrices are never taken by row.
-        return tuple(leaf[:, loop] for leaf in place.vectors)
+
+def _lane_vectors(weights: LoopWeights, lanes: Lanes) -> tuple[Array, ...]:
+    """Returns each lane's norms and biases, where they are untied."""
+    # Vectors, which are small: the matrices are never gathered by row.
+    return tuple(leaf[:, lanes.loop] for leaf in weights.vectors)
 
 
 def _additions(
@@ -236,12 +238,10 @@ def _additions(
         columns = jnp.arange(loops * rank) // rank
         return pair._replace(own=columns == loop[..., None])
 
-    is_pair = partial(_is, LowRank)
+    def is_pair(node: Any) -> bool:
+        return isinstance(node, LowRank)
+
     return jax.tree.map(masked, adapters.additions(), is_leaf=is_pair)
-
-
-def _is(kind: type, node: Any) -> bool:
-    return isinstance(node, kind)
 
 
 def _write(

@@ -24,211 +24,30 @@ from recurjax.layers.stack import (
 from recurjax.types import Array, Cache, Tokens
 from recurjax.variants.relaxed_recursive_transformer.block import (
     BlockAdapters,
-    Uses,
-    holding,
-    joined,
-    keeps,
+    LoopWeights,
+    hold_exited,
+    join,
+    loop_weights,
     one_by_one,
-    own_leaves,
-    reads,
-    runs,
+    repeat_vectors,
+    run_layer,
+    run_layer_keep_kv,
+    run_layer_read_kv,
     shared_layers,
-    shared_leaves,
-    with_vectors_by_loop,
-    writes,
+    shared_weights,
+    write_kv,
 )
 from recurjax.variants.relaxed_recursive_transformer.config import (
     RelaxedRecursiveTransformerConfig,
 )
-from recurjax.variants.relaxed_recursive_transformer.depthwise_batching import Ticks
+from recurjax.variants.relaxed_recursive_transformer.depthwise_batching import (
+    DepthwiseBatching,
+)
 from recurjax.variants.transformer.block import TransformerBlock
 from recurjax.variants.transformer.stack import empty_cache
 
 
-class LoopByLoop:
-    """What a looped stack offers beside its call; the stack itself has the rest."""
-
-    config: RelaxedRecursiveTransformerConfig
-    blocks: Any
-    position: Any
-    init_cache: Callable[..., PatternCache]
-    turns: Callable[..., Any]
-    parts: Callable[..., Any]
-    layers: Callable[..., Any]
-
-    def enter(
-        self, x: Float[Array, "B T D"], cache: PatternCache
-    ) -> Float[Array, "B T D"]:
-        """Returns what loop 1 reads: embeddings, with learned positions if any."""
-        return with_positions(x, self.position, cache.position, training=cache.training)
-
-    def loop(
-        self,
-        x: Float[Array, "B T D"],
-        b: int | Int[Array, ""],
-        cache: PatternCache,
-        tokens: Tokens,
-        *,
-        ran: Int[Array, "B N"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], PatternCache]:
-        """Runs one loop, for a caller that decides after each whether to go on.
-
-        The rows stand until `advance` moves them on, when a token has left.
-
-        Args:
-          x: from `enter`, or from the loop before.
-          b: which loop, from 0.
-          ran: how many loops the token at each position has run: where it was fewer
-            than this one, it wrote nothing and is not seen. None: all tokens are seen.
-
-        Raises:
-          ValueError: the sharing is not "cycle"; the cache is the training cache; or
-            loop_cache "first" with another loop than a plain number, or with several
-            tokens: deeper loops then find what loop 1 made of one token in the cache,
-            and only there.
-        """
-        self.check_cycle("loop")
-        first = self.config.loop_cache == "first"
-        if cache.training:
-            raise ValueError("loop: wants a real cache")
-        if first and not (isinstance(b, int) and x.shape[1] == 1):
-            raise ValueError(
-                "loop: with loop_cache 'first' wants one token, and b as an int"
-            )
-        own, entries = jax.tree.map(lambda leaf: leaf[b], self.turns())
-        kept, act = None, runs(tokens)
-        if first and b:
-            act = reads(tokens, cache)
-            # One token is read from its slot; what `read` is handed is not looked at.
-            kept = [
-                KeysValues(group.keys[:, :, :1], group.values[:, :, :1])
-                for group in cache.groups
-            ]
-        groups = cache.groups
-        # A token that left before this loop wrote no key here: its slot holds old
-        # numbers.
-        if ran is not None:
-            groups = tuple(
-                group._replace(hidden=_unwritten(group, cache, ran, b))
-                for group in groups
-            )
-        parts = self.parts(shared_leaves(self.blocks, self.config), own, kept)
-        x, groups, _ = self.layers(act, x, groups, parts, entries, cache)
-        # The mask is of this call alone: a cache between calls has the tree that
-        # `init_cache` gave it.
-        groups = tuple(group._replace(hidden=None) for group in groups)
-        return x, cache._replace(groups=groups)
-
-    def propagate(
-        self, x: Float[Array, "B T D"], b: int, cache: PatternCache, tokens: Tokens
-    ) -> PatternCache:
-        """Writes the keys and values that tokens which left after b loops lack.
-
-        The state in which they left is taken for the input of every deeper layer:
-        k = W_k norm(x), v = W_v norm(x), with that depth's additions. Source: Schuster
-        et al. 2022 (CALM), section 3.3.
-
-        Args:
-          x: after the last loop run, before the final norm.
-        """
-        if self.config.loop_cache == "first":
-            return cache
-        groups = cache.groups
-        # Loop after loop on the same x: a deeper layer's own output is never made.
-        for deeper in range(b, self.config.loops):
-            own, entries = jax.tree.map(lambda leaf, c=deeper: leaf[c], self.turns())
-            parts = self.parts(shared_leaves(self.blocks, self.config), own)
-            act = writes(tokens)
-            _, groups, _ = self.layers(act, x, groups, parts, entries, cache)
-        return cache._replace(groups=groups)
-
-    def leaving(
-        self,
-        x: Float[Array, "B T D"],
-        tokens: Tokens,
-        leave: Callable[[int, Array, Array], Bool[Array, "B T"]],
-    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
-        """Runs whole rows, in which each token leaves when a rule says so.
-
-        A token that has left keeps its state, of which deeper layers make its keys and
-        values: what `loop` and `propagate` do token by token, for all at once. With
-        loop_cache "first" they need none.
-
-        Args:
-          leave: of the number of loops run and the states before and after the last of
-            them; it is not asked after the deepest.
-
-        Returns:
-          The state in which each token left, and the loops that it ran.
-        """
-        self.check_cycle("leaving")
-        config, cache = self.config, self.init_cache(x.shape[0], 0, x.dtype)
-        shared, x = shared_leaves(self.blocks, config), self.enter(x, cache)
-        left, ran = jnp.zeros(x.shape[:2], bool), jnp.zeros(x.shape[:2], jnp.int32)
-        kept = None
-        for b in range(config.loops):
-            own, entries = jax.tree.map(lambda leaf, b=b: leaf[b], self.turns())
-            act = runs(tokens)
-            if config.loop_cache == "first":
-                act = reads(tokens, cache) if b else keeps(tokens)
-            parts, before = self.parts(shared, own, kept), x
-            x, _, made = self.layers(
-                holding(act, left), x, cache.groups, parts, entries, cache
-            )
-            # Counted before the rule is asked: who leaves now has run this loop.
-            ran = ran + ~left
-            if b + 1 < config.loops:
-                if config.loop_cache == "first" and b == 0:
-                    kept = made
-                left = left | leave(b + 1, before, x)
-        return x, ran
-
-    @property
-    def exits(self) -> int:
-        """After how many loops a token can leave, the deepest included."""
-        return self.config.loops
-
-    def refuses_exits(self, missing: str) -> str | None:
-        """Says why tokens cannot leave early, or not with these keys and values."""
-        config = self.config
-        if config.sharing != "cycle" and config.loops > 1:
-            return (
-                "tokens can leave early only with sharing 'cycle', where fewer loops "
-                f"are a model too, not with {config.sharing!r}"
-            )
-        if (missing == "share") != (config.loop_cache == "first"):
-            return (
-                "share is for a model with loop_cache 'first', whose deeper loops read "
-                f"the keys and values of loop 1, and this one has {config.loop_cache!r}"
-                + (": use propagate or skip" if missing == "share" else ": use share")
-            )
-        return None
-
-    def advance(self, cache: PatternCache, tokens: Tokens) -> PatternCache:
-        """Moves every row on by its tokens, after the last loop that it runs."""
-        return advanced(cache, cache.groups, tokens.ids.shape[1], tokens)
-
-    def check_cycle(self, name: str) -> None:
-        """Raises ValueError unless a model of fewer loops is part of this one."""
-        if self.config.sharing != "cycle" and self.config.loops > 1:
-            raise ValueError(
-                f"{name}: only with sharing 'cycle' is the model with fewer loops part "
-                f"of the one with more, got {self.config.sharing!r}"
-            )
-
-
-def _unwritten(
-    group: KeyValueCache, cache: PatternCache, ran: Int[Array, "B N"], b: int | Array
-) -> Bool[Array, "B S"]:
-    """Returns the slots of tokens that left before loop b, when one more is written."""
-    at = slot_positions(group.slots, cache.position + 1)
-    # An empty slot has a negative position and is unseen whatever is read for it.
-    loops = jnp.take_along_axis(ran, jnp.clip(at, 0, ran.shape[1] - 1), axis=1)
-    own = at == cache.position[:, None]  # a token always sees itself
-    return (loops <= b) & ~own
-
-
-class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack):
+class RelaxedRecursiveTransformerStack(DepthwiseBatching, CacheRows, UncutStack):
     """A block of K layers, run `loops` times; `blocks` as a Transformer's of K layers.
 
     Untied norms and biases have the loops as one more leading axis. `adapters[p]` has
@@ -248,7 +67,7 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack)
             block, layers=config.block_layers, pattern=len(base.windows), rngs=rngs
         )
         if not config.tie_norms:
-            blocks = [with_vectors_by_loop(block, loops) for block in blocks]
+            blocks = [repeat_vectors(block, loops) for block in blocks]
         self.blocks = nnx.List(blocks)
         self.position = learned_positions(
             base.attention.position, base.width, base.init, rngs=rngs
@@ -268,7 +87,7 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack)
 
     @property
     def _repeats(self) -> int:
-        # K / P: a place of the pattern is one module with so many layers stacked in it.
+        # K / P: a place of the pattern is one module that stacks K / P layers.
         return self.config.block_layers // len(self.config.transformer.windows)
 
     def init_cache(self, batch: int, length: int, dtype) -> PatternCache:
@@ -302,7 +121,7 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack)
         Raises:
           ValueError: the sharing is not "cycle": only there does a loop end somewhere.
         """
-        self.check_cycle("states")
+        self._check_cycle("states")
         _, after, cache = self._run(x, cache, tokens, states=True)
         return after, cache
 
@@ -311,12 +130,171 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack)
     ) -> Iterator[Float[Array, "B T D"]]:
         """Yields what enters the first depth, and what leaves each: `one_by_one`."""
         config, cache = self.config, self.init_cache(x.shape[0], 0, x.dtype)
-        shared, (own, _) = shared_leaves(self.blocks, config), self.turns()
-        uses = [jax.tree.map(lambda w, b=b: w[b], own) for b in range(config.loops)]
-        parts = [self.parts(shared, use) for use in uses]
+        shared, (loops, _) = shared_weights(self.blocks, config), self._turns()
+        parts = [
+            self._parts(shared, jax.tree.map(lambda leaf, b=b: leaf[b], loops))
+            for b in range(config.loops)
+        ]
         order = shared_layers(config.layers, config.loops, config.sharing)
         on_first, x = config.loop_cache == "first", self.enter(x, cache)
         return one_by_one(x, parts, order, cache, tokens, on_first=on_first)
+
+    # Early exits: a caller runs loops one by one and decides where each token leaves.
+
+    @property
+    def exits(self) -> int:
+        """After how many loops a token can leave, the deepest included."""
+        return self.config.loops
+
+    def refuses_exits(self, missing: str) -> str | None:
+        """Says why tokens cannot leave early, or not with these keys and values."""
+        config = self.config
+        if config.sharing != "cycle" and config.loops > 1:
+            return (
+                "tokens can leave early only with sharing 'cycle', where fewer loops "
+                f"are a model too, not with {config.sharing!r}"
+            )
+        if (missing == "share") != (config.loop_cache == "first"):
+            return (
+                "share is for a model with loop_cache 'first', whose deeper loops read "
+                f"the keys and values of loop 1, and this one has {config.loop_cache!r}"
+                + (": use propagate or skip" if missing == "share" else ": use share")
+            )
+        return None
+
+    def enter(
+        self, x: Float[Array, "B T D"], cache: PatternCache
+    ) -> Float[Array, "B T D"]:
+        """Returns what loop 1 reads: embeddings, with learned positions if any."""
+        return with_positions(x, self.position, cache.position, training=cache.training)
+
+    def loop(
+        self,
+        x: Float[Array, "B T D"],
+        b: int | Int[Array, ""],
+        cache: PatternCache,
+        tokens: Tokens,
+        *,
+        ran: Int[Array, "B N"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], PatternCache]:
+        """Runs one loop, for a caller that decides after each whether to go on.
+
+        The rows keep their positions until `advance`, when a token has left.
+
+        Args:
+          x: from `enter`, or from the loop before.
+          b: which loop, from 0.
+          ran: how many loops the token at each position has run: where it was fewer
+            than this one, it wrote nothing and is not seen. None: all tokens are seen.
+
+        Raises:
+          ValueError: the sharing is not "cycle"; the cache is the training cache; or
+            loop_cache "first" with another loop than a plain number, or with several
+            tokens: deeper loops then find what loop 1 made of one token in the cache,
+            and only there.
+        """
+        self._check_cycle("loop")
+        first = self.config.loop_cache == "first"
+        if cache.training:
+            raise ValueError("loop: wants a real cache")
+        if first and not (isinstance(b, int) and x.shape[1] == 1):
+            raise ValueError(
+                "loop: with loop_cache 'first' wants one token, and b as an int"
+            )
+        kv, act = None, run_layer(tokens)
+        if first and b:
+            act = run_layer_read_kv(tokens, cache)
+            # One token is read from its slot, so only the shape of `kv` matters.
+            kv = [
+                KeysValues(group.keys[:, :, :1], group.values[:, :, :1])
+                for group in cache.groups
+            ]
+        groups = cache.groups
+        # A token that left before this loop wrote no key here: its slot holds old
+        # numbers.
+        if ran is not None:
+            groups = tuple(
+                group._replace(hidden=_unwritten(group, cache, ran, b))
+                for group in groups
+            )
+        x, groups, _ = self._run_loop(b, act, x, groups, cache, kv)
+        # The mask is of this call alone: a cache between calls has the tree that
+        # `init_cache` gave it.
+        groups = tuple(group._replace(hidden=None) for group in groups)
+        return x, cache._replace(groups=groups)
+
+    def propagate(
+        self, x: Float[Array, "B T D"], b: int, cache: PatternCache, tokens: Tokens
+    ) -> PatternCache:
+        """Writes the keys and values that tokens which left after b loops lack.
+
+        The state in which they left is taken for the input of every deeper layer:
+        k = W_k norm(x), v = W_v norm(x), with that depth's additions. Source: Schuster
+        et al. 2022 (CALM), section 3.3.
+
+        Args:
+          x: after the last loop run, before the final norm.
+        """
+        if self.config.loop_cache == "first":
+            return cache
+        groups = cache.groups
+        # Loop after loop on the same x: a deeper layer's own output is never computed.
+        for deeper in range(b, self.config.loops):
+            _, groups, _ = self._run_loop(deeper, write_kv(tokens), x, groups, cache)
+        return cache._replace(groups=groups)
+
+    def advance(self, cache: PatternCache, tokens: Tokens) -> PatternCache:
+        """Moves every row on by its tokens, after the last loop that it runs."""
+        return advanced(cache, cache.groups, tokens.ids.shape[1], tokens)
+
+    def leaving(
+        self,
+        x: Float[Array, "B T D"],
+        tokens: Tokens,
+        leave: Callable[[int, Array, Array], Bool[Array, "B T"]],
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
+        """Runs entire rows, in which each token leaves when a rule says so.
+
+        A token that has left keeps its state, of which deeper layers make its keys and
+        values: what `loop` and `propagate` do token by token, for all at once. With
+        loop_cache "first" they need none.
+
+        Args:
+          leave: of the number of loops run and the states before and after the last of
+            them; the deepest loop does not call it.
+
+        Returns:
+          The state in which each token left, and the loops that it ran.
+        """
+        self._check_cycle("leaving")
+        config, cache = self.config, self.init_cache(x.shape[0], 0, x.dtype)
+        x = self.enter(x, cache)
+        left, ran = jnp.zeros(x.shape[:2], bool), jnp.zeros(x.shape[:2], jnp.int32)
+        on_first, kv = config.loop_cache == "first", None
+        for b in range(config.loops):
+            act = run_layer(tokens)
+            if on_first:
+                act = (
+                    run_layer_read_kv(tokens, cache) if b else run_layer_keep_kv(tokens)
+                )
+            before, act = x, hold_exited(act, left)
+            x, _, new = self._run_loop(b, act, x, cache.groups, cache, kv)
+            # Counted before the rule is called: a token that leaves here has run this
+            # loop.
+            ran = ran + ~left
+            if b + 1 < config.loops:
+                if on_first and b == 0:
+                    kv = new
+                left = left | leave(b + 1, before, x)
+        return x, ran
+
+    def _check_cycle(self, name: str) -> None:
+        """Raises ValueError unless a model of fewer loops is part of this one."""
+        if self.config.sharing != "cycle" and self.config.loops > 1:
+            raise ValueError(
+                f"{name}: only with sharing 'cycle' is the model with fewer loops part "
+                f"of the one with more, got {self.config.sharing!r}"
+            )
 
     def _run(
         self, x: Array, cache: PatternCache, tokens: Tokens, *, states: bool
@@ -347,20 +325,20 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack)
         gradient is summed into one copy. Taking layer l mod K of it in one scan over
         depths would make 2.5 times the gradients' memory.
         """
-        shared, run = shared_leaves(self.blocks, self.config), runs(tokens)
+        shared, act = shared_weights(self.blocks, self.config), run_layer(tokens)
 
         def loop(carry, turn, *, reverse: bool = False):
             x, groups = carry
-            own, entries = turn
-            parts = self.parts(shared, own)
-            x, groups, _ = self.layers(
-                run, x, groups, parts, entries, cache, reverse=reverse
+            weights, entries = turn
+            parts = self._parts(shared, weights)
+            x, groups, _ = self._layers(
+                act, x, groups, parts, entries, cache, reverse=reverse
             )
-            # Kept only when asked for: training would hold every loop's stream for
-            # nothing.
+            # Only where a caller reads them: training would hold every loop's stream
+            # for nothing.
             return (x, groups), x if states else None
 
-        forward, last = self._turned_apart(self.turns())
+        forward, last = self._split_reversed(self._turns())
         carry, after = (x, cache.groups), None
         if forward is not None:
             carry, after = _over_loops(loop, carry, forward, cache)
@@ -373,27 +351,25 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack)
         self, x: Array, cache: PatternCache, tokens: Tokens, *, states: bool
     ) -> tuple[Array, tuple[Cache, ...], Any]:
         """Runs loop 1, then the deeper ones on the keys and values that it made."""
-        shared, (own, entries) = shared_leaves(self.blocks, self.config), self.turns()
-        first = jax.tree.map(lambda leaf: leaf[0], own)
-        parts, entries = self.parts(shared, first), entries[0]
-        keep = keeps(tokens)
-        x, written, kept = self.layers(keep, x, cache.groups, parts, entries, cache)
-        read, after_first = reads(tokens, cache), x
+        shared, (_, entries) = shared_weights(self.blocks, self.config), self._turns()
+        keep, entries = run_layer_keep_kv(tokens), entries[0]
+        x, written, kv = self._run_loop(0, keep, x, cache.groups, cache)
+        read, after_first = run_layer_read_kv(tokens, cache), x
 
         def loop(x, turn, *, reverse: bool = False):
-            parts = self.parts(shared, turn[0], kept)
+            parts = self._parts(shared, turn[0], kv)
             # The cache that comes out is dropped: a deeper loop writes nothing.
-            x, _, _ = self.layers(
+            x, _, _ = self._layers(
                 read, x, written, parts, entries, cache, reverse=reverse
             )
             return x, x if states else None
 
-        forward, last = self._turned_apart(self.turns(start=1))
+        forward, last = self._split_reversed(self._turns(start=1))
         after = None
         if forward is not None:
             x, after = _over_loops(loop, x, forward, cache)
         if last is not None:
-            # Its state after the loop is not asked for: exits need sharing "cycle".
+            # No caller reads its state after the loop: exits need sharing "cycle".
             x, _ = loop(x, last, reverse=True)
         if after is not None:
             # Loop 1 ran outside the scan over loops: its state is put in front.
@@ -406,34 +382,34 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack)
         """Runs each layer of the block `loops` times before the next one."""
         # One layer's uses follow each other: on its own keys, or on those of its first
         # use.
-        act, read = runs(tokens), reads(tokens, cache)
         on_first = self.config.loop_cache == "first" and self.config.loops > 1
+        act, read = run_layer(tokens), run_layer_read_kv(tokens, cache)
         if on_first:
-            act = keeps(tokens)
+            act = run_layer_keep_kv(tokens)
 
         def repeat(carry, turn):
             x, groups = carry
-            shared, (own, entries) = turn  # of one repeat; own by use, [loops, ...]
+            shared, (loops, entries) = turn  # of one repeat; by loop, [loops, ...]
             written = []
-            for here, group in enumerate(groups):
+            for place, group in enumerate(groups):
 
-                def use(act, kept, _, own, x, group, here=here):
-                    block = joined(
-                        self.blocks[here], self.config, shared[here], own.vectors
+                def use(act, kv, _, weights, x, group, place=place):
+                    block = join(
+                        self.blocks[place], self.config, shared[place], weights.vectors
                     )
-                    return act(here, (block, own.adapters, kept), x, group)
+                    return act(place, (block, weights.adapters, kv), x, group)
 
-                uses = (own[here], entries)
+                uses = (loops[place], entries)
                 # The first use makes keys and values, so it cannot share the others'
                 # scan.
                 if on_first:
-                    x, group, made = self._uses(
-                        partial(use, act, None), x, group, _part(uses, 0, 1), cache
+                    x, group, new = self._uses(
+                        partial(use, act, None), x, group, _slice(uses, 0, 1), cache
                     )
-                    kept = jax.tree.map(lambda leaf: leaf[0], made)
-                    rest = _part(uses, 1, None)
+                    kv = jax.tree.map(lambda leaf: leaf[0], new)
+                    rest = _slice(uses, 1, None)
                     x, group, _ = self._uses(
-                        partial(use, read, kept), x, group, rest, cache
+                        partial(use, read, kv), x, group, rest, cache
                     )
                 else:
                     x, group, _ = self._uses(
@@ -443,11 +419,11 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack)
             return (x, tuple(written)), None
 
         # By repeat of the pattern first, as the outer scan here goes over layers.
-        by_repeat = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), self.turns())
+        by_repeat = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), self._turns())
         (x, groups), _ = _scan(
             repeat,
             (x, cache.groups),
-            (shared_leaves(self.blocks, self.config), by_repeat),
+            (shared_weights(self.blocks, self.config), by_repeat),
             cache,
         )
         return x, groups
@@ -455,12 +431,26 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack)
     def _uses(
         self, act: Callable, x: Array, group: Cache, uses: Any, cache: PatternCache
     ) -> tuple[Array, Cache, Any]:
-        """Runs one layer once for each of its uses given."""
-        own, entries = uses
-        x, (group,), (made,) = self.layers(act, x, (group,), (own,), entries, cache)
-        return x, group, made
+        """Runs one layer once for each of the given uses."""
+        weights, entries = uses
+        x, (group,), (new,) = self._layers(act, x, (group,), (weights,), entries, cache)
+        return x, group, new
 
-    def layers(
+    def _run_loop(
+        self,
+        b: int | Array,
+        act: Callable,
+        x: Array,
+        groups: tuple[Cache, ...],
+        cache: PatternCache,
+        kv: Any = None,
+    ) -> tuple[Array, tuple[Cache, ...], tuple[Any, ...]]:
+        """Runs the layers of loop b; see `_layers` and `_parts`."""
+        weights, entries = jax.tree.map(lambda leaf: leaf[b], self._turns())
+        parts = self._parts(shared_weights(self.blocks, self.config), weights, kv)
+        return self._layers(act, x, groups, parts, entries, cache)
+
+    def _layers(
         self,
         act: Callable,
         x: Array,
@@ -485,50 +475,49 @@ class RelaxedRecursiveTransformerStack(LoopByLoop, Ticks, CacheRows, UncutStack)
             reverse=reverse,
         )
 
-    def parts(self, shared, own, kept=None) -> tuple[Any, ...]:
-        """Returns what `layers` scans over: block, adapters, kept keys by place."""
-        kept = [None] * len(own) if kept is None else kept
+    def _parts(self, shared, loop, kv=None) -> tuple[Any, ...]:
+        """Returns what `_layers` scans over: block, adapters and loop 1's keys."""
+        kv = [None] * len(loop) if kv is None else kv
         return tuple(
             (
-                joined(self.blocks[place], self.config, matrices, uses.vectors),
-                uses.adapters,
+                join(self.blocks[place], self.config, matrices, weights.vectors),
+                weights.adapters,
                 pair,
             )
-            for place, (matrices, uses, pair) in enumerate(
-                zip(shared, own, kept, strict=True)
+            for place, (matrices, weights, pair) in enumerate(
+                zip(shared, loop, kv, strict=True)
             )
         )
 
-    def turns(self, start: int = 0) -> tuple[tuple[Uses, ...], Array]:
-        """Returns what each use owns and its entry of the cache: [loops, K / P, ...].
+    def _turns(self, start: int = 0) -> tuple[tuple[LoopWeights, ...], Array]:
+        """Returns each loop's own weights and cache entries: [loops, K / P, ...].
 
         Args:
           start: the first loop returned.
         """
-        own = own_leaves(self.blocks, self.adapters, self.config)
+        weights = loop_weights(self.blocks, self.adapters, self.config)
         loops, repeats = self.config.loops, self._repeats
         # Loop b's r-th layer of a place has entry b K / P + r of that place's cache;
         # where all loops read loop 1's, only r counts.
         entries = jnp.arange(loops * repeats, dtype=jnp.int32).reshape(loops, repeats)
         if self.config.loop_cache == "first":
             entries = entries % repeats
-        return _part((own, entries), start, None)
+        return _slice((weights, entries), start, None)
 
-    def _turned_apart(self, turns: Any) -> tuple[Any, Any]:
-        """Returns the loops that run forwards, and the one that runs backwards, if any.
+    def _split_reversed(self, turns: Any) -> tuple[Any, Any]:
+        """Returns the loops that run forwards, and the last one if it runs backwards.
 
-        Either is None where there is none such.
+        Either may be None.
         """
         if self.config.sharing != "cycle_rev" or self.config.loops == 1:
             return turns, None
-        # The last loop is turned: it is run by itself, with its layers in reverse.
         last = jax.tree.map(lambda leaf: leaf[-1], turns)
         count = turns[1].shape[0] - 1
-        return (_part(turns, 0, count) if count else None), last
+        return (_slice(turns, 0, count) if count else None), last
 
 
 def _over_loops(body: Callable, carry: Any, turns: Any, cache: PatternCache):
-    """Scans over loops; a single one is run as it is, and is the Transformer's run."""
+    """Scans over loops; runs a single one without a scan, as the Transformer does."""
     if turns[1].shape[0] > 1:
         return _scan(body, carry, turns, cache)
     carry, out = body(carry, jax.tree.map(lambda leaf: leaf[0], turns))
@@ -536,7 +525,7 @@ def _over_loops(body: Callable, carry: Any, turns: Any, cache: PatternCache):
 
 
 def _scan(body: Callable, carry: Any, turns: Any, cache: PatternCache):
-    """Scans without rematerialization: that is a matter of the layers inside."""
+    """Scans without rematerialization: the layers inside rematerialize."""
     cached = not cache.training
     x = carry if isinstance(carry, jax.Array) else carry[0]
     return scan_layers(
@@ -549,5 +538,16 @@ def _scan(body: Callable, carry: Any, turns: Any, cache: PatternCache):
     )
 
 
-def _part(turns: Any, start: int, stop: int | None) -> Any:
+def _slice(turns: Any, start: int, stop: int | None) -> Any:
     return jax.tree.map(lambda leaf: leaf[start:stop], turns)
+
+
+def _unwritten(
+    group: KeyValueCache, cache: PatternCache, ran: Int[Array, "B N"], b: int | Array
+) -> Bool[Array, "B S"]:
+    """Returns the slots of tokens that left before loop b, when one more is written."""
+    at = slot_positions(group.slots, cache.position + 1)
+    # An empty slot has a negative position and is unseen whatever is read for it.
+    loops = jnp.take_along_axis(ran, jnp.clip(at, 0, ran.shape[1] - 1), axis=1)
+    current = at == cache.position[:, None]  # a token always sees itself
+    return (loops <= b) & ~current
