@@ -27,7 +27,7 @@ from recurjax.variants.latent_recurrent_transformer.config import (
     LatentRecurrentTransformerConfig,
 )
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
-    Memory,
+    InjectedMemory,
     Positions,
     indices,
     mixed,
@@ -36,23 +36,22 @@ from recurjax.variants.latent_recurrent_transformer.recurrence import (
 )
 
 
-class Whole(NamedTuple):
+class FullSequence(NamedTuple):
     """All positions of a sequence at once; nothing came before.
 
     Attributes:
-      kept: whether keys and values are handed on, as a buffer's.
-      origins: whether the buffer says too what it was made of.
+      keep_kv: whether keys and values are returned, as a buffer's.
+      origins: whether the buffer also has its `BufferOrigin`.
     """
 
-    kept: bool
+    keep_kv: bool
     origins: bool = False
 
 
-class Origin(NamedTuple):
-    """What the pass with no memory made its keys and values of.
+class BufferOrigin(NamedTuple):
+    """Keys and values of the pass with no memory, as a memory enters them: linearly.
 
-    A memory enters both linearly here, so that it can be added later without another
-    pass.
+    So a memory can be added later without another pass.
 
     Attributes:
       keys: before rotation and norm.
@@ -65,63 +64,63 @@ class Origin(NamedTuple):
     gate: Float[Array, "B T K"]
 
 
-class Buffer(NamedTuple):
+class KeyValueBuffer(NamedTuple):
     """Keys and values of all positions; a pass over some of them renews theirs.
 
     Attributes:
       keys, values: as they are attended to.
-      origin: see `Origin`; None where nothing is to be refreshed.
+      origin: see `BufferOrigin`; None where nothing is to be refreshed.
     """
 
     keys: Float[Array, "B T K E"]
     values: Float[Array, "B T K E"]
-    origin: Origin | None = None
+    origin: BufferOrigin | None = None
 
 
-Place = Whole | Buffer | KeyValueCache
+KeyValueStore = FullSequence | KeyValueBuffer | KeyValueCache
 
 
 def attend_at(
     q: Float[Array, "B n H E"],
     k: Float[Array, "B n K E"],
     v: Float[Array, "B n K E"],
-    place: Place,
+    store: KeyValueStore,
     *,
     positions: Positions | None,
     window: int,
     segments: Int[Array, "B T"] | None,
     lengths: Int[Array, " B"] | None,
-) -> tuple[Float[Array, "B n H E"], Buffer | KeyValueCache | None]:
+) -> tuple[Float[Array, "B n H E"], KeyValueBuffer | KeyValueCache | None]:
     """Writes fresh keys and values, then attends to all that is visible.
 
     Args:
-      place: `Whole` (n = T), a `Buffer` whose `positions` are fresh, or a cache,
-        at whose rows' own positions the n tokens go.
+      store: `FullSequence` (n = T), a `KeyValueBuffer` whose `positions` are fresh, or
+        a cache, at whose rows' own positions the n tokens go.
       window: how many tokens back a query sees.
       segments: document numbers of all T positions, or None; not with a cache.
       lengths: how many of a cache's n new tokens are real; None: all.
 
     Returns:
-      What was attended, and the place after the writing; None if nothing is kept.
+      The output, and the store after the writing; None if nothing is kept.
     """
     scale = q.shape[-1] ** -0.5
-    if isinstance(place, Whole):
+    if isinstance(store, FullSequence):
         T = q.shape[1]
         # A window that reaches the first token hides nothing: plain causal attention
         # has faster forms.
         span = window if window < T - 1 else None
         options = {"window": span, "segments": segments}
         o = attend(q, k, v, scale=scale, causal=True, **options)
-        return o, Buffer(k, v) if place.kept else None
-    if isinstance(place, Buffer):
-        # The fresh keys take their places first, so that the chosen positions see each
+        return o, KeyValueBuffer(k, v) if store.keep_kv else None
+    if isinstance(store, KeyValueBuffer):
+        # The fresh keys are written first, so that the chosen positions see each
         # other and all others as these were in the pass before.
         assert positions is not None
-        keys, values = put(place.keys, positions, k), put(place.values, positions, v)
+        keys, values = put(store.keys, positions, k), put(store.values, positions, v)
         mask = _visible(positions, keys.shape[1], window, segments)
         o = attend(q, keys, values, scale=scale, causal=False, mask=mask)
-        return o, place._replace(keys=keys, values=values)
-    return attend_to_cache(q, k, v, place, scale=scale, window=window, lengths=lengths)
+        return o, store._replace(keys=keys, values=values)
+    return attend_to_cache(q, k, v, store, scale=scale, window=window, lengths=lengths)
 
 
 def _visible(
@@ -138,12 +137,7 @@ def _visible(
     return mask & (own[:, :, None] == segments[:, None, :])[:, None]
 
 
-def slots_of(window: int, length: int) -> int:
-    """Returns how many tokens a layer's cache of a sequence of `length` holds."""
-    return min(length, window + 1)
-
-
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """What a pass carries from block to block.
 
     Attributes:
@@ -157,7 +151,7 @@ class Stream(NamedTuple):
     history: Float[Array, "L B n D"] | None = None
 
 
-class Pass(NamedTuple):
+class PassInputs(NamedTuple):
     """What all blocks of a pass see.
 
     Attributes:
@@ -171,7 +165,7 @@ class Pass(NamedTuple):
 
     x0: Float[Array, "B n D"]
     ids: Int[Array, "B n"]
-    memory: Memory | None
+    memory: InjectedMemory | None
     position: Int[Array, "#B n"]
     positions: Positions | None = None
     segments: Int[Array, "B T"] | None = None
@@ -190,12 +184,12 @@ class MemoryProjection(nnx.Module):
         self.w_k = nnx.Param(draw(rngs.params(), shape)) if memory.keys else None
         self.w_v = nnx.Param(draw(rngs.params(), shape)) if memory.values else None
 
-    def __call__(self, memory: Memory) -> Memory:
+    def __call__(self, memory: InjectedMemory) -> InjectedMemory:
         """Returns the memory with its keys and values."""
         m_k, m_v = apart(memory.state, 2)
         keys = None if self.w_k is None else project(m_k, self.w_k)
         values = None if self.w_v is None else project(m_v, self.w_v)
-        return Memory(memory.state, keys, values)
+        return InjectedMemory(memory.state, keys, values)
 
 
 class LatentBlock(nnx.Module):
@@ -257,25 +251,33 @@ class LatentBlock(nnx.Module):
         self.memory_scale = scalar(0.1) if resides else None
 
     def __call__(
-        self, stream: Stream, seen: Pass, place: Place, layer: Array
-    ) -> tuple[Stream, Place | None]:
-        x = self._input(stream, seen, layer)
+        self,
+        stream: ResidualStream,
+        inputs: PassInputs,
+        store: KeyValueStore,
+        layer: Array,
+    ) -> tuple[ResidualStream, KeyValueStore | None]:
+        x = self._input(stream, inputs, layer)
         # The normed input is what every projection of the layer reads.
         a = rms(x)
-        q, k, v, first, origin = self._project(a, stream, seen, layer)
+        q, k, v, first, origin = self._project(a, stream, inputs, layer)
         o, written = attend_at(
             q,
             k,
             v,
-            place,
-            positions=seen.positions,
+            store,
+            positions=inputs.positions,
             window=self.window,
-            segments=seen.segments,
-            lengths=seen.lengths,
+            segments=inputs.segments,
+            lengths=inputs.lengths,
         )
         # What the keys and values were made of goes along, for a memory that comes
         # later.
-        if isinstance(place, Whole) and place.origins and isinstance(written, Buffer):
+        if (
+            isinstance(store, FullSequence)
+            and store.origins
+            and isinstance(written, KeyValueBuffer)
+        ):
             written = written._replace(origin=origin)
         x = x + _scaled(self.attention_scale, merge(o, self.w_out))
         x = x + _scaled(self.mlp_scale, self.mlp(rms(x)))
@@ -283,22 +285,24 @@ class LatentBlock(nnx.Module):
         # Written for the layers above; their weights for later entries are masked out.
         if history is not None:
             history = jax.lax.dynamic_update_index_in_dim(history, x, layer, axis=0)
-        return Stream(x, first, history), written
+        return ResidualStream(x, first, history), written
 
-    def _input(self, stream: Stream, seen: Pass, layer: Array) -> Array:
+    def _input(self, stream: ResidualStream, inputs: PassInputs, layer: Array) -> Array:
         x = _scaled(self.residual_scale, keep_rows_apart(stream.x))
         if self.input_scale is not None:
-            x = x + _scaled(self.input_scale, seen.x0)
+            x = x + _scaled(self.input_scale, inputs.x0)
         if self.history_scale is not None and stream.history is not None:
             # Entries of this layer and of those above it are not written yet.
             earlier = jnp.arange(self.config.layers) < layer
             weights = jnp.where(earlier, self.history_scale[...], 0).astype(x.dtype)
             x = x + jnp.einsum("l,lbnd->bnd", weights, stream.history)
-        if self.memory_scale is not None and seen.memory is not None:
-            x = x + _scaled(self.memory_scale, seen.memory.state)
+        if self.memory_scale is not None and inputs.memory is not None:
+            x = x + _scaled(self.memory_scale, inputs.memory.state)
         return x
 
-    def _project(self, a: Array, stream: Stream, seen: Pass, layer: Array):
+    def _project(
+        self, a: Array, stream: ResidualStream, inputs: PassInputs, layer: Array
+    ):
         # Two kinds of value residual: a mix with the first layer's values, or a
         # projection of the normed embeddings added.
         a_q, a_k, a_v, a_mix, a_gate = apart(a, 5)
@@ -311,16 +315,16 @@ class LatentBlock(nnx.Module):
             share = self.value_scale[...].astype(v.dtype)
             v = jnp.where(layer == 0, v, (1 - share) * v + share * first)
         if self.w_input_v is not None:
-            v = v + project(apart_by_layer(seen.x0, a), self.w_input_v)
-        k, v, entry = self._inject(a_mix, k, v, seen.memory, layer)
+            v = v + project(apart_by_layer(inputs.x0, a), self.w_input_v)
+        k, v, entry = self._inject(a_mix, k, v, inputs.memory, layer)
         if self.w_value_embedding is not None and self.w_value_gate is not None:
             channels = self.w_value_gate[...].shape[0]
             gate = jax.nn.sigmoid(linear(a_gate[..., :channels], self.w_value_gate))
             # Looked up at the tokens themselves, not at the memory's.
-            own = look_up(self.w_value_embedding[...], seen.ids, v.dtype)
+            own = look_up(self.w_value_embedding[...], inputs.ids, v.dtype)
             v = v + self.config.value_gate_scale * gate[..., None] * own
-        origin = None if entry is None else Origin(k, v, entry)
-        q, k = (self._turned(side, seen.position) for side in (q, k))
+        origin = None if entry is None else BufferOrigin(k, v, entry)
+        q, k = (self._turned(side, inputs.position) for side in (q, k))
         return q, k, v, first, origin
 
     def _turned(self, x: Array, position: Array) -> Array:
@@ -329,12 +333,12 @@ class LatentBlock(nnx.Module):
 
     def refreshed(
         self,
-        buffer: Buffer,
-        memory: Memory,
+        buffer: KeyValueBuffer,
+        memory: InjectedMemory,
         *,
         visited: Bool[Array, " T"],
         position: Int[Array, "#B T"],
-    ) -> Buffer:
+    ) -> KeyValueBuffer:
         """Adds a memory to the keys and values of positions that had none.
 
         k = rms(rotate(k_0 + g_rec W_k,rec m)), v = v_0 + g_rec W_v,rec m, with k_0, v_0
@@ -364,7 +368,7 @@ class LatentBlock(nnx.Module):
         return buffer._replace(keys=keys, values=values)
 
     def _inject(
-        self, a, k, v, memory: Memory | None, layer
+        self, a, k, v, memory: InjectedMemory | None, layer
     ) -> tuple[Array, Array, Array | None]:
         """Returns keys and values with the memory in them, and its gate."""
         config = self.config.memory

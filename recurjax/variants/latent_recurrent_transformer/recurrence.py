@@ -33,7 +33,7 @@ def rms(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     return (wide * jax.lax.rsqrt(square + EPS)).astype(x.dtype)
 
 
-class Memory(NamedTuple):
+class InjectedMemory(NamedTuple):
     """What enters the blocks at some positions.
 
     Attributes:

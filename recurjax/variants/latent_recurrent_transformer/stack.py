@@ -14,20 +14,19 @@ from recurjax.layers.mesh import UncutStack
 from recurjax.layers.stack import CacheRows, layers_a_turn, make_blocks, scan_layers
 from recurjax.types import Array, Tokens
 from recurjax.variants.latent_recurrent_transformer.block import (
-    Buffer,
+    FullSequence,
+    KeyValueBuffer,
+    KeyValueStore,
     LatentBlock,
     MemoryProjection,
-    Pass,
-    Place,
-    Stream,
-    Whole,
-    slots_of,
+    PassInputs,
+    ResidualStream,
 )
 from recurjax.variants.latent_recurrent_transformer.config import (
     LatentRecurrentTransformerConfig,
 )
 from recurjax.variants.latent_recurrent_transformer.recurrence import (
-    Memory,
+    InjectedMemory,
     Positions,
     entering,
     forgotten,
@@ -41,35 +40,40 @@ from recurjax.variants.latent_recurrent_transformer.recurrence import (
 
 
 class LatentBuffer(NamedTuple):
-    """What all positions of a sequence have left behind.
+    """Keys, values and states of all positions of a sequence.
 
     Attributes:
       groups: keys and values, one for each place in the layer pattern, [R, B, T, K, E].
       states: of the source layer, what later tokens receive as memory.
     """
 
-    groups: tuple[Buffer, ...]
+    groups: tuple[KeyValueBuffer, ...]
     states: Float[Array, "B T D"]
 
 
 class LatentCache(NamedTuple):
-    """Where the rows stand, keys and values, and the last states, newest first."""
+    """The rows' positions, keys and values, and the last states, newest first."""
 
     position: Int[Array, " B"]
     groups: tuple[KeyValueCache, ...]
     states: Float[Array, "B N D"]
 
 
-class Output(NamedTuple):
-    """What a pass makes: the last layer's output, the source state, the places."""
+class PassOutput(NamedTuple):
+    """What a pass makes: the last layer's output, the source state, keys and values."""
 
     x: Float[Array, "B n D"]
     state: Float[Array, "B n D"]
-    places: tuple
+    stores: tuple
 
 
-class LatentPasses(nnx.Module):
-    """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern."""
+class LatentRecurrentTransformerStack(CacheRows, UncutStack):
+    """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern.
+
+    Called as every stack it is the exact recurrence, one token after another (without a
+    memory: all at once). `initial` and `refine` are what training is made of; `sweep`
+    reads prompts approximately.
+    """
 
     def __init__(self, config: LatentRecurrentTransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -93,201 +97,6 @@ class LatentPasses(nnx.Module):
         self.memory = projection
         self.lag_logits, self.source_logits = logits(lags), logits(sources)
 
-    def pass_over_all(
-        self,
-        x: Float[Array, "B T D"],
-        tokens: Tokens,
-        *,
-        kept: bool,
-        origins: bool = False,
-    ) -> Output:
-        """Runs all positions with a memory of zero.
-
-        Args:
-          kept: whether to hand on keys and values, as a buffer's.
-          origins: what they were made of too.
-        """
-        seen = Pass(
-            x0=rms(x),
-            ids=tokens.ids,
-            memory=None,
-            position=jnp.arange(x.shape[1])[None],
-            segments=tokens.segments,
-        )
-        return self._run(seen, Whole(kept, origins))
-
-    def pass_at_positions(
-        self,
-        x: Float[Array, "B T D"],
-        tokens: Tokens,
-        positions: Positions,
-        buffer: LatentBuffer,
-        memory: Float[Array, "B n D"],
-    ) -> Output:
-        """Runs the n chosen positions on the others' buffered keys and values."""
-        T = x.shape[1]
-        seen = Pass(
-            # Only the chosen positions are computed; the others lend their keys and
-            # values.
-            x0=rms(take(x, positions)),
-            ids=take(tokens.ids, positions),
-            # Without a memory the projections would give zeros: they are left out.
-            memory=self._projected(memory),
-            position=jnp.asarray(indices(positions, T), jnp.int32)[None],
-            positions=positions,
-            segments=tokens.segments,
-        )
-        return self._run(seen, buffer.groups)
-
-    def pass_on_cache(
-        self,
-        x: Float[Array, "B T D"],
-        memory: Float[Array, "B T D"] | None,
-        cache: LatentCache,
-        tokens: Tokens,
-    ) -> Output:
-        """Runs T more tokens of every row behind the cached ones.
-
-        Args:
-          memory: what enters them; None: zero.
-        """
-        if tokens.segments is not None:
-            raise NotImplementedError(
-                "LatentRecurrentTransformerStack: segments are for the training cache "
-                "(length 0) only"
-            )
-        seen = Pass(
-            x0=rms(x),
-            ids=tokens.ids,
-            memory=None if memory is None else self._projected(memory),
-            position=cache.position[:, None] + jnp.arange(x.shape[1]),
-            lengths=tokens.lengths,
-        )
-        # The rows' positions are kept once for all layers; each layer's cache is told
-        # them.
-        groups = tuple(g._replace(position=cache.position) for g in cache.groups)
-        return self._run(seen, groups)
-
-    def states_on_memory(
-        self,
-        x: Float[Array, "B T D"],
-        memory: Float[Array, "B T D"] | None,
-        tokens: Tokens,
-    ) -> Iterator[Float[Array, "B T D"]]:
-        """Yields what leaves each layer, all positions at once, one layer a call.
-
-        Args:
-          memory: what enters them; None: zero.
-        """
-        seen = Pass(
-            x0=rms(x),
-            ids=tokens.ids,
-            memory=None if memory is None else self._projected(memory),
-            position=jnp.arange(x.shape[1])[None],
-            segments=tokens.segments,
-        )
-
-        @jax.jit
-        def run(block, stream, layer):
-            return block(stream, seen, Whole(kept=False), layer)[0]
-
-        stream = self._stream(seen.x0)
-        for layer in range(self.config.layers):
-            repeat, place = divmod(layer, self.config.pattern)
-            # One layer's own weights, taken from the stack of its place in the pattern.
-            own = jax.tree.map(lambda w, at=repeat: w[at], self.blocks[place])
-            stream = run(own, stream, jnp.int32(layer))
-            yield stream.x
-
-    def _projected(self, state: Array) -> Memory:
-        memory = Memory(state)
-        return memory if self.memory is None else self.memory(memory)
-
-    def _run(self, seen: Pass, places: Whole | tuple) -> Output:
-        """Runs all layers; `places` has one place for each in the pattern."""
-        config = self.config
-        P = config.pattern
-        # In a pass over everything nothing comes before, so no place has to be carried.
-        whole = isinstance(places, Whole)
-        # A buffer goes through the scan layer by layer and comes back renewed; a cache
-        # is carried whole, so that a step updates it in place.
-        buffers = places if not whole and isinstance(places[0], Buffer) else ()
-        caches = () if whole or buffers else places
-        weights = self._source_weights(seen.x0.dtype)
-        stream = self._stream(seen.x0)
-
-        def repeat(carry, turn):
-            stream, state, caches = carry
-            blocks, buffers, number = turn
-            # One turn runs the P layers of the pattern.
-            kept, written = [], []
-            for p, block in enumerate(blocks):
-                layer = number * P + p
-                place: Place
-                if isinstance(places, Whole):
-                    place = places
-                elif buffers:
-                    place = buffers[p]
-                else:
-                    place = caches[p]._replace(layer=number)
-                stream, place = block(stream, seen, place, layer)
-                (written if caches else kept).append(place)
-                if weights is not None:
-                    # The state is a learned mix of several layers' outputs, summed as
-                    # they are made.
-                    state = state + weights[layer] * stream.x
-            return (stream, state, tuple(written)), tuple(kept)
-
-        # Summed from zero as layers go by; only the shares of the sources are not zero.
-        zero = None if weights is None else jnp.zeros_like(seen.x0)
-        repeats = config.layers // P
-        (stream, state, caches), kept = scan_layers(
-            repeat,
-            (stream, zero, caches),
-            (tuple(self.blocks), buffers, jnp.arange(repeats, dtype=jnp.int32)),
-            remat=config.remat,
-            unroll=layers_a_turn(seen.x0, config.unroll, repeats, cached=bool(caches)),
-            cached=bool(caches),
-        )
-        # Without shares the state is the last layer's output.
-        state = stream.x if state is None else state
-        if config.memory is not None and config.memory.normed:
-            state = rms(state)
-        return Output(stream.x, state, caches or kept)
-
-    def _stream(self, x0: Array) -> Stream:
-        config = self.config
-        B, n, D = x0.shape
-        values, history = None, None
-        if config.value_residual == "first":
-            # Layer 0 writes its values here, and the later layers read them.
-            shape = (B, n, config.key_heads, config.head_width)
-            values = jnp.zeros(shape, x0.dtype)
-        if config.input_mixing == "dense":
-            history = jnp.zeros((config.layers, B, n, D), x0.dtype)
-        return Stream(x0, values, history)
-
-    def _source_weights(self, dtype) -> Array | None:
-        """Returns each layer's share of the state; None: it is the last layer's."""
-        memory, L = self.config.memory, self.config.layers
-        if memory is None or memory.sources == (L,):
-            return None
-        # Sources count layers from 1.
-        layers = jnp.asarray(memory.sources) - 1
-        shares = jnp.ones(1, dtype)
-        if self.source_logits is not None:
-            shares = jax.nn.softmax(self.source_logits[...]).astype(dtype)
-        return jnp.zeros(L, dtype).at[layers].set(shares)
-
-
-class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
-    """The recurrence and its schedules, over the passes of `LatentPasses`.
-
-    Called as every stack it is the exact recurrence, one token after another (without a
-    memory: all at once). `initial` and `refine` are what training is made of; `sweep`
-    reads prompts approximately.
-    """
-
     def init_cache(self, batch: int, length: int, dtype) -> LatentCache:
         """Makes the cache for `length` tokens a row; 0 is the training cache.
 
@@ -300,7 +109,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
             empty_key_value_cache(
                 repeats,
                 batch,
-                slots_of(window, length),
+                min(length, window + 1),
                 config.key_heads,
                 config.head_width,
                 dtype,
@@ -324,7 +133,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
             self._check_room(cache, T, tokens)
         if self.config.memory is None:
             if training:
-                return self.pass_over_all(x, tokens, kept=False).x, cache
+                return self._pass_over_all(x, tokens, keep_kv=False).x, cache
             return self._on_cache(x, None, cache, tokens)
         if tokens.segments is not None:
             raise NotImplementedError(
@@ -349,8 +158,8 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         Args:
           origins: leave in the buffer what `refreshed` needs.
         """
-        out = self.pass_over_all(x, tokens, kept=True, origins=origins)
-        return out.x, LatentBuffer(out.places, out.state)
+        out = self._pass_over_all(x, tokens, keep_kv=True, origins=origins)
+        return out.x, LatentBuffer(out.stores, out.state)
 
     def refreshed(
         self,
@@ -434,19 +243,30 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
             raise ValueError(
                 f"refine: wants a memory of shape {(B, n, D)}, got {memory.shape}"
             )
-        out = self.pass_at_positions(x, tokens, positions, buffer, memory)
+        inputs = PassInputs(
+            # Only the chosen positions are computed, on the others' buffered keys and
+            # values.
+            x0=rms(take(x, positions)),
+            ids=take(tokens.ids, positions),
+            # Without a memory the projections would give zeros: they are left out.
+            memory=self._projected(memory),
+            position=jnp.asarray(indices(positions, T), jnp.int32)[None],
+            positions=positions,
+            segments=tokens.segments,
+        )
+        out = self._run(inputs, buffer.groups)
         states = put(buffer.states, positions, out.state)
         # The other positions keep what an earlier pass left.
-        return out.x, LatentBuffer(out.places, states)
+        return out.x, LatentBuffer(out.stores, states)
 
     def empty_buffer(self, x: Float[Array, "B T D"]) -> LatentBuffer:
-        """Makes a buffer of zeros; positions not yet computed must not be seen."""
+        """Makes a buffer of zeros; positions not yet computed must not be inputs."""
         config = self.config
         B, T, _ = x.shape
         repeats = config.layers // config.pattern
         shape = (repeats, B, T, config.key_heads, config.head_width)
         zeros = jnp.zeros(shape, x.dtype)
-        groups = tuple(Buffer(zeros, zeros) for _ in range(config.pattern))
+        groups = tuple(KeyValueBuffer(zeros, zeros) for _ in range(config.pattern))
         return LatentBuffer(groups, jnp.zeros_like(x))
 
     def memory_of(
@@ -515,7 +335,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
             enters = entering(
                 states, tokens.ids, memory, self._lag_logits(), before=cache.states
             )
-            out = self.pass_on_cache(x, enters, cache, tokens)
+            out = self._pass_on_cache(x, enters, cache, tokens)
             # Padding has states too, which nobody reads.
             change = jnp.where(real, out.state - states, 0)
             residual = jnp.abs(change).max().astype(residual.dtype)
@@ -538,7 +358,7 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         old, _ = forgotten(cache.states, x, tokens, memory)
         own = x
         if 0 in memory.lags:
-            own = self.pass_on_cache(x, None, cache, tokens).state
+            own = self._pass_on_cache(x, None, cache, tokens).state
         parts = [
             own if lag == 0 else old[:, lag - 1 : lag].astype(x.dtype)
             for lag in memory.lags
@@ -557,7 +377,25 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
         # The memory needs the recurrence itself; the layers are then run on it in
         # parallel.
         memory = None if self.config.memory is None else self._entering(x, tokens)
-        yield from self.states_on_memory(x, memory, tokens)
+        inputs = PassInputs(
+            x0=rms(x),
+            ids=tokens.ids,
+            memory=None if memory is None else self._projected(memory),
+            position=jnp.arange(x.shape[1])[None],
+            segments=tokens.segments,
+        )
+
+        @jax.jit
+        def run(block, stream, layer):
+            return block(stream, inputs, FullSequence(keep_kv=False), layer)[0]
+
+        stream = self._stream(inputs.x0)
+        for layer in range(self.config.layers):
+            repeat, place = divmod(layer, self.config.pattern)
+            # One layer's own weights, taken from the stack of its place in the pattern.
+            block = jax.tree.map(lambda w, at=repeat: w[at], self.blocks[place])
+            stream = run(block, stream, jnp.int32(layer))
+            yield stream.x
 
     def _entering(self, x: Array, tokens: Tokens) -> Float[Array, "B T D"]:
         """Returns what enters each token in the exact recurrence."""
@@ -606,18 +444,18 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
     def _on_cache(
         self, x: Array, memory: Array | None, cache: LatentCache, tokens: Tokens
     ) -> tuple[Array, LatentCache]:
-        out = self.pass_on_cache(x, memory, cache, tokens)
+        out = self._pass_on_cache(x, memory, cache, tokens)
         return out.x, self._after(cache, out, tokens, out.state)
 
     def _after(
-        self, cache: LatentCache, out: Output, tokens: Tokens, states: Array
+        self, cache: LatentCache, out: PassOutput, tokens: Tokens, states: Array
     ) -> LatentCache:
         """Moves the rows on, and keeps each row's last states, newest first."""
         B, T, _ = out.x.shape
         count = jnp.full(B, T) if tokens.lengths is None else tokens.lengths
         groups = tuple(
             new._replace(position=old.position, layer=old.layer)
-            for new, old in zip(out.places, cache.groups, strict=True)
+            for new, old in zip(out.stores, cache.groups, strict=True)
         )
         memory, kept = self.config.memory, cache.states
         if memory is not None and memory.depth:
@@ -626,3 +464,135 @@ class LatentRecurrentTransformerStack(CacheRows, LatentPasses, UncutStack):
 
     def _lag_logits(self) -> Array | None:
         return None if self.lag_logits is None else self.lag_logits[...]
+
+    def _pass_over_all(
+        self,
+        x: Float[Array, "B T D"],
+        tokens: Tokens,
+        *,
+        keep_kv: bool,
+        origins: bool = False,
+    ) -> PassOutput:
+        """Runs all positions with a memory of zero; see `FullSequence`."""
+        inputs = PassInputs(
+            x0=rms(x),
+            ids=tokens.ids,
+            memory=None,
+            position=jnp.arange(x.shape[1])[None],
+            segments=tokens.segments,
+        )
+        return self._run(inputs, FullSequence(keep_kv, origins))
+
+    def _pass_on_cache(
+        self,
+        x: Float[Array, "B T D"],
+        memory: Float[Array, "B T D"] | None,
+        cache: LatentCache,
+        tokens: Tokens,
+    ) -> PassOutput:
+        """Runs T more tokens of every row behind the cached ones.
+
+        Args:
+          memory: what enters them; None: zero.
+        """
+        if tokens.segments is not None:
+            raise NotImplementedError(
+                "LatentRecurrentTransformerStack: segments are for the training cache "
+                "(length 0) only"
+            )
+        inputs = PassInputs(
+            x0=rms(x),
+            ids=tokens.ids,
+            memory=None if memory is None else self._projected(memory),
+            position=cache.position[:, None] + jnp.arange(x.shape[1]),
+            lengths=tokens.lengths,
+        )
+        # The cache holds the rows' positions once for all layers; each layer's cache
+        # gets them here.
+        groups = tuple(g._replace(position=cache.position) for g in cache.groups)
+        return self._run(inputs, groups)
+
+    def _projected(self, state: Array) -> InjectedMemory:
+        memory = InjectedMemory(state)
+        return memory if self.memory is None else self.memory(memory)
+
+    def _run(self, inputs: PassInputs, stores: FullSequence | tuple) -> PassOutput:
+        """Runs all layers; `stores` has one for each place in the pattern."""
+        config = self.config
+        P = config.pattern
+        # A buffer goes through the scan layer by layer and comes back renewed; a cache
+        # is carried, so that a step updates it in place. A pass over everything has
+        # neither.
+        buffers, caches = (), ()
+        if not isinstance(stores, FullSequence):
+            if isinstance(stores[0], KeyValueBuffer):
+                buffers = stores
+            else:
+                caches = stores
+        weights = self._source_weights(inputs.x0.dtype)
+        stream = self._stream(inputs.x0)
+
+        def repeat(carry, turn):
+            stream, state, caches = carry
+            blocks, buffers, number = turn
+            # One turn runs the P layers of the pattern.
+            stacked, carried = [], []
+            for p, block in enumerate(blocks):
+                layer = number * P + p
+                store: KeyValueStore
+                if isinstance(stores, FullSequence):
+                    store = stores
+                elif buffers:
+                    store = buffers[p]
+                else:
+                    store = caches[p]._replace(layer=number)
+                stream, store = block(stream, inputs, store, layer)
+                (carried if caches else stacked).append(store)
+                if weights is not None:
+                    # The state is a learned mix of several layers' outputs, summed as
+                    # they are made.
+                    state = state + weights[layer] * stream.x
+            return (stream, state, tuple(carried)), tuple(stacked)
+
+        # Summed from zero as layers go by; only the shares of the sources are not zero.
+        zero = None if weights is None else jnp.zeros_like(inputs.x0)
+        repeats = config.layers // P
+        (stream, state, caches), stacked = scan_layers(
+            repeat,
+            (stream, zero, caches),
+            (tuple(self.blocks), buffers, jnp.arange(repeats, dtype=jnp.int32)),
+            remat=config.remat,
+            unroll=layers_a_turn(
+                inputs.x0, config.unroll, repeats, cached=bool(caches)
+            ),
+            cached=bool(caches),
+        )
+        # Without shares the state is the last layer's output.
+        state = stream.x if state is None else state
+        if config.memory is not None and config.memory.normed:
+            state = rms(state)
+        return PassOutput(stream.x, state, caches or stacked)
+
+    def _stream(self, x0: Array) -> ResidualStream:
+        config = self.config
+        B, n, D = x0.shape
+        values, history = None, None
+        if config.value_residual == "first":
+            # Layer 0 writes its values here, and the later layers read them.
+            shape = (B, n, config.key_heads, config.head_width)
+            values = jnp.zeros(shape, x0.dtype)
+        if config.input_mixing == "dense":
+            history = jnp.zeros((config.layers, B, n, D), x0.dtype)
+        return ResidualStream(x0, values, history)
+
+    def _source_weights(self, dtype) -> Array | None:
+        """Returns each layer's share of the state; None: it is the last layer's."""
+        memory, L = self.config.memory, self.config.layers
+        if memory is None or memory.sources == (L,):
+            return None
+        # Sources count layers from 1.
+        layers = jnp.asarray(memory.sources) - 1
+        shares = jnp.ones(1, dtype)
+        if self.source_logits is not None:
+            shares = jax.nn.softmax(self.source_logits[...]).astype(dtype)
+        return jnp.zeros(L, dtype).at[layers].set(shares)
