@@ -8,9 +8,7 @@ from jax.sharding import Mesh
 from recurjax.errors import UserError
 from recurjax.model import Decoder
 from recurjax.surgery.named_parameters import made_by, named_leaves
-from recurjax.surgery.recursive_parts import is_matrix
-from recurjax.surgery.relaxed_recursive import recursive_config
-from recurjax.surgery.shared_block import evenly_kept
+from recurjax.surgery.relaxed_recursive import evenly_kept, is_matrix, recursive_config
 from recurjax.types import Array
 from recurjax.variants.transformer import TransformerConfig
 

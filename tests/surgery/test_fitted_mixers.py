@@ -10,8 +10,7 @@ import pytest
 from recurjax.errors import UserError
 from recurjax.layers.position import LearnedPositions
 from recurjax.parameters import to_nested_dict
-from recurjax.surgery.fitted_mixers import fit_mixers, record_heads
-from recurjax.surgery.recurformer import to_recurformer
+from recurjax.surgery.recurformer import fit_mixers, record_heads, to_recurformer
 from recurjax.training.checkpoint.manifest import named
 from recurjax.types import Tokens
 from tests.compiling import QUICK_COMPILE

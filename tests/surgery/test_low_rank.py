@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recurjax.surgery.low_rank import low_rank_factors
+from recurjax.surgery.relaxed_recursive import low_rank_factors
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])

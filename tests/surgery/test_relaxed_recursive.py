@@ -14,11 +14,15 @@ from recurjax.errors import UserError
 from recurjax.layers.mlp import MlpConfig
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.surgery.fewer_layers import with_evenly_kept_layers
-from recurjax.surgery.kept_energy import kept_energy
 from recurjax.surgery.named_parameters import parameters
-from recurjax.surgery.recursive_parts import MAPS, flat
-from recurjax.surgery.relaxed_recursive import to_recursive, to_transformer
-from recurjax.surgery.shared_block import evenly_kept
+from recurjax.surgery.relaxed_recursive import (
+    MAPS,
+    evenly_kept,
+    flat,
+    kept_energy,
+    to_recursive,
+    to_transformer,
+)
 from recurjax.types import Tokens
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from recurjax.surgery.shared_block import source_layers
+from recurjax.surgery.relaxed_recursive import source_layers
 from recurjax.variants.relaxed_recursive_transformer.block import (
     depths_of,
     shared_layers,

@@ -19,14 +19,15 @@ from recurjax.files.whole import refuse_existing
 from recurjax.model import Decoder, count_parameters
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.surgery.fewer_layers import with_evenly_kept_layers
-from recurjax.surgery.kept_energy import kept_energy, plot_energy
-from recurjax.surgery.recursive_parts import TiedNorms
 from recurjax.surgery.relaxed_recursive import (
+    BlockInit,
+    TiedNorms,
+    kept_energy,
+    plot_energy,
     recursive_stack,
     to_recursive,
     to_transformer,
 )
-from recurjax.surgery.shared_block import BlockInit
 from recurjax.training.run import LoadedRun, load_run
 from recurjax.types import Batch
 

@@ -16,7 +16,6 @@ from recurjax.errors import UserError
 from recurjax.files.json_files import json_text, read_json
 from recurjax.files.whole import refuse_existing
 from recurjax.model import Decoder, ModelConfig
-from recurjax.surgery.fitted_mixers import MixerFit, fit_mixers
 from recurjax.surgery.recency import (
     HeadRecency,
     Scope,
@@ -25,7 +24,13 @@ from recurjax.surgery.recency import (
     measure_recency,
     plot_heads,
 )
-from recurjax.surgery.recurformer import MambaConfig, changes, to_recurformer
+from recurjax.surgery.recurformer import (
+    MambaConfig,
+    MixerFit,
+    changes,
+    fit_mixers,
+    to_recurformer,
+)
 from recurjax.training.objective import NextToken, Objective
 from recurjax.training.run import LoadedRun, load_run
 
