@@ -32,7 +32,7 @@ from recurjax.files.json_files import json_text, read_json
 from recurjax.files.whole import write_whole
 from recurjax.machine import host
 from recurjax.model import count_parameters
-from recurjax.plan.compilation import check_compilers
+from recurjax.plan.compilers import check_compilers
 from recurjax.plan.planning import Plan, make_plan
 from recurjax.plan.topology import parse_topology
 from recurjax.run_table import Run, load_experiment, load_runs

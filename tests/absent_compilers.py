@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recurjax.plan.compilation import environment
+from recurjax.plan.compilers import environment
 from recurjax.plan.topology import Topology, parse_topology
 from tests.source_tree import ROOT
 

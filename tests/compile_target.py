@@ -25,8 +25,8 @@ from jax.sharding import (  # noqa: E402
 )
 
 from pallas_kernels.target import Target, as_if  # noqa: E402
+from recurjax.plan.child import open_devices  # noqa: E402
 from recurjax.plan.hlo import Instruction, Module, parse  # noqa: E402
-from recurjax.plan.target import open_devices  # noqa: E402
 from recurjax.plan.topology import parse_topology  # noqa: E402
 
 NOT_LAUNCHED = {

@@ -14,7 +14,7 @@ from recurjax.experiment import Experiment
 from recurjax.files.json_files import json_text
 from recurjax.files.whole import write_whole
 from recurjax.plan.changes import find_changes
-from recurjax.plan.compilation import check_compilers
+from recurjax.plan.compilers import check_compilers
 from recurjax.plan.planning import Plan, make_plan
 from recurjax.plan.programs import ProgramName
 from recurjax.plan.report import plot_roofline, show_changes, show_plan

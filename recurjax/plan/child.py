@@ -1,34 +1,38 @@
-"""Compiles one program for one topology: the process that `compilation` starts.
+"""Compiles one program for one topology: the process that `compilers` starts.
 
 Reads a request as JSON on standard input and writes the answer as JSON in the last line
-of standard output. What is known before compilation stands in the line before, should
+of standard output. What is known before compilation is in the line before, should
 the compiler take the process down with it.
 """
 
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
 
+from pallas_kernels import target
 from recurjax.config_json import from_json
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.whole import write_whole
 from recurjax.plan.flops import count_flops
 from recurjax.plan.hlo import parse
-from recurjax.plan.memory import device_bytes, read_memory
 from recurjax.plan.programs import Program, build_program
-from recurjax.plan.target import STAND_IN, as_if_on, open_devices
 from recurjax.plan.topology import Topology, parse_topology
 from recurjax.plan.traffic import read_traffic
 from recurjax.sharding import AXES, make_mesh
@@ -230,6 +234,144 @@ def read_failure(error: Exception, parts: dict[str, int]) -> dict[str, Any]:
     memory = "RESOURCE_EXHAUSTED" in text or needed is not None
     kind = "memory" if memory else type(error).__name__
     return {"failed": reason[:600], "failed_by": kind, "needed": needed}
+
+
+H100_CONFIG = Path(__file__).parent / "h100_target_config.txtpb"
+"""What XLA's GPU compiler asks of the device that it compiles for."""
+
+STAND_IN = (
+    "cuDNN's attention cannot be compiled without cuDNN: from 256 tokens on our own "
+    "kernel stands in, which keeps as little; shorter rows are planned with plain "
+    "attention, which keeps their logits"
+)
+"""What a plan for GPUs says of its attention."""
+
+
+def open_devices(topology: Topology) -> list[Any]:
+    """Returns the devices of a topology; those of TPUs and GPUs only compile."""
+    if topology.platform == "cpu":
+        return jax.devices()[: topology.devices]
+    if topology.platform == "cuda":
+        return _gpus(topology.devices)
+    options: dict[str, Any] = {}
+    # The compiler describes whole hosts unless told otherwise.
+    if topology.devices == 1:  # part of a host: the default host has four chips
+        options["chips_per_host_bounds"] = [1, 1, 1]
+    if topology.kind == "v4":  # as on the pod: a chip's two cores are one device
+        options["chip_config_name"] = "megacore"
+    try:
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology.name, **options
+        )
+    except jax.errors.JaxRuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise UserError(
+            f"the compiler has no topology {topology.name}: {first}"
+        ) from error
+    return list(described.devices)
+
+
+def _gpus(count: int) -> list[Any]:
+    return list(
+        topologies.get_topology_desc(
+            platform="cuda",
+            topology=f"1x1x{count}",
+            target_config=H100_CONFIG.read_text(),
+        ).devices
+    )
+
+
+@contextmanager
+def as_if_on(devices: list[Any], topology: Topology, mesh: Mesh) -> Iterator[None]:
+    """Makes tracing and lowering choose what they would on these devices.
+
+    Backends of operations ask the target that is set, Mosaic asks the mesh. A GPU's
+    programs do without cuDNN, which only a machine that has it can compile: see
+    `STAND_IN`.
+    """
+    if topology.platform == "cpu":
+        with jax.set_mesh(mesh):
+            yield
+        return
+    # Without cuDNN: the compiler would look for the library when it compiles.
+    planned = target.Target.of(devices[0], cudnn=False)
+    with (
+        target.as_if(planned),
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+    ):
+        yield
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      parameters: of the model.
+      optimizer: moments, counters, past losses; 0 where nothing is trained.
+      caches: of generation, given or made.
+      data: tokens and other arguments.
+      results: arrays that are returned and share no buffer with an argument.
+      temporaries: activations, gradients and work space at their peak, as the compiler
+        packs them.
+      code: of the program itself.
+    """
+
+    parameters: int
+    optimizer: int
+    caches: int
+    data: int
+    results: int
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """What the device must hold while the program runs."""
+        return (
+            self.parameters
+            + self.optimizer
+            + self.caches
+            + self.data
+            + self.results
+            + self.temporaries
+            + self.code
+        )
+
+
+def read_memory(compiled: Any, parts: dict[str, Any], *, made_caches: bool) -> Memory:
+    """Reads the compiler's analysis.
+
+    Args:
+      compiled: the program.
+      parts: its arguments by what they are, see `Program.parts`.
+      made_caches: what it returns is a cache (prefill).
+    """
+    analysis = compiled.memory_analysis()
+    sizes = {name: device_bytes(tree) for name, tree in parts.items()}
+    known = sum(sizes.values())
+    # Padding of tiles, and arguments that no part names.
+    rest = max(analysis.argument_size_in_bytes - known, 0)
+    # A donated argument's buffer is used again for a result: counted once, above.
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return Memory(
+        parameters=sizes.get("parameters", 0),
+        optimizer=sizes.get("optimizer", 0),
+        caches=sizes.get("caches", 0) + (results if made_caches else 0),
+        data=sizes.get("data", 0) + rest,
+        results=0 if made_caches else max(results, 0),
+        temporaries=analysis.temp_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
+    )
+
+
+def device_bytes(tree: Any) -> int:
+    """Sums the bytes that the leaves of a tree take on one device."""
+    return sum(
+        # A leaf that is replicated has its whole shape on every device.
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recurjax.experiment import Experiment
-from recurjax.plan.compilation import compile_elsewhere
+from recurjax.plan.compilers import compile_elsewhere
 from recurjax.plan.programs import ProgramName
 from recurjax.plan.topology import Topology
 

@@ -7,9 +7,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from recurjax.layers.embedding import look_up
-from recurjax.plan.collectives import Collective
 from recurjax.plan.hlo import parse
-from recurjax.plan.traffic import read_traffic
+from recurjax.plan.traffic import Collective, read_traffic
 from recurjax.sharding import AXES, MeshConfig, P, batch_sharding, make_mesh
 from tests.compiling import QUICK_COMPILE
 from tests.tolerances import assert_gradients_close

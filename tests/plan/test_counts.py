@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from recurjax.plan.child import Memory, read_memory
 from recurjax.plan.flops import Flops, count_flops
 from recurjax.plan.hlo import array_bytes, parse
-from recurjax.plan.memory import Memory, read_memory
 from recurjax.plan.traffic import Traffic, read_traffic
 
 STEPS, ROWS, WIDTH = 6, 16, 32

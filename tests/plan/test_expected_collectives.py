@@ -9,10 +9,9 @@ from recurjax import sharding
 from recurjax.experiment import Experiment
 from recurjax.layers.mlp import MlpConfig
 from recurjax.parameters import find_rule
-from recurjax.plan.collectives import Collective
 from recurjax.plan.hlo import parse
 from recurjax.plan.programs import build_program
-from recurjax.plan.traffic import read_traffic
+from recurjax.plan.traffic import Collective, read_traffic
 from recurjax.sharding import AXES, MeshConfig, P, make_mesh
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,

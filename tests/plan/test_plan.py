@@ -11,10 +11,10 @@ from rich.console import Console
 
 from recurjax.cli.options import override
 from recurjax.errors import UserError
-from recurjax.plan import compilation
+from recurjax.plan import compilers
 from recurjax.plan.changes import _other_meshes, find_changes
 from recurjax.plan.child import read_failure
-from recurjax.plan.compilation import compile_elsewhere
+from recurjax.plan.compilers import compile_elsewhere
 from recurjax.plan.planning import Plan, make_plan
 from recurjax.plan.programs import build_program
 from recurjax.plan.report import show_plan
@@ -221,7 +221,7 @@ PC: @     0x7f624e117bc0  (unknown)  xla::Repacker::Finish()
     @     0x7f625b40cfd3       1888  FailureSignalHandler()
 """
     died = subprocess.CompletedProcess([], code, f"{json.dumps(known)}\n", trace)
-    monkeypatch.setattr(compilation.subprocess, "run", lambda *_, **__: died)
+    monkeypatch.setattr(compilers.subprocess, "run", lambda *_, **__: died)
     plan = make_plan(tiny_experiment.config(), parse_topology("cpu:2"))
     assert not plan.fits
     console = Console(record=True, width=200)
@@ -276,7 +276,7 @@ def test_planned_memory_is_that_of_a_measured_step_within_a_tenth():
     file = measured_step.__file__
     child = subprocess.run(
         [sys.executable, file, file],
-        env=compilation.environment(parse_topology("cpu")),
+        env=compilers.environment(parse_topology("cpu")),
         cwd=ROOT,
         capture_output=True,
         text=True,
