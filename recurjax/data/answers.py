@@ -13,9 +13,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Literal, NamedTuple, TypeGuard
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -24,10 +24,8 @@ from recurjax.data.chat import ChatTemplate, Turn, compiled, plain
 from recurjax.data.config import DataConfig
 from recurjax.data.corpora import Messages, read_conversations, read_messages
 from recurjax.data.examples import Conversations, Examples, PromptAnswer
-from recurjax.data.loader import Batches, RowsOfText, identity_of_rows
+from recurjax.data.loader import Batch, Layout, RowLoader, RowsOfText
 from recurjax.data.packing import without_middle
-from recurjax.data.pipeline import Batch, Layout, MadeRows, prefetched
-from recurjax.data.shuffle import EndlessOrder
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.types import IGNORED
@@ -110,7 +108,7 @@ class AnswersDataset(RowsOfText):
         rows: tuple[int, int] | None = None,
         seed: int | None = None,
         in_order: bool | None = None,
-    ) -> "AnswersLoader":
+    ) -> RowLoader:
         """Makes batches of `batch` rows of `length` places.
 
         Those for training are endless: every row once an epoch, in another order each.
@@ -132,21 +130,24 @@ class AnswersDataset(RowsOfText):
                 "them, or another validation_fraction"
             )
         examples = [fitted(example, length) for example in chosen]
-        return AnswersLoader(
-            dataset=self,
-            split=split,
-            examples=examples,
-            plan=packed(examples, length)
-            if self._packed
-            else [[number] for number in range(len(examples))],
+        plan = [[number] for number in range(len(examples))]
+        if self._packed:
+            plan = packed(examples, length)
+        return RowLoader(
+            fill=partial(_fill, examples, plan),
+            count=len(plan),
             layout=Layout(
                 length=length,
                 batch=batch,
                 rows=rows or (0, batch),
                 segments=self._packed,
             ),
-            seed=self.config.seed if seed is None else seed,
             in_order=split == "validation" if in_order is None else in_order,
+            seed=self.config.seed if seed is None else seed,
+            fingerprint=self.fingerprint,
+            split=split,
+            prefetch=self.config.prefetch,
+            threads=self.config.threads,
         )
 
     @property
@@ -155,68 +156,26 @@ class AnswersDataset(RowsOfText):
         return self.config.has_segments
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswersLoader:
-    """Batches of one split; each `iter` begins anew. See `recurjax.data.loader`.
-
-    Attributes:
-      examples: of the split, cut to the row.
-      plan: the examples of each row, by their numbers.
-    """
-
-    dataset: AnswersDataset
-    split: str
-    examples: Sequence[Example]
-    plan: Sequence[Sequence[int]]
-    layout: Layout
-    seed: int
-    in_order: bool
-
-    def __iter__(self) -> Batches:
-        config, order = self.dataset.config, EndlessOrder(len(self.plan), self.seed)
-        made = MadeRows(
-            self.layout,
-            order=(lambda number: number) if self.in_order else order,
-            places=len(self.plan) if self.in_order else None,
-            fill=self._fill,
-        )
-        pipeline = prefetched(made, config.prefetch, config.threads)
-        return Batches(iter(pipeline), self._identity)
-
-    def _fill(self, batch: Batch, r: int, number: int) -> None:
-        at = 0
-        for segment, member in enumerate(self.plan[number]):
-            prompt, answer, asked = self.examples[member]
-            # The last token is predicted and never read, so it has no place.
-            places = slice(at, at + len(prompt) + len(answer) - 1)
-            batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
-            # From the prompt's last place on, each is asked the token after it.
-            wanted = answer if asked is None else np.where(asked, answer, IGNORED)
-            batch["targets"][r, places.stop - len(answer) : places.stop] = wanted
-            if self.layout.segments:
-                batch["segments"][r, places] = segment
-            at = places.stop
-
-    @property
-    def batches(self) -> int | None:
-        """Batches in the pass; None: endless."""
-        return -(-len(self.plan) // self.layout.batch) if self.in_order else None
-
-    @property
-    def rows_of_epoch(self) -> int:
-        """Rows that hold every example once."""
-        return len(self.plan)
-
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
-        return identity_of_rows(
-            self.dataset.fingerprint,
-            self.split,
-            self.layout,
-            in_order=self.in_order,
-            seed=self.seed,
-            count=len(self.plan),
-        )
+def _fill(
+    examples: Sequence[Example],
+    plan: Sequence[Sequence[int]],
+    batch: Batch,
+    r: int,
+    number: int,
+) -> None:
+    """Writes the examples that share a row by the plan, each cut to the row already."""
+    at = 0
+    for segment, member in enumerate(plan[number]):
+        prompt, answer, asked = examples[member]
+        # The last token is predicted and never read, so it has no place.
+        places = slice(at, at + len(prompt) + len(answer) - 1)
+        batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
+        # From the prompt's last place on, each is asked the token after it.
+        wanted = answer if asked is None else np.where(asked, answer, IGNORED)
+        batch["targets"][r, places.stop - len(answer) : places.stop] = wanted
+        if "segments" in batch:
+            batch["segments"][r, places] = segment
+        at = places.stop
 
 
 def packed(examples: Sequence[Example], length: int) -> list[list[int]]:

@@ -20,9 +20,7 @@ from recurjax.data.config import (
 from recurjax.data.corpora import read_corpus
 from recurjax.data.encoding import encoded_documents
 from recurjax.data.examples import Examples
-from recurjax.data.loader import Loader, RowsOfText
-from recurjax.data.mixture import ChainedLoader, MixtureLoader
-from recurjax.data.pipeline import Layout
+from recurjax.data.loader import ChainedLoader, Layout, Loader, RowsOfText
 from recurjax.data.prepared import (
     TOKENIZER,
     PreparedStream,
@@ -135,7 +133,7 @@ class Dataset(RowsOfText):
         )
         seed = self.config.seed if seed is None else seed
         return Loader(
-            part=part,
+            parts=(part,),
             config=self.config,
             layout=layout,
             in_order=in_order,
@@ -169,7 +167,7 @@ class MixtureDataset(RowsOfText):
         rows: tuple[int, int] | None = None,
         seed: int | None = None,
         in_order: bool | None = None,
-    ) -> MixtureLoader | ChainedLoader:
+    ) -> Loader | ChainedLoader:
         """Makes batches of `batch` rows, each row of one part.
 
         Row n of the mixture is the next row of the part whose turn it is, and that
@@ -197,10 +195,14 @@ class MixtureDataset(RowsOfText):
         # A pass in order is for losses of each part, so nothing is mixed.
         if in_order:
             return ChainedLoader(parts=loaders)
-        assert isinstance(self.config.corpus, Mixture)
-        return MixtureLoader(
-            mixture=self.config.corpus,
-            parts=tuple(loaders.values()),
+        mixture = self.config.corpus
+        assert isinstance(mixture, Mixture)
+        changes = [(change.step, change.weights) for change in mixture.reweightings]
+        # All parts have the mixture's layout, seed and packing.
+        return replace(
+            next(iter(loaders.values())),
+            parts=tuple(part for loader in loaders.values() for part in loader.parts),
+            weights=((0, tuple(part.weight for part in mixture.parts)), *changes),
             fingerprint=self.fingerprint,
         )
 

@@ -1,26 +1,51 @@
-"""Batches of one split, and the place in them that a checkpoint keeps."""
+"""Batches of one split, and the place in them that a checkpoint keeps.
 
+Grain reads ahead and remembers the place. Which rows a batch holds is a function of its
+number, or of a plan with a small state, so that a place is exact and small, and serves
+any division of the rows among processes.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
+from grain.experimental import ThreadPrefetchIterDataset
+from jaxtyping import Int32, Int64
 
 from recurjax.data.config import DataConfig
-from recurjax.data.pipeline import (
-    Batch,
-    Layout,
-    best_fit,
-    best_fit_in_order,
-    concatenated,
-    count_best_fit_in_order,
-    in_order,
-)
-from recurjax.data.shuffle import order_identity
-from recurjax.data.streams import Split
+from recurjax.data.packing import BestFit, segment_numbers
+from recurjax.data.shares import Shares
+from recurjax.data.shuffle import EndlessOrder, order_identity
+from recurjax.data.streams import Split, TokenStream
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
+from recurjax.types import IGNORED
+
+Batch = dict[str, Int32[np.ndarray, "B T"]]
+"""`ids`, `targets` (the next token, or IGNORED) and, when asked for, `segments`."""
+
+PADDING_SEGMENT = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The shape of a batch, and the part of it that this process delivers.
+
+    Attributes:
+      length: T, in tokens.
+      batch: rows of the global batch, over all processes.
+      rows: (first, after the last) of the rows wanted here.
+      segments: whether batches carry document numbers.
+    """
+
+    length: int
+    batch: int
+    rows: tuple[int, int]
+    segments: bool
 
 
 class RowsOfText:
@@ -42,18 +67,26 @@ class RowsOfText:
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """Batches of one split; each `iter` begins anew.
+    """Batches of tokens from the splits of one corpus or of a mixture's parts.
+
+    Shuffled batches are endless: each part's rows (with best fit, its documents) come
+    once an epoch, in another order each, and a batch may straddle two epochs. A pass in
+    order has one part, and fills its last batch up with targets that are IGNORED.
+    Concatenated, row i of a split is tokens i*T .. i*T+T, and fewer than T tokens at
+    the end are not trained on; best fit leaves out what it crops.
 
     Attributes:
-      part: the split drawn from.
-      config: how it is packed, and how far ahead batches are made.
+      parts: the splits drawn from.
+      weights: of the parts, from each of these steps on; the first is step 0.
+      config: how rows are packed, and how far ahead batches are read.
       layout: the shape of a batch and this process' rows of it.
       in_order: one pass in order, not endless and shuffled.
       seed: of the shuffle.
       fingerprint: of the data, to refuse a place in other data.
     """
 
-    part: Split
+    parts: tuple[Split, ...]
+    weights: tuple[tuple[int, tuple[float, ...]], ...] = ((0, (1.0,)),)
     config: DataConfig
     layout: Layout
     in_order: bool
@@ -61,82 +94,152 @@ class Loader:
     fingerprint: str
 
     def __iter__(self) -> "Batches":
-        return Batches(iter(self._pipeline), self.identity)
-
-    @property
-    def order_count(self) -> int:
-        """Numbers that are shuffled: documents for best fit, else rows."""
-        if self.config.packing == "best_fit":
-            return len(self.part.document_starts())
-        return (self.part.tokens - 1) // self.layout.length
+        return Batches(iter(self._pipeline), self._identity)
 
     @property
     def batches(self) -> int | None:
         """Batches in the pass; None: endless."""
         if not self.in_order:
             return None
-        if self.config.packing == "best_fit":
-            return count_best_fit_in_order(
-                self.part, self.layout, buffer=self.config.packing_buffer
-            )
-        # Every token but the first is a target once; the last batch is filled up.
-        return -(-(self.part.tokens - 1) // (self.layout.length * self.layout.batch))
+        [part] = self.parts
+        if self.config.packing == "concat":
+            # Every token but the first is a target once.
+            return -(-(part.tokens - 1) // (self.layout.length * self.layout.batch))
+        # Which documents share a row depends on their lengths: all rows are planned.
+        [plan], rows = self._plans(), 0
+        while plan.row(self.layout.length + 1):
+            rows += 1
+        return -(-rows // self.layout.batch)
 
     @cached_property
     def _pipeline(self) -> grain.IterDataset[Batch]:
-        # Only best fit has a buffer of documents, and only concatenation uses threads.
-        config, ahead = self.config, {"prefetch": self.config.prefetch}
+        rows = [(step * self.layout.batch, weights) for step, weights in self.weights]
+        shares, config = Shares(rows), self.config
         if config.packing == "best_fit":
-            ahead["buffer"] = config.packing_buffer
-            if self.in_order:
-                return best_fit_in_order(self.part, self.layout, **ahead)
-            return best_fit(self.part, self.layout, seed=self.seed, **ahead)
-        ahead["threads"] = config.threads
-        if self.in_order:
-            return in_order(self.part, self.layout, **ahead)
-        return concatenated(self.part, self.layout, seed=self.seed, **ahead)
+            packed = PackedBatches(self.parts, self.layout, shares, self._plans)
+            return ThreadPrefetchIterDataset(
+                packed, prefetch_buffer_size=config.prefetch
+            )
+        batches = _ConcatenatedBatches(
+            self.parts,
+            self.layout,
+            shares,
+            orders=[self._order(count) for count in self._counts],
+            count=self.batches,
+        )
+        return _prefetched(batches, config.prefetch, config.threads)
+
+    def _plans(self) -> list[BestFit]:
+        """Returns a plan for each part: its buffer of documents has its own place."""
+        return [
+            BestFit(
+                part.document_lengths(),
+                self._order(count),
+                buffer=self.config.packing_buffer,
+                documents=count if self.in_order else None,
+            )
+            for part, count in zip(self.parts, self._counts, strict=True)
+        ]
+
+    def _order(self, count: int) -> Callable[[int], int]:
+        return (lambda k: k) if self.in_order else EndlessOrder(count, self.seed)
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
-        """All that the meaning of a position depends on, and not on the processes."""
-        # Threads and prefetch change when a batch is made, not what it holds.
-        order = {} if self.in_order else order_identity(self.order_count)
+    def _counts(self) -> list[int]:
+        """What is shuffled of each part: documents for best fit, else rows."""
+        if self.config.packing == "best_fit":
+            return [len(part.document_starts()) for part in self.parts]
+        # T + 1 tokens make a row of T targets; the next begins at the last of them.
+        return [(part.tokens - 1) // self.layout.length for part in self.parts]
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        # Threads and prefetch change when a batch is read, not what it holds.
         return {
-            **order,
-            "data": self.fingerprint,
-            "split": self.part.name,
-            "in_order": self.in_order,
+            **_identity(
+                self.layout,
+                data=self.fingerprint,
+                split=self.parts[0].name,
+                in_order=self.in_order,
+                seed=self.seed,
+                counts=self._counts,
+            ),
             "packing": self.config.packing,
             "packing_buffer": self.config.packing_buffer,
-            "seed": self.seed,
-            "length": self.layout.length,
-            "batch": self.layout.batch,
         }
 
 
-def identity_of_rows(
-    fingerprint: str,
-    split: str,
-    layout: Layout,
-    *,
-    in_order: bool,
-    seed: int,
-    count: int | None,
-) -> dict[str, Any]:
-    """Returns what a position among rows made from their numbers depends on.
+@dataclass(frozen=True, kw_only=True)
+class RowLoader:
+    """Batches of rows that are written one by one, from their numbers.
 
-    Args:
-      count: rows of an epoch that are shuffled; None: endless new rows.
+    Shuffled batches are endless, a pass in order fills its last batch up with rows that
+    ask nothing.
+
+    Attributes:
+      fill: writes (batch, r, number), a row's tokens, into an empty row r.
+      count: rows of the split; None: new ones for ever, number n at place n.
+      layout, in_order, seed, fingerprint: as a `Loader`'s.
+      split: the name of the part drawn from.
+      prefetch: batches read ahead.
+      threads: that read them.
     """
-    return {
-        **({} if in_order or count is None else order_identity(count)),
-        "data": fingerprint,
-        "split": split,
-        "in_order": in_order,
-        "seed": seed,
-        "length": layout.length,
-        "batch": layout.batch,
-    }
+
+    fill: Callable[[Batch, int, int], None]
+    count: int | None
+    layout: Layout
+    in_order: bool
+    seed: int
+    fingerprint: str
+    split: str
+    prefetch: int
+    threads: int
+
+    def __iter__(self) -> "Batches":
+        order: Callable[[int], int] = lambda k: k  # noqa: E731
+        # New rows for ever need no order. A fixed set is shuffled anew each epoch.
+        if self.count is not None and not self.in_order:
+            order = EndlessOrder(self.count, self.seed)
+        batches = _FilledBatches(
+            self.layout,
+            order=order,
+            places=self.count if self.in_order else None,
+            fill=self.fill,
+        )
+        pipeline = _prefetched(batches, self.prefetch, self.threads)
+        identity = _identity(
+            self.layout,
+            data=self.fingerprint,
+            split=self.split,
+            in_order=self.in_order,
+            seed=self.seed,
+            counts=[] if self.count is None else [self.count],
+        )
+        return Batches(iter(pipeline), identity)
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in the pass; None: endless."""
+        if self.count is None or not self.in_order:
+            return None
+        return -(-self.count // self.layout.batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainedLoader:
+    """All batches of one part after the other; `parts` are their loaders."""
+
+    parts: Mapping[str, Loader]
+
+    def __iter__(self) -> "_Chain":
+        return _Chain(self.parts.values())
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in the pass."""
+        counts = [part.batches for part in self.parts.values()]
+        # Endless parts make an endless chain.
+        return None if None in counts else sum(c for c in counts if c is not None)
 
 
 class Batches:
@@ -185,6 +288,286 @@ class Batches:
     def close(self) -> None:
         """Ends the threads that read ahead."""
         self._iterator.close()
+
+
+class _Chain:
+    """Batches of several loaders in turn, with a place that can be saved."""
+
+    def __init__(self, loaders: Iterable[Loader]):
+        self._loaders, self._at = list(loaders), 0
+        self._now = iter(self._loaders[0])
+
+    def __iter__(self) -> "_Chain":
+        return self
+
+    def __next__(self) -> Batch:
+        while True:
+            try:
+                return next(self._now)
+            except StopIteration:
+                # The last loader's end is the chain's; before it the next one begins.
+                if self._at + 1 == len(self._loaders):
+                    raise
+            self._enter(self._at + 1)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the part, and the position in it after the last batch delivered."""
+        return {"part": self._at, "position": self._now.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues at a saved position."""
+        self._enter(int(state["part"]))
+        self._now.set_state(state["position"])
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        self._now.close()
+
+    def _enter(self, part: int) -> None:
+        self._now.close()
+        # A part's threads are started when its turn comes, and closed before the next.
+        self._at, self._now = part, iter(self._loaders[part])
+
+
+@runtime_checkable
+class _BatchSource(Protocol):
+    """Batches by their number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Batch: ...
+
+
+class _ConcatenatedBatches:
+    """Batch i holds rows i*batch .. of the parts' streams, in the parts' shares."""
+
+    def __init__(
+        self,
+        parts: Sequence[Split],
+        layout: Layout,
+        shares: Shares,
+        *,
+        orders: Sequence[Callable[[int], int]],
+        count: int | None,
+    ):
+        self._parts, self._layout, self._shares = parts, layout, shares
+        self._orders, self._count = orders, count
+
+    def __len__(self) -> int:
+        # Grain asks every source for a length; nobody comes to the end of these.
+        return sys.maxsize if self._count is None else self._count
+
+    def __getitem__(self, index: int) -> Batch:
+        layout, length = self._layout, self._layout.length
+        first, stop = (index * layout.batch + r for r in layout.rows)
+        rows = [np.zeros(0, np.int32)] * (stop - first)
+        segments = rows.copy() if layout.segments else []
+        # A part's rows in a batch are neighbours among its own: its stream is read once
+        # for all.
+        for part, (number, places) in self._shares.rows(first, stop).items():
+            split, order = self._parts[part], self._orders[part]
+            spans = [
+                _row_span(split, order(number + n), length) for n in range(len(places))
+            ]
+            for r, tokens in zip(places, split.stream.read(spans), strict=True):
+                rows[r] = tokens
+            if layout.segments:
+                starts = split.stream.starts
+                for r, (begin, _) in zip(places, spans, strict=True):
+                    segments[r] = segment_numbers(starts, begin, length)
+        return _join_rows(rows, segments, layout)
+
+
+class PackedBatches(grain.IterDataset[Batch]):
+    """Best-fit rows, each packed of one part's documents."""
+
+    def __init__(
+        self,
+        parts: Sequence[Split],
+        layout: Layout,
+        shares: Shares,
+        plans: Callable[[], Sequence[BestFit]],
+    ):
+        super().__init__()
+        self._parts, self._layout, self._shares = parts, layout, shares
+        self._plans = plans
+
+    def __iter__(self) -> grain.DatasetIterator[Batch]:
+        return _PackedIterator(self._parts, self._layout, self._shares, self._plans())
+
+
+class _PackedIterator(grain.DatasetIterator[Batch]):
+    def __init__(
+        self,
+        parts: Sequence[Split],
+        layout: Layout,
+        shares: Shares,
+        plans: Sequence[BestFit],
+    ):
+        super().__init__()
+        self._layout, self._shares, self._row = layout, shares, 0
+        self._streams = [part.stream for part in parts]
+        self._starts = [part.document_starts() for part in parts]
+        self._plans = plans
+
+    def __next__(self) -> Batch:
+        capacity, (first, stop) = self._layout.length + 1, self._layout.rows
+        none = np.zeros(0, np.int32)
+        rows, segments = [none] * (stop - first), [none] * (stop - first)
+        drawn = self._shares.rows(self._row, self._row + self._layout.batch)
+        for part, (_, places) in drawn.items():
+            # All rows are planned, so that all processes agree on which documents are
+            # used, and only those of this one are read.
+            plans = {r: self._plans[part].row(capacity) for r in places}
+            if not any(plans.values()):  # a pass in order has come to its end
+                raise StopIteration
+            mine = [r for r in places if first <= r < stop]
+            read = _packed_rows(
+                self._streams[part], self._starts[part], [plans[r] for r in mine]
+            )
+            for r, tokens, numbers in zip(mine, *read, strict=True):
+                rows[r - first], segments[r - first] = tokens, numbers
+        self._row += self._layout.batch
+        return _join_rows(rows, segments, self._layout)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"row": self._row, "parts": [plan.get_state() for plan in self._plans]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        # Older versions saved of a single corpus its plan, in which row does not count.
+        self._row = int(state.get("row", 0))
+        for plan, saved in zip(self._plans, state.get("parts", [state]), strict=True):
+            plan.set_state(saved)
+
+
+class _FilledBatches:
+    """Batches of rows that are written one by one, from their numbers.
+
+    Batch i has the places i*batch .. i*batch + batch - 1; place n has row order(n).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        order: Callable[[int], int],
+        places: int | None,
+        fill: Callable[[Batch, int, int], None],
+    ):
+        self._layout, self._order = layout, order
+        self._places, self._fill = places, fill
+
+    def __len__(self) -> int:
+        if self._places is None:
+            return sys.maxsize
+        return -(-self._places // self._layout.batch)
+
+    def __getitem__(self, index: int) -> Batch:
+        layout = self._layout
+        batch = _empty_batch(layout)
+        first, stop = layout.rows
+        for r in range(stop - first):
+            place = index * layout.batch + first + r
+            # The last batch of a pass keeps empty rows.
+            if self._places is None or place < self._places:
+                self._fill(batch, r, self._order(place))
+        return batch
+
+
+def _row_span(split: Split, row: int, length: int) -> tuple[int, int]:
+    """Returns the tokens of a concatenated row: T and the last one's target."""
+    # Beyond the split's end rows are empty: the last batch of a pass in order.
+    begin = min(split.start + row * length, split.stop)
+    return begin, min(begin + length + 1, split.stop)
+
+
+def _packed_rows(
+    stream: TokenStream,
+    starts: Int64[np.ndarray, " N"],
+    plans: Sequence[Sequence[tuple[int, int]]],
+) -> tuple[list[Int32[np.ndarray, " _"]], list[Int32[np.ndarray, " _"]]]:
+    """Reads rows that were planned as (document, how many of its first tokens).
+
+    Returns:
+      The tokens of each row, and the documents' numbers in it, one less.
+    """
+    pieces = [(int(starts[d]), n) for row in plans for d, n in row]
+    parts = iter(stream.read([(start, start + n) for start, n in pieces]))
+    none = np.zeros(0, np.int32)  # of a row after the documents' end
+    rows = [np.concatenate([none, *(next(parts) for _ in row)]) for row in plans]
+    return rows, [_repeated([n for _, n in row])[:-1] for row in plans]
+
+
+def _repeated(counts: list[int]) -> Int32[np.ndarray, " T"]:
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+def _join_rows(
+    rows: Sequence[np.ndarray], segments: Sequence[np.ndarray], layout: Layout
+) -> Batch:
+    """Lays rows of T+1 tokens, or fewer, out as a batch: ids and their targets.
+
+    Args:
+      segments: of each row's ids; not looked at where the layout has none.
+    """
+    batch = _empty_batch(layout)
+    for r, row in enumerate(rows):
+        known = max(0, len(row) - 1)
+        batch["ids"][r, :known] = row[:-1]
+        batch["targets"][r, :known] = row[1:]
+        if layout.segments:
+            batch["segments"][r, :known] = segments[r][:known]
+    return batch
+
+
+def _empty_batch(layout: Layout) -> Batch:
+    """Returns this process' rows without tokens: what no row fills stays ignored."""
+    first, stop = layout.rows
+    shape = (stop - first, layout.length)
+    batch = {
+        "ids": np.zeros(shape, np.int32),
+        "targets": np.full(shape, IGNORED, np.int32),
+    }
+    if layout.segments:
+        batch["segments"] = np.full(shape, PADDING_SEGMENT, np.int32)
+    return batch
+
+
+def _prefetched(
+    batches: _BatchSource, prefetch: int, threads: int
+) -> grain.IterDataset[Batch]:
+    """Reads batches ahead of time; their order is that of the source."""
+    options = grain.ReadOptions(
+        # 0 threads read each batch when it is asked for, in the caller's thread.
+        num_threads=threads if prefetch else 0,
+        prefetch_buffer_size=prefetch,
+    )
+    return grain.MapDataset.source(batches).to_iter_dataset(options)
+
+
+def _identity(
+    layout: Layout,
+    *,
+    data: str,
+    split: str,
+    in_order: bool,
+    seed: int,
+    counts: Sequence[int],
+) -> dict[str, Any]:
+    """Returns all that the meaning of a position depends on, but the processes.
+
+    Args:
+      counts: of each order that is shuffled.
+    """
+    return {
+        "data": data,
+        "split": split,
+        "in_order": in_order,
+        "seed": seed,
+        "length": layout.length,
+        "batch": layout.batch,
+        **({} if in_order else order_identity(*counts)),
+    }
 
 
 def _plain(state: Any) -> Any:

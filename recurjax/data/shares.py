@@ -4,7 +4,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from math import lcm
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -15,19 +14,16 @@ LONGEST = 100_000
 """Rows after which shares repeat, at most: the table of parts is made up front."""
 
 
-class Drawn(NamedTuple):
-    """A row of a mixture: row `number` of part `part`'s own rows."""
-
-    part: int
-    number: int
-
-
 class Shares:
     """The order in which parts give rows, with weights that may change at some rows.
 
     Between two changes, after n rows a part of weight w has given w n rows to within
-    less than one. Source: Tijdeman 1980, "The chairman assignment problem": of the
-    parts that may give a row, the one whose row is due first gives it.
+    less than one. Grain's mix holds no such bound: it rounds weights to hundredths of
+    the least, so that shares drift, and is 7 rows off with ten parts of weights 1 and
+    30; its weights neither change nor are 0.
+
+    Source: Tijdeman 1980, "The chairman assignment problem": of the parts that may give
+    a row, the one whose row is due first gives it.
     """
 
     def __init__(self, changes: Sequence[tuple[int, Sequence[float]]]):
@@ -47,16 +43,6 @@ class Shares:
             rows = self._firsts[at] - self._firsts[at - 1]
             given.append(given[-1] + self._cycles[at - 1].counts(rows))
         self._given: list[list[int]] = [counts.tolist() for counts in given]
-
-    def row(self, number: int) -> Drawn:
-        """Returns where row `number`, counted from 0, comes from."""
-        # The change that this row falls under.
-        at = bisect_right(self._firsts, number) - 1
-        cycle = self._cycles[at]
-        cycles, place = divmod(number - self._firsts[at], cycle.length)
-        part = cycle.parts[place]
-        before = cycles * cycle.whole[part] + cycle.earlier[place]
-        return Drawn(part, self._given[at][part] + before)
 
     def rows(self, first: int, stop: int) -> dict[int, tuple[int, list[int]]]:
         """Returns, by part, where rows first .. stop-1 come from.

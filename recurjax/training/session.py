@@ -9,13 +9,11 @@ from typing import Any
 import jax
 
 from recurjax.config_json import from_json, to_json
-from recurjax.data.answers import AnswersLoader
+from recurjax.data.answers import AnswersDataset
 from recurjax.data.config import Mixture, Prepared
 from recurjax.data.dataset import AnyDataset, SplitName, open_dataset
-from recurjax.data.loader import Loader
-from recurjax.data.mixture import ChainedLoader, MixtureLoader
+from recurjax.data.loader import ChainedLoader, Loader, RowLoader
 from recurjax.data.prepared import verify_checksums
-from recurjax.data.tasks.dataset import TaskLoader
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score, joined, score
 from recurjax.experiment import Experiment
@@ -102,7 +100,11 @@ class Session:
             apart=mirror is not None and mirror.parts > 1,
         )
         self._batches = iter(loader)
-        self._rows_of_epoch = getattr(loader, "rows_of_epoch", None)
+        # Epochs of prompts with answers are counted, of other data steps alone.
+        examples = isinstance(self.dataset, AnswersDataset)
+        self._rows_of_epoch = (
+            loader.count if examples and isinstance(loader, RowLoader) else None
+        )
         self._frozen: Decoder | None = None
 
     def start(self, report: Callable[[str], None]) -> TrainState:
@@ -231,7 +233,7 @@ class Session:
 
     def _loader(
         self, split: SplitName, batch: int, length: int
-    ) -> Loader | TaskLoader | AnswersLoader | MixtureLoader | ChainedLoader:
+    ) -> Loader | RowLoader | ChainedLoader:
         longest = self.experiment.model.max_length
         if longest is not None and length > longest:
             raise UserError(

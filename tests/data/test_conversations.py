@@ -98,7 +98,7 @@ def test_conversations_share_rows_and_do_not_see_each_other(folder):
     assert sorted(set(batch["segments"][0].tolist())) == [-1, 0, 1, 2, 3]
     alone = opened(folder, *talks, rows="one")
     loader = alone.loader("train", length=160, batch=1)
-    assert loader.rows_of_epoch == 4 and "segments" not in next(iter(loader))
+    assert loader.count == 4 and "segments" not in next(iter(loader))
     assert alone.fingerprint != data.fingerprint
 
 

@@ -90,8 +90,8 @@ def test_shares_are_met_within_one_row_after_any_number_of_rows(weights):
     shares, total = Shares([(0, weights)]), sum(weights)
     given = np.zeros(len(weights))
     for n in range(3000):
-        part, number = shares.row(n)
-        assert number == given[part]
+        [(part, (number, rows))] = shares.rows(n, n + 1).items()
+        assert number == given[part] and rows == [0]
         given[part] += 1
         off = given - np.array(weights) / total * (n + 1)
         assert abs(off).max() < 1, n
@@ -100,13 +100,15 @@ def test_shares_are_met_within_one_row_after_any_number_of_rows(weights):
 
 def test_weights_change_at_a_row_and_parts_go_on_where_they_were():
     shares = Shares([(0, (1.0, 1.0)), (10, (1.0, 3.0)), (1000, (0.0, 1.0))])
-    drawn = [shares.row(n) for n in range(1100)]
+    one_by_one = [list(shares.rows(n, n + 1).items()) for n in range(1100)]
+    drawn = [(part, number) for [(part, (number, _))] in one_by_one]
+    owners = [part for part, _ in drawn]
     for part in (0, 1):
-        numbers = [row.number for row in drawn if row.part == part]
+        numbers = [number for owner, number in drawn if owner == part]
         assert numbers == list(range(len(numbers)))
-    assert sum(row.part for row in drawn[:10]) == 5
-    assert abs(sum(row.part for row in drawn[10:1000]) - 0.75 * 990) < 1
-    assert {row.part for row in drawn[1000:]} == {1}
+    assert sum(owners[:10]) == 5
+    assert abs(sum(owners[10:1000]) - 0.75 * 990) < 1
+    assert set(owners[1000:]) == {1}
     # Any stretch of rows at once, across cycles and changes.
     for first, stop in ((0, 1100), (3, 3), (7, 12), (9, 10), (998, 1001), (1050, 1060)):
         found = {

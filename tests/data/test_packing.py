@@ -4,9 +4,9 @@ import re
 import numpy as np
 import pytest
 
-from recurjax.data.loader import _plain
+from recurjax.data.loader import Layout, PackedBatches, _plain
 from recurjax.data.packing import BestFit, segment_numbers
-from recurjax.data.pipeline import Layout, PackedBatches
+from recurjax.data.shares import Shares
 from recurjax.data.streams import MemoryStream, Split
 from tests.golden.cases import golden_cases
 
@@ -53,9 +53,10 @@ def test_best_fit_reproduces_the_loader_of_nanochat(case):
     layout = Layout(length=length, batch=batch, rows=(0, batch), segments=False)
     batches = iter(
         PackedBatches(
-            split,
+            [split],
             layout,
-            lambda: BestFit(lengths, lambda k: k, buffer=buffer, refill=refill),
+            Shares([(0, [1.0])]),
+            lambda: [BestFit(lengths, lambda k: k, buffer=buffer, refill=refill)],
         )
     )
     for step in range(steps):

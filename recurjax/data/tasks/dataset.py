@@ -2,15 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, ClassVar, get_args
+from functools import cached_property, partial
+from typing import ClassVar, get_args
 
 from recurjax.data.config import MOST_AHEAD
-from recurjax.data.loader import Batches, identity_of_rows
-from recurjax.data.pipeline import Batch, Layout, MadeRows, prefetched
-from recurjax.data.shuffle import EndlessOrder
+from recurjax.data.loader import Batch, Layout, RowLoader
 from recurjax.data.tasks.copying import Copy
 from recurjax.data.tasks.hash_hop import HashHop
 from recurjax.data.tasks.mad import (
@@ -142,7 +140,7 @@ class TaskDataset:
         rows: tuple[int, int] | None = None,
         seed: int | None = None,
         in_order: bool | None = None,
-    ) -> "TaskLoader":
+    ) -> RowLoader:
         """Makes batches of `batch` rows of `length` places.
 
         Rows shorter than `length` are filled up on the right with places that ask
@@ -176,62 +174,24 @@ class TaskDataset:
                 f"{type(self.config.task).__name__} has new rows to learn from for "
                 "ever: read the split validation, or set the task's train_rows"
             )
-        return TaskLoader(
-            dataset=self,
-            split=split,
+        return RowLoader(
+            fill=partial(self._fill, split),
+            count=self.count(split),
             layout=Layout(
                 length=length,
                 batch=batch,
                 rows=rows or (0, batch),
                 segments=self.config.has_segments,
             ),
-            seed=self.config.seed if seed is None else seed,
             in_order=ordered,
+            seed=self.config.seed if seed is None else seed,
+            fingerprint=self.fingerprint,
+            split=split,
+            prefetch=self.config.prefetch,
+            threads=self.config.threads,
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class TaskLoader:
-    """Batches of one split; each `iter` begins anew. See `recurjax.data.loader`."""
-
-    dataset: TaskDataset
-    split: Split
-    layout: Layout
-    seed: int
-    in_order: bool
-
-    def __iter__(self) -> Batches:
-        config, count = self.dataset.config, self.dataset.count(self.split)
-        order: Callable[[int], int] = lambda number: number  # noqa: E731
-        # New rows for ever need no order: number n is drawn for place n. A fixed set is
-        # shuffled anew each epoch.
-        if count is not None and not self.in_order:
-            order = EndlessOrder(count, self.seed)
-        places = count if self.in_order else None
-        made = MadeRows(self.layout, order=order, places=places, fill=self._fill)
-        pipeline = prefetched(made, config.prefetch, config.threads)
-        return Batches(iter(pipeline), self._identity)
-
-    def _fill(self, batch: Batch, r: int, number: int) -> None:
-        row = self.dataset.row(self.split, number)
+    def _fill(self, split: Split, batch: Batch, r: int, number: int) -> None:
+        row = self.row(split, number)
         batch["ids"][r, : len(row.ids)] = row.ids
         batch["targets"][r, : len(row.targets)] = row.targets
-
-    @property
-    def batches(self) -> int | None:
-        """Batches in the pass; None: endless."""
-        if not self.in_order:
-            return None
-        count = self.dataset.count(self.split)
-        return None if count is None else -(-count // self.layout.batch)
-
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
-        return identity_of_rows(
-            self.dataset.fingerprint,
-            self.split,
-            self.layout,
-            in_order=self.in_order,
-            seed=self.seed,
-            count=self.dataset.count(self.split),
-        )
