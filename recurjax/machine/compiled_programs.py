@@ -1,13 +1,13 @@
-"""Programs that XLA compiled, kept on disk between the processes of one user.
+"""A cache of compiled programs on disk, shared by the processes of one user.
 
-jax has such a cache and lets each program choose its folder. Two things are done
-otherwise here. An entry is written aside and renamed, and carries a digest: jax writes
-into the final file, so that a process that is killed leaves a part of a program there
-for good. And the folder has a largest size: what was not used for longest goes first,
-without the lock on all readers that jax takes for that.
+jax has such a cache and lets each program choose its folder. Its files are written
+differently here. An entry is written under another name, renamed, and carries a digest:
+jax writes into the final file, so a process that is killed leaves a part of a program
+there for good. And the folder has a largest size: the least recently used entries go
+first, without the lock on all readers that jax takes for that.
 
-What is read here is run, so the folder belongs to the user and nobody else may write in
-it.
+The programs that are read here are run, so the folder belongs to the user and nobody
+else may write in it.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import os
 import platform
 import secrets
 import stat
+import sys
 import time
 from contextlib import suppress
 from importlib.metadata import version
@@ -25,30 +26,38 @@ from recurjax.machine.caches import VARIABLE, cache_folder
 
 _LARGEST = 4 * 2**30
 _LEAST_SECONDS = 0.1
-"""Programs compiled in less are not kept: reading one takes some milliseconds."""
+"""Programs that compile in less are not written: reading one takes milliseconds."""
 _DIGEST = hashlib.sha256().digest_size
 
 
 def keep() -> None:
-    """Has this process read compiled programs from disk and leave its own there.
+    """Makes this process read compiled programs from disk and write its own there.
 
-    The folder is `$RECURJAX_CACHE/compiled`, by default in the user's cache folder; the
-    variable set to nothing turns it off. Where jax was told a folder of its own
-    (JAX_COMPILATION_CACHE_DIR), that one is left to work as jax has it.
+    The folder is `$RECURJAX_CACHE/compiled`, by default in the user's cache folder; an
+    empty variable turns the cache off. JAX_COMPILATION_CACHE_DIR selects jax's own
+    cache instead. jax has no public way to another cache: a version whose private one
+    is unknown here (pyproject.toml bounds it) compiles without, and says so.
 
     Raises:
       UserError: $RECURJAX_CACHE cannot be written, or others may write in the folder.
     """
     import jax
-    from jax._src import compilation_cache  # jax has no door for another store
+    from jax._src import compilation_cache
 
     cache = cache_folder()
-    told = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
-    if cache is None or told is not None:
+    chosen = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+    if cache is None or chosen is not None:
+        return
+    if not hasattr(compilation_cache, "get_file_cache"):
+        print(
+            f"recurjax: compiled programs are not kept: jax {jax.__version__} opens "
+            "its cache in a way that this version of recurjax does not know",
+            file=sys.stderr,
+        )
         return
     folder = cache / "compiled" / _kind()
     try:
-        _own(folder)
+        _make_private(folder)
     except OSError as error:
         if VARIABLE not in os.environ:  # no home that can be written: a container
             return
@@ -56,7 +65,6 @@ def keep() -> None:
             f"${VARIABLE}: {folder} cannot be written: {error}; name another folder, "
             "or use --no-cache"
         ) from error
-    assert hasattr(compilation_cache, "get_file_cache"), "another jax?"
     setattr(  # noqa: B010
         compilation_cache, "get_file_cache", lambda path: (Programs(Path(path)), path)
     )
@@ -118,8 +126,8 @@ class Programs:
         with suppress(OSError):
             for entry in os.scandir(self.folder):
                 with suppress(OSError):  # another process removed it
-                    found = entry.stat()
-                    entries.append((found.st_mtime, found.st_size, entry.path))
+                    status = entry.stat()
+                    entries.append((status.st_mtime, status.st_size, entry.path))
         total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):
             if total <= self.largest:
@@ -136,20 +144,20 @@ def _kind() -> str:
     instructions of the processor that compiled it; a home that several kinds of
     machines share must not hand one's programs to another.
     """
-    told = [platform.machine()]
+    facts = [platform.machine()]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         # What /proc/cpuinfo calls the instruction sets, on x86 and on ARM.
-        told += sorted({x for x in lines if x.startswith(("flags", "Features"))})
-    digest = hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+        facts += sorted({x for x in lines if x.startswith(("flags", "Features"))})
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
     return f"jaxlib-{version('jaxlib')}-{platform.machine() or 'any'}-{digest}"
 
 
-def _own(folder: Path) -> None:
+def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if (hasattr(os, "getuid") and found.st_uid != os.getuid()) or writable:
+    status = folder.stat()
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if (hasattr(os, "getuid") and status.st_uid != os.getuid()) or writable:
         raise UserError(
             f"{folder} holds programs that would be run, and others may write there: "
             f"chmod 700 it, name another folder in ${VARIABLE}, or use --no-cache"

@@ -10,6 +10,7 @@ docs/benchmarks.md.
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 
 _CPU_PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type"
@@ -87,17 +88,16 @@ def start_cpu_devices(count: int) -> None:
     are one program, or since jax has looked already.
     """
     import jax
-    from jax._src import xla_bridge
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     fixed = (
-        xla_bridge.num_cpu_devices.value != -1
+        getattr(jax.config, "jax_num_cpu_devices") != -1  # noqa: B009
         or _DEVICES in os.environ.get("XLA_FLAGS", "")
         or jax.distributed.is_initialized()
-        or xla_bridge.backends_are_initialized()
     )
     if not fixed and 1 < count <= (cores or 1):
-        jax.config.update("jax_num_cpu_devices", count)
+        with suppress(RuntimeError):  # jax has looked for its devices already
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def _keep_freed_memory() -> None:

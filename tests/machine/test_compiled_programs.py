@@ -72,6 +72,16 @@ def test_nothing_is_kept_where_the_variable_is_empty(monkeypatch):
     assert jax.config.jax_compilation_cache_dir == before
 
 
+def test_a_jax_whose_cache_is_unknown_compiles_without(tmp_path, monkeypatch, capsys):
+    from jax._src import compilation_cache
+
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.delattr(compilation_cache, "get_file_cache")
+    compiled_programs.keep()
+    assert "compiled programs are not kept: jax" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 _SCRIPT = """
 import warnings; warnings.simplefilter("error")
 import jax, jax.numpy as jnp

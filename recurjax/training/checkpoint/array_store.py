@@ -42,7 +42,7 @@ class ArrayStore:
             writes a whole step there, but of the arrays its own part alone; `read`
             joins the parts once they lie together.
         """
-        _end_what_failed()
+        _wait_after_errors()
         # Orbax' word for: each process sees to its own folder.
         processes = ocp.options.MultiprocessingOptions(
             primary_host=None if apart else 0
@@ -220,18 +220,18 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-def _end_what_failed() -> None:
-    """Has orbax wait for all parts of a read or write of which one failed.
+def _wait_after_errors() -> None:
+    """Makes orbax wait for all parts of a read or write of which one failed.
 
-    It starts an event loop for each in threads of its own and has no option to choose
-    that loop (orbax-checkpoint 0.12.8 is the newest that was looked at; an event loop
-    policy would change every other library's loops too). So its function that runs one
-    is replaced, until a version waits for what is left before it closes the loop:
-    then the tests of failed writes pass without this.
+    Orbax starts an event loop for each in threads of its own and has no option to
+    choose that loop; an event loop policy would change every other library's loops too.
+    So its private function that runs one is replaced. An orbax without that function
+    (pyproject.toml bounds the version) is left alone: a save on a full disk then prints
+    tracebacks of orbax's before it ends in our sentence.
     """
-    loops = sys.modules["orbax.checkpoint._src.asyncio_utils"]
-    assert hasattr(loops, "_run_sync_via_new_loop"), "another orbax?"
-    setattr(loops, "_run_sync_via_new_loop", _run_to_the_end)  # noqa: B010
+    loops = sys.modules.get("orbax.checkpoint._src.asyncio_utils")
+    if hasattr(loops, "_run_sync_via_new_loop"):
+        setattr(loops, "_run_sync_via_new_loop", _run_to_the_end)  # noqa: B010
 
 
 def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
