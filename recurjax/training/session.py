@@ -14,6 +14,7 @@ from recurjax.data.config import Mixture, Prepared
 from recurjax.data.dataset import AnyDataset, SplitName, open_dataset
 from recurjax.data.loader import ChainedLoader, Loader, RowLoader
 from recurjax.data.prepared import verify_checksums
+from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score, joined, score
 from recurjax.experiment import Experiment
@@ -52,48 +53,30 @@ class Session:
         *,
         mirror: Mirror | None = None,
     ):
-        # As it will be read back from config.json, before anything is made of it.
+        # As it will be read back from config.json, before anything is built from it.
         experiment = from_json(Experiment, to_json(experiment), path="config")
+        self.experiment, self.directory = experiment, RunDirectory(root)
         if mirror is None:
-            check_shared(RunDirectory(root).root)
-        training = experiment.training
-        # Meshes are checked here: what a plan refuses, training refuses in the same
-        # words.
-        self.experiment = experiment
+            check_shared(self.directory.root)
         self.mesh = make_mesh(experiment.mesh)
         self._step = build_step(experiment, self.mesh)
-        self.directory = RunDirectory(root)
-        # Process 0 looks and decides for all. A directory is claimed only at the end of
-        # these checks: what is refused leaves nothing behind.
-        self._resumes = first_process(self._is_claimed)
-        if self._resumes:
-            first_process(lambda: self.directory.check_resumable(experiment))
-        own = self.directory.load_tokenizer(experiment) if self._resumes else None
-        self.dataset = open_dataset(experiment.data, tokenizer=own)
-        _check_vocabulary(experiment, self.dataset)
-        _check_samples(experiment, self.dataset)
-        # Made before the directory is claimed: what cannot be read leaves nothing
-        # behind.
-        loader = self._loader("train", training.batch, training.length)
-        # Made here, so that a split too short is told before a step is trained.
-        self._validation = self._loader(
-            "validation",
-            experiment.evaluation_batch,
-            self.dataset.evaluation_length(training.length),
-        )
+        self._resumes = self._refuse_another_run()
+        self.dataset = self._open_dataset()
+        tokenizer = self.dataset.tokenizer
+        _refuse_another_vocabulary(experiment, self.dataset)
+        _refuse_unusable_prompts(experiment, tokenizer)
+        self._refuse_rows_beyond_positions()
+        loader, self._validation = self._loader("train"), self._loader("validation")
         if not self.directory.has_checkpoint:
-            check_start(experiment, self.dataset.tokenizer)
-        check_frozen(experiment, self.dataset.tokenizer)
+            check_start(experiment, tokenizer)
+        check_frozen(experiment, tokenizer)
         if not self._resumes:
-            # Once a run: shards of one size in each other's place are other text.
-            for there in _prepared(experiment):
-                first_process(partial(verify_checksums, there))
-            first_process(
-                lambda: self.directory.claim(experiment, self.dataset.tokenizer)
-            )
+            _refuse_damaged_shards(experiment)
+            # Only now: a run that is refused leaves nothing behind.
+            first_process(lambda: self.directory.claim(experiment, tokenizer))
         self._checkpoints = Checkpoints(
             self.directory.checkpoints,
-            keep=training.keep_checkpoints,
+            keep=experiment.training.keep_checkpoints,
             model=experiment.model,
             after_write=None if mirror is None else mirror.push,
             before_read=None if mirror is None else mirror.fetch_arrays,
@@ -139,8 +122,8 @@ class Session:
             first_process(lambda: self.directory.resume(self.experiment))
         # A killed run may have written rows of steps after its last checkpoint: those
         # steps are made again, and so are their rows.
-        if told := first_process(lambda: self.directory.rewind(reached)):
-            report(told)
+        if message := first_process(lambda: self.directory.rewind(reached)):
+            report(message)
         if restored is None:
             return self._first_state(report)
         return from_nested_dict(wanted, restored.tree)
@@ -224,25 +207,52 @@ class Session:
         self._batches.close()
         self._checkpoints.close()
 
-    def _is_claimed(self) -> bool:
-        # A run that saved nothing yet can be started anew with other settings.
-        directory = self.directory
-        return directory.is_claimed and (
-            directory.has_checkpoint or not directory.changes(self.experiment)
-        )
+    def _refuse_another_run(self) -> bool:
+        """Refuses a directory of another run; returns whether there is one to resume.
 
-    def _loader(
-        self, split: SplitName, batch: int, length: int
-    ) -> Loader | RowLoader | ChainedLoader:
-        longest = self.experiment.model.max_length
-        if longest is not None and length > longest:
-            raise UserError(
-                f"rows of {length} tokens for {split} exceed the model's {longest} "
-                "learned positions: shorten them or learn more positions"
+        Process 0 looks and decides for all.
+        """
+        directory = self.directory
+
+        def resumes() -> bool:
+            # A run that has saved nothing can start again with other settings.
+            return directory.is_claimed and (
+                directory.has_checkpoint or not directory.changes(self.experiment)
             )
+
+        if not first_process(resumes):
+            return False
+        first_process(lambda: directory.check_resumable(self.experiment))
+        return True
+
+    def _open_dataset(self) -> AnyDataset:
+        """Opens the data, with the run's own tokenizer where it has one."""
+        data, tokenizer = self.experiment.data, None
+        if self._resumes:
+            tokenizer = self.directory.load_tokenizer(self.experiment)
+        return open_dataset(data, tokenizer=tokenizer)
+
+    def _refuse_rows_beyond_positions(self) -> None:
+        longest = self.experiment.model.max_length
+        for split in ("train", "validation"):
+            length = self._length(split)
+            if longest is not None and length > longest:
+                raise UserError(
+                    f"rows of {length} tokens for {split} exceed the model's {longest} "
+                    "learned positions: shorten them or learn more positions"
+                )
+
+    def _length(self, split: SplitName) -> int:
+        length = self.experiment.training.length
+        return length if split == "train" else self.dataset.evaluation_length(length)
+
+    def _loader(self, split: SplitName) -> Loader | RowLoader | ChainedLoader:
+        """Opens a split, which refuses one that is too short for a row."""
+        experiment, train = self.experiment, split == "train"
+        batch = experiment.training.batch if train else experiment.evaluation_batch
         return self.dataset.loader(
             split,
-            length=length,
+            length=self._length(split),
             batch=batch,
             rows=local_rows(batch, self.mesh),
         )
@@ -254,30 +264,33 @@ class Session:
         return self._step.initialise(jax.random.key(self.experiment.training.seed))
 
 
-def _prepared(experiment: Experiment) -> list[Path]:
-    """Returns the prepared directories that the run reads, parts of a mixture too.
+def _refuse_damaged_shards(experiment: Experiment) -> None:
+    """Checks prepared data once per run: swapped shards of one size are other text.
 
-    Those of a store are left out: each shard is checked when it is fetched.
+    Shards in a store are left out: each is checked when it is fetched.
     """
     corpus = getattr(experiment.data, "corpus", None)
-    parts = (
-        [part.corpus for part in corpus.parts]
-        if isinstance(corpus, Mixture)
-        else [corpus]
-    )
-    return [
-        Path(part.directory).expanduser()
-        for part in parts
-        if isinstance(part, Prepared) and url_of(part.directory) is None
-    ]
+    mixture = isinstance(corpus, Mixture)
+    corpora = [part.corpus for part in corpus.parts] if mixture else [corpus]
+    for part in corpora:
+        if isinstance(part, Prepared) and url_of(part.directory) is None:
+            directory = Path(part.directory).expanduser()
+            first_process(partial(verify_checksums, directory))
 
 
-def _check_samples(experiment: Experiment, dataset: AnyDataset) -> None:
+def _refuse_another_vocabulary(experiment: Experiment, dataset: AnyDataset) -> None:
+    if dataset.vocabulary != experiment.model.vocabulary:
+        raise UserError(
+            f"the tokenizer has {dataset.vocabulary} tokens and the model "
+            f"{experiment.model.vocabulary}: set --model.vocabulary to the former"
+        )
+
+
+def _refuse_unusable_prompts(experiment: Experiment, tokenizer: Tokenizer) -> None:
     """Refuses before training what would stop the first evaluation."""
     evaluation, longest = experiment.evaluation, experiment.model.max_length
-    bos = dataset.tokenizer.bos is not None
     for prompt in evaluation.sample_prompts:
-        length = len(dataset.tokenizer.encode(prompt)) + bos
+        length = len(tokenizer.encode(prompt)) + (tokenizer.bos is not None)
         if length == 0:
             raise UserError(
                 "evaluation.sample_prompts has an empty prompt, and the tokenizer has "
@@ -289,11 +302,3 @@ def _check_samples(experiment: Experiment, dataset: AnyDataset) -> None:
                 f"{prompt!r} ({length} tokens) exceeds the model's {longest} learned "
                 "positions: lower it"
             )
-
-
-def _check_vocabulary(experiment: Experiment, dataset: AnyDataset) -> None:
-    if dataset.vocabulary != experiment.model.vocabulary:
-        raise UserError(
-            f"the tokenizer has {dataset.vocabulary} tokens and the model "
-            f"{experiment.model.vocabulary}: set --model.vocabulary to the former"
-        )
