@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
+from recurjax.model import Decoder, SupportsExits, as_exits
 from recurjax.types import Array
 
 RuleKind = Literal["confidence", "cosine", "head"]
 RULES: tuple[RuleKind, ...] = ("confidence", "cosine", "head")
-Missing = Literal["propagate", "share", "skip"]
-"""Keys and values that a token lacks at depths which it did not run: made of its last
-state; those of loop 1, as the model was trained with; or none: it is not seen there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +46,24 @@ class ExitHead(NamedTuple):
 
     weight: Float[Array, "N D"]
     bias: Float[Array, " N"]
+
+
+def exits_of(model: Decoder) -> SupportsExits:
+    """Returns the model's stack as one that tokens can leave early.
+
+    Raises:
+      UserError: the model has no loops, or one with fewer loops is no model.
+    """
+    stack = as_exits(model.stack)
+    if stack is None:
+        raise UserError(
+            "only a recursive model has loops to leave early, not "
+            f"{type(model.config.stack).__name__}: leave out early exits"
+        )
+    # In the way that fits the model, it refuses only if it has no exits at all.
+    if (reason := stack.refuses_exits(stack.missing)) is not None:
+        raise UserError(reason)
+    return stack
 
 
 def parse_rule(text: str) -> ExitRule:

@@ -1,8 +1,8 @@
 """The decoder: embedding, stack, final norm, head; it knows a variant by protocol."""
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int, PyTree
 
 from recurjax.errors import UserError
 from recurjax.layers.embedding import look_up
@@ -19,7 +20,7 @@ from recurjax.layers.mesh import keep_rows_apart
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.row_decoder import RowDecoder
 from recurjax.ranges import require_numbers
-from recurjax.types import Array, Cache, Tokens
+from recurjax.types import Array, Cache, Lanes, Missing, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
     LatentRecurrentTransformerStack,
@@ -39,9 +40,13 @@ from recurjax.variants.transformer import TransformerConfig, TransformerStack
 
 @runtime_checkable
 class Stack(Protocol):
-    """What the decoder asks of a variant: training, prefill and decode in one call."""
+    """What every variant does: training, prefill and decode in one call.
 
-    def init_cache(self, batch: int, length: int, dtype: Any) -> Cache:
+    The facts that belong to its config are in `StackFacts`; what only some variants can
+    do is a protocol of its own with one accessor, such as `as_exits`.
+    """
+
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:
         """Makes an empty cache for `length` tokens a row; 0 keeps nothing."""
         ...
 
@@ -82,6 +87,137 @@ class Stack(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsExits(Stack, Protocol):
+    """A stack of loops that tokens can leave early: see `as_exits`.
+
+    The three groups of methods compute the same function: of all tokens of a row at
+    once (`states`, `leaving`), loop by loop for a caller that decides after each
+    (`enter`, `loop`, `propagate`, `advance`), and for rows that stand at different
+    loops (the ticks).
+    """
+
+    @property
+    def exits(self) -> int:
+        """R, the number of loops: a token leaves after loop 1, 2, ... or R."""
+        ...
+
+    @property
+    def missing(self) -> Missing:
+        """What the model was trained to read for loops that a token did not run."""
+        ...
+
+    def refuses_exits(self, missing: Missing) -> str | None:
+        """Says why tokens cannot leave early, or not with these keys and values."""
+        ...
+
+    def states(
+        self, x: Float[Array, "B T D"], cache: Cache, tokens: Tokens
+    ) -> tuple[Float[Array, "R B T D"], Cache]:
+        """Runs all loops and returns the states after each."""
+        ...
+
+    def leaving(
+        self,
+        x: Float[Array, "B T D"],
+        tokens: Tokens,
+        leave: Callable[[int, Array, Array], Bool[Array, "B T"]],
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
+        """Runs entire rows, in which each token leaves when a rule says so."""
+        ...
+
+    def enter(self, x: Float[Array, "B T D"], cache: Cache) -> Float[Array, "B T D"]:
+        """Returns what loop 1 reads."""
+        ...
+
+    def loop(
+        self,
+        x: Float[Array, "B T D"],
+        b: int,
+        cache: Cache,
+        tokens: Tokens,
+        *,
+        ran: Int[Array, "B N"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Runs loop b, from 0."""
+        ...
+
+    def propagate(
+        self, x: Float[Array, "B T D"], b: int, cache: Cache, tokens: Tokens
+    ) -> Cache:
+        """Writes the keys and values that tokens which left after b loops lack."""
+        ...
+
+    def advance(self, cache: Cache, tokens: Tokens) -> Cache:
+        """Moves every row on by its tokens, after the last loop that it runs."""
+        ...
+
+    def tick_weights(self) -> PyTree[Any]:
+        """Returns what the loops own, laid out for `tick`."""
+        ...
+
+    def init_ticks(
+        self, batch: int, length: int, dtype: DTypeLike, *, ahead: int = 0
+    ) -> Cache:
+        """Makes the ticks' empty cache."""
+        ...
+
+    def insert_ticks(
+        self, cache: Cache, row: Int[Array, ""] | int, other: Cache
+    ) -> Cache:
+        """Puts a prompt that was read on a cache of one row into a row of ticks."""
+        ...
+
+    def enter_ticks(
+        self, x: Float[Array, "B 1 D"], position: Int[Array, " B"]
+    ) -> Float[Array, "B 1 D"]:
+        """Returns what loop 1 reads at each row's own position."""
+        ...
+
+    def tick(
+        self,
+        x: Float[Array, "B T D"],
+        lanes: Lanes,
+        cache: Cache,
+        weights: PyTree[Any],
+        *,
+        ran: Int[Array, "B P"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Runs every lane through the loop at which it stands."""
+        ...
+
+    def fill_ticks(
+        self,
+        x: Float[Array, "B 1 D"],
+        leaving: Lanes,
+        cache: Cache,
+        weights: PyTree[Any],
+    ) -> Cache:
+        """Writes the keys and values that tokens which leave lack."""
+        ...
+
+
+@runtime_checkable
+class SupportsLatentMemory(Stack, Protocol):
+    """A stack that hands each token states of earlier ones: see `as_latent_memory`."""
+
+    def without_memory(
+        self, x: Float[Array, "B T D"], tokens: Tokens
+    ) -> Float[Array, "B T D"]:
+        """Runs all positions of entire rows at once, with a memory of zero."""
+        ...
+
+    def prefill(
+        self, x: Float[Array, "B T D"], cache: Cache, tokens: Tokens, *, by: str
+    ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Float[Array, ""]]]:
+        """Reads prompts approximately, and reports how well, in numbers by name."""
+        ...
+
+    def refuses_prefill(self, by: str) -> str | None:
+        """Says why prompts cannot be read in a way, or None when they can."""
+        ...
+
+
 StackConfig = (
     TransformerConfig
     | RecurrentTransformerConfig
@@ -92,14 +228,34 @@ StackConfig = (
 )
 """Every variant's configuration: a closed union, told apart by class in JSON."""
 
-_STACKS: dict[type, type] = {
-    TransformerConfig: TransformerStack,
-    RecurrentTransformerConfig: RecurrentTransformerStack,
-    RatConfig: RatStack,
-    LatentRecurrentTransformerConfig: LatentRecurrentTransformerStack,
-    RelaxedRecursiveTransformerConfig: RelaxedRecursiveTransformerStack,
-    RecurFormerConfig: RecurFormerStack,
-}
+
+def make_stack(config: StackConfig, *, rngs: nnx.Rngs) -> Stack:
+    """Makes the stack of a variant: the one place where a config becomes its class."""
+    match config:
+        case TransformerConfig():
+            return TransformerStack(config, rngs=rngs)
+        case RecurrentTransformerConfig():
+            return RecurrentTransformerStack(config, rngs=rngs)
+        case RatConfig():
+            return RatStack(config, rngs=rngs)
+        case LatentRecurrentTransformerConfig():
+            return LatentRecurrentTransformerStack(config, rngs=rngs)
+        case RelaxedRecursiveTransformerConfig():
+            return RelaxedRecursiveTransformerStack(config, rngs=rngs)
+        case RecurFormerConfig():
+            return RecurFormerStack(config, rngs=rngs)
+
+
+def as_exits(stack: Stack) -> SupportsExits | None:
+    """Returns the stack as one that tokens can leave early; None: it is no such one."""
+    return stack if isinstance(stack, RelaxedRecursiveTransformerStack) else None
+
+
+def as_latent_memory(stack: Stack) -> SupportsLatentMemory | None:
+    """Returns the stack as one with a latent memory; None: it has none."""
+    if not isinstance(stack, LatentRecurrentTransformerStack):
+        return None
+    return None if stack.config.memory is None else stack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,10 +297,8 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig: logit_soft_cap must be > 0: {self.logit_soft_cap}"
             )
-        # A stack with tables of its own by token (value embeddings) must count them
-        # alike.
-        rows = getattr(self.stack, "vocabulary", self.padded_vocabulary)
-        if rows != self.padded_vocabulary:
+        rows = self.stack.table_rows
+        if rows not in (None, self.padded_vocabulary):
             raise ValueError(
                 f"ModelConfig: stack.vocabulary must be {self.padded_vocabulary}, the "
                 f"rows of the padded vocabulary, got {rows}"
@@ -164,12 +318,19 @@ class ModelConfig:
     @property
     def training_length(self) -> int | None:
         """The length of training that the model's windows come from; None: any."""
-        return getattr(self.stack, "length", None)
+        return self.stack.training_length
 
     @property
     def takes_segments(self) -> bool:
         """Whether, called on whole rows, it can tell their documents apart."""
-        return getattr(self.stack, "takes_segments", True)
+        return self.stack.takes_segments
+
+    def with_vocabulary(self, vocabulary: int) -> "ModelConfig":
+        """Returns the config for another number of tokens, the stack's tables too."""
+        multiple = self.pad_vocabulary_to
+        rows = -(-vocabulary // multiple) * multiple
+        stack = self.stack.with_table_rows(rows)
+        return replace(self, vocabulary=vocabulary, stack=stack)
 
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs a token: the stack's count and 6 D V for the head."""
@@ -196,7 +357,7 @@ class Decoder(nnx.Module):
         V, D = config.padded_vocabulary, config.stack.width
         init = config.stack.init
         self.w_embedding = nnx.Param(draw_embedding(rngs.params(), (V, D), config=init))
-        self.stack: Stack = make_stack(config.stack, rngs=rngs)
+        self.stack = make_stack(config.stack, rngs=rngs)
         self.final_norm = Norm(config.final_norm, D)
         head = (
             None if config.tied_head else draw_head(rngs.params(), (D, V), config=init)
@@ -209,7 +370,9 @@ class Decoder(nnx.Module):
             else None
         )
 
-    def init_cache(self, batch: int, length: int, dtype: Any = None) -> Cache:
+    def init_cache(
+        self, batch: int, length: int, dtype: DTypeLike | None = None
+    ) -> Cache:
         """Makes an empty cache.
 
         Args:
@@ -233,48 +396,6 @@ class Decoder(nnx.Module):
         x, cache = self.stack(self.embed(tokens.ids), cache, tokens)
         return self.final_norm(x), cache
 
-    def decoded_row(
-        self, tokens: Tokens, last: Int[Array, " B"]
-    ) -> Float[Array, "B T D"]:
-        """Returns the states that the head reads, all made from one state of each row.
-
-        Args:
-          tokens: the row, of T places.
-          last: the place whose state is decoded.
-
-        Raises:
-          NotImplementedError: the model has no row decoder.
-        """
-        if self.row_decoder is None:
-            raise NotImplementedError(
-                "Decoder.decoded_row: the model has no row decoder: its config's "
-                "row_decoder is False"
-            )
-        B, T = tokens.ids.shape
-        x, _ = self.stack(self.embed(tokens.ids), self.init_cache(B, 0), tokens)
-        state = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-        return self.final_norm(self.row_decoder(state, T))
-
-    @property
-    def has_latent_memory(self) -> bool:
-        """Whether tokens are handed states of earlier ones beside what they attend."""
-        return getattr(self.config.stack, "memory", None) is not None
-
-    def hidden_without_memory(self, tokens: Tokens) -> Float[Array, "B T D"]:
-        """Returns the states of all positions at once, the latent memory left out.
-
-        Raises:
-          NotImplementedError: the model has no latent memory.
-        """
-        if not self.has_latent_memory:
-            raise NotImplementedError(
-                "Decoder.hidden_without_memory: only a model with a latent memory can "
-                f"leave it out, not {type(self.config.stack).__name__}"
-            )
-        stack: Any = self.stack
-        x, _ = stack.initial(self.embed(tokens.ids), tokens)
-        return self.final_norm(x)
-
     def prefill(
         self, tokens: Tokens, cache: Cache, *, by: str = "exact"
     ) -> tuple[Float[Array, "B T D"], Cache, dict[str, Float[Array, ""]]]:
@@ -295,7 +416,8 @@ class Decoder(nnx.Module):
             raise UserError(reason)
         if by == "exact":
             return *self.hidden(tokens, cache), {}
-        stack: Any = self.stack
+        stack = as_latent_memory(self.stack)
+        assert stack is not None
         x, cache, aux = stack.prefill(self.embed(tokens.ids), cache, tokens, by=by)
         return self.final_norm(x), cache, aux
 
@@ -303,13 +425,12 @@ class Decoder(nnx.Module):
         """Says why prompts cannot be read in a way, or None when they can."""
         if by == "exact":
             return None
-        refuses = getattr(self.stack, "refuses_prefill", None)
-        if refuses is None:
-            return (
-                f"this model reads prompts exactly and not by {by!r}: leave prefill at "
-                '"exact"'
-            )
-        return refuses(by)
+        if (stack := as_latent_memory(self.stack)) is not None:
+            return stack.refuses_prefill(by)
+        return (
+            f"this model reads prompts exactly and not by {by!r}: leave prefill at "
+            '"exact"'
+        )
 
     def embed(self, ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T D"]:
         """Returns what the stack reads."""
@@ -333,11 +454,6 @@ class Decoder(nnx.Module):
         """Applies the soft cap, if the config has one."""
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def make_stack(config: StackConfig, *, rngs: nnx.Rngs) -> Stack:
-    """Makes the stack of a variant: the one place where a config becomes its class."""
-    return _STACKS[type(config)](config, rngs=rngs)
 
 
 class ParameterCount(NamedTuple):

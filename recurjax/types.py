@@ -12,7 +12,7 @@
 Time is axis 1: [B, T, ...] and [B, T, H, E]. Positions and lengths count tokens.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jaxtyping import Bool, Float, Int, PyTree
@@ -39,6 +39,11 @@ class Tokens(NamedTuple):
     ids: Int[Array, "B T"]
     segments: Int[Array, "B T"] | None = None
     lengths: Int[Array, " B"] | None = None
+
+
+Missing = Literal["propagate", "share", "skip"]
+"""Keys and values that a token lacks at depths which it did not run: made of its last
+state; those of loop 1, as the model was trained with; or none: it is not seen there."""
 
 
 class Lanes(NamedTuple):

@@ -15,7 +15,7 @@ from recurjax.data.chat import load_template
 from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import read_exit_head
-from recurjax.exits import ExitHead, Missing, parse_rule
+from recurjax.exits import ExitHead, parse_rule
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig
 from recurjax.inference.engine.memory import slots_that_fit
@@ -25,6 +25,7 @@ from recurjax.model import Decoder
 from recurjax.ranges import require_numbers
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.training.run import load_run
+from recurjax.types import Missing
 
 if TYPE_CHECKING:
     from recurjax.serving.app import Served

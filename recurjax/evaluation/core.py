@@ -18,15 +18,24 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import yaml
 from jax.sharding import Mesh
+from jaxtyping import Float
 
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.progress import progress_bar
 from recurjax.evaluation.rows import Row, share_error
-from recurjax.evaluation.scorer import Pair, PairScore, Reading, Score, Scorer
+from recurjax.evaluation.scorer import (
+    EXACT,
+    Pair,
+    PairScore,
+    Reading,
+    Score,
+    Scorer,
+)
 from recurjax.files.json_files import parse_json, read_json_object
-from recurjax.model import Decoder
+from recurjax.model import Decoder, as_latent_memory
+from recurjax.types import Array, Tokens
 
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
 
@@ -144,17 +153,17 @@ def core_of(
         return [[first, *ids.tolist()] for ids in tokenizer.encode_many(texts)]
 
     def scores(reading: Reading, pairs: Sequence[Pair]) -> list[PairScore]:
-        with progress_bar(f"CORE ({reading})", len(pairs)) as done:
+        with progress_bar(f"CORE ({reading.name})", len(pairs)) as done:
             scorer = Scorer(
                 model=model, mesh=mesh, rows=rows, reading=reading, report=done
             )
             return scorer(pairs, journal)
 
     tasks = tuple(tasks)
-    readings: dict[str, Reading] = {AS_CALLED: "as_called"}
+    readings = {AS_CALLED: EXACT}
     # A latent memory can be left out: the pass without it shows what it is worth.
-    if model.has_latent_memory:
-        readings[ZERO_MEMORY] = "zero_memory"
+    if as_latent_memory(model.stack) is not None:
+        readings[ZERO_MEMORY] = Reading("zero_memory", _without_memory)
     return {
         name: score_core(
             tasks,
@@ -166,6 +175,12 @@ def core_of(
         )
         for name, reading in readings.items()
     }
+
+
+def _without_memory(model: Decoder, tokens: Tokens) -> Float[Array, "B T D"]:
+    stack = as_latent_memory(model.stack)
+    assert stack is not None
+    return model.final_norm(stack.without_memory(model.embed(tokens.ids), tokens))
 
 
 def as_json(scores: Mapping[str, CoreScore]) -> dict[str, Any]:

@@ -22,7 +22,14 @@ from jaxtyping import Float, Int
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import by_pieces, likeliest
 from recurjax.evaluation.perplexity import bits_per_byte, text_sums
-from recurjax.exits import ExitHead, confidence, cosine, head_logit, head_score
+from recurjax.exits import (
+    ExitHead,
+    confidence,
+    cosine,
+    exits_of,
+    head_logit,
+    head_score,
+)
 from recurjax.files.whole import write_whole
 from recurjax.model import Decoder
 from recurjax.types import IGNORED, Array, Batch, Tokens
@@ -82,8 +89,7 @@ def score_exits(
     Raises:
       UserError: the model has no loops to leave, or the text no tokens to predict.
     """
-    check_loops(model)
-    stack: Any = model.stack
+    stack = exits_of(model)
     # What every rule is held against: always leaving after the same loop, and the best
     # that a rule could do if it knew the full model's token.
     tries: list[tuple[Way, Sequence[float]]] = [
@@ -131,26 +137,6 @@ def score_exits(
     return found
 
 
-def check_loops(model: Decoder) -> None:
-    """Refuses models that have no loops to leave.
-
-    Raises:
-      UserError: it has none, or leaving early is no model of its own.
-    """
-    refuses = getattr(model.stack, "refuses_exits", None)
-    if refuses is None:
-        raise UserError(
-            "only a recursive model has exits, not "
-            f"{type(model.config.stack).__name__}: leave out --exits"
-        )
-    # Asked with the way that fits the model, so that it refuses only if it has no exits
-    # at all.
-    shares = getattr(model.config.stack, "loop_cache", None) == "first"
-    reason = refuses("share" if shares else "propagate")
-    if reason is not None:
-        raise UserError(reason)
-
-
 def cheapest(scores: Sequence[ExitScore], most: float) -> list[ExitScore]:
     """Picks, of each rule that decoding can run, the fewest loops within a loss.
 
@@ -175,8 +161,7 @@ def fit_exit_head(
     Args:
       rate: of Adam.
     """
-    check_loops(model)
-    stack: Any = model.stack
+    stack = exits_of(model)
     # None for the deepest loop, after which there is nothing left to skip. From zero: a
     # linear guess has one minimum, and needs no random start.
     shape = stack.exits - 1, model.config.stack.width
@@ -265,7 +250,7 @@ def _sums(
 
         return by_pieces(model, scores, normed) > threshold
 
-    stack: Any = model.stack
+    stack = exits_of(model)
     x, ran = stack.leaving(model.embed(batch.ids), _tokens(batch), leave)
     counted = batch.targets != IGNORED
     # An ignored target is no index: token 0 stands in, and its nats are dropped below.
@@ -292,7 +277,7 @@ def _sums(
 def _fit_step(
     model: Decoder, batch: Batch, head: ExitHead, moments: Any, *, optimizer: Any
 ) -> tuple[ExitHead, Any]:
-    stack: Any = model.stack
+    stack = exits_of(model)
     cache = model.init_cache(batch.ids.shape[0], 0)
     after, _ = stack.states(model.embed(batch.ids), cache, _tokens(batch))
     normed = [model.final_norm(after[b]) for b in range(stack.exits)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,25 @@ from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.types import Array, Cache, Tokens
 
-Reading = Literal["as_called", "zero_memory"]
-"""How the model reads: as it is called, or, of a latent memory, the parallel pass
-without it, which has no cache."""
+
+class Reading(NamedTuple):
+    """A way to read entire rows.
+
+    Attributes:
+      name: under which a journal keeps its scores.
+      hidden: returns the states that the head reads.
+    """
+
+    name: str
+    hidden: Callable[[Decoder, Tokens], Float[Array, "B T D"]]
+
+
+def _exact(model: Decoder, tokens: Tokens) -> Float[Array, "B T D"]:
+    return model.hidden(tokens, model.init_cache(tokens.ids.shape[0], 0))[0]
+
+
+EXACT = Reading("as_called", _exact)
+"""The model itself: the only reading that a cache can continue."""
 
 SMALLEST_WIDTH, FEWEST_COLUMNS = 16, 4
 """Of rows that are read whole, and of what follows a context: often a word or two."""
@@ -80,7 +96,7 @@ class Scorer:
       model: any variant, laid out on `mesh`.
       mesh: rows lie over its data and fsdp axes; None: one device.
       rows: read at a time, rounded up to what the mesh divides.
-      reading: see `Reading`.
+      reading: of entire rows; contexts are shared only as the model is called.
       share: read a context once for all its continuations. Off, each pair is a row.
       report: called with the number of pairs done since the last call.
     """
@@ -88,7 +104,7 @@ class Scorer:
     model: Decoder
     mesh: Mesh | None = None
     rows: int = 16
-    reading: Reading = "as_called"
+    reading: Reading = EXACT
     share: bool = True
     report: Callable[[int], None] = lambda done: None
 
@@ -109,7 +125,7 @@ class Scorer:
             the model's logits are not finite.
         """
         journal = Journal(None) if journal is None else journal
-        keys = [key_of(self.reading, *pair) for pair in pairs]
+        keys = [key_of(self.reading.name, *pair) for pair in pairs]
         new = {
             key: pair
             for key, pair in zip(keys, pairs, strict=True)
@@ -134,7 +150,7 @@ class Scorer:
         together: dict[tuple[int, ...], list[int]] = {}
         for number, pair in enumerate(pairs):
             together.setdefault(pair.context, []).append(number)
-        shares = self.share and self.reading == "as_called"
+        shares = self.share and self.reading == EXACT
         shared = [group for group in together.values() if shares and len(group) > 1]
         taken = {number for group in shared for number in group}
         single = [number for number in range(len(pairs)) if number not in taken]
@@ -309,10 +325,7 @@ def _score_rows(
 ) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
     """Scores target n of a row at position first + n; rows start without context."""
     tokens = Tokens(ids, lengths=lengths)
-    if reading == "as_called":
-        x, _ = model.hidden(tokens, model.init_cache(ids.shape[0], 0))
-    else:
-        x = model.hidden_without_memory(tokens)
+    x = reading.hidden(model, tokens)
     # Padding asks beyond the row's end; it reads the last state, and is cut off.
     at = jnp.minimum(first[:, None] + jnp.arange(targets.shape[1]), ids.shape[1] - 1)
     states = jnp.take_along_axis(x, at[:, :, None], axis=1)

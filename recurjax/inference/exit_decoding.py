@@ -7,7 +7,7 @@ the same with many texts at different loops.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,16 @@ from recurjax.errors import UserError
 from recurjax.exits import (
     ExitHead,
     ExitRule,
-    Missing,
     RuleKind,
     confidence,
     cosine,
+    exits_of,
     head_score,
 )
 from recurjax.inference.decoding import DecodeState, draw
 from recurjax.inference.sampling import SamplingConfig, sampling_rows
 from recurjax.model import Decoder
-from recurjax.types import Array, Cache, Tokens
+from recurjax.types import Array, Cache, Missing, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +65,7 @@ def check_exits(model: Decoder, exits: EarlyExit) -> None:
     Raises:
       UserError: its stack has no loops, or others than the rule needs.
     """
-    refuses = getattr(model.stack, "refuses_exits", None)
-    if refuses is None:
-        raise UserError(
-            "only a recursive model has loops to leave early, not "
-            f"{type(model.config.stack).__name__}: leave out --exit"
-        )
-    reason = refuses(exits.missing)
+    reason = exits_of(model).refuses_exits(exits.missing)
     if reason is not None:
         raise UserError(reason)
     if exits.rule.kind == "head" and exits.head is None:
@@ -104,8 +98,7 @@ class ExitDecoder:
         """
         self.model, self.exits = model, exits
         self.sampling = sampling_rows([sampling])
-        stack: Any = model.stack
-        self._loops = stack.exits
+        self._loops = exits_of(model).exits
         self._at = prompt
         # Loops run by the token at each position; those not there yet count as all.
         self._ran = np.full((1, positions), self._loops, np.int32)
@@ -163,8 +156,7 @@ def _copied(cache: Cache) -> Cache:
 
 @jax.jit
 def _enter(model: Decoder, newest: Int[Array, " B"], cache: Cache) -> Array:
-    stack: Any = model.stack
-    return stack.enter(model.embed(newest[:, None]), cache)
+    return exits_of(model).enter(model.embed(newest[:, None]), cache)
 
 
 @partial(jax.jit, static_argnums=(6, 7), donate_argnums=2)
@@ -179,7 +171,7 @@ def _loop(
     kind: RuleKind,
 ) -> tuple[Array, Cache, Float[Array, "B V"], Float[Array, ""]]:
     """Runs loop b (from 1): the state and the cache after it, logits and score."""
-    stack: Any = model.stack
+    stack = exits_of(model)
     before = x
     x, cache = stack.loop(x, b - 1, cache, Tokens(newest[:, None]), ran=ran)
     # Every loop is read by the model's own final norm and head, as the deepest is.
@@ -208,7 +200,7 @@ def _leave(
     missing: Missing,
 ) -> Cache:
     """Moves the row on, with the keys and values of the loops not run, if wanted."""
-    stack: Any = model.stack
+    stack = exits_of(model)
     tokens = Tokens(newest[:, None])
     if missing == "propagate":
         cache = stack.propagate(x, b, cache, tokens)

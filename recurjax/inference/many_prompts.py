@@ -9,13 +9,14 @@ from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
-from recurjax.exits import ExitHead, ExitRule, Missing
+from recurjax.exits import ExitHead, ExitRule
 from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSettings
 from recurjax.inference.generate import encode_prompts
 from recurjax.inference.generate_tokens import NotFinite, rounded_length
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.inference.timing import Timing
 from recurjax.model import Decoder
+from recurjax.types import Missing
 
 
 def continue_prompts(

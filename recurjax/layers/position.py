@@ -68,6 +68,11 @@ PositionConfig = Rope | Alibi | LearnedPositions
 """A position encoding; a config field of this type may also be None: no positions."""
 
 
+def longest_sequence(config: PositionConfig | None) -> int | None:
+    """Returns the most tokens that positions reach; None: any number."""
+    return config.length if isinstance(config, LearnedPositions) else None
+
+
 def rotate(
     x: Float[Array, "B T H E"], positions: Int[Array, "#B T"], config: Rope
 ) -> Float[Array, "B T H E"]:

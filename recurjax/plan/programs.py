@@ -19,6 +19,7 @@ from recurjax.inference.engine import EngineConfig
 from recurjax.inference.engine.slots import decode_slots, empty_slots
 from recurjax.inference.engine.ways import choose_way
 from recurjax.inference.sampling import PLAIN, sampling_rows
+from recurjax.model import as_exits
 from recurjax.sharding import check_batch, replicated
 from recurjax.training.program import batch_shapes, build_step, model_shapes
 from recurjax.types import Tokens
@@ -182,7 +183,7 @@ def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> Progra
             "--topology h100 --mesh data=1"
         )
     model = multiplied_shapes(_model(experiment, mesh, length))
-    if getattr(model.stack, "refuses_exits", None) is None:
+    if as_exits(model.stack) is None:
         raise UserError(
             "--program tick is one pass of a recursive model's block, not of "
             f"{type(model.config.stack).__name__}: take --program decode"

@@ -112,7 +112,13 @@ class Compress(NextToken):
         T = batch.ids.shape[1]
         asked = batch.targets != IGNORED
         last = jnp.max(jnp.where(asked, jnp.arange(T), 0), axis=1)
-        return model.decoded_row(Tokens(batch.ids, batch.segments), last)
+        if model.row_decoder is None:
+            raise ValueError(self.refuses(model.config))
+        tokens = Tokens(batch.ids, batch.segments)
+        cache = model.init_cache(batch.ids.shape[0], 0)
+        x, _ = model.stack(model.embed(batch.ids), cache, tokens)
+        state = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        return model.final_norm(model.row_decoder(state, T))
 
 
 Objective = NextToken | Compress | Interleaved | Chunked | Distilled | Exits

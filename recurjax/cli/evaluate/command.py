@@ -23,11 +23,11 @@ from recurjax.data.tasks.named import check_named
 from recurjax.errors import UserError
 from recurjax.evaluation import core, ruler
 from recurjax.evaluation.evaluator import Evaluator
-from recurjax.evaluation.exit_scores import check_loops
 from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.longbench import evaluate_longbench, read_longbench
 from recurjax.evaluation.requests import evaluate_requests, read_requests
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
+from recurjax.exits import exits_of
 from recurjax.files.json_files import json_text
 from recurjax.files.storage import open_store, url_of
 from recurjax.files.whole import write_whole
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     if options.loops is not None:
         loaded = loaded._replace(model=truncated(loaded.model, options.loops))
     if options.exits:
-        check_loops(loaded.model)
+        exits_of(loaded.model)
     # A run that is only read (of somebody else, on a read-only disk) can be evaluated
     # too.
     url = url_of(options.run)

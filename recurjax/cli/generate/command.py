@@ -15,7 +15,7 @@ from recurjax.cli.options import parse
 from recurjax.data.tokenizers import text_ends
 from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import read_exit_head
-from recurjax.exits import Missing, parse_rule
+from recurjax.exits import exits_of, parse_rule
 from recurjax.files.json_files import json_text, parse_json
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.exit_decoding import EarlyExit
@@ -28,6 +28,7 @@ from recurjax.model import Decoder
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.surgery.fewer_layers import truncated
 from recurjax.training.run import load_run
+from recurjax.types import Missing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,12 +134,8 @@ def run(argv: list[str]) -> int:
     exits = None
     if rule is not None and options.missing != "verify":
         # Keys and values that a token lacks are made up for as the model was trained.
-        shares = getattr(model.config.stack, "loop_cache", None) == "first"
-        exits = EarlyExit(
-            rule=rule,
-            missing=options.missing or ("share" if shares else "propagate"),
-            head=head,
-        )
+        missing = options.missing or exits_of(model).missing
+        exits = EarlyExit(rule=rule, missing=missing, head=head)
     unshown = prompts[:1]  # Comes with the first text: only then all options are right.
 
     def show(_: int, text: str) -> None:

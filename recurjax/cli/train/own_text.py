@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from recurjax.cli.options import parse
 from recurjax.data.config import Prepared, TokenizerConfig
@@ -91,7 +90,7 @@ def with_own_text(
     model = experiment.model
     # The same tokenizer has the same vocabulary, and the model stays as it is.
     if tokenizer != data.tokenizer:
-        model = _with_vocabulary(model, vocabulary_of(tokenizer))
+        model = model.with_vocabulary(vocabulary_of(tokenizer))
     # Every check of the config runs again on what it has become.
     data = dataclasses.replace(
         data, corpus=corpus, tokenizer=tokenizer, validation_fraction=held_out
@@ -128,15 +127,6 @@ def _tokenizer(
             f"{words.tokenizer} cannot replace it: leave it out, or prepare again"
         )
     return chosen
-
-
-def _with_vocabulary(model: Any, vocabulary: int) -> Any:
-    stack, multiple = model.stack, model.pad_vocabulary_to
-    if hasattr(stack, "vocabulary"):  # a stack with a table of its own, as padded
-        # Rounded up as the model's own table.
-        rows = -(-vocabulary // multiple) * multiple
-        stack = dataclasses.replace(stack, vocabulary=rows)
-    return dataclasses.replace(model, vocabulary=vocabulary, stack=stack)
 
 
 def _short(tokenizer: str) -> str:

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recurjax.errors import UserError
-from recurjax.exits import ExitRule, Missing
+from recurjax.exits import ExitRule
 from recurjax.inference.sampling import PLAIN, SamplingConfig
 from recurjax.ranges import require_numbers
+from recurjax.types import Missing
 
 MOST_STOPS = 8
 """Tokens that may end one request, the tokenizer's EOS among them."""

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from recurjax.exits import Missing, scores
+from recurjax.exits import exits_of, scores
 from recurjax.inference.decoding import cache_dtype
 from recurjax.inference.engine.over_depth import OverDepth
 from recurjax.inference.engine.slots import Made, Slots, draw
 from recurjax.model import Decoder
-from recurjax.types import Array, Cache, Lanes
+from recurjax.types import Array, Cache, Lanes, Missing
 
 
 class Depth(NamedTuple):
@@ -48,7 +48,7 @@ class DepthWise(OverDepth):
 
     def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Depth]:
         """Slots at loop 0 of nothing."""
-        stack: Any = model.stack
+        stack = exits_of(model)
         ran = None
         if self.missing == "skip":
             ran = jnp.full((rows, length), stack.exits, jnp.int32)
@@ -70,7 +70,7 @@ class DepthWise(OverDepth):
     ) -> tuple[Cache, Depth]:
         """The first new token begins at loop 0; the prompt has run all loops."""
         del limit
-        stack: Any = model.stack
+        stack = exits_of(model)
         depth: Depth = slots.depth
         ran = depth.ran
         if ran is not None:
@@ -86,7 +86,7 @@ class DepthWise(OverDepth):
         self, model: Decoder, weights: Any, slots: Slots, *, top: int
     ) -> tuple[Slots, Made]:
         """Runs each slot's token through its loop; those that leave draw."""
-        stack: Any = model.stack
+        stack = exits_of(model)
         depth: Depth = slots.depth
         fresh = model.embed(slots.newest[:, None])
         fresh = stack.enter_ticks(fresh, depth.position)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from recurjax.exits import ExitHead, RuleKind
+from recurjax.exits import ExitHead, RuleKind, exits_of
 from recurjax.model import Decoder
 
 
@@ -23,10 +23,8 @@ class OverDepth:
 
     def weights(self, model: Decoder) -> Any:
         """What the loops own, laid out for ticks."""
-        stack: Any = model.stack
-        return stack.tick_weights()
+        return exits_of(model).tick_weights()
 
     def loops(self, model: Decoder) -> int:
         """All that the stack has."""
-        stack: Any = model.stack
-        return stack.exits
+        return exits_of(model).exits

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from recurjax.exits import scores
+from recurjax.exits import exits_of, scores
 from recurjax.inference.decoding import cache_dtype
 from recurjax.inference.engine.over_depth import OverDepth
 from recurjax.inference.engine.slots import Made, Slots, draw
@@ -52,7 +52,7 @@ class Verified(OverDepth):
 
     def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Flight]:
         """Slots with nothing on its way."""
-        stack: Any = model.stack
+        stack = exits_of(model)
         R, width = stack.exits, model.config.stack.width
         zeros = jnp.zeros((rows, R), jnp.int32)
         flight = Flight(
@@ -79,7 +79,7 @@ class Verified(OverDepth):
         limit: Int[Array, ""],
     ) -> tuple[Cache, Flight]:
         """The first new token enters lane 0; it is no guess."""
-        stack: Any = model.stack
+        stack = exits_of(model)
         flight: Flight = slots.depth
         flight = flight._replace(
             position=flight.position.at[row, 0].set(length),
@@ -94,7 +94,7 @@ class Verified(OverDepth):
         self, model: Decoder, weights: Any, slots: Slots, *, top: int
     ) -> tuple[Slots, Made]:
         """Runs all lanes; a slot draws when a token leaves the last one."""
-        stack: Any = model.stack
+        stack = exits_of(model)
         flight: Flight = slots.depth
         R = stack.exits
         fresh = model.embed(slots.newest[:, None])

@@ -3,7 +3,7 @@
 from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer
-from recurjax.exits import ExitHead
+from recurjax.exits import ExitHead, exits_of
 from recurjax.inference.engine.config import EngineConfig
 from recurjax.inference.engine.depth_wise import DepthWise
 from recurjax.inference.engine.sequence_wise import SequenceWise
@@ -25,8 +25,7 @@ def choose_way(model: Decoder, config: EngineConfig, head: ExitHead | None) -> W
     if config.exit is None:
         return SequenceWise()
     # Keys and values that a token lacks are made up for as the model was trained.
-    shares = getattr(model.config.stack, "loop_cache", None) == "first"
-    usual = "share" if shares else "propagate"
+    usual = exits_of(model).missing
     verifies = config.missing == "verify"
     # Under `verify` nothing is missing in the end, whatever the model does about it.
     missing = usual if config.missing in (None, "verify") else config.missing

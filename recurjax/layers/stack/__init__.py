@@ -1,6 +1,7 @@
 """Layers one after another: made once, scanned, and the rows of their caches."""
 
 from recurjax.layers.stack.cache_rows import CacheRows
+from recurjax.layers.stack.config_facts import StackFacts
 from recurjax.layers.stack.layer_scan import (
     layers_a_turn,
     loops_a_turn,
@@ -20,6 +21,7 @@ __all__ = [
     "CacheRows",
     "PatternCache",
     "Remat",
+    "StackFacts",
     "advanced",
     "layer_states",
     "layers_a_turn",

@@ -1,10 +1,10 @@
 """What a Latent Recurrent Transformer can be, and what it costs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from recurjax.layers.initialization import InitConfig
-from recurjax.layers.stack import Remat
+from recurjax.layers.stack import Remat, StackFacts
 from recurjax.ranges import require_numbers
 
 
@@ -67,7 +67,7 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LatentRecurrentTransformerConfig:
+class LatentRecurrentTransformerConfig(StackFacts):
     """The nanochat backbone, with or without a latent memory.
 
     Attributes:
@@ -165,14 +165,23 @@ class LatentRecurrentTransformerConfig:
             )
 
     @property
-    def max_length(self) -> int | None:
-        """The most tokens that a sequence can have: no limit."""
-        return None
+    def training_length(self) -> int:
+        """The length of training that the windows come from."""
+        return self.length
 
     @property
     def takes_segments(self) -> bool:
         """Whether its stack takes segments: the exact recurrence takes none."""
         return self.memory is None
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the value embeddings."""
+        return self.vocabulary
+
+    def with_table_rows(self, rows: int) -> "LatentRecurrentTransformerConfig":
+        """Returns the config with so many rows in the value embeddings."""
+        return replace(self, vocabulary=rows)
 
     @property
     def layer_windows(self) -> tuple[int, ...]:

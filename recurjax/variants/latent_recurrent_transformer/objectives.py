@@ -1,14 +1,14 @@
 """Objectives of the Latent Recurrent Transformer: passes over parts of a sequence."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from recurjax.losses.cross_entropy import token_losses
-from recurjax.model import Decoder, ModelConfig
+from recurjax.model import Decoder, ModelConfig, StackConfig
 from recurjax.ranges import require_numbers
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
@@ -268,7 +268,7 @@ def _stack_of(model: Decoder) -> LatentRecurrentTransformerStack:
     return model.stack
 
 
-def _refuses(stack: Any) -> str | None:
+def _refuses(stack: StackConfig) -> str | None:
     what = "objective: passes over parts of a sequence are for a latent memory"
     if not isinstance(stack, LatentRecurrentTransformerConfig):
         return f"{what}, not for {type(stack).__name__}; use NextToken"

@@ -161,6 +161,12 @@ class LatentRecurrentTransformerStack(CacheRows, UncutStack):
         out = self._pass_over_all(x, tokens, keep_kv=True, origins=origins)
         return out.x, LatentBuffer(out.stores, out.state)
 
+    def without_memory(
+        self, x: Float[Array, "B T D"], tokens: Tokens
+    ) -> Float[Array, "B T D"]:
+        """Runs all positions at once with a memory of zero."""
+        return self.initial(x, tokens)[0]
+
     def refreshed(
         self,
         buffer: LatentBuffer,

@@ -9,7 +9,7 @@ from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions, Rope, rotary_width
-from recurjax.layers.stack import Remat
+from recurjax.layers.stack import Remat, StackFacts
 from recurjax.ranges import require_numbers
 
 
@@ -179,7 +179,7 @@ MixerConfig = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RatConfig:
+class RatConfig(StackFacts):
     """A stack of L layers, each a mixer and an MLP.
 
     Attributes:
@@ -208,11 +208,6 @@ class RatConfig:
                 f"RatConfig: the length of pattern must divide layers={self.layers}, "
                 f"got {len(self.pattern)} mixers"
             )
-
-    @property
-    def max_length(self) -> None:
-        """Returns None: no part of the stack limits a sequence's length."""
-        return None
 
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs a token at sequence length T, embedding and head aside.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.position import Alibi
+from recurjax.layers.stack import StackFacts
 from recurjax.ranges import require_numbers
 from recurjax.variants.transformer.config import TransformerConfig
 
@@ -38,7 +39,7 @@ class MambaConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecurFormerConfig:
+class RecurFormerConfig(StackFacts):
     """A Transformer some of whose query heads are replaced by one Mamba a layer.
 
     Attributes:

@@ -8,16 +8,17 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import (
     Alibi,
-    LearnedPositions,
     PositionConfig,
     Rope,
+    longest_sequence,
     rotary_width,
 )
+from recurjax.layers.stack import StackFacts
 from recurjax.ranges import require_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecurrentTransformerConfig:
+class RecurrentTransformerConfig(StackFacts):
     """A stack of L Recurrent Transformer layers; the defaults are the paper's.
 
     Attributes:
@@ -93,8 +94,7 @@ class RecurrentTransformerConfig:
     @property
     def max_length(self) -> int | None:
         """The most tokens that a sequence can have; None: no limit."""
-        position = self.position
-        return position.length if isinstance(position, LearnedPositions) else None
+        return longest_sequence(self.position)
 
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs a token at sequence length T, embedding and head aside.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recurjax.layers.initialization import InitConfig
+from recurjax.layers.stack import StackFacts
 from recurjax.ranges import require_numbers
 from recurjax.variants.transformer import TransformerConfig
 
@@ -11,7 +12,7 @@ Sharing = Literal["cycle", "sequence", "cycle_rev"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RelaxedRecursiveTransformerConfig:
+class RelaxedRecursiveTransformerConfig(StackFacts):
     """An L-layer Transformer under a constraint: its layers share K = L / loops blocks.
 
     Depth counts the layers as they are run, from 0 to L - 1.

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from recurjax.exits import exits_of
 from recurjax.losses.divergence import ExitLosses, Teacher, exit_losses
 from recurjax.losses.frozen_model import FrozenModel
 from recurjax.model import Decoder, ModelConfig
@@ -151,7 +152,9 @@ class Exits(_Uptraining):
 
     def beside_flops(self, model: ModelConfig, length: int) -> float:
         """Counts FLOPs a token beside the model's: the exits' heads, the teacher."""
-        loops = getattr(model.stack, "loops", 1)
+        stack = model.stack
+        recursive = isinstance(stack, RelaxedRecursiveTransformerConfig)
+        loops = stack.loops if recursive else 1
         # Each loop but the last has a head's product beside the model's own.
         heads = 6.0 * (loops - 1) * model.stack.width * model.padded_vocabulary
         teacher = self.frozen
@@ -213,10 +216,9 @@ class Exits(_Uptraining):
 
 def exit_states(model: Decoder, batch: Batch) -> list[Float[Array, "B T D"]]:
     """Returns what the head reads after each loop, of whole rows."""
-    stack: Any = model.stack
     tokens = Tokens(batch.ids, batch.segments)
     cache = model.init_cache(batch.ids.shape[0], 0)
-    after, _ = stack.states(model.embed(batch.ids), cache, tokens)
+    after, _ = exits_of(model).states(model.embed(batch.ids), cache, tokens)
     # Every exit reads through the same final norm and head.
     return [model.final_norm(after[b]) for b in range(after.shape[0])]
 

@@ -21,7 +21,7 @@ from recurjax.layers.stack import (
     scan_layers,
     scan_pattern,
 )
-from recurjax.types import Array, Cache, Tokens
+from recurjax.types import Array, Cache, Missing, Tokens
 from recurjax.variants.relaxed_recursive_transformer.block import (
     BlockAdapters,
     LoopWeights,
@@ -146,7 +146,12 @@ class RelaxedRecursiveTransformerStack(DepthwiseBatching, CacheRows, UncutStack)
         """After how many loops a token can leave, the deepest included."""
         return self.config.loops
 
-    def refuses_exits(self, missing: str) -> str | None:
+    @property
+    def missing(self) -> Missing:
+        """What deeper loops read of a token that left, as the model was trained."""
+        return "share" if self.config.loop_cache == "first" else "propagate"
+
+    def refuses_exits(self, missing: Missing) -> str | None:
         """Says why tokens cannot leave early, or not with these keys and values."""
         config = self.config
         if config.sharing != "cycle" and config.loops > 1:

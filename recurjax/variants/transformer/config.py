@@ -7,13 +7,13 @@ from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
-from recurjax.layers.position import LearnedPositions
-from recurjax.layers.stack import Remat
+from recurjax.layers.position import longest_sequence
+from recurjax.layers.stack import Remat, StackFacts
 from recurjax.ranges import require_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransformerConfig:
+class TransformerConfig(StackFacts):
     """A stack of L Transformer layers.
 
     Attributes:
@@ -64,8 +64,7 @@ class TransformerConfig:
     @property
     def max_length(self) -> int | None:
         """The most tokens that a sequence can have; None: no limit."""
-        position = self.attention.position
-        return position.length if isinstance(position, LearnedPositions) else None
+        return longest_sequence(self.attention.position)
 
     def flops_per_token(self, length: int) -> float:
         """Counts training FLOPs a token at sequence length T, embedding and head aside.
