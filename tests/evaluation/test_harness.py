@@ -131,6 +131,16 @@ def test_a_chats_tokens_are_those_of_serving(harness, tmp_path):
     assert model.tok_encode("<|im_end|>", add_special_tokens=False) == plain
 
 
+def test_a_prompt_loses_its_middle_where_a_task_says_so(model):
+    wanted = {"max_gen_toks": 3, "truncation": "middle", "repetition_penalty": 1.2}
+    question = model._question("0123456789", wanted)
+    assert question.prompt == (256, *b"0789"), "5 of the window's 8 tokens"
+    assert question.sampling.repetition_penalty == 1.2
+    assert len(model._question("0123456789", {"max_gen_toks": 3}).prompt) == 11
+    with pytest.raises(UserError, match="no room for a prompt and 7 new tokens"):
+        model._question("0123456789", wanted | {"max_gen_toks": 7})
+
+
 @pytest.fixture
 def run(tmp_path):
     from recurjax.convert.imported_run import new_experiment, write_run
@@ -153,8 +163,7 @@ def test_tasks_with_installed_data_run_without_a_network(harness, run, monkeypat
     found = json.loads(out)["results"]
     assert set(found) == {"offline_arc_easy", "offline_copa"}
     assert 0 <= found["offline_arc_easy"]["acc,none"] <= 1
-    rows = [json.loads(x) for x in (run / "evaluations.jsonl").open()]
-    first = rows[0]
+    first = json.loads((run / "evaluations.jsonl").read_text().splitlines()[0])
     assert (first["task"], first["n"], first["limit"]) == ("offline_arc_easy", 3, 3)
     assert first["package"].startswith("lm-eval 0.") and first["version"]
     assert first["settings"] == {"fewshot": 1} and np.isfinite(first["stderr"])
@@ -162,3 +171,39 @@ def test_tasks_with_installed_data_run_without_a_network(harness, run, monkeypat
         recurjax("evaluate", run, "--harness", "offline_arc_easi"),
         "no task offline_arc_easi: did you mean offline_arc_easy",
     )
+
+
+def test_needles_are_measured_by_the_runs_own_tokenizer(harness, run):
+    pytest.importorskip("wonderwords", reason="needs pip install 'recurjax[ruler]'")
+    words = ("--length", 768, "--limit", 2, "--batch", 2)
+    tasks = ("--harness", "offline_niah_single_2")
+    code, out, err = recurjax("evaluate", run, *tasks, *words)
+    assert code == 0, err
+    found = json.loads(out)["results"]["offline_niah_single_2"]
+    assert 0 <= found["string_match,none"] <= 1 and "share_of_set,none" in found
+    row = json.loads((run / "evaluations.jsonl").read_text().splitlines()[0])
+    assert (row["n"], row["limit"], row["seed"]) == (2, 2, 42)
+    settings = {"fewshot": 0, "tokens": 768, "haystack": "embedded text"}
+    assert row["settings"] == settings
+    # Those of the harness need a tokenizer of transformers.
+    answer = recurjax("evaluate", run, "--harness", "ruler_fwe")
+    assert_refused(answer, "need a tokenizer.json")
+
+
+def test_the_harness_own_tasks_of_ruler_read_the_runs_tokenizer(harness, tmp_path):
+    for package in ("transformers", "wonderwords"):
+        pytest.importorskip(package, reason="needs pip install 'recurjax[ruler]'")
+    definition = plain_definition("<|bos|>", "<|im_end|>")
+    tokenizer = JsonTokenizer(definition, bos="<|bos|>", eos="<|im_end|>")
+    tokenizer.save(tmp_path)
+
+    class Silent(Evaluator):
+        def answers(self, questions, *, name):
+            assert all(len(question.prompt) <= 1500 for question in questions)
+            return [""] * len(questions)
+
+    model = Silent(model=byte_model(None), tokenizer=tokenizer, window=1500)
+    _, rows = harness.evaluate_harness(
+        harness.HarnessModel(model), ["ruler_fwe"], limit=2, tokenizer=tmp_path
+    )
+    assert {(row.task, row.metric): row.value for row in rows}["ruler_fwe", "1500"] == 0

@@ -1,23 +1,39 @@
-"""LongBench: prompts and where they are cut, where answers end, and each metric."""
+"""LongBench over a folder: items, where answers end, and scores of the same answers."""
 
 import json
-import sys
+import re
 
-import numpy as np
 import pytest
 
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.evaluator import Evaluator
-from recurjax.evaluation.longbench import TASKS, evaluate_longbench, read_longbench
-from recurjax.evaluation.longbench import metrics as room
-from recurjax.evaluation.longbench.evaluate import Item, longbench_cut, rat_cut
-from recurjax.evaluation.longbench.evaluate import question as asked
-from tests.cli.commands import assert_refused, recurjax
+from recurjax.evaluation.offline_tasks import longbench
 from tests.variants.latent_recurrent_transformer.switches import byte_model
 
+SCORES = [
+    # task, answer, right answers, classes, score as LongBench ends it, as RAT does
+    ("hotpotqa", "\nAnn\nQuestion: where? Bob", ["Ann", "the Ann of it"], [], 0.4, 1.0),
+    ("narrativeqa", "The cat, sat.", ["a cat sat down"], [], 0.8, 0.8),
+    ("triviaqa", "\nAnn B\nQuestion: d", ["Ann"], [], 2 / 3, 2 / 3),
+    ("trec", "\nCity\nState", ["City"], ["City", "State"], 1.0, 0.5),
+    ("trec", "Other place", ["Other place"], ["Other", "Other place"], 1.0, 1.0),
+    ("trec", "abc", ["abc"], ["a", "ab", "abc"], 0.5, 0.5),
+    ("passage_count", "3 or 4, I say 3", ["3"], [], 2 / 3, 2 / 3),
+    ("passage_count", "none", ["3"], [], 0.0, 0.0),
+    ("passage_retrieval_en", "7 or 17", ["Paragraph 17"], [], 0.5, 0.5),
+    ("lcc", "# a comment\nx = 2\n", ["x = 1"], [], 0.8, 0.8),
+    ("lcc", "```\nreturn a", ["return b"], [], 0.88, 0.88),
+    ("repobench-p", "# nothing", ["return b"], [], 0.0, 0.0),
+    ("qmsum", "\n\nthe cat sat.\nQuery: b", ["the cat sat on mats"], [], 0.6, 0.75),
+    ("gov_report", "a b. c d.", ["c d. a b."], [], 1.0, 1.0),
+    ("gov_report", " . ", ["c d. a b."], [], 0.0, 0.0),
+    ("samsum", "\nthe cat sat\nmore", ["the cat sat on mats"], [], 0.75, 2 / 3),
+]
+"""Recorded from this package's own metrics of LongBench, which the harness' replace."""
 
-def item(context="a story", asks="who?", answers=("Ann", "the Ann of it"), classes=()):
+
+def item(context="a story", asks="who?", answers=("Ann",), classes=()):
     return {
         "context": context,
         "input": asks,
@@ -27,157 +43,66 @@ def item(context="a story", asks="who?", answers=("Ann", "the Ann of it"), class
     }
 
 
-@pytest.fixture
-def folder(tmp_path):
-    def put(**files):
-        for name, items in files.items():
-            lines = [json.dumps(one) for one in items]
-            file = tmp_path / f"{name.replace('_p', '-p')}.jsonl"
-            file.write_text("\n".join(lines) + "\n")
-        return tmp_path
-
-    return put
+def write(folder, name, items):
+    lines = "".join(json.dumps(one) + "\n" for one in items)
+    (folder / f"{name}.jsonl").write_text(lines)
 
 
 class Scripted(Evaluator):
-    """Answers by the task's name, and keeps what it was asked."""
+    """Gives the answer whose number the prompt names."""
 
     def answers(self, questions, *, name):
-        Scripted.asked[name] = questions
-        return [Scripted.says[name]] * len(questions)
-
-    asked, says = {}, {}  # noqa: RUF012
-
-
-@pytest.fixture
-def evaluator():
-    return Scripted(model=byte_model(None), tokenizer=ByteTokenizer(), window=900)
+        prompts = [bytes(question.prompt[1:]).decode() for question in questions]
+        numbers = [re.search(r"<(\d+)>", prompt) for prompt in prompts]
+        return [SCORES[int(found[1])][1] for found in numbers if found]
 
 
-def test_answers_are_cut_in_two_ways_and_the_best_right_one_counts(evaluator, folder):
-    directory = folder(
-        hotpotqa=[item(), item(answers=("Bob",))],
-        trec=[item(answers=("City",), classes=("City", "State"))],
-        lcc=[item(answers=("x = 1",))],
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_the_harness_scores_the_same_answers_alike(tmp_path):
+    pytest.importorskip("lm_eval", reason="needs pip install 'recurjax[harness]'")
+    for package in ("rouge", "jieba", "fuzzywuzzy"):
+        pytest.importorskip(package, reason="needs pip install 'recurjax[longbench]'")
+    from recurjax.evaluation.harness import HarnessModel, evaluate_harness
+
+    names = dict.fromkeys(row[0] for row in SCORES)
+    for name in names:
+        items = [
+            item(f"<{number}>", answers=row[2], classes=row[3])
+            for number, row in enumerate(SCORES)
+            if row[0] == name
+        ]
+        write(tmp_path, name, items)
+    model = HarnessModel(
+        Scripted(model=byte_model(None), tokenizer=ByteTokenizer(), window=4096)
     )
-    Scripted.says |= {
-        "hotpotqa": "\nAnn\nQuestion: where? Bob",
-        "trec": "\nCity\nState",
-        "lcc": "# a comment\nx = 2\n",
-    }
-    rows = evaluate_longbench(evaluator, read_longbench(directory), limit=None)
+    _, rows = evaluate_harness(model, ["offline_longbench"], longbench=tmp_path)
     got = {(row.task, row.metric): row for row in rows}
-    hop = got["longbench/hotpotqa", "f1"]
-    assert (hop.value, hop.n, hop.settings) == (0.5, 2, {"tokens": 900})
-    # LongBench cuts nothing here: 1 of 4 words, 1 of 1 wanted, twice.
-    whole = got["longbench/hotpotqa", "f1_longbench"]
-    assert whole.value == pytest.approx(2 * 0.25 / 1.25)
-    assert got["longbench/trec", "classification"].value == 0.5
-    assert got["longbench/trec", "classification_longbench"].value == 1.0
-    # "x = 2" and "x = 1" share 4 of 5 characters.
-    assert got["longbench/lcc", "edit_similarity"].value == 0.8
-    one = evaluate_longbench(evaluator, read_longbench(directory), limit=1)
-    assert {(row.n, row.limit) for row in one} == {(1, 1)}
+    for name in names:
+        task = [row for row in SCORES if row[0] == name]
+        for metric, column in (("score", 4), ("score (rat)", 5)):
+            row = got[f"offline_longbench_{name}", metric]
+            want = sum(scores[column] for scores in task) / len(task)
+            assert row.value == pytest.approx(want, abs=1e-6), (name, metric)
+            assert row.n == len(task)
+    assert got["offline_longbench_lcc", "score"].settings["tokens"] == 4096
+    settings = got["offline_longbench_qmsum", "score"].settings
+    assert settings["repetition_penalty"] == 1.2
+    with pytest.raises(UserError, match="no task offline_longbench_x"):
+        evaluate_harness(model, ["offline_longbench_x"], longbench=tmp_path)
 
 
-def test_a_long_prompt_loses_its_middle_beside_the_answer(evaluator):
-    task = TASKS["hotpotqa"]
-    short = asked(evaluator, task, Item("a {input} b", "why?", ("x",), ()))
-    text = bytes(short.prompt[1:]).decode()
-    assert short.prompt[0] == 256 and short.most == 32
-    assert text == task.prompt.format(context="a {input} b", input="why?")
-    long = asked(evaluator, task, Item("0123456789" * 200, "why?", ("x",), ()))
-    assert len(long.prompt) == 900 - 32
-    told = bytes(long.prompt[1:]).decode()
-    assert told.startswith("Answer the question") and told.endswith("why?\nAnswer:")
-    assert long.sampling.repetition_penalty == 1.0 and long.sampling.temperature == 0
-    summary = asked(evaluator, TASKS["qmsum"], Item("long", "why?", ("x",), ()))
-    assert summary.sampling.repetition_penalty == 1.2 and summary.most == 512
-    with pytest.raises(UserError, match="no room for a prompt beside 512 new tokens"):
-        narrow = Scripted(model=byte_model(None), tokenizer=ByteTokenizer(), window=512)
-        asked(narrow, TASKS["qmsum"], Item("long", "why?", ("x",), ()))
-
-
-def test_answers_end_where_rat_and_longbench_say():
-    said = "\n\nAnn.\nQuery: b\nQuestion: c"
-    assert rat_cut(TASKS["qmsum"], said) == "Ann."
-    assert rat_cut(TASKS["qasper"], said) == "Ann.\nQuery: b"
-    assert rat_cut(TASKS["gov_report"], said) == said
-    assert longbench_cut(TASKS["samsum"], said) == "Ann."
-    assert longbench_cut(TASKS["qasper"], said) == said
-
-
-def test_metrics_are_longbenchs():
-    assert room.f1("The cat, sat.", "a cat sat down") == pytest.approx(0.8)
-    assert room.f1("The", "a") == room.f1("", "a") == 0.0
-    classes = ("Other", "Other location", "City", "State")
-    assert room.classification("a City or State", "City", classes) == 0.5
-    # The shorter name goes, as it lies within the right one's.
-    right = "Other location"
-    assert room.classification("Other location", right, classes) == 1.0
-    assert room.classification("City", right, classes) == 0.0
-    # LongBench's loop skips what comes after a name that it takes away.
-    inner = ("a", "ab", "abc")
-    assert room.classification("abc", "abc", inner) == 0.5
-    assert room.count("3 or 4, I say 3", "3") == pytest.approx(2 / 3)
-    assert room.count("none", "3") == 0.0
-    assert room.retrieval("Paragraph 7", "Paragraph 7") == 1.0
-    assert room.retrieval("7 or 17", "Paragraph 17") == 0.5
-    assert room.edit_similarity("```\nreturn a", "return b") == 0.88
-    assert room.edit_similarity("# nothing", "return b") == 0.0
-
-
-PAIRS = [
-    ("return a", "return b"),
-    ("for i in range(3):", "for j in range(30):"),
-    ("x = foo(bar)", "y = bar(foo)"),
-]
-
-
-def test_edit_similarity_is_the_packages():
-    fuzz = pytest.importorskip("fuzzywuzzy.fuzz", reason="needs pip install fuzzywuzzy")
-    for said, right in PAIRS:
-        assert room.edit_similarity(said, right) == fuzz.ratio(said, right) / 100
-
-
-def test_rouge_is_the_packages():
-    """A summary of three of five words, and one over two sentences."""
-    pytest.importorskip("rouge", reason="needs pip install 'recurjax[longbench]'")
-    # Words in common: the cat sat. P 3/3, R 3/5.
-    assert room.rouge_l("the cat sat", "the cat sat on mats") == pytest.approx(0.75)
-    assert room.rouge_l("a b. c d.", "c d. a b.") == pytest.approx(1.0)
-    assert room.rouge_l("", "words") == room.rouge_l(" . ", "words") == 0.0
-
-
-def test_a_missing_package_is_told_before_anything_is_read(
-    evaluator, folder, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "rouge", None)
-    directory = folder(qmsum=[item()])
-    with pytest.raises(UserError, match=r"pip install 'recurjax\[longbench\]'"):
-        evaluate_longbench(evaluator, read_longbench(directory), limit=None)
-
-
-def test_other_files_are_told_in_a_sentence(folder, tmp_path):
-    run = tmp_path / "no run"
-    for files, pattern in [
-        ({"other": [{"a": 1}]}, "has none of LongBench's English files"),
-        ({"lcc": [{"context": "a"}]}, "line 1 is no item of LongBench"),
-        ({"lcc": [[1]]}, "line 1 is no item of LongBench"),
-        ({"lcc": [item(answers=())]}, "line 1 is no item of LongBench"),
+def test_files_of_another_format_are_refused(tmp_path):
+    file = tmp_path / "lcc.jsonl"
+    for text, pattern in [
+        ('{"context": "a"}', "line 1 of .* is no item of LongBench"),
+        ("[1]", "line 1 of .* is no item of LongBench"),
+        (json.dumps(item(answers=())), "line 1 of .* is no item of LongBench"),
+        ("{", "line 1 of .*lcc.jsonl"),
+        ("", "has no items"),
     ]:
-        answer = recurjax("evaluate", run, "--longbench", folder(**files))
-        assert_refused(answer, pattern)
-    (tmp_path / "lcc.jsonl").write_text("{")
-    with pytest.raises(UserError, match=r"lcc.jsonl is not a file of JSON lines"):
-        read_longbench(tmp_path)
-    with pytest.raises(UserError, match="there is no directory"):
-        read_longbench(tmp_path / "none")
-
-
-def test_prompts_hold_the_document_and_the_question_once():
-    for name, task in TASKS.items():
-        assert task.prompt.count("{context}") == 1, name
-        assert task.prompt.count("{input}") <= 1
-        bare = task.prompt.replace("{context}", "").replace("{input}", "")
-        assert "{" not in bare and np.isin(task.most, (32, 64, 128, 512))
+        file.write_text(text)
+        with pytest.raises(UserError, match=pattern):
+            longbench.read_items(file=str(file))
+    with pytest.raises(UserError, match="has none of LongBench's English files"):
+        longbench.write_tasks(tmp_path / "none", tmp_path, window=9)

@@ -12,7 +12,8 @@ from recurjax.data.config import Bpe, TokenizerFile
 from recurjax.data.corpora import embedded_text
 from recurjax.data.dataset import open_dataset
 from recurjax.data.tokenizers import ByteTokenizer
-from recurjax.evaluation.ruler import NEEDLES, tasks
+from recurjax.evaluation.offline_tasks import needles
+from recurjax.evaluation.offline_tasks.needles import NEEDLES
 from recurjax.types import IGNORED
 from tests.training.tiny_experiment import config
 
@@ -23,7 +24,7 @@ TOKENS = 1500
 @pytest.fixture
 def script(monkeypatch):
     words = tuple(f"word{number}" for number in range(200))
-    monkeypatch.setattr(tasks, "wonderwords", lambda *names: words)
+    monkeypatch.setattr(needles, "wonderwords", lambda name: words)
     monkeypatch.setattr("sys.path", [str(FOLDER), *sys.path])
     yield importlib.import_module("sft_needles")
     sys.modules.pop("sft_needles", None)

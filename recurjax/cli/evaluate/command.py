@@ -18,13 +18,12 @@ from recurjax.cli.evaluate.options import Evaluate
 from recurjax.cli.evaluate.task import of_task
 from recurjax.cli.evaluate.text import of_text
 from recurjax.cli.options import parse
-from recurjax.data.corpora import embedded_text
 from recurjax.data.tasks.named import check_named
 from recurjax.errors import UserError
-from recurjax.evaluation import core, ruler
+from recurjax.evaluation import core
 from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.journal import Journal
-from recurjax.evaluation.longbench import evaluate_longbench, read_longbench
+from recurjax.evaluation.offline_tasks.needles import read_haystack
 from recurjax.evaluation.requests import evaluate_requests, read_requests
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
 from recurjax.exits import exits_of
@@ -132,6 +131,7 @@ def _measure(
 
         # A comma too many names no task.
         names = [name for name in options.harness.split(",") if name]
+        haystack = read_haystack(options.haystack, seed=options.seed)
 
         def harness(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
             evaluator = _evaluator(options, loaded, mesh, journal)
@@ -142,6 +142,9 @@ def _measure(
                 fewshot=options.fewshot,
                 limit=options.limit,
                 include=options.include,
+                longbench=options.longbench,
+                haystack=haystack,
+                tokenizer=options.run / "tokenizer",
             )
 
         return harness
@@ -162,40 +165,6 @@ def _measure(
             return _by_task(rows), rows
 
         return requests
-    if options.ruler is not None:
-        words = {"all": ruler.TASKS, "needles": tuple(ruler.NEEDLES)}
-        chosen = words.get(options.ruler) or options.ruler.split(",")
-        # Names are checked before a haystack is read.
-        ruler.check_known(chosen)
-        text, name = _haystack(options)
-
-        def long_rows(
-            loaded: LoadedRun, mesh: Mesh | None, journal: Journal
-        ) -> Measured:
-            evaluator = _evaluator(options, loaded, mesh, journal)
-            rows = ruler.evaluate_ruler(
-                evaluator,
-                chosen,
-                tokens=evaluator.window,
-                text=text,
-                haystack=name,
-                limit=options.limit,
-                seed=options.seed,
-            )
-            return _by_task(rows), rows
-
-        return long_rows
-    if options.longbench is not None:
-        items = read_longbench(options.longbench)
-
-        def longbench(
-            loaded: LoadedRun, mesh: Mesh | None, journal: Journal
-        ) -> Measured:
-            evaluator = _evaluator(options, loaded, mesh, journal)
-            rows = evaluate_longbench(evaluator, items, limit=options.limit)
-            return _by_task(rows), rows
-
-        return longbench
     if options.task is not None:
         check_named(options.task)
 
@@ -237,17 +206,6 @@ def _evaluator(
         bos=options.bos,
         journal=journal,
     )
-
-
-def _haystack(options: Evaluate) -> tuple[str, str]:
-    """Returns the text that needles are hidden in, and its name."""
-    if not options.haystack:
-        return embedded_text(), "embedded text"
-    try:
-        texts = [file.read_text(encoding="utf-8") for file in options.haystack]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--haystack: a file cannot be read: {error}") from error
-    return "\n".join(texts), ", ".join(file.name for file in options.haystack)
 
 
 def _by_task(rows: list[Row]) -> dict[str, Any]:

