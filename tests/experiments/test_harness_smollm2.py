@@ -1,10 +1,10 @@
 """The comparison with the harness' own model: what it counts and how it times."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
 
+from experiments import harness_smollm2
 from experiments.harness_smollm2 import Answers, Timed, line, main
 from recurjax.errors import UserError
 
@@ -20,11 +20,19 @@ def test_a_row_counts_the_items_that_both_answer_alike():
     assert line("hf", other, ours).endswith("| 0.500 |  | 2 of 3 | 5.0e-01 |")
 
 
-def test_only_the_time_of_asking_counts():
-    asked = SimpleNamespace(loglikelihood=lambda wait: time.sleep(wait) or [wait])
-    side = Timed(asked)
-    assert side.model.loglikelihood(0.02) == [0.02]
-    assert 0.02 <= side.seconds < 10
+def test_only_the_time_of_asking_counts(monkeypatch):
+    clock = [0.0]
+
+    def loglikelihood(seconds):
+        clock[0] += seconds
+        return [seconds]
+
+    monkeypatch.setattr(harness_smollm2.time, "perf_counter", lambda: clock[0])
+    side = Timed(SimpleNamespace(loglikelihood=loglikelihood))
+    assert side.model.loglikelihood(2.0) == [2.0]
+    clock[0] += 100.0
+    side.model.loglikelihood(0.5)
+    assert side.seconds == 2.5
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

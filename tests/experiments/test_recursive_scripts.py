@@ -2,9 +2,9 @@
 
 import importlib
 import json
+import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -64,22 +64,39 @@ def test_a_part_of_the_grid_is_chosen_by_name(script):
         chosen(cases, ["rank9"])
 
 
-def test_after_its_minutes_a_set_is_told_to_stop(script):
-    stopped_after = script("uptraining_set").stopped_after
-    heard = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(time.monotonic()))
-    try:
-        with stopped_after(0.05 / 60):
-            time.sleep(0.2)
-        with stopped_after(0.1 / 60):  # What ends sooner is not told.
-            pass
-        with stopped_after(None):
-            time.sleep(0.15)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert len(heard) == 1
+class FakeTimer:
+    """A timer that goes off when a test says so."""
+
+    def __init__(self, seconds, function, arguments):
+        self.seconds, self.go_off = seconds, lambda: function(*arguments)
+        self.state = "new"
+
+    def start(self):
+        self.state = "running"
+
+    def cancel(self):
+        self.state = "cancelled"
+
+
+def test_after_its_minutes_a_set_is_told_to_stop(script, monkeypatch):
+    module, timers, signals = script("uptraining_set"), [], []
+
+    def timer(*words):
+        timers.append(FakeTimer(*words))
+        return timers[-1]
+
+    monkeypatch.setattr(module, "Timer", timer)
+    monkeypatch.setattr(module.os, "kill", lambda *words: signals.append(words))
+    with module.stopped_after(2.5):
+        assert timers[0].seconds == 150 and timers[0].state == "running"
+        assert timers[0].daemon and signals == []
+        timers[0].go_off()
+        assert signals == [(os.getpid(), signal.SIGTERM)]
+    assert timers[0].state == "cancelled"  # a set that ends sooner gets no signal
+    with module.stopped_after(None):
+        assert len(timers) == 1
     with pytest.raises(UserError, match="--minutes must be above 0, got 0"):
-        stopped_after(0).__enter__()
+        module.stopped_after(0).__enter__()
 
 
 @pytest.mark.slow

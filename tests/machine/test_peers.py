@@ -27,7 +27,8 @@ LOST = {
     "killed_0": {0: (-9, ""), 1: (-6, "the leader task was preempted/died/restarted")},
     "killed_1": {1: (-9, ""), 0: (-6, r"stopped sending heartbeats\):\n1\n")},
 }
-SECONDS = 15.0
+SECONDS = 60.0
+"""Far above what it takes (docs/pods.md), so that a busy machine passes."""
 
 
 @pytest.fixture(scope="module")
