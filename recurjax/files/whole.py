@@ -99,6 +99,13 @@ def inside(folder: Path, name: object, *, told_by: Path) -> Path:
     return folder / str(name)
 
 
+def make_folders(folder: Path) -> list[Path]:
+    """Makes a folder and those above it; returns the new ones, the innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
 def refuse_existing(out: Path) -> None:
     """Raises UserError if something other than an empty folder is at `out`."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):

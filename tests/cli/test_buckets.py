@@ -9,7 +9,7 @@ from fsspec.implementations.memory import MemoryFile
 from recurjax.errors import UserError
 from recurjax.files.storage import Store, open_store
 from recurjax.training.run import load_run
-from recurjax.training.run.run_lock import held_in_store
+from recurjax.training.run.run_lock import held
 from recurjax.training.session import Session
 from tests.cli.commands import TINY, assert_refused, recurjax
 from tests.training.bucket import URL, bucket
@@ -123,7 +123,7 @@ def test_a_run_at_a_web_server_is_one_sentence(command):
 
 
 def test_a_run_that_somebody_works_on_is_refused_before_anything_is_fetched(bucket):
-    with held_in_store(open_store(URL, write=True), print):
+    with held(open_store(URL, write=True), print):
         answer = recurjax("train", TINY, "--runs", RUNS)
     assert_refused(answer, f"{URL} is in use by process .* remove {URL}/lock")
     assert not bucket()

@@ -27,8 +27,7 @@ from recurjax.files.storage import Store, open_store
 from recurjax.machine import peers
 from recurjax.training.agreement import first_process
 from recurjax.training.checkpoint.step_directory import ARRAYS, PART, is_set_aside
-from recurjax.training.run.lock_places import LOCK
-from recurjax.training.run.run_lock import held_in_store
+from recurjax.training.run.run_lock import LOCK, held
 
 _CHECKPOINTS = "checkpoints"
 _COMMIT = "commit_success.txt"
@@ -243,7 +242,7 @@ def mirrored(url: str) -> Iterator[Mirror]:
 
         def begin() -> dict[str, int]:
             store.check_writable()
-            lock = stack.enter_context(held_in_store(store, print))
+            lock = stack.enter_context(held(store, print))
             mirror.check_lock = lock.check
             # Another process' end may end this one: the next start need not wait.
             stack.enter_context(peers.last_words(lock.release))

@@ -5,16 +5,14 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 
 import fsspec
 import pytest
 
 from recurjax.errors import UserError
 from recurjax.files.storage import open_store
-from recurjax.training.run import lock_places, run_lock
-from recurjax.training.run.lock_places import LOCK, Holder, LockFile, LockObject
-from recurjax.training.run.run_lock import held, held_in_store
+from recurjax.training.run import run_lock
+from recurjax.training.run.run_lock import LOCK, Folder, Holder, Lock, held
 from tests.training.bucket import URL
 
 
@@ -23,11 +21,38 @@ def said():
     return []
 
 
+class Clock:
+    """Stands for the module time: a sleep passes at once, and something may happen."""
+
+    def __init__(self):
+        self.now, self.meanwhile = 0.0, lambda: None
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.meanwhile()
+
+
 @pytest.fixture
-def quick(monkeypatch):
-    """Holders that beat, and count as silent, in fractions of a second."""
-    monkeypatch.setattr(run_lock, "_BEAT", 0.02)
-    monkeypatch.setattr(run_lock, "_SILENCE", 0.3)
+def clock(monkeypatch):
+    monkeypatch.setattr(run_lock, "time", Clock())
+    return run_lock.time
+
+
+@pytest.fixture
+def beats(monkeypatch):
+    """Holders beat at once; says when one has touched its lock."""
+    beaten, touch = threading.Event(), Lock.touch
+
+    def touches(lock):
+        touch(lock)
+        beaten.set()
+
+    monkeypatch.setattr(run_lock, "_BEAT", 0.01)
+    monkeypatch.setattr(Lock, "touch", touches)
+    return beaten
 
 
 def left_behind(root, **other):
@@ -38,7 +63,7 @@ def left_behind(root, **other):
         Holder.of_this_process(), pid=ended.pid, token="0123", **other
     )
     root.mkdir()
-    assert LockFile(root / LOCK).create(holder)
+    assert Lock(Folder(root)).create(holder)
     return holder
 
 
@@ -78,7 +103,7 @@ def test_a_dead_process_lock_is_taken_over_with_a_sentence(tmp_path, said):
 
 def test_a_number_that_another_process_got_is_no_holder(tmp_path, said):
     own = dataclasses.replace(Holder.of_this_process(), born="1", token="0123")
-    assert LockFile(tmp_path / LOCK).create(own)
+    assert Lock(Folder(tmp_path)).create(own)
     with held(tmp_path, said.append):
         assert len(said) == 1
 
@@ -111,38 +136,34 @@ def test_of_many_who_take_over_at_once_one_holds(tmp_path):
 def test_the_slower_of_two_successors_does_not_remove_the_faster(tmp_path, said):
     old = left_behind(tmp_path / "run")
     with held(tmp_path / "run", said.append) as lock:
-        file = LockFile(tmp_path / "run" / LOCK)
-        assert not file.replace(old, Holder.of_this_process())
+        assert not Lock(Folder(tmp_path / "run")).replace(old, Holder.of_this_process())
         lock.check()
         assert os.listdir(tmp_path / "run") == [LOCK]
 
 
-def test_on_another_machine_a_holder_lives_while_it_touches(tmp_path, said, quick):
+def test_on_another_machine_a_holder_lives_while_it_touches(tmp_path, said, clock):
     left_behind(tmp_path / "run", machine="another boot", host="other")
-    file, ended = LockFile(tmp_path / "run" / LOCK), threading.Event()
-
-    def beat():
-        while not ended.wait(0.02):
-            file.touch()
-
-    thread = threading.Thread(target=beat)
-    thread.start()
+    # The file system's own clock may stand still between two touches.
+    file = tmp_path / "run" / LOCK
+    clock.meanwhile = lambda: os.utime(file, (clock.now, clock.now))
     with (
         pytest.raises(UserError, match=r"in use by process \d+ on other since"),
         held(tmp_path / "run", said.append),
     ):
         raise AssertionError
-    ended.set()
-    thread.join()
+    clock.meanwhile = lambda: None
+    before = clock.now
     with held(tmp_path / "run", said.append):
         assert "watching for up to" in said[-2] and "which has ended" in said[-1]
+    assert 90 <= clock.now - before < 100
 
 
-def test_a_holder_touches_its_lock(tmp_path, said, quick):
+def test_a_holder_touches_its_lock(tmp_path, said, beats):
     with held(tmp_path, said.append):
-        file = LockFile(tmp_path / LOCK)
-        holder = file.read()
-        assert holder is not None and run_lock._is_touched(file, holder)
+        os.utime(tmp_path / LOCK, (0, 0))
+        before = Lock(Folder(tmp_path)).stamp()
+        beats.clear()
+        assert beats.wait(60) and Lock(Folder(tmp_path)).stamp() != before
 
 
 def test_who_slept_while_its_lock_was_taken_over_stops(tmp_path, said):
@@ -163,10 +184,24 @@ def test_a_lock_removed_by_hand_is_made_again(tmp_path, said):
         shutil.rmtree(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1}', "null", "\xff"])
-def test_a_lock_that_says_nothing_is_told(tmp_path, said, text, monkeypatch):
-    monkeypatch.setattr(run_lock.time, "sleep", lambda _: None)
+TOKENS = ("../x", "", "a" * 300, "a\0", "a/b")
+_FIELDS = dict(host="h", pid=1, since="s", machine="m", born=None)
+BAD = ["", "{", "[1]", '{"pid": 1}', "null", "\xff", "[" * 100_000]
+BAD += [json.dumps(_FIELDS | {"token": token}) for token in TOKENS]
+
+
+@pytest.mark.parametrize("text", BAD, ids=range(len(BAD)))
+def test_a_lock_that_says_nothing_is_told(tmp_path, said, text, clock):
     (tmp_path / LOCK).write_text(text, encoding="latin-1")
+    with (
+        pytest.raises(UserError, match="does not say who holds the run directory"),
+        held(tmp_path, said.append),
+    ):
+        raise AssertionError
+
+
+def test_a_lock_that_is_no_file_is_told(tmp_path, said, clock):
+    os.mkfifo(tmp_path / LOCK)
     with (
         pytest.raises(UserError, match="does not say who holds the run directory"),
         held(tmp_path, said.append),
@@ -176,9 +211,9 @@ def test_a_lock_that_says_nothing_is_told(tmp_path, said, text, monkeypatch):
 
 def test_where_there_are_no_links_one_file_is_opened(tmp_path, said, monkeypatch):
     def link(*_):
-        raise OSError(lock_places.errno.ENOTSUP, "no links here")
+        raise OSError(run_lock.errno.ENOTSUP, "no links here")
 
-    monkeypatch.setattr(lock_places.os, "link", link)
+    monkeypatch.setattr(run_lock.os, "link", link)
     with held(tmp_path, said.append):
         assert os.listdir(tmp_path) == [LOCK]
         with pytest.raises(UserError, match="in use"), held(tmp_path, said.append):
@@ -203,36 +238,34 @@ def store():
     memory.store.clear()
 
 
-def test_a_bucket_is_locked_by_one_and_free_at_the_end(store, said, quick):
-    with held_in_store(store, said.append) as lock:
+def test_a_bucket_is_locked_by_one_and_free_at_the_end(store, said, beats):
+    with held(store, said.append) as lock:
         with (
             pytest.raises(UserError, match=f"{URL} is in use by process {os.getpid()}"),
-            held_in_store(store, said.append),
+            held(store, said.append),
         ):
             raise AssertionError
-        before = LockObject(store).touched()
-        deadline = time.monotonic() + 20
-        while LockObject(store).touched() == before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert LockObject(store).touched() > before
+        before = Lock(store).stamp()
+        beats.clear()
+        assert beats.wait(60) and Lock(store).stamp() != before
         lock.check()
     assert store.sizes() == {} and said == []
 
 
-def test_a_dead_process_lock_on_a_bucket_is_taken_over_by_one(store, said, quick):
+def test_a_dead_process_lock_on_a_bucket_is_taken_over_by_one(store, said, clock):
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     here = dataclasses.replace(Holder.of_this_process(), pid=ended.pid, token="0123")
     far = dataclasses.replace(here, machine="elsewhere", token="4567")
     for holder, sentences in ((here, 1), (far, 2)):
-        assert LockObject(store).create(holder)
-        assert not LockObject(store).create(here)
-        with held_in_store(store, said.append) as lock:
+        assert Lock(store).create(holder)
+        assert not Lock(store).create(here)
+        with held(store, said.append) as lock:
             assert len(said) == sentences and "ended without releasing" in said[-1]
             lock.check()
-            store.write(LOCK, LockObject(store)._content(far))
+            store.write(LOCK, run_lock._content(far))
             with pytest.raises(UserError, match="was taken over by process"):
                 lock.check()
-        assert LockObject(store).read() == far  # somebody else's is not removed
+        assert Lock(store).read() == far  # somebody else's is not removed
         store.remove([LOCK])
         said.clear()
