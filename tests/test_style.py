@@ -102,9 +102,43 @@ def loose_configs(tree: ast.Module) -> list[str]:
     return found
 
 
+def untyped_stacks(tree: ast.Module) -> list[str]:
+    """Returns what asks a stack for something that no protocol declares.
+
+    A name or an attribute `stack` is one, and so is a `mixer`: a layer's config.
+    """
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[asked, *_]):
+                bad = is_stack(asked)
+            case ast.AnnAssign(target=target, annotation=annotation, value=value):
+                built = value is not None and "make_stack(" in ast.unparse(value)
+                bad = is_any(annotation) and (
+                    is_stack(target) or is_stack(value) or built
+                )
+            case ast.arg(arg="stack" | "mixer", annotation=annotation):
+                bad = is_any(annotation)
+            case ast.Call(func=ast.Name(id="cast"), args=[wanted, value]):
+                bad = is_any(wanted) and is_stack(value)
+            case _:
+                bad = False
+        if bad:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def is_stack(node: ast.AST | None) -> bool:
+    return node is not None and ast.unparse(node).split(".")[-1] in ("stack", "mixer")
+
+
+def is_any(annotation: ast.expr | None) -> bool:
+    return annotation is not None and ast.unparse(annotation) in ("Any", "object")
+
+
 @pytest.mark.parametrize(
     "check",
-    [mutations, nnx_transforms, kept_state, loose_configs],
+    [mutations, nnx_transforms, kept_state, loose_configs, untyped_stacks],
     ids=lambda f: f.__name__,
 )
 def test_no_file_breaks_the_rule(check):
@@ -126,6 +160,14 @@ def test_no_file_breaks_the_rule(check):
         (kept_state, "self.rngs = rngs"),
         (kept_state, "self.drop = nnx.Dropout(0.1)"),
         (loose_configs, "@dataclass(frozen=True)\nclass AConfig: pass"),
+        (untyped_stacks, "getattr(model.stack, 'exits', 1)"),
+        (untyped_stacks, "if hasattr(stack, 'schedule'): pass"),
+        (untyped_stacks, "stack: Any = model.stack"),
+        (untyped_stacks, "s: Any = model.config.stack"),
+        (untyped_stacks, "blocks: Any = make_stack(config, rngs=rngs)"),
+        (untyped_stacks, "class Parts(NamedTuple):\n stack: Any"),
+        (untyped_stacks, "def f(stack: Any): pass"),
+        (untyped_stacks, "cast(Any, model.stack).exits"),
     ],
 )
 def test_a_broken_rule_is_seen(check, code):

@@ -16,7 +16,6 @@ from recurjax.bench.op_by_backend import (
     OpBench,
     as_one_device_has_it,
     drawn,
-    mixers_of,
     rows_of_step,
     summary,
 )
@@ -27,7 +26,8 @@ from recurjax.layers.attention.blocked import runs_as_chunks_of_one
 from recurjax.layers.attention.implementation import Call as AttentionCall
 from recurjax.layers.attention.implementation import choose
 from recurjax.layers.position import Alibi
-from recurjax.variants.rat import RatMixerConfig
+from recurjax.variants.rat import AttentionMixerConfig, RatConfig, RatMixerConfig
+from recurjax.variants.transformer import TransformerConfig
 
 SMALL = (
     {"B": 1, "T": 4096, "H": 4, "N": 2, "E": 64, "C": 16},
@@ -63,17 +63,17 @@ CANDIDATES: Candidates = {
 
 def calls_of_run(experiment: Experiment) -> list[Call]:
     """Returns the calls that one device has in a step of the run."""
-    stack: Any = experiment.model.stack
+    stack = experiment.model.stack
     found: list[dict[str, int]] = []
-    # Told by what they have: mixers, or windows of one attention.
-    for mixer in mixers_of(experiment):
-        if hasattr(mixer, "position_of"):  # Positions in chunks or in tokens: RAT's.
-            found.append(_of_rat(experiment, mixer))
-        elif hasattr(mixer, "attention"):
-            found += _of_attention(experiment, mixer.attention, mixer.window)
-    windows = stack.windows if hasattr(stack, "attention") else ()
-    for window in dict.fromkeys(windows):
-        found += _of_attention(experiment, stack.attention, window)
+    if isinstance(stack, RatConfig):
+        for mixer in dict.fromkeys(stack.pattern):
+            if isinstance(mixer, RatMixerConfig):
+                found.append(_of_rat(experiment, mixer))
+            elif isinstance(mixer, AttentionMixerConfig):
+                found += _of_attention(experiment, mixer.attention, mixer.window)
+    if isinstance(stack, TransformerConfig):
+        for window in dict.fromkeys(stack.windows):
+            found += _of_attention(experiment, stack.attention, window)
     if not found:
         raise UserError(
             f"{experiment.name} trains a {type(stack).__name__}, of which no layer has "

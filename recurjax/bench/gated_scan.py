@@ -21,12 +21,12 @@ from recurjax.bench.op_by_backend import (
     OpBench,
     as_one_device_has_it,
     drawn,
-    mixers_of,
     rows_of_step,
     summary,
 )
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.variants.rat import RatConfig, RatMixerConfig, RnnMixerConfig
 
 SMALL = (
     {"B": 1, "T": 4096, "D": 256, "W": 128, "E": 64, "C": 16},
@@ -59,12 +59,11 @@ def calls_of_run(experiment: Experiment) -> list[Call]:
     stack = experiment.model.stack
     B, length = rows_of_step(experiment), experiment.training.length
     found: list[dict[str, int]] = []
-    # Told by what they have: a gate, with or without chunks.
-    for mixer in mixers_of(experiment):
-        gated = hasattr(mixer, "gate_horizon")
-        if gated and not hasattr(mixer, "chunk"):
+    mixers = stack.pattern if isinstance(stack, RatConfig) else ()
+    for mixer in dict.fromkeys(mixers):
+        if isinstance(mixer, RnnMixerConfig):
             found.append({"B": B, "T": length, "D": mixer.heads * mixer.head_width})
-        elif hasattr(mixer, "position_of"):  # Not the reversed design's.
+        elif isinstance(mixer, RatMixerConfig):
             E, C = mixer.head_width, min(mixer.chunk, length)
             # Whole chunks: the mixer adds what is missing.
             sizes = {"B": B, "T": length + -length % C, "D": mixer.heads * E}

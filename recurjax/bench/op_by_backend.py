@@ -189,13 +189,6 @@ def rows_of_step(experiment: Experiment) -> int:
     return experiment.training.batch // experiment.training.accumulation
 
 
-def mixers_of(experiment: Experiment) -> list[Any]:
-    """Returns the different mixers of a RAT stack; none of another's."""
-    pattern = getattr(experiment.model.stack, "pattern", ())
-    # Other stacks have numbers by that name.
-    return list(dict.fromkeys(pattern)) if isinstance(pattern, tuple) else []
-
-
 def as_one_device_has_it(op: Op, arrays: Any, experiment: Experiment) -> Any:
     """Returns the shapes of a run's call as the run's mesh leaves them to one device.
 

@@ -25,9 +25,11 @@ from recurjax.bench.timing import Row
 from recurjax.bench.tuning import Sizes, Tuned
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.model import make_stack
 from recurjax.sharding import make_mesh
-from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from recurjax.variants.recurrent_transformer import (
+    RecurrentTransformerConfig,
+    RecurrentTransformerStack,
+)
 from recurjax.variants.recurrent_transformer.block import spec_of, weights_of
 
 CANDIDATES: Candidates = {
@@ -80,7 +82,7 @@ def call_of(config: RecurrentTransformerConfig, B: int, T: int, dtype: str) -> C
     """Makes a call with random weights; in a wavefront of all layers, else of one."""
     if config.schedule != "wavefront":
         config = replace(config, layers=1)
-    stack: Any = jax.jit(lambda: make_stack(config, rngs=nnx.Rngs(0)))()
+    stack = jax.jit(lambda: RecurrentTransformerStack(config, rngs=nnx.Rngs(0)))()
     # The residual stream is at least float32, as the stack gives it to the op.
     wide = jnp.promote_types(dtype, jnp.float32)
     x = jax.random.normal(jax.random.key(1), (B, T, config.width), wide)
@@ -119,13 +121,11 @@ def _layer(shape: Mapping[str, int]) -> RecurrentTransformerConfig:
 
 def _stack_of(experiment: Experiment) -> RecurrentTransformerConfig:
     stack = experiment.model.stack
-    # An order of work over tiles is what the stacks of this op have, and no others.
-    if not hasattr(stack, "schedule"):
+    if not isinstance(stack, RecurrentTransformerConfig):
         raise UserError(
             f"{experiment.name} trains a {type(stack).__name__}: only a Recurrent "
             "Transformer has the op recurrent_prefill"
         )
-    stack = cast(RecurrentTransformerConfig, stack)
     if stack.schedule == "naive":
         raise UserError(f"{experiment.name}: the naive schedule has no sizes to tune")
     return stack
@@ -152,9 +152,9 @@ def _ordered(
         return stack
 
     def arrays():
-        made: Any = make_stack(stack, rngs=nnx.Rngs(0))
-        cache = made.init_cache(B, 0, dtype)
-        return jnp.zeros((B, T, stack.width)), weights_of(made.blocks), cache
+        layers = RecurrentTransformerStack(stack, rngs=nnx.Rngs(0))
+        cache = layers.init_cache(B, 0, dtype)
+        return jnp.zeros((B, T, stack.width)), weights_of(layers.blocks), cache
 
     schedule = choose_schedule(stack.schedule, *jax.eval_shape(arrays))
     return replace(stack, schedule=schedule)  # pyright: ignore[reportArgumentType]

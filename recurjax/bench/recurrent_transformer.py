@@ -13,7 +13,7 @@ from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Alibi
-from recurjax.model import make_stack
+from recurjax.model import Stack, make_stack
 from recurjax.types import Tokens
 from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
 from recurjax.variants.transformer import TransformerConfig
@@ -111,24 +111,24 @@ class Programs(NamedTuple):
 
     forward: Any
     forward_backward: Any
-    stack: Any
+    stack: Stack
     x: jax.Array
 
 
 def programs(config: Layer, shape: dict[str, int], dtype: Dtype) -> Programs:
     """Makes the forward pass, and its gradient in weights and x."""
     B, T, D = shape["B"], shape["T"], shape["D"]
-    stack: Any = jax.jit(lambda: make_stack(config, rngs=nnx.Rngs(0)))()
+    stack: Stack = jax.jit(lambda: make_stack(config, rngs=nnx.Rngs(0)))()
     x = jax.random.normal(jax.random.key(1), (B, T, D), dtype)
     tokens = Tokens(jnp.zeros((B, T), jnp.int32))
 
     @jax.jit
-    def forward(stack: Any, x: jax.Array) -> jax.Array:
+    def forward(stack: Stack, x: jax.Array) -> jax.Array:
         return stack(x, stack.init_cache(B, 0, x.dtype), tokens)[0]
 
     @jax.jit
     @partial(jax.grad, argnums=(0, 1))
-    def gradient(stack: Any, x: jax.Array) -> jax.Array:
+    def gradient(stack: Stack, x: jax.Array) -> jax.Array:
         # Squares, as the gradient of a plain sum is the same at every position and a
         # compiler may make use of that.
         return jnp.sum(forward(stack, x).astype(jnp.float32) ** 2)
@@ -149,7 +149,7 @@ def _layer(
         yield row(f"{name}/{what}", shape, dtype, times, tokens=B * T)
 
     @partial(jax.jit, donate_argnums=2)
-    def step(stack: Any, x: jax.Array, cache: Any) -> Any:
+    def step(stack: Stack, x: jax.Array, cache: Any) -> Any:
         return stack(x, cache, Tokens(jnp.zeros((B, 1), jnp.int32)))
 
     cache = stack.init_cache(B, T, x.dtype)

@@ -21,6 +21,7 @@ from recurjax.bench.op_by_backend import (
 )
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.variants.recurformer import RecurFormerConfig
 
 SMALL = ({"B": 1, "T": 2048, "I": 512, "N": 16},)
 """A small mixer for two CPU cores."""
@@ -50,9 +51,8 @@ def calls_of_run(experiment: Experiment) -> list[Call]:
 
     Layers with as many replaced heads have the same.
     """
-    stack: Any = experiment.model.stack
-    # Heads that Mamba replaces are what the stacks of this op have, and no others.
-    if not any(getattr(stack, "replaced", ())):
+    stack = experiment.model.stack
+    if not isinstance(stack, RecurFormerConfig) or not any(stack.replaced):
         raise UserError(
             f"{experiment.name} trains a {type(stack).__name__} without Mamba: only a "
             "RecurFormer with replaced heads has the op selective_scan"

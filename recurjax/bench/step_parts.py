@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from recurjax.bench.timing import in_turns
+from recurjax.exits import exits_of
 from recurjax.inference.decoding import cache_dtype
 from recurjax.model import Decoder
 from recurjax.types import Array, Lanes, Tokens
@@ -25,7 +26,7 @@ def time_parts(
     model: Decoder, row_counts: set[int], length: int, *, repeats: int
 ) -> dict[int, Parts]:
     """Times a plain pass of the block, the head, and what propagates, in turns."""
-    stack: Any = model.stack
+    exits = exits_of(model).exits
     calls: dict[tuple[str, int], Callable[[], Any]] = {}
     for rows_ in row_counts:
         calls["loops", rows_] = _loops(model, rows_, length)
@@ -36,7 +37,7 @@ def time_parts(
     least = {name: min(found) for name, found in times.items()}
     return {
         rows_: Parts(
-            least["loops", rows_] / stack.exits,
+            least["loops", rows_] / exits,
             least["head", rows_],
             least["missing", rows_],
         )
@@ -65,8 +66,7 @@ def _head(model: Decoder, rows_: int) -> Callable[[], Any]:
 
 
 def _missing(model: Decoder, rows_: int, length: int) -> Callable[[], Any]:
-    stack: Any = model.stack
-    weights = jax.jit(lambda model: model.stack.tick_weights())(model)
+    weights = jax.jit(lambda model: exits_of(model).tick_weights())(model)
     lanes = Lanes(
         loop=jnp.zeros((rows_, 1), jnp.int32),
         position=jnp.full((rows_, 1), length // 2),
@@ -74,11 +74,11 @@ def _missing(model: Decoder, rows_: int, length: int) -> Callable[[], Any]:
     )
 
     @partial(jax.jit, donate_argnums=2)
-    def run(model: Any, x: Array, cache: Any, weights: Any) -> Any:
-        return model.stack.fill_ticks(x, lanes, cache, weights)
+    def run(model: Decoder, x: Array, cache: Any, weights: Any) -> Any:
+        return exits_of(model).fill_ticks(x, lanes, cache, weights)
 
     x = _states(model, rows_)
-    held = [stack.init_ticks(rows_, length, cache_dtype(model))]
+    held = [exits_of(model).init_ticks(rows_, length, cache_dtype(model))]
 
     def call() -> Any:
         held[0] = run(model, x, held[0], weights)

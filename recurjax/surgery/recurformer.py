@@ -20,10 +20,14 @@ from recurjax.errors import UserError
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.types import Array, Scalar, Tokens
-from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
+from recurjax.variants.recurformer import (
+    MambaConfig,
+    RecurFormerConfig,
+    RecurFormerStack,
+)
 from recurjax.variants.recurformer.cost import added_parameters, cache_bytes
 from recurjax.variants.recurformer.mamba import Mamba
-from recurjax.variants.transformer import TransformerConfig
+from recurjax.variants.transformer import TransformerConfig, TransformerStack
 
 
 def to_recurformer(
@@ -208,10 +212,9 @@ def fit_mixers(
             f"mixers are fitted in at least 1 step at a rate above 0, got {steps} and "
             f"{rate}"
         )
-    stack = model.config.stack
-    assert isinstance(stack, RecurFormerConfig)
+    assert isinstance(model.stack, RecurFormerStack)
+    stack, layers = model.stack.config, model.stack.layers
     nested, fits = to_nested_dict(model), []
-    layers: Any = model.stack.layers  # pyright: ignore[reportAttributeAccessIssue]
     # Values of the key heads that the replaced query heads read, in their order.
     heads = [stack.heads(layer) for layer in range(stack.layers)]
     chosen = [(each.group_of, each.replaced) for each in heads]
@@ -247,7 +250,8 @@ def record_heads(
       chosen: for each layer key heads, whose values are told, and query heads, whose
         outputs are; a key head may be named more than once.
     """
-    stack: Any = base.stack
+    stack = base.stack
+    assert isinstance(stack, TransformerStack)
     config = stack.config
     parts = [texts[n : n + BATCH] for n in range(0, len(texts), BATCH)]
     states = [_embedded(base, ids) for ids in parts]
