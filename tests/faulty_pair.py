@@ -16,7 +16,7 @@ from recurjax.cli.main import main
 from recurjax.errors import UserError
 from recurjax.training import loop
 from recurjax.training import session as session_module
-from recurjax.training.run import RunDirectory, shared_directory
+from recurjax.training.run import RunDirectory, run_directory
 from recurjax.training.session import Session
 from tests.pairs import fork_pairs
 from tests.training import tiny_experiment
@@ -72,7 +72,7 @@ def arm(scenario: str, rank: int, folder: Path) -> None:
             return real_session(*args, **options)
 
         loop.Session = session
-        shared_directory._WAIT_SECONDS = 2.0
+        run_directory._WAIT_SECONDS = 2.0
 
 
 def run(scenario: str, rank: int, folder: Path) -> int:

@@ -26,7 +26,7 @@ MAY_ASK = {
     "recurjax.machine.devices",  # a table of peak rates, by kind
     "recurjax.bench.report",  # prints where a row was measured
     "recurjax.cli.doctor",  # prints what there is
-    "recurjax.training.run.starts",  # writes down where a run started
+    "recurjax.training.run.trackers",  # writes down where a run started
 }
 
 

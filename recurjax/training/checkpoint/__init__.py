@@ -3,7 +3,10 @@
 The one door is `Checkpoints`; see README.md for the rooms behind it.
 """
 
-from recurjax.training.checkpoint.checkpoints import Checkpoints, NoGoodCheckpoint
-from recurjax.training.checkpoint.restored import Restored
+from recurjax.training.checkpoint.checkpoints import (
+    Checkpoints,
+    NoGoodCheckpoint,
+    Restored,
+)
 
 __all__ = ["Checkpoints", "NoGoodCheckpoint", "Restored"]

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -18,7 +18,6 @@ from recurjax.training.agreement import each_process, every_process, first_proce
 from recurjax.training.checkpoint.array_store import ArrayStore, reason
 from recurjax.training.checkpoint.checksum import checksums
 from recurjax.training.checkpoint.manifest import ArrayEntry, Manifest, filled, named
-from recurjax.training.checkpoint.restored import Restored
 from recurjax.training.checkpoint.step_directory import StepDirectory
 
 T = TypeVar("T")
@@ -26,6 +25,41 @@ T = TypeVar("T")
 
 class NoGoodCheckpoint(UserError):
     """Every checkpoint that was looked at is damaged."""
+
+
+class Restored(NamedTuple):
+    """A verified checkpoint.
+
+    Attributes:
+      step: training steps done.
+      tree: the arrays, placed as `abstract` asked.
+      data_states: the data iterator's state in each process of the run that saved.
+      digest: of the arrays' values, see `Manifest.digest`.
+    """
+
+    step: int
+    tree: dict[str, Any]
+    data_states: list[dict[str, Any]]
+    digest: str = ""
+
+    @property
+    def data_state(self) -> dict[str, Any]:
+        """The data iterator's state for this process.
+
+        Raises:
+          UserError: another number of processes saved, and their states differ.
+        """
+        if len(self.data_states) == jax.process_count():
+            return self.data_states[jax.process_index()]
+        # From another number of processes: their places agree only where all read the
+        # same.
+        if any(state != self.data_states[0] for state in self.data_states):
+            raise UserError(
+                f"checkpoint {self.step} was saved by {len(self.data_states)} processes"
+                f" that had read different data, and {jax.process_count()} cannot go on"
+                " from there: start as many as had saved."
+            )
+        return self.data_states[0]
 
 
 class Checkpoints:

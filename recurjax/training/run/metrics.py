@@ -1,5 +1,6 @@
-"""Where metrics go: metrics.jsonl, TensorBoard and, if asked, trackers."""
+"""Where metrics go: metrics.jsonl, TensorBoard, trackers and the picture loss.png."""
 
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import jax
 
 from recurjax.errors import UserError
 from recurjax.files.json_files import json_text, parse_json
+from recurjax.files.whole import write_whole
 from recurjax.training.run.trackers import Description, Tracker
 
 
@@ -137,13 +139,43 @@ def device_memory() -> dict[str, float]:
     Empty where a device does not say, as CPUs do not.
     """
     # All devices of the process: the fullest one is what runs out.
-    told = [device.memory_stats() or {} for device in jax.local_devices()]
+    each = [device.memory_stats() or {} for device in jax.local_devices()]
     names = {
         "device_memory_bytes": "bytes_in_use",
         "device_memory_peak_bytes": "peak_bytes_in_use",
     }
     return {
-        ours: float(max(stats[theirs] for stats in told))
+        ours: float(max(stats[theirs] for stats in each))
         for ours, theirs in names.items()
-        if all(theirs in stats for stats in told)
+        if all(theirs in stats for stats in each)
     }
+
+
+def plot_losses(metrics: Path, png: Path) -> None:
+    """Draws training and validation loss, in nats a token, over steps.
+
+    Args:
+      metrics: a run's metrics.jsonl.
+      png: written whole or not at all.
+    """
+    from matplotlib.figure import Figure  # slow to import, and needed here only
+
+    rows = read_rows(metrics).rows
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for kind, style in (("train", "-"), ("validation", "o-")):
+        points = [(r["step"], r.get("loss")) for r in rows if r["kind"] == kind]
+        # null: a loss that was not finite leaves a gap.
+        points = [point for point in points if point[1] is not None]
+        if points:
+            steps, losses = zip(*points, strict=True)
+            axes.plot(steps, losses, style, label=kind, markersize=4, linewidth=1.2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    # Drawn in memory, so that the file appears whole.
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    write_whole(png, content.getvalue())

@@ -1,9 +1,18 @@
-"""A run directory: what lies where, and loading a trained model from one."""
+"""A run directory: its files, loading a trained model from one, reading other runs'.
+
+Other runs' parameters are those of `training.start_from` and an objective's frozen
+model.
+"""
 
 import dataclasses
+import json
 import os
 import re
+import secrets
+import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,19 +25,22 @@ from recurjax.errors import UserError
 from recurjax.experiment import (
     Experiment,
     differences,
+    model_differences,
     read_experiment,
     write_experiment,
 )
 from recurjax.files.json_files import json_text, read_json_object
 from recurjax.files.storage import url_of
-from recurjax.files.whole import write_whole
-from recurjax.model import Decoder
+from recurjax.files.whole import make_folders, write_whole
+from recurjax.machine.peers import SharedError
+from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.training.agreement import every_process, first_process
 from recurjax.training.checkpoint import Checkpoints, NoGoodCheckpoint
 from recurjax.training.program import model_shapes
 from recurjax.training.run.metrics import read_rows
-from recurjax.training.run.mirror import fetched
+from recurjax.training.run.mirror import NO_STEP, fetched
 
 
 class RunDirectory:
@@ -323,3 +335,165 @@ def _comparable(experiment: Experiment) -> Experiment:
         data=data,
         evaluation=evaluation,
     )
+
+
+_WAIT_SECONDS = 10.0
+"""A network file system may show a new file to other machines some seconds later."""
+
+
+def check_shared(root: Path) -> None:
+    """Refuses a run directory that every machine has for itself.
+
+    Process 0 writes a word that nobody can know into the directory and all must read
+    it. Without this a run on several machines would train to its end, each writing its
+    own part of every checkpoint to its own disk, and none could be restored.
+
+    Raises:
+      SharedError: some processes do not see what process 0 wrote; in all of them.
+      OSError: process 0 cannot write there.
+    """
+    if jax.process_count() == 1:
+        return
+    new: list[Path] = []
+    file = root / ".seen-by-all"
+
+    def write() -> str:
+        new.extend(make_folders(root))
+        word = secrets.token_hex(16)
+        write_whole(file, word)
+        return word
+
+    def remove() -> None:
+        file.unlink(missing_ok=True)
+        with suppress(OSError):  # not empty: somebody else has begun to use it
+            for folder in new:  # what is refused later leaves nothing behind
+                folder.rmdir()
+
+    word = first_process(write)
+    # Every process looks for itself and tells all: a shared answer, the same for each.
+    seen = [json.loads(text) for text in every_process(_look(file, word))]
+    first_process(remove)
+    blind = [number for number, (saw, _) in enumerate(seen) if not saw]
+    if blind:
+        rest = f" (and {len(blind) - 1} more)" if len(blind) > 1 else ""
+        raise SharedError(
+            f"process {blind[0]} on {seen[blind[0]][1]}{rest} does not see what "
+            f"process 0 on {seen[0][1]} wrote to {root}: all processes of a run must "
+            "share the run directory, so name a shared file system with --runs"
+        )
+
+
+def _look(file: Path, word: str) -> str:
+    limit = time.monotonic() + _WAIT_SECONDS
+    saw = False
+    while not saw and time.monotonic() < limit:
+        try:
+            saw = file.read_text(encoding="utf-8") == word
+        except OSError:
+            saw = False
+        if not saw:
+            time.sleep(0.2)
+    return json.dumps([saw, socket.gethostname()])
+
+
+def check_start(experiment: Experiment, tokenizer: Tokenizer) -> None:
+    """Refuses, before anything is trained, parameters that do not fit.
+
+    Raises:
+      UserError: `training.start_from` is no run directory, or has another model (all
+        differences are listed) or another tokenizer.
+    """
+    start = experiment.training.start_from
+    if start is not None:
+        _check_run(
+            start,
+            name="training.start_from",
+            model=experiment.model,
+            whose="this run",
+            tokenizer=tokenizer,
+        )
+
+
+def check_frozen(experiment: Experiment, tokenizer: Tokenizer) -> None:
+    """Refuses, before anything is trained, a frozen model that is not as described.
+
+    Raises:
+      UserError: `objective.frozen.run` is no run directory, or has another model than
+        `objective.frozen.model` or another tokenizer than this run.
+    """
+    frozen = experiment.objective.frozen
+    if frozen is not None:
+        _check_run(
+            frozen.run,
+            name="objective.frozen.run",
+            model=frozen.model,
+            whose="objective.frozen.model",
+            tokenizer=tokenizer,
+        )
+
+
+def load_start(
+    experiment: Experiment, mesh: Mesh, report: Callable[[str], None]
+) -> Decoder | None:
+    """Loads the parameters to start from, onto the run's mesh; None: there are none."""
+    start = experiment.training.start_from
+    if start is None:
+        return None
+    found = load_run(start, mesh=mesh, report=report)
+    report(f"starting from the parameters of {start} at step {found.step}")
+    return found.model
+
+
+def load_frozen(
+    experiment: Experiment,
+    mesh: Mesh,
+    report: Callable[[str], None],
+    *,
+    record: RunDirectory | None = None,
+) -> Decoder | None:
+    """Loads the objective's frozen model onto the run's mesh; None: it has none.
+
+    Args:
+      record: of the run, where the model's path, step and digest are written down the
+        first time. Later that step is loaded, whatever was trained since.
+
+    Raises:
+      UserError: the run was begun with other parameters.
+    """
+    frozen = experiment.objective.frozen
+    if frozen is None:
+        return None
+    # A resumed run reads the very parameters that it began with.
+    step = None if record is None else first_process(record.frozen_step)
+    found = load_run(frozen.run, step=step, mesh=mesh, report=report)
+    if record is not None:
+        told = frozen.run, found.step, found.digest
+        first_process(lambda: record.record_frozen(*told))
+    report(f"the objective reads the frozen model of {frozen.run} at step {found.step}")
+    return found.model
+
+
+def _check_run(
+    path: str, *, name: str, model: ModelConfig, whose: str, tokenizer: Tokenizer
+) -> None:
+    if (url := url_of(path)) is not None:
+        # Config and tokenizer are enough to compare: no checkpoint is copied.
+        with fetched(url, step=NO_STEP) as copy:
+            return _check_run(
+                str(copy.folder),
+                name=name,
+                model=model,
+                whose=whose,
+                tokenizer=tokenizer,
+            )
+    directory = RunDirectory(Path(path))
+    other = read_experiment(directory.config)
+    if differing := model_differences(model, other.model):
+        raise UserError(
+            f"{name} {path} has another model than {whose}: {'; '.join(differing)}"
+        )
+    if directory.load_tokenizer(other).hash != tokenizer.hash:
+        raise UserError(
+            f"{name} {path} has another tokenizer than this run: use "
+            f'TokenizerFile(path="{directory.tokenizer}")'
+        )

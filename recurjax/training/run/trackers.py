@@ -1,4 +1,4 @@
-"""Services that show metrics of many runs beside each other: wandb and MLflow.
+"""What a run says of itself: to wandb and MLflow, and in starts.jsonl.
 
 Both know a run by an id. It is kept in the run directory, so that a resumed run goes on
 where it was, and another run of the same name is another one.
@@ -6,13 +6,20 @@ where it was, and another run of the same name is another one.
 
 import json
 import math
+import os
 import secrets
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+
 from recurjax.errors import UserError
+from recurjax.files.json_files import read_json_object
 from recurjax.files.whole import write_whole
 from recurjax.training.config import TrainingConfig
 
@@ -137,24 +144,78 @@ def _known_id(ids: Path, service: str) -> str | None:
 
 
 def _new_id(ids: Path, service: str) -> str:
-    made = secrets.token_hex(4)
-    _note_id(ids, service, made)
-    return made
+    new = secrets.token_hex(4)
+    _note_id(ids, service, new)
+    return new
 
 
-def _note_id(ids: Path, service: str, made: str) -> None:
-    write_whole(ids, json.dumps(_ids(ids) | {service: made}) + "\n")
+def _note_id(ids: Path, service: str, new: str) -> None:
+    write_whole(ids, json.dumps(_ids(ids) | {service: new}) + "\n")
 
 
 def _ids(ids: Path) -> dict[str, str]:
-    try:
-        found = json.loads(ids.read_bytes())
-    except FileNotFoundError:
+    if not ids.is_file():
         return {}
-    except ValueError as error:
-        raise UserError(
-            f"{ids} is not valid JSON: {error}; remove it to begin a new run there"
-        ) from error
-    if not isinstance(found, dict):
-        raise UserError(f"{ids} is no JSON object: remove it to begin a new run there")
-    return {k: v for k, v in found.items() if isinstance(v, str)}
+    try:
+        values = read_json_object(ids, "the file of the trackers' ids")
+    except UserError as error:
+        raise UserError(f"{error}; remove it to begin a new run there") from error
+    return {k: v for k, v in values.items() if isinstance(v, str)}
+
+
+_GIT_SECONDS = 10.0
+
+
+def note_start(file: Path, *, step: int) -> dict[str, Any]:
+    """Appends this start to the file and returns its row.
+
+    A row has the time, the step that training begins or resumes at, the commit checked
+    out where the command was given and whether files differ from it (null: no git, or
+    no repository), the versions of jax and jaxlib, and how many devices of which kind
+    in how many processes.
+    """
+    # Of where the command was given: that is the code that the user works on.
+    commit, dirty = git_state(Path.cwd())
+    row = {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "step": step,
+        "commit": commit,
+        "dirty": dirty,
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processes": jax.process_count(),
+    }
+    with file.open("a", encoding="utf-8") as rows:
+        rows.write(json.dumps(row) + "\n")
+    return row
+
+
+def git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Returns the commit checked out in a folder, and whether tracked files differ.
+
+    Files that git does not track do not count: runs are written beside the code.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None, None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return commit.strip(), None if changed is None else bool(changed.strip())
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    # Nothing is asked, locked or fetched: a training must not wait for its repository.
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_SECONDS,
+            env=env,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

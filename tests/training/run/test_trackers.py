@@ -13,8 +13,7 @@ from recurjax.config_json import to_json
 from recurjax.errors import UserError
 from recurjax.training.run import Description, MetricsWriter, RunDirectory
 from recurjax.training.run import metrics as metrics_module
-from recurjax.training.run.starts import git_state, note_start
-from recurjax.training.run.trackers import open_trackers
+from recurjax.training.run.trackers import git_state, note_start, open_trackers
 from tests.training.tiny_experiment import changed, config
 
 SETTINGS = {
