@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json_object
-from recurjax.files.whole import write_whole
 
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
@@ -48,10 +48,10 @@ class Companions:
     def save(self, directory: Path) -> None:
         """Writes the files that `read_companions` reads back."""
         if self.template is not None:
-            write_whole(directory / TEMPLATE_FILE, self.template)
+            write_atomic(directory / TEMPLATE_FILE, self.template)
         if self.generation is not None:
             text = json_text(self.generation, indent=2) + "\n"
-            write_whole(directory / GENERATION_FILE, text)
+            write_atomic(directory / GENERATION_FILE, text)
 
 
 def read_companions(folder: Path) -> Companions:

@@ -19,8 +19,8 @@ from recurjax.data.tokenizers.companions import (
     read_companions,
 )
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import parse_json, read_json_object
-from recurjax.files.whole import write_whole
 
 _BOS_NAMES = (
     "<|bos|>",
@@ -186,9 +186,9 @@ class JsonTokenizer:
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / "tokenizer.json", self._definition)
+        write_atomic(directory / "tokenizer.json", self._definition)
         text = json.dumps(self._names, indent=1) + "\n"
-        write_whole(directory / CONFIG_FILE, text)
+        write_atomic(directory / CONFIG_FILE, text)
         self.companions.save(directory)
 
     def _id(self, name: str | None, role: str) -> int | None:
