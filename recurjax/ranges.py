@@ -1,10 +1,146 @@
-"""Range checks of config fields, one sentence each; NaN lies in no range."""
+"""Ranges of config fields: declared in their annotations, checked by one function.
+
+    class Retry(RangedConfig):
+        attempts: PositiveInt
+        wait: Annotated[float, Range(above=0, most=60)] = 1.0
+
+`--help` shows the ranges, and a value outside one is a sentence:
+`Retry.attempts: must be >= 1, got 0`.
+"""
 
 import math
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, get_args, get_type_hints
 
 from recurjax.errors import UserError
+
+LARGEST_SIZE = 2**31 - 1
+"""Of a size, a count or a token id: what XLA's and numpy's int32 holds."""
+
+LARGEST_BATCH = 2**28
+"""Tokens of one batch over all devices: its ids, targets and segments fill 3 GB."""
+
+_LARGEST_FLOAT = 3.4e38
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """The numbers with least <= x <= most and above < x < below.
+
+    A field's annotation carries it: Annotated[int, Range(least=1)]. In an optional
+    field or a tuple it holds for the numbers that are there.
+    """
+
+    least: float | int = -math.inf
+    most: float | int = math.inf
+    above: float | int = -math.inf
+    below: float | int = math.inf
+
+    def __contains__(self, x: float | int) -> bool:
+        # NaN compares false with everything, and infinity is not below itself.
+        return self.least <= x <= self.most and self.above < x < self.below
+
+    def __str__(self) -> str:
+        bounds = [
+            f">= {_shown(self.least)}" if self.least > -math.inf else "",
+            f"> {_shown(self.above)}" if self.above > -math.inf else "",
+            f"<= {_shown(self.most)}" if self.most < math.inf else "",
+            f"< {_shown(self.below)}" if self.below < math.inf else "",
+        ]
+        return " and ".join(bound for bound in bounds if bound) or "finite"
+
+
+PositiveInt = Annotated[int, Range(least=1)]
+NonNegativeInt = Annotated[int, Range(least=0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeFloat = Annotated[float, Range(least=0)]
+Fraction = Annotated[float, Range(least=0, most=1)]
+DecayRate = Annotated[float, Range(least=0, below=1)]
+"""Of a running mean."""
+
+Seed = Annotated[int, Range(least=0, below=2**32)]
+"""Of a random number generator."""
+
+
+class RangedConfig:
+    """A config dataclass whose numbers are checked when it is built.
+
+    One that checks relations between fields as well has a `__post_init__` of its own,
+    which calls `check_ranges` first.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+def check_ranges(config: Any) -> None:
+    """Checks that all numbers of a config are in range and can be computed with.
+
+    Floats are finite, also as float32. Integers are sizes, counts or ids below 2^31,
+    unless their range ends higher. Tuples are looked into, other configs check
+    themselves, and None is no number.
+
+    Raises:
+      UserError: naming the class, the first field outside, its range and its value.
+    """
+    declared = field_ranges(type(config))
+    for field in fields(config):
+        value = getattr(config, field.name)
+        for number in _numbers(value):
+            if wanted := _refused(number, declared.get(field.name, Range())):
+                kind = type(config).__name__
+                raise UserError(f"{kind}.{field.name}: must be {wanted}, got {value}")
+
+
+@cache
+def field_ranges(kind: type) -> dict[str, Range]:
+    """Returns the ranges that a dataclass declares, by the fields' names."""
+    hints = get_type_hints(kind, include_extras=True)
+    ranges = {field.name: range_of(hints[field.name]) for field in fields(kind)}
+    return {name: found for name, found in ranges.items() if found is not None}
+
+
+def range_of(hint: Any) -> Range | None:
+    """Finds the range that an annotation carries, also inside unions and tuples."""
+    for item in getattr(hint, "__metadata__", ()):
+        if isinstance(item, Range):
+            return item
+    inner = (range_of(part) for part in get_args(hint))
+    return next((found for found in inner if found is not None), None)
+
+
+def _refused(number: float | int, declared: Range) -> str | None:
+    """Returns what a number must be that is not, or None."""
+    if isinstance(number, float):
+        if not math.isfinite(number) or abs(number) > _LARGEST_FLOAT:
+            return "finite and at most 3.4e38 in size"
+    elif number > LARGEST_SIZE and min(declared.most, declared.below) == math.inf:
+        return "below 2^31"
+    elif number < -LARGEST_SIZE and max(declared.least, declared.above) == -math.inf:
+        return "above -2^31"
+    return None if number in declared else str(declared)
+
+
+def _shown(bound: float | int) -> str:
+    """Writes a bound; large powers of two as such."""
+    for power, words in ((bound, ""), (bound + 1, " - 1")):
+        if power >= 1 << 16 and power == int(power) and int(power).bit_count() == 1:
+            return f"2^{int(power).bit_length() - 1}{words}"
+    return f"{bound:g}"
+
+
+def _numbers(value: Any) -> list[int | float]:
+    # Booleans are integers for Python and pass as 0 and 1.
+    if isinstance(value, tuple):
+        return [number for item in value for number in _numbers(item)]
+    return [value] if isinstance(value, int | float) else []
+
+
+# Of configs that do not declare their ranges yet.
+require_numbers = check_ranges
 
 
 def require_range(
@@ -15,70 +151,11 @@ def require_range(
     above: float | int = -math.inf,
     below: float | int = math.inf,
 ) -> None:
-    """Checks that fields are finite with least <= x <= most and above < x < below.
-
-    A field that is None is left alone: it switches something off.
-
-    Raises:
-      UserError: naming the class, the first field outside and its value.
-    """
+    """Checks that fields are in a range; None is left alone."""
+    declared = Range(least=least, most=most, above=above, below=below)
     for name in names:
         value = getattr(config, name)
-        if value is None:
-            continue
-        # NaN compares false with everything, and infinity is not below itself.
-        inside = least <= value <= most and above < value < below
-        if not inside:
-            bounds = [
-                f">= {least:g}" if least > -math.inf else "",
-                f"> {above:g}" if above > -math.inf else "",
-                f"<= {most:g}" if most < math.inf else "",
-                f"< {below:g}" if below < math.inf else "",
-            ]
-            wish = " and ".join(bound for bound in bounds if bound) or "finite"
+        if value is not None and value not in declared:
             raise UserError(
-                f"{type(config).__name__}: {name} must be {wish}, got {value}"
+                f"{type(config).__name__}.{name}: must be {declared}, got {value}"
             )
-
-
-LARGEST_SIZE = 2**31 - 1
-"""Of a size, a count or a token id: what XLA's and numpy's int32 holds."""
-
-LARGEST_BATCH = 2**28
-"""Tokens of one batch over all devices: its ids, targets and segments fill 3 GB."""
-
-_LARGEST_FLOAT = 3.4e38
-_WIDE = ("seed", "map_seed", "train_bytes")
-"""Fields that are no sizes of anything."""
-
-
-def require_numbers(config: Any) -> None:
-    """Checks that all numbers of a config can be computed with; its first check.
-
-    Floats are finite, also as float32; integers are sizes, counts or ids below 2^31.
-    Tuples are looked into, other configs check themselves.
-
-    Raises:
-      UserError: naming the class, the field and its value.
-    """
-    for field in fields(config):
-        value = getattr(config, field.name)
-        wide = field.name in _WIDE
-        for number in _numbers(value):
-            if isinstance(number, float):
-                wish = "finite and at most 3.4e38 in size"
-                fits = math.isfinite(number) and abs(number) <= _LARGEST_FLOAT
-            else:
-                wish = "below 2^63" if wide else "below 2^31"
-                fits = abs(number) <= (2**63 - 1 if wide else LARGEST_SIZE)
-            if not fits:
-                raise UserError(
-                    f"{type(config).__name__}: {field.name} must be {wish}, got {value}"
-                )
-
-
-def _numbers(value: Any) -> list[int | float]:
-    # Booleans are integers for Python and pass as 0 and 1.
-    if isinstance(value, tuple):
-        return [number for item in value for number in _numbers(item)]
-    return [value] if isinstance(value, int | float) else []

@@ -250,11 +250,9 @@ def _told(path: Path) -> Iterator[None]:
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}"
         raise UserError(f"{where} does not parse: {error.msg}") from error
-    except UserError as error:
-        if str(path) in str(error):
-            raise
-        raise UserError(f"{path}: {error}") from error
     except Exception as error:
+        if isinstance(error, UserError) and str(path) in str(error):
+            raise
         frames = traceback.extract_tb(error.__traceback__)
         # The last line of the user's file in the trace, not one inside the library.
         own = [f.lineno for f in frames if Path(f.filename) == path.absolute()]

@@ -64,7 +64,11 @@ WRONG = [
     ("model.stack.windows", ["a"], r"config.model.stack.windows\[0\] must be of type"),
     ("training.profile", [1], "config.training.profile must be of type"),
     ("mesh", 3, "config.mesh must be an object for MeshConfig, got 3"),
-    ("training.steps", 0, "config.training: training.steps must be at least 1, got 0"),
+    (
+        "training.steps",
+        0,
+        r"config.training: TrainingConfig\.steps: must be >= 1, got 0",
+    ),
 ]
 
 

@@ -9,26 +9,54 @@ from recurjax.training.optimizers import Adam, AdamW, Constant, Cosine, LinearWa
 
 SIZES = {"steps": 1, "batch": 1, "length": 1}
 REFUSED = [
-    (AdamW, {"learning_rate": -1.0}, "AdamW: learning_rate must be > 0, got -1.0"),
-    (Adam, {"learning_rate": math.nan}, "Adam: learning_rate must be finite"),
-    (Adam, {"learning_rate": math.inf}, "Adam: learning_rate must be finite"),
-    (AdamW, {"learning_rate": 1.0, "b1": 2.0}, "b1 must be >= 0 and < 1, got 2.0"),
-    (AdamW, {"learning_rate": 1.0, "b2": 1.0}, "b2 must be >= 0 and < 1, got 1.0"),
-    (AdamW, {"learning_rate": 1.0, "eps": 0.0}, "eps must be > 0, got 0.0"),
-    (AdamW, {"learning_rate": 1.0, "weight_decay": -0.1}, "weight_decay must be >= 0"),
-    (Constant, {"start": -0.1}, "Constant: start must be >= 0 and <= 1, got -0.1"),
-    (Cosine, {"end": 1.5}, "Cosine: end must be >= 0 and <= 1, got 1.5"),
-    (LinearWarmdown, {"warmdown": math.nan}, "warmdown must be finite"),
-    (NextToken, {"z_loss": -1.0}, "NextToken: z_loss must be >= 0, got -1.0"),
+    (AdamW, {"learning_rate": -1.0}, r"AdamW\.learning_rate: must be > 0, got -1.0"),
+    (Adam, {"learning_rate": math.nan}, r"Adam\.learning_rate: must be finite"),
+    (Adam, {"learning_rate": math.inf}, r"Adam\.learning_rate: must be finite"),
+    (
+        AdamW,
+        {"learning_rate": 1.0, "b1": 2.0},
+        r"AdamW\.b1: must be >= 0 and < 1, got 2.0",
+    ),
+    (
+        AdamW,
+        {"learning_rate": 1.0, "b2": 1.0},
+        r"AdamW\.b2: must be >= 0 and < 1, got 1.0",
+    ),
+    (AdamW, {"learning_rate": 1.0, "eps": 0.0}, r"AdamW\.eps: must be > 0, got 0.0"),
+    (
+        AdamW,
+        {"learning_rate": 1.0, "weight_decay": -0.1},
+        r"AdamW\.weight_decay: must be >= 0, got -0.1",
+    ),
+    (Constant, {"start": -0.1}, r"Constant\.start: must be >= 0 and <= 1, got -0.1"),
+    (Cosine, {"end": 1.5}, r"Cosine\.end: must be >= 0 and <= 1, got 1.5"),
+    (
+        LinearWarmdown,
+        {"warmdown": math.nan},
+        r"LinearWarmdown\.warmdown: must be finite",
+    ),
+    (NextToken, {"z_loss": -1.0}, r"NextToken\.z_loss: must be >= 0, got -1.0"),
     (
         TrainingConfig,
         SIZES | {"gradient_clip": math.nan},
-        "gradient_clip must be finite",
+        r"TrainingConfig\.gradient_clip: must be finite",
     ),
-    (TrainingConfig, SIZES | {"seed": -1}, r"seed must lie in \[0, 2\*\*32\), got -1"),
-    (TrainingConfig, SIZES | {"seed": 2**32}, "seed must lie in .*, got 4294967296"),
-    (EvaluationConfig, {"temperature": -1.0}, "temperature must be >= 0, got -1.0"),
-    (EvaluationConfig, {"sample_tokens": 0}, "sample_tokens must be >= 1, got 0"),
+    (TrainingConfig, SIZES | {"seed": -1}, r"\.seed: must be >= 0 and < 2\^32, got -1"),
+    (
+        TrainingConfig,
+        SIZES | {"seed": 2**32},
+        r"\.seed: must be >= 0 and < 2\^32, got 4294967296",
+    ),
+    (
+        EvaluationConfig,
+        {"temperature": -1.0},
+        r"EvaluationConfig\.temperature: must be >= 0, got -1.0",
+    ),
+    (
+        EvaluationConfig,
+        {"sample_tokens": 0},
+        r"EvaluationConfig\.sample_tokens: must be >= 1, got 0",
+    ),
 ]
 
 

@@ -33,7 +33,7 @@ FILES = [
     ),
     (
         IMPORTS + "def config():\n    return changed(tiny(), training={'steps': 0})\n",
-        r"e.py, line 3: training.steps must be at least 1, got 0$",
+        r"e.py, line 3: TrainingConfig\.steps: must be >= 1, got 0$",
     ),
     (
         IMPORTS + SET.format("optimizer, 'b1', '0.9'"),

@@ -5,7 +5,7 @@ import difflib
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stderr
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import tyro
 
 from recurjax.errors import UserError
+from recurjax.ranges import Range, field_ranges
 
 T = TypeVar("T")
 
@@ -56,22 +57,63 @@ def _by_tyro(kind: type[T], argv: Sequence[str], **options: Any) -> T:
                 args=list(argv),
                 # Fields of configs by dots, not as subcommands of a union.
                 config=(tyro.conf.AvoidSubcommands,),
-                registry=_PATHS,
+                registry=_RULES,
                 **options,
             )
     except SystemExit as end:
         # --help ends with 0 and has printed what it should.
         if not end.code:
             raise
-        raise UserError(_sentence(said.getvalue())) from None
+        raise UserError(_with_option(_sentence(said.getvalue()))) from None
     except ValueError as error:  # from the class's own __post_init__
-        raise UserError(str(error)) from error
+        raise UserError(_with_option(str(error))) from error
 
 
-_PATHS = tyro.constructors.ConstructorRegistry()
+_RULES = tyro.constructors.ConstructorRegistry()
 
 
-@_PATHS.primitive_rule
+class _RangesInHelp:
+    """A rule that appends the range that a field declares to its option's help."""
+
+    def __init__(self):
+        self._busy = False
+
+    def __call__(
+        self, config: tyro.constructors.StructTypeInfo
+    ) -> tyro.constructors.StructConstructorSpec | None:
+        # While it asks tyro for the fields, this rule is asked too, and leaves it to
+        # the others.
+        if self._busy or not dataclasses.is_dataclass(config.type):
+            return None
+        self._busy = True
+        try:
+            spec = tyro.constructors.ConstructorRegistry.get_struct_spec(config)
+        finally:
+            self._busy = False
+        if not isinstance(spec, tyro.constructors.StructConstructorSpec):
+            return None
+        ranges = field_ranges(config.type)
+        fields = tuple(
+            dataclasses.replace(field, helptext=_help(field, ranges[field.name]))
+            if field.name in ranges
+            else field
+            for field in spec.fields
+        )
+        return dataclasses.replace(spec, fields=fields)
+
+
+def _help(
+    field: tyro.constructors.StructFieldSpec, declared: Range
+) -> Callable[[], str]:
+    # Docstrings are parsed when --help shows them, and not for other command lines.
+    text = field.helptext
+    return lambda: f"{(text() if callable(text) else text) or ''} ({declared})".strip()
+
+
+_RULES.struct_rule(_RangesInHelp())
+
+
+@_RULES.primitive_rule
 def _path(
     field: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Path] | None:
@@ -88,6 +130,16 @@ def _path(
         is_instance=lambda value: isinstance(value, Path),
         str_from_instance=lambda path: [str(path)],
     )
+
+
+def _with_option(sentence: str) -> str:
+    """Names a field that is out of range as its option."""
+    # tyro says in which config, check_ranges of which class.
+    match = re.match(r"(?:([\w.]+): )?[A-Z]\w*\.(\w+): (?=must be )", sentence)
+    if match is None:
+        return sentence
+    option = ".".join(name for name in match.groups() if name).replace("_", "-")
+    return f"--{option}: {sentence[match.end() :]}"
 
 
 def _check_known(names: Iterable[str], argv: Sequence[str]) -> None:

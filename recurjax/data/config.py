@@ -1,9 +1,8 @@
 """What to train on: the corpus, the tokenizer, and how documents become rows."""
 
-import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from recurjax.data.examples import (
     Conversations,
@@ -13,11 +12,22 @@ from recurjax.data.examples import (
 )
 from recurjax.data.shares import whole_numbers
 from recurjax.errors import UserError
-from recurjax.ranges import require_numbers, require_range
+from recurjax.ranges import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    RangedConfig,
+    Seed,
+    check_ranges,
+)
 
-MOST_AHEAD = 1024
-"""Batches made ahead, and threads that make them: more only fills the memory."""
+# More only fills the memory.
+Prefetch = Annotated[int, Range(least=0, most=1024)]
+Threads = Annotated[int, Range(least=1, most=1024)]
 
+_TrainBytes = Annotated[int, Range(least=1, below=2**63)]
 _LARGEST_BPE = 2**24
 
 
@@ -119,11 +129,11 @@ class Part:
     """
 
     corpus: PartCorpus
-    weight: float
+    weight: PositiveFloat
     name: str
 
     def __post_init__(self):
-        require_numbers(self)
+        check_ranges(self)
         if not re.fullmatch(r"[\w-]+", self.name):
             raise UserError(
                 f"Part: name must have letters, digits, _ and -, got {self.name!r}"
@@ -131,7 +141,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reweighting:
+class Reweighting(RangedConfig):
     """Other weights of a mixture's parts, from a step on.
 
     Attributes:
@@ -139,12 +149,8 @@ class Reweighting:
       weights: of all parts, in their order; 0 leaves a part out from here on.
     """
 
-    step: int
-    weights: tuple[float, ...]
-
-    def __post_init__(self):
-        # Whether the weights fit the parts is asked by the mixture, which knows them.
-        require_numbers(self)
+    step: PositiveInt
+    weights: tuple[NonNegativeFloat, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,32 +176,23 @@ class Mixture:
                 "Mixture: wants parts, each with a name of its own, got "
                 f"{', '.join(names) or 'none'}"
             )
-        for part in self.parts:
-            if not 0 < part.weight < math.inf:
-                raise UserError(
-                    f"Mixture: the weight of part {part.name} must be positive, got "
-                    f"{part.weight}: leave the part out"
-                )
-        # Step 0 has the parts' own weights: reweightings come after it.
         last = 0
-        for one in self.reweightings:
-            if one.step <= last:
+        for change in self.reweightings:
+            if change.step <= last:
                 raise UserError(
-                    f"Mixture: reweightings must have ascending steps from 1 on, got "
-                    f"{one.step} after {last}"
+                    f"Mixture: reweightings must have ascending steps, got "
+                    f"{change.step} after {last}"
                 )
-            last = one.step
-            known = len(one.weights) == len(names)
-            if not known or min(one.weights) < 0 or not 0 < sum(one.weights) < math.inf:
+            last = change.step
+            if len(change.weights) != len(names) or not any(change.weights):
                 raise UserError(
-                    f"Mixture: the reweighting at step {one.step} must have "
-                    f"{len(names)} weights, none negative and not all 0, got "
-                    f"{one.weights}"
+                    f"Mixture: the reweighting at step {change.step} must have "
+                    f"{len(names)} weights, not all 0, got {change.weights}"
                 )
-        # Rows are planned by whole numbers: told here, before a run has a directory.
+        # Rows are planned by whole numbers: refused here, before a run has a directory.
         for weights in (
             tuple(part.weight for part in self.parts),
-            *(one.weights for one in self.reweightings),
+            *(change.weights for change in self.reweightings),
         ):
             whole_numbers(weights)
 
@@ -211,7 +208,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bpe:
+class Bpe(RangedConfig):
     """A byte-level BPE trained on the training part of the corpus.
 
     Attributes:
@@ -219,18 +216,12 @@ class Bpe:
       train_bytes: merges are counted on at most about this much text.
     """
 
-    vocabulary: int
-    train_bytes: int = 200_000_000
-
-    def __post_init__(self):
-        require_numbers(self)
-        require_range(self, "vocabulary", most=_LARGEST_BPE)
-        _require_size(self, self.vocabulary, 257, "256 bytes and BOS")
-        _require_text(self, self.train_bytes)
+    vocabulary: Annotated[int, Range(least=257, most=_LARGEST_BPE)]
+    train_bytes: _TrainBytes = 200_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NanochatBpe:
+class NanochatBpe(RangedConfig):
     """nanochat's byte-level BPE, trained on the training part of the corpus.
 
     Attributes:
@@ -240,14 +231,8 @@ class NanochatBpe:
         its first 10,000 characters.
     """
 
-    vocabulary: int
-    train_bytes: int = 2_000_000_000
-
-    def __post_init__(self):
-        require_numbers(self)
-        require_range(self, "vocabulary", most=_LARGEST_BPE)
-        _require_size(self, self.vocabulary, 265, "256 bytes and 9 special tokens")
-        _require_text(self, self.train_bytes)
+    vocabulary: Annotated[int, Range(least=265, most=_LARGEST_BPE)]
+    train_bytes: _TrainBytes = 2_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,33 +278,18 @@ class DataConfig:
     tokenizer: TokenizerConfig
     packing: Literal["concat", "best_fit"] = "concat"
     document_segments: bool = False
-    validation_fraction: float | None = None
-    seed: int = 0
-    packing_buffer: int = 1000
-    prefetch: int = 8
-    threads: int = 2
+    validation_fraction: Fraction | None = None
+    seed: Seed = 0
+    packing_buffer: Annotated[int, Range(least=1, most=2**24)] = 1000
+    prefetch: Prefetch = 8
+    threads: Threads = 2
 
     def __post_init__(self):
-        require_numbers(self)
+        check_ranges(self)
         if self.packing not in ("concat", "best_fit"):
             raise UserError(
                 f"data: packing must be concat or best_fit, got {self.packing!r}"
             )
-        if not 0.0 <= self.held_out <= 1.0:
-            raise UserError(
-                "data: validation_fraction must lie between 0 and 1, "
-                f"got {self.validation_fraction}"
-            )
-        # What the generator of the shuffle takes as a seed.
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"data: seed must lie in [0, 2**32), got {self.seed}")
-        require_range(self, "prefetch", "threads", most=MOST_AHEAD)
-        require_range(self, "packing_buffer", most=2**24)
-        for name, least in (("packing_buffer", 1), ("prefetch", 0), ("threads", 1)):
-            if getattr(self, name) < least:
-                raise UserError(
-                    f"data: {name} must be at least {least}, got {getattr(self, name)}"
-                )
         # Both lay out documents; an example has a prompt and an answer besides.
         packed = self.packing != "concat" or self.document_segments
         if isinstance(self.corpus, Examples) and packed:
@@ -340,19 +310,3 @@ class DataConfig:
     def held_out(self) -> float:
         """The share kept for validation of a corpus that is not prepared."""
         return 0.1 if self.validation_fraction is None else self.validation_fraction
-
-
-def _require_size(tokenizer: object, vocabulary: int, least: int, why: str) -> None:
-    if vocabulary < least:
-        raise UserError(
-            f"{type(tokenizer).__name__}: vocabulary must be at least {least} ({why}), "
-            f"got {vocabulary}"
-        )
-
-
-def _require_text(tokenizer: object, train_bytes: int) -> None:
-    if train_bytes < 1:
-        raise UserError(
-            f"{type(tokenizer).__name__}: train_bytes must be positive, got "
-            f"{train_bytes}"
-        )

@@ -4,7 +4,16 @@ import re
 from dataclasses import dataclass, field
 
 from recurjax.errors import UserError
-from recurjax.ranges import LARGEST_BATCH, require_numbers, require_range
+from recurjax.ranges import (
+    LARGEST_BATCH,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RangedConfig,
+    Seed,
+    check_ranges,
+)
 from recurjax.training.spikes import SpikeConfig
 
 
@@ -39,19 +48,19 @@ class TrainingConfig:
       mlflow_experiment: also log to this experiment of MLflow (the `mlflow` extra).
     """
 
-    steps: int
-    batch: int
-    length: int
-    accumulation: int = 1
-    gradient_clip: float | None = 1.0
-    seed: int = 0
+    steps: PositiveInt
+    batch: PositiveInt
+    length: PositiveInt
+    accumulation: PositiveInt = 1
+    gradient_clip: PositiveFloat | None = 1.0
+    seed: Seed = 0
     start_from: str | None = None
     train_only: str | None = None
-    log_every: int = 10
-    checkpoint_every: int = 1000
-    keep_checkpoints: int = 3
+    log_every: PositiveInt = 10
+    checkpoint_every: PositiveInt = 1000
+    keep_checkpoints: PositiveInt = 3
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
-    profile: tuple[int, int] | None = None
+    profile: tuple[PositiveInt, PositiveInt] | None = None
     deterministic: bool = False
     wandb_project: str | None = None
     wandb_group: str | None = None
@@ -59,24 +68,7 @@ class TrainingConfig:
     mlflow_experiment: str | None = None
 
     def __post_init__(self):
-        require_numbers(self)
-        least_one = (
-            "steps",
-            "batch",
-            "length",
-            "accumulation",
-            "log_every",
-            "checkpoint_every",
-            "keep_checkpoints",
-        )
-        for name in least_one:
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"training.{name} must be at least 1, got {getattr(self, name)}"
-                )
-        # What the generator of the samples takes as a seed.
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"training.seed must lie in [0, 2**32), got {self.seed}")
+        check_ranges(self)
         if self.tokens_per_step > LARGEST_BATCH:
             raise UserError(
                 f"training.batch {self.batch} x training.length {self.length} is more "
@@ -89,7 +81,6 @@ class TrainingConfig:
                 f"training.batch must be a multiple of training.accumulation, got "
                 f"{self.batch} and {self.accumulation}"
             )
-        require_range(self, "gradient_clip", above=0)
         if self.train_only is not None:
             try:
                 re.compile(self.train_only)
@@ -99,9 +90,9 @@ class TrainingConfig:
                     f"{self.train_only!r}"
                 ) from error
         # The trace ends after `last`, so both ends are in it.
-        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+        if self.profile is not None and self.profile[0] > self.profile[1]:
             raise ValueError(
-                "training.profile must be (first, last) with 1 <= first <= last, got "
+                "training.profile must be (first, last) with first <= last, got "
                 f"{self.profile}"
             )
 
@@ -112,7 +103,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationConfig:
+class EvaluationConfig(RangedConfig):
     """What happens every so many steps, and after the last.
 
     Attributes:
@@ -124,18 +115,9 @@ class EvaluationConfig:
       temperature: of the continuations; 0 is greedy.
     """
 
-    every: int = 0
-    batch: int | None = None
-    batches: int | None = None
+    every: NonNegativeInt = 0
+    batch: PositiveInt | None = None
+    batches: PositiveInt | None = None
     sample_prompts: tuple[str, ...] = ()
-    sample_tokens: int = 200
-    temperature: float = 0.8
-
-    def __post_init__(self):
-        require_numbers(self)
-        for name in ("batch", "batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"evaluation.{name} must be at least 1, got {value}")
-        require_range(self, "every", "temperature", least=0)
-        require_range(self, "sample_tokens", least=1)
+    sample_tokens: PositiveInt = 200
+    temperature: NonNegativeFloat = 0.8

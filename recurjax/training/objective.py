@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from recurjax.losses.cross_entropy import token_losses
 from recurjax.losses.frozen_model import FrozenModel
 from recurjax.model import Decoder, ModelConfig
-from recurjax.ranges import require_numbers, require_range
+from recurjax.ranges import NonNegativeFloat, PositiveInt, RangedConfig
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 from recurjax.variants.latent_recurrent_transformer.objectives import (
     Chunked,
@@ -22,7 +22,7 @@ from recurjax.variants.relaxed_recursive_transformer.objectives import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NextToken:
+class NextToken(RangedConfig):
     """Mean cross-entropy of the next token, and z-loss if asked for.
 
     loss = mean over counted targets of -log p(target) + z (log sum exp logits)^2.
@@ -34,20 +34,11 @@ class NextToken:
         `token_losses`.
     """
 
-    z_loss: float = 0.0
-    vocabulary_chunks: int = 1
+    z_loss: NonNegativeFloat = 0.0
+    vocabulary_chunks: PositiveInt = 1
     passes: ClassVar[int] = 1
     frozen: ClassVar[FrozenModel | None] = None
     calls_model: ClassVar[bool] = True
-
-    def __post_init__(self):
-        require_numbers(self)
-        require_range(self, "z_loss", least=0)
-        if self.vocabulary_chunks < 1:
-            raise ValueError(
-                "NextToken: vocabulary_chunks must be at least 1, got "
-                f"{self.vocabulary_chunks}"
-            )
 
     def refuses(self, model: ModelConfig) -> str | None:
         """Every model predicts next tokens."""

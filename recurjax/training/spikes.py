@@ -3,13 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from recurjax.errors import UserError
-from recurjax.ranges import require_numbers, require_range
+from recurjax.ranges import PositiveFloat, PositiveInt, Range, RangedConfig
 from recurjax.types import Array, Scalar
 
 LARGEST_WINDOW = 2**16
@@ -18,7 +18,7 @@ _FEWEST = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpikeConfig:
+class SpikeConfig(RangedConfig):
     """When an update is skipped and when training stops.
 
     Attributes:
@@ -30,15 +30,9 @@ class SpikeConfig:
     """
 
     enabled: bool = True
-    window: int = 128
-    sigma: float = 6.0
-    patience: int = 10
-
-    def __post_init__(self):
-        require_numbers(self)
-        require_range(self, "window", least=2, most=LARGEST_WINDOW)
-        require_range(self, "sigma", above=0)
-        require_range(self, "patience", least=1)
+    window: Annotated[int, Range(least=2, most=LARGEST_WINDOW)] = 128
+    sigma: PositiveFloat = 6.0
+    patience: PositiveInt = 10
 
 
 class SpikeState(NamedTuple):

@@ -11,13 +11,21 @@ from tests.cli.commands import TINY, assert_refused, recurjax
     "option, value, pattern",
     [
         ("--training.batch", 10**9, "more than 2.28 tokens a step"),
-        ("--training.batch", 10**12, "TrainingConfig: batch must be below 2.31"),
-        ("--training.length", 10**12, "TrainingConfig: length must be below 2.31"),
-        ("--data.prefetch", 10**8, "DataConfig: prefetch must be <= 1024"),
-        ("--data.threads", 10**8, "DataConfig: threads must be <= 1024"),
-        ("--training.steps", 10**12, "TrainingConfig: steps must be below 2.31"),
-        ("--training.spikes.window", 10**9, "SpikeConfig: window must be >= 2 and <="),
-        ("--optimizer.learning-rate", "nan", "AdamW: learning_rate must be finite"),
+        ("--training.batch", 10**12, "--training.batch: must be below 2.31"),
+        ("--training.length", 10**12, "--training.length: must be below 2.31"),
+        ("--data.prefetch", 10**8, "--data.prefetch: must be >= 0 and <= 1024"),
+        ("--data.threads", 10**8, "--data.threads: must be >= 1 and <= 1024"),
+        ("--training.steps", 10**12, "--training.steps: must be below 2.31"),
+        (
+            "--training.spikes.window",
+            10**9,
+            "--training.spikes.window: must be >= 2 and <= 2.16, got 1000000000",
+        ),
+        (
+            "--optimizer.learning-rate",
+            "nan",
+            "--optimizer.learning-rate: must be finite",
+        ),
     ],
 )
 def test_training_refuses_it_and_leaves_nothing(option, value, pattern, tmp_path):
@@ -41,8 +49,13 @@ def test_a_generation_refuses_it(finished):
 
 @pytest.mark.parametrize("size", [5_000_000_000, 2_000_000_000])
 def test_a_tokenizer_refuses_it(size, tmp_path):
-    with pytest.raises(UserError, match="Bpe: vocabulary must be "):
+    with pytest.raises(
+        UserError, match=rf"Bpe\.vocabulary: must be >= 257 and <= 2\^24, got {size}"
+    ):
         DataConfig(corpus=EmbeddedText(), tokenizer=Bpe(vocabulary=size))
     words = ["--corpus", "embedded", "--out", tmp_path / "out"]
     words += ["--tokenizer", f"bpe:{size}"]
-    assert_refused(recurjax("data", "prepare", *words), "vocabulary must be ")
+    assert_refused(
+        recurjax("data", "prepare", *words),
+        r"vocabulary: must be >= 257 and <= 2\^24, got",
+    )

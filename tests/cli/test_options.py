@@ -15,6 +15,7 @@ from recurjax.cli.options import override, parse
 from recurjax.cli.plan import PlanOptions
 from recurjax.cli.serve import ServeOptions
 from recurjax.errors import UserError
+from recurjax.ranges import Fraction, PositiveInt, RangedConfig
 from tests.training.tiny_experiment import config
 from tests.variants.rat.switches import WINDOW, rat, small
 
@@ -65,6 +66,56 @@ def test_a_path_may_begin_with_the_home(monkeypatch, tmp_path):
 def test_help_says_something_of_every_option(kind):
     said = re.findall(r"^ {6}(\w+): ", kind.__doc__, re.MULTILINE)
     assert [f.name for f in dataclasses.fields(kind) if f.name not in said] == []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Inner(RangedConfig):
+    """Of a command.
+
+    Attributes:
+      share: of what there is.
+    """
+
+    share: Fraction | None = None
+    plain: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ranges(RangedConfig):
+    """A command.
+
+    Attributes:
+      largest_size: of a thing.
+      inner: the rest.
+    """
+
+    largest_size: PositiveInt
+    inner: Inner = Inner()
+
+
+def test_help_shows_the_range_of_a_field(capsys):
+    with pytest.raises(SystemExit):
+        parse(Ranges, ["--help"], prog="ranges")
+    text = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "--largest-size INT of a thing. (>= 1) (required)" in text
+    assert "of what there is. (>= 0 and <= 1) (default: None)" in text
+    assert "--inner.plain FLOAT (default: 0.0)" in text
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--largest-size 0", "^--largest-size: must be >= 1, got 0$"),
+        (
+            "--largest-size 1 --inner.share 2",
+            "^--inner.share: must be >= 0 and <= 1, got 2.0$",
+        ),
+        ("--largest-size 1 --inner.plain nan", "^--inner.plain: must be finite"),
+    ],
+)
+def test_a_value_out_of_range_is_named_by_its_option(words, message):
+    with pytest.raises(UserError, match=message):
+        parse(Ranges, words.split(), prog="ranges")
 
 
 def test_help_names_every_bench():

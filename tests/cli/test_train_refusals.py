@@ -30,9 +30,9 @@ OPTIONS = [
     ("--training.profile 3", r"--training.profile: .*\{INT INT\}"),
     ("--training.deterministic True", "Unrecognized options: True"),
     ("stray", "Unrecognized options: stray"),
-    ("--training.steps 0", "training.steps must be at least 1, got 0"),
+    ("--training.steps 0", "^recurjax: --training.steps: must be >= 1, got 0"),
     ("--training.accumulation 3", "batch must be a multiple of .*accumulation"),
-    ("--training.profile 5 2", r"1 <= first <= last, got \(5, 2\)"),
+    ("--training.profile 5 2", r"first <= last, got \(5, 2\)"),
     (
         "--schedule.warmup-steps 13",
         "warmup_steps must lie between 0 and .* = 12, got 13",

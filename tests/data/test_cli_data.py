@@ -85,7 +85,7 @@ def test_options_reach_the_corpus(files):
         (["--corpus", "embedded", "--tokenizer", "bpe:x"], "wants a number, got 'x'"),
         (
             ["--corpus", "embedded", "--tokenizer", "nanochat-bpe:99"],
-            "NanochatBpe: vocabulary must be at least 265",
+            r"NanochatBpe\.vocabulary: must be >= 265 and <= 2\^24, got 99",
         ),
         (["--corpus", "embedded", "--tokenizer", "/nowhere"], "no tokenizer at"),
         (["--corpus", "/nowhere/*"], "no file matches '/nowhere/"),

@@ -121,11 +121,17 @@ def test_best_fit_needs_bos_and_documents(small):
     "options, message",
     [
         ({"packing": "worst_fit"}, "worst_fit"),
-        ({"validation_fraction": 1.5}, "validation_fraction must lie between"),
-        ({"seed": -1}, "seed must lie in"),
-        ({"packing_buffer": 0}, "packing_buffer must be at least 1"),
-        ({"prefetch": -1}, "prefetch must be at least 0"),
-        ({"threads": 0}, "threads must be at least 1"),
+        (
+            {"validation_fraction": 1.5},
+            r"DataConfig\.validation_fraction: must be >= 0 and <= 1, got 1.5",
+        ),
+        ({"seed": -1}, r"DataConfig\.seed: must be >= 0 and < 2\^32, got -1"),
+        (
+            {"packing_buffer": 0},
+            r"DataConfig\.packing_buffer: must be >= 1 and <= 2\^24, got 0",
+        ),
+        ({"prefetch": -1}, r"DataConfig\.prefetch: must be >= 0 and <= 1024, got -1"),
+        ({"threads": 0}, r"DataConfig\.threads: must be >= 1 and <= 1024, got 0"),
     ],
 )
 def test_a_bad_config_is_refused(options, message):

@@ -236,15 +236,29 @@ def test_what_is_no_mixture_is_one_sentence(parts):
             "name of its own, got p0, p0",
         ),
         (
-            lambda: Mixture(parts=(dataclasses.replace(part, weight=0.0),)),
-            "weight of part p0 must be positive, got 0.0: leave the part out",
+            lambda: dataclasses.replace(part, weight=0.0),
+            r"Part\.weight: must be > 0, got 0.0",
         ),
         (lambda: dataclasses.replace(part, name="a b"), "Part: name must have letters"),
         (
             lambda: Mixture(
-                parts=(part,), reweightings=(Reweighting(step=0, weights=(1.0,)),)
+                parts=(part,), reweightings=(Reweighting(step=4, weights=(1.0,)),) * 2
             ),
-            "ascending steps from 1 on, got 0 after 0",
+            "ascending steps, got 4 after 4",
+        ),
+        (
+            lambda: Reweighting(step=0, weights=(1.0,)),
+            r"Reweighting\.step: must be >= 1, got 0",
+        ),
+        (
+            lambda: Reweighting(step=1, weights=(1.0, -0.5)),
+            r"Reweighting\.weights: must be >= 0, got \(1.0, -0.5\)",
+        ),
+        (
+            lambda: Mixture(
+                parts=(part,), reweightings=(Reweighting(step=4, weights=(0.0,)),)
+            ),
+            "must have 1 weights, not all 0, got",
         ),
         (
             lambda: Mixture(

@@ -103,5 +103,5 @@ def test_a_rule_that_is_off_lets_everything_count():
     "field", [{"window": 1}, {"sigma": 0.0}, {"patience": 0}, {"sigma": np.nan}]
 )
 def test_a_rule_without_sense_is_refused(field):
-    with pytest.raises(ValueError, match=f"SpikeConfig: {next(iter(field))} must be"):
+    with pytest.raises(ValueError, match=rf"SpikeConfig\.{next(iter(field))}: must be"):
         SpikeConfig(**field)

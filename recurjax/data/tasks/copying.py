@@ -11,7 +11,7 @@ import numpy as np
 
 from recurjax.data.tasks.rows import Row, Split, asked_at
 from recurjax.errors import UserError
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveInt, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,27 +28,23 @@ class Copy:
       validation_rows: size of the test.
     """
 
-    letters: int = 26
-    length: int = 220
-    shortest: int = 20
-    longest_string: int = 50
-    validation_shortest: int | None = None
-    validation_longest: int | None = None
-    train_rows: int | None = None
-    validation_rows: int = 1000
+    letters: PositiveInt = 26
+    length: PositiveInt = 220
+    shortest: PositiveInt = 20
+    longest_string: PositiveInt = 50
+    validation_shortest: PositiveInt | None = None
+    validation_longest: PositiveInt | None = None
+    train_rows: PositiveInt | None = None
+    validation_rows: PositiveInt = 1000
 
     def __post_init__(self):
-        require_numbers(self)
-        for name in ("letters", "train_rows", "validation_rows"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise UserError(f"Copy: {name} must be at least 1, got {size}")
+        check_ranges(self)
         for split in ("train", "validation"):
             low, high = self._lengths(split)
-            if not 1 <= low <= high:
+            if low > high:
                 raise UserError(
                     f"Copy: strings of {low} to {high} letters in {split}: want "
-                    "1 <= shortest <= longest"
+                    "shortest <= longest"
                 )
             # begin, the string, bar, the string again, end.
             if 2 * high + 3 > self.length:

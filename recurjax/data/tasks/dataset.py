@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import ClassVar, get_args
 
-from recurjax.data.config import MOST_AHEAD
+from recurjax.data.config import Prefetch, Threads
 from recurjax.data.loader import Batch, Layout, RowLoader
 from recurjax.data.tasks.copying import Copy
 from recurjax.data.tasks.hash_hop import HashHop
@@ -24,7 +24,7 @@ from recurjax.data.tasks.rows import Row, Split, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
 from recurjax.data.tokenizers import ByteTokenizer, Symbols, Tokenizer
 from recurjax.errors import UserError
-from recurjax.ranges import require_numbers, require_range
+from recurjax.ranges import RangedConfig, Seed
 
 TaskConfig = (
     InContextRecall
@@ -42,7 +42,7 @@ TaskConfig = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaskData:
+class TaskData(RangedConfig):
     """A task in the place of a corpus.
 
     Attributes:
@@ -53,21 +53,10 @@ class TaskData:
     """
 
     task: TaskConfig
-    seed: int = 0
-    prefetch: int = 8
-    threads: int = 1
+    seed: Seed = 0
+    prefetch: Prefetch = 8
+    threads: Threads = 1
     has_segments: ClassVar[bool] = False
-
-    def __post_init__(self):
-        require_numbers(self)
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"data: seed must lie in [0, 2**32), got {self.seed}")
-        require_range(self, "prefetch", "threads", most=MOST_AHEAD)
-        for name, least in (("prefetch", 0), ("threads", 1)):
-            if getattr(self, name) < least:
-                raise UserError(
-                    f"data: {name} must be at least {least}, got {getattr(self, name)}"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from recurjax.data.tasks.rows import Row, Split
 from recurjax.errors import UserError
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveInt, check_ranges
 from recurjax.types import IGNORED
 
 ALPHABET = string.ascii_lowercase + string.ascii_uppercase
@@ -50,20 +50,16 @@ class HashHop:
       validation_rows: size of the test.
     """
 
-    size: int = 8
-    hops: int = 16
-    length: int = 6144
+    size: PositiveInt = 8
+    hops: PositiveInt = 16
+    length: PositiveInt = 6144
     chains: Literal["one", "full"] = "one"
     thoughts: bool = True
-    train_rows: int | None = None
-    validation_rows: int = 1000
+    train_rows: PositiveInt | None = None
+    validation_rows: PositiveInt = 1000
 
     def __post_init__(self):
-        require_numbers(self)
-        for name in ("size", "hops", "train_rows", "validation_rows"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise UserError(f"HashHop: {name} must be at least 1, got {number}")
+        check_ranges(self)
         if self.pairs < self.hops:
             raise UserError(
                 f"HashHop: a chain of {self.hops} pairs of strings of {self.size} and "

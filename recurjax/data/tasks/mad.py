@@ -10,14 +10,20 @@ own random stream (there, by the process' global one), and no row is in both spl
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from jaxtyping import Int32
 
 from recurjax.data.tasks.rows import Row, Split, asked_at, next_token_targets
 from recurjax.errors import UserError
-from recurjax.ranges import require_numbers
+from recurjax.ranges import (
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+    RangedConfig,
+    check_ranges,
+)
 from recurjax.types import IGNORED
 
 TEST_ROWS = 1280
@@ -25,7 +31,7 @@ TEST_ROWS = 1280
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Mad:
+class _Mad(RangedConfig):
     """What the six share.
 
     Attributes:
@@ -35,18 +41,10 @@ class _Mad:
       validation_rows: size of the test.
     """
 
-    vocabulary: int = 16
-    length: int = 128
-    train_rows: int | None = 12_800
-    validation_rows: int = TEST_ROWS
-
-    def __post_init__(self):
-        if self.length < 2:
-            raise UserError(f"{_name(self)}: length must be at least 2")
-        for field in ("train_rows", "validation_rows"):
-            rows = getattr(self, field)
-            if rows is not None and rows < 1:
-                raise UserError(f"{_name(self)}: {field} must be at least 1")
+    vocabulary: PositiveInt = 16
+    length: Annotated[int, Range(least=2)] = 128
+    train_rows: PositiveInt | None = 12_800
+    validation_rows: PositiveInt = TEST_ROWS
 
     def count(self, split: Split) -> int | None:
         return self.train_rows if split == "train" else self.validation_rows
@@ -74,14 +72,14 @@ class InContextRecall(_Mad):
       noise: the share of pairs that are noise.
     """
 
-    noise_vocabulary: int = 0
-    noise: float = 0.0
+    noise_vocabulary: NonNegativeInt = 0
+    noise: Annotated[float, Range(least=0, below=1)] = 0.0
 
     def __post_init__(self):
-        require_numbers(self)
-        _Mad.__post_init__(self)
+        check_ranges(self)
         _require_even(self, self.length)
-        _require_noise(self, self.noise, self.noise_vocabulary)
+        if self.noise > 0 and self.noise_vocabulary < 1:
+            raise UserError("InContextRecall: noise needs a noise_vocabulary")
         _require_pairs(self, self.vocabulary - self.noise_vocabulary)
 
     def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
@@ -124,15 +122,12 @@ class FuzzyRecall(_Mad):
       value_size: tokens of the longest value.
     """
 
-    key_size: int = 3
-    value_size: int = 3
+    key_size: PositiveInt = 3
+    value_size: PositiveInt = 3
 
     def __post_init__(self):
-        require_numbers(self)
-        _Mad.__post_init__(self)
+        check_ranges(self)
         words = self.vocabulary - 1
-        if min(self.key_size, self.value_size) < 1:
-            raise UserError("FuzzyRecall: key_size and value_size must be at least 1")
         if words // 2 < self.key_size or words - words // 2 < self.value_size:
             raise UserError(
                 f"FuzzyRecall: a vocabulary of {self.vocabulary} has too few words for "
@@ -198,14 +193,13 @@ class Memorization(_Mad):
       map_seed: of the one map from keys to values.
     """
 
-    vocabulary: int = 256
-    length: int = 32
-    train_rows: int | None = 256
-    map_seed: int = 12345
+    vocabulary: PositiveInt = 256
+    length: Annotated[int, Range(least=2)] = 32
+    train_rows: PositiveInt | None = 256
+    map_seed: Annotated[int, Range(least=0, below=2**63)] = 12345
 
     def __post_init__(self):
-        require_numbers(self)
-        _Mad.__post_init__(self)
+        check_ranges(self)
         _require_even(self, self.length)
         _require_pairs(self, self.vocabulary - 1)
 
@@ -248,16 +242,12 @@ class SelectiveCopying(_Mad):
       tokens_to_copy: how many.
     """
 
-    length: int = 256
-    tokens_to_copy: int = 16
+    vocabulary: Annotated[int, Range(least=4)] = 16
+    length: Annotated[int, Range(least=2)] = 256
+    tokens_to_copy: PositiveInt = 16
 
     def __post_init__(self):
-        require_numbers(self)
-        _Mad.__post_init__(self)
-        if self.tokens_to_copy < 1 or self.vocabulary < 4:
-            raise UserError(
-                "SelectiveCopying: tokens_to_copy must be at least 1 and vocabulary 4"
-            )
+        check_ranges(self)
         if self.length <= 2 * self.tokens_to_copy + 1:
             raise UserError(
                 f"SelectiveCopying: length must exceed 2 tokens_to_copy + 1 = "
@@ -284,13 +274,8 @@ class Compression(_Mad):
     the last position's state.
     """
 
-    length: int = 32
-
-    def __post_init__(self):
-        require_numbers(self)
-        _Mad.__post_init__(self)
-        if self.vocabulary < 3:
-            raise UserError("Compression: vocabulary must be at least 3")
+    vocabulary: Annotated[int, Range(least=3)] = 16
+    length: Annotated[int, Range(least=2)] = 32
 
     def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
         # Any token but the last of the vocabulary, which marks the end.
@@ -313,13 +298,6 @@ def _require_even(task: object, length: int) -> None:
 def _require_pairs(task: object, words: int) -> None:
     if words < 2:
         raise UserError(f"{_name(task)}: no words are left for keys and values")
-
-
-def _require_noise(task: object, noise: float, vocabulary: int) -> None:
-    if not 0.0 <= noise < 1.0:
-        raise UserError(f"{_name(task)}: noise must lie in [0, 1), got {noise}")
-    if noise > 0 and vocabulary < 1:
-        raise UserError(f"{_name(task)}: noise needs a noise_vocabulary")
 
 
 Name = Literal[

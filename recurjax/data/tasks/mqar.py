@@ -10,7 +10,7 @@ import numpy as np
 
 from recurjax.data.tasks.rows import Row, Split
 from recurjax.errors import UserError
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveFloat, PositiveInt, check_ranges
 from recurjax.types import IGNORED
 
 
@@ -18,16 +18,14 @@ from recurjax.types import IGNORED
 class Setting:
     """A part of a split: `rows` rows of `length` tokens with `pairs` pairs."""
 
-    length: int
-    pairs: int
-    rows: int
+    length: PositiveInt
+    pairs: PositiveInt
+    rows: PositiveInt
 
     def __post_init__(self):
-        require_numbers(self)
-        if self.length % 2 or min(self.length, self.pairs, self.rows) < 1:
-            raise UserError(
-                f"Setting: want an even length, pairs and rows >= 1, got {self}"
-            )
+        check_ranges(self)
+        if self.length % 2:
+            raise UserError(f"Setting.length: must be even, got {self.length}")
         # A pair and its query take two tokens each.
         if 4 * self.pairs > self.length:
             raise UserError(
@@ -59,15 +57,13 @@ class Mqar:
       power: a in P(gap g) ~ a g^(a - 1); 1 is uniform, 0.01 favours short gaps.
     """
 
-    vocabulary: int = 8192
+    vocabulary: PositiveInt = 8192
     train: tuple[Setting, ...] = FIGURE_2_TRAIN
     validation: tuple[Setting, ...] = FIGURE_2_TEST
-    power: float = 0.01
+    power: PositiveFloat = 0.01
 
     def __post_init__(self):
-        require_numbers(self)
-        if not self.power > 0:
-            raise UserError(f"Mqar: power must be > 0, got {self.power}")
+        check_ranges(self)
         for settings in (self.train, self.validation):
             if not settings:
                 raise UserError("Mqar: each split needs at least one setting")

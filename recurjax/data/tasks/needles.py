@@ -12,7 +12,7 @@ import numpy as np
 
 from recurjax.data.tasks.rows import Row, Split
 from recurjax.errors import UserError
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveInt, check_ranges
 from recurjax.types import IGNORED
 
 
@@ -31,20 +31,16 @@ class Needles:
       validation_rows: size of the test.
     """
 
-    keys: int = 32
-    values: int = 32
-    hay: int = 64
-    needles: int = 8
-    length: int = 512
-    train_rows: int | None = None
-    validation_rows: int = 1000
+    keys: PositiveInt = 32
+    values: PositiveInt = 32
+    hay: PositiveInt = 64
+    needles: PositiveInt = 8
+    length: PositiveInt = 512
+    train_rows: PositiveInt | None = None
+    validation_rows: PositiveInt = 1000
 
     def __post_init__(self):
-        require_numbers(self)
-        for name in ("values", "hay", "needles", "train_rows", "validation_rows"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise UserError(f"Needles: {name} must be at least 1, got {size}")
+        check_ranges(self)
         if self.keys < self.needles:
             raise UserError(
                 f"Needles: {self.needles} needles need as many different keys, got "

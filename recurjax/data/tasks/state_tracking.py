@@ -14,14 +14,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from recurjax.data.tasks.rows import Row, Split
-from recurjax.errors import UserError
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveInt, RangedConfig
 
 Group = Literal["parity", "S3", "S5"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StateTracking:
+class StateTracking(RangedConfig):
     """The task.
 
     Attributes:
@@ -34,17 +33,10 @@ class StateTracking:
     """
 
     group: Group = "S3"
-    length: int = 64
-    validation_length: int | None = None
-    train_rows: int | None = None
-    validation_rows: int = 1000
-
-    def __post_init__(self):
-        require_numbers(self)
-        for name in ("length", "validation_length", "train_rows", "validation_rows"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise UserError(f"StateTracking: {name} must be at least 1, got {size}")
+    length: PositiveInt = 64
+    validation_length: PositiveInt | None = None
+    train_rows: PositiveInt | None = None
+    validation_rows: PositiveInt = 1000
 
     @property
     def vocabulary(self) -> int:

@@ -10,7 +10,13 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from recurjax.parameters import parameter_name, rule_of
-from recurjax.ranges import require_numbers, require_range
+from recurjax.ranges import (
+    DecayRate,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    RangedConfig,
+)
 from recurjax.training.optimizers.muon import muon
 
 _REFERENCE_WIDTH, _REFERENCE_BATCH, _REFERENCE_LAYERS = 768, 2**19, 12
@@ -18,7 +24,7 @@ _BETAS = (0.8, 0.95)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MuonAdamW:
+class MuonAdamW(RangedConfig):
     """Muon and AdamW side by side, with nanochat's groups and scaling rules.
 
     Every rate follows the schedule and is multiplied by sqrt(tokens a batch / 2^19);
@@ -38,25 +44,14 @@ class MuonAdamW:
       dtype: of Muon's Newton-Schulz products.
     """
 
-    learning_rate: float = 0.02
-    embedding_rate: float = 0.3
-    head_rate: float = 0.004
-    scalar_rate: float = 0.5
-    weight_decay: float = 0.2
-    momentum: tuple[float, float] = (0.85, 0.95)
-    momentum_steps: int = 300
+    learning_rate: PositiveFloat = 0.02
+    embedding_rate: PositiveFloat = 0.3
+    head_rate: PositiveFloat = 0.004
+    scalar_rate: PositiveFloat = 0.5
+    weight_decay: NonNegativeFloat = 0.2
+    momentum: tuple[DecayRate, DecayRate] = (0.85, 0.95)
+    momentum_steps: PositiveInt = 300
     dtype: Literal["float32", "bfloat16"] = "float32"
-
-    def __post_init__(self):
-        require_numbers(self)
-        rates = ("learning_rate", "embedding_rate", "head_rate", "scalar_rate")
-        require_range(self, *rates, above=0)
-        require_range(self, "weight_decay", least=0)
-        require_range(self, "momentum_steps", least=1)
-        if not all(0 <= value < 1 for value in self.momentum):
-            raise ValueError(
-                f"MuonAdamW: momentum must lie in [0, 1), got {self.momentum}"
-            )
 
     @property
     def reads_steps(self) -> bool:

@@ -8,12 +8,17 @@ import jax
 import optax
 
 from recurjax.parameters import parameter_name, rule_of
-from recurjax.ranges import require_numbers, require_range
+from recurjax.ranges import (
+    DecayRate,
+    NonNegativeFloat,
+    PositiveFloat,
+    RangedConfig,
+)
 from recurjax.training.optimizers.muon_adamw import MuonAdamW, RunSize, muon_adamw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdamW:
+class AdamW(RangedConfig):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019).
 
     Attributes:
@@ -23,22 +28,17 @@ class AdamW:
       decay: "matrices" (embeddings too) spares norms and biases; "all" spares nothing.
     """
 
-    learning_rate: float
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    learning_rate: PositiveFloat
+    b1: DecayRate = 0.9
+    b2: DecayRate = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
     decay: Literal["matrices", "all"] = "matrices"
     reads_steps: ClassVar[bool] = False
 
-    def __post_init__(self):
-        require_numbers(self)
-        _check_adam(self)
-        require_range(self, "weight_decay", least=0)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adam:
+class Adam(RangedConfig):
     """Adam (Kingma and Ba 2015).
 
     Attributes:
@@ -46,15 +46,11 @@ class Adam:
       b1, b2, eps: as in the paper.
     """
 
-    learning_rate: float
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
+    learning_rate: PositiveFloat
+    b1: DecayRate = 0.9
+    b2: DecayRate = 0.95
+    eps: PositiveFloat = 1e-8
     reads_steps: ClassVar[bool] = False
-
-    def __post_init__(self):
-        require_numbers(self)
-        _check_adam(self)
 
 
 OptimizerConfig = AdamW | Adam | MuonAdamW
@@ -96,11 +92,6 @@ def _adam(
         mask = is_weight if config.decay == "matrices" else None
         yield optax.add_decayed_weights(config.weight_decay, mask=mask)
     yield optax.scale_by_learning_rate(rate)
-
-
-def _check_adam(config: AdamW | Adam) -> None:
-    require_range(config, "learning_rate", "eps", above=0)
-    require_range(config, "b1", "b2", least=0, below=1)
 
 
 def is_weight(parameters: Any) -> Any:

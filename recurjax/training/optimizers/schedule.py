@@ -9,12 +9,12 @@ import optax
 from jaxtyping import Float
 
 from recurjax.errors import UserError
-from recurjax.ranges import require_numbers, require_range
+from recurjax.ranges import Fraction, NonNegativeInt, RangedConfig
 from recurjax.types import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Constant:
+class Constant(RangedConfig):
     """Linear warm-up, then the peak rate.
 
     Attributes:
@@ -22,17 +22,13 @@ class Constant:
       start: factor of the peak at step 0.
     """
 
-    warmup_steps: int = 0
-    start: float = 0.0
+    warmup_steps: NonNegativeInt = 0
+    start: Fraction = 0.0
     reads_steps: ClassVar[bool] = False
-
-    def __post_init__(self):
-        require_numbers(self)
-        require_range(self, "start", least=0, most=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cosine:
+class Cosine(RangedConfig):
     """Linear warm-up, then half a cosine to the end of the run.
 
     Attributes:
@@ -41,18 +37,14 @@ class Cosine:
       end: factor of the peak that the curve reaches when the run ends.
     """
 
-    warmup_steps: int = 0
-    start: float = 0.0
-    end: float = 0.1
+    warmup_steps: NonNegativeInt = 0
+    start: Fraction = 0.0
+    end: Fraction = 0.1
     reads_steps: ClassVar[bool] = True
-
-    def __post_init__(self):
-        require_numbers(self)
-        require_range(self, "start", "end", least=0, most=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinearWarmdown:
+class LinearWarmdown(RangedConfig):
     """Linear warm-up, the peak rate, then a line down over the last steps.
 
     Attributes:
@@ -62,15 +54,11 @@ class LinearWarmdown:
       end: factor of the peak that the line reaches when the run ends.
     """
 
-    warmup_steps: int = 0
-    start: float = 0.0
-    warmdown: float = 0.5
-    end: float = 0.0
+    warmup_steps: NonNegativeInt = 0
+    start: Fraction = 0.0
+    warmdown: Fraction = 0.5
+    end: Fraction = 0.0
     reads_steps: ClassVar[bool] = True
-
-    def __post_init__(self):
-        require_numbers(self)
-        require_range(self, "start", "warmdown", "end", least=0, most=1)
 
 
 Schedule = Constant | Cosine | LinearWarmdown

@@ -147,7 +147,9 @@ def test_it_is_built_from_a_config_and_saved(tmp_path):
 
 
 def test_sizes_that_hold_no_bytes_are_refused():
-    with pytest.raises(UserError, match="NanochatBpe: vocabulary must be at least 265"):
+    with pytest.raises(UserError, match=r"NanochatBpe\.vocabulary: must be >= 265"):
         NanochatBpe(vocabulary=264)
-    with pytest.raises(UserError, match="NanochatBpe: train_bytes must be positive"):
+    with pytest.raises(
+        UserError, match=r"NanochatBpe\.train_bytes: must be >= 1 and < 2\^63"
+    ):
         NanochatBpe(vocabulary=265, train_bytes=0)
