@@ -19,7 +19,7 @@ from recurjax.layers.initialization import draw_embedding, draw_head
 from recurjax.layers.mesh import keep_rows_apart
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.layers.row_decoder import RowDecoder
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveFloat, PositiveInt, check_ranges
 from recurjax.types import Array, Cache, Lanes, Missing, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
@@ -277,26 +277,18 @@ class ModelConfig:
       dtype: of activations and matrix products; parameters stay float32.
     """
 
-    vocabulary: int
+    vocabulary: PositiveInt
     stack: StackConfig
-    pad_vocabulary_to: int = 1
+    pad_vocabulary_to: PositiveInt = 1
     final_norm: NormConfig = field(default_factory=NormConfig)
     tied_head: bool = False
     embedding_scale: Literal["one", "sqrt_width"] = "one"
-    logit_soft_cap: float | None = None
+    logit_soft_cap: PositiveFloat | None = None
     row_decoder: bool = False
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
 
     def __post_init__(self):
-        require_numbers(self)
-        if self.vocabulary < 1 or self.pad_vocabulary_to < 1:
-            raise ValueError(
-                "ModelConfig: vocabulary and pad_vocabulary_to must be at least 1"
-            )
-        if self.logit_soft_cap is not None and self.logit_soft_cap <= 0:
-            raise ValueError(
-                f"ModelConfig: logit_soft_cap must be > 0: {self.logit_soft_cap}"
-            )
+        check_ranges(self)
         rows = self.stack.table_rows
         if rows not in (None, self.padded_vocabulary):
             raise ValueError(

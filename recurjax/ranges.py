@@ -1,6 +1,6 @@
 """Ranges of config fields: declared in their annotations, checked by one function.
 
-    class Retry(RangedConfig):
+    class Retry(RangeChecks):
         attempts: PositiveInt
         wait: Annotated[float, Range(above=0, most=60)] = 1.0
 
@@ -63,7 +63,7 @@ Seed = Annotated[int, Range(least=0, below=2**32)]
 """Of a random number generator."""
 
 
-class RangedConfig:
+class RangeChecks:
     """A config dataclass whose numbers are checked when it is built.
 
     One that checks relations between fields as well has a `__post_init__` of its own,

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,14 @@ from recurjax.errors import UserError
 from recurjax.machine import host
 from recurjax.machine.devices import is_flat_slice
 from recurjax.parameters import find_rule, parameter_name
-from recurjax.ranges import require_numbers
+from recurjax.ranges import Range, check_ranges
 
 AXES = ("data", "fsdp", "stage", "sequence", "tensor")
 """data: batch; fsdp: batch and parameters; stage: layers (the Recurrent Transformer's
 wavefront); sequence: the tokens of a row (RAT's stacks); tensor: heads, feed-forward
 width, vocabulary."""
+
+_AxisSize = Annotated[int, Range(least=-1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,16 +39,16 @@ class MeshConfig:
       tensor: devices that share each layer's matrix products.
     """
 
-    data: int = -1
-    fsdp: int = 1
-    stage: int = 1
-    sequence: int = 1
-    tensor: int = 1
+    data: _AxisSize = -1
+    fsdp: _AxisSize = 1
+    stage: _AxisSize = 1
+    sequence: _AxisSize = 1
+    tensor: _AxisSize = 1
 
     def __post_init__(self):
-        require_numbers(self)
+        check_ranges(self)
         sizes = tuple(getattr(self, axis) for axis in AXES)
-        if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+        if 0 in sizes or sizes.count(-1) > 1:
             raise ValueError(
                 f"MeshConfig: axes must be at least 1, one of them may be -1: {sizes}"
             )

@@ -168,6 +168,8 @@ def test_a_mesh_that_does_not_fit_is_told_with_all_axes_that_count():
 def test_axes_that_mean_nothing_are_refused(sizes):
     with pytest.raises(ValueError, match="axes must be at least 1"):
         MeshConfig(**sizes)
+    with pytest.raises(ValueError, match=r"MeshConfig\.stage: must be >= -1, got -2"):
+        MeshConfig(stage=-2)
 
 
 def test_a_batch_that_cannot_be_spread_is_told():

@@ -18,7 +18,7 @@ from recurjax.ranges import (
     PositiveFloat,
     PositiveInt,
     Range,
-    RangedConfig,
+    RangeChecks,
     Seed,
     check_ranges,
 )
@@ -141,7 +141,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reweighting(RangedConfig):
+class Reweighting(RangeChecks):
     """Other weights of a mixture's parts, from a step on.
 
     Attributes:
@@ -208,7 +208,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bpe(RangedConfig):
+class Bpe(RangeChecks):
     """A byte-level BPE trained on the training part of the corpus.
 
     Attributes:
@@ -221,7 +221,7 @@ class Bpe(RangedConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NanochatBpe(RangedConfig):
+class NanochatBpe(RangeChecks):
     """nanochat's byte-level BPE, trained on the training part of the corpus.
 
     Attributes:

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveFloat, RangeChecks
 from recurjax.types import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InitConfig:
+class InitConfig(RangeChecks):
     """Distribution of the initial weights of linear maps and embeddings.
 
     The default is GPT-2's (Radford et al. 2019, section 2.3): N(0, 0.02), and the two
@@ -36,18 +36,11 @@ class InitConfig:
     """
 
     distribution: Literal["normal", "uniform"] = "normal"
-    std: float | None = 0.02
-    truncate: float | None = None
+    std: PositiveFloat | None = 0.02
+    truncate: PositiveFloat | None = None
     output: Literal["same", "depth", "layer", "zero"] = "depth"
-    embedding_std: float | None = 0.02
-    head_std: float | None = None
-
-    def __post_init__(self):
-        require_numbers(self)
-        for name in ("std", "truncate", "embedding_std", "head_std"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"InitConfig: {name} must be positive, got {value}")
+    embedding_std: PositiveFloat | None = 0.02
+    head_std: PositiveFloat | None = None
 
 
 def draw_weight(

@@ -13,14 +13,14 @@ from jaxtyping import Float
 from pallas_kernels.gelu import gelu
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import LowRank, apart, linear
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveInt, RangeChecks
 from recurjax.types import Array
 
 MlpKind = Literal["gelu", "gelu_tanh", "relu_squared", "swiglu", "geglu", "geglu_tanh"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MlpConfig:
+class MlpConfig(RangeChecks):
     """A feed-forward layer.
 
     Attributes:
@@ -31,13 +31,8 @@ class MlpConfig:
     """
 
     kind: MlpKind = "gelu"
-    width: int
+    width: PositiveInt
     bias: bool = False
-
-    def __post_init__(self):
-        require_numbers(self)
-        if self.width < 1:
-            raise ValueError(f"MlpConfig: width must be at least 1, got {self.width}")
 
     @property
     def gated(self) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.ranges import require_numbers
+from recurjax.ranges import NonNegativeFloat, check_ranges
 from recurjax.types import Array
 
 
@@ -25,15 +25,13 @@ class NormConfig:
     """
 
     kind: Literal["rms", "layer"] = "rms"
-    eps: float = 1e-6
+    eps: NonNegativeFloat = 1e-6
     scale: bool = True
     bias: bool = False
     one_plus: bool = False
 
     def __post_init__(self):
-        require_numbers(self)
-        if self.eps < 0:
-            raise ValueError(f"NormConfig: eps must not be negative, got {self.eps}")
+        check_ranges(self)
         if self.one_plus and not self.scale:
             raise ValueError("NormConfig: one_plus needs scale=True")
 

@@ -1,6 +1,7 @@
 """Where a token stands: rotary embedding, ALiBi, learned absolute embedding."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,12 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.initialization import InitConfig, draw_embedding
-from recurjax.ranges import require_numbers, require_range
+from recurjax.ranges import PositiveFloat, PositiveInt, Range, RangeChecks
 from recurjax.types import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rope:
+class Rope(RangeChecks):
     """Rotary position embedding (Su et al. 2021), the half-split form.
 
     Attributes:
@@ -22,46 +23,30 @@ class Rope:
       fraction: share of the head's width, from the front, that is rotated.
     """
 
-    base: float = 10000.0
-    fraction: float = 1.0
-
-    def __post_init__(self):
-        require_numbers(self)
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"Rope: fraction must be in (0, 1], got {self.fraction}")
-        if self.base <= 1:
-            raise ValueError(f"Rope: base must be above 1, got {self.base}")
+    base: Annotated[float, Range(above=1)] = 10000.0
+    fraction: Annotated[float, Range(above=0, most=1)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alibi:
+class Alibi(RangeChecks):
     """Attention with linear biases (Press et al. 2021).
 
     Attributes:
       max_bias: m in slope_h = 2^(-m (h + 1) / H), for any H.
     """
 
-    max_bias: float = 8.0
-
-    def __post_init__(self):
-        require_numbers(self)
-        require_range(self, "max_bias", above=0)
+    max_bias: PositiveFloat = 8.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LearnedPositions:
+class LearnedPositions(RangeChecks):
     """A learned embedding per absolute position, added to the stack's input.
 
     Attributes:
       length: the number of positions; a longer sequence is an error.
     """
 
-    length: int
-
-    def __post_init__(self):
-        require_numbers(self)
-        if self.length < 1:
-            raise ValueError(f"LearnedPositions: length must be >= 1: {self.length}")
+    length: PositiveInt
 
 
 PositionConfig = Rope | Alibi | LearnedPositions

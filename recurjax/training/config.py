@@ -10,7 +10,7 @@ from recurjax.ranges import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    RangedConfig,
+    RangeChecks,
     Seed,
     check_ranges,
 )
@@ -103,7 +103,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationConfig(RangedConfig):
+class EvaluationConfig(RangeChecks):
     """What happens every so many steps, and after the last.
 
     Attributes:

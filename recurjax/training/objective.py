@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from recurjax.losses.cross_entropy import token_losses
 from recurjax.losses.frozen_model import FrozenModel
 from recurjax.model import Decoder, ModelConfig
-from recurjax.ranges import NonNegativeFloat, PositiveInt, RangedConfig
+from recurjax.ranges import NonNegativeFloat, PositiveInt, RangeChecks
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 from recurjax.variants.latent_recurrent_transformer.objectives import (
     Chunked,
@@ -22,7 +22,7 @@ from recurjax.variants.relaxed_recursive_transformer.objectives import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NextToken(RangedConfig):
+class NextToken(RangeChecks):
     """Mean cross-entropy of the next token, and z-loss if asked for.
 
     loss = mean over counted targets of -log p(target) + z (log sum exp logits)^2.

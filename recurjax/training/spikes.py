@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from recurjax.errors import UserError
-from recurjax.ranges import PositiveFloat, PositiveInt, Range, RangedConfig
+from recurjax.ranges import PositiveFloat, PositiveInt, Range, RangeChecks
 from recurjax.types import Array, Scalar
 
 LARGEST_WINDOW = 2**16
@@ -18,7 +18,7 @@ _FEWEST = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpikeConfig(RangedConfig):
+class SpikeConfig(RangeChecks):
     """When an update is skipped and when training stops.
 
     Attributes:

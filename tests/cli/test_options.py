@@ -15,7 +15,7 @@ from recurjax.cli.options import override, parse
 from recurjax.cli.plan import PlanOptions
 from recurjax.cli.serve import ServeOptions
 from recurjax.errors import UserError
-from recurjax.ranges import Fraction, PositiveInt, RangedConfig
+from recurjax.ranges import Fraction, PositiveInt, RangeChecks
 from tests.training.tiny_experiment import config
 from tests.variants.rat.switches import WINDOW, rat, small
 
@@ -69,7 +69,7 @@ def test_help_says_something_of_every_option(kind):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Inner(RangedConfig):
+class Inner(RangeChecks):
     """Of a command.
 
     Attributes:
@@ -81,7 +81,7 @@ class Inner(RangedConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ranges(RangedConfig):
+class Ranges(RangeChecks):
     """A command.
 
     Attributes:

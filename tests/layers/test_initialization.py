@@ -96,5 +96,5 @@ def test_the_head_has_its_own_std_or_that_of_the_weights(options, wanted):
 
 @pytest.mark.parametrize("name", ["std", "truncate", "embedding_std", "head_std"])
 def test_a_std_that_is_not_positive_is_an_error(name):
-    with pytest.raises(ValueError, match=f"{name} must be positive, got 0.0"):
+    with pytest.raises(ValueError, match=rf"InitConfig\.{name}: must be > 0, got 0.0"):
         InitConfig(**{name: 0.0})

@@ -74,5 +74,5 @@ def test_a_bias_gradient_adds_up_in_float32():
 
 
 def test_no_width_is_an_error():
-    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"MlpConfig\.width: must be >= 1, got 0"):
         MlpConfig(width=0)

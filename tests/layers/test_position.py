@@ -93,5 +93,7 @@ def test_a_learned_position_is_added_where_the_row_stands():
 
 
 def test_a_table_of_no_positions_is_an_error():
-    with pytest.raises(ValueError, match="length must be >= 1"):
+    with pytest.raises(
+        ValueError, match=r"LearnedPositions\.length: must be >= 1, got 0"
+    ):
         LearnedPositions(length=0)

@@ -24,7 +24,7 @@ from recurjax.data.tasks.rows import Row, Split, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
 from recurjax.data.tokenizers import ByteTokenizer, Symbols, Tokenizer
 from recurjax.errors import UserError
-from recurjax.ranges import RangedConfig, Seed
+from recurjax.ranges import RangeChecks, Seed
 
 TaskConfig = (
     InContextRecall
@@ -42,7 +42,7 @@ TaskConfig = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaskData(RangedConfig):
+class TaskData(RangeChecks):
     """A task in the place of a corpus.
 
     Attributes:

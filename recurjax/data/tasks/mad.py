@@ -21,7 +21,7 @@ from recurjax.ranges import (
     NonNegativeInt,
     PositiveInt,
     Range,
-    RangedConfig,
+    RangeChecks,
     check_ranges,
 )
 from recurjax.types import IGNORED
@@ -31,7 +31,7 @@ TEST_ROWS = 1280
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Mad(RangedConfig):
+class _Mad(RangeChecks):
     """What the six share.
 
     Attributes:

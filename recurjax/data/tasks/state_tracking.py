@@ -14,13 +14,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from recurjax.data.tasks.rows import Row, Split
-from recurjax.ranges import PositiveInt, RangedConfig
+from recurjax.ranges import PositiveInt, RangeChecks
 
 Group = Literal["parity", "S3", "S5"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StateTracking(RangedConfig):
+class StateTracking(RangeChecks):
     """The task.
 
     Attributes:

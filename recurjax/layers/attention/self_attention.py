@@ -26,7 +26,7 @@ from recurjax.layers.position import (
     rotary_width,
     rotate,
 )
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveFloat, PositiveInt, check_ranges
 from recurjax.types import Array, Tokens
 
 
@@ -49,30 +49,25 @@ class AttentionConfig:
       implementation: see `attend`.
     """
 
-    heads: int
-    key_heads: int
-    head_width: int
+    heads: PositiveInt
+    key_heads: PositiveInt
+    head_width: PositiveInt
     position: PositionConfig | None = field(default_factory=Rope)
     qk_norm: NormConfig | None = None
     qk_norm_over: Literal["head", "full"] = "head"
     qkv_bias: bool = False
     out_bias: bool = False
     scale: float | None = None
-    soft_cap: float | None = None
+    soft_cap: PositiveFloat | None = None
     implementation: AttentionImplementation | None = None
 
     def __post_init__(self):
-        require_numbers(self)
-        for name in ("heads", "key_heads", "head_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"AttentionConfig: {name} must be at least 1")
+        check_ranges(self)
         if self.heads % self.key_heads:
             raise ValueError(
                 f"AttentionConfig: key_heads must divide heads, got {self.key_heads} "
                 f"and {self.heads}"
             )
-        if self.soft_cap is not None and self.soft_cap <= 0:
-            raise ValueError(f"AttentionConfig: soft_cap must be > 0: {self.soft_cap}")
         if isinstance(self.position, Rope):
             rotary_width(self.head_width, self.position)
 

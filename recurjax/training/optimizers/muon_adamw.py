@@ -15,7 +15,7 @@ from recurjax.ranges import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    RangedConfig,
+    RangeChecks,
 )
 from recurjax.training.optimizers.muon import muon
 
@@ -24,7 +24,7 @@ _BETAS = (0.8, 0.95)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MuonAdamW(RangedConfig):
+class MuonAdamW(RangeChecks):
     """Muon and AdamW side by side, with nanochat's groups and scaling rules.
 
     Every rate follows the schedule and is multiplied by sqrt(tokens a batch / 2^19);

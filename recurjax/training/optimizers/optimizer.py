@@ -12,13 +12,13 @@ from recurjax.ranges import (
     DecayRate,
     NonNegativeFloat,
     PositiveFloat,
-    RangedConfig,
+    RangeChecks,
 )
 from recurjax.training.optimizers.muon_adamw import MuonAdamW, RunSize, muon_adamw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdamW(RangedConfig):
+class AdamW(RangeChecks):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019).
 
     Attributes:
@@ -38,7 +38,7 @@ class AdamW(RangedConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adam(RangedConfig):
+class Adam(RangeChecks):
     """Adam (Kingma and Ba 2015).
 
     Attributes:

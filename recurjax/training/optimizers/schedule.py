@@ -9,12 +9,12 @@ import optax
 from jaxtyping import Float
 
 from recurjax.errors import UserError
-from recurjax.ranges import Fraction, NonNegativeInt, RangedConfig
+from recurjax.ranges import Fraction, NonNegativeInt, RangeChecks
 from recurjax.types import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Constant(RangedConfig):
+class Constant(RangeChecks):
     """Linear warm-up, then the peak rate.
 
     Attributes:
@@ -28,7 +28,7 @@ class Constant(RangedConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cosine(RangedConfig):
+class Cosine(RangeChecks):
     """Linear warm-up, then half a cosine to the end of the run.
 
     Attributes:
@@ -44,7 +44,7 @@ class Cosine(RangedConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinearWarmdown(RangedConfig):
+class LinearWarmdown(RangeChecks):
     """Linear warm-up, the peak rate, then a line down over the last steps.
 
     Attributes:

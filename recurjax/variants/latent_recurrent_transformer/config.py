@@ -1,11 +1,11 @@
 """What a Latent Recurrent Transformer can be, and what it costs."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.stack import Remat, StackFacts
-from recurjax.ranges import require_numbers
+from recurjax.ranges import NonNegativeInt, PositiveInt, Range, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,26 +32,26 @@ class MemoryConfig:
         None: never.
     """
 
-    sources: tuple[int, ...]
+    sources: tuple[PositiveInt, ...]
     normed: bool = True
-    lags: tuple[int, ...] = (1,)
+    lags: tuple[NonNegativeInt, ...] = (1,)
     combine: Literal["average", "sum"] = "average"
     projection: Literal["shared", "layerwise"] = "shared"
     keys: bool = True
     values: bool = True
     residual: bool = True
-    entry_layers: int | None = None
-    replace_layers: int = 0
-    reset_token: int | None = None
+    entry_layers: NonNegativeInt | None = None
+    replace_layers: NonNegativeInt = 0
+    reset_token: NonNegativeInt | None = None
 
     def __post_init__(self):
-        require_numbers(self)
+        check_ranges(self)
         if not self.sources or not self.lags:
             raise ValueError("MemoryConfig: sources and lags must name at least one")
         if len(set(self.sources)) < len(self.sources):
             raise ValueError(f"MemoryConfig: sources must differ: {self.sources}")
-        if len(set(self.lags)) < len(self.lags) or min(self.lags) < 0:
-            raise ValueError(f"MemoryConfig: lags must differ and be >= 0: {self.lags}")
+        if len(set(self.lags)) < len(self.lags):
+            raise ValueError(f"MemoryConfig: lags must differ: {self.lags}")
         if not (self.keys or self.values or self.residual):
             raise ValueError("MemoryConfig: keys, values or residual must be true")
 
@@ -99,18 +99,18 @@ class LatentRecurrentTransformerConfig(StackFacts):
       unroll: repeats of the layer pattern in one turn of the scan over layers.
     """
 
-    layers: int
-    width: int
-    heads: int
-    key_heads: int
-    head_width: int
-    mlp_width: int
-    vocabulary: int
-    length: int
+    layers: PositiveInt
+    width: PositiveInt
+    heads: PositiveInt
+    key_heads: PositiveInt
+    head_width: PositiveInt
+    mlp_width: PositiveInt
+    vocabulary: PositiveInt
+    length: PositiveInt
     windows: str = "SSSL"
-    rope_base: float = 10000.0
+    rope_base: Annotated[float, Range(above=1)] = 10000.0
     value_embeddings: Literal["all", "alternating", "none"] = "all"
-    value_gate_channels: int = 32
+    value_gate_channels: NonNegativeInt = 32
     value_gate_scale: float = 2.0
     residual_scales: bool = True
     input_mixing: Literal["none", "input", "dense"] = "input"
@@ -128,17 +128,10 @@ class LatentRecurrentTransformerConfig(StackFacts):
         )
     )
     remat: Remat = "nothing"
-    unroll: int = 1
+    unroll: PositiveInt = 1
 
     def __post_init__(self):
-        require_numbers(self)
-        sizes = ("layers", "width", "heads", "key_heads", "head_width", "mlp_width")
-        for name in (*sizes, "vocabulary", "length", "unroll"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"LatentRecurrentTransformerConfig: {name} must be at least 1, got "
-                    f"{getattr(self, name)}"
-                )
+        check_ranges(self)
         if self.heads % self.key_heads or self.head_width % 2:
             raise ValueError(
                 "LatentRecurrentTransformerConfig: key_heads must divide heads and "
@@ -150,15 +143,13 @@ class LatentRecurrentTransformerConfig(StackFacts):
                 "LatentRecurrentTransformerConfig: windows must be letters S and L, "
                 f"got {self.windows!r}"
             )
-        if not 0 <= self.value_gate_channels <= self.width:
+        if self.value_gate_channels > self.width:
             raise ValueError(
-                "LatentRecurrentTransformerConfig: value_gate_channels must lie in 0.."
-                f"{self.width}, got {self.value_gate_channels}"
+                "LatentRecurrentTransformerConfig: value_gate_channels must be at most "
+                f"the width {self.width}, got {self.value_gate_channels}"
             )
         memory = self.memory
-        if memory is not None and not all(
-            1 <= s <= self.layers for s in memory.sources
-        ):
+        if memory is not None and max(memory.sources) > self.layers:
             raise ValueError(
                 "LatentRecurrentTransformerConfig: memory.sources must be layers in 1.."
                 f"{self.layers}, got {memory.sources}"

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import Decoder, ModelConfig, StackConfig
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveInt, RangeChecks
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 from recurjax.variants.latent_recurrent_transformer import (
     LatentRecurrentTransformerConfig,
@@ -25,7 +25,7 @@ from recurjax.variants.latent_recurrent_transformer.recurrence import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interleaved:
+class Interleaved(RangeChecks):
     """Interleaved parallel training: one pass over all, one over each of S subsets.
 
     loss = mean over the S + 1 passes of each one's mean cross-entropy, eq. (6); nothing
@@ -39,20 +39,12 @@ class Interleaved:
       vocabulary_chunks: see `token_losses`.
     """
 
-    subsets: int = 2
+    subsets: PositiveInt = 2
     refresh: bool = False
-    vocabulary_chunks: int = 1
+    vocabulary_chunks: PositiveInt = 1
     passes: ClassVar[int] = 2
     frozen: ClassVar[None] = None
     calls_model: ClassVar[bool] = False
-
-    def __post_init__(self):
-        require_numbers(self)
-        if self.subsets < 1 or self.vocabulary_chunks < 1:
-            raise ValueError(
-                "Interleaved: subsets and vocabulary_chunks must be at least 1, got "
-                f"{self.subsets} and {self.vocabulary_chunks}"
-            )
 
     def refuses(self, model: ModelConfig) -> str | None:
         """Says why a model cannot be trained so: its memory, or its length."""
@@ -138,7 +130,7 @@ class Interleaved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunked:
+class Chunked(RangeChecks):
     """Chunked training: chunks one after another, parallel within.
 
     The memory of a chunk is the state before it, one for all its positions. Source:
@@ -150,20 +142,12 @@ class Chunked:
       vocabulary_chunks: see `token_losses`.
     """
 
-    chunk: int
+    chunk: PositiveInt
     memory: Literal["broadcast", "first"] = "broadcast"
-    vocabulary_chunks: int = 1
+    vocabulary_chunks: PositiveInt = 1
     passes: ClassVar[int] = 1
     frozen: ClassVar[None] = None
     calls_model: ClassVar[bool] = False
-
-    def __post_init__(self):
-        require_numbers(self)
-        if self.chunk < 1 or self.vocabulary_chunks < 1:
-            raise ValueError(
-                "Chunked: chunk and vocabulary_chunks must be at least 1, got "
-                f"{self.chunk} and {self.vocabulary_chunks}"
-            )
 
     def refuses(self, model: ModelConfig) -> str | None:
         """Says why a model cannot be trained so: no memory of earlier tokens."""

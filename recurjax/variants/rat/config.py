@@ -10,7 +10,7 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions, Rope, rotary_width
 from recurjax.layers.stack import Remat, StackFacts
-from recurjax.ranges import require_numbers
+from recurjax.ranges import NonNegativeInt, PositiveInt, RangeChecks, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,18 +27,17 @@ class RatMixerConfig:
       forget_rank, output_rank: rank of the two gates' projections; None: full.
     """
 
-    heads: int
-    head_width: int
-    chunk: int
-    groups: int
+    heads: PositiveInt
+    head_width: PositiveInt
+    chunk: PositiveInt
+    groups: PositiveInt
     position: Rope | None = field(default_factory=Rope)
     position_of: Literal["chunk", "token"] = "chunk"
-    forget_rank: int | None = None
-    output_rank: int | None = None
+    forget_rank: PositiveInt | None = None
+    output_rank: PositiveInt | None = None
 
     def __post_init__(self):
-        require_numbers(self)
-        _check_positive(self, "heads", "head_width", "chunk", "groups")
+        check_ranges(self)
         _check_heads(self)
 
     @property
@@ -58,7 +57,7 @@ class RatMixerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RnnMixerConfig:
+class RnnMixerConfig(RangeChecks):
     """The baseline: RAT's recurrence over the whole sequence, without attention.
 
     Attributes:
@@ -68,16 +67,11 @@ class RnnMixerConfig:
       forget_rank, output_rank: as RAT's.
     """
 
-    heads: int
-    head_width: int
-    gate_horizon: int
-    forget_rank: int | None = None
-    output_rank: int | None = None
-
-    def __post_init__(self):
-        require_numbers(self)
-        _check_positive(self, "heads", "head_width", "gate_horizon")
-        _check_ranks(self)
+    heads: PositiveInt
+    head_width: PositiveInt
+    gate_horizon: PositiveInt
+    forget_rank: PositiveInt | None = None
+    output_rank: PositiveInt | None = None
 
     def weights(self, width: int) -> int:
         """Counts the weights of its matrix products."""
@@ -104,18 +98,17 @@ class ReversedRatMixerConfig:
         low rank.
     """
 
-    heads: int
-    head_width: int
-    chunk: int
-    groups: int
-    gate_horizon: int
+    heads: PositiveInt
+    head_width: PositiveInt
+    chunk: PositiveInt
+    groups: PositiveInt
+    gate_horizon: PositiveInt
     position: Rope | None = field(default_factory=Rope)
-    forget_rank: int | None = None
-    output_rank: int | None = None
+    forget_rank: PositiveInt | None = None
+    output_rank: PositiveInt | None = None
 
     def __post_init__(self):
-        require_numbers(self)
-        _check_positive(self, "heads", "head_width", "chunk", "groups", "gate_horizon")
+        check_ranges(self)
         _check_heads(self)
 
     def weights(self, width: int) -> int:
@@ -139,14 +132,10 @@ class AttentionMixerConfig:
     """
 
     attention: AttentionConfig
-    window: int | None = None
+    window: NonNegativeInt | None = None
 
     def __post_init__(self):
-        require_numbers(self)
-        if self.window is not None and self.window < 0:
-            raise ValueError(
-                f"AttentionMixerConfig: window must not be negative, got {self.window}"
-            )
+        check_ranges(self)
         if isinstance(self.attention.position, LearnedPositions):
             raise ValueError(
                 "AttentionMixerConfig: learned positions belong to a TransformerConfig"
@@ -191,18 +180,17 @@ class RatConfig(StackFacts):
       unroll: repeats of the pattern in one turn of the scan over layers.
     """
 
-    layers: int
-    width: int
+    layers: PositiveInt
+    width: PositiveInt
     pattern: tuple[MixerConfig, ...]
     mlp: MlpConfig
     norm: NormConfig = field(default_factory=NormConfig)
     init: InitConfig = field(default_factory=InitConfig)
     remat: Remat = "nothing"
-    unroll: int = 1
+    unroll: PositiveInt = 1
 
     def __post_init__(self):
-        require_numbers(self)
-        _check_positive(self, "layers", "width", "unroll")
+        check_ranges(self)
         if not self.pattern or self.layers % len(self.pattern):
             raise ValueError(
                 f"RatConfig: the length of pattern must divide layers={self.layers}, "
@@ -234,15 +222,6 @@ def _gate(width: int, inner: int, rank: int | None) -> int:
     return width * inner if rank is None else rank * (width + inner)
 
 
-def _check_positive(config: object, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(
-                f"{type(config).__name__}: {name} must be at least 1, got "
-                f"{getattr(config, name)}"
-            )
-
-
 def _check_heads(config: RatMixerConfig | ReversedRatMixerConfig) -> None:
     if config.heads % config.groups:
         raise ValueError(
@@ -251,13 +230,3 @@ def _check_heads(config: RatMixerConfig | ReversedRatMixerConfig) -> None:
         )
     if config.position is not None:
         rotary_width(config.head_width, config.position)
-    _check_ranks(config)
-
-
-def _check_ranks(config) -> None:
-    for name in ("forget_rank", "output_rank"):
-        rank = getattr(config, name)
-        if rank is not None and rank < 1:
-            raise ValueError(
-                f"{type(config).__name__}: {name} must be at least 1 or None: {rank}"
-            )

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.position import Alibi
 from recurjax.layers.stack import StackFacts
-from recurjax.ranges import require_numbers
+from recurjax.ranges import NonNegativeInt, PositiveInt, RangeChecks, check_ranges
 from recurjax.variants.transformer.config import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MambaConfig:
+class MambaConfig(RangeChecks):
     """The mixer that stands in for a layer's replaced heads.
 
     Its width is that of the heads it replaces, d_m = n E. Source: Gu and Dao 2023, with
@@ -24,18 +24,10 @@ class MambaConfig:
       expand: channels are I = expand d_m.
     """
 
-    conv: int = 4
-    state: int = 16
-    dt_rank: int = 256
-    expand: int = 2
-
-    def __post_init__(self):
-        require_numbers(self)
-        for name in ("conv", "state", "dt_rank", "expand"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"MambaConfig: {name} must be at least 1, got {getattr(self, name)}"
-                )
+    conv: PositiveInt = 4
+    state: PositiveInt = 16
+    dt_rank: PositiveInt = 256
+    expand: PositiveInt = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +42,11 @@ class RecurFormerConfig(StackFacts):
     """
 
     transformer: TransformerConfig
-    replaced: tuple[tuple[int, ...], ...]
+    replaced: tuple[tuple[NonNegativeInt, ...], ...]
     mamba: MambaConfig
 
     def __post_init__(self):
-        require_numbers(self)
+        check_ranges(self)
         base, H = self.transformer, self.transformer.attention.heads
         if len(self.replaced) != base.layers:
             raise ValueError(

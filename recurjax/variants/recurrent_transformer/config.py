@@ -14,7 +14,7 @@ from recurjax.layers.position import (
     rotary_width,
 )
 from recurjax.layers.stack import StackFacts
-from recurjax.ranges import require_numbers
+from recurjax.ranges import PositiveInt, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +44,11 @@ class RecurrentTransformerConfig(StackFacts):
         the size that measured fastest.
     """
 
-    layers: int
-    width: int
-    heads: int
-    key_heads: int
-    head_width: int
+    layers: PositiveInt
+    width: PositiveInt
+    heads: PositiveInt
+    key_heads: PositiveInt
+    head_width: PositiveInt
     mlp: MlpConfig
     norm: NormConfig | None = field(default_factory=NormConfig)
     position: PositionConfig | None = field(default_factory=Alibi)
@@ -58,26 +58,19 @@ class RecurrentTransformerConfig(StackFacts):
     residual_scale: Literal["inverse_sqrt_depth", "one"] = "inverse_sqrt_depth"
     normed_persistent: bool = True
     init: InitConfig = field(default_factory=InitConfig)
-    block: int = 1
+    block: PositiveInt = 1
     schedule: Literal["naive", "prefix", "wavefront"] | None = None
-    tile: int | None = None
+    tile: PositiveInt | None = None
 
     def __post_init__(self):
-        require_numbers(self)
-        sizes = ("layers", "width", "heads", "key_heads", "head_width", "block")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"RecurrentTransformerConfig: {name} must be at least 1, got "
-                    f"{getattr(self, name)}"
-                )
+        check_ranges(self)
         if self.heads % self.key_heads:
             raise ValueError(
                 "RecurrentTransformerConfig: key_heads must divide heads, got "
                 f"{self.key_heads} and {self.heads}"
             )
         # A tile reads the prefix once: a block must not lie across two of them.
-        if self.tile is not None and (self.tile < 1 or self.tile % self.block):
+        if self.tile is not None and self.tile % self.block:
             raise ValueError(
                 "RecurrentTransformerConfig: tile must be a multiple of block="
                 f"{self.block}, got {self.tile}"

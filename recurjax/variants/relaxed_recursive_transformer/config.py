@@ -5,7 +5,7 @@ from typing import Literal
 
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.stack import StackFacts
-from recurjax.ranges import require_numbers
+from recurjax.ranges import NonNegativeInt, PositiveInt, check_ranges
 from recurjax.variants.transformer import TransformerConfig
 
 Sharing = Literal["cycle", "sequence", "cycle_rev"]
@@ -33,21 +33,17 @@ class RelaxedRecursiveTransformerConfig(StackFacts):
     """
 
     transformer: TransformerConfig
-    loops: int
+    loops: PositiveInt
     sharing: Sharing = "cycle"
-    rank: int = 0
+    rank: NonNegativeInt = 0
     tie_norms: bool = True
     loop_cache: Literal["own", "first"] = "own"
 
     def __post_init__(self):
-        require_numbers(self)
+        check_ranges(self)
         name, L, B = type(self).__name__, self.transformer.layers, self.loops
-        if B < 1 or L % B:
-            raise ValueError(
-                f"{name}: loops must be at least 1 and divide the {L} layers, got {B}"
-            )
-        if self.rank < 0:
-            raise ValueError(f"{name}: rank must not be negative, got {self.rank}")
+        if L % B:
+            raise ValueError(f"{name}: loops must divide the {L} layers, got {B}")
         windows = self.transformer.windows
         # Backwards or in sequence, a layer of the block would come to places with other
         # windows.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Float, Int
@@ -11,14 +11,14 @@ from recurjax.exits import exits_of
 from recurjax.losses.divergence import ExitLosses, Teacher, exit_losses
 from recurjax.losses.frozen_model import FrozenModel
 from recurjax.model import Decoder, ModelConfig
-from recurjax.ranges import require_numbers, require_range
+from recurjax.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, RangeChecks
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
 from recurjax.variants.relaxed_recursive_transformer import (
     RelaxedRecursiveTransformerConfig,
 )
 
 
-class _Uptraining:
+class _Uptraining(RangeChecks):
     """What the objectives of uptraining have in common: the model as it is called."""
 
     __slots__ = ()
@@ -52,15 +52,9 @@ class Distilled(_Uptraining):
     """
 
     teacher: FrozenModel
-    weight: float = 1.0
-    temperature: float = 1.0
-    vocabulary_chunks: int = 1
-
-    def __post_init__(self):
-        require_numbers(self)
-        require_range(self, "weight", least=0)
-        require_range(self, "temperature", above=0)
-        _check_chunks(self)
+    weight: NonNegativeFloat = 1.0
+    temperature: PositiveFloat = 1.0
+    vocabulary_chunks: PositiveInt = 1
 
     @property
     def frozen(self) -> FrozenModel:
@@ -119,16 +113,10 @@ class Exits(_Uptraining):
     """
 
     weights: Literal["weighted", "aggressive"] = "aggressive"
-    coefficient: float = 0.1
-    self_distillation: float = 1.0
+    coefficient: NonNegativeFloat = 0.1
+    self_distillation: NonNegativeFloat = 1.0
     distilled: Distilled | None = None
-    vocabulary_chunks: int = 1
-
-    def __post_init__(self):
-        require_numbers(self)
-        require_range(self, "coefficient", least=0)
-        require_range(self, "self_distillation", least=0)
-        _check_chunks(self)
+    vocabulary_chunks: PositiveInt = 1
 
     @property
     def frozen(self) -> FrozenModel | None:
@@ -247,11 +235,3 @@ def _refuses_teacher(teacher: FrozenModel, model: ModelConfig) -> str | None:
 def _forward_flops(teacher: FrozenModel, length: int) -> float:
     # A pass forward is a third of what training's three take.
     return teacher.model.flops_per_token(length) / 3
-
-
-def _check_chunks(objective: Any) -> None:
-    if objective.vocabulary_chunks < 1:
-        raise ValueError(
-            f"{type(objective).__name__}: vocabulary_chunks must be at least 1, got "
-            f"{objective.vocabulary_chunks}"
-        )

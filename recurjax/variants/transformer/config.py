@@ -9,7 +9,7 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import longest_sequence
 from recurjax.layers.stack import Remat, StackFacts
-from recurjax.ranges import require_numbers
+from recurjax.ranges import NonNegativeInt, PositiveInt, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,34 +32,26 @@ class TransformerConfig(StackFacts):
         compile for longer and can run faster: all of them are worth 5 % on CPU.
     """
 
-    layers: int
-    width: int
+    layers: PositiveInt
+    width: PositiveInt
     attention: AttentionConfig
     mlp: MlpConfig
     norm: NormConfig = field(default_factory=NormConfig)
     init: InitConfig = field(default_factory=InitConfig)
-    windows: tuple[int | None, ...] = (None,)
+    windows: tuple[NonNegativeInt | None, ...] = (None,)
     parallel_residual: bool = False
     residual_scale: Literal["one", "inverse_sqrt_depth"] = "one"
     remat: Remat = "nothing"
-    unroll: int = 1
+    unroll: PositiveInt = 1
 
     def __post_init__(self):
-        require_numbers(self)
-        if self.layers < 1 or self.width < 1:
-            raise ValueError("TransformerConfig: layers and width must be at least 1")
-        if self.unroll < 1:
-            raise ValueError(
-                f"TransformerConfig: unroll must be at least 1, got {self.unroll}"
-            )
+        check_ranges(self)
         # Layers of one place in the pattern are stacked, so all places need as many.
         if not self.windows or self.layers % len(self.windows):
             raise ValueError(
                 f"TransformerConfig: the length of windows must divide layers="
                 f"{self.layers}, got {self.windows}"
             )
-        if any(window is not None and window < 0 for window in self.windows):
-            raise ValueError(f"TransformerConfig: a window is negative: {self.windows}")
 
     @property
     def max_length(self) -> int | None:

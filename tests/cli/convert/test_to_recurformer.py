@@ -110,7 +110,10 @@ def test_no_head_replaced_is_the_base(base, tmp_path):
         (("--beta", "1.5", "--text", "x"), "--beta must lie"),
         (("--beta", "nan", "--text", "x"), "--beta must lie"),
         (("--beta", "0.5", "--text", "nowhere.txt"), "cannot be read: No such file"),
-        (("--beta", "0.5", "--text", "{text}", "--conv", "0"), "conv must be at least"),
+        (
+            ("--beta", "0.5", "--text", "{text}", "--conv", "0"),
+            r"conv: must be >= 1, got 0",
+        ),
         (("--heads", "x", "--fit-samples", "0"), "--samples and --fit-samples must"),
         (("--beta", "0.5", "--text", "{text}", "--length", "9999"), "a sample needs"),
         (("--beta", "0.5", "--text", "{text}", "--window", "0"), "--window must lie"),

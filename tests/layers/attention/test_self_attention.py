@@ -90,9 +90,9 @@ def test_cudnn_by_name_is_asked_for_in_training_only():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heads": 0}, "heads must be at least 1"),
+        ({"heads": 0}, r"AttentionConfig\.heads: must be >= 1, got 0"),
         ({"key_heads": 3}, "key_heads must divide heads, got 3 and 4"),
-        ({"soft_cap": 0.0}, "soft_cap must be > 0"),
+        ({"soft_cap": 0.0}, r"AttentionConfig\.soft_cap: must be > 0, got 0.0"),
         ({"head_width": 7}, "even number of dimensions"),
     ],
 )

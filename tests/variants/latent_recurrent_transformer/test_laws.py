@@ -390,8 +390,14 @@ def test_a_reset_token_among_pads_forgets_nothing():
     ("call", "message"),
     [
         (lambda m: Interleaved(subsets=T + 1), "parts must lie in 1"),
-        (lambda m: Interleaved(subsets=0), "subsets and vocabulary_chunks"),
-        (lambda m: small(m.config.stack.memory, layers=0), "layers must be at least"),
+        (
+            lambda m: Interleaved(subsets=0),
+            r"Interleaved\.subsets: must be >= 1, got 0",
+        ),
+        (
+            lambda m: small(m.config.stack.memory, layers=0),
+            r"\.layers: must be >= 1, got 0",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(ids, call, message):

@@ -167,7 +167,7 @@ def test_rematerialization_changes_nothing(ids, remat):
         (lambda: RecurFormerConfig(
             transformer=transformer.small(layers=2).stack, replaced=((),), mamba=MAMBA),
          "each of 2 layers, got 1"),
-        (lambda: MambaConfig(conv=0), "conv must be at least 1"),
+        (lambda: MambaConfig(conv=0), r"MambaConfig\.conv: must be >= 1, got 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_replaced_is_refused(make, said):

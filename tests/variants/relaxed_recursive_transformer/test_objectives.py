@@ -203,11 +203,15 @@ def test_what_does_not_go_together_is_refused_by_name():
         of(small(sharing="sequence"), Exits())
     with pytest.raises(ValueError, match="not for TransformerConfig"):
         of(WHO.model, Exits())
-    with pytest.raises(UserError, match="temperature must be > 0"):
+    with pytest.raises(
+        UserError, match=r"Distilled\.temperature: must be > 0, got 0.0"
+    ):
         Distilled(teacher=WHO, temperature=0.0)
-    with pytest.raises(UserError, match="coefficient must be >= 0"):
+    with pytest.raises(UserError, match=r"Exits\.coefficient: must be >= 0, got -0.1"):
         Exits(coefficient=-0.1)
-    with pytest.raises(ValueError, match="vocabulary_chunks must be at least 1"):
+    with pytest.raises(
+        ValueError, match=r"Exits\.vocabulary_chunks: must be >= 1, got 0"
+    ):
         Exits(vocabulary_chunks=0)
 
 

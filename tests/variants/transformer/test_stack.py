@@ -178,8 +178,8 @@ def test_segments_are_for_training_only():
     [
         ({"windows": (1, 2, 3)}, "the length of windows must divide layers=4"),
         ({"windows": ()}, "the length of windows must divide"),
-        ({"windows": (-1,)}, "a window is negative"),
-        ({"layers": 0}, "must be at least 1"),
+        ({"windows": (-1,)}, r"TransformerConfig\.windows: must be >= 0, got \(-1,\)"),
+        ({"layers": 0}, r"TransformerConfig\.layers: must be >= 1, got 0"),
     ],
 )
 def test_a_wrong_config_is_an_error_that_names_it(change, message):
