@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels.gelu import gelu
+from pallas_kernels.activations import gelu
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
 
 HIDDEN = -1e30

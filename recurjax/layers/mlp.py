@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from pallas_kernels.gelu import gelu
+from pallas_kernels.activations import gelu
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import LowRank, apart, linear
 from recurjax.ranges import PositiveInt, RangeChecks
