@@ -1,15 +1,19 @@
-"""The exact GELU, by the form that is fastest where it is as exact."""
+"""The nonlinearities of an MLP, one table for kernels and layers."""
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+Activation = Literal["gelu", "gelu_tanh", "relu_squared", "silu"]
+
 
 def gelu(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
-    """Computes x Phi(x) = x (1 + erf(x / sqrt(2))) / 2.
+    """Computes the exact GELU, x Phi(x) = x (1 + erf(x / sqrt(2))) / 2.
 
     Source: Hendrycks and Gimpel 2016. jax.nn.gelu's erfc keeps its relative precision
     where x is far below zero and the result next to nothing; beside the values around
@@ -23,3 +27,12 @@ def gelu(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
 
 
 _by_erfc = partial(jax.nn.gelu, approximate=False)
+
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "gelu": gelu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
+}
+"""By name; squared ReLU is of So et al. 2021. A reference has a table of its own: it
+shares no code with what it checks."""

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from pallas_kernels.activations import Activation
+
 NormKind = Literal["rms", "layer", "none"]
-Activation = Literal["gelu", "gelu_tanh", "relu_squared", "silu"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Schedule = Literal["naive", "prefix", "wavefront"]
 _WORDS = {

@@ -5,14 +5,13 @@ once a call: heads flattened, products that read the same rows side by side.
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels.activations import gelu
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
 
 HIDDEN = -1e30
@@ -186,12 +185,7 @@ def activate(
     pre: Float[Array, "... F_or_2F"], spec: LayerSpec, *, gated: bool
 ) -> Float[Array, "... F"]:
     """Applies the MLP's nonlinearity to [..., F] or, gated, to [..., 2 F]."""
-    act = {
-        "gelu": gelu,
-        "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-        "relu_squared": lambda u: jnp.square(jax.nn.relu(u)),
-        "silu": jax.nn.silu,
-    }[spec.activation]
+    act = ACTIVATIONS[spec.activation]
     if not gated:
         return act(pre)
     # `w_in` has both halves side by side: up, then gate.

@@ -1,16 +1,14 @@
 """The feed-forward layer, plain or gated."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from pallas_kernels.activations import gelu
+from pallas_kernels.activations import ACTIVATIONS, Activation
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import LowRank, apart, linear
 from recurjax.ranges import PositiveInt, RangeChecks
@@ -39,15 +37,18 @@ class MlpConfig(RangeChecks):
         """Whether a third matrix gates the activations."""
         return self.kind in ("swiglu", "geglu", "geglu_tanh")
 
-
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": gelu,
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-    "swiglu": jax.nn.silu,
-    "geglu": gelu,
-    "geglu_tanh": partial(jax.nn.gelu, approximate=True),
-}
+    @property
+    def activation(self) -> Activation:
+        """The nonlinearity; when gated, of the gate."""
+        match self.kind:
+            case "swiglu":
+                return "silu"
+            case "geglu":
+                return "gelu"
+            case "geglu_tanh":
+                return "gelu_tanh"
+            case plain:
+                return plain
 
 
 class MlpAdditions(NamedTuple):
@@ -93,7 +94,7 @@ class Mlp(nnx.Module):
         self, x: Float[Array, "B T D"], additions: MlpAdditions | None = None
     ) -> Float[Array, "B T D"]:
         added = MlpAdditions() if additions is None else additions
-        activation = _ACTIVATIONS[self.config.kind]
+        activation = ACTIVATIONS[self.config.activation]
         x_up, x_gate = apart(x, 2)
         up = linear(x_up, self.w_up, self.b_up, added.up)
         if self.w_gate is None:

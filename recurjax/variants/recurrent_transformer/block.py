@@ -5,22 +5,13 @@ from typing import cast
 from flax import nnx
 
 from pallas_kernels.recurrent_prefill import LayerSpec, LayerWeights
-from pallas_kernels.recurrent_prefill.arrays import Activation, Dtype
+from pallas_kernels.recurrent_prefill.arrays import Dtype
 from recurjax.layers.attention import AttentionConfig, SelfAttention
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.position import Alibi, Rope, rotary_width
 from recurjax.types import Array
 from recurjax.variants.recurrent_transformer.config import RecurrentTransformerConfig
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_tanh",
-    "relu_squared": "relu_squared",
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "geglu_tanh": "gelu_tanh",
-}
 
 
 class RecurrentTransformerBlock(nnx.Module):
@@ -104,7 +95,7 @@ def spec_of(config: RecurrentTransformerConfig, dtype: str) -> LayerSpec:
         # The op multiplies logits by this; queries and keys are normed before.
         logit_scale=E**-0.5,
         residual_scale=residual_scale_of(config),
-        activation=_ACTIVATIONS[config.mlp.kind],
+        activation=config.mlp.activation,
         block=config.block,
         dtype=cast(Dtype, dtype),
     )
