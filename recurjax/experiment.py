@@ -49,13 +49,13 @@ class Experiment:
             raise ValueError(
                 f"name must be fit for a directory under runs/, got {self.name!r}"
             )
-        longest = self.model.max_length
-        if longest is not None and self.training.length > longest:
-            raise ValueError(
-                f"training.length {self.training.length} exceeds the model's {longest} "
-                "learned positions: shorten it or raise "
-                f"{_learned_positions(self.model, 'model')}.length"
-            )
+        length = self.training.length
+        fix = f"shorten it or raise {_learned_positions(self.model, 'model')}.length"
+        too_long = self.model.refuses_length(
+            length, f"training.length {length}", fix=fix
+        )
+        if too_long is not None:
+            raise ValueError(too_long)
         # Windows of a pattern such as "half of the length" were computed for one
         # length.
         windows = self.model.training_length

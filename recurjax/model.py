@@ -307,6 +307,20 @@ class ModelConfig:
         """The most tokens that a sequence can have; None: no limit."""
         return self.stack.max_length
 
+    def refuses_length(
+        self, length: int, what: str, *, fix: str = "shorten it"
+    ) -> str | None:
+        """Says why a sequence is too long for the learned positions, or None.
+
+        Args:
+          length: of the sequence, in tokens.
+          what: names it and its length, such as "--length 600".
+          fix: what the user can do.
+        """
+        if self.max_length is None or length <= self.max_length:
+            return None
+        return f"{what} exceeds the model's {self.max_length} learned positions: {fix}"
+
     @property
     def training_length(self) -> int | None:
         """The length of training that the model's windows come from; None: any."""

@@ -123,7 +123,7 @@ def untyped_stacks(tree: ast.Module) -> list[str]:
                 bad = is_any(wanted) and is_stack(value)
             case _:
                 bad = False
-        if bad:
+        if bad and isinstance(node, ast.expr | ast.stmt | ast.arg):
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
 

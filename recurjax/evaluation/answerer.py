@@ -96,14 +96,11 @@ class Answerer:
     def _check(self, question: Question) -> None:
         if not question.prompt:
             raise UserError("a prompt to go on after needs a token: it is empty")
-        longest = self.model.config.max_length
         # The last new token is not read again.
         needed = len(question.prompt) + question.most - 1
-        if longest is not None and needed > longest:
-            raise UserError(
-                f"a prompt of {len(question.prompt)} tokens and {question.most} new "
-                f"ones exceed the model's {longest} positions"
-            )
+        what = f"{question.most} new tokens after {len(question.prompt)}"
+        if (reason := self.model.config.refuses_length(needed, what)) is not None:
+            raise UserError(reason)
 
     def _batches(
         self, questions: Sequence[Question], numbers: list[int]

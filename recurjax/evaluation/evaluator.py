@@ -103,16 +103,16 @@ class Evaluator:
         Raises:
           UserError: the continuation alone does not fit.
         """
-        longest = self.model.config.max_length
+        config, length = self.model.config, len(pair.continuation)
+        what = f"a continuation of {length} tokens"
+        reason = config.refuses_length(length, what, fix="leave this item out")
+        if reason is not None:
+            raise UserError(reason)
         # The continuation's last token is scored and not read; without a limit none is.
-        excess = len(pair.context) + len(pair.continuation) - 1 - (longest or 2**62)
+        needed = len(pair.context) + length - 1
+        excess = needed - (config.max_length or needed)
         if excess <= 0:
             return pair
-        if excess >= len(pair.context):
-            raise UserError(
-                f"a continuation of {len(pair.continuation)} tokens does not fit the "
-                f"model's {longest} positions: leave this item out"
-            )
         return pair._replace(context=pair.context[excess:])
 
     @property

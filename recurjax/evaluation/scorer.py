@@ -174,12 +174,10 @@ class Scorer:
             )
         # The last token is scored from the state before it, and not read.
         length = len(pair.context) + len(pair.continuation) - 1
-        longest = self.model.config.max_length
-        if longest is not None and length > longest:
-            raise UserError(
-                f"a context of {len(pair.context)} tokens and a continuation of "
-                f"{len(pair.continuation)} exceed the model's {longest} positions"
-            )
+        what = f"a continuation of {len(pair.continuation)} tokens after "
+        what += f"{len(pair.context)}"
+        if (reason := self.model.config.refuses_length(length, what)) is not None:
+            raise UserError(reason)
 
     def _singly(
         self, pairs: Sequence[Pair], numbers: list[int]

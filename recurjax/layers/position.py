@@ -157,7 +157,10 @@ def with_positions(
 
 
 def check_cache_length(stack: str, length: int, longest: int | None) -> None:
-    """Raises ValueError for a cache of more tokens than there are learned positions."""
+    """Raises ValueError for a cache of more tokens than there are learned positions.
+
+    `ModelConfig.refuses_length` refuses what a user asks for before it comes here.
+    """
     if longest is not None and length > longest:
         raise ValueError(
             f"{stack}: a cache of {length} tokens needs as many learned positions, the "

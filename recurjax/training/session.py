@@ -233,14 +233,12 @@ class Session:
         return open_dataset(data, tokenizer=tokenizer)
 
     def _refuse_rows_beyond_positions(self) -> None:
-        longest = self.experiment.model.max_length
         for split in ("train", "validation"):
             length = self._length(split)
-            if longest is not None and length > longest:
-                raise UserError(
-                    f"rows of {length} tokens for {split} exceed the model's {longest} "
-                    "learned positions: shorten them or learn more positions"
-                )
+            what = f"a {split} row of {length} tokens"
+            reason = self.experiment.model.refuses_length(length, what)
+            if reason is not None:
+                raise UserError(reason)
 
     def _length(self, split: SplitName) -> int:
         length = self.experiment.training.length
@@ -288,7 +286,7 @@ def _refuse_another_vocabulary(experiment: Experiment, dataset: AnyDataset) -> N
 
 def _refuse_unusable_prompts(experiment: Experiment, tokenizer: Tokenizer) -> None:
     """Refuses before training what would stop the first evaluation."""
-    evaluation, longest = experiment.evaluation, experiment.model.max_length
+    evaluation = experiment.evaluation
     for prompt in evaluation.sample_prompts:
         length = len(tokenizer.encode(prompt)) + (tokenizer.bos is not None)
         if length == 0:
@@ -296,9 +294,11 @@ def _refuse_unusable_prompts(experiment: Experiment, tokenizer: Tokenizer) -> No
                 "evaluation.sample_prompts has an empty prompt, and the tokenizer has "
                 "no BOS token to start from: give it some text"
             )
-        if longest is not None and length + evaluation.sample_tokens - 1 > longest:
-            raise UserError(
-                f"evaluation.sample_tokens {evaluation.sample_tokens} after "
-                f"{prompt!r} ({length} tokens) exceeds the model's {longest} learned "
-                "positions: lower it"
-            )
+        what = f"evaluation.sample_tokens {evaluation.sample_tokens} after {prompt!r} "
+        reason = experiment.model.refuses_length(
+            length + evaluation.sample_tokens - 1,
+            what + f"({length} tokens)",
+            fix="lower it",
+        )
+        if reason is not None:
+            raise UserError(reason)

@@ -87,6 +87,6 @@ def test_rows_longer_than_learned_positions_are_refused(tmp_path):
     )
     stack = dataclasses.replace(short.model.stack, attention=attention)
     short = changed(short, model={"stack": stack})
-    with pytest.raises(UserError, match="rows of 32 tokens for validation exceed"):
+    with pytest.raises(UserError, match="a validation row of 32 tokens exceeds"):
         train(short, tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -211,9 +211,9 @@ def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
 def cut_text(text: Path, samples: int, length: int, loaded: LoadedRun) -> np.ndarray:
     """Cuts a file's text into rows [samples, length], from its beginning."""
     # A model cannot be measured on longer texts than it reads.
-    longest = loaded.model.config.max_length
-    if longest is not None and length > longest:
-        raise UserError(f"--length {length} exceeds the model's {longest} positions")
+    reason = loaded.model.config.refuses_length(length, f"--length {length}")
+    if reason is not None:
+        raise UserError(reason)
     try:
         words = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -189,13 +189,11 @@ def _is_writable(url: str) -> bool:
 def _evaluator(
     options: Evaluate, loaded: LoadedRun, mesh: Mesh | None, journal: Journal
 ) -> Evaluator:
-    longest = loaded.model.config.max_length
+    config = loaded.model.config
     # A model with learned positions can read no further; any other as far as is asked.
-    window = options.length or longest or loaded.experiment.training.length
-    if longest is not None and window > longest:
-        raise UserError(
-            f"--length {window} exceeds the model's {longest} learned positions"
-        )
+    window = options.length or config.max_length or loaded.experiment.training.length
+    if (reason := config.refuses_length(window, f"--length {window}")) is not None:
+        raise UserError(reason)
     return Evaluator(
         model=loaded.model,
         tokenizer=loaded.tokenizer,

@@ -66,11 +66,9 @@ def of_data(
     dataset = open_dataset(data, tokenizer=loaded.tokenizer)
     # A row is as long as in training, or as a task's test asks.
     length = options.length or dataset.evaluation_length(experiment.training.length)
-    longest = experiment.model.max_length
-    if longest is not None and length > longest:
-        raise UserError(
-            f"--length {length} exceeds the model's {longest} learned positions"
-        )
+    reason = experiment.model.refuses_length(length, f"--length {length}")
+    if reason is not None:
+        raise UserError(reason)
     if options.batch * length > LARGEST_BATCH:
         raise UserError(
             f"--batch {options.batch} x {length} tokens a row is more than "

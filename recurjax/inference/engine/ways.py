@@ -48,12 +48,9 @@ def refuse_engine(
         reason = model.stack.refuses(mesh, config.length)
         if config.exit is not None:
             reason = "tokens leave early on one device: ask for no mesh"
-    most = model.config.max_length
-    if reason is None and most is not None and config.length > most:
-        reason = (
-            f"the model has positions for {most} tokens, a slot was to hold "
-            f"{config.length}: give it a length of at most {most}"
-        )
+    if reason is None:
+        what = f"a slot of {config.length} tokens"
+        reason = model.config.refuses_length(config.length, what)
     if reason is None and tokenizer is not None:
         has, knows = tokenizer.vocabulary, model.config.vocabulary
         if has > knows:
