@@ -11,11 +11,11 @@ says is asked.
 import bisect
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeGuard
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -26,7 +26,7 @@ from recurjax.data.corpora import Messages, read_conversations, read_messages
 from recurjax.data.examples import Conversations, Examples, PromptAnswer
 from recurjax.data.loader import Batch, Layout, RowLoader, RowsOfText
 from recurjax.data.packing import without_middle
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import Tokenizer, encode_continued
 from recurjax.errors import UserError
 from recurjax.types import IGNORED
 
@@ -229,8 +229,7 @@ def _talks(corpus: Conversations, tokenizer: Tokenizer) -> tuple[Example, ...]:
     """Reads conversations; each begins as its template begins it."""
     source = _template(corpus)
     if source is None:
-        companions = getattr(tokenizer, "companions", None)
-        source = None if companions is None else companions.template
+        source = tokenizer.settings.template
     if source is None:
         raise UserError(
             "Conversations: the tokenizer came without a chat template: name one in "
@@ -245,35 +244,21 @@ def _talks(corpus: Conversations, tokenizer: Tokenizer) -> tuple[Example, ...]:
         if not turns[0].parts:
             raise UserError(f"{where}: the template writes nothing before the answer")
         talks.append(turns)
-    # All texts at once: the tokenizer takes them on all cores.
-    texts = [p for turns in talks for turn in turns for p in turn.parts if _is_text(p)]
-    encoded = iter(tokenizer.encode_many(texts))
-    return tuple(_talk(turns, encoded) for turns in talks)
+    # All conversations at once: the tokenizer takes them on all cores.
+    texts = [[part for turn in turns for part in turn.parts] for turns in talks]
+    encoded = tokenizer.encode_parts(texts, guarded=template.guarded(tokenizer))
+    return tuple(map(_talk, talks, encoded))
 
 
-def _is_text(part: str | int) -> TypeGuard[str]:
-    return isinstance(part, str)
-
-
-def _tokens_of(parts: Sequence[str | int], encoded: Iterator[Ids]) -> list[Ids]:
-    """Returns each part's tokens, those of texts from what was encoded in order."""
-    return [
-        next(encoded) if _is_text(part) else np.array([part], np.int32)
-        for part in parts
-    ]
-
-
-def _talk(turns: Sequence[Turn], encoded: Iterator[Ids]) -> Example:
-    ids, asked = [], []
+def _talk(turns: Sequence[Turn], ids: Sequence[Ids]) -> Example:
+    asked, parts = [], iter(ids)
     for turn in turns:
-        new = _tokens_of(turn.parts, encoded)
         # A turn ends with its last special token; line breaks behind it are read, for
-        # nobody draws them: who asks has stopped there.
-        ends = [n for n, part in enumerate(turn.parts) if not _is_text(part)]
-        last = ends[-1] if ends else len(new)
-        for n, part in enumerate(new):
-            ids.append(part)
-            asked.append(np.full(len(part), turn.says and n <= last))
+        # the model never samples them: generation has stopped by then.
+        ends = [n for n, part in enumerate(turn.parts) if isinstance(part, int)]
+        last = ends[-1] if ends else len(turn.parts)
+        for n in range(len(turn.parts)):
+            asked.append(np.full(len(next(parts)), turn.says and n <= last))
     first = sum(map(len, ids[: len(turns[0].parts)]))
     tokens, learned = np.concatenate(ids), np.concatenate(asked)
     return Example(tokens[:first], tokens[first:], learned[first:])
@@ -298,16 +283,12 @@ def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
                 "writes nothing before the answer"
             )
         prompts.append(parts)
-    # All texts at once: the tokenizer takes them on all cores.
-    texts = [part for parts in prompts for part in parts if _is_text(part)]
-    encoded = iter(tokenizer.encode_many(texts))
-    answers = tokenizer.encode_many([line.answer for line in lines])
+    guarded = {} if template is None else template.guarded(tokenizer)
+    texts = [(p, line.answer) for p, line in zip(prompts, lines, strict=True)]
     end = np.array([tokenizer.eos], np.int32)
     examples = tuple(
-        Example(
-            np.concatenate(_tokens_of(parts, encoded)), np.concatenate([answer, end])
-        )
-        for parts, answer in zip(prompts, answers, strict=True)
+        Example(before, np.concatenate([after, end]))
+        for before, after, _ in encode_continued(tokenizer, texts, guarded=guarded)
     )
     for number, example in enumerate(examples):
         if not len(example.prompt):

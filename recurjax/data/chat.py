@@ -6,20 +6,28 @@ text, so names are told apart by who wrote them and not by how they look.
 """
 
 import datetime
+import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recurjax.data.tokenizers import Tokenizer
-from recurjax.data.tokenizers.companions import read_companions, read_template
+from recurjax.data.tokenizers import (
+    Tokenizer,
+    read_template,
+    read_text_settings,
+)
 from recurjax.errors import UserError
 
 _FAILURES = (TypeError, ValueError, ArithmeticError, LookupError)
 """What a template that is no good for these messages raises, beside jinja2's own."""
 MARK = "\U0010fffd"
 """Private use: stands before names that are tokens, in a text that is encoded later."""
-_FIRST_MARK = 0xF0000
+_OPENED, _CLOSED = "\U0010fffb", "\U0010fffc"
+"""Private use: stand around what the model generates, by the template's own marks."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FIRST_MARK = 0x100000
 """Private use: the first of the characters that stand for names in a user's text."""
 
 
@@ -37,44 +45,61 @@ class ChatTemplate:
         """
         try:
             from jinja2.exceptions import TemplateError  # pyright: ignore[reportMissingImports]
-            from jinja2.sandbox import ImmutableSandboxedEnvironment  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UserError(
                 "chat templates need jinja2: pip install recurjax[serve]"
             ) from error
         self.source = source
+        self._marks_answers = bool(_GENERATION.search(source))
         self._error = TemplateError
         self._tokens = {name: text for name, text in (tokens or {}).items() if text}
-        # Set as transformers sets it, with which templates were written and tried.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
         try:
-            self._template = environment.from_string(source)
+            self._template = _environment().from_string(source)
         except TemplateError as error:
             raise UserError(f"the chat template does not compile: {error}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, str]], *, answer: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        answer: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """Writes a conversation as text.
 
         Args:
           messages: with a `role` and a `content` each.
           answer: end where the assistant's answer begins.
+          tools, documents: what the template may offer the model; None: nothing.
+          options: further variables that the template reads (`enable_thinking`).
 
         Raises:
           UserError: the template refuses the conversation, or fails.
         """
+        text = self._rendered(
+            messages,
+            answer=answer,
+            variables={**(options or {}), "tools": tools, "documents": documents},
+        )
+        return text.replace(_OPENED, "").replace(_CLOSED, "")
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        answer: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Writes a conversation, with `_OPENED` and `_CLOSED` around generations."""
+        # Without any, both are None: a template may ask whether they are defined.
+        given = {"tools": None, "documents": None, **self._tokens, **(variables or {})}
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=answer,
-                **self._tokens,
+                **given,
             )
         except _Refused as error:
             raise UserError(f"the chat template refuses: {error}") from error
@@ -83,63 +108,100 @@ class ChatTemplate:
 
     def encode(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         tokenizer: Tokenizer,
         *,
         answer: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Returns a conversation's tokens; names in a message's content are text.
 
         For contents without names of special tokens these are the tokens that
         transformers makes of the same template.
         """
-        return encoded(self.parts(messages, tokenizer, answer=answer), tokenizer)
+        parts = self.parts(messages, tokenizer, answer=answer, variables=variables)
+        return encoded(parts, tokenizer, guarded=self.guarded(tokenizer))
 
     def parts(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         tokenizer: Tokenizer,
         *,
         answer: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[str | int]:
-        """Returns a conversation's texts, and the special tokens between them."""
-        named = _named(tokenizer)
+        """Returns a conversation's texts, and the special tokens between them.
+
+        Args:
+          variables: `tools`, `documents` and whatever else the template reads.
+        """
+        guarded = self.guarded(tokenizer)
         # Names in the messages are hidden while the template writes its own, which
         # alone become tokens; then they are shown again, as text.
-        marks = _marks(named, messages)
-        rendered = self.render(_hidden_in(messages, marks), answer=answer)
-        return _parts(rendered, named, marks)
+        marks = _marks(guarded, messages)
+        rendered = self._rendered(
+            _hidden_in(messages, marks), answer=answer, variables=variables
+        )
+        text = rendered.replace(_OPENED, "").replace(_CLOSED, "")
+        return _parts(text, guarded, marks)
+
+    def guarded(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Returns the tokens that only the template may write, by their names.
+
+        These are the special tokens, and the added tokens that the template names: a
+        file may mark the tokens of roles as not special.
+        """
+        added = tokenizer.added_tokens.items()
+        written = {name: i for name, i in added if name in self.source}
+        return {**tokenizer.named_tokens, **written}
 
     def turns(
-        self, messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer
+        self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
     ) -> list["Turn"]:
         """Cuts a conversation where the assistant begins and where it ends.
 
-        The texts of turns are to be encoded apart: so are those that a model is asked
-        with, for its own tokens follow the question's.
+        A template that marks what the model generates (`{% generation %}`) is cut
+        there, and otherwise by writing the beginnings of the conversation.
 
         Raises:
           UserError: the template refuses the conversation, or writes a beginning of it
             otherwise once it goes on.
         """
-        named = _named(tokenizer)
-        marks = _marks(named, messages)
-        hidden, turns, before = _hidden_in(messages, marks), [], ""
+        guarded = self.guarded(tokenizer)
+        marks = _marks(guarded, messages)
+        hidden = _hidden_in(messages, marks)
+        stretches = self._marked(hidden) if self._marks_answers else self._cut(hidden)
+        return [
+            Turn(_parts(text, guarded, marks), says=says) for text, says in stretches
+        ]
+
+    def _marked(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
+        """Cuts at the template's own marks; what follows the last answer is dropped."""
+        stretches: list[tuple[str, bool]] = []
+        before, *rest = self._rendered(messages, answer=False).split(_OPENED)
+        for piece in rest:
+            said, after = piece.split(_CLOSED, 1)
+            stretches += [(before, False), (said, True)]
+            before = after
+        return stretches
+
+    def _cut(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
+        stretches: list[tuple[str, bool]] = []
+        before = ""
         for n, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            opened = self.render(hidden[:n], answer=True)
-            closed = self.render(hidden[: n + 1], answer=False)
+            opened = self._rendered(messages[:n], answer=True)
+            closed = self._rendered(messages[: n + 1], answer=False)
             if not opened.startswith(before) or not closed.startswith(opened):
                 raise UserError(
                     "the chat template writes the beginning of a conversation "
-                    "otherwise once it goes on: where an answer begins cannot be told"
+                    "otherwise once it goes on: where an answer begins is unknown"
                 )
-            read, said = opened[len(before) :], closed[len(opened) :]
-            turns.append(Turn(_parts(read, named, marks), says=False))
-            turns.append(Turn(_parts(said, named, marks), says=True))
+            stretches.append((opened[len(before) :], False))
+            stretches.append((closed[len(opened) :], True))
             before = closed
-        return turns
+        return stretches
 
 
 class Turn(NamedTuple):
@@ -159,12 +221,15 @@ def plain(messages: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{role}: {text}\n" for role, text in messages) + "assistant: "
 
 
-def encoded(parts: Sequence[str | int], tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens of texts and of the special tokens between them."""
-    ids: list[int] = []
-    for part in parts:
-        ids += [part] if isinstance(part, int) else tokenizer.encode(part).tolist()
-    return ids
+def encoded(
+    parts: Sequence[str | int],
+    tokenizer: Tokenizer,
+    *,
+    guarded: Mapping[str, int] | None = None,
+) -> list[int]:
+    """Returns the tokens of one text that is given in parts; see `Tokenizer`."""
+    [pieces] = tokenizer.encode_parts([parts], guarded=guarded)
+    return [token for piece in pieces for token in piece.tolist()]
 
 
 def marked(parts: Sequence[str | int], tokenizer: Tokenizer) -> str:
@@ -173,7 +238,7 @@ def marked(parts: Sequence[str | int], tokenizer: Tokenizer) -> str:
     It can be read, and cut or continued like any text: `unmarked` still tells the names
     that are tokens, which have a mark before them, from those that somebody typed.
     """
-    names = {number: name for name, number in _named(tokenizer).items()}
+    names = {number: name for name, number in tokenizer.added_tokens.items()}
     # A mark within a text is doubled, so that it stands for itself.
     return "".join(
         MARK + names[part] if isinstance(part, int) else part.replace(MARK, 2 * MARK)
@@ -185,7 +250,7 @@ def unmarked(text: str, tokenizer: Tokenizer) -> list[str | int]:
     """Returns the texts and special tokens that `marked` wrote; other text is text."""
     if MARK not in text:
         return [text]
-    named, parts = _named(tokenizer), [""]
+    named, parts = tokenizer.added_tokens, [""]
     for piece in re.split(f"({MARK}{MARK}|{MARK}(?:{_any_of(named)}))", text):
         name = piece.removeprefix(MARK)
         if piece != name and name in named:
@@ -208,25 +273,19 @@ def load_template(
     Raises:
       UserError: it cannot be read, or does not compile.
     """
-    source = read_companions(folder).template if file is None else read_template(file)
+    source = (
+        read_text_settings(folder).template if file is None else read_template(file)
+    )
     return None if source is None else compiled(source, tokenizer)
 
 
 def compiled(source: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Compiles a template for a tokenizer, whose names of BOS and EOS it may write.
+    """Compiles a template for a tokenizer, whose special tokens it may write by role.
 
     Raises:
       UserError: it does not compile.
     """
-    names = {}
-    for role, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
-        found = [name for name, n in _named(tokenizer).items() if n == token]
-        names[role] = found[0] if found else None
-    return ChatTemplate(source, tokens=names)
-
-
-def _named(tokenizer: Tokenizer) -> dict[str, int]:
-    return getattr(tokenizer, "named_tokens", {})
+    return ChatTemplate(source, tokens=tokenizer.names)
 
 
 def _marks(
@@ -241,7 +300,7 @@ def _marks(
     )
     present = sorted((name for name in named if name in whole), key=len, reverse=True)
     free = (
-        chr(code) for code in range(_FIRST_MARK, 0x10FFFE) if chr(code) not in whole
+        chr(code) for code in range(_FIRST_MARK, ord(_OPENED)) if chr(code) not in whole
     )
     return dict(zip(present, free, strict=False))
 
@@ -285,6 +344,55 @@ def _split(text: str, named: Mapping[str, int]) -> list[str]:
 def _any_of(named: Mapping[str, int]) -> str:
     # The longest first: one name may be the beginning of another.
     return "|".join(map(re.escape, sorted(named, key=len, reverse=True)))
+
+
+@functools.cache
+def _environment() -> Any:
+    """Returns jinja2 as transformers sets it up, for which templates are written."""
+    from jinja2 import nodes  # pyright: ignore[reportMissingImports]
+    from jinja2.ext import Extension  # pyright: ignore[reportMissingImports]
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # pyright: ignore[reportMissingImports]
+
+    class Generation(Extension):
+        """`{% generation %}` ... `{% endgeneration %}`: what the model generates."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            call = self.call_method("_mark")
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{_OPENED}{caller()}{_CLOSED}"
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own escapes HTML and sorts keys.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 class _Refused(Exception):

@@ -242,11 +242,11 @@ class TokenizerFile:
     Attributes:
       path: a tokenizer.json, or a folder that holds a tokenizer (such as `tokenizer`
         in a prepared directory, or a Hugging Face model's folder).
-      bos: the token before each document, "none" for none; None: what
-        tokenizer_config.json beside the file says, else the first well-known name in
-        the vocabulary, else none.
-      eos: the token that ends generated text, and each document where there is no
-        BOS; found the same way.
+      bos: the token that begins each document and prompt, "none" for none; None: the
+        token that the file's post-processor puts there, if any.
+      eos: the token that ends generated text, and each document that has no BOS; None:
+        what tokenizer_config.json next to the file says, else the first well-known name
+        in the vocabulary.
     """
 
     path: str

@@ -39,8 +39,8 @@ def encoded_documents(
     Args:
       reading: where they come from.
       tokenizer: its BOS, if it has one, comes before each document.
-      ends: whether its EOS comes after each document; None: where it has no BOS, so
-        that documents do not run together.
+      ends: whether its EOS ends each document; None: where the tokenizer itself adds
+        it, and where it has no BOS, so that documents do not run together.
 
     Raises:
       UserError: EOS is asked for, and the tokenizer has none.
@@ -79,7 +79,9 @@ def closing(tokenizer: Tokenizer, ends: bool | None) -> list[int]:
     """Lists what comes after each document, EOS or nothing: see `encoded_documents`."""
     if ends is None:
         # Something must mark the end of a document: BOS of the next one, or else EOS.
-        ends = tokenizer.bos is None and tokenizer.eos is not None
+        ends = tokenizer.adds_eos or (
+            tokenizer.bos is None and tokenizer.eos is not None
+        )
     if not ends:
         return []
     if tokenizer.eos is None:

@@ -20,7 +20,7 @@ import yaml
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import Tokenizer, first_token
 from recurjax.errors import UserError
 from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.progress import progress_bar
@@ -142,7 +142,7 @@ def core_of(
     Raises:
       UserError: the tokenizer has neither BOS nor EOS; or as `score_core`.
     """
-    first = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+    first = first_token(tokenizer)
     if first is None:
         raise UserError(
             "CORE puts a BOS token before each prompt, and the tokenizer has none"

@@ -5,13 +5,14 @@ what comes back. How requests are batched, cut over devices and kept over a kill
 written once, here and in what this calls.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from jax.sharding import Mesh
 
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.tokenizers import Tokenizer, encode_continued, first_token
 from recurjax.errors import UserError
 from recurjax.evaluation.answerer import Answerer, Question
 from recurjax.evaluation.journal import Journal
@@ -19,6 +20,8 @@ from recurjax.evaluation.progress import progress_bar
 from recurjax.evaluation.scorer import Pair, PairScore, Scorer
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.model import Decoder
+
+APART = "continuations encoded alone: a token would reach over the join"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class Evaluator:
       bos: put the tokenizer's BOS, if it has one, before each context.
       seed: of what is drawn.
       journal: keeps answers until the evaluation is over.
+      notes: how many items were read in an unusual way, such as `APART`.
     """
 
     model: Decoder
@@ -46,6 +50,7 @@ class Evaluator:
     bos: bool = True
     seed: int = 0
     journal: Journal = field(default_factory=lambda: Journal(None))
+    notes: Counter[str] = field(default_factory=Counter)
 
     def scores(self, pairs: Sequence[Pair], *, name: str) -> list[PairScore]:
         """Scores pairs in their order.
@@ -75,27 +80,42 @@ class Evaluator:
         return ids or (self.first,)
 
     def pair(self, context: str, continuation: str) -> Pair:
-        """Encodes a context and what follows it as they are written together.
+        """Encodes a context and what continues it as they are written together.
 
-        Spaces at a context's end belong to the continuation: most tokenizers join them
-        to the next word. The continuation is what the whole has beyond the context.
+        Spaces at a context's end belong to the continuation, because most tokenizers
+        join them to the next word. Where a token would reach over the join, the
+        continuation has its own tokens: see `encode_continued`.
 
         Raises:
-          UserError: the continuation adds no token.
+          UserError: the continuation has no token.
         """
-        # Spaces go to the continuation, which most tokenizers join them to.
         bare = context.rstrip()
-        whole = bare + context[len(bare) :] + continuation
-        before = self.context(bare)
-        ids = tuple(self.tokenizer.encode(whole).tolist())
-        if before[0] != (ids[0] if ids else None) or (self.bos and bare == ""):
-            ids = (before[0], *ids)  # the BOS, or what stands for an empty context
-        if len(ids) <= len(before):
+        rest = context[len(bare) :] + continuation
+        return self.continued([bare] if bare else [], rest)
+
+    def continued(
+        self, parts: Sequence[str | int], text: str, *, bos: bool | None = None
+    ) -> Pair:
+        """Encodes a context in parts, of which integers are tokens, and what follows.
+
+        Args:
+          bos: put the tokenizer's BOS before the context; None: as the evaluator does.
+
+        Raises:
+          UserError: the continuation has no token.
+        """
+        [pair] = encode_continued(self.tokenizer, [(parts, text)])
+        if not len(pair.after):
             raise UserError(
-                f"the continuation {continuation!r} adds no token to its context: "
-                "leave this item out"
+                f"the continuation {text!r} adds no token to its context: leave this "
+                "item out"
             )
-        return Pair(ids[: len(before)], ids[len(before) :])
+        begin = self.tokenizer.bos if (self.bos if bos is None else bos) else None
+        before = [*([] if begin is None else [begin]), *pair.before.tolist()]
+        # An empty context still needs a token for the first state.
+        context = tuple(before) or (self.first,)
+        self.notes[APART] += pair.apart
+        return Pair(context, tuple(pair.after.tolist()))
 
     def cropped(self, pair: Pair) -> Pair:
         """Drops the first tokens of a context that does not fit the model.
@@ -117,13 +137,12 @@ class Evaluator:
 
     @property
     def first(self) -> int:
-        """The token before a text's first one: BOS, or EOS where there is none.
+        """The token before a text's first one; see `first_token`.
 
         Raises:
           UserError: the tokenizer has neither.
         """
-        tokenizer = self.tokenizer
-        first = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+        first = first_token(self.tokenizer)
         if first is None:
             raise UserError(
                 "a text without a context is scored after BOS or EOS, and the "

@@ -185,6 +185,24 @@ class HarnessModel(TemplateLM):
         begun = any(isinstance(part, int) for part in parts)
         return [bos, *ids] if adds and bos is not None and not begun else ids
 
+    def _encode_pair(
+        self, context: str, continuation: str
+    ) -> tuple[list[int], list[int]]:
+        """Encodes a context and its continuation; see `Evaluator.pair`.
+
+        The harness's own would cut the joined tokens at the context's number of tokens,
+        which may leave none for the continuation.
+        """
+        bare = context.rstrip()
+        parts = unmarked(bare, self.evaluator.tokenizer)
+        begun = any(isinstance(part, int) for part in parts)
+        pair = self.evaluator.continued(
+            parts if bare else [],
+            context[len(bare) :] + continuation,
+            bos=False if begun else None,
+        )
+        return list(pair.context), list(pair.continuation)
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:

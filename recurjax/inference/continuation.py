@@ -22,21 +22,29 @@ class Continuation:
         prompt: Int[np.ndarray, " T"],
         stops: Sequence[str],
     ):
-        """Begins after a prompt; `stops` are not empty strings."""
+        """Begins after a prompt.
+
+        Args:
+          stops: strings that are not empty. One that names an added token is also that
+            token, whose text the model never writes letter by letter.
+        """
         self.stopped = False
         self._stops = tuple(stops)
+        added = tokenizer.added_tokens
+        self._stop_tokens = frozenset(added[stop] for stop in stops if stop in added)
         self._stream = tokenizer.stream()
         self._stream.skip(prompt.tolist())
         self._held = ""
 
     def push(self, token: int) -> str:
         """Takes a token; returns the text that is now certain. Sets `stopped`."""
-        self._held += self._stream.push([token])
-        # Which stop string ends first decides, wherever in the list it stands.
-        found = [self._held.find(stop) for stop in self._stops if stop in self._held]
-        if found:
+        if token in self._stop_tokens:
+            text = self.finish()
             self.stopped = True
-            return self._release(min(found))
+            return text
+        self._held += self._stream.push([token])
+        if (text := self._before_stop()) is not None:
+            return text
         # Text that may turn out to begin a stop string is not shown yet.
         return self._release(len(self._held) - self._undecided())
 
@@ -45,7 +53,17 @@ class Continuation:
         if self.stopped:
             return ""
         self._held += self._stream.finish()
-        return self._release(len(self._held))
+        text = self._before_stop()
+        return self._release(len(self._held)) if text is None else text
+
+    def _before_stop(self) -> str | None:
+        """Returns the held text before the first stop string; None: there is none."""
+        # Which stop string begins first decides, wherever in the list it comes.
+        starts = [self._held.find(stop) for stop in self._stops if stop in self._held]
+        if not starts:
+            return None
+        self.stopped = True
+        return self._release(min(starts))
 
     def _release(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]

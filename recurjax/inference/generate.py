@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32, Key
 
-from recurjax.data.tokenizers import Tokenizer, text_ends
+from recurjax.data.tokenizers import Tokenizer, first_token, text_ends
 from recurjax.errors import UserError
 from recurjax.inference.continuation import Continuation
 from recurjax.inference.exit_decoding import EarlyExit
@@ -148,15 +148,16 @@ def encode_prompts(
     """Encodes prompts as `generate` reads them; see there."""
     if isinstance(prompts, str):
         raise UserError("prompts must be a list of texts, got one text: wrap it in [ ]")
-    encoded = []
+    encoded, first = [], first_token(tokenizer)
     for row, ids in enumerate(tokenizer.encode_many(prompts)):
-        if ids.size == 0 and tokenizer.bos is None:
+        if ids.size == 0 and first is None:
             raise UserError(
                 f"prompt {row + 1} is empty, and the tokenizer has no BOS token to "
                 "start from: give it some text"
             )
         # An empty prompt needs a token to start from, whatever `bos` says.
-        if tokenizer.bos is not None and (bos or ids.size == 0):
-            ids = np.concatenate([np.array([tokenizer.bos], np.int32), ids])
+        begin = first if ids.size == 0 else tokenizer.bos if bos else None
+        if begin is not None:
+            ids = np.concatenate([np.array([begin], np.int32), ids])
         encoded.append(ids)
     return encoded

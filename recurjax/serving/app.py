@@ -198,7 +198,7 @@ class App:
         special = body.get("add_special_tokens", True) is not False
         # A special token's name alone is that token, so that a client can learn its id;
         # inside a text a name is text.
-        named: dict[str, int] = getattr(served.tokenizer, "named_tokens", {})
+        named = served.tokenizer.named_tokens
         if not special and text in named:
             ids = [named[text]]
         else:
@@ -224,16 +224,16 @@ class App:
     async def _tokenizer_info(self, request: Request) -> Response:
         served = self._model(dict(request.query_params))
         tokenizer = served.tokenizer
-        named: dict[str, int] = getattr(tokenizer, "named_tokens", {})
         return JSONResponse(
             {
                 "model": served.name,
                 "vocabulary": tokenizer.vocabulary,
+                # The token that begins each text; a template may write another BOS.
                 "bos": tokenizer.bos,
                 "eos": tokenizer.eos,
-                # By name too, as vLLM tells them; None: there is none, or no name.
-                "bos_token": _name(named, tokenizer.bos),
-                "eos_token": _name(named, tokenizer.eos),
+                # By name too, as in vLLM; None: there is none, or no name.
+                "bos_token": tokenizer.names.get("bos_token"),
+                "eos_token": tokenizer.names.get("eos_token"),
                 "hash": tokenizer.hash,
                 "chat_template": None
                 if served.template is None
@@ -348,10 +348,6 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     said = f"there is no {request.method} {request.url.path}"
     return JSONResponse(RequestError(status, said).body(), status_code=status)
-
-
-def _name(named: Mapping[str, int], token: int | None) -> str | None:
-    return next((name for name, number in named.items() if number == token), None)
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, bos: bool) -> list[int]:

@@ -169,7 +169,7 @@ def test_an_imported_rat_begins_documents_with_their_separator(tmp_path, monkeyp
         *("--experiment", file, "--tokenizer", tmp_path / "tokenizer.json"),
     )
     assert (code, err) == (0, "")
-    assert load_tokenizer(tmp_path / "tokenizer.json").bos == 1
+    assert load_tokenizer(tmp_path / "tokenizer.json").names["bos_token"] == "<s>"
     kept = load_tokenizer(tmp_path / "out" / "tokenizer")
     assert (kept.bos, kept.eos) == (2, 2)
 

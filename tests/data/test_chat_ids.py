@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recurjax.data.tokenizers import load_tokenizer
-from recurjax.data.tokenizers.companions import TEMPLATE_FILE
+from recurjax.data.tokenizers import TEMPLATE_FILE, load_tokenizer
 
 pytest.importorskip("jinja2", reason="needs recurjax[serve]")
 

@@ -45,10 +45,15 @@ def documents_of(dataset) -> list[str]:
         (T5, (), "", "0", "ends with token 0"),
         (T5, ("--eos", "none"), "", "", "nothing separates the documents"),
         (T5, ("--bos", "</s>"), "0", "", "begins with token 0"),
-        (LLAMA, (), "1", "", "begins with token 1"),
+        # The file names a BOS and puts it nowhere: texts do not begin with it.
+        (LLAMA, (), "", "2", "ends with token 2"),
+        (LLAMA, ("--bos", "<s>"), "1", "", "begins with token 1"),
         (LLAMA, ("--bos", "none"), "", "2", "ends with token 2"),
         (LLAMA, ("--bos", "</s>"), "2", "", "begins with token 2"),
-        (LLAMA, ("--eos", "</s>"), "1", "2", "begins with token 1 and ends with"),
+        (
+            *(LLAMA, ("--bos", "<s>", "--eos", "</s>"), "1", "2"),
+            "begins with token 1 and ends with",
+        ),
     ],
 )
 def test_documents_are_separated(

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from recurjax.data.tokenizers import Companions, Symbols
+from recurjax.data.tokenizers import Symbols, TextSettings
 from recurjax.errors import UserError
 from recurjax.evaluation import rows as evaluations
 from recurjax.evaluation.answerer import Answerer, Question
@@ -107,7 +107,7 @@ def test_answers_end_at_each_token_that_the_models_settings_name(model, tmp_path
     journal = Journal(tmp_path / "answers.jsonl")
     words = Answerer(model=model, tokenizer=symbols)([question], journal)[0].split()
     end = words[2]
-    symbols.companions = Companions(generation={"eos_token_id": int(end)})
+    symbols.settings = TextSettings(generation={"eos_token_id": int(end)})
     # With other ends it is another question: the journal's answer is not taken.
     ended = Answerer(model=model, tokenizer=symbols)([question], journal)[0]
     assert ended.split() == words[: words.index(end)]

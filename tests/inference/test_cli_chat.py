@@ -10,7 +10,7 @@ import pytest
 
 from recurjax.cli.chat import Talk, command, own_sampling, run
 from recurjax.data.chat import ChatTemplate
-from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer, TextSettings
 from recurjax.errors import UserError
 from recurjax.inference.engine import Engine, EngineConfig
 from recurjax.inference.sampling import PLAIN, SamplingConfig
@@ -154,7 +154,8 @@ def test_another_try_draws_other_tokens(engine):
 def test_the_models_own_sampling_holds_where_the_user_names_none():
     wishes = {"temperature": None, "top_k": None, "top_p": 0.5}
     generation = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "eos_token_id": 2}
-    made, own = own_sampling(PLAIN, wishes, generation)
+    defaults = TextSettings(generation=generation).sampling
+    made, own = own_sampling(PLAIN, wishes, defaults)
     assert made == SamplingConfig(temperature=0.6, top_p=0.5)
     assert own == ["temperature 0.6"]
 

@@ -116,13 +116,27 @@ def test_a_character_that_the_prompt_begins_is_the_prompts(words, text):
 
 
 @pytest.mark.parametrize("prompt", ["€", "a€", "🌍", ""])
-@pytest.mark.parametrize("new", [b"\xff", b"\xf0\x9f", b"b\xff", b"\xe2\x82\xac\x80"])
-def test_bytes_that_are_no_text_take_nothing_from_what_follows(words, prompt, new):
+@pytest.mark.parametrize(
+    ("new", "good"),
+    [
+        (b"\xff", ""),
+        (b"\xf0\x9f", ""),
+        (b"b\xff", "b"),
+        (b"\xe2\x82\xac\x80", "€"),
+    ],
+)
+def test_bytes_that_are_no_text_take_nothing_from_what_follows(
+    words, prompt, new, good
+):
     data = prompt.encode()
     for cut in range(len(data) + 1):
         ids = [1 + byte for byte in data[:cut] + new]
-        # One byte that is no text spoils its whole run.
-        want = "\ufffd" * len(new) + " the"
+        # Characters before the first byte that is no text are certain; that byte and
+        # all that follow it in the run are U+FFFD.
+        whole = cut in (0, len(data)) or data[:cut] == b"a"
+        certain = good if whole else ""
+        bad = len(new) - len(certain.encode())
+        want = certain + "\ufffd" * bad + " the"
         assert continued(words, ids[:cut], [*ids[cut:], 257]) == want
     # A part of a character is one U+FFFD; halves of a surrogate are one each.
     assert continued(BYTES, [0xE2, 0x82], [0xFF, ord("a")]) == "\ufffda"

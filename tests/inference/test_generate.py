@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.data.tokenizers import ByteTokenizer, Companions, text_ends
+from recurjax.data.tokenizers import ByteTokenizer, TextSettings, text_ends
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.decoding import decode, prefill
@@ -308,7 +308,7 @@ def test_texts_end_at_each_token_that_the_models_settings_name(cycle):
     tokenizer = ByteTokenizer()
     # The last one is a token of no model here.
     ends = {"eos_token_id": [256, ord("d"), ord("h"), 1 << 40]}
-    tokenizer.companions = Companions(generation=ends)
+    tokenizer.settings = TextSettings(generation=ends)
     prompts, shared = (
         ["a", "e", "h"],
         {"tokenizer": tokenizer, "max_new_tokens": 4, "sampling": GREEDY},

@@ -95,10 +95,8 @@ def run(argv: list[str]) -> int:
     template = load_template(
         options.run / "tokenizer", file=options.template, tokenizer=tokenizer
     )
-    companions = getattr(tokenizer, "companions", None)
-    generation = (None if companions is None else companions.generation) or {}
     wishes = {name: getattr(options, name) for name in _SAMPLING}
-    sampling, own = own_sampling(PLAIN, wishes, generation)
+    sampling, own = own_sampling(PLAIN, wishes, tokenizer.settings.sampling)
     model = in_compute_dtype(loaded.model)
     most = model.config.max_length
     length = options.length or min(4096, most or 4096)

@@ -12,8 +12,8 @@ from typing import Any
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
-from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json_object
+from recurjax.files.whole import write_whole
 from recurjax.inference.engine import Engine, Request, RequestSettings
 from recurjax.inference.sampling import SamplingConfig
 
@@ -146,7 +146,7 @@ class Talk:
         """
         text = json_text({"messages": self.messages}, ensure_ascii=False, indent=1)
         try:
-            write_atomic(file, text + "\n")
+            write_whole(file, text + "\n")
         except OSError as error:
             raise UserError(f"cannot write {file}: {error.strerror}") from error
 
@@ -243,27 +243,23 @@ def _as_talk(values: Mapping[str, Any], file: Path) -> list[Message]:
 
 
 def own_sampling(
-    given: SamplingConfig, wishes: Mapping[str, Any], generation: Mapping[str, Any]
+    given: SamplingConfig, wishes: Mapping[str, Any], defaults: Mapping[str, float]
 ) -> tuple[SamplingConfig, list[str]]:
     """Fills in the model's own settings where the user names none.
 
     Args:
       given: what holds where neither says anything.
       wishes: the user's, None where there is none.
-      generation: the model's generation_config.json.
+      defaults: the model's own, by its generation_config.json.
 
     Returns:
       The settings, and those of the model's that hold.
     """
     changes, own = {}, []
     for name, wish in wishes.items():
-        value = generation.get(name)
         if wish is not None:
             changes[name] = wish
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            # 0 says there that all tokens are kept.
-            if name == "top_k" and value < 1:
-                continue
-            changes[name] = int(value) if name == "top_k" else float(value)
-            own.append(f"{name} {value}")
+        elif name in defaults:
+            changes[name] = defaults[name]
+            own.append(f"{name} {defaults[name]}")
     return replace(given, **changes), own

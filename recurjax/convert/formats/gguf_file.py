@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from recurjax.convert.formats.gguf_header import GgufTensor, read_header
-from recurjax.convert.formats.gguf_tokenizer import gguf_companions, gguf_tokenizer
+from recurjax.convert.formats.gguf_tokenizer import gguf_text_settings, gguf_tokenizer
 from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
-from recurjax.data.tokenizers import Tokenizer
-from recurjax.data.tokenizers.companions import Companions
+from recurjax.data.tokenizers import TextSettings, Tokenizer
 from recurjax.errors import UserError
 
 _TOP = {
@@ -55,7 +54,7 @@ _AT_ONCE = 1 << 20
 
 def open_gguf(
     path: Path, *, with_tokenizer: bool
-) -> tuple[dict[str, Any], "GgufFile", Tokenizer | None, Companions]:
+) -> tuple[dict[str, Any], "GgufFile", Tokenizer | None, TextSettings]:
     """Opens a file.
 
     Returns:
@@ -95,7 +94,7 @@ def open_gguf(
     # A GGUF file names no tie: it simply lacks the head.
     keys["tie_word_embeddings"] = "lm_head.weight" not in source.tensors
     found = gguf_tokenizer(fields, where=str(path)) if with_tokenizer else None
-    return keys, source, found, gguf_companions(fields)
+    return keys, source, found, gguf_text_settings(fields)
 
 
 class GgufFile:

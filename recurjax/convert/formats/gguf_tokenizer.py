@@ -1,11 +1,12 @@
 """The tokenizer inside a GGUF file, as a tokenizer.json."""
 
+from dataclasses import replace
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from recurjax.data.tokenizers import Companions, JsonTokenizer
+from recurjax.data.tokenizers import JsonTokenizer, TextSettings
 from recurjax.errors import UserError
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -20,7 +21,7 @@ _QWEN2 = (
 def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
     """Builds a byte-level BPE from a file's fields.
 
-    BOS is put before documents only where the file says so (`add_bos_token`).
+    BOS begins texts only where the file says so (`add_bos_token`).
 
     Raises:
       UserError: the file has none, or one of another kind.
@@ -65,28 +66,30 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
             made.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif number == _USER_DEFINED:
             made.add_tokens([AddedToken(token, special=False, normalized=False)])
-    stated = {
+    names = {
         "bos_token": _name(fields, "bos", tokens, where),
         "eos_token": _name(fields, "eos", tokens, where),
         "pad_token": _name(fields, "padding", tokens, where),
     }
-    # A model trained without BOS must not get one.
-    if not fields.get("tokenizer.ggml.add_bos_token", False):
-        stated["bos_token"] = None
-    beside = gguf_companions(fields)
-    return JsonTokenizer(made.to_str(), stated=stated, companions=beside)
+    # Which token is BOS and whether it begins texts are two facts: a template may write
+    # a BOS that nothing else adds.
+    return JsonTokenizer(
+        made.to_str(),
+        settings=replace(gguf_text_settings(fields), names=names),
+        begins_with_bos=bool(fields.get("tokenizer.ggml.add_bos_token", False)),
+    )
 
 
-def gguf_companions(fields: dict[str, Any]) -> Companions:
-    """Reads what a file says of chats: its template, and where an answer ends.
+def gguf_text_settings(fields: dict[str, Any]) -> TextSettings:
+    """Reads the chat template of a file, and the tokens that end an answer.
 
-    A file names the end of a text and that of a turn apart; a model's own settings have
+    A file names the end of a text and that of a turn apart; generation_config.json has
     both in one list.
     """
     template = fields.get("tokenizer.chat_template")
     ends = [fields.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot")]
     ends = list(dict.fromkeys(end for end in ends if type(end) is int))
-    return Companions(
+    return TextSettings(
         template=template if isinstance(template, str) else None,
         generation={"eos_token_id": ends} if ends else None,
     )

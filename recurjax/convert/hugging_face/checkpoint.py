@@ -17,8 +17,12 @@ from recurjax.convert.hugging_face.read_config import (
     model_from_keys,
 )
 from recurjax.convert.loading import load_model
-from recurjax.data.tokenizers import JsonTokenizer, Tokenizer, load_tokenizer
-from recurjax.data.tokenizers.companions import read_companions
+from recurjax.data.tokenizers import (
+    JsonTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_text_settings,
+)
 from recurjax.errors import UserError
 from recurjax.model import Decoder, ModelConfig
 
@@ -75,14 +79,14 @@ def from_hf(
     else:
         # A directory's config.json and weights are read apart; a GGUF file has both.
         hf, source = _open(path)
-        found, beside = None, read_companions(path)
+        found, beside = None, read_text_settings(path)
         if tokenizer is None and (path / "tokenizer.json").is_file():
             tokenizer = path
     if tokenizer is not None:
         found = load_tokenizer(tokenizer)
         if isinstance(found, JsonTokenizer):
             # A tokenizer from elsewhere may come without what belongs to the model.
-            found.companions = found.companions.filled(beside)
+            found.settings = found.settings.filled(beside)
     # The tokenizer decides what is vocabulary; rows beyond it stay and are never
     # predicted.
     config = dataclasses.replace(_with_vocabulary(hf.config, found, path), dtype=dtype)

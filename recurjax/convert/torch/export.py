@@ -1,6 +1,5 @@
 """Writes a run out: a PyTorch module that stands by itself, or a Hugging Face model."""
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from recurjax.convert.parity import NotMeasured, Parity
 from recurjax.convert.saving import write_tensors
 from recurjax.convert.torch.names import torch_pieces
 from recurjax.convert.torch.source import HF_REFERENCE, TEMPLATES, torch_source
+from recurjax.data.tokenizers import JsonTokenizer
 from recurjax.errors import UserError
 from recurjax.files.json_files import json_text
 from recurjax.training.run import LoadedRun
@@ -77,10 +77,10 @@ def to_torch(
             pieces = hf_pieces(keys["model_type"], config)
         write_tensors(run.model, pieces, aside / SINGLE)
         _write_json(aside / "config.json", keys)
-        run.tokenizer.save(aside)
-        if format == "hf":
-            # transformers asks the config which class reads tokenizer.json.
-            _name_tokenizer_class(aside / "tokenizer_config.json")
+        tokenizer = run.tokenizer
+        if isinstance(tokenizer, JsonTokenizer):
+            tokenizer = tokenizer.restated()
+        tokenizer.save(aside)
         found = (
             _compare(run, aside, format, python, ids, tolerance)
             if check
@@ -142,15 +142,8 @@ def _hf_config(run: LoadedRun) -> dict[str, Any]:
         length=max(run.experiment.training.length, 2048),
         bos=run.tokenizer.bos,
         eos=run.tokenizer.eos,
-        pad=getattr(run.tokenizer, "pad", None),
+        pad=run.tokenizer.pad,
     )
-
-
-def _name_tokenizer_class(file: Path) -> None:
-    """Lets transformers load tokenizer.json; a byte tokenizer has no such file."""
-    if file.is_file():
-        names = json.loads(file.read_text(encoding="utf-8"))
-        _write_json(file, names | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:

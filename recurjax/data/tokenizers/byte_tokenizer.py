@@ -3,18 +3,55 @@
 import codecs
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from jaxtyping import Int, Int32
 
-from recurjax.files.atomic import write_atomic
+from recurjax.data.tokenizers.checkpoint_text import TextSettings
+from recurjax.files.whole import write_whole
 
 BYTE_FILE = "byte_tokenizer.json"
 
 
-class ByteTokenizer:
+class NamelessTokens:
+    """A tokenizer in which no text names a token and every text is encoded alike."""
+
+    names: Mapping[str, str | None] = MappingProxyType({})
+    named_tokens: Mapping[str, int] = MappingProxyType({})
+    added_tokens: Mapping[str, int] = MappingProxyType({})
+    adds_eos = False
+    pad: int | None = None
+
+    def encode(self, text: str) -> Int32[np.ndarray, " T"]:
+        raise NotImplementedError
+
+    def encode_many(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_after(self, before: str, text: str) -> Int32[np.ndarray, " T"]:
+        return self.encode(text)
+
+    def encode_parts(
+        self,
+        texts: Sequence[Sequence[str | int]],
+        *,
+        guarded: Mapping[str, int] | None = None,
+    ) -> list[list[Int32[np.ndarray, " _"]]]:
+        return [
+            [
+                np.array([part], np.int32)
+                if isinstance(part, int)
+                else self.encode(part)
+                for part in parts
+            ]
+            for parts in texts
+        ]
+
+
+class ByteTokenizer(NamelessTokens):
     """The 256 bytes, and BOS = 256 when `bos` is true; BOS then ends text too.
 
     The methods are those of `recurjax.data.tokenizers.Tokenizer`.
@@ -24,6 +61,7 @@ class ByteTokenizer:
         self.vocabulary = 257 if bos else 256
         self.bos = 256 if bos else None
         self.eos = self.bos
+        self.settings = TextSettings()
         self.token_bytes = np.ones(self.vocabulary, np.int32)
         # BOS stands for no text: losses in bits per byte do not count it.
         self.token_bytes[256:] = 0
@@ -32,9 +70,6 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
-
-    def encode_many(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
         stream = self.stream()
@@ -48,7 +83,7 @@ class ByteTokenizer:
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomic(directory / BYTE_FILE, self._definition + "\n")
+        write_whole(directory / BYTE_FILE, self._definition + "\n")
 
 
 class ByteStream:

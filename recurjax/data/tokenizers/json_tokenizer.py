@@ -1,26 +1,31 @@
 """Any tokenizer.json, through the `tokenizers` library."""
 
+import bisect
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
+from tokenizers import AddedToken, processors
 
-from recurjax.data.tokenizers.byte_tokenizer import ByteStream, count_characters
-from recurjax.data.tokenizers.companions import (
-    CONFIG_FILE,
-    Companions,
-    read_companions,
+from recurjax.data.tokenizers.byte_tokenizer import ByteStream
+from recurjax.data.tokenizers.checkpoint_text import (
+    TextSettings,
+    read_text_settings,
+    states_bos_by_name,
+    write_tokenizer_config,
 )
 from recurjax.errors import UserError
-from recurjax.files.atomic import write_atomic
-from recurjax.files.json_files import parse_json, read_json_object
+from recurjax.files.json_files import parse_json
+from recurjax.files.whole import write_whole
 
 _BOS_NAMES = (
     "<|bos|>",
@@ -40,6 +45,10 @@ _PIECE = 1 << 16
 """Longer texts are cut about here, in characters, where that changes no token."""
 _SAFE_CUT = re.compile(r"(?<=[\w.,;:!?'\")\]])\n(?=\w)")
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_PLANES = range(0xF0000, 0x10FF00, 0x800)
+"""Private-use characters, of which a run stands for the names of added tokens."""
+_ANCHORS = ("a", ".", "\n", "1", "(", "x", "\u4e2d", " a")
+"""Texts behind which another one begins in the middle of a text."""
 
 
 def byte_characters() -> tuple[str, ...]:
@@ -58,12 +67,16 @@ def byte_characters() -> tuple[str, ...]:
 class JsonTokenizer:
     """A tokenizer.json; the methods are those of `recurjax.data.tokenizers.Tokenizer`.
 
-    Names of special tokens inside a text are plain text. Post-processing (BOS added by
-    the file), truncation and padding of the file are not applied.
+    Names of special tokens inside a text are plain text. Truncation and padding of the
+    file are not applied. What its post-processor adds to a text is `bos` and
+    `adds_eos`; callers put these tokens where they begin and end a text.
 
     Attributes:
-      pad: the token that fills rows elsewhere, or None; nothing here asks for it.
-      companions: what stands beside the file; no part of the tokenizer's identity.
+      names: the special tokens by role (bos_token, eos_token, pad_token, unk_token), as
+        chat templates and exports write them; None: there is no such token.
+      pad: the token that fills rows elsewhere, or None; nothing here uses it.
+      settings: what the checkpoint says about text besides its tokenizer.json; no part
+        of the tokenizer's identity.
     """
 
     def __init__(
@@ -72,50 +85,60 @@ class JsonTokenizer:
         *,
         bos: str | None = None,
         eos: str | None = None,
-        stated: Mapping[str, str | None] | None = None,
-        companions: Companions | None = None,
+        settings: TextSettings | None = None,
+        begins_with_bos: bool | None = None,
+        restate: bool = True,
     ):
         """Builds it from the text of a tokenizer.json.
 
         Args:
           definition: the text.
-          bos: name of the BOS token, `NONE` for none; None: what `stated` has under
-            bos_token, even if that is None, else the first well-known name in the
-            vocabulary, else none.
-          eos: likewise, of the EOS token; without a well-known name BOS serves.
-          stated: the names that tokenizer_config.json gives.
-          companions: None: there are none.
+          bos: name of the token that begins each text, `NONE` for none; None: the token
+            that the file's post-processor puts there, if any.
+          eos: name of the EOS token, `NONE` for none; None: as `settings` state, else
+            the first well-known name in the vocabulary, else BOS.
+          settings: what the checkpoint's other files say; None: nothing.
+          begins_with_bos: whether the BOS that `settings` name begins each text; None:
+            as the post-processor says.
+          restate: let the definition that `save` writes have a post-processor that adds
+            these tokens, so that every reader of the file adds them.
 
         Raises:
           UserError: not a tokenizer, or `bos` or `eos` is not in its vocabulary.
         """
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises the bare class
-            raise UserError(f"not a tokenizer.json: {error}") from error
-        # Rows are cut by packing, not by the tokenizer, whatever its file asks for.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # "<|bos|>" inside a text is text: no document may end another one.
-        self._tokenizer.encode_special_tokens = True
-        self._definition = definition
-        self._json: dict[str, Any] = parse_json(definition, "it")
+        self.settings = settings or TextSettings()
+        self._tokenizer = _library_tokenizer(definition)
+        self._definition = self._with_added_tokens(definition)
+        self._json: dict[str, Any] = parse_json(self._definition, "it")
         self._ids_of = self._tokenizer.get_vocab(with_added_tokens=True)
-        given = {"bos_token": bos, "eos_token": eos}
-        # What the caller names goes before what the file states; an explicit "none" is
-        # kept apart from a name that is not given.
-        stated = {**(stated or {}), **{k: v for k, v in given.items() if v is not None}}
-        stated = {role: None if v == NONE else v for role, v in stated.items()}
-        bos = stated.get("bos_token", self._first_of(_BOS_NAMES))
-        eos = stated.get("eos_token", self._first_of(_EOS_NAMES) or bos)
-        self._names = {"bos_token": bos, "eos_token": eos}
-        self.bos, self.eos = self._id(bos, "BOS"), self._id(eos, "EOS")
-        # Configs name pads that no file has: such a pad is none.
-        pad = stated.get("pad_token")
-        self.pad = self._ids_of.get(pad) if pad is not None else None
-        if self.pad is not None:
-            self._names["pad_token"] = pad
-        self.companions = companions or Companions()
+        rows = self._json.get("added_tokens") or []
+        self.added_tokens: Mapping[str, int] = {r["content"]: r["id"] for r in rows}
+        self._specials = frozenset(r["id"] for r in rows if r.get("special"))
+        self.named_tokens: Mapping[str, int] = {
+            name: i for name, i in self.added_tokens.items() if i in self._specials
+        }
+        names = self._resolved_names({"bos_token": bos, "eos_token": eos})
+        self.names: Mapping[str, str | None] = names
+        self._id(names["bos_token"], "BOS")
+        self.eos = self._id(names["eos_token"], "EOS")
+        before, after = self._post_processed()
+        if bos is not None or begins_with_bos is not None:
+            begin = names["bos_token"] if bos is not None or begins_with_bos else None
+            before = () if begin is None else (self._ids_of[begin],)
+        if len(before) > 1 or after not in ((), (self.eos,)):
+            raise UserError(
+                f"its post-processor puts the tokens {list(before)} before a text and "
+                f"{list(after)} after it: at most one token before and EOS after are "
+                "supported"
+            )
+        self.bos = before[0] if before else None
+        self.adds_eos = bool(after)
+        if restate and (before, after) != self._post_processed():
+            self._state_post_processor(before, after)
+        # A pad token that no vocabulary has is none.
+        self.pad = self._ids_of.get(names.get("pad_token") or "")
+        if self.pad is None:
+            names.pop("pad_token", None)
         # Ids may have gaps: the table of bytes is as long as the largest id.
         self.vocabulary = max(self._ids_of.values(), default=-1) + 1
         if not 0 < self.vocabulary <= _MOST:
@@ -124,37 +147,50 @@ class JsonTokenizer:
                 f"{self.vocabulary - 1}"
             )
         self.token_bytes = np.array([len(piece) for piece in self._pieces], np.int32)
+        # The unknown token stands for text, of which bits per byte must not lose the
+        # nats; how many bytes it has, only the text knows.
+        if (unknown := self._unknown) is not None:
+            self.token_bytes[unknown] = max(1, self.token_bytes[unknown])
         # Special tokens belong to the identity: with others the same file is another
         # tokenizer.
-        canonical = json.dumps([self._json, bos, eos], sort_keys=True)
+        begin = None if self.bos is None else self._tokenizer.id_to_token(self.bos)
+        identity = [self._json, begin, names["eos_token"]]
+        canonical = json.dumps(identity, sort_keys=True)
         self.hash = hashlib.sha256(canonical.encode()).hexdigest()
 
     @classmethod
     def load(
         cls, file: Path, *, bos: str | None = None, eos: str | None = None
     ) -> "JsonTokenizer":
-        """Reads a file; unnamed specials come from tokenizer_config.json or by name."""
-        stated = _stated_specials(file.parent / CONFIG_FILE)
+        """Reads a file, and what the files next to it say about text."""
+        by_name = bos is None and states_bos_by_name(file.parent)
         try:
-            definition = file.read_text(encoding="utf-8")
-            made = cls(definition, bos=bos, eos=eos, stated=stated)
+            return cls(
+                file.read_text(encoding="utf-8"),
+                bos=bos,
+                eos=eos,
+                settings=read_text_settings(file.parent),
+                begins_with_bos=True if by_name else None,
+                # Such files keep their hash, which prepared data and runs state.
+                restate=not by_name,
+            )
         except ValueError as error:  # of ours, or not UTF-8
             raise UserError(f"{file}: {error}") from error
-        made.companions = read_companions(file.parent)
-        return made
 
     def separated_by_eos(self) -> "JsonTokenizer":
         """Returns the same tokenizer with EOS, if there is one, in the place of BOS."""
-        eos = self._names["eos_token"]
+        eos = self.names["eos_token"]
         return (
             self if eos is None else JsonTokenizer(self._definition, bos=eos, eos=eos)
         )
 
-    @cached_property
-    def named_tokens(self) -> dict[str, int]:
-        """Returns the special tokens by their names, which no text becomes."""
-        added = self._json.get("added_tokens") or []
-        return {row["content"]: row["id"] for row in added if row.get("special")}
+    def restated(self) -> "JsonTokenizer":
+        """Returns a tokenizer whose definition says itself what begins a text."""
+        return JsonTokenizer(
+            self._definition,
+            settings=replace(self.settings, names=self.names, added=()),
+            begins_with_bos=self.bos is not None,
+        )
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         return self.encode_many([text])[0]
@@ -169,27 +205,142 @@ class JsonTokenizer:
         # Pieces of one text are joined again.
         return [np.concatenate([next(ids) for _ in group]) for group in pieces]
 
+    def encode_after(self, before: str, text: str) -> Int32[np.ndarray, " T"]:
+        if before:
+            ids = self._beyond(before, text)
+            if ids is not None:
+                return ids
+        # A token reaches over the join: the text's own tokens, without what the
+        # tokenizer does at the beginning of a text only.
+        if not self._alters_beginnings:
+            return self.encode(text)
+        for anchor in _ANCHORS:
+            ids = self._beyond(anchor, text)
+            if ids is not None:
+                return ids
+        return self.encode(text)
+
+    def encode_parts(
+        self,
+        texts: Sequence[Sequence[str | int]],
+        *,
+        guarded: Mapping[str, int] | None = None,
+    ) -> list[list[Int32[np.ndarray, " _"]]]:
+        # In another tokenizer every guarded name is a private character: the parts that
+        # are tokens are written as such characters, and a name that somebody typed is
+        # plain text. Flags (lstrip, normalized, ...) and the rules for the beginning of
+        # a text apply as in the text that a template wrote.
+        names = {**self.named_tokens, **(guarded or {})}
+        flat = [part for parts in texts for part in parts]
+        for part in flat:
+            if isinstance(part, int) and part not in names.values():
+                names[self._tokenizer.id_to_token(part) or ""] = part
+        used = set().union(*(part for part in flat if isinstance(part, str)))
+        plane = next(
+            start
+            for start in _PLANES
+            if not any(start <= ord(character) < start + 0x800 for character in used)
+        )
+        marks = {name: chr(plane + n) for n, name in enumerate(sorted(names))}
+        numbers = {number: name for name, number in names.items()}
+        written = {names[name]: mark for name, mark in marks.items()}
+        library = self._guarding(tuple(marks.items()))
+        rows = [
+            _Row(parts, [p if isinstance(p, str) else written[p] for p in parts])
+            for parts in texts
+        ]
+        encodings = library.encode_batch(
+            [row.text for row in rows], add_special_tokens=False
+        )
+        cut = []
+        for row, encoding in zip(rows, encodings, strict=True):
+            # A token that must be a word of its own is text where it touches one.
+            if any(missed := row.missed(encoding)):
+                row = _Row(
+                    row.parts,
+                    [
+                        numbers[part] if miss and isinstance(part, int) else piece
+                        for part, piece, miss in zip(
+                            row.parts, row.pieces, missed, strict=True
+                        )
+                    ],
+                )
+                encoding = library.encode(row.text, add_special_tokens=False)
+            cut.append(row.cut(encoding))
+        return cut
+
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
-        if self._byte_level:
-            stream = ByteStream(self._pieces)
-            return stream.push(ids) + stream.finish()
-        known = [int(i) for i in ids if 0 <= i < self.vocabulary]
-        return self._tokenizer.decode(known, skip_special_tokens=True)
+        stream = self.stream()
+        return stream.push(ids) + stream.finish()
 
     def bytes_of(self, token: int) -> bytes:
         return self._pieces[token] if token < self.vocabulary else b""
 
-    def stream(self) -> "ByteStream | _WholeStream":
+    def stream(self) -> "ByteStream | _PieceStream":
         if self._byte_level:
             return ByteStream(self._pieces)
-        return _WholeStream(self, self._within_runs)
+        return _PieceStream(self._tokenizer, self._fallback_bytes, self._ordinary)
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomic(directory / "tokenizer.json", self._definition)
-        text = json.dumps(self._names, indent=1) + "\n"
-        write_atomic(directory / CONFIG_FILE, text)
-        self.companions.save(directory)
+        write_whole(directory / "tokenizer.json", self._definition)
+        write_tokenizer_config(directory, self.names)
+        self.settings.save(directory)
+
+    def _with_added_tokens(self, definition: str) -> str:
+        """Adds the tokens of `settings` that the file lacks; returns the definition."""
+        present = self._tokenizer.get_vocab(with_added_tokens=True)
+        missing = [row for row in self.settings.added if row.content not in present]
+        for row in missing:
+            self._tokenizer.add_tokens([AddedToken(row.content, **row.flags)])
+            got = self._tokenizer.token_to_id(row.content)
+            if got != row.id:
+                raise UserError(
+                    f"added_tokens_decoder gives {row.content!r} the id {row.id}, the "
+                    f"next free id of tokenizer.json is {got}"
+                )
+        return self._tokenizer.to_str() if missing else definition
+
+    def _resolved_names(self, given: Mapping[str, str | None]) -> dict[str, str | None]:
+        names = dict(self.settings.names)
+        for role, number in self.settings.ids.items():
+            name = self._tokenizer.id_to_token(number)
+            if name is not None:
+                names.setdefault(role, name)
+        # An explicit "none" differs from a name that is not given.
+        names |= {role: name for role, name in given.items() if name is not None}
+        names = {role: None if name == NONE else name for role, name in names.items()}
+        names.setdefault("bos_token", self._first_of(_BOS_NAMES))
+        names.setdefault("eos_token", self._first_of(_EOS_NAMES) or names["bos_token"])
+        return names
+
+    def _post_processed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the tokens that the file's post-processor puts around a text."""
+        if self._tokenizer.post_processor is None:
+            return (), ()
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        around = self._tokenizer.encode("a", add_special_tokens=True).ids
+        extra = len(around) - len(plain)
+        for n in range(extra + 1):
+            if around[n : n + len(plain)] == plain:
+                return tuple(around[:n]), tuple(around[n + len(plain) :])
+        return (), ()
+
+    def _state_post_processor(
+        self, before: tuple[int, ...], after: tuple[int, ...]
+    ) -> None:
+        names = {i: self._tokenizer.id_to_token(i) for i in (*before, *after)}
+        single = [f"{names[i]}:0" for i in before] + ["$A:0"]
+        single += [f"{names[i]}:0" for i in after]
+        second = [f"{names[i]}:1" for i in before] + ["$B:1"]
+        second += [f"{names[i]}:1" for i in after]
+        self._tokenizer.post_processor = processors.TemplateProcessing(
+            single=" ".join(single),
+            pair=" ".join(single + second),
+            special_tokens=[(name, i) for i, name in names.items()],
+        )
+        self._definition = self._tokenizer.to_str()
+        self._json = parse_json(self._definition, "it")
 
     def _id(self, name: str | None, role: str) -> int | None:
         # None is a decision (no such token), not a name to look up.
@@ -200,7 +351,55 @@ class JsonTokenizer:
         return self._ids_of[name]
 
     def _first_of(self, names: Sequence[str]) -> str | None:
-        return next((name for name in names if name in self._ids_of), None)
+        return next(
+            (name for name in names if self._tokenizer.token_to_id(name) is not None),
+            None,
+        )
+
+    def _beyond(self, before: str, text: str) -> Int32[np.ndarray, " T"] | None:
+        """Returns the tokens of `before + text` beyond those of `before`.
+
+        None: a token reaches over the join, or `before` ends in other tokens there.
+        """
+        alone, joint = self._tokenizer.encode_batch(
+            [before, before + text], add_special_tokens=False
+        )
+        count = len(alone.ids)
+        if joint.ids[:count] != alone.ids:
+            return None
+        # Bytes of one character may lie on both sides; so may the text of one token.
+        if any(end > len(before) for _, end in joint.offsets[:count]):
+            return None
+        return np.array(joint.ids[count:], np.int32)
+
+    def _guarding(self, marks: tuple[tuple[str, str], ...]) -> tokenizers.Tokenizer:
+        """Returns the library's tokenizer in which names are private characters."""
+        if marks not in self._guards:
+            self._guards[marks] = tokenizers.Tokenizer.from_str(
+                json.dumps(_renamed(self._definition, dict(marks)))
+            )
+        return self._guards[marks]
+
+    @cached_property
+    def _guards(self) -> dict[tuple[tuple[str, str], ...], tokenizers.Tokenizer]:
+        return {}
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        model = self._json.get("model") or {}
+        if model.get("type") == "Unigram":
+            return model.get("unk_id")
+        name = self.names.get("unk_token") or model.get("unk_token")
+        return self._ids_of.get(name) if name is not None else None
+
+    @cached_property
+    def _alters_beginnings(self) -> bool:
+        """Whether a text's first tokens differ from those in the middle of a text."""
+        for probe in ("a", " a", "."):
+            ids = self._beyond("\n", probe)
+            if ids is None or not np.array_equal(ids, self.encode(probe)):
+                return True
+        return False
 
     @cached_property
     def _byte_level(self) -> bool:
@@ -212,13 +411,23 @@ class JsonTokenizer:
         return {part.get("type") for part in decoder.get("decoders", [decoder])}
 
     @cached_property
-    def _within_runs(self) -> frozenset[int]:
-        """The tokens that do not end a run of bytes, which is decoded as a whole."""
+    def _fallback_bytes(self) -> dict[int, int]:
+        """The byte that each token of a byte-fallback vocabulary stands for."""
         if "ByteFallback" not in self._decoders:
-            return frozenset()
-        found = (i for token, i in self._ids_of.items() if _FALLBACK.fullmatch(token))
-        # Special tokens are left out before anything is decoded.
-        return frozenset([*found, *self.named_tokens.values()])
+            return {}
+        return {
+            i: int(token[3:5], 16)
+            for token, i in self._ids_of.items()
+            if _FALLBACK.fullmatch(token)
+        }
+
+    @cached_property
+    def _ordinary(self) -> frozenset[int]:
+        """The tokens that the library's decoder writes: neither special nor bytes."""
+        ids = self._ids_of.values()
+        return frozenset(
+            i for i in ids if i not in self._specials and i not in self._fallback_bytes
+        )
 
     @cached_property
     def _cuts_at_lines(self) -> bool:
@@ -239,11 +448,10 @@ class JsonTokenizer:
     def _pieces(self) -> list[bytes]:
         """The bytes each token stands for; nothing for special tokens and gaps."""
         pieces = [b""] * self.vocabulary
-        added = {token["id"]: token for token in self._json.get("added_tokens", [])}
-        special = {i for i, token in added.items() if token["special"]}
-        special |= {i for i in (self.bos, self.eos) if i is not None}
+        silent = {*self._specials, self.bos, self.eos}
+        added = set(self.added_tokens.values())
         for token, i in self._ids_of.items():
-            if i in special:
+            if i in silent:
                 continue
             coded = self._byte_level and i not in added
             if coded and all(character in _BYTE_OF for character in token):
@@ -253,84 +461,181 @@ class JsonTokenizer:
         return pieces
 
 
-class _WholeStream:
-    """Decodes everything so far at each step: for tokenizers that are not of bytes.
+class _PieceStream:
+    """Decodes tokens that are not of bytes, each by a constant amount of work.
 
-    What a run of byte-fallback tokens decodes to depends on all of them (one bad byte
-    spoils the run), so it is shown when the run has ended.
+    The library decodes the new tokens behind the last ordinary one, whose own text is
+    cut off: what a decoder does at the beginning of a text happens there only. Tokens
+    of byte fallback wait for the rest of their character; a byte that is no text
+    becomes U+FFFD when its run ends.
     """
 
-    def __init__(self, tokenizer: JsonTokenizer, within_runs: frozenset[int]):
-        self._tokenizer, self._within_runs = tokenizer, within_runs
-        self._ids: list[int] = []
-        self._shown = 0
-        # Where the skipped tokens' last run begins, and where they end, until it is
-        # known how many characters of it are theirs.
-        self._skipped: tuple[int, int] | None = None
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        bytes_of: Mapping[int, int],
+        ordinary: frozenset[int],
+    ):
+        self._library, self._bytes_of, self._ordinary = library, bytes_of, ordinary
+        self._last: int | None = None  # the last ordinary token
+        self._begun = False  # whether any text was written
+        self._waiting: list[int] = []  # tokens of an unfinished character
+        self._spoiled = False  # whether this run of bytes has one that is no text
+        self._skipped = 0  # how many of these belong to the skipped text
 
     def skip(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> None:
-        self.push(ids)
-        start, end = self._certain(), len(self._ids)
-        if self._bytes(start, end):
-            self._skipped = start, end
+        # Only the last ordinary token and the bytes after it matter for what follows.
+        tail: list[int] = []
+        for token in map(int, reversed(ids)):
+            if token in self._ordinary:
+                self._last = token
+                break
+            tail.append(token)
+        self.push(tail[::-1])
+        self._begun |= self._last is not None
+        self._skipped = len(self._waiting)
 
     def push(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
-        self._ids.extend(int(i) for i in ids)
-        return self._advance(self._ids[: self._certain()])
+        text, run = "", []
+        for token in map(int, ids):
+            if token in self._bytes_of:
+                text += self._written(run) + self._take_byte(token)
+                run = []
+            elif token in self._ordinary:
+                text += self._end_bytes()
+                run.append(token)
+        return text + self._written(run)
 
     def finish(self) -> str:
-        return self._advance(self._ids)
+        return self._end_bytes()
 
-    def _certain(self) -> int:
-        """Counts the tokens before a last run of bytes."""
-        end = len(self._ids)
-        while end > 0 and self._ids[end - 1] in self._within_runs:
-            end -= 1
-        return end
+    def _written(self, run: list[int]) -> str:
+        """Decodes ordinary tokens."""
+        if not run:
+            return ""
+        text = self._behind(run)
+        self._last = run[-1]
+        return text
 
-    def _advance(self, ids: list[int]) -> str:
-        if self._skipped is not None and len(ids) > self._skipped[0]:
-            self._shown = max(self._shown, self._skipped_characters(*self._skipped))
-            self._skipped = None
-        text = self._tokenizer.decode(ids)
-        new = text[self._shown :]
-        self._shown = max(self._shown, len(text))
-        return new
-
-    def _skipped_characters(self, start: int, end: int) -> int:
-        """Counts those that tokens before `end` begin, once their run has ended."""
-        stop = end
-        while stop < len(self._ids) and self._ids[stop] in self._within_runs:
-            stop += 1
-        later = self._bytes(end, stop)
+    def _take_byte(self, token: int) -> str:
+        self._waiting.append(token)
         try:
-            self._bytes(start, stop).decode()
-        except UnicodeDecodeError:  # then each byte is decoded to one U+FFFD
-            new = len(later)
+            if self._spoiled:
+                return self._replaced()
+            bytes(self._bytes_of[i] for i in self._waiting).decode()
+        except UnicodeDecodeError as error:
+            # The beginning of a character waits for its rest; anything else is no text,
+            # and neither is what follows in the same run.
+            self._spoiled = error.reason != "unexpected end of data"
+            return self._replaced() if self._spoiled else ""
+        # A character belongs to the text that its first byte is in.
+        text = "" if self._skipped else self._behind(self._waiting)
+        self._waiting, self._skipped, self._begun = [], 0, True
+        return text
+
+    def _end_bytes(self) -> str:
+        self._spoiled = False
+        return self._replaced() if self._waiting else ""
+
+    def _replaced(self) -> str:
+        """Writes U+FFFD for each byte that waits, as the library does."""
+        count = len(self._waiting) - self._skipped
+        self._waiting, self._skipped, self._begun = [], 0, True
+        return "\ufffd" * count
+
+    def _behind(self, ids: list[int]) -> str:
+        """Decodes tokens as they read behind the text so far."""
+        if self._last is not None:
+            before = self._decoded([self._last])
+            text = self._decoded([self._last, *ids])[len(before) :]
+        elif self._begun:
+            # Only bytes came so far: any character of one byte stands for them.
+            text = self._decoded([self._one_byte, *ids])[1:]
         else:
-            new = count_characters(later)
-        return len(self._tokenizer.decode(self._ids[:stop])) - new
+            text = self._decoded(ids)
+        self._begun = True
+        return text
 
-    def _bytes(self, start: int, end: int) -> bytes:
-        return b"".join(map(self._tokenizer.bytes_of, self._ids[start:end]))
+    @cached_property
+    def _one_byte(self) -> int:
+        return next(i for i, byte in self._bytes_of.items() if 32 < byte < 127)
+
+    def _decoded(self, ids: list[int]) -> str:
+        return self._library.decode(ids, skip_special_tokens=True)
 
 
-def _stated_specials(file: Path) -> dict[str, str | None]:
-    """Reads the special tokens as Hugging Face writes them, those that it has."""
-    if not file.is_file():
-        return {}
-    config = read_json_object(file, "the tokenizer's config")
-    stated = {}
-    for key in ("bos_token", "eos_token", "pad_token"):
-        if key in config:
-            value = config[key]
-            value = value.get("content", 0) if isinstance(value, dict) else value
-            if not isinstance(value, str | None):
-                raise UserError(
-                    f"{file}: {key} must be a token's name or null, got {config[key]!r}"
-                )
-            stated[key] = value
-    return stated
+def _library_tokenizer(definition: str) -> tokenizers.Tokenizer:
+    try:
+        library = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # the library raises the bare class
+        raise UserError(f"not a tokenizer.json: {error}") from error
+    # Rows are cut by packing, not by the tokenizer, whatever its file asks for.
+    library.no_truncation()
+    library.no_padding()
+    # "<|bos|>" inside a text is text: no document may end another one.
+    library.encode_special_tokens = True
+    return library
+
+
+def _renamed(definition: str, marks: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a tokenizer.json in which added tokens have other names, ids unchanged.
+
+    In the vocabulary too: a piece of that name could be made of a user's text.
+    """
+    values = json.loads(definition)
+    for row in values.get("added_tokens") or []:
+        row["content"] = marks.get(row["content"], row["content"])
+    model = values["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {marks.get(name, name): i for name, i in vocabulary.items()}
+    else:
+        model["vocab"] = [[marks.get(name, name), score] for name, score in vocabulary]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = marks.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        model["merges"] = [
+            merge for merge in model["merges"] if not _makes(merge, marks)
+        ]
+    values["post_processor"] = values["truncation"] = values["padding"] = None
+    return values
+
+
+class _Row(NamedTuple):
+    """A text in parts, and each part as it is written in the text that is encoded."""
+
+    parts: Sequence[str | int]
+    pieces: Sequence[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def missed(self, encoding: tokenizers.Encoding) -> list[bool]:
+        """Tells which of the parts that are tokens did not become one."""
+        owned = self.cut(encoding)
+        return [
+            isinstance(part, int) and part not in ids
+            for part, ids in zip(self.parts, owned, strict=True)
+        ]
+
+    def cut(self, encoding: tokenizers.Encoding) -> list[Int32[np.ndarray, " _"]]:
+        """Cuts the tokens at the parts; one that reaches over a cut is the first's."""
+        ends = list(itertools.accumulate(map(len, self.pieces)))
+        owned: list[list[int]] = [[] for _ in self.parts]
+        at = 0
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            at = max(at, bisect.bisect_right(ends, start))
+            # A token that takes the spaces before it still is its own part.
+            if ends[at] < end and token == self.parts[at + 1]:
+                at += 1
+            owned[at].append(token)
+        return [np.array(part, np.int32) for part in owned]
+
+
+def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:
+    pair = merge.split(" ") if isinstance(merge, str) else merge
+    return any(text in names for text in (*pair, "".join(pair)))
 
 
 def _pieces(text: str) -> list[str]:

@@ -1,9 +1,9 @@
 """What a tokenizer is, and loading one from disk."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, assert_never, runtime_checkable
+from typing import NamedTuple, Protocol, assert_never, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -19,6 +19,7 @@ from recurjax.data.config import (
 from recurjax.data.corpora import read_corpus
 from recurjax.data.tokenizers.bpe import TrainingPart, train_bpe
 from recurjax.data.tokenizers.byte_tokenizer import BYTE_FILE, ByteTokenizer
+from recurjax.data.tokenizers.checkpoint_text import TextSettings
 from recurjax.data.tokenizers.json_tokenizer import JsonTokenizer
 from recurjax.data.tokenizers.nanochat_bpe import train_nanochat_bpe
 from recurjax.data.tokenizers.symbols import SYMBOLS_FILE, Symbols
@@ -53,19 +54,40 @@ class Tokenizer(Protocol):
 
     Attributes:
       vocabulary: V; every id lies in [0, V).
-      bos: the token put before each document, or None.
-      eos: the token at which generated text ends, or None. Without a BOS it is put
-        after each document.
+      bos: the token that begins each text (document or prompt), or None. A checkpoint
+        may name a BOS that begins no text: see `names`.
+      eos: the token at which generated text ends, or None. Without a BOS it ends each
+        document.
+      adds_eos: whether EOS ends each document although there is a BOS.
+      pad: the token that fills rows elsewhere, or None.
       token_bytes: how many bytes of text each token stands for; special tokens 0. For
         byte-level tokenizers they sum to the length of the text in UTF-8.
+      names: the special tokens by role (bos_token, ...), as chat templates write them.
+      named_tokens: the special tokens by their names, which no text becomes.
+      added_tokens: these and further tokens of the vocabulary that text may name.
+      settings: what the checkpoint says about text besides its tokenizer.
       hash: SHA-256 of the definition, in hexadecimal.
     """
 
     vocabulary: int
     bos: int | None
     eos: int | None
+    pad: int | None
     token_bytes: Int32[np.ndarray, " V"]
+    settings: TextSettings
     hash: str
+
+    @property
+    def adds_eos(self) -> bool: ...
+
+    @property
+    def names(self) -> Mapping[str, str | None]: ...
+
+    @property
+    def named_tokens(self) -> Mapping[str, int]: ...
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]: ...
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         """Encodes one text, without BOS; names of special tokens are plain text."""
@@ -73,6 +95,33 @@ class Tokenizer(Protocol):
 
     def encode_many(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
         """Encodes several texts, on all cores where the tokenizer can."""
+        ...
+
+    def encode_after(self, before: str, text: str) -> Int32[np.ndarray, " T"]:
+        """Encodes a text that follows another one.
+
+        Returns the tokens of `before + text` beyond those of `before`. Where a token
+        reaches over the join, these are the tokens of `text` alone as they are in the
+        middle of a text: without the space that some tokenizers put first.
+        """
+        ...
+
+    def encode_parts(
+        self,
+        texts: Sequence[Sequence[str | int]],
+        *,
+        guarded: Mapping[str, int] | None = None,
+    ) -> list[list[Int32[np.ndarray, " _"]]]:
+        """Encodes texts that are given in parts, of which integers are tokens.
+
+        Args:
+          texts: each a list of parts; names of special tokens in a part are plain text.
+          guarded: further names of added tokens that are plain text in the parts.
+
+        Returns:
+          For each text the tokens of each part; together they are those of the joined
+          text. A token that reaches over a cut belongs to the earlier part.
+        """
         ...
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
@@ -98,11 +147,61 @@ def text_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     A chat model's turn may end by another token than its documents: the
     generation_config.json that came with it names all of them.
     """
-    companions = getattr(tokenizer, "companions", None)
-    own = () if companions is None else companions.ends
-    ends = own if tokenizer.eos is None else (tokenizer.eos, *own)
+    ends = tokenizer.settings.ends
+    if tokenizer.eos is not None:
+        ends = (tokenizer.eos, *ends)
     # Settings of another model may name what this one cannot draw.
     return tuple(dict.fromkeys(i for i in ends if 0 <= i < tokenizer.vocabulary))
+
+
+def first_token(tokenizer: Tokenizer) -> int | None:
+    """Returns what an empty text is read as: BOS, one that begins no text, or EOS."""
+    named = tokenizer.names.get("bos_token")
+    candidates = (tokenizer.bos, tokenizer.added_tokens.get(named or ""), tokenizer.eos)
+    return next((token for token in candidates if token is not None), None)
+
+
+class Continued(NamedTuple):
+    """The tokens of a text and of another one that continues it.
+
+    Attributes:
+      before: as the first text is encoded alone.
+      after: what follows.
+      apart: whether a token would reach over the join. Then `after` has the tokens of
+        its text alone, as they are in the middle of a text.
+    """
+
+    before: Int32[np.ndarray, " _"]
+    after: Int32[np.ndarray, " _"]
+    apart: bool
+
+
+def encode_continued(
+    tokenizer: Tokenizer,
+    texts: Sequence[tuple[Sequence[str | int], str]],
+    *,
+    guarded: Mapping[str, int] | None = None,
+) -> list[Continued]:
+    """Encodes texts, given in parts, and what continues each of them.
+
+    The tokens decode to the joined text, and those before the join are what a model is
+    asked with.
+
+    Args:
+      tokenizer: which.
+      texts: the parts of each text, of which integers are tokens, and its continuation.
+      guarded: see `Tokenizer.encode_parts`.
+    """
+    alone = tokenizer.encode_parts([parts for parts, _ in texts], guarded=guarded)
+    joint = tokenizer.encode_parts([[*a, b] for a, b in texts], guarded=guarded)
+    rows = []
+    for (parts, text), one, both in zip(texts, alone, joint, strict=True):
+        before = np.concatenate([np.zeros(0, np.int32), *one])
+        apart = not np.array_equal(np.concatenate([before[:0], *both[:-1]]), before)
+        # Only a text can join its last token with what follows.
+        after = tokenizer.encode_after(str(parts[-1]), text) if apart else both[-1]
+        rows.append(Continued(before, after, apart))
+    return rows
 
 
 def build_tokenizer(

@@ -8,15 +8,17 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Int32
 
+from recurjax.data.tokenizers.byte_tokenizer import NamelessTokens
+from recurjax.data.tokenizers.checkpoint_text import TextSettings
 from recurjax.errors import UserError
-from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import read_json_object
+from recurjax.files.whole import write_whole
 
 SYMBOLS_FILE = "symbols.json"
 _MOST = 1 << 24
 
 
-class Symbols:
+class Symbols(NamelessTokens):
     """V symbols, written as numbers with a space between: "3 14 1".
 
     There is neither BOS nor EOS, and symbols stand for no bytes of text. The methods
@@ -27,6 +29,7 @@ class Symbols:
         self.vocabulary = vocabulary
         self.bos: int | None = None
         self.eos: int | None = None
+        self.settings = TextSettings()
         self.token_bytes = np.zeros(vocabulary, np.int32)
         self._definition = json.dumps({"type": "symbols", "vocabulary": vocabulary})
         self.hash = hashlib.sha256(self._definition.encode()).hexdigest()
@@ -65,9 +68,6 @@ class Symbols:
                 )
         return np.array([int(word) for word in words], np.int32)
 
-    def encode_many(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> str:
         return " ".join(str(int(number)) for number in ids)
 
@@ -79,7 +79,7 @@ class Symbols:
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomic(directory / SYMBOLS_FILE, self._definition + "\n")
+        write_whole(directory / SYMBOLS_FILE, self._definition + "\n")
 
 
 class SymbolStream:

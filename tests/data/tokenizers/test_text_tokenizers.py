@@ -236,11 +236,14 @@ def test_special_tokens_are_found_by_config_then_file_then_name(tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_text(plain_definition("<s>", "</s>", "<|im_start|>"))
     by_name = load_tokenizer(file)
-    assert (by_name.bos, by_name.eos) == (0, 1)
+    # Nothing in the file puts BOS before a text, although it has one by name.
+    assert (by_name.bos, by_name.eos) == (None, 1)
+    assert by_name.names == {"bos_token": "<s>", "eos_token": "</s>"}
     beside = {"bos_token": {"content": "<|im_start|>"}, "eos_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
     by_file = load_tokenizer(tmp_path)
-    assert (by_file.bos, by_file.eos) == (2, None)
+    assert (by_file.bos, by_file.eos) == (None, None)
+    assert by_file.names == {"bos_token": "<|im_start|>", "eos_token": None}
     by_config = load_tokenizer(tmp_path, bos="</s>", eos="<s>")
     assert (by_config.bos, by_config.eos) == (1, 0)
     without = load_tokenizer(tmp_path, bos="none", eos="</s>")

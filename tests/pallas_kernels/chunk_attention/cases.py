@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.chunk_attention import ChunkEnds
-from pallas_kernels.chunk_attention.call import (
-    ChunkAttentionCall,
-    ChunkAttentionOptions,
-)
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
 from tests.compiling import QUICK_COMPILE
 from tests.pallas_kernels.laws import OracleCase
@@ -67,16 +63,6 @@ class Case(NamedTuple):
             )
         return arrays, first, documents, end_documents
 
-    def call(self, arrays=None, **options) -> ChunkAttentionCall:
-        """Returns the call as backends receive it, of these arrays or its own."""
-        drawn, first, documents, of_ends = self.inputs()
-        q, own_logits, own_values, keys, values = drawn if arrays is None else arrays
-        ends = ChunkEnds(keys, values, of_ends)
-        options = ChunkAttentionOptions(**self.options, **options)
-        return ChunkAttentionCall(
-            q, own_logits, own_values, ends, first, documents, options
-        )
-
     @property
     def options(self) -> dict:
         return {"chunk": self.chunk, "scale": 0.5}
@@ -106,15 +92,19 @@ def op_passes(attention, case: Case, arrays, **changes):
 
 def backend_passes(backend, case: Case, arrays, **options):
     """Returns what `op_passes` does, from a backend's own two functions."""
+    _, first, documents, end_documents = case.inputs()
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def run(arrays):
-        reason = backend.expressible(case.call(arrays))
+        q, own_logits, own_values, keys, values = arrays
+        ends = ChunkEnds(keys, values, end_documents)
+        call = (q, own_logits, own_values, ends, first, documents)
+        reason = backend.expressible(*call, **case.options)
         assert reason is None, reason
-        call = case.call(arrays, **options)
-        o, lse = backend.forward(call, residuals=True)
+        o, lse = backend.forward(*call, **case.options, **options)
         do = jnp.asarray(case.weights()).astype(o.dtype)
-        return o, tuple(jax.tree.leaves(backend.backward(call, (o, lse), do)))
+        gradients = backend.backward(*(*call, o, lse, do), **case.options, **options)
+        return o, tuple(gradients)
 
     return run(arrays)
 
@@ -131,7 +121,9 @@ def assert_is_the_definition(passes, case: Case) -> None:
 
 def refusal(backend, case: Case) -> str | None:
     """Returns why a backend's kernels do not do a case, whatever the device."""
-    return backend.expressible(case.call())
+    (q, own_logits, own_values, keys, values), first, documents, ends = case.inputs()
+    call = (q, own_logits, own_values, ChunkEnds(keys, values, ends), first, documents)
+    return backend.expressible(*call, **case.options)
 
 
 KERNEL_CASES = {

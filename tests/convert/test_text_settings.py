@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from recurjax.convert.formats.gguf_tokenizer import gguf_companions, gguf_tokenizer
-from recurjax.data.tokenizers import JsonTokenizer, load_tokenizer
-from recurjax.data.tokenizers.companions import Companions
+from recurjax.convert.formats.gguf_tokenizer import gguf_text_settings, gguf_tokenizer
+from recurjax.data.tokenizers import JsonTokenizer, TextSettings, load_tokenizer
 from recurjax.training.run import load_run
 from tests.cli.commands import assert_refused, recurjax
 from tests.convert.hf_directories import LLAMA, copy_of
@@ -33,19 +32,28 @@ def test_they_come_into_a_run_and_go_out_again(template_file, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     assert recurjax("convert", "from-hf", source, run, "--no-check")[0] == 0
     found = load_run(run).tokenizer
-    assert found.companions == Companions(template=TEMPLATE, generation=GENERATION)
-    assert (found.bos, found.eos, found.pad) == (1, 2, 3)
-    assert found.companions.ends == (2, 7)
+    assert (found.settings.template, found.settings.generation) == (
+        TEMPLATE,
+        GENERATION,
+    )
+    # The file names a BOS, and no post-processor puts it before a text.
+    assert (found.bos, found.eos, found.pad) == (None, 2, 3)
+    assert found.names["bos_token"] == "w1"
+    assert found.settings.ends == (2, 7)
     options = ("--format", "hf", "--no-check")
     assert recurjax("convert", "to-torch", run, out, *options)[0] == 0
     assert (out / "chat_template.jinja").read_text() == TEMPLATE
     assert json.loads((out / "generation_config.json").read_text()) == GENERATION
     assert json.loads((out / "config.json").read_text())["pad_token_id"] == 3
     again = load_tokenizer(out)
-    assert (again.pad, again.companions) == (3, found.companions)
-    # What stands beside a tokenizer is no part of it: prepared corpora stay valid.
+    assert (again.pad, again.names) == (3, found.names)
+    assert (again.settings.template, again.settings.generation) == (
+        TEMPLATE,
+        GENERATION,
+    )
+    # The settings are no part of the tokenizer: prepared corpora stay valid.
     definition = (out / "tokenizer.json").read_text()
-    assert again.hash == JsonTokenizer(definition, bos="w1", eos="w2").hash
+    assert again.hash == JsonTokenizer(definition, eos="w2").hash == found.hash
 
 
 def test_a_tokenizer_from_elsewhere_gets_the_models_companions(tmp_path):
@@ -55,8 +63,8 @@ def test_a_tokenizer_from_elsewhere_gets_the_models_companions(tmp_path):
     run = tmp_path / "run"
     options = ("--no-check", "--tokenizer", bare)
     assert recurjax("convert", "from-hf", source, run, *options)[0] == 0
-    found = load_tokenizer(run / "tokenizer").companions
-    assert found == Companions(template="its own", generation=GENERATION)
+    found = load_tokenizer(run / "tokenizer").settings
+    assert (found.template, found.generation) == ("its own", GENERATION)
 
 
 def test_settings_that_are_no_json_are_told(tmp_path):
@@ -80,6 +88,9 @@ def test_a_gguf_file_has_them_in_its_fields():
     }
     made = gguf_tokenizer(fields, where="m.gguf")
     assert (made.eos, made.pad) == (3, 4)
-    assert made.companions.template == TEMPLATE and made.companions.ends == (3,)
-    assert gguf_companions(fields | {"tokenizer.ggml.eot_token_id": 4}).ends == (3, 4)
-    assert gguf_companions({}) == Companions()
+    assert made.settings.template == TEMPLATE and made.settings.ends == (3,)
+    assert gguf_text_settings(fields | {"tokenizer.ggml.eot_token_id": 4}).ends == (
+        3,
+        4,
+    )
+    assert gguf_text_settings({}) == TextSettings()

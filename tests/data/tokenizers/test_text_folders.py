@@ -1,0 +1,52 @@
+"""What folders say about text is read as transformers reads it.
+
+`text_folders.py` makes the folders and recorded what transformers reads.
+"""
+
+import json
+
+import pytest
+
+from recurjax.data.tokenizers import JsonTokenizer, load_tokenizer, text_ends
+from tests.data.tokenizers.text_folders import (
+    KINDS,
+    RECORD,
+    SAMPLES,
+    WAYS,
+    write_folder,
+)
+
+RECORDED = json.loads(RECORD.read_text())
+
+
+def ids_of(tokenizer: JsonTokenizer, text: str) -> list[int]:
+    """The tokens of a text with what begins and ends it."""
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    end = [tokenizer.eos] if tokenizer.adds_eos else []
+    return [*begin, *tokenizer.encode(text).tolist(), *end]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_is_read_as_transformers_reads_it_there_and_back(kind, way, tmp_path):
+    want = RECORDED[f"{kind}/{way}"]
+    folder = tmp_path / "there"
+    folder.mkdir()
+    write_folder(folder, kind, way)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.save(tmp_path / "back")
+    for read in (tokenizer, load_tokenizer(tmp_path / "back")):
+        assert isinstance(read, JsonTokenizer)
+        named = read.names["bos_token"]
+        assert (read.added_tokens.get(named), read.eos, read.pad) == (
+            want["bos"],
+            want["eos"],
+            want["pad"],
+        )
+        assert read.vocabulary == want["tokens"]
+        assert read.hash == tokenizer.hash
+        for sample, ids, text in zip(SAMPLES, want["ids"], want["texts"], strict=True):
+            assert ids_of(read, sample) == ids
+            assert read.decode(ids) == text
+    ends = (2, 3) if way == "several_ends" else (want["eos"],)
+    assert text_ends(tokenizer) == ends
