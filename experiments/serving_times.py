@@ -31,7 +31,7 @@ from recurjax.data.tokenizers import ByteTokenizer, Tokenizer
 from recurjax.errors import UserError
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
 from recurjax.inference.engine.memory import row_bytes
-from recurjax.inference.engine.sequence_wise import SequenceWise
+from recurjax.inference.engine.slots import SequenceWise
 from recurjax.machine import host
 from recurjax.model import Decoder, ModelConfig
 from recurjax.variants.rat import RatConfig, presets

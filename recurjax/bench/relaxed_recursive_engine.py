@@ -253,7 +253,7 @@ def held_out_bits(
 def _forced_bits(model: Decoder, texts: Array, *, way: Way) -> Array:
     B, P = texts.shape
     vocabulary = model.config.vocabulary
-    slots = empty_slots(model, way, B, P)
+    slots = empty_slots(model, way=way, rows=B, length=P)
     wishes = slots.wishes._replace(
         # Without an end: a row stops when its text does.
         limit=jnp.full(B, jnp.iinfo(jnp.int32).max),

@@ -196,6 +196,7 @@ def _build(
 ) -> Engine:
     try:
         engine = Engine(model(), config, tokenizer=tokenizer, mesh=mesh, exit_head=head)
+        engine.compile()
     except UserError as error:
         _tell(f"{name}: {error}")
         raise

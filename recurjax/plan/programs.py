@@ -191,7 +191,9 @@ def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> Progra
     # Any rule that needs no trained head: which tokens leave does not change a tick.
     rule = ExitRule(kind="confidence", threshold=0.5)
     way = choose_way(model, EngineConfig(slots=slots, length=length, exit=rule), None)
-    state = jax.eval_shape(lambda: empty_slots(model, way, slots, length))
+    state = jax.eval_shape(
+        lambda: empty_slots(model, way=way, rows=slots, length=length)
+    )
     weights = jax.eval_shape(way.weights, model)
     ended = jax.ShapeDtypeStruct((slots,), bool)
     until_free = jax.ShapeDtypeStruct((), bool)

@@ -5,7 +5,7 @@ import pytest
 
 from recurjax.bench import relaxed_recursive_engine as bench
 from recurjax.cli.main import main
-from recurjax.inference.engine.sequence_wise import SequenceWise
+from recurjax.inference.engine.slots import SequenceWise
 from recurjax.types import Tokens
 from tests.training.compilation import unoptimized
 from tests.variants.transformer.switches import build

@@ -15,7 +15,6 @@ from recurjax.errors import UserError
 from recurjax.inference.engine import Engine, EngineConfig
 from recurjax.inference.sampling import PLAIN, SamplingConfig
 from recurjax.inference.state_size import in_words, state_size, state_sizes
-from tests.compiling import QUICK_COMPILE
 
 pytest.importorskip("jinja2", reason="needs recurjax[serve]")
 
@@ -30,8 +29,10 @@ GREEDY = ("--temperature", "0", "--max-new-tokens", "5")
 @pytest.fixture(scope="module")
 def engine(cycle):
     sizes = EngineConfig(slots=1, length=64, prefill_tokens=16, steps=2, states_gib=0.1)
-    options = {"tokenizer": ByteTokenizer(), "compiler_options": QUICK_COMPILE}
-    return Engine(cycle(LETTERS), sizes, **options)
+    options = {"tokenizer": ByteTokenizer()}
+    engine = Engine(cycle(LETTERS), sizes, **options)
+    engine.compile()
+    return engine
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +6,6 @@ import pytest
 from recurjax.cli.generate import command, run
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.inference import many_prompts
-from recurjax.inference.engine import Engine
-from tests.compiling import QUICK_COMPILE
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n"
 SHORT = ["--temperature", "0", "--max-new-tokens", "6"]
@@ -25,8 +21,6 @@ def loads(cycle, monkeypatch):
         return SimpleNamespace(model=cycle(LETTERS), tokenizer=ByteTokenizer(), step=7)
 
     monkeypatch.setattr(command, "load_run", load_run)
-    quick = partial(Engine, compiler_options=QUICK_COMPILE)
-    monkeypatch.setattr(many_prompts, "Engine", quick)
     return calls
 
 

@@ -20,8 +20,10 @@ __all__ = ["cycle", "model"]
 
 @pytest.fixture(scope="session")
 def engine(cycle):
-    options = {"tokenizer": ByteTokenizer(), "compiler_options": QUICK_COMPILE}
-    return Engine(cycle(LETTERS), SIZES, **options)
+    options = {"tokenizer": ByteTokenizer()}
+    engine = Engine(cycle(LETTERS), SIZES, **options)
+    engine.compile()
+    return engine
 
 
 @pytest.fixture(scope="session")

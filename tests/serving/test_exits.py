@@ -7,7 +7,6 @@ import pytest
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.exits import ExitRule
 from recurjax.inference.engine import Engine, EngineConfig
-from tests.compiling import QUICK_COMPILE
 from tests.serving.running import GREEDY, running
 from tests.variants.relaxed_recursive_transformer.switches import build, small
 
@@ -23,7 +22,7 @@ SIZES = EngineConfig(
 @pytest.fixture(scope="module")
 def exiting():
     config = dataclasses.replace(small(loops=2, layers=2), vocabulary=257)
-    options = {"tokenizer": ByteTokenizer(), "compiler_options": QUICK_COMPILE}
+    options = {"tokenizer": ByteTokenizer()}
     engine = Engine(build(config), SIZES, **options)
     with running(lambda: engine) as found:
         found.wait()

@@ -110,6 +110,7 @@ def run(argv: list[str]) -> int:
     )
     spread = mesh if mesh.size > 1 else None
     engine = Engine(model, config, tokenizer=tokenizer, mesh=spread)
+    engine.compile()
     talk = Talk(
         engine,
         tokenizer,

@@ -88,6 +88,7 @@ class DepthWise(OverDepth):
         """Runs each slot's token through its loop; those that leave draw."""
         stack = exits_of(model)
         depth: Depth = slots.depth
+        weights, head = weights
         fresh = model.embed(slots.newest[:, None])
         fresh = stack.enter_ticks(fresh, depth.position)
         before = jnp.where((depth.loop == 0)[:, None, None], fresh, depth.x)
@@ -100,7 +101,7 @@ class DepthWise(OverDepth):
         # Every loop is read by the model's own final norm and head, as the deepest is.
         normed = model.final_norm(x)
         logits = model.logits(normed)
-        score = scores(self.kind, self.head, lanes.loop, before, x, normed, logits)
+        score = scores(self.kind, head, lanes.loop, before, x, normed, logits)
         sure = score[:, 0] > slots.wishes.threshold
         leaves = slots.active & (sure | (depth.loop == stack.exits - 1))
         if self.missing == "propagate":

@@ -1,10 +1,12 @@
 """Continues many requests at once, each as if it were alone."""
 
+import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,9 +25,15 @@ from recurjax.inference.engine.config import (
 )
 from recurjax.inference.engine.kept_states import KeptStates
 from recurjax.inference.engine.memory import row_bytes, slots_that_fit
-from recurjax.inference.engine.programs import Programs
+from recurjax.inference.engine.programs import Programs, Report
 from recurjax.inference.engine.request import Counts, Request
-from recurjax.inference.engine.slots import NOTHING, Made, wishes_of
+from recurjax.inference.engine.slots import (
+    NOTHING,
+    Made,
+    Slots,
+    Wishes,
+    wishes_of,
+)
 from recurjax.inference.engine.ways import choose_way, refuse_engine
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache
@@ -40,6 +48,28 @@ class _Reading:
     last: Array | None
     at: int
     row: int
+    reports: list[Report] = field(default_factory=list)
+
+
+class _Admitted(NamedTuple):
+    """Requests whose prompts were read, their first tokens still on the device.
+
+    Attributes:
+      reports: of the calls that read them.
+      places: of each request its slot, and its row in `made`.
+    """
+
+    made: Made
+    reports: list[Report]
+    places: list[tuple[Request, int, int]]
+
+
+class _Call(NamedTuple):
+    """A call of the decode program, and the requests in its slots."""
+
+    rows: list[Request | None]
+    made: Made
+    steps: Array
 
 
 class Engine:
@@ -50,9 +80,11 @@ class Engine:
         while not request.done:
             engine.step()
 
-    One thread calls it. A request's tokens depend on its prompt and settings only (up
-    to the rounding of matrix products): not on the other requests, on its slot, or on
-    whether a kept state saved reading a part of its prompt.
+    One thread calls it. What it does next depends on the calls alone, never on a clock,
+    so that all processes of a mesh do the same. A request's tokens depend on its prompt
+    and settings only (up to the rounding of matrix products): not on the other
+    requests, on its slot, or on whether a kept state saved reading a part of its
+    prompt.
     """
 
     def __init__(
@@ -64,9 +96,8 @@ class Engine:
         eos: int | None = None,
         exit_head: ExitHead | None = None,
         mesh: Mesh | None = None,
-        compiler_options: Mapping[str, Any] | None = None,
     ):
-        """Compiles all programs; nothing is compiled later.
+        """Prepares slots; each program is compiled when it is first needed.
 
         Args:
           model: any variant, its weights as they shall be multiplied, see
@@ -74,8 +105,9 @@ class Engine:
           tokenizer: for texts and stop strings; its EOS is the engine's.
           eos: without a tokenizer, the token that ends a request.
           exit_head: of the exit rule "head".
-          mesh: on which the model lies; None: one device.
-          compiler_options: of XLA.
+          mesh: on which the model lies, and whose data and fsdp axes share the slots
+            where they divide them; each process of it must make the same calls in the
+            same order, and gets all tokens. None: one device.
 
         Raises:
           UserError: the model reads no prompts in this way, has fewer positions than
@@ -85,13 +117,13 @@ class Engine:
         if reason is not None:
             raise UserError(reason)
         way = choose_way(model, config, exit_head)
-        self.config, self.slots = config, slots_that_fit(model, config, way)
-        self.row_bytes = row_bytes(model, config.length, way)
+        self.config, self.slots = config, slots_that_fit(model, config, way, mesh=mesh)
         # Every loop from the start: who reads it while it counts finds the same keys.
         exits = dict.fromkeys(range(1, way.loops(model) + 1), 0)
         self.counts = Counts(ended={}, exits=exits)
         self.kept = KeptStates(int(config.states_gib * 2**30))
         self._vocabulary = model.config.vocabulary
+        self._model, self._way = model, way
         self._threshold = 1.0 if config.exit is None else config.exit.threshold
         self._tokenizer = tokenizer
         self._eos = eos if tokenizer is None else tokenizer.eos
@@ -100,10 +132,11 @@ class Engine:
             config,
             way=way,
             slots=self.slots,
+            head=exit_head,
             mesh=mesh,
-            compiler_options=compiler_options,
         )
-        self._state = self._programs.empty()
+        # None: all slots are free. The first prompts make them in their own program.
+        self._state: Slots | None = None
         self._texts: dict[Request, Continuation] = {}
         self._queue: deque[Request] = deque()
         self._reading: _Reading | None = None
@@ -111,6 +144,22 @@ class Engine:
         # Rows that ended since the last call: the device learns of them with the next
         # one.
         self._ended = np.zeros(self.slots, bool)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one slot takes."""
+        return row_bytes(self._model, self.config.length, self._way)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return self._programs.compile_seconds
+
+    def compile(self) -> None:
+        """Compiles all programs now, so that no request waits for one."""
+        self._programs.compile()
+        if self._state is None:
+            self._state = self._programs.empty()
 
     @property
     def busy(self) -> bool:
@@ -170,29 +219,18 @@ class Engine:
           The requests that have new tokens or came to their end.
         """
         firsts = self._fill()
-        news: dict[Request, None] = {}
-        # As they are now: what ends below frees its row in the list itself.
-        rows = list(self._rows)
-        if any(rows):
-            self._state, made, steps = self._programs.decode(
-                self._state, self._ended, until_free=bool(self._queue)
-            )
-            self._ended = np.zeros(self.slots, bool)
-            self.counts.calls += 1
-            # What was admitted above drew its first token before this call's.
-            for request, row, first in firsts:
-                self._take(request, row, first, 0)
-                news[request] = None
-            # One copy from the device for all rows, and not one for each.
-            made, steps = jax.device_get((made, steps))
-            self.counts.steps += int(steps)
-            for row, request in enumerate(rows):
-                # Where nothing was made the request had ended before the call, or its
-                # token is still on its way through the loops.
-                if request is not None and (made.tokens[row] != NOTHING).any():
-                    self._take(request, row, made, row)
-                    news[request] = None
-        return list(news)
+        # Decoding is under way while the host looks at the first tokens.
+        call = self._launch()
+        news = [*self._hand_out(firsts), *self._collect(call)]
+        return list(dict.fromkeys(news))
+
+    def read(self) -> list[Request]:
+        """Does the first half of a step; returns requests with their first token."""
+        return self._hand_out(self._fill())
+
+    def decode(self) -> list[Request]:
+        """Does the second half of a step."""
+        return self._collect(self._launch())
 
     def check(self, ids: np.ndarray, settings: RequestSettings) -> None:
         """Raises UserError where `submit` would; any thread may ask."""
@@ -233,13 +271,20 @@ class Engine:
             stops.add(self._eos)
         return stops
 
-    def _fill(self) -> list[tuple[Request, int, Made]]:
+    def _fill(self) -> list[_Admitted]:
         """Reads prompts, as much as one step may; returns what was admitted."""
         admitted, budget = [], self.config.prefill_tokens
         while True:
             if self._reading is None:
                 if not self._queue or None not in self._rows:
                     return admitted
+                together, cost = self._together()
+                if cost > budget:
+                    return admitted
+                if together:
+                    budget -= cost
+                    admitted.append(self._read_together(together))
+                    continue
                 self._reading = self._begin(self._queue.popleft())
             reading = self._reading
             if reading.at < len(reading.request.prompt):
@@ -251,6 +296,34 @@ class Engine:
             if reading.at == len(reading.request.prompt):
                 admitted.append(self._admit(reading))
                 self._reading = None
+
+    def _together(self) -> tuple[list[Request], int]:
+        """Returns requests that one call reads into free slots, and its tokens.
+
+        None where a call for each is faster, or a prompt takes several pieces.
+        """
+        waiting = list(islice(self._queue, self._rows.count(None)))
+        longest = max(len(request.prompt) for request in waiting)
+        if longest > self._programs.widths[-1]:
+            return [], 0
+        width = self._programs.width_of(longest)
+        if not self._programs.reads_together(len(waiting), width):
+            return [], 0
+        return waiting, self.slots * width
+
+    def _read_together(self, requests: list[Request]) -> _Admitted:
+        free = [row for row, request in enumerate(self._rows) if request is None]
+        rows = dict(zip(free, requests, strict=False))
+        self._state, made, report = self._programs.read_together(
+            self._state,
+            {row: (one.prompt, self._wishes(one)) for row, one in rows.items()},
+        )
+        for row, request in rows.items():
+            self._queue.popleft()
+            self._rows[row], self._ended[row] = request, False
+            self.counts.read_tokens += len(request.prompt)
+        places = [(request, row, row) for row, request in rows.items()]
+        return _Admitted(made, [report], places)
 
     def _begin(self, request: Request) -> _Reading:
         """Starts from the longest beginning of the prompt whose state is kept."""
@@ -289,7 +362,8 @@ class Engine:
     def _read(self, reading: _Reading, count: int) -> None:
         request, end = reading.request, reading.at + count
         ids = request.prompt[reading.at : end]
-        reading.cache, reading.last = self._programs.read(reading.cache, ids)
+        reading.cache, reading.last, report = self._programs.read(reading.cache, ids)
+        reading.reports.append(report)
         reading.at = end
         self.counts.read_tokens += count
         if self.config.states_gib and end in request.settings.keep:
@@ -298,20 +372,71 @@ class Engine:
                 kept = self._programs.copy(reading.cache)
                 self.kept.put(beginning, kept, reading.last)
 
-    def _admit(self, reading: _Reading) -> tuple[Request, int, Made]:
+    def _admit(self, reading: _Reading) -> _Admitted:
         request, row = reading.request, reading.row
         assert reading.last is not None
+        if self._state is None:
+            self._state = self._programs.empty()
         self._state, made = self._programs.admit(
             self._state,
             row,
             reading.cache,
             reading.last,
             request.prompt,
-            wishes_of(request.settings, self._stops(request.settings), self._threshold),
+            self._wishes(request),
         )
-        self._rows[row] = request
-        self._ended[row] = False
-        return request, row, made
+        self._rows[row], self._ended[row] = request, False
+        return _Admitted(made, reading.reports, [(request, row, 0)])
+
+    def _wishes(self, request: Request) -> Wishes:
+        settings = request.settings
+        return wishes_of(settings, self._stops(settings), self._threshold)
+
+    def _hand_out(self, admitted: list[_Admitted]) -> list[Request]:
+        """Waits for first tokens, and hands them out."""
+        news = []
+        for made, reports, places in admitted:
+            made, reports = jax.device_get((made, reports))
+            for request, row, at in places:
+                for report in reports:
+                    # What a text's pieces leave open is what the worst of them does.
+                    for name, value in report.items():
+                        known = request.aux.get(name, -math.inf)
+                        request.aux[name] = max(known, float(value))
+                self._take(request, row, made, at)
+                news.append(request)
+        return news
+
+    def _launch(self) -> _Call | None:
+        """Starts a call of the decode program, where any slot is active."""
+        # As they are now: what ends below frees its row in the list itself.
+        rows = list(self._rows)
+        if not any(rows):
+            return None
+        assert self._state is not None
+        self._state, made, steps = self._programs.decode(
+            self._state, self._ended, until_free=bool(self._queue)
+        )
+        # A new array: the device may not have read the old one yet.
+        self._ended = np.zeros(self.slots, bool)
+        self.counts.calls += 1
+        return _Call(rows, made, steps)
+
+    def _collect(self, call: _Call | None) -> list[Request]:
+        """Waits for what a call drew, and hands it out."""
+        if call is None:
+            return []
+        # One copy from the device for all rows, and not one for each.
+        made, steps = jax.device_get((call.made, call.steps))
+        self.counts.steps += int(steps)
+        news = []
+        for row, request in enumerate(call.rows):
+            # Where nothing was made the request had ended before the call, or its token
+            # is still on its way through the loops.
+            if request is not None and (made.tokens[row] != NOTHING).any():
+                self._take(request, row, made, row)
+                news.append(request)
+        return news
 
     def _take(self, request: Request, row: int, made: Made, at: int) -> None:
         """Hands a request what was made in place `at`; ends it where it came to it."""
@@ -368,6 +493,7 @@ class Engine:
         if reason != "stop" and keeps:
             # All but the newest token were read, and the slot stands still since.
             told = np.array([*request.prompt, *request.tokens[:-1]], np.int32)
+            assert self._state is not None
             if not self.kept.has(told):
                 self.kept.put(told, self._programs.take(self._state, row))
         self._free(row)

@@ -1,9 +1,13 @@
 """How many slots fit: bytes of a row, counted from shapes, and what is there."""
 
 import os
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from pallas_kernels import target
 from recurjax.errors import UserError
@@ -20,19 +24,27 @@ _SHARE = 0.9
 
 
 def slots_that_fit(
-    model: Decoder, config: EngineConfig, way: Way, *, free: int | None = None
+    model: Decoder,
+    config: EngineConfig,
+    way: Way,
+    *,
+    free: int | None = None,
+    mesh: Mesh | None = None,
 ) -> int:
-    """Returns how many slots an engine has.
+    """Returns how many slots an engine has: the same in every process.
 
     Args:
       way: how they move on.
       free: bytes there; None: asks the device, or the host where that is a CPU.
+      mesh: whose devices may share the slots; "auto" counts on one device's memory.
 
     Raises:
       UserError: not one slot fits, or not as many as the config names.
     """
     row = row_bytes(model, config.length, way)
     free = _free_bytes() if free is None else free
+    if mesh is not None and config.slots != "auto":
+        free *= mesh.size
     # Beside the slots: kept states, the row into which a prompt is read, and what the
     # steps want of the weights in another form.
     prompt = jax.eval_shape(
@@ -60,12 +72,10 @@ def slots_that_fit(
 
 def row_bytes(model: Decoder, length: int, way: Way) -> int:
     """Counts what one more slot of `length` tokens holds: all of `Slots`."""
-
     # As shapes: nothing is allocated to count it.
-    def of(rows: int) -> int:
-        return tree_bytes(jax.eval_shape(lambda: empty_slots(model, way, rows, length)))
-
-    return of(2) - of(1)
+    slots = partial(empty_slots, model, way=way, length=length)
+    two, one = jax.eval_shape(lambda: (slots(rows=2), slots(rows=1)))
+    return tree_bytes(two) - tree_bytes(one)
 
 
 def copied_bytes(model: Decoder, way: Way) -> int:
@@ -79,6 +89,15 @@ def tree_bytes(tree: Any) -> int:
 
 
 def _free_bytes() -> int:
+    free = _free_bytes_here()
+    if jax.process_count() == 1:
+        return free
+    # The least of all, in MiB: jax has no 64-bit integers by default.
+    everywhere = multihost_utils.process_allgather(np.int32(free >> 20))
+    return int(np.min(everywhere)) << 20
+
+
+def _free_bytes_here() -> int:
     if not target.shares_host_memory():
         # Not every device says; then the host's memory stands for it.
         stats = jax.devices()[0].memory_stats() or {}

@@ -15,15 +15,15 @@ class OverDepth:
 
     Attributes:
       kind: of the rule.
-      head: of the rule "head".
     """
 
     kind: RuleKind
-    head: ExitHead | None = None
 
-    def weights(self, model: Decoder) -> Any:
-        """What the loops own, laid out for ticks."""
-        return exits_of(model).tick_weights()
+    def weights(
+        self, model: Decoder, head: ExitHead | None = None
+    ) -> tuple[Any, ExitHead | None]:
+        """What the loops own, laid out for ticks, and the head of the rule "head"."""
+        return exits_of(model).tick_weights(), head
 
     def loops(self, model: Decoder) -> int:
         """All that the stack has."""

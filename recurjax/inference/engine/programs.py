@@ -1,20 +1,23 @@
-"""An engine's programs, all compiled when it starts; to call one compiles nothing."""
+"""An engine's programs: each is compiled when a shape first needs it."""
 
-from collections.abc import Mapping
+import time
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Int, Int32
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Int, Int32
 
+from recurjax.exits import ExitHead
 from recurjax.inference.decoding import cache_dtype
-from recurjax.inference.engine.config import EngineConfig
+from recurjax.inference.engine.config import EngineConfig, RequestSettings
 from recurjax.inference.engine.slots import (
     Made,
+    SequenceWise,
     Slots,
     Way,
     Wishes,
@@ -22,20 +25,30 @@ from recurjax.inference.engine.slots import (
     decode_slots,
     empty_slots,
     read_piece,
+    read_slots,
+    wishes_of,
 )
 from recurjax.model import Decoder
-from recurjax.sharding import replicated
+from recurjax.sharding import laid_out, replicated
 from recurjax.types import Array, Cache
 
 _WORTH_A_CALL = 64
 """Tokens of padding that take about as long as a call reads weights (on two cores)."""
 
+Report = dict[str, Any]
+"""What a way of reading prompts reports, by name: see `Decoder.prefill`."""
+
 
 class Programs:
-    """What runs on the device, for a model and sizes that are fixed.
+    """What runs on the device, for one model and fixed sizes.
 
-    They are compiled ahead of time: an argument of another shape is an error and not
-    another compilation.
+    Engines of the same abstract model, config and mesh share compiled programs: jax
+    finds them by the function, its static options and the shapes. An argument of
+    another shape is an error and not another compilation.
+
+    Attributes:
+      widths: of the pieces in which prompts are read, rising.
+      compile_seconds: spent on compiling so far.
     """
 
     def __init__(
@@ -45,96 +58,90 @@ class Programs:
         *,
         way: Way,
         slots: int,
+        head: ExitHead | None,
         mesh: Mesh | None,
-        compiler_options: Mapping[str, Any] | None,
     ):
-        """Compiles them all.
+        """Lays weights out as a step wants them; compiles nothing else.
 
         Args:
           way: how slots move on.
           slots: how many.
-          mesh: on which the model lies, with each slot's cache cut as the compiler cuts
-            it in a prefill; None: one device.
+          head: of a way whose rule needs one.
+          mesh: on which the model lies; its data and fsdp axes share the slots where
+            they divide them. None: one device.
         """
-        self._model, self._length = model, config.length
-        self._vocabulary = model.config.vocabulary
+        self.compile_seconds = 0.0
+        self._model, self._config, self._way = model, config, way
+        self._slots, self._mesh = slots, mesh
+        self._compiled: dict[Any, Any] = {}
         # A piece is never longer than a slot.
-        self.widths = tuple(min(w, config.length) for w in config.widths)
-        self.widths = tuple(sorted(set(self.widths)))
-        compile_ = partial(_compile, mesh=mesh, options=dict(compiler_options or {}))
-        place = (lambda tree: tree) if mesh is None else partial(_placed, mesh=mesh)
+        widths = {min(width, config.length) for width in config.widths}
+        self.widths = tuple(sorted(widths))
+        shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        self._shards = shards if slots % shards == 0 else 1
+        # On a mesh: how a row and the slots lie, as the compiler first leaves them.
+        self._row_layout: Any = None
+        self._slots_layout: Any = None
+        self._weights: Any = None
+        self._dry = False
+        if not isinstance(way, SequenceWise):  # whose step wants nothing else
+            self._weights = self._call("weights", _weights, model, head, way=way)
 
-        def start() -> Cache:
-            return model.init_cache(1, config.length, cache_dtype(model))
+    def compile(self) -> None:
+        """Compiles all that a request can need, so that none waits for it later."""
+        self._dry = True  # the methods then compile, and return shapes
+        slots, row, last = self.empty(), self.fresh(), None
+        settings = RequestSettings(max_new_tokens=1)
+        wishes = wishes_of(settings, (), 0.0)
+        for width in self.widths:
+            ids = np.zeros(width, np.int32)
+            row, last, _ = self.read(row, ids)
+            if self.reads_together(self._slots, width):
+                rows = range(self._slots)
+                self.read_together(slots, {n: (ids, wishes) for n in rows})
+        assert last is not None
+        self.admit(slots, 0, row, last, np.zeros(1, np.int32), wishes)
+        self.decode(slots, np.zeros(self._slots, bool), until_free=False)
+        if self._config.states_gib:
+            self.copy(row)
+            if self._config.exit is None:
+                self.take(slots, 0)
+        self._dry = False
 
-        read = partial(read_piece, by=config.prefill)
-        one = place(jax.eval_shape(start))
-        count = place(_shape((1,), np.int32))
-        widest = place(_shape((1, self.widths[-1]), np.int32))
-        if mesh is not None:
-            # The cache lies where the compiler leaves it when it may choose.
-            free = compile_(lambda m, *given: read(m, start(), *given))
-            found = free(model, widest, count).output_shardings
-            one = _lying(one, found[0])
-        # Shapes alone: the programs are compiled before any memory is taken.
-        last = jax.eval_shape(read, model, one, widest, count)[1]
-        last = place(last)
-        whole = jax.eval_shape(lambda: empty_slots(model, way, slots, config.length))
-        whole = place(whole)
-        if mesh is not None:
+    def empty(self) -> Slots:
+        """Makes slots that are all free."""
+        sizes = {"way": self._way, "rows": self._slots, "length": self._config.length}
+        if self._mesh is not None and self._slots_layout is None:
+            everywhere = replicated(self._mesh)
+            shape = jax.eval_shape(partial(empty_slots, **sizes), self._model)
+            layout = jax.tree.map(lambda _: everywhere, shape)
             # A slot's row lies as the row that is read: its other axes are the same.
-            where = jax.tree.map(lambda leaf: leaf.sharding, one)
-            whole = whole._replace(cache=_lying(whole.cache, where))
-        wishes = place(jax.eval_shape(lambda s: _row(s, 0), whole.wishes))
-
-        out = None if mesh is None else _where
-        everywhere = None if mesh is None else replicated(mesh)
-
-        def outs(*trees: Any) -> Any:
-            return None if out is None else tuple(map(out, trees))
-
-        # Made on the device: a cache of zeros is not copied there.
-        self._fresh = compile_(start, out=None if out is None else out(one))()
-        self._read = {
-            width: compile_(read, donate=(1,), out=outs(one, last))(
-                model, one, place(_shape((1, width), np.int32)), count
-            )
-            for width in self.widths
-        }
-        row = place(_shape((), np.int32))
-        prompt = place(_shape((config.length,), np.int32))
-        made = None if out is None else (out(whole), everywhere)
-        top = config.top_logprobs
-        put = partial(_admitting, way=way, top=top)
-        self._admit = compile_(put, donate=(1,), out=made)(
-            model, whole, row, one, last, prompt, wishes
+            self.fresh()
+            self._slots_layout = layout._replace(cache=self._row_layout)
+        return self._call(
+            "empty", empty_slots, self._model, out=self._slots_layout, **sizes
         )
-        # Laid out once: what every step would do again is not done in a step.
-        self._weights = compile_(way.weights)(model)(model)
-        decode = partial(decode_slots, way=way, steps=config.steps, top=top)
-        ended, until_free = place(_shape((slots,), bool)), place(_shape((), bool))
-        if made is not None:
-            made = (*made, everywhere)
-        self._decode = compile_(decode, donate=(2,), out=made)(
-            model, self._weights, whole, ended, until_free
-        )
-        empty = partial(empty_slots, model, way, slots, config.length)
-        self.empty = compile_(empty, out=None if out is None else out(whole))()
-        # Without kept states nobody takes a slot's row out, nor where tokens leave
-        # early: what they leave behind is not what reading them would.
-        if config.states_gib:
-            to_one = None if out is None else out(one)
-            if config.exit is None:
-                self._take = compile_(
-                    lambda m, cache, row: m.stack.take(cache, row[None]), out=to_one
-                )(model, whole.cache, row)
-            self._copy = compile_(
-                lambda cache: jax.tree.map(jnp.copy, cache), out=to_one
-            )(one)
 
     def fresh(self) -> Cache:
-        """Makes an empty cache of one row."""
-        return self._fresh()
+        """Makes an empty cache of one row; a cache of zeros is not copied there."""
+        sizes: Any = {"length": self._config.length}
+        if self._mesh is not None and self._row_layout is None:
+            # The cache lies where the compiler leaves it when it may choose.
+            width = self.widths[-1]
+            text = np.zeros((1, width), np.int32), np.zeros(1, np.int32)
+            free = self._compile(
+                _read_first,
+                self._model,
+                *self._place(text),
+                by=self._config.prefill,
+                **sizes,
+            )
+            self._row_layout = free.output_shardings[0]
+        return self._call("fresh", _fresh, self._model, out=self._row_layout, **sizes)
+
+    def width_of(self, count: int) -> int:
+        """Returns the narrowest piece that holds so many tokens."""
+        return next(width for width in self.widths if width >= count)
 
     def first_part(self, count: int) -> int:
         """Returns how many of `count` tokens to read first.
@@ -146,85 +153,242 @@ class Programs:
             return count
         return self.widths[fits - 1]
 
+    def reads_together(self, prompts: int, width: int) -> bool:
+        """Says whether one call for all slots reads prompts sooner than a call each.
+
+        Args:
+          prompts: how many; the call pads to all slots.
+          width: of the longest one's piece.
+        """
+        if not isinstance(self._way, SequenceWise) or self._config.states_gib:
+            return False
+        if self._slots * width > self._config.prefill_tokens:
+            return False
+        rows = self._slots // self._shards
+        return rows * width + _WORTH_A_CALL <= prompts * (width + _WORTH_A_CALL)
+
     def read(
-        self, cache: Cache, ids: Int32[np.ndarray, " T"]
-    ) -> tuple[Cache, Float[Array, "1 D"]]:
-        """Reads a piece of at most the largest width; `cache` is donated."""
+        self, row: Cache, ids: Int32[np.ndarray, " T"]
+    ) -> tuple[Cache, Any, Report]:
+        """See `read_piece`: at most the largest width of tokens; `row` is donated."""
         # The narrowest program that the piece fits; the rest of it is padding.
-        width = next(width for width in self.widths if width >= len(ids))
+        width = self.width_of(len(ids))
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(ids)] = ids
-        count = np.array([len(ids)], np.int32)
-        return self._read[width](self._model, cache, padded, count)
+        text = self._place((padded, np.array([len(ids)], np.int32)))
+        return self._call(
+            ("read", width),
+            read_piece,
+            self._model,
+            row,
+            *text,
+            donate=(1,),
+            out=self._out(self._row_layout, 2),
+            by=self._config.prefill,
+        )
+
+    def read_together(
+        self, slots: Slots | None, prompts: dict[int, tuple[np.ndarray, Wishes]]
+    ) -> tuple[Slots, Made, Report]:
+        """See `read_slots`; `slots` is donated, None: all are free.
+
+        Args:
+          prompts: by their slots.
+        """
+        width = self.width_of(max(len(ids) for ids, _ in prompts.values()))
+        ids = np.zeros((self._slots, width), np.int32)
+        counts = np.zeros(self._slots, np.int32)
+        for row, (prompt, _) in prompts.items():
+            ids[row, : len(prompt)], counts[row] = prompt, len(prompt)
+        # What stands for the other slots is not looked at.
+        some = next(iter(prompts.values()))
+        every = [prompts.get(row, some)[1] for row in range(self._slots)]
+        wishes = jax.tree.map(lambda *rows: np.concatenate(rows), *every)
+        sizes = {} if slots is not None else {"length": self._config.length}
+        made = self._call(
+            ("together", width, slots is None),
+            read_slots,
+            self._model,
+            slots,
+            *self._place((ids, counts, wishes), by_row=True),
+            donate=(1,),
+            out=self._out(self._slots_layout, 2),
+            by=self._config.prefill,
+            top=self._config.top_logprobs,
+            **sizes,
+        )
+        if self._mesh is not None:
+            self._slots_layout = _layout_of(made[0])
+        return made
 
     def admit(
         self,
         slots: Slots,
         row: int,
         cache: Cache,
-        last: Float[Array, "1 D"],
+        last: Any,
         prompt: Int32[np.ndarray, " T"],
         wishes: Wishes,
     ) -> tuple[Slots, Made]:
         """See `slots.admit`; `slots` is donated."""
         # V is no token: what is padded marks nothing as seen.
-        padded = np.full(self._length, self._vocabulary, np.int32)
+        padded = np.full(self._config.length, self._model.config.vocabulary, np.int32)
         padded[: len(prompt)] = prompt
-        number = np.asarray(row, np.int32)
-        return self._admit(self._model, slots, number, cache, last, padded, wishes)
+        number, text, wishes = self._place((np.int32(row), padded, wishes))
+        return self._call(
+            "admit",
+            admit,
+            self._model,
+            slots,
+            number,
+            cache,
+            last,
+            text,
+            wishes,
+            donate=(1,),
+            out=self._out(self._slots_layout, 1),
+            way=self._way,
+            top=self._config.top_logprobs,
+        )
 
     def decode(
         self, slots: Slots, ended: Bool[np.ndarray, " B"], *, until_free: bool
-    ) -> tuple[Slots, Made, Int[Array, ""]]:
+    ) -> tuple[Slots, Made, Any]:
         """See `decode_slots`; `slots` is donated."""
-        free = np.asarray(until_free)
-        return self._decode(self._model, self._weights, slots, ended, free)
+        return self._call(
+            "decode",
+            decode_slots,
+            self._model,
+            self._weights,
+            slots,
+            *self._place((ended, np.bool_(until_free))),
+            donate=(2,),
+            out=self._out(self._slots_layout, 2),
+            way=self._way,
+            steps=self._config.steps,
+            top=self._config.top_logprobs,
+        )
 
     def take(self, slots: Slots, row: int) -> Cache:
         """Makes a cache of one row of a slot's."""
-        return self._take(self._model, slots.cache, np.asarray(row, np.int32))
+        number = self._place(np.array([row], np.int32))
+        return self._call(
+            "take", _take, self._model, slots.cache, number, out=self._row_layout
+        )
 
     def copy(self, cache: Cache) -> Cache:
         """Copies a cache of one row, for `read` to donate."""
-        return self._copy(cache)
+        return self._call("copy", _copy, cache, out=self._row_layout)
+
+    def _call(
+        self, key: Any, function: Any, *arguments: Any, out: Any = None, **options: Any
+    ) -> Any:
+        """Runs a program, which is compiled at its first call.
+
+        Args:
+          key: names it; who calls with other shapes gives another key.
+          out: shardings of the results, None where the compiler chooses.
+          options: see `_compile`.
+        """
+        program = self._compiled.get(key)
+        if program is None:
+            program = self._compile(function, *arguments, out=out, **options)
+            self._compiled[key] = program
+        if not self._dry:
+            return program(*arguments)
+        shapes = jax.tree.map(_shape_of, program.out_info)
+        if self._mesh is None:
+            return shapes
+        return jax.tree.map(_with_sharding, shapes, program.output_shardings)
+
+    def _compile(
+        self,
+        function: Any,
+        *arguments: Any,
+        donate: tuple[int, ...] = (),
+        out: Any = None,
+        **static: Any,
+    ) -> Any:
+        began = time.perf_counter()
+        shardings, tree = jax.tree.flatten(out, is_leaf=lambda leaf: leaf is None)
+        jitted = _jitted(
+            function, donate, tuple(shardings), tree, tuple(static.items())
+        )
+        # Weights as they are: on a TPU each has a layout of its own.
+        weights = self._model, self._weights
+        shapes = (
+            argument
+            if any(argument is part for part in weights)
+            else jax.tree.map(_with_sharding if self._mesh else _shape_of, argument)
+            for argument in arguments
+        )
+        with nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+            program = jitted.lower(*shapes).compile()
+        self.compile_seconds += time.perf_counter() - began
+        return program
+
+    def _out(self, layout: Any, others: int) -> Any:
+        """Returns the shardings of results: one that stays, others for the host."""
+        if self._mesh is None:
+            return None
+        return (layout, *[replicated(self._mesh)] * others)
+
+    def _place(self, tree: Any, *, by_row: bool = False) -> Any:
+        """Lays arrays of the host out over a mesh, whose processes all have them."""
+        if self._mesh is None:
+            return tree
+        spec = P(("data", "fsdp")) if by_row and self._shards > 1 else P()
+        where = NamedSharding(self._mesh, spec)
+        return jax.tree.map(lambda leaf: laid_out(leaf, where), tree)
 
 
-def _admitting(model: Decoder, slots: Slots, *given: Any, way: Way, top: int):
-    return admit(model, way, slots, *given, top=top)
+@cache
+def _jitted(
+    function: Any,
+    donate: tuple[int, ...],
+    shardings: tuple[Any, ...],
+    tree: Any,
+    static: tuple[tuple[str, Any], ...],
+) -> Any:
+    """Returns a function's one jitted form with such options, whose programs jax keeps.
 
-
-def _compile(function: Any, *, mesh: Mesh | None, options: dict, donate=(), out=None):
-    """Returns what compiles a function for arguments or their shapes."""
-    placed = {} if out is None else {"out_shardings": out}
-    jitted = jax.jit(function, donate_argnums=donate, **placed)
-
-    def compiled(*shapes: Any) -> Any:
-        with nullcontext() if mesh is None else jax.set_mesh(mesh):
-            return jitted.lower(*shapes).compile(compiler_options=options or None)
-
-    return compiled
-
-
-def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _placed(tree: Any, *, mesh: Mesh) -> Any:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)),
-        tree,
+    Args:
+      shardings, tree: of the results, flattened so that they can be hashed.
+    """
+    out = jax.tree.unflatten(tree, shardings)
+    return jax.jit(
+        partial(function, **dict(static)), donate_argnums=donate, out_shardings=out
     )
 
 
-def _lying(tree: Any, where: Any) -> Any:
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
-    )
+def _weights(model: Decoder, head: ExitHead | None, *, way: Way) -> Any:
+    return way.weights(model, head)
 
 
-def _where(tree: Any) -> Any:
+def _fresh(model: Decoder, *, length: int) -> Cache:
+    return model.init_cache(1, length, cache_dtype(model))
+
+
+def _read_first(model: Decoder, *text: Any, by: str, length: int) -> Any:
+    return read_piece(model, _fresh(model, length=length), *text, by=by)
+
+
+def _take(model: Decoder, cache: Cache, row: Int[Array, " 1"]) -> Cache:
+    return model.stack.take(cache, row)
+
+
+def _copy(cache: Cache) -> Cache:
+    return jax.tree.map(jnp.copy, cache)
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _with_sharding(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    where = leaf.sharding if sharding is None else sharding
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+
+def _layout_of(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
-
-
-def _row(tree: Any, row: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[row : row + 1], tree)

@@ -24,6 +24,7 @@ class Request:
       top: for each token, the likeliest in its place and their logprobs.
       reason: "eos" (or another stop token), "stop" (a string), "length", "cancelled",
         "not_finite"; None while it goes on.
+      aux: what the reading of its prompt had to report, see `Decoder.prefill`.
       reused: tokens of the prompt that a kept state saved from being read.
       submitted, started, ended: seconds of `time.monotonic`; of the first token, and of
         the end, None before.
@@ -38,6 +39,7 @@ class Request:
         self.logprobs: list[float] = []
         self.top: list[list[tuple[int, float]]] = []
         self.reason: str | None = None
+        self.aux: dict[str, float] = {}
         self.reused = 0
         self.submitted = time.monotonic()
         self.started: float | None = None

@@ -8,6 +8,7 @@ by a way: `SequenceWise`, `DepthWise` or `Verified`.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
-from recurjax.inference.decoding import NOT_FINITE, draw_ids
+from recurjax.exits import ExitHead
+from recurjax.inference.decoding import NOT_FINITE, cache_dtype, draw_ids
 from recurjax.inference.engine.config import MOST_STOPS, RequestSettings
 from recurjax.inference.sampling import PLAIN, RowSampling, sampling_rows
 from recurjax.model import Decoder
@@ -112,8 +114,12 @@ class Made(NamedTuple):
 class Way(Protocol):
     """How slots move on: what one step runs, and what it keeps for that."""
 
-    def weights(self, model: Decoder) -> Any:
-        """Returns the model's weights as a step wants them, where it wants others."""
+    def weights(self, model: Decoder, head: ExitHead | None = None) -> Any:
+        """Returns what a step wants beside the model, such as weights laid out for it.
+
+        Args:
+          head: of a rule that has one.
+        """
         ...
 
     def loops(self, model: Decoder) -> int:
@@ -149,7 +155,54 @@ class Way(Protocol):
         ...
 
 
-def empty_slots(model: Decoder, way: Way, rows: int, length: int) -> Slots:
+@dataclass(frozen=True)
+class SequenceWise:
+    """A step runs the whole model for the newest token of every slot.
+
+    The way of every variant, through the stack protocol alone.
+    """
+
+    def weights(self, model: Decoder, head: ExitHead | None = None) -> Any:
+        """Nothing but the model."""
+        del model, head
+
+    def loops(self, model: Decoder) -> int:
+        """Tokens do not leave early."""
+        return 0
+
+    def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Any]:
+        """The model's own cache; every token has gone through the stack."""
+        return model.init_cache(rows, length, cache_dtype(model)), None
+
+    def put(
+        self,
+        model: Decoder,
+        slots: Slots,
+        row: Int[Array, ""],
+        read: Cache,
+        *,
+        length: Int[Array, ""],
+        limit: Int[Array, ""],
+    ) -> tuple[Cache, Any]:
+        """The stack knows which axes of its cache count rows."""
+        del length, limit
+        return model.stack.insert(slots.cache, row, read), None
+
+    def step(
+        self, model: Decoder, weights: Any, slots: Slots, *, top: int
+    ) -> tuple[Slots, Made]:
+        """Reads each active slot's newest token and draws the next."""
+        # A length of 0 is a token that is not there, for attention and recurrent
+        # states.
+        lengths = slots.active.astype(jnp.int32)
+        tokens = Tokens(slots.newest[:, None], lengths=lengths)
+        x, cache = model.hidden(tokens, slots.cache)
+        slots = slots._replace(cache=cache)
+        loops = jnp.zeros_like(slots.newest)
+        return draw(slots, model.logits(x[:, 0]), slots.active, loops, top=top)
+
+
+def empty_slots(model: Decoder, *, way: Way, rows: int, length: int) -> Slots:
     """Makes slots that are all free."""
     cache, depth = way.empty(model, rows, length)
     drawing = jax.tree.map(jnp.asarray, sampling_rows([PLAIN] * rows))
@@ -181,20 +234,79 @@ def read_piece(
     count: Int[Array, " 1"],
     *,
     by: str,
-) -> tuple[Cache, Float[Array, "1 D"]]:
+) -> tuple[Cache, Float[Array, "1 D"], dict[str, Float[Array, ""]]]:
     """Reads the first `count` of W tokens on a cache of one row.
 
     Returns:
-      The cache, and the state from which the token after the last one is predicted.
+      The cache, the state from which the token after the last one is predicted, and
+      what the way of reading reports.
     """
-    # Only real tokens reach the cache; padding behind them has the length's say.
-    x, cache, _ = model.prefill(Tokens(ids, lengths=count), cache, by=by)
-    return cache, x[:, count[0] - 1]
+    # Only real tokens reach the cache: `lengths` keeps the padding out.
+    x, cache, report = model.prefill(Tokens(ids, lengths=count), cache, by=by)
+    return cache, x[:, count[0] - 1], report
+
+
+def read_slots(
+    model: Decoder,
+    slots: Slots | None,
+    ids: Int[Array, "B W"],
+    counts: Int[Array, " B"],
+    wishes: Wishes,
+    *,
+    by: str,
+    top: int,
+    length: int | None = None,
+) -> tuple[Slots, Made, dict[str, Float[Array, ""]]]:
+    """Reads prompts into free slots, all in one call, and draws their first tokens.
+
+    The prompts are read on the slots' own cache: nothing is copied into it.
+
+    Args:
+      slots: whose step is `SequenceWise`; None: all are free, and of `length`.
+      ids: prompts, padded on the right.
+      counts: their lengths; 0: the slot reads nothing and goes on as it was.
+      wishes: of the requests; what stands where a slot reads nothing is not looked at.
+      by: how prompts are read, see `Decoder.prefill`.
+
+    Returns:
+      The slots, the first tokens, and what the way of reading reports.
+    """
+    B, W = ids.shape
+    reads = counts > 0
+    if slots is None:
+        # Made inside the program, so that it is never copied to the device.
+        assert length is not None
+        slots = empty_slots(model, way=SequenceWise(), rows=B, length=length)
+    else:
+        slots = slots._replace(cache=model.stack.reset(slots.cache, reads))
+    tokens = Tokens(ids, lengths=counts)
+    x, cache, report = model.prefill(tokens, slots.cache, by=by)
+    # Only the logits of each prompt's last token are computed.
+    at = jnp.maximum(counts - 1, 0)[:, None, None]
+    last = jnp.take_along_axis(x, at, axis=1)[:, 0]
+    # Padding points past the vocabulary: dropped.
+    real = jnp.arange(W) < counts[:, None]
+    marked = jnp.where(real, ids, model.config.vocabulary)
+    seen = slots.seen & ~reads[:, None]
+    rows = jnp.arange(B)[:, None]
+
+    def chosen(new: Array, old: Array) -> Array:
+        return jnp.where(reads.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    slots = slots._replace(
+        cache=cache,
+        seen=seen.at[rows, marked].set(True, mode="drop"),
+        active=slots.active | reads,
+        drawn=jnp.where(reads, 0, slots.drawn),
+        wishes=jax.tree.map(chosen, wishes, slots.wishes),
+    )
+    none = jnp.zeros(B, jnp.int32)
+    slots, made = draw(slots, model.logits(last), reads, none, top=top)
+    return slots, _as_steps(made), report
 
 
 def admit(
     model: Decoder,
-    way: Way,
     slots: Slots,
     row: Int[Array, ""],
     cache: Cache,
@@ -202,6 +314,7 @@ def admit(
     prompt: Int[Array, " S"],
     wishes: Wishes,
     *,
+    way: Way,
     top: int,
 ) -> tuple[Slots, Made]:
     """Puts a request into a slot and draws its first token.
@@ -217,7 +330,7 @@ def admit(
     one = Slots(None, None, zero, seen, jnp.ones(1, bool), zero, wishes)
     every = jnp.full(1, way.loops(model), jnp.int32)
     one, made = draw(one, model.logits(last), one.active, every, top=top)
-    length = jnp.sum(prompt < model.config.vocabulary)
+    length = jnp.sum(prompt < model.config.vocabulary, dtype=jnp.int32)
     cache, depth = way.put(
         model, slots, row, cache, length=length, limit=wishes.limit[0]
     )
@@ -254,7 +367,7 @@ def decode_slots(
     # Stop strings and cancellations are known to the host only.
     slots = slots._replace(active=slots.active & ~ended)
     before = slots.active
-    made = _nothing(slots.newest.shape[0], steps, top=top)
+    made = _nothing(slots.newest.shape[0], steps, _logits_dtype(model), top=top)
 
     def goes_on(carry) -> Bool[Array, ""]:
         # Nobody active, or a place for somebody who waits: the rest of the steps is
@@ -333,31 +446,34 @@ def _told(
     *,
     top: int,
 ) -> Made:
-    wide = logits.astype(jnp.float32)
-
     def tell() -> tuple[Array, Array, Array]:
-        sums = jax.nn.logsumexp(wide, axis=-1, keepdims=True)
-        own = jnp.take_along_axis(wide, jnp.maximum(ids, 0)[:, None], axis=-1) - sums
-        values, best = jax.lax.top_k(wide, top) if top else _none(wide)
+        sums = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        own = jnp.take_along_axis(logits, jnp.maximum(ids, 0)[:, None], axis=-1) - sums
+        values, best = jax.lax.top_k(logits, top) if top else _none(logits)
         return own[:, 0], best.astype(jnp.int32), values - sums
 
     # Where nobody looks, no logarithms of V numbers are taken.
     def silent() -> tuple[Array, Array, Array]:
-        none = jax.tree.map(lambda x: x[:, 0], _nothing(ids.shape[0], 1, top=top))
+        made = _nothing(ids.shape[0], 1, logits.dtype, top=top)
+        none = jax.tree.map(lambda x: x[:, 0], made)
         return none.logprobs, none.top, none.top_logprobs
 
     return Made(ids, ids, *jax.lax.cond(jnp.any(wanted), tell, silent))
 
 
-def _nothing(rows: int, steps: int, *, top: int) -> Made:
+def _nothing(rows: int, steps: int, dtype: Any, *, top: int) -> Made:
     best = jnp.zeros((rows, steps, top), jnp.int32)
     return Made(
         tokens=jnp.full((rows, steps), NOTHING, jnp.int32),
         loops=jnp.zeros((rows, steps), jnp.int32),
-        logprobs=jnp.zeros((rows, steps), jnp.float32),
+        logprobs=jnp.zeros((rows, steps), dtype),
         top=best,
-        top_logprobs=best.astype(jnp.float32),
+        top_logprobs=best.astype(dtype),
     )
+
+
+def _logits_dtype(model: Decoder) -> Any:
+    return jnp.promote_types(model.config.dtype, jnp.float32)
 
 
 def _none(wide: Array) -> tuple[Array, Array]:

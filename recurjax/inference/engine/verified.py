@@ -97,10 +97,11 @@ class Verified(OverDepth):
         stack = exits_of(model)
         flight: Flight = slots.depth
         R = stack.exits
+        weights, head = weights
         fresh = model.embed(slots.newest[:, None])
         fresh = stack.enter_ticks(fresh, flight.position[:, 0])
         before = flight.x.at[:, :1].set(fresh)
-        loop = jnp.broadcast_to(jnp.arange(R), flight.position.shape)
+        loop = jnp.broadcast_to(jnp.arange(R, dtype=jnp.int32), flight.position.shape)
         live = flight.live & slots.active[:, None]
         lanes = Lanes(loop=loop, position=flight.position, live=live)
         x, cache = stack.tick(before, lanes, slots.cache, weights)
@@ -117,7 +118,7 @@ class Verified(OverDepth):
         live = live & ~wrong[:, None] & slots.active[:, None]
 
         # Only the newest token has no guess yet; the others go on.
-        score = scores(self.kind, self.head, loop, before, x, normed, logits)
+        score = scores(self.kind, head, loop, before, x, normed, logits)
         sure = live & (flight.guess < 0) & (score > slots.wishes.threshold[:, None])
         sure &= (flight.position < flight.last[:, None]) & (loop < R - 1)
         likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -126,8 +127,9 @@ class Verified(OverDepth):
 
         # What enters lane 0: the token that the full model said, or the new guess.
         begins = slots.active & (wrong | sure.any(1))
-        chosen = jnp.sum(jnp.where(sure, likeliest, 0), axis=1)
-        after = jnp.sum(jnp.where(sure, flight.position + 1, 0), axis=1)
+        chosen = jnp.sum(jnp.where(sure, likeliest, 0), axis=1, dtype=jnp.int32)
+        after = jnp.where(sure, flight.position + 1, 0)
+        after = jnp.sum(after, axis=1, dtype=jnp.int32)
         after = jnp.where(wrong, flight.position[:, -1] + 1, after)
         slots = slots._replace(
             cache=cache,

@@ -6,8 +6,7 @@ from recurjax.data.tokenizers import Tokenizer
 from recurjax.exits import ExitHead, exits_of
 from recurjax.inference.engine.config import EngineConfig
 from recurjax.inference.engine.depth_wise import DepthWise
-from recurjax.inference.engine.sequence_wise import SequenceWise
-from recurjax.inference.engine.slots import Way
+from recurjax.inference.engine.slots import SequenceWise, Way
 from recurjax.inference.engine.verified import Verified
 from recurjax.inference.exit_decoding import EarlyExit, check_exits
 from recurjax.model import Decoder
@@ -31,8 +30,8 @@ def choose_way(model: Decoder, config: EngineConfig, head: ExitHead | None) -> W
     missing = usual if config.missing in (None, "verify") else config.missing
     check_exits(model, EarlyExit(rule=config.exit, missing=missing, head=head))
     if verifies:
-        return Verified(kind=config.exit.kind, head=head)
-    return DepthWise(kind=config.exit.kind, missing=missing, head=head)
+        return Verified(kind=config.exit.kind)
+    return DepthWise(kind=config.exit.kind, missing=missing)
 
 
 def refuse_engine(

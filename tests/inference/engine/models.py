@@ -6,7 +6,6 @@ from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSett
 from recurjax.inference.engine.kept_states import KeptStates
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.layers.mlp import MlpConfig
-from tests.compiling import QUICK_COMPILE
 from tests.variants.latent_recurrent_transformer import switches as latent
 from tests.variants.rat import switches as rat
 from tests.variants.recurformer import switches as recurformer
@@ -59,7 +58,10 @@ def build_model(name: str):
 
 
 def build_engine(model, config: EngineConfig = SIZES, **options) -> Engine:
-    return Engine(model, config, compiler_options=QUICK_COMPILE, **options)
+    """Builds an engine with all its programs, so that requests compile nothing."""
+    engine = Engine(model, config, **options)
+    engine.compile()
+    return engine
 
 
 def keep_states(engine: Engine, most_bytes: int = 2**20) -> None:

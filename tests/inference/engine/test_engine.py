@@ -1,6 +1,7 @@
 """Slots, queue, stops, kept states and refusals, on one small model."""
 
 import gc
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -9,11 +10,11 @@ import pytest
 
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.inference.engine import EngineConfig, RequestSettings, programs
+from recurjax.exits import ExitRule
+from recurjax.inference.engine import Engine, EngineConfig, RequestSettings, programs
 from recurjax.inference.engine.kept_states import KeptStates
 from recurjax.inference.engine.memory import row_bytes, slots_that_fit, tree_bytes
-from recurjax.inference.engine.sequence_wise import SequenceWise
-from recurjax.inference.engine.slots import empty_slots
+from recurjax.inference.engine.slots import SequenceWise, empty_slots
 from recurjax.inference.generate import generate
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.types import Tokens
@@ -22,6 +23,7 @@ from tests.inference.engine.models import (
     LENGTH,
     SIZES,
     SLOTS,
+    VARIANTS,
     alone,
     build_engine,
     build_model,
@@ -189,6 +191,31 @@ def test_logits_that_are_not_finite_end_their_request_alone():
     assert good.reason == "length" and len(good.tokens) == 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", [None, "skip", "verify"])
+def test_a_float64_model_runs_where_64_bit_types_are_enabled(missing):
+    name = "transformer" if missing is None else "relaxed_recursive_transformer"
+    switches, config = VARIANTS[name]
+    sizes = replace(SIZES, states_gib=0.0, prefill_tokens=SLOTS * LENGTH)
+    if missing is not None:
+        rule = ExitRule(kind="confidence", threshold=1.0)  # none leaves early
+        sizes = replace(sizes, exit=rule, missing=missing)
+    with jax.enable_x64(True):
+        model = switches.build(replace(config, dtype="float64"))
+        engine = Engine(model, sizes)
+        wish = greedy(max_new_tokens=9, logprobs=True)
+        requests = [engine.submit([1, n], wish) for n in range(5)]
+        finish(engine, requests)
+        ids = np.array([[*one.prompt, *one.tokens[:-1]] for one in requests], np.int32)
+        logits = jax.jit(lambda m, i: m(Tokens(i), m.init_cache(5, 0))[0])(model, ids)
+        logs = np.asarray(jax.nn.log_softmax(logits))[:, 1:]
+    tokens = np.array([one.tokens for one in requests])
+    np.testing.assert_array_equal(tokens, logs.argmax(-1))
+    # float32 would be off by 1e-7 of it.
+    made = np.array([one.logprobs for one in requests])
+    np.testing.assert_allclose(made, logs.max(-1), rtol=1e-12)
+
+
 def live_bytes() -> int:
     gc.collect()
     return sum(leaf.nbytes for leaf in jax.live_arrays())
@@ -252,7 +279,9 @@ def test_auto_takes_the_slots_that_fit_and_too_many_are_refused():
     cache = model.init_cache(1, LENGTH)
     # The tokens seen, and some numbers more; of the arrays themselves.
     assert row > 17 + tree_bytes([group.keys for group in cache.groups]) * 2
-    one, three = (empty_slots(model, way, rows, LENGTH) for rows in (1, 3))
+    one, three = (
+        empty_slots(model, way=way, rows=rows, length=LENGTH) for rows in (1, 3)
+    )
     assert tree_bytes(three) - tree_bytes(one) == 2 * row
     sizes = EngineConfig(slots="auto", length=LENGTH)
     assert slots_that_fit(model, sizes, way, free=10 * row) == 8
@@ -327,7 +356,7 @@ def test_much_padding_is_another_call(count, parts):
 
 
 def test_a_prompt_that_is_read_in_parts_has_the_same_tokens(monkeypatch):
-    sizes = EngineConfig(slots=1, length=48, prefill_tokens=32, steps=3)
+    sizes = EngineConfig(slots=2, length=48, prefill_tokens=32, steps=3)
     engine = build_engine(build_model("rnn"), sizes)
     calls, read = [], engine._programs.read
     prompt = np.random.default_rng(0).integers(9, size=18)

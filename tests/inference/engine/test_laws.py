@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from recurjax.inference.engine import RequestSettings
+from recurjax.inference.engine import Engine, RequestSettings
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.inference.sampling import row_keys
 from recurjax.types import Tokens
@@ -16,6 +16,8 @@ from tests.inference.engine.models import (
     FAST,
     GREEDY,
     LENGTH,
+    SIZES,
+    SLOTS,
     VARIANTS,
     alone,
     build_engine,
@@ -25,6 +27,9 @@ from tests.inference.engine.models import (
     interleave,
     keep_states,
 )
+
+QUICK = ("rnn", "transformer")
+"""Variants that a test with two programs of its own runs for, unless slow."""
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -68,6 +73,27 @@ def test_neighbours_and_slots_change_no_token_and_nothing_is_compiled(variant):
             assert finish(engine, together) == [expected[n] for n in order]
     assert compiled == []
     assert engine.active == engine.waiting == 0
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in VARIANTS
+    ],
+    indirect=True,
+)
+def test_prompts_read_together_have_the_tokens_that_they_have_alone(variant):
+    _, model, _, requests, expected = variant
+    # One call may read as many tokens as all slots hold: two prompts are worth it.
+    sizes = dataclasses.replace(SIZES, states_gib=0.0, prefill_tokens=SLOTS * LENGTH)
+    engine = Engine(model, sizes)
+    for order in (range(7), (3, 0, 5, 1, 6, 2, 4)):
+        together = [engine.submit(*requests[n]) for n in order]
+        assert finish(engine, together) == [expected[n] for n in order]
+    # Into fresh slots, and into free ones beside others that go on.
+    fresh = {key[2] for key in engine._programs._compiled if key[0] == "together"}
+    assert fresh == {True, False}
 
 
 def test_a_kept_state_changes_no_token_and_only_what_is_new_is_read(variant):
