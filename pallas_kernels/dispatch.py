@@ -1,15 +1,19 @@
-"""What every op does alike: shapes checked, a backend chosen, calls cut, a gradient.
+"""What every op does alike: arrays checked, a backend chosen, calls cut, a gradient.
 
-An op describes itself as an `Op` and its public function calls `run`. There its arrays
-are a tuple of pytrees in the order of the backends' arguments: floating leaves have a
-gradient, the others (lengths, starts of documents) have none. A backend is a module:
+An op's call is one NamedTuple: its arrays, and `options`, a frozen dataclass of what is
+static, registered with `jax.tree_util.register_static`. Floating leaves have a
+gradient, the others (lengths, starts of documents) have none. An op describes itself as
+an `Op`; its public function builds the call and hands it to `run`. A backend is a
+module:
 
-    supported(*arrays, **options) -> why it cannot run the call, or None
-    forward(*arrays, **options) -> a tuple of results
-    backward(*arrays, *kept, *cotangents, **options) -> gradients of the floating leaves
+    supported(call) -> why it cannot run the call, or None
+    forward(call, *, residuals) -> (outputs, residuals)
+    backward(call, residuals, cotangents) -> gradients
 
-`kept` are those results of `forward` that the op names, `cotangents` the gradients of
-its outputs. Gradients may be any tree whose leaves are in the order of the arrays'.
+`outputs` is the op's own tree, and `cotangents` has its form. `residuals` is what
+`backward` reads besides the call; `forward` may leave it out (None) where its argument
+`residuals` is False, because nothing is differentiated. Gradients are the call with
+each array's gradient in its place, or any tree with the same floating leaves in order.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,12 +37,13 @@ class Specs(NamedTuple):
     """How arrays lie on a mesh that cuts a call: trees of PartitionSpecs.
 
     Attributes:
-      arrays: of the op's arrays; one spec can stand for a whole tree.
-      results: of what the backends' `forward` returns.
+      call: the call with a spec in place of each array; one can stand for a tree.
+      outputs, residuals: of what the backend's `forward` returns.
     """
 
-    arrays: tuple[Any, ...]
-    results: tuple[Any, ...]
+    call: Any
+    outputs: Any
+    residuals: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,59 +53,48 @@ class Op:
     Attributes:
       name: as callers know it.
       backends: by name, in order of preference; the last, "xla", can do everything.
-      find_cut: (*arrays) -> how the mesh that is set cuts the call, or None.
-      specs: (cut, *arrays) -> how the parts lie on it.
-      outputs: how many of the results are the caller's, from the first.
-      kept: the results that the gradient reads, by number.
-      spares: whether `forward` takes `residuals`, and leaves the results after the
-        outputs out (None) where it is False: where nothing is differentiated.
+      find_cut: (call) -> how the mesh that is set cuts the call, or None.
+      specs: (cut, call, backend's name) -> how the parts lie on it. Backends may lay
+        their residuals out differently.
+      reads_outputs: whether `backward` reads the outputs too: its residuals are then
+        (outputs, residuals).
       cuts_xla: whether the call is cut for "xla" too. The compiler cuts XLA's own
         operations by itself, but some loops it can only gather for.
-      kept_specs: (backend's name, cut) -> how the results after the outputs lie, where
-        backends lay them out differently: it then stands in for those of `specs`.
-      on_mesh: (cut) -> options that a backend gets besides the caller's where the call
-        is cut, for what it has to do among the devices itself.
+      on_device: (cut, options) -> the options of a device's part of the call, for what
+        a backend has to do among the devices itself. None: the call's own.
     """
 
     name: str
     backends: Mapping[str, Any]
-    find_cut: Callable[..., Cut | None]
-    specs: Callable[..., Specs]
-    outputs: int
-    kept: tuple[int, ...]
-    spares: bool = False
+    find_cut: Callable[[Any], Cut | None]
+    specs: Callable[[Cut, Any, str], Specs]
+    reads_outputs: bool = False
     cuts_xla: bool = False
-    kept_specs: Callable[[str, Cut], tuple[Any, ...]] | None = None
-    on_mesh: Callable[[Cut], dict[str, Any]] | None = None
+    on_device: Callable[[Cut, Any], Any] | None = None
 
 
-def run(
-    op: Op, arrays: tuple[Any, ...], *, implementation: str | None, **options: Any
-) -> tuple[Any, ...]:
+def run(op: Op, call: Any, *, implementation: str | None) -> Any:
     """Runs the first backend that can, or the one that is named; returns its outputs.
 
     Args:
       implementation: a backend, which then runs or raises; None: the first that can.
-      options: static ones, passed on to the backend.
 
     Raises:
       ValueError: no backend has this name.
       NotImplementedError: the named backend cannot run this call here, or none can
         with these options.
     """
-    # A backend that was named is the only one asked: it runs or its reason is raised.
-    names = list(op.backends) if implementation is None else [implementation]
-    reasons = []
-    for name in names:
+    # A backend that was named is the only candidate: it runs or its reason is raised.
+    known, reasons = list(op.backends), []
+    for name in known if implementation is None else [implementation]:
         if name not in op.backends:
             raise ValueError(
-                f"{op.name}: wants an implementation of {list(op.backends)}, got "
-                f"{name!r}"
+                f"{op.name}: wants an implementation of {known}, got {name!r}"
             )
-        call = _Call(op, name, _cut(op, name, arrays), tuple(options.items()))
-        reason = call.refusal(arrays)
+        chosen = _Chosen(op, name, _find_cut(op, name, call))
+        reason = chosen.refusal(call)
         if reason is None:
-            return _differentiable(call, arrays)
+            return _differentiable(chosen, call)
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError(f"{op.name}: {'; '.join(reasons)}")
 
@@ -156,137 +150,116 @@ def refusal_of_dtypes(arrays: Mapping[str, jax.Array], *dtypes: Any) -> str | No
     return None
 
 
-def _cut(op: Op, backend: str, arrays: tuple[Any, ...]) -> Cut | None:
+def _find_cut(op: Op, backend: str, call: Any) -> Cut | None:
     if backend != "xla":
-        return op.find_cut(*arrays)
-    cut = op.find_cut(*arrays) if op.cuts_xla else None
+        return op.find_cut(call)
+    cut = op.find_cut(call) if op.cuts_xla else None
     return cut if cut is not None and cut.cuts else None
 
 
-class _Call(NamedTuple):
-    """What is static of a call."""
+class _Chosen(NamedTuple):
+    """The backend that runs a call, and how the mesh cuts it."""
 
     op: Op
     name: str
     cut: Cut | None
-    options: tuple[tuple[str, Any], ...]
 
     @property
     def backend(self) -> Any:
         return self.op.backends[self.name]
 
-    @property
-    def all_options(self) -> dict[str, Any]:
-        """The caller's, and what the op adds for a call that is cut."""
-        options = dict(self.options)
-        if self.cut is None or self.op.on_mesh is None:
-            return options
-        return options | self.op.on_mesh(self.cut)
-
-    def specs(self, arrays: tuple[Any, ...]) -> Specs:
-        """Returns how arrays and this backend's results lie on the mesh."""
-        op, cut = self.op, self.cut
-        assert cut is not None
-        specs = op.specs(cut, *arrays)
-        if op.kept_specs is None:
-            return specs
-        kept = op.kept_specs(self.name, cut)
-        return specs._replace(results=(*specs.results[: op.outputs], *kept))
-
-    def refusal(self, arrays: tuple[Any, ...]) -> str | None:
+    def refusal(self, call: Any) -> str | None:
         """Returns why the backend cannot run the call, each device its part."""
-        supported = partial(self.backend.supported, **self.all_options)
         if self.cut is None:
-            return supported(*arrays)
+            return self.backend.supported(call)
         # What a kernel leaves uncut no one cuts; the compiler cuts the rest of XLA's.
         if self.name != "xla" and self.cut.refusal is not None:
             return self.cut.refusal
-        # A backend is asked about the shapes that each device sees; nothing is
-        # computed.
+        # The backend sees the shapes that each device has; nothing is computed.
         reasons = []
 
-        def ask(*parts: Any) -> None:
-            reasons.append(supported(*parts))
+        def ask(part: Any) -> None:
+            reasons.append(self.backend.supported(self._on_device(part)))
 
-        specs = self.specs(arrays).arrays
-        jax.eval_shape(ask, *mesh_cut.local_shapes(self.cut, specs, arrays))
+        specs = self.op.specs(self.cut, call, self.name)
+        jax.eval_shape(ask, mesh_cut.local_shapes(self.cut, specs.call, call))
         return reasons[0]
 
-    def forward(self, arrays: tuple[Any, ...], *, residuals: bool) -> tuple[Any, ...]:
-        """Returns the backend's results."""
-        spared = {"residuals": residuals} if self.op.spares else {}
-        function = partial(self.backend.forward, **self.all_options, **spared)
-        if self.cut is None:
-            return function(*arrays)
-        specs = self.specs(arrays)
-        results = specs.results
-        if self.op.spares and not residuals:
-            # `forward` leaves these results out, and so do their specs.
-            given = self.op.outputs
-            results = (*results[:given], *[None] * len(results[given:]))
-        return mesh_cut.run(self.cut, function, specs.arrays, results, *arrays)
+    def forward(self, call: Any, *, residuals: bool) -> tuple[Any, Any]:
+        """Returns (outputs, residuals), the latter None where they are not wanted."""
 
-    def backward(
-        self, arrays: tuple[Any, ...], kept: tuple[Any, ...], cotangents: Any
-    ) -> list[jax.Array]:
-        """Returns the gradients of the floating leaves of `arrays`."""
-        # On one device the backend's gradients are whole.
-        function = partial(self.backend.backward, **self.all_options)
+        def local(part: Any) -> tuple[Any, Any]:
+            part = self._on_device(part)
+            outputs, saved = self.backend.forward(part, residuals=residuals)
+            return outputs, saved if residuals else None
+
         if self.cut is None:
-            return jax.tree.leaves(function(*arrays, *kept, *cotangents))
-        op, cut = self.op, self.cut
-        specs = self.specs(arrays)
-        of_floats = [
-            spec
-            for spec, leaf in zip(
-                _leaf_specs(specs.arrays, arrays), jax.tree.leaves(arrays), strict=True
-            )
-            if _floats(leaf)
-        ]
+            return local(call)
+        specs = self.op.specs(self.cut, call, self.name)
+        results = (specs.outputs, specs.residuals if residuals else None)
+        return mesh_cut.run(self.cut, local, (specs.call,), results, call)
+
+    def backward(self, call: Any, residuals: Any, cotangents: Any) -> list[jax.Array]:
+        """Returns the gradients of the floating leaves of the call."""
+
+        def gradients(part: Any, residuals: Any, cotangents: Any) -> list[jax.Array]:
+            part = self._on_device(part)
+            return jax.tree.leaves(self.backend.backward(part, residuals, cotangents))
+
+        cut = self.cut
+        if cut is None:  # On one device the backend's gradients are complete.
+            return gradients(call, residuals, cotangents)
+        specs = self.op.specs(cut, call, self.name)
+        leaves = zip(_leaf_specs(specs.call, call), jax.tree.leaves(call), strict=True)
+        of_floats = [spec for spec, leaf in leaves if _floats(leaf)]
 
         def local(*parts: Any) -> list[jax.Array]:
-            gradients = jax.tree.leaves(function(*parts))
             # Devices that share an array each have a part of its gradient.
             return [
                 jax.lax.psum(d, shared) if (shared := _shared_by(cut, spec)) else d
-                for d, spec in zip(gradients, of_floats, strict=True)
+                for d, spec in zip(gradients(*parts), of_floats, strict=True)
             ]
 
-        in_specs = (
-            *specs.arrays,
-            *(specs.results[n] for n in op.kept),
-            *specs.results[: op.outputs],
-        )
-        return mesh_cut.run(
-            *(cut, local, in_specs, of_floats), *arrays, *kept, *cotangents
-        )
+        of_residuals = specs.residuals
+        if self.op.reads_outputs:
+            of_residuals = (specs.outputs, of_residuals)
+        in_specs = (specs.call, of_residuals, specs.outputs)
+        arguments = (call, residuals, cotangents)
+        return mesh_cut.run(cut, local, in_specs, of_floats, *arguments)
+
+    def _on_device(self, part: Any) -> Any:
+        """Returns a device's part of the call with what the op says to a backend."""
+        if self.cut is None or self.op.on_device is None:
+            return part
+        return part._replace(options=self.op.on_device(self.cut, part.options))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(call: _Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    return call.forward(arrays, residuals=False)[: call.op.outputs]
+def _differentiable(chosen: _Chosen, call: Any) -> Any:
+    return chosen.forward(call, residuals=False)[0]
 
 
-def _forward(call: _Call, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
-    results = call.forward(arrays, residuals=True)
-    kept = tuple(results[n] for n in call.op.kept)
-    return results[: call.op.outputs], (arrays, kept)
+def _forward(chosen: _Chosen, call: Any) -> tuple[Any, Any]:
+    outputs, residuals = chosen.forward(call, residuals=True)
+    if chosen.op.reads_outputs:
+        residuals = (outputs, residuals)
+    return outputs, (call, residuals)
 
 
-def _backward(call: _Call, saved: Any, cotangents: Any) -> tuple[Any]:
-    arrays, kept = saved
-    found = call.backward(arrays, kept, cotangents)
-    leaves, tree = jax.tree.flatten(arrays)
+def _backward(chosen: _Chosen, saved: Any, cotangents: Any) -> tuple[Any]:
+    call, residuals = saved
+    gradients = chosen.backward(call, residuals, cotangents)
+    leaves, tree = jax.tree.flatten(call)
     # One too many would give another array's gradient to those behind it.
-    if len(found) != sum(map(_floats, leaves)):
+    if len(gradients) != sum(map(_floats, leaves)):
         raise TypeError(
-            f"{call.op.name}: {call.name} gave {len(found)} gradients for "
+            f"{chosen.op.name}: {chosen.name} gave {len(gradients)} gradients for "
             f"{sum(map(_floats, leaves))} floating arrays"
         )
-    gradients = iter(found)
+    rest = iter(gradients)
     # Integers have no gradient: jax wants a zero of a type of its own for them.
     of_leaves = [
-        next(gradients).astype(leaf.dtype)
+        next(rest).astype(leaf.dtype)
         if _floats(leaf)
         else np.zeros(leaf.shape, jax.dtypes.float0)
         for leaf in leaves
@@ -304,15 +277,15 @@ def _floats(leaf: Any) -> bool:
 def _leaf_specs(specs: Any, arrays: Any) -> list[P]:
     """Returns one spec for each leaf of the arrays."""
     spread = mesh_cut.with_specs(lambda spec, _: spec, specs, arrays)
-    return jax.tree.leaves(spread, is_leaf=lambda one: isinstance(one, P))
+    return jax.tree.leaves(spread, is_leaf=lambda leaf: isinstance(leaf, P))
 
 
 def _shared_by(cut: Cut, spec: P) -> tuple[str, ...]:
     """Returns the axes that cut the call and not the array with this spec."""
-    own = {
+    of_array = {
         axis
         for names in spec
         for axis in ((names,) if isinstance(names, str) else names or ())
     }
     axes = (*cut.rows, cut.columns)
-    return tuple(axis for axis in axes if axis is not None and axis not in own)
+    return tuple(axis for axis in axes if axis is not None and axis not in of_array)

@@ -1,23 +1,21 @@
 """The op: softmax over the ends of earlier chunks and the position's own term."""
 
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.chunk_attention import mesh_layout, mosaic_tpu, triton, xla
-from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
-from pallas_kernels.chunk_attention.block_sizes import BlockSizes
-from pallas_kernels.dispatch import Implementation
-
-OP = dispatch.Op(
-    name="chunk_attention",
-    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
-    find_cut=mesh_layout.find_cut,
-    specs=mesh_layout.specs,
-    outputs=1,
-    kept=(0, 1),  # o and its log-sum-exp.
-    # Left to the compiler, the rows of every device are gathered for a loop over heads.
-    cuts_xla=True,
+from pallas_kernels import dispatch, mesh_cut
+from pallas_kernels.chunk_attention import mosaic_tpu, triton, xla
+from pallas_kernels.chunk_attention.call import (
+    Array,
+    BlockSizes,
+    ChunkAttentionCall,
+    ChunkAttentionOptions,
+    ChunkEnds,
 )
+from pallas_kernels.dispatch import Implementation, Specs
+from pallas_kernels.mesh_cut import Cut
 
 
 def chunk_attention(
@@ -62,14 +60,16 @@ def chunk_attention(
       ValueError: shapes disagree, or chunk < 1.
       NotImplementedError: the named backend cannot.
     """
-    _check(q, own_logits, own_values, ends, chunk, first, documents)
-    arrays = (q, own_logits, own_values, ends, first, documents)
-    options = {"chunk": chunk, "scale": scale, "blocks": blocks}
-    (o,) = dispatch.run(OP, arrays, implementation=implementation, **options)
-    return o
+    options = ChunkAttentionOptions(chunk=chunk, scale=scale, blocks=blocks)
+    call = ChunkAttentionCall(
+        q, own_logits, own_values, ends, first, documents, options
+    )
+    _check(call)
+    return dispatch.run(OP, call, implementation=implementation)
 
 
-def _check(q, own_logits, own_values, ends, chunk, first, documents) -> None:
+def _check(call: ChunkAttentionCall) -> None:
+    q, own_logits, own_values, ends, first, documents, options = call
     if q.ndim != 4 or 0 in q.shape or own_logits.ndim != 3 or ends.keys.ndim != 4:
         raise ValueError(
             "chunk_attention: wants queries [B, T, N, E] of 1 or more, own_logits "
@@ -98,8 +98,10 @@ def _check(q, own_logits, own_values, ends, chunk, first, documents) -> None:
             "chunk_attention: wants documents of positions and of chunk ends, or "
             "neither, got one of them"
         )
-    if chunk < 1:
-        raise ValueError(f"chunk_attention: wants chunk of at least 1, got {chunk}")
+    if options.chunk < 1:
+        raise ValueError(
+            f"chunk_attention: wants chunk of at least 1, got {options.chunk}"
+        )
     dispatch.check_kinds(
         "chunk_attention",
         floating={
@@ -115,3 +117,48 @@ def _check(q, own_logits, own_values, ends, chunk, first, documents) -> None:
             "documents": documents,
         },
     )
+
+
+def find_cut(call: ChunkAttentionCall) -> Cut | None:
+    """Returns how the mesh that is set cuts the call by rows and heads, or None.
+
+    Where fewer groups of queries than heads are given, head h reads group h mod N:
+    heads are cut into parts of whole rounds of the groups, and each device holds all
+    groups.
+    """
+    groups, heads = call.q.shape[2], call.own_logits.shape[2]
+
+    def divide(devices: int) -> bool:
+        part, rest = divmod(heads, devices)
+        return rest == 0 and (groups == heads or part % groups == 0)
+
+    return mesh_cut.find_cut(call.q.shape[0], divide)
+
+
+def specs(cut: Cut, call: ChunkAttentionCall, backend: str) -> Specs:
+    """Returns how the call and the results of any backend lie on the mesh."""
+    del backend
+    by_row, heads = P(cut.by_row), P(cut.by_row, None, cut.columns)
+    # Keys, values and the log-sum-exp have heads before positions.
+    heads_first: Any = P(cut.by_row, cut.columns)
+    known: Any = None if call.ends.documents is None else by_row
+    of_call = call._replace(
+        q=heads if call.q.shape[2] == call.own_logits.shape[2] else by_row,
+        own_logits=heads,
+        own_values=heads,
+        ends=ChunkEnds(heads_first, heads_first, known),
+        first=None if call.first is None else by_row,
+        documents=None if call.documents is None else by_row,
+    )
+    return Specs(of_call, heads, heads_first)
+
+
+OP = dispatch.Op(
+    name="chunk_attention",
+    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    find_cut=find_cut,
+    specs=specs,
+    reads_outputs=True,
+    # Left to the compiler, the rows of every device are gathered for a loop over heads.
+    cuts_xla=True,
+)

@@ -5,18 +5,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from pallas_kernels.chunk_attention.arrays import Array
+from pallas_kernels.chunk_attention.call import Array
 from pallas_kernels.chunk_attention.mosaic_launch import (
     At,
-    Call,
+    Inputs,
+    Launch,
     by_position,
     document_specs,
     dot,
     end_spec,
     from_position,
-    launch,
+    launch_kernel,
     position_spec,
     scalar_spec,
     shape_by_position,
@@ -30,14 +31,8 @@ from pallas_kernels.named_refs import by_name
 
 
 def position_gradients(
-    call: Call,
-    first: Int[Array, " B"],
-    documents: list[Array],
-    q: Float[Array, "B T N E"],
-    own_logits: Float[Array, "B H 1 T"],
-    own_values: Float[Array, "B T H E"],
-    keys: Float[Array, "B H S E"],
-    values: Float[Array, "B H S E"],
+    launch: Launch,
+    inputs: Inputs,
     o: Float[Array, "B T H E"],
     lse: Float[Array, "B H 1 T"],
     do: Float[Array, "B T H E"],
@@ -46,30 +41,46 @@ def position_gradients(
 
     delta is sum(do * o), for `end_gradients`.
     """
-    tiles, N, H, E = call.tiles, call.groups, call.heads, call.width
+    tiles, N, H, E = launch.tiles, launch.groups, launch.heads, launch.width
+    q, own_logits, own_values, keys, values = inputs[2:]
 
     def at(b, n, i, g, j, first):
-        seen = call.blocks_of_ends(i, first[b])
+        seen = launch.blocks_of_ends(i, first[b])
         return At(b, n + g * N, i, jnp.minimum(j, jnp.maximum(seen - 1, 0)))
 
-    by_row, of_group = position_spec(call, at, H), position_spec(call, at, N)
-    scalars = scalar_spec(call, at)
-    dq, d_own, d_value, delta = launch(
-        call,
+    by_row, of_group = position_spec(launch, at, H), position_spec(launch, at, N)
+    scalars = scalar_spec(launch, at)
+    dq, d_own, d_value, delta = launch_kernel(
+        launch,
         _position_kernel,
-        first,
-        *documents,
-        *(by_position(q), own_logits, by_position(own_values), keys, values),
-        *(by_position(o), lse, by_position(do)),
+        inputs.first,
+        *inputs.documents,
+        by_position(q),
+        own_logits,
+        by_position(own_values),
+        keys,
+        values,
+        by_position(o),
+        lse,
+        by_position(do),
         grid=(
-            *(call.batch, N, pl.cdiv(call.length, tiles.block_q)),
-            *(H // N, pl.cdiv(keys.shape[2], tiles.block_k)),
+            launch.batch,
+            N,
+            pl.cdiv(launch.length, tiles.block_q),
+            H // N,
+            pl.cdiv(keys.shape[2], tiles.block_k),
         ),
         parallel=3,
         in_specs=[
-            *document_specs(call, at),
-            *(of_group, scalars, by_row, end_spec(call, at), end_spec(call, at)),
-            *(by_row, scalars, by_row),
+            *document_specs(launch, at),
+            of_group,
+            scalars,
+            by_row,
+            end_spec(launch, at),
+            end_spec(launch, at),
+            by_row,
+            scalars,
+            by_row,
         ],
         out_specs=[of_group, scalars, by_row, scalars],
         out_shape=[
@@ -84,37 +95,43 @@ def position_gradients(
 
 
 def end_gradients(
-    call: Call,
-    first: Int[Array, " B"],
-    documents: list[Array],
-    q: Float[Array, "B T N E"],
-    keys: Float[Array, "B H S E"],
-    values: Float[Array, "B H S E"],
+    launch: Launch,
+    inputs: Inputs,
     lse: Float[Array, "B H 1 T"],
     delta: Float[Array, "B H 1 T"],
     do: Float[Array, "B T H E"],
 ) -> tuple[Array, Array]:
     """Returns (d keys, d values), both [B, H, S, E]."""
-    tiles, H, E = call.tiles, call.heads, call.width
-    blocks = pl.cdiv(call.length, tiles.block_q)
+    tiles, H, E = launch.tiles, launch.heads, launch.width
+    keys, values = inputs.keys, inputs.values
+    blocks = pl.cdiv(launch.length, tiles.block_q)
 
     def at(b, h, j, i, first):
-        seen = jnp.minimum(call.first_block(j, first[b]), blocks - 1)
+        seen = jnp.minimum(launch.first_block(j, first[b]), blocks - 1)
         return At(b, h, jnp.maximum(i, seen), j)
 
-    ends, scalars = end_spec(call, at), scalar_spec(call, at)
-    d_keys, d_values = launch(
-        call,
+    ends, scalars = end_spec(launch, at), scalar_spec(launch, at)
+    d_keys, d_values = launch_kernel(
+        launch,
         _end_kernel,
-        first,
-        *documents,
-        *(by_position(q), keys, values, lse, delta, by_position(do)),
-        grid=(call.batch, H, pl.cdiv(keys.shape[2], tiles.block_k), blocks),
+        inputs.first,
+        *inputs.documents,
+        by_position(inputs.q),
+        keys,
+        values,
+        lse,
+        delta,
+        by_position(do),
+        grid=(launch.batch, H, pl.cdiv(keys.shape[2], tiles.block_k), blocks),
         parallel=3,
         in_specs=[
-            *document_specs(call, at),
-            *(position_spec(call, at, call.groups), ends, ends),
-            *(scalars, scalars, position_spec(call, at, H)),
+            *document_specs(launch, at),
+            position_spec(launch, at, launch.groups),
+            ends,
+            ends,
+            scalars,
+            scalars,
+            position_spec(launch, at, H),
         ],
         out_specs=[ends, ends],
         out_shape=[
@@ -151,8 +168,8 @@ class _PositionRefs(NamedTuple):
 # each, the blocks of ends that they see: dq [E, rows] stays in VMEM throughout. A
 # head's first step makes delta and the own term's gradients. Crossing HBM: q and dq
 # once; own term, o, do and their gradients once; the seen ends once a block.
-def _position_kernel(*refs, call: Call):
-    at = by_name(_PositionRefs, refs, documents=2 * call.has_documents)
+def _position_kernel(*refs, launch: Launch):
+    at = by_name(_PositionRefs, refs, documents=2 * launch.has_documents)
     i, g, j = pl.program_id(2), pl.program_id(3), pl.program_id(4)
     first = at.first[pl.program_id(0)]
 
@@ -168,21 +185,21 @@ def _position_kernel(*refs, call: Call):
         do = at.do[...].astype(jnp.float32).T  # [E, rows]
         o, value = (ref[...].astype(jnp.float32).T for ref in (at.o, at.own_value))
         delta = jnp.sum(do * o, axis=0, keepdims=True)
-        weight = jnp.exp(call.scale * at.own_logit[...] - at.lse[...])
+        weight = jnp.exp(launch.scale * at.own_logit[...] - at.lse[...])
         of_value = jnp.sum(do * value, axis=0, keepdims=True)
-        at.d_own_logit[:] = call.scale * weight * (of_value - delta)
+        at.d_own_logit[:] = launch.scale * weight * (of_value - delta)
         at.d_own_value[:] = (weight * do).T.astype(at.d_own_value.dtype)
         at.delta[:] = delta
         at.delta_kept[:] = delta
 
     # 3. A block of ends: the weights again from lse, then dq += k^T p (dp - delta).
     # Blocks after the last seen one are skipped.
-    @pl.when(j < call.blocks_of_ends(i, first))
+    @pl.when(j < launch.blocks_of_ends(i, first))
     def _():
         q = at.q[...]
-        k = real_ends(call, at.keys[...].astype(q.dtype), j)
-        v = real_ends(call, at.values[...].astype(q.dtype), j)
-        logits = hidden_logits(call, k, q, first, i, j, at.documents)
+        k = real_ends(launch, at.keys[...].astype(q.dtype), j)
+        v = real_ends(launch, at.values[...].astype(q.dtype), j)
+        logits = hidden_logits(launch, k, q, first, i, j, at.documents)
         p = jnp.exp(logits - at.lse[...])
         dp = dot(v, at.do[...].astype(q.dtype), (1, 1))
         d_logits = (p * (dp - at.delta_kept[...])).astype(q.dtype)
@@ -191,7 +208,7 @@ def _position_kernel(*refs, call: Call):
     # 4. After the group's last head.
     @pl.when((g == pl.num_programs(3) - 1) & (j == pl.num_programs(4) - 1))
     def _():
-        at.dq[:] = (call.scale * at.dq_sum[...]).T.astype(at.dq.dtype)
+        at.dq[:] = (launch.scale * at.dq_sum[...]).T.astype(at.dq.dtype)
 
 
 class _EndRefs(NamedTuple):
@@ -214,8 +231,8 @@ class _EndRefs(NamedTuple):
 # A program owns a block of ends of one head and runs through the blocks of positions
 # that see any of them; both gradients stay in VMEM. Crossing HBM: the ends and their
 # gradients once; q, do and two numbers a position once for each block of ends.
-def _end_kernel(*refs, call: Call):
-    at = by_name(_EndRefs, refs, documents=2 * call.has_documents)
+def _end_kernel(*refs, launch: Launch):
+    at = by_name(_EndRefs, refs, documents=2 * launch.has_documents)
     j, i = pl.program_id(2), pl.program_id(3)
     first = at.first[pl.program_id(0)]
 
@@ -226,20 +243,20 @@ def _end_kernel(*refs, call: Call):
 
     # The weights again from lse, then dv += p do and dk += p (dp - delta) q. Blocks of
     # positions before the first that sees an end of this block are skipped.
-    @pl.when(i >= call.first_block(j, first))
+    @pl.when(i >= launch.first_block(j, first))
     def _():
         # Every factor of a position beyond the array is zeroed: it may be anything.
-        q = real_rows(call, at.q[...], i, 0)
-        do = real_rows(call, at.do[...].astype(q.dtype), i, 0)
+        q = real_rows(launch, at.q[...], i, 0)
+        do = real_rows(launch, at.do[...].astype(q.dtype), i, 0)
         k, v = at.keys[...].astype(q.dtype), at.values[...].astype(q.dtype)
-        logits = hidden_logits(call, k, q, first, i, j, at.documents)
-        p = real_rows(call, jnp.exp(logits - at.lse[...]), i, 1)
+        logits = hidden_logits(launch, k, q, first, i, j, at.documents)
+        p = real_rows(launch, jnp.exp(logits - at.lse[...]), i, 1)
         dp = dot(v, do, (1, 1))
-        d_logits = p * (dp - real_rows(call, at.delta[...], i, 1))
+        d_logits = p * (dp - real_rows(launch, at.delta[...], i, 1))
         at.dk_sum[:] += dot(d_logits.astype(q.dtype), q, (1, 0))
         at.dv_sum[:] += dot(p.astype(q.dtype), do, (1, 0))
 
     @pl.when(i == pl.num_programs(3) - 1)
     def _():
-        at.d_keys[:] = (call.scale * at.dk_sum[...]).astype(at.d_keys.dtype)
+        at.d_keys[:] = (launch.scale * at.dk_sum[...]).astype(at.d_keys.dtype)
         at.d_values[:] = at.dv_sum[...].astype(at.d_values.dtype)

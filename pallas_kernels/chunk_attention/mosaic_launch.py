@@ -14,9 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Int
 
-from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
-from pallas_kernels.chunk_attention.block_sizes import BlockSizes
+from pallas_kernels.chunk_attention.call import (
+    Array,
+    BlockSizes,
+    ChunkAttentionCall,
+    at_least_one,
+)
 from pallas_kernels.chunk_attention.visibility import first_position, seen_ends
 from pallas_kernels.target import LEAST_VMEM
 
@@ -38,6 +43,52 @@ class Tiles:
     block_k: int
 
 
+class Inputs(NamedTuple):
+    """A call's arrays as the kernels read them: at least 8 positions and one end.
+
+    A register has 8 rows; less cannot be multiplied. Nothing flows back through the
+    positions that are added, because their gradient of o is zero.
+    """
+
+    first: Int[Array, " B"]  # int32
+    documents: tuple[Array, ...]  # of positions [B, 1, T] and of ends [B, S, 1], or ()
+    q: Float[Array, "B T N E"]
+    own_logits: Float[Array, "B H 1 T"]  # float32
+    own_values: Float[Array, "B T H E"]
+    keys: Float[Array, "B H S E"]
+    values: Float[Array, "B H S E"]
+
+    @classmethod
+    def of(cls, call: ChunkAttentionCall) -> "Inputs":
+        """Lays the call's arrays out."""
+        ends, first = at_least_one(call.ends), call.first
+        q, own_logits, own_values = map(at_least_eight, call[:3])
+        documents = ()
+        if call.documents is not None and ends.documents is not None:
+            of_positions = at_least_eight(call.documents).astype(jnp.int32)
+            of_ends = ends.documents.astype(jnp.int32)
+            documents = (of_positions[:, None], of_ends[..., None])
+        if first is None:
+            first = jnp.zeros(q.shape[0], jnp.int32)
+        return cls(
+            first=first.astype(jnp.int32),
+            documents=documents,
+            q=q,
+            own_logits=own_logits.astype(jnp.float32).swapaxes(1, 2)[:, :, None],
+            own_values=own_values,
+            keys=ends.keys,
+            values=ends.values,
+        )
+
+
+def at_least_eight(x: Array) -> Array:
+    """Adds zeros up to 8 positions."""
+    missing = max(0, 8 - x.shape[1])
+    if not missing:
+        return x
+    return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
+
+
 class At(NamedTuple):
     """What a program works on: batch row, head, block of positions, block of ends."""
 
@@ -48,7 +99,7 @@ class At(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Launch:
     """What every kernel of a call has in common.
 
     Attributes:
@@ -66,6 +117,25 @@ class Call:
     has_documents: bool
     tiles: Tiles
     interpret: bool | pltpu.InterpretParams
+
+    @classmethod
+    def of(cls, call: ChunkAttentionCall) -> "Launch":
+        """Cuts the call by the caller's sizes, measured ones or the heuristic."""
+        (B, T, N, E), ends = call.q.shape, call.ends.keys.shape[2]
+        length, blocks = max(T, 8), call.block_sizes("mosaic_tpu")
+        return cls(
+            batch=B,
+            length=length,
+            groups=N,
+            heads=call.own_logits.shape[2],
+            width=E,
+            ends=ends,
+            chunk=call.options.chunk,
+            scale=call.options.scale,
+            has_documents=call.documents is not None,
+            tiles=choose_tiles(length=length, ends=max(ends, 1), blocks=blocks),
+            interpret=call.options.interpret,
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -98,14 +168,14 @@ def choose_tiles(*, length: int, ends: int, blocks: BlockSizes | None = None) ->
     )
 
 
-def refusal_of_tiles(call: "Call", itemsize: int) -> str | None:
+def refusal_of_tiles(launch: "Launch", itemsize: int) -> str | None:
     """Returns why no TPU can run a call's sizes, None when one can.
 
     Args:
       itemsize: bytes of an operand's number.
     """
-    tiles, E = call.tiles, call.width
-    axes = {"block_q": (call.length, "positions"), "block_k": (call.ends, "ends")}
+    tiles, E = launch.tiles, launch.width
+    axes = {"block_q": (launch.length, "positions"), "block_k": (launch.ends, "ends")}
     for name, (whole, what) in axes.items():
         size = getattr(tiles, name)
         if size % LANES and size < whole:
@@ -144,9 +214,9 @@ def shape_by_position(like: Array, dtype=None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, like.dtype if dtype is None else dtype)
 
 
-def position_spec(call: Call, at: Callable[..., At], heads: int) -> pl.BlockSpec:
+def position_spec(launch: Launch, at: Callable[..., At], heads: int) -> pl.BlockSpec:
     """Returns the [rows, E] of a program out of `by_position`'s array."""
-    rows, E = call.tiles.block_q, call.width
+    rows, E = launch.tiles.block_q, launch.width
 
     def place(*grid):
         b, h, i, _ = at(*grid)
@@ -157,29 +227,29 @@ def position_spec(call: Call, at: Callable[..., At], heads: int) -> pl.BlockSpec
     return pl.BlockSpec(shape, place)
 
 
-def scalar_spec(call: Call, at: Callable[..., At]) -> pl.BlockSpec:
+def scalar_spec(launch: Launch, at: Callable[..., At]) -> pl.BlockSpec:
     """Returns the [1, rows] of a program out of [B, H, 1, T]."""
 
     def place(*grid):
         b, h, i, _ = at(*grid)
         return b, h, 0, i
 
-    return pl.BlockSpec((None, None, 1, call.tiles.block_q), place)
+    return pl.BlockSpec((None, None, 1, launch.tiles.block_q), place)
 
 
-def end_spec(call: Call, at: Callable[..., At]) -> pl.BlockSpec:
+def end_spec(launch: Launch, at: Callable[..., At]) -> pl.BlockSpec:
     """Returns the [ends, E] of a program out of [B, H, S, E]."""
 
     def place(*grid):
         b, h, _, j = at(*grid)
         return b, h, j, 0
 
-    return pl.BlockSpec((None, None, call.tiles.block_k, call.width), place)
+    return pl.BlockSpec((None, None, launch.tiles.block_k, launch.width), place)
 
 
-def document_specs(call: Call, at: Callable[..., At]) -> list[pl.BlockSpec]:
-    """Returns the blocks of `document_arrays`."""
-    if not call.has_documents:
+def document_specs(launch: Launch, at: Callable[..., At]) -> list[pl.BlockSpec]:
+    """Returns the blocks of `Inputs.documents`."""
+    if not launch.has_documents:
         return []
 
     def rows(*grid):
@@ -191,23 +261,13 @@ def document_specs(call: Call, at: Callable[..., At]) -> list[pl.BlockSpec]:
         return b, j, 0
 
     return [
-        pl.BlockSpec((None, 1, call.tiles.block_q), rows),
-        pl.BlockSpec((None, call.tiles.block_k, 1), ends),
+        pl.BlockSpec((None, 1, launch.tiles.block_q), rows),
+        pl.BlockSpec((None, launch.tiles.block_k, 1), ends),
     ]
 
 
-def document_arrays(ends: ChunkEnds, documents: Array | None) -> list[Array]:
-    """Returns documents of positions [B, 1, T] and of ends [B, S, 1], or nothing."""
-    if documents is None or ends.documents is None:
-        return []
-    return [
-        documents.astype(jnp.int32)[:, None],
-        ends.documents.astype(jnp.int32)[..., None],
-    ]
-
-
-def launch(
-    call: Call,
+def launch_kernel(
+    launch: Launch,
     kernel: Callable,
     first: Array,
     *arguments: Array,
@@ -226,7 +286,7 @@ def launch(
     """
     semantics = [pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * (len(grid) - parallel)
     return pl.pallas_call(
-        partial(kernel, call=call),
+        partial(kernel, launch=launch),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
@@ -235,7 +295,7 @@ def launch(
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=list(out_shape),
-        interpret=call.interpret,
+        interpret=launch.interpret,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics, vmem_limit_bytes=LEAST_VMEM
         ),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
+from pallas_kernels.chunk_attention.call import Array, ChunkEnds
 
 
 def chunk_attention_reference(

@@ -7,16 +7,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
-from pallas_kernels.chunk_attention.arrays import Array
+from pallas_kernels.chunk_attention.call import Array, ChunkAttentionCall
 from pallas_kernels.chunk_attention.triton_launch import (
     HIDDEN,
     LOG2_E,
-    Call,
+    Launch,
     computed_pairs,
     dot,
     first_chunk,
-    launch,
+    launch_kernel,
     load_rows,
+    mask_arrays,
     mask_specs,
     same_document,
     store_rows,
@@ -26,17 +27,12 @@ from pallas_kernels.named_refs import by_name
 
 
 def attend(
-    call: Call,
-    masks: list[Array],
-    q: Float[Array, "B T N E"],
-    own_logits: Float[Array, "B T H"],
-    own_values: Float[Array, "B T H E"],
-    keys: Float[Array, "B H S E"],
-    values: Float[Array, "B H S E"],
-):
-    """Returns o [B, T, H, E] and the log-sum-exp [B, H, T]."""
+    launch: Launch, call: ChunkAttentionCall
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
+    """Returns o and the log-sum-exp; the call has at least one end."""
+    q, own_logits, own_values, (keys, values, _) = call[:4]
     B, T, H, E = own_values.shape
-    N, S, rows = call.groups, keys.shape[2], call.tiles.block_q
+    N, S, rows = launch.groups, keys.shape[2], launch.tiles.block_q
     blocks = cdiv(T, rows)
     # The last blocks see most ends: they start first.
     at = lambda h, i, b: (b, blocks - 1 - i)  # noqa: E731
@@ -47,14 +43,23 @@ def attend(
     scalars = pl.BlockSpec((None, rows, None), lambda h, i, b: (*at(h, i, b), h))
     whole = pl.BlockSpec((None, None, S, E), lambda h, i, b: (b, h, 0, 0))
     lse = pl.BlockSpec((None, None, rows), lambda h, i, b: (b, h, blocks - 1 - i))
-    return launch(
-        call,
+    o, lse = launch_kernel(
+        launch,
         _forward_kernel,
-        *(*masks, q, own_logits, own_values, keys, values),
+        *mask_arrays(call),
+        q,
+        own_logits,
+        own_values,
+        keys,
+        values,
         grid=(H, blocks, B),
         in_specs=[
-            *mask_specs(call, rows, at),
-            *(of_group, scalars, by_row, whole, whole),
+            *mask_specs(launch, rows, at),
+            of_group,
+            scalars,
+            by_row,
+            whole,
+            whole,
         ],
         out_specs=[by_row, lse],
         out_shape=[
@@ -64,8 +69,9 @@ def attend(
         # Operands of four bytes fill as many registers again.
         accumulator=rows * E * (2 if q.dtype == jnp.float32 else 1),
         products=2,  # q k^T, p v
-        pairs=computed_pairs(call, block_q=rows, block_k=call.tiles.block_k),
+        pairs=computed_pairs(launch, block_q=rows, block_k=launch.tiles.block_k),
     )
+    return o, lse
 
 
 class _Refs(NamedTuple):
@@ -87,31 +93,31 @@ class _Refs(NamedTuple):
 # softmax starts from the own term and stays in registers while the ends that any of
 # them sees stream by once; blocks of ends that all of them see need no mask. Crossing
 # memory: q, own term and o once, the seen ends once a program.
-def _forward_kernel(*refs, call: Call):
-    at = by_name(_Refs, refs, **call.masks)
-    rows, count = call.tiles.block_q, call.tiles.block_k
+def _forward_kernel(*refs, launch: Launch):
+    at = by_name(_Refs, refs, **launch.masks)
+    rows, count = launch.tiles.block_q, launch.tiles.block_k
     start = (pl.num_programs(1) - 1 - pl.program_id(1)) * rows
     t = start + jnp.arange(rows)
-    real = t < call.length
+    real = t < launch.length
     # 1. What belongs to the program's positions: read once, kept in registers.
     first = first_chunk(at)
     documents = load_rows(at.documents[0], real=real) if at.documents else t
     q = load_rows(at.q, real=real)
     own = load_rows(at.own_logit, real=real).astype(jnp.float32)
-    own = own * (call.scale * LOG2_E)
+    own = own * (launch.scale * LOG2_E)
 
     def add_block(j, running, masked: bool):
         largest, normalizer, weighted = running
         s = j * count + jnp.arange(count)
         part = pl.ds(j * count, count)
-        k = load_rows(at.keys.at[part, :], real=s < call.ends).astype(q.dtype)
-        v = load_rows(at.values.at[part, :], real=s < call.ends).astype(q.dtype)
-        logits = dot(q, k, transposed=True) * (call.scale * LOG2_E)
+        k = load_rows(at.keys.at[part, :], real=s < launch.ends).astype(q.dtype)
+        v = load_rows(at.values.at[part, :], real=s < launch.ends).astype(q.dtype)
+        logits = dot(q, k, transposed=True) * (launch.scale * LOG2_E)
         if masked:
-            seen = sees(first, t[:, None], s[None, :], chunk=call.chunk)
-            seen = seen & (s < call.ends)[None, :]
-            if call.has_documents:
-                same = same_document(call, at, documents, j * count, count)
+            seen = sees(first, t[:, None], s[None, :], chunk=launch.chunk)
+            seen = seen & (s < launch.ends)[None, :]
+            if launch.has_documents:
+                same = same_document(launch, at, documents, j * count, count)
                 seen = seen & same
             logits = jnp.where(seen, logits, HIDDEN)
         # A larger maximum shrinks what was summed under the old one.
@@ -124,10 +130,10 @@ def _forward_kernel(*refs, call: Call):
     v = load_rows(at.own_value, real=real).astype(jnp.float32)
     # 2. The softmax starts from the own term, of weight exp(0) = 1: no row is empty.
     running = (own, jnp.ones(rows, jnp.float32), v)
-    sizes = {"chunk": call.chunk, "ends": call.ends}
+    sizes = {"chunk": launch.chunk, "ends": launch.ends}
     # 3. Ends before `unmasked` blocks are seen by every position of the program.
-    unmasked = 0 if call.has_documents else seen_ends(first, start, **sizes) // count
-    last = jnp.minimum(start + rows, call.length) - 1
+    unmasked = 0 if launch.has_documents else seen_ends(first, start, **sizes) // count
+    last = jnp.minimum(start + rows, launch.length) - 1
     blocks = cdiv(seen_ends(first, last, **sizes), count)
     running = jax.lax.fori_loop(
         0, unmasked, lambda j, r: add_block(j, r, False), running

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
-from pallas_kernels.chunk_attention.block_sizes import BlockSizes
+from pallas_kernels.chunk_attention.call import (
+    Array,
+    BlockSizes,
+    ChunkAttentionCall,
+)
 from pallas_kernels.chunk_attention.visibility import cdiv
 from pallas_kernels.powers import next_power, refusal_of_size
 from pallas_kernels.target import on_hopper, shared_memory_bytes
@@ -48,7 +51,7 @@ class Tiles:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Launch:
     """What every kernel of a call has in common: sizes, and which masks there are."""
 
     batch: int
@@ -63,6 +66,33 @@ class Call:
     has_documents: bool
     tiles: Tiles
     interpret: bool
+
+    @classmethod
+    def of(cls, call: ChunkAttentionCall) -> "Launch":
+        """Cuts the call by the caller's sizes, measured ones or the heuristic."""
+        (B, T, N, E), H = call.q.shape, call.own_logits.shape[2]
+        return cls(
+            batch=B,
+            length=T,
+            groups=N,
+            heads=H,
+            width=E,
+            ends=call.ends.keys.shape[2],
+            chunk=call.options.chunk,
+            scale=call.options.scale,
+            has_first=call.first is not None,
+            has_documents=call.documents is not None,
+            tiles=choose_tiles(
+                batch=B,
+                length=T,
+                heads=H,
+                groups=N,
+                width=E,
+                wide=call.q.dtype == jnp.float32,
+                blocks=call.block_sizes("triton"),
+            ),
+            interpret=call.options.interpret,
+        )
 
     @property
     def masks(self) -> dict[str, int]:
@@ -158,8 +188,8 @@ def refusal_of_tiles(
     return None
 
 
-def launch(
-    call: Call,
+def launch_kernel(
+    launch: Launch,
     kernel: Callable,
     *arguments: Array,
     grid: tuple[int, ...],
@@ -180,18 +210,18 @@ def launch(
         so that no count of a loop's trips can know.
     """
     return pl.pallas_call(
-        partial(kernel, call=call),
+        partial(kernel, launch=launch),
         grid=grid,
         in_specs=list(in_specs),
         out_specs=list(out_specs),
         out_shape=list(out_shape),
-        interpret=call.interpret,
+        interpret=launch.interpret,
         compiler_params=pltriton.CompilerParams(
-            num_warps=call.tiles.warps or (8 if accumulator >= 64 * 128 else 4),
-            num_stages=call.tiles.stages,
+            num_warps=launch.tiles.warps or (8 if accumulator >= 64 * 128 else 4),
+            num_stages=launch.tiles.stages,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * products * call.width * pairs,
+            flops=2 * products * launch.width * pairs,
             transcendentals=pairs,
             bytes_accessed=sum(
                 a.size * a.dtype.itemsize for a in (*arguments, *out_shape)
@@ -201,7 +231,7 @@ def launch(
     )(*arguments)
 
 
-def computed_pairs(call: Call, *, block_q: int, block_k: int) -> int:
+def computed_pairs(launch: Launch, *, block_q: int, block_k: int) -> int:
     """Returns how many pairs of a position and an end the kernels compute, all heads.
 
     Whole blocks, as the kernels take them: an end that only the block's last position
@@ -209,38 +239,34 @@ def computed_pairs(call: Call, *, block_q: int, block_k: int) -> int:
     its positions may see every end and are counted so.
     """
     pairs = 0
-    for start in range(0, call.length, block_q):
-        last = min(start + block_q, call.length) - 1
-        seen = call.ends
-        if not call.has_first:
-            seen = min(last // call.chunk, call.ends)
+    for start in range(0, launch.length, block_q):
+        last = min(start + block_q, launch.length) - 1
+        seen = launch.ends
+        if not launch.has_first:
+            seen = min(last // launch.chunk, launch.ends)
         pairs += block_q * cdiv(seen, block_k) * block_k
-    return call.batch * call.heads * pairs
+    return launch.batch * launch.heads * pairs
 
 
-def mask_arrays(
-    ends: ChunkEnds, first: Array | None, documents: Array | None
-) -> list[Array]:
+def mask_arrays(call: ChunkAttentionCall) -> list[Array]:
     """Returns what masks are made from: `first`, then documents of positions and ends.
 
     They are the first arguments of every kernel, and absent where there is none.
     """
-    arrays = [] if first is None else [first.astype(jnp.int32)]
-    if documents is not None and ends.documents is not None:
-        arrays += [documents.astype(jnp.int32), ends.documents.astype(jnp.int32)]
-    return arrays
+    arrays = [call.first, call.documents, call.ends.documents]
+    return [x.astype(jnp.int32) for x in arrays if x is not None]
 
 
 def mask_specs(
-    call: Call, rows: int, block: Callable[..., tuple[int, int]]
+    launch: Launch, rows: int, block: Callable[..., tuple[int, int]]
 ) -> list[pl.BlockSpec]:
     """Returns `mask_arrays`' blocks; `block` gives a program's (b, block of rows)."""
     specs = []
-    if call.has_first:
+    if launch.has_first:
         specs.append(pl.BlockSpec((1,), lambda *at: (block(*at)[0],)))
-    if call.has_documents:
+    if launch.has_documents:
         specs.append(pl.BlockSpec((None, rows), block))
-        ends = max(call.ends, 1)
+        ends = max(launch.ends, 1)
         specs.append(pl.BlockSpec((None, ends), lambda *at: (block(*at)[0], 0)))
     return specs
 
@@ -250,12 +276,14 @@ def first_chunk(at):
     return at.first[0][0] if at.first else 0
 
 
-def same_document(call: Call, at, rows: Array, start, count: int) -> Array:
+def same_document(launch: Launch, at, rows: Array, start, count: int) -> Array:
     """Returns [rows, count]: whether `count` ends from `start` share the documents."""
     (known,) = at.end_documents
     ends = start + jnp.arange(count)
     # No document has the number -1: an end that is not there is nobody's.
-    ends = pltriton.load(known.at[pl.ds(start, count)], mask=ends < call.ends, other=-1)
+    ends = pltriton.load(
+        known.at[pl.ds(start, count)], mask=ends < launch.ends, other=-1
+    )
     return rows[:, None] == ends[None, :]
 
 

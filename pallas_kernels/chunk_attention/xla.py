@@ -1,76 +1,48 @@
 """The XLA backend: in bands where logits are few, in tiles where they are many."""
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from pallas_kernels import target
 from pallas_kernels.chunk_attention import xla_bands, xla_tiles
-from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
-from pallas_kernels.chunk_attention.block_sizes import BlockSizes, choose
+from pallas_kernels.chunk_attention.call import Array, ChunkAttentionCall
 from pallas_kernels.chunk_attention.xla_cuts import Tiles, choose_tiles
 
 
-def supported(
-    q, own_logits, own_values, ends, first, documents, *, chunk, scale, blocks=None
-) -> str | None:
+def supported(call: ChunkAttentionCall) -> str | None:
     """Returns which size it has no use for; it does everything else."""
-    call = (q, own_logits, ends, first, documents)
-    blocks = choose("xla", *call, chunk=chunk, blocks=blocks)
-    return blocks.refusal_beyond(*(("block_q", "block_k") if _on_cpu() else ()))
+    taken = ("block_q", "block_k") if _on_cpu() else ()
+    return call.block_sizes("xla").refusal_beyond(*taken)
 
 
 def forward(
-    q: Float[Array, "B T N E"],
-    own_logits: Float[Array, "B T H"],
-    own_values: Float[Array, "B T H E"],
-    ends: ChunkEnds,
-    first: Int[Array, " B"] | None,
-    documents: Int[Array, "B T"] | None,
-    *,
-    chunk: int,
-    scale: float,
-    blocks: BlockSizes | None = None,
-):
-    """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
-    arrays = (q, own_logits, own_values, ends, first, documents)
-    tiles = _tiles(*arrays, chunk=chunk, blocks=blocks)
+    call: ChunkAttentionCall, *, residuals: bool
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B T H"]]:
+    """Returns o and the log-sum-exp."""
+    del residuals  # What nobody reads the compiler leaves out.
+    tiles = _tiles(call)
     if tiles is None:
-        return xla_bands.forward(*arrays, chunk=chunk, scale=scale)
-    return xla_tiles.forward(*arrays, chunk=chunk, scale=scale, tiles=tiles)
+        return xla_bands.forward(call)
+    return xla_tiles.forward(call, tiles)
 
 
 def backward(
-    q: Float[Array, "B T N E"],
-    own_logits: Float[Array, "B T H"],
-    own_values: Float[Array, "B T H E"],
-    ends: ChunkEnds,
-    first: Int[Array, " B"] | None,
-    documents: Int[Array, "B T"] | None,
-    o: Float[Array, "B T H E"],
-    lse: Float[Array, "B T H"],
-    do: Float[Array, "B T H E"],
-    *,
-    chunk: int,
-    scale: float,
-    blocks: BlockSizes | None = None,
-):
-    """Returns gradients of (q, own_logits, own_values, keys, values)."""
-    arrays = (q, own_logits, own_values, ends, first, documents)
-    tiles = _tiles(*arrays, chunk=chunk, blocks=blocks)
-    arrays = (*arrays, o, lse, do)
+    call: ChunkAttentionCall,
+    residuals: tuple[Float[Array, "B T H E"], Float[Array, "B T H"]],
+    cotangents: Float[Array, "B T H E"],
+) -> ChunkAttentionCall:
+    """Returns gradients in place of the arrays."""
+    tiles = _tiles(call)
     if tiles is None:
-        return xla_bands.backward(*arrays, chunk=chunk, scale=scale)
-    return xla_tiles.backward(*arrays, chunk=chunk, scale=scale, tiles=tiles)
+        return xla_bands.backward(call, *residuals, cotangents)
+    return xla_tiles.backward(call, *residuals, cotangents, tiles)
 
 
-def _tiles(
-    q, own_logits, own_values, ends, first, documents, *, chunk, blocks
-) -> Tiles | None:
+def _tiles(call: ChunkAttentionCall) -> Tiles | None:
     """Returns the tiles that the call is cut into, None: it is cut into bands."""
     if not _on_cpu():
         return None
-    call = (q, own_logits, ends, first, documents)
-    blocks = choose("xla", *call, chunk=chunk, blocks=blocks)
-    return choose_tiles(q.shape[1], ends.keys.shape[2], blocks)
+    blocks = call.block_sizes("xla")
+    return choose_tiles(call.q.shape[1], call.ends.keys.shape[2], blocks)
 
 
 def _on_cpu() -> bool:

@@ -8,26 +8,19 @@ inside the block. The own term is one more row, kept apart from the products.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from pallas_kernels import few_queries
-from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
+from pallas_kernels.chunk_attention.call import Array, ChunkAttentionCall
 from pallas_kernels.chunk_attention.xla_cuts import Bands, choose_bands
 
 
 def forward(
-    q: Float[Array, "B T N E"],
-    own_logits: Float[Array, "B T H"],
-    own_values: Float[Array, "B T H E"],
-    ends: ChunkEnds,
-    first: Int[Array, " B"] | None,
-    documents: Int[Array, "B T"] | None,
-    *,
-    chunk: int,
-    scale: float,
-):
-    """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
-    cut = _cut(own_logits, ends, first)
+    call: ChunkAttentionCall,
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B T H"]]:
+    """Returns o and the log-sum-exp."""
+    q, own_logits, own_values = call[:3]
+    scale = call.options.scale
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     own = scale * own_logits.astype(dtype)
 
@@ -45,7 +38,7 @@ def forward(
     rows = {"q": _tiled(q, own.shape[2]), "own": own.swapaxes(1, 2)}
     parts = [
         jax.lax.map(lambda part, band=band: band.run(block, part), band.rows(rows))
-        for band in _bands(cut, ends, first, documents, chunk)
+        for band in _bands(call)
     ]
     out = _joined(parts, own.shape[1])
     own_part = out["weight"].swapaxes(1, 2)[..., None] * own_values
@@ -54,21 +47,14 @@ def forward(
 
 
 def backward(
-    q: Float[Array, "B T N E"],
-    own_logits: Float[Array, "B T H"],
-    own_values: Float[Array, "B T H E"],
-    ends: ChunkEnds,
-    first: Int[Array, " B"] | None,
-    documents: Int[Array, "B T"] | None,
+    call: ChunkAttentionCall,
     o: Float[Array, "B T H E"],
     lse: Float[Array, "B T H"],
     do: Float[Array, "B T H E"],
-    *,
-    chunk: int,
-    scale: float,
-):
-    """Returns gradients of (q, own_logits, own_values, keys, values)."""
-    cut = _cut(own_logits, ends, first)
+) -> ChunkAttentionCall:
+    """Returns gradients in place of the arrays."""
+    q, own_logits, own_values, ends = call[:4]
+    scale = call.options.scale
     B, T, N, E = q.shape
     H = own_logits.shape[2]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -98,7 +84,7 @@ def backward(
     d_keys = jnp.zeros(ends.keys.shape, dtype)
     d_values = jnp.zeros(ends.values.shape, dtype)
     parts = []
-    for band in _bands(cut, ends, first, documents, chunk):
+    for band in _bands(call):
 
         def step(sums, part, band=band):
             dq, dk, dv = band.run(block, part)
@@ -112,19 +98,21 @@ def backward(
         parts.append(part)
     dq = _joined(parts, T)["q"].reshape(B, H // N, N, T, E)
     dq = sum(dq[:, tile] for tile in range(1, H // N)) + dq[:, 0]
-    return dq.swapaxes(1, 2), d_own_logits, d_own_values, d_keys, d_values
+    dq = dq.swapaxes(1, 2)
+    return call.with_gradients(dq, d_own_logits, d_own_values, d_keys, d_values)
 
 
 class _Band:
     """Some blocks of positions and the chunk ends that their last one may see."""
 
-    def __init__(self, number, cut: Bands, ends: ChunkEnds, first, documents, chunk):
-        self.cut, self.first, self.chunk = cut, first, chunk
+    def __init__(self, number: int, cut: Bands, call: ChunkAttentionCall):
+        self.cut, self.first, self.chunk = cut, call.first, call.options.chunk
         self.start = number * cut.blocks * cut.block_q
         last = self.start + cut.blocks * cut.block_q - 1
-        S = ends.keys.shape[2] if first is not None else last // chunk
+        ends = call.ends
+        S = ends.keys.shape[2] if self.first is not None else last // self.chunk
         self.keys, self.values = ends.keys[:, :, :S], ends.values[:, :, :S]
-        self.documents = documents
+        self.documents = call.documents
         known = ends.documents
         self.end_documents = None if known is None else known[:, :S]
 
@@ -159,13 +147,10 @@ class _Band:
         return block(self.keys, self.values, hidden, rows)
 
 
-def _bands(cut: Bands, ends: ChunkEnds, first, documents, chunk: int):
-    return [_Band(n, cut, ends, first, documents, chunk) for n in range(cut.bands)]
-
-
-def _cut(own_logits: Array, ends: ChunkEnds, first: Array | None) -> Bands:
-    B, T, H = own_logits.shape
-    return choose_bands(B, T, H, ends.keys.shape[2], causal=first is None)
+def _bands(call: ChunkAttentionCall) -> list[_Band]:
+    (B, T, H), S = call.own_logits.shape, call.ends.keys.shape[2]
+    cut = choose_bands(B, T, H, S, causal=call.first is None)
+    return [_Band(n, cut, call) for n in range(cut.bands)]
 
 
 def _logits(q, keys, scale, hidden):

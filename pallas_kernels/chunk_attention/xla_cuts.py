@@ -7,7 +7,7 @@ the memory that logits take. Bands bound the ends too, so that logits stay in ca
 
 from dataclasses import dataclass
 
-from pallas_kernels.chunk_attention.block_sizes import BlockSizes
+from pallas_kernels.chunk_attention.call import BlockSizes
 
 _BAND_LOGITS = 2**19
 _BLOCK_LOGITS = 2**22

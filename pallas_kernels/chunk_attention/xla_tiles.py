@@ -11,27 +11,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from pallas_kernels.chunk_attention.arrays import Array, ChunkEnds
+from pallas_kernels.chunk_attention.call import Array, ChunkAttentionCall
 from pallas_kernels.chunk_attention.visibility import cdiv, seen_ends, sees
 from pallas_kernels.chunk_attention.xla_cuts import Tiles
 
 
 def forward(
-    q: Float[Array, "B T N E"],
-    own_logits: Float[Array, "B T H"],
-    own_values: Float[Array, "B T H E"],
-    ends: ChunkEnds,
-    first: Int[Array, " B"] | None,
-    documents: Int[Array, "B T"] | None,
-    *,
-    chunk: int,
-    scale: float,
-    tiles: Tiles,
-):
-    """Returns (o [B, T, H, E], log-sum-exp [B, T, H])."""
-    call = _Call(q, own_logits, ends, first, documents, chunk, scale, tiles)
+    call: ChunkAttentionCall, tiles: Tiles
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B T H"]]:
+    """Returns o and the log-sum-exp."""
+    q, own_logits, own_values = call[:3]
+    tiled = _TiledCall(call, tiles)
 
     def tile(head: "_Head", rows: "_Rows"):
         def add_block(j, running, masked: bool):
@@ -44,41 +36,34 @@ def forward(
             weighted = weighted * shrink[:, None] + _dot(p.astype(v.dtype), v, (1, 0))
             return above, normalizer, weighted
 
-        own, v = rows.arrays["own"], rows.arrays["v"].astype(call.dtype)
+        own, v = rows.arrays["own"], rows.arrays["v"].astype(tiled.dtype)
         running = head.over_ends(rows, add_block, (own, jnp.ones_like(own), v))
         largest, normalizer, weighted = running
         o = (weighted / normalizer[:, None]).astype(own_values.dtype)
         return o, largest + jnp.log(normalizer)
 
     arrays = {
-        "q": call.tiled_queries(q),
-        "own": scale * own_logits.astype(call.dtype).swapaxes(1, 2),
+        "q": tiled.tiled_queries(q),
+        "own": tiled.scale * own_logits.astype(tiled.dtype).swapaxes(1, 2),
         "v": own_values.swapaxes(1, 2),
     }
-    o, lse = call.over_heads(
+    o, lse = tiled.over_heads(
         lambda head, rows: jax.lax.map(partial(tile, head), rows), arrays
     )
-    return call.from_tiles(o), call.from_tiles(lse)
+    return tiled.from_tiles(o), tiled.from_tiles(lse)
 
 
 def backward(
-    q: Float[Array, "B T N E"],
-    own_logits: Float[Array, "B T H"],
-    own_values: Float[Array, "B T H E"],
-    ends: ChunkEnds,
-    first: Int[Array, " B"] | None,
-    documents: Int[Array, "B T"] | None,
+    call: ChunkAttentionCall,
     o: Float[Array, "B T H E"],
     lse: Float[Array, "B T H"],
     do: Float[Array, "B T H E"],
-    *,
-    chunk: int,
-    scale: float,
     tiles: Tiles,
-):
-    """Returns gradients of (q, own_logits, own_values, keys, values)."""
-    call = _Call(q, own_logits, ends, first, documents, chunk, scale, tiles)
-    dtype = call.dtype
+) -> ChunkAttentionCall:
+    """Returns gradients in place of the arrays."""
+    q, own_logits, own_values, ends = call[:4]
+    tiled = _TiledCall(call, tiles)
+    dtype, scale = tiled.dtype, tiled.scale
     wide = do.astype(dtype)
     delta = jnp.sum(wide * o, axis=-1)  # [B, T, H]
     weight = jnp.exp(scale * own_logits.astype(dtype) - lse)
@@ -108,20 +93,20 @@ def backward(
         return jax.lax.scan(partial(tile, head), (none, none), rows)
 
     arrays = {
-        "q": call.tiled_queries(q),
+        "q": tiled.tiled_queries(q),
         "do": do.astype(q.dtype).swapaxes(1, 2),
         "lse": lse.swapaxes(1, 2),
         "delta": delta.swapaxes(1, 2),
     }
-    (d_keys, d_values), dq = call.over_heads(of_head, arrays)
+    (d_keys, d_values), dq = tiled.over_heads(of_head, arrays)
     B, T, N, E = q.shape
-    dq = jnp.sum(call.from_tiles(dq).reshape(B, T, -1, N, E), axis=2)
+    dq = jnp.sum(tiled.from_tiles(dq).reshape(B, T, -1, N, E), axis=2)
     S = ends.keys.shape[2]
     d_keys, d_values = (
         x.reshape(B, -1, *x.shape[1:])[..., :S].swapaxes(2, 3)
         for x in (d_keys, d_values)
     )
-    return dq, d_own_logits, d_own_values, d_keys, d_values
+    return call.with_gradients(dq, d_own_logits, d_own_values, d_keys, d_values)
 
 
 class _Rows(NamedTuple):
@@ -139,7 +124,7 @@ class _Rows(NamedTuple):
 class _Head(NamedTuple):
     """One head's ends, padded to whole tiles, and what a tile needs to see them by."""
 
-    call: "_Call"
+    tiled: "_TiledCall"
     keys: Array
     values: Array
     first: Array
@@ -147,10 +132,10 @@ class _Head(NamedTuple):
 
     def over_ends(self, rows: _Rows, add_block, running):
         """Runs `add_block(j, running, masked)` over the tiles of ends `rows` see."""
-        call, tiles = self.call, self.call.tiles
-        seen = partial(seen_ends, self.first, chunk=call.chunk, ends=call.ends)
+        tiled, tiles = self.tiled, self.tiled.tiles
+        seen = partial(seen_ends, self.first, chunk=tiled.chunk, ends=tiled.ends)
         whole = 0 if self.documents is not None else seen(rows.start) // tiles.block_k
-        last = jnp.minimum(rows.start + tiles.block_q, call.length) - 1
+        last = jnp.minimum(rows.start + tiles.block_q, tiled.length) - 1
         blocks = cdiv(seen(last), tiles.block_k)
         plain = partial(add_block, masked=False)
         running = jax.lax.fori_loop(0, whole, plain, running)
@@ -160,16 +145,16 @@ class _Head(NamedTuple):
 
     def logits(self, j, rows: _Rows, masked: bool):
         """Returns a tile's logits [rows, ends], and the keys and values of its ends."""
-        call, tiles = self.call, self.call.tiles
+        tiled, tiles = self.tiled, self.tiled.tiles
         k, v = (
             jax.lax.dynamic_slice_in_dim(x, j * tiles.block_k, tiles.block_k)
             for x in (self.keys, self.values)
         )
-        logits = call.scale * _dot(rows.arrays["q"], k, (1, 1))
+        logits = tiled.scale * _dot(rows.arrays["q"], k, (1, 1))
         if masked:
             t = rows.start + jnp.arange(tiles.block_q)[:, None]
             s = j * tiles.block_k + jnp.arange(tiles.block_k)[None]
-            seen = sees(self.first, t, s, chunk=call.chunk) & (s < call.ends)
+            seen = sees(self.first, t, s, chunk=tiled.chunk) & (s < tiled.ends)
             if self.documents is not None:
                 documents = jax.lax.dynamic_slice_in_dim(
                     self.documents, j * tiles.block_k, tiles.block_k
@@ -179,18 +164,17 @@ class _Head(NamedTuple):
         return logits, k, v
 
 
-class _Call:
+class _TiledCall:
     """A call cut into heads, positions in tiles, ends padded to whole tiles."""
 
-    def __init__(
-        self, q, own_logits, ends: ChunkEnds, first, documents, chunk, scale, tiles
-    ):
-        self.batch, self.length, self.heads = own_logits.shape
-        self.ends = ends.keys.shape[2]
-        self.tiles: Tiles = tiles
-        self.chunk, self.scale = chunk, scale
-        self.dtype = jnp.promote_types(q.dtype, jnp.float32)
-        self._ends, self._first, self._documents = ends, first, documents
+    def __init__(self, call: ChunkAttentionCall, tiles: Tiles):
+        self.batch, self.length, self.heads = call.own_logits.shape
+        self.ends = call.ends.keys.shape[2]
+        self.tiles = tiles
+        self.chunk, self.scale = call.options.chunk, call.options.scale
+        self.dtype = jnp.promote_types(call.q.dtype, jnp.float32)
+        self._ends, self._first = call.ends, call.first
+        self._documents = call.documents
 
     def tiled_queries(self, q: Array) -> Array:
         """[B, T, N, E] to [B, H, T, E]: head h has group h mod N."""
@@ -217,10 +201,8 @@ class _Call:
         def run(inputs):
             number, keys, values, rows = inputs
             row = number // self.heads
-            head = _Head(
-                *(self, keys, values, first[row]),
-                None if known is None else known[row],
-            )
+            of_row = None if known is None else known[row]
+            head = _Head(self, keys, values, first[row], of_row)
             return function(head, _Rows(starts, rows))
 
         numbers = jnp.arange(self.batch * self.heads)
@@ -255,7 +237,5 @@ def _add(sums: Array, j, part: Array) -> Array:
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     dtype = jnp.promote_types(a.dtype, jnp.float32)
-    return jax.lax.dot_general(
-        *(a, b, (((contract[0],), (contract[1],)), ((), ()))),
-        preferred_element_type=dtype,
-    )
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=dtype)

@@ -2,31 +2,26 @@
 
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.gated_scan import mesh_layout, mosaic_tpu, triton, xla
-from pallas_kernels.gated_scan.block_sizes import BlockSizes
-from pallas_kernels.gated_scan.inputs import GateLogits
+from pallas_kernels import dispatch, mesh_cut
+from pallas_kernels.dispatch import Implementation, Specs
+from pallas_kernels.gated_scan import mosaic_tpu, triton, xla
+from pallas_kernels.gated_scan.call import (
+    BlockSizes,
+    GatedScanCall,
+    GatedScanOptions,
+    GateLogits,
+    ScanOutputs,
+)
+from pallas_kernels.mesh_cut import Cut
 
 Array = jax.Array
-
-OP = dispatch.Op(
-    name="gated_scan",
-    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
-    find_cut=mesh_layout.find_cut,
-    specs=mesh_layout.specs,
-    outputs=3,  # States, finals, logits.
-    kept=(3,),  # All states of every stream.
-    spares=True,
-)
-_QUERIED = replace(OP, name="queried_scan")
-"""The same, as callers of the other function know it."""
 
 
 class Scanned(NamedTuple):
@@ -92,14 +87,13 @@ def gated_scan(
       NotImplementedError: the named backend cannot.
     """
     streams = {f"values[{n}]": v for n, v in enumerate(values)}
-    _check(OP.name, gate, streams, initial, starts, lengths, chunk)
+    _check("gated_scan", gate, streams, initial, starts, lengths, chunk)
     lengths = _within(lengths, gate.shape[1])
     initial = _zeros(gate, len(values)) if initial is None else tuple(initial)
-    arrays = (gate, tuple(values), initial, starts, lengths, None)
-    states, finals, _ = dispatch.run(
-        OP, arrays, implementation=implementation, chunk=chunk, blocks=blocks
-    )
-    return Scanned(states, finals)
+    options = GatedScanOptions(chunk=chunk, blocks=blocks)
+    call = GatedScanCall(gate, tuple(values), initial, starts, lengths, None, options)
+    out = dispatch.run(OP, call, implementation=implementation)
+    return Scanned(out.states, out.finals)
 
 
 def queried_scan(
@@ -133,7 +127,7 @@ def queried_scan(
       ValueError: shapes disagree, or chunk does not divide T.
       NotImplementedError: the named backend cannot.
     """
-    op, both = _QUERIED.name, {"values": values, "keys": keys}
+    op, both = "queried_scan", {"values": values, "keys": keys}
     _check(op, gate, both, initial, starts, lengths, chunk)
     B, T, _ = gate.shape
     if (
@@ -150,9 +144,10 @@ def queried_scan(
         raise ValueError(f"{op}: wants whole chunks of {chunk}, got {T} positions")
     lengths = _within(lengths, T)
     first = _zeros(gate, 2) if initial is None else tuple(initial)
-    arrays = (gate, (values, keys), first, starts, lengths, queries)
+    options = GatedScanOptions(chunk=chunk, blocks=blocks)
+    call = GatedScanCall(gate, (values, keys), first, starts, lengths, queries, options)
     (values, ends), finals, logits = dispatch.run(
-        _QUERIED, arrays, implementation=implementation, chunk=chunk, blocks=blocks
+        _QUERIED, call, implementation=implementation
     )
     return Queried(values, ends, logits, finals)
 
@@ -198,3 +193,58 @@ def _check(op, gate, streams, initial, starts, lengths, chunk) -> None:
     )
     if chunk is not None and chunk < 1:
         raise ValueError(f"{op}: wants chunk of at least 1, got {chunk}")
+
+
+def find_cut(call: GatedScanCall) -> Cut | None:
+    """Returns how the mesh that is set cuts the call by rows and channels, or None.
+
+    A stream narrower than the gate is tiled over the channels: where channels are cut,
+    each device holds it whole.
+    """
+    B, _, D = call.gate.shape
+    widths = [v.shape[2] for v in call.values]
+    head = call.head or 1
+
+    def divide(devices: int) -> bool:
+        part, rest = divmod(D, devices)
+        whole = rest == 0 and part % head == 0
+        return whole and all(W == D or part % W == 0 for W in widths)
+
+    return mesh_cut.find_cut(B, divide)
+
+
+def specs(cut: Cut, call: GatedScanCall, backend: str) -> Specs:
+    """Returns how the call and the results of any backend lie on the mesh."""
+    del backend
+    gate, D = call.gate, call.gate.shape[2]
+    wide: Any = P(cut.by_row, None, cut.columns)
+    state: Any = P(cut.by_row, cut.columns)
+    by_row, streams = P(cut.by_row), len(call.values)
+    of_gate = wide
+    if isinstance(gate, GateLogits):
+        of_bias: Any = None if gate.bias is None else P(cut.columns)
+        of_gate = GateLogits(wide, of_bias)
+    of_values = tuple(wide if v.shape[2] == D else by_row for v in call.values)
+    read = call.queries is not None
+    of_call = call._replace(
+        gate=of_gate,
+        values=of_values,
+        initial=(state,) * streams,
+        starts=None if call.starts is None else by_row,
+        lengths=None if call.lengths is None else by_row,
+        # Queries have the last stream's groups.
+        queries=of_values[-1] if read else None,
+    )
+    wide_states, finals = (wide,) * streams, (state,) * streams
+    outputs = ScanOutputs(wide_states, finals, wide if read else None)
+    return Specs(of_call, outputs, wide_states)
+
+
+OP = dispatch.Op(
+    name="gated_scan",
+    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    find_cut=find_cut,
+    specs=specs,
+)
+_QUERIED = replace(OP, name="queried_scan")
+"""The same, as callers of the other function know it."""

@@ -29,8 +29,8 @@ from pallas_kernels.gated_scan.mosaic_launch import (
     HALO,
     LANES,
     STRETCHES,
-    Call,
     GateInputs,
+    Launch,
     launch_kernel,
 )
 from pallas_kernels.named_refs import by_name
@@ -41,7 +41,7 @@ _BEFORE = 8
 
 
 def run_backward(
-    call: Call,
+    launch: Launch,
     gates: GateInputs,
     values,
     initial,
@@ -63,14 +63,14 @@ def run_backward(
       reading: queries [B, T, W] and their logits' gradient, float32 [B, T, 128] with a
         head a lane; or none.
     """
-    N, rows, together = len(values), call.tiles.rows, call.together
-    wide = call.rows_spec(call.D, reverse=True)
-    own = [call.rows_spec(width, reverse=True) for width in call.widths]
-    row = [call.state_spec()] * N
-    of_queries = [own[-1]] * call.read
-    of_logits = [call.rows_spec(LANES, reverse=True)] * call.read
-    of_ends = [call.ends_spec(reverse=True)] * call.read
-    halos = states if call.tiles.linked else ()
+    N, rows, together = len(values), launch.tiles.rows, launch.together
+    wide = launch.rows_spec(launch.D, reverse=True)
+    own = [launch.rows_spec(width, reverse=True) for width in launch.widths]
+    row = [launch.state_spec()] * N
+    of_queries = [own[-1]] * launch.read
+    of_logits = [launch.rows_spec(LANES, reverse=True)] * launch.read
+    of_ends = [launch.ends_spec(reverse=True)] * launch.read
+    halos = states if launch.tiles.linked else ()
     scratch = [
         (1, together, rows, LANES),
         (N, together, rows, LANES),
@@ -78,44 +78,55 @@ def run_backward(
         (N, together, rows, LANES),
         (1, together, rows, LANES),
         (N, together, rows, LANES),
-        (N, 1, call.D),
-        *[(1, together, rows, LANES)] * call.read,
+        (N, 1, launch.D),
+        *[(1, together, rows, LANES)] * launch.read,
     ]
     sums = [
-        (width // LANES, rows, LANES) if width < call.D else (1, 8, LANES)
-        for width in (*call.widths, *call.widths[-1:] * call.read)
+        (width // LANES, rows, LANES) if width < launch.D else (1, 8, LANES)
+        for width in (*launch.widths, *launch.widths[-1:] * launch.read)
     ]
     out = launch_kernel(
-        call,
+        launch,
         _backward_kernel,
-        *(lengths, *gates.arrays, *values, *states, *d_states),
+        lengths,
+        *gates.arrays,
+        *values,
+        *states,
+        *d_states,
         *(x[:, None] for x in (*initial, *finals)),
         *reading,
         *halos,
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
-            *call.gate_specs(reverse=True),
-            *(*own, *[wide] * (2 * N - call.read), *of_ends, *row, *row),
-            *(*of_queries, *of_logits),
-            *[call.halo_spec()] * len(halos),
+            *launch.gate_specs(reverse=True),
+            *own,
+            *[wide] * (2 * N - launch.read),
+            *of_ends,
+            *row,
+            *row,
+            *of_queries,
+            *of_logits,
+            *[launch.halo_spec()] * len(halos),
         ],
         out_specs=[
-            *(wide, *own, *row),
-            *[call.state_spec()] * call.logits,
+            wide,
+            *own,
+            *row,
+            *[launch.state_spec()] * launch.logits,
             *of_queries,
         ],
         out_shape=[
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gates.gate, *values)),
-            *[jax.ShapeDtypeStruct((call.B, 1, call.D), jnp.float32)]
-            * (N + call.logits),
+            *[jax.ShapeDtypeStruct((launch.B, 1, launch.D), jnp.float32)]
+            * (N + launch.logits),
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in reading[:1]),
         ],
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in (*scratch, *sums)],
     )
     # Every row has summed its positions.
-    d_bias = out[1 + 2 * N][:, 0].sum(0) if call.logits else None
+    d_bias = out[1 + 2 * N][:, 0].sum(0) if launch.logits else None
     d_initial = tuple(d[:, 0] for d in out[1 + N : 1 + 2 * N])
-    dq = out[-1] if call.read else None
+    dq = out[-1] if launch.read else None
     return out[0], d_bias, tuple(out[1 : 1 + N]), d_initial, dq
 
 
@@ -159,16 +170,16 @@ _STREAMS = (
 _READING = ("queries", "d_logits", "d_queries", "of_logits", "query_sums")
 
 
-def _backward_kernel(*refs, call: Call):
-    N = len(call.widths)
-    halos = N if call.tiles.linked else 0
-    counts = {"halos": halos, "d_bias": int(call.logits)} | call.gate_counts
-    counts |= dict.fromkeys(_READING, call.read)
+def _backward_kernel(*refs, launch: Launch):
+    N = len(launch.widths)
+    halos = N if launch.tiles.linked else 0
+    counts = {"halos": halos, "d_bias": int(launch.logits)} | launch.gate_counts
+    counts |= dict.fromkeys(_READING, launch.read)
     at = by_name(_Refs, refs, **dict.fromkeys(_STREAMS, N), **counts)
-    row, block = pl.program_id(0), call.blocks - 1 - pl.program_id(1)
+    row, block = pl.program_id(0), launch.blocks - 1 - pl.program_id(1)
 
     # 1. Before a row's last block, which is the first: no gradient has flowed yet.
-    @pl.when(block == call.blocks - 1)
+    @pl.when(block == launch.blocks - 1)
     def _():
         at.carried[:, :] = jnp.zeros_like(at.carried)
         for ref in at.d_bias:
@@ -176,41 +187,41 @@ def _backward_kernel(*refs, call: Call):
 
     # A narrow gradient is summed over the tiles of its stream; that of queries too.
     summed = [
-        *zip(at.d_values, at.sums, call.widths, strict=True),
-        *zip(at.d_queries, at.query_sums, call.widths[-1:], strict=False),
+        *zip(at.d_values, at.sums, launch.widths, strict=True),
+        *zip(at.d_queries, at.query_sums, launch.widths[-1:], strict=False),
     ]
     for _, sums, width in summed:
-        if width < call.D:
+        if width < launch.D:
             sums[:, :] = jnp.zeros_like(sums)
 
     # 2. A few groups of 128 channels at a time: their rows go to float32 in VMEM, the
     # gradient that enters each stretch is found, then all stretches run back at once.
     def groups(turn, _):
-        first = turn * call.together
-        _read(call, at, row, block, first)
-        entering = _entering(call, at, first)
-        _run(call, at, entering, first)
-        for i in range(call.together):
-            lanes = lanes_of(first + i, call.D // LANES)
+        first = turn * launch.together
+        _read(launch, at, row, block, first)
+        entering = _entering(launch, at, first)
+        _run(launch, at, entering, first)
+        for i in range(launch.together):
+            lanes = lanes_of(first + i, launch.D // LANES)
             part = at.d_gate_rows[0, i]
             at.d_gate[:, lanes] = part.astype(at.d_gate.dtype)
             for ref in at.d_bias:
                 ref[:, lanes] += jnp.sum(part, axis=0, keepdims=True)
             parts = [at.d_value_rows[n, i] for n in range(N)]
-            if call.read:
+            if launch.read:
                 keys = at.state_rows[N - 1, i, _BEFORE:, :]
                 parts.append(keys * at.of_logits[0][0, i])
             for (ref, sums, width), part in zip(summed, parts, strict=True):
-                if width < call.D:
+                if width < launch.D:
                     sums[jax.lax.rem(first + i, width // LANES)] += part
                 else:
                     ref[:, lanes] = part.astype(ref.dtype)
         return 0
 
-    jax.lax.fori_loop(0, call.D // LANES // call.together, groups, 0)
+    jax.lax.fori_loop(0, launch.D // LANES // launch.together, groups, 0)
     # 3. A narrow stream's sums over its tiles are whole only after the last group.
     for ref, sums, width in summed:
-        for k in range(width // LANES) if width < call.D else ():
+        for k in range(width // LANES) if width < launch.D else ():
             ref[:, k * LANES : (k + 1) * LANES] = sums[k].astype(ref.dtype)
 
     # 4. What has flowed through the whole row is the gradient of its initial state.
@@ -220,21 +231,21 @@ def _backward_kernel(*refs, call: Call):
             at.d_initial[n][:, :] = at.carried[n]
 
 
-def _read(call: Call, at: _Refs, row, block, first) -> None:
+def _read(launch: Launch, at: _Refs, row, block, first) -> None:
     """Casts a few groups of the block to float32, states one row late."""
-    here, last = row_in_block(call, at.lengths[row] - 1, block)
-    for i in range(call.together):
+    here, last = row_in_block(launch, at.lengths[row] - 1, block)
+    for i in range(launch.together):
         group = first + i
-        lanes = lanes_of(group, call.D // LANES)
-        at.e_rows[0, i] = read_gate(call, at, group, block)
-        for n in range(len(call.widths)):
-            at.value_rows[n, i] = read_rows(call, at.values[n], group, block, 0.0)
-            _read_d_states(call, at, block, first, n, i)
-            states = read_rows(call, at.states[n], group, block, 0.0)
+        lanes = lanes_of(group, launch.D // LANES)
+        at.e_rows[0, i] = read_gate(launch, at, group, block)
+        for n in range(len(launch.widths)):
+            at.value_rows[n, i] = read_rows(launch, at.values[n], group, block, 0.0)
+            _read_d_states(launch, at, block, first, n, i)
+            states = read_rows(launch, at.states[n], group, block, 0.0)
             at.state_rows[n, i, _BEFORE:, :] = states
             # Rows are 16 apart in HBM, so the one row before a block is read as 16.
             before = jnp.zeros((1, LANES), jnp.float32)
-            if call.tiles.linked:
+            if launch.tiles.linked:
                 halo = at.halos[n][:, lanes].astype(jnp.float32)
                 before = halo[HALO - 1 :]
             initial = at.initial[n][:, lanes]
@@ -248,37 +259,37 @@ def _read(call: Call, at: _Refs, row, block, first) -> None:
                 at.d_state_rows[n, i, pl.ds(last, 1), :] += ref[:, lanes]
 
 
-def _read_d_states(call: Call, at: _Refs, block, first, n: int, i: int) -> None:
+def _read_d_states(launch: Launch, at: _Refs, block, first, n: int, i: int) -> None:
     """Casts the gradient of a stream's states; makes it where queries read them."""
     group = first + i
-    if not call.read or n < len(call.widths) - 1:
-        at.d_state_rows[n, i] = read_rows(call, at.d_states[n], group, block, 0.0)
+    if not launch.read or n < len(launch.widths) - 1:
+        at.d_state_rows[n, i] = read_rows(launch, at.d_states[n], group, block, 0.0)
         return
-    q = read_rows(call, at.queries[0], group, block, 0.0)
-    d_logits = read_rows(call, at.d_logits[0], jnp.int32(0), block, 0.0)
-    of_logits = spread_heads(call, d_logits, group)
+    q = read_rows(launch, at.queries[0], group, block, 0.0)
+    d_logits = read_rows(launch, at.d_logits[0], jnp.int32(0), block, 0.0)
+    of_logits = spread_heads(launch, d_logits, group)
     at.of_logits[0][0, i] = of_logits
     at.d_state_rows[n, i] = q * of_logits
     # Stretches are chunks: their last positions are the ends.
-    ends = position(call, call.tiles.stretch - 1)
-    lanes = lanes_of(group, call.D // LANES)
+    ends = position(launch, launch.tiles.stretch - 1)
+    lanes = lanes_of(group, launch.D // LANES)
     of_ends = at.d_states[n][:, lanes].astype(jnp.float32)
     at.d_state_rows.at[n, i][ends, :] += of_ends
 
 
-def _entering(call: Call, at: _Refs, first):
+def _entering(launch: Launch, at: _Refs, first):
     """Returns the gradient that enters every stretch from behind."""
-    N, G, S = len(call.widths), call.together, call.tiles.stretch
+    N, G, S = len(launch.widths), launch.together, launch.tiles.stretch
     zeros = jnp.zeros((STRETCHES, LANES), jnp.float32)
     entering = [[zeros] * G for _ in range(N)]
-    if not call.tiles.linked:
+    if not launch.tiles.linked:
         return entering
 
     def step(turn, carry):
         products, flowing = carry
         s = S - 1 - turn
-        keeps = [keep for _, keep, _ in _gates(call, at, s)]
-        flowing = _passed_on(keeps, _totals(call, at, s, flowing))
+        keeps = [keep for _, keep, _ in _gates(launch, at, s)]
+        flowing = _passed_on(keeps, _totals(launch, at, s, flowing))
         return [p * k for p, k in zip(products, keeps, strict=True)], flowing
 
     # As forward: every stretch from 0 first, then the true gradient goes through the
@@ -288,57 +299,57 @@ def _entering(call: Call, at: _Refs, first):
     entering = [[zeros] * G for _ in range(N)]
     for n in range(N):
         for i in range(G):
-            lanes = lanes_of(first + i, call.D // LANES)
+            lanes = lanes_of(first + i, launch.D // LANES)
             entering[n][i], at.carried[n, :, lanes] = chain(
                 products[i], added[n][i], at.carried[n, :, lanes], reverse=True
             )
     return entering
 
 
-def _run(call: Call, at: _Refs, entering, first) -> None:
+def _run(launch: Launch, at: _Refs, entering, first) -> None:
     """Writes the gradients of a few groups; chunks leave theirs of the first state."""
-    S = call.tiles.stretch
+    S = launch.tiles.stretch
 
     def step(turn, flowing):
         s = S - 1 - turn
-        gates = _gates(call, at, s)
-        totals = _totals(call, at, s, flowing)
-        rows = position(call, s)
+        gates = _gates(launch, at, s)
+        totals = _totals(launch, at, s, flowing)
+        rows = position(launch, s)
         for i, (g, _, resets) in enumerate(gates):
             # dg = l (h[t-1] - v): g weighs the state before, 1 - g the value. A reset
             # forgets the state, whatever g is.
             of_keep = of_new = 0.0
             for n, groups in enumerate(totals):
-                of_keep += groups[i] * _before(call, at, n, i, s)
+                of_keep += groups[i] * _before(launch, at, n, i, s)
                 of_new += groups[i] * at.value_rows.at[n, i][rows, :]
                 at.d_value_rows.at[n, i][rows, :] = (1 - g) * groups[i]
             if resets is not None:
                 of_keep = jnp.where(resets, 0.0, of_keep)
             d_gate = of_keep - of_new
-            if call.logits:  # Of g to of its logit; beyond the sequence g is 1: 0.
+            if launch.logits:  # Of g to of its logit; beyond the sequence g is 1: 0.
                 d_gate = d_gate * g * (1 - g)
             at.d_gate_rows.at[0, i][rows, :] = d_gate
         return _passed_on([keep for _, keep, _ in gates], totals)
 
     left = jax.lax.fori_loop(0, S, step, entering)
-    if not call.tiles.linked:
+    if not launch.tiles.linked:
         for n, groups in enumerate(left):
             for i, part in enumerate(groups):
-                lanes = lanes_of(first + i, call.D // LANES)
+                lanes = lanes_of(first + i, launch.D // LANES)
                 at.carried[n, :, lanes] = part[:1]
 
 
-def _gates(call: Call, at: _Refs, s):
-    rows = position(call, s)
+def _gates(launch: Launch, at: _Refs, s):
+    rows = position(launch, s)
     return [
-        read_signed(at.e_rows.at[0, i][rows, :], signed=call.resets > 0)
-        for i in range(call.together)
+        read_signed(at.e_rows.at[0, i][rows, :], signed=launch.resets > 0)
+        for i in range(launch.together)
     ]
 
 
-def _totals(call: Call, at: _Refs, s, flowing):
+def _totals(launch: Launch, at: _Refs, s, flowing):
     """Returns l, the gradient of every state."""
-    rows = position(call, s)
+    rows = position(launch, s)
     return [
         [u + at.d_state_rows.at[n, i][rows, :] for i, u in enumerate(groups)]
         for n, groups in enumerate(flowing)
@@ -351,11 +362,11 @@ def _passed_on(keeps: list[Array], totals: list[list[Array]]):
     ]
 
 
-def _before(call: Call, at: _Refs, n: int, i: int, s) -> Array:
+def _before(launch: Launch, at: _Refs, n: int, i: int, s) -> Array:
     """Returns the states before position s of every stretch: zeros before a chunk."""
     # States lie _BEFORE rows late, so one row less is the position before.
-    before = at.state_rows.at[n, i][position(call, s, _BEFORE - 1), :]
-    if call.tiles.linked:
+    before = at.state_rows.at[n, i][position(launch, s, _BEFORE - 1), :]
+    if launch.tiles.linked:
         return before
     stretch = jax.lax.broadcasted_iota(jnp.int32, before.shape, 0)
     return jnp.where((s == 0) & (stretch > 0), 0.0, before)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gated_scan.mosaic_launch import LANES, STRETCHES, Call
+from pallas_kernels.gated_scan.mosaic_launch import LANES, STRETCHES, Launch
 
 Array = jax.Array
 Indices = slice | pl.Slice
@@ -21,16 +21,16 @@ def lanes_of(group: Array, groups: int) -> Indices:
     return pl.ds(pl.multiple_of(jax.lax.rem(group, groups) * LANES, LANES), LANES)
 
 
-def read_rows(call: Call, ref, group: Array, block: Array, fill: float) -> Array:
+def read_rows(launch: Launch, ref, group: Array, block: Array, fill: float) -> Array:
     """Reads a group's lanes of a block in float32; `fill` beyond the sequence."""
     part = ref[:, lanes_of(group, ref.shape[1] // LANES)].astype(jnp.float32)
-    if call.T % call.tiles.rows == 0:
+    if launch.T % launch.tiles.rows == 0:
         return part
-    t = jax.lax.broadcasted_iota(jnp.int32, part.shape, 0) + block * call.tiles.rows
-    return jnp.where(t < call.T, part, fill)
+    t = jax.lax.broadcasted_iota(jnp.int32, part.shape, 0) + block * launch.tiles.rows
+    return jnp.where(t < launch.T, part, fill)
 
 
-def read_gate(call: Call, at: Any, group: Array, block: Array) -> Array:
+def read_gate(launch: Launch, at: Any, group: Array, block: Array) -> Array:
     """Reads a group's lanes of a block's gate, negative where the state is reset.
 
     What is reset rides in the sign: one scratch array serves for both. A gate of 0
@@ -41,13 +41,13 @@ def read_gate(call: Call, at: Any, group: Array, block: Array) -> Array:
       at: the kernel's references, with those of `GateInputs` among them.
     """
     # Beyond the sequence: a gate of 1, which is a logit of infinity, keeps the state.
-    fill = float("inf") if call.logits else 1.0
-    g = read_rows(call, at.gate, group, block, fill)
-    if call.logits:
-        g = jax.nn.sigmoid(g + at.bias[0][:, lanes_of(group, call.D // LANES)])
-    if not call.resets:
+    fill = float("inf") if launch.logits else 1.0
+    g = read_rows(launch, at.gate, group, block, fill)
+    if launch.logits:
+        g = jax.nn.sigmoid(g + at.bias[0][:, lanes_of(group, launch.D // LANES)])
+    if not launch.resets:
         return g
-    resets = read_rows(call, at.resets[0], group, block, 0.0)
+    resets = read_rows(launch, at.resets[0], group, block, 0.0)
     return jnp.where(resets > 0, -jnp.maximum(g, jnp.finfo(g.dtype).tiny), g)
 
 
@@ -58,9 +58,9 @@ def read_signed(e: Array, *, signed: bool) -> tuple[Array, Array, Array | None]:
     return jnp.abs(e), jnp.maximum(e, 0.0), e < 0
 
 
-def position(call: Call, s: Array | int, offset: int = 0) -> Indices:
+def position(launch: Launch, s: Array | int, offset: int = 0) -> Indices:
     """Returns the rows of position s in every stretch."""
-    return pl.ds(s + offset, STRETCHES, stride=call.tiles.stretch)
+    return pl.ds(s + offset, STRETCHES, stride=launch.tiles.stretch)
 
 
 def chain(product: Array, added: Array, first: Array, *, reverse: bool = False):
@@ -84,31 +84,31 @@ def only_first(state: Array) -> Array:
     return jnp.where(jax.lax.broadcasted_iota(jnp.int32, shape, 0) == 0, state, 0.0)
 
 
-def row_in_block(call: Call, last: Array, block: Array) -> tuple[Array, Array]:
+def row_in_block(launch: Launch, last: Array, block: Array) -> tuple[Array, Array]:
     """Returns (whether position `last` is in the block, its row there, or 0)."""
-    row = last - block * call.tiles.rows
-    inside = (row >= 0) & (row < call.tiles.rows)
+    row = last - block * launch.tiles.rows
+    inside = (row >= 0) & (row < launch.tiles.rows)
     return inside, jnp.where(inside, row, 0)
 
 
-def sum_heads(call: Call, x: Array, group: Array) -> Array:
+def sum_heads(launch: Launch, x: Array, group: Array) -> Array:
     """Returns [rows, 128] with a head a lane: x [rows, 128] summed within each head."""
-    if call.head % LANES:
-        return _product(x, _heads(call, group), contract=0)
-    return jnp.where(_of_head(call, x, group), jnp.sum(x, axis=1, keepdims=True), 0.0)
+    if launch.head % LANES:
+        return _product(x, _heads(launch, group), contract=0)
+    return jnp.where(_of_head(launch, x, group), jnp.sum(x, axis=1, keepdims=True), 0.0)
 
 
-def spread_heads(call: Call, x: Array, group: Array) -> Array:
+def spread_heads(launch: Launch, x: Array, group: Array) -> Array:
     """Returns [rows, 128]: a group's lanes, each with its head's lane of x."""
-    if call.head % LANES:
-        return _product(x, _heads(call, group), contract=1)
-    own = jnp.sum(jnp.where(_of_head(call, x, group), x, 0.0), axis=1, keepdims=True)
+    if launch.head % LANES:
+        return _product(x, _heads(launch, group), contract=1)
+    own = jnp.sum(jnp.where(_of_head(launch, x, group), x, 0.0), axis=1, keepdims=True)
     return jnp.broadcast_to(own, x.shape)
 
 
-def _of_head(call: Call, x: Array, group: Array) -> Array:
+def _of_head(launch: Launch, x: Array, group: Array) -> Array:
     """Returns which lane is that of the head that all of the group's channels have."""
-    head = group * LANES // call.head
+    head = group * LANES // launch.head
     return jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) == head
 
 
@@ -116,15 +116,17 @@ def _of_head(call: Call, x: Array, group: Array) -> Array:
 # position so too.
 def _product(x: Array, heads: Array, *, contract: int) -> Array:
     return jax.lax.dot_general(
-        *(x, heads, (((1,), (contract,)), ((), ()))),
+        x,
+        heads,
+        (((1,), (contract,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
 
 
-def _heads(call: Call, group: Array) -> Array:
+def _heads(launch: Launch, group: Array) -> Array:
     """Returns [128, 128]: 1 where a lane of the group (row) is of a head (column)."""
     shape = (LANES, LANES)
     channel = group * LANES + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    first = jax.lax.broadcasted_iota(jnp.int32, shape, 1) * call.head
-    return ((channel >= first) & (channel < first + call.head)).astype(jnp.float32)
+    first = jax.lax.broadcasted_iota(jnp.int32, shape, 1) * launch.head
+    return ((channel >= first) & (channel < first + launch.head)).astype(jnp.float32)

@@ -28,8 +28,8 @@ from pallas_kernels.gated_scan.mosaic_block import (
 from pallas_kernels.gated_scan.mosaic_launch import (
     LANES,
     STRETCHES,
-    Call,
     GateInputs,
+    Launch,
     launch_kernel,
 )
 from pallas_kernels.named_refs import by_name
@@ -38,7 +38,7 @@ Array = jax.Array
 
 
 def run_forward(
-    call: Call, gates: GateInputs, values, initial, lengths, queries: tuple
+    launch: Launch, gates: GateInputs, values, initial, lengths, queries: tuple
 ):
     """Returns (states [B, T, D] of each stream, finals [B, D], logits or None).
 
@@ -51,43 +51,47 @@ def run_forward(
       lengths: int32 [B].
       queries: [B, T, W] in a tuple, or none.
     """
-    N, rows = len(values), call.tiles.rows
-    wide, states = call.rows_spec(call.D), [gates.gate.shape] * N
+    N, rows = len(values), launch.tiles.rows
+    wide, states = launch.rows_spec(launch.D), [gates.gate.shape] * N
     state_specs = [wide] * N
-    if not call.keeps:
-        states[-1] = (call.B, STRETCHES * call.blocks, call.D)
-        state_specs[-1] = call.ends_spec()
-    logits = jax.ShapeDtypeStruct((call.B, call.T, LANES), jnp.float32)
+    if not launch.keeps:
+        states[-1] = (launch.B, STRETCHES * launch.blocks, launch.D)
+        state_specs[-1] = launch.ends_spec()
+    logits = jax.ShapeDtypeStruct((launch.B, launch.T, LANES), jnp.float32)
     out = launch_kernel(
-        call,
+        launch,
         _forward_kernel,
-        *(lengths, *gates.arrays, *values, *(h[:, None] for h in initial), *queries),
+        lengths,
+        *gates.arrays,
+        *values,
+        *(h[:, None] for h in initial),
+        *queries,
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
-            *call.gate_specs(),
-            *(call.rows_spec(width) for width in call.widths),
-            *[call.state_spec()] * N,
-            *[call.rows_spec(call.widths[-1])] * call.read,
+            *launch.gate_specs(),
+            *(launch.rows_spec(width) for width in launch.widths),
+            *[launch.state_spec()] * N,
+            *[launch.rows_spec(launch.widths[-1])] * launch.read,
         ],
         out_specs=[
             *state_specs,
-            *[call.state_spec()] * N,
-            *[call.rows_spec(LANES)] * call.read,
+            *[launch.state_spec()] * N,
+            *[launch.rows_spec(LANES)] * launch.read,
         ],
         out_shape=[
             *map(jax.ShapeDtypeStruct, states, (v.dtype for v in values)),
-            *[jax.ShapeDtypeStruct((call.B, 1, call.D), jnp.float32)] * N,
-            *[logits] * call.read,
+            *[jax.ShapeDtypeStruct((launch.B, 1, launch.D), jnp.float32)] * N,
+            *[logits] * launch.read,
         ],
         scratch_shapes=[
-            pltpu.VMEM((1, call.together, rows, LANES), jnp.float32),
-            pltpu.VMEM((N, call.together, rows, LANES), jnp.float32),
-            pltpu.VMEM((N, call.together, rows, LANES), jnp.float32),
-            pltpu.VMEM((N, 1, call.D), jnp.float32),
+            pltpu.VMEM((1, launch.together, rows, LANES), jnp.float32),
+            pltpu.VMEM((N, launch.together, rows, LANES), jnp.float32),
+            pltpu.VMEM((N, launch.together, rows, LANES), jnp.float32),
+            pltpu.VMEM((N, 1, launch.D), jnp.float32),
         ],
     )
     finals = tuple(h[:, 0] for h in out[N : 2 * N])
-    return tuple(out[:N]), finals, out[-1] if call.read else None
+    return tuple(out[:N]), finals, out[-1] if launch.read else None
 
 
 class _Refs(NamedTuple):
@@ -109,12 +113,14 @@ class _Refs(NamedTuple):
     carried: Any  # scratch, float32 [N, 1, D]: the state between a row's blocks
 
 
-def _forward_kernel(*refs, call: Call):
-    streams = dict.fromkeys(("values", "initial", "states", "finals"), len(call.widths))
-    read = dict.fromkeys(("queries", "logits"), call.read)
-    at = by_name(_Refs, refs, **streams, **read, **call.gate_counts)
+def _forward_kernel(*refs, launch: Launch):
+    streams = dict.fromkeys(
+        ("values", "initial", "states", "finals"), len(launch.widths)
+    )
+    read = dict.fromkeys(("queries", "logits"), launch.read)
+    at = by_name(_Refs, refs, **streams, **read, **launch.gate_counts)
     row, block = pl.program_id(0), pl.program_id(1)
-    here, last = row_in_block(call, at.lengths[row] - 1, block)
+    here, last = row_in_block(launch, at.lengths[row] - 1, block)
 
     # 1. Before a row's first block: the state that it starts from.
     @pl.when(block == 0)
@@ -129,26 +135,26 @@ def _forward_kernel(*refs, call: Call):
     # 2. A few groups of 128 channels at a time: their rows go to float32 in VMEM, the
     # state that enters each stretch is found, then all stretches run at once.
     def groups(turn, _):
-        first = turn * call.together
-        for i in range(call.together):
-            at.e_rows[0, i] = read_gate(call, at, first + i, block)
+        first = turn * launch.together
+        for i in range(launch.together):
+            at.e_rows[0, i] = read_gate(launch, at, first + i, block)
             for n, ref in enumerate(at.values):
-                at.value_rows[n, i] = read_rows(call, ref, first + i, block, 0.0)
-        entering = _entering(call, block, first, at.e_rows, at.value_rows, at.carried)
-        _run(call, entering, at.e_rows, at.value_rows, at.state_rows)
-        for i in range(call.together):
-            lanes = lanes_of(first + i, call.D // LANES)
+                at.value_rows[n, i] = read_rows(launch, ref, first + i, block, 0.0)
+        entering = _entering(launch, block, first, at.e_rows, at.value_rows, at.carried)
+        _run(launch, entering, at.e_rows, at.value_rows, at.state_rows)
+        for i in range(launch.together):
+            lanes = lanes_of(first + i, launch.D // LANES)
             for n, ref in enumerate(at.states):
                 states = at.state_rows[n, i]
-                if not call.keeps and n == len(call.widths) - 1:
+                if not launch.keeps and n == len(launch.widths) - 1:
                     # The last positions of stretches, which are chunks.
-                    ends = position(call, call.tiles.stretch - 1)
+                    ends = position(launch, launch.tiles.stretch - 1)
                     states = at.state_rows.at[n, i][ends, :]
                 ref[:, lanes] = states.astype(ref.dtype)
             for queries, logits in zip(at.queries, at.logits, strict=True):
-                q = read_rows(call, queries, first + i, block, 0.0)
-                keys = at.state_rows[len(call.widths) - 1, i]
-                logits[:, :] += sum_heads(call, q * keys, first + i)
+                q = read_rows(launch, queries, first + i, block, 0.0)
+                keys = at.state_rows[len(launch.widths) - 1, i]
+                logits[:, :] += sum_heads(launch, q * keys, first + i)
 
             # 3. The row's last own position may lie in any of its blocks.
             @pl.when(here)
@@ -158,15 +164,15 @@ def _forward_kernel(*refs, call: Call):
 
         return 0
 
-    jax.lax.fori_loop(0, call.D // LANES // call.together, groups, 0)
+    jax.lax.fori_loop(0, launch.D // LANES // launch.together, groups, 0)
 
 
-def _entering(call: Call, block, first, e_rows, value_rows, carried):
+def _entering(launch: Launch, block, first, e_rows, value_rows, carried):
     """Returns the states before every stretch, [8, 128] a group and stream."""
-    N, G = len(call.widths), call.together
-    lanes = [lanes_of(first + i, call.D // LANES) for i in range(G)]
+    N, G = len(launch.widths), launch.together
+    lanes = [lanes_of(first + i, launch.D // LANES) for i in range(G)]
     # Stretches are chunks: only a row's very first one starts from a state.
-    if not call.tiles.linked:
+    if not launch.tiles.linked:
         fresh = block == 0
         return [
             [jnp.where(fresh, only_first(carried[n, :, at]), 0.0) for at in lanes]
@@ -175,14 +181,14 @@ def _entering(call: Call, block, first, e_rows, value_rows, carried):
 
     def step(s, carry):
         products, states = carry
-        states, keeps = _advance(call, s, states, e_rows, value_rows)
+        states, keeps = _advance(launch, s, states, e_rows, value_rows)
         return [p * k for p, k in zip(products, keeps, strict=True)], states
 
     # All 8 stretches at once, each from 0: what it adds to a state, and what it leaves
     # of one. Then the true states go through the eight in order.
     zeros = jnp.zeros((STRETCHES, LANES), jnp.float32)
     start = ([zeros + 1] * G, [[zeros] * G for _ in range(N)])
-    products, added = jax.lax.fori_loop(0, call.tiles.stretch, step, start)
+    products, added = jax.lax.fori_loop(0, launch.tiles.stretch, step, start)
     entering = [[zeros] * G for _ in range(N)]
     for n in range(N):
         for i, at in enumerate(lanes):
@@ -192,23 +198,23 @@ def _entering(call: Call, block, first, e_rows, value_rows, carried):
     return entering
 
 
-def _run(call: Call, entering, e_rows, value_rows, state_rows) -> None:
+def _run(launch: Launch, entering, e_rows, value_rows, state_rows) -> None:
     def step(s, states):
-        states, _ = _advance(call, s, states, e_rows, value_rows)
+        states, _ = _advance(launch, s, states, e_rows, value_rows)
         for n, groups in enumerate(states):
             for i, h in enumerate(groups):
-                state_rows.at[n, i][position(call, s), :] = h
+                state_rows.at[n, i][position(launch, s), :] = h
         return states
 
-    jax.lax.fori_loop(0, call.tiles.stretch, step, entering)
+    jax.lax.fori_loop(0, launch.tiles.stretch, step, entering)
 
 
-def _advance(call: Call, s, states, e_rows, value_rows):
+def _advance(launch: Launch, s, states, e_rows, value_rows):
     """Returns the states one position later, and each group's factor of the old."""
-    at = position(call, s)
+    at = position(launch, s)
     gates = [
-        read_signed(e_rows.at[0, i][at, :], signed=call.resets > 0)[:2]
-        for i in range(call.together)
+        read_signed(e_rows.at[0, i][at, :], signed=launch.resets > 0)[:2]
+        for i in range(launch.together)
     ]
     states = [
         [

@@ -9,7 +9,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.gated_scan.block_sizes import BlockSizes, linked
+from pallas_kernels.gated_scan.call import BlockSizes, flows_between
 from pallas_kernels.target import LEAST_VMEM
 
 LANES = 128
@@ -60,7 +60,7 @@ class GateInputs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Launch:
     """What both kernels of a call have in common.
 
     Attributes:
@@ -168,7 +168,7 @@ def choose_tiles(
     """
     stretch = None if blocks is None else blocks.stretch
     if stretch is not None:
-        return Tiles(stretch=stretch, linked=linked(stretch, T, chunk))
+        return Tiles(stretch=stretch, linked=flows_between(stretch, T, chunk))
     fitting = _BLOCK_BYTES // (row_bytes(D, streams) * STRETCHES) // 2 * 2
     most = max(2, min(32, fitting))
     if chunk is not None and chunk < T and 8 <= chunk <= most and chunk % 2 == 0:
@@ -202,7 +202,7 @@ def refusal_of_channels(D: int, streams: int) -> str | None:
 
 
 def launch_kernel(
-    call: Call,
+    launch: Launch,
     kernel: Callable,
     *arguments: jax.Array,
     in_specs: Sequence[pl.BlockSpec],
@@ -212,13 +212,13 @@ def launch_kernel(
 ) -> Sequence[jax.Array]:
     """Runs a kernel body over rows and, in order, the blocks of a row."""
     return pl.pallas_call(
-        partial(kernel, call=call),
-        grid=(call.B, call.blocks),
+        partial(kernel, launch=launch),
+        grid=(launch.B, launch.blocks),
         in_specs=list(in_specs),
         out_specs=list(out_specs),
         out_shape=list(out_shape),
         scratch_shapes=list(scratch_shapes),
-        interpret=call.interpret,
+        interpret=launch.interpret,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=LEAST_VMEM,

@@ -5,18 +5,13 @@
 and the states at the ends of chunks, each with a gradient of its own.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from pallas_kernels.gated_scan.call import GatedScanCall, ScanOutputs, States
+
 Array = jax.Array
-
-
-def head_of(queries: Float[Array, "B T N E"] | None) -> int:
-    """Returns E, the channels of a head; 0 without queries."""
-    return 0 if queries is None else queries.shape[3]
 
 
 def key_logits(
@@ -70,32 +65,28 @@ def add_at_ends(
 
 
 def read_apart(
-    results: tuple[Any, ...], queries: Array | None, *, chunk: int | None
-) -> tuple[Any, ...]:
-    """Returns a backend's results with queries from those that it has without."""
-    states, finals, _, kept = results
+    call: GatedScanCall, states: States, finals: tuple[Float[Array, "B D"], ...]
+) -> ScanOutputs:
+    """Returns a call's outputs from all states, read by its queries if it has any."""
+    queries, chunk = call.queries, call.options.chunk
     if queries is None:
-        return results
+        return ScanOutputs(states, finals, None)
     assert chunk is not None
     ends = ends_of(states[-1], chunk)
     logits = key_logits(queries, states[-1])
-    return (*states[:-1], ends), finals, logits, kept
+    return ScanOutputs((*states[:-1], ends), finals, logits)
 
 
 def pull_apart(
-    queries: Array | None,
-    states: tuple[Array, ...],
-    d_states: tuple[Array, ...],
-    d_logits: Array | None,
-    *,
-    chunk: int | None,
-) -> tuple[tuple[Array, ...], Array | None]:
-    """Returns gradients of all states, and of the queries, from those of the results.
+    call: GatedScanCall, states: States, cotangents: ScanOutputs
+) -> tuple[States, Array | None]:
+    """Returns gradients of all states, and of the queries, from those of the outputs.
 
     Args:
       states: all of every stream.
-      d_states: of a stream that is read, of its ends.
     """
+    d_states, _, d_logits = cotangents
+    queries, chunk = call.queries, call.options.chunk
     if queries is None:
         return d_states, None
     assert chunk is not None and d_logits is not None

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.gated_scan.inputs import GateLogits
+from pallas_kernels.gated_scan.call import GateLogits
 from pallas_kernels.gated_scan.queries import ends_of
 
 Array = jax.Array

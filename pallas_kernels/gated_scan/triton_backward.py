@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.gated_scan.triton_forward import States, fold_summaries
 from pallas_kernels.gated_scan.triton_launch import (
-    Call,
     GateInputs,
+    Launch,
     launch_kernel,
 )
 from pallas_kernels.gated_scan.triton_program import (
@@ -33,7 +33,7 @@ Array = jax.Array
 
 
 def run_backward(
-    call: Call,
+    launch: Launch,
     gates: GateInputs,
     values,
     initial,
@@ -58,31 +58,34 @@ def run_backward(
     ragged = () if lengths is None else (lengths,)
     arrays = (*gates.arrays, *values, *initial, *states, *d_states, *finals, *ragged)
     arrays = (*arrays, *reading)
-    summary = jax.ShapeDtypeStruct(call.line(call.B * call.blocks), jnp.float32)
+    summary = jax.ShapeDtypeStruct(launch.line(launch.B * launch.blocks), jnp.float32)
     # As forward, from the other end: what later stretches make of the gradient.
-    if call.summaries:
+    if launch.summaries:
         summaries = launch_kernel(
-            call,
+            launch,
             _summarize_backward_kernel,
-            *(*gates.arrays, *d_states, *finals, *ragged),
-            out_shape=[summary] * (1 + call.streams),
+            *gates.arrays,
+            *d_states,
+            *finals,
+            *ragged,
+            out_shape=[summary] * (1 + launch.streams),
         )
         arrays = (*arrays, *summaries)
     out = launch_kernel(
-        call,
+        launch,
         _backward_kernel,
         *arrays,
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype)
             for x in (gates.gate, *values, *initial, *reading[:1])
         ]
-        + [summary] * call.logits,
+        + [summary] * launch.logits,
     )
-    N = call.streams
+    N = launch.streams
     # Every stretch has summed its positions; a few numbers of each are left to sum.
-    d_bias = out[-1].sum(0).reshape(-1) if call.logits else None
+    d_bias = out[-1].sum(0).reshape(-1) if launch.logits else None
     d_values, d_initial = tuple(out[1 : 1 + N]), tuple(out[1 + N : 1 + 2 * N])
-    d_queries = out[1 + 2 * N] if call.read else None
+    d_queries = out[1 + 2 * N] if launch.read else None
     return out[0], d_bias, d_values, d_initial, d_queries
 
 
@@ -99,13 +102,13 @@ class _SummaryRefs(NamedTuple):
     added: tuple[Any, ...]  # out, float32 [B blocks, tiles, W] of each stream
 
 
-def _summarize_backward_kernel(*refs, call: Call):
+def _summarize_backward_kernel(*refs, launch: Launch):
     """Writes what a stretch makes of a gradient: u_before = product u_after + added."""
-    N = call.streams
+    N = launch.streams
     streams = dict.fromkeys(("d_states", "d_finals", "added"), N)
-    counts = call.gate_counts | {"lengths": call.lengths}
+    counts = launch.gate_counts | {"lengths": launch.lengths}
     at = by_name(_SummaryRefs, refs, **streams, **counts)
-    program = Program.here(call)
+    program = Program.here(launch)
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last, d_finals = _ends(program, at.d_finals, at.lengths)
 
@@ -120,8 +123,8 @@ def _summarize_backward_kernel(*refs, call: Call):
             product = tuple(p * k for p, k in zip(product, keeps, strict=True))
         return product, flowing
 
-    ones = tuple(zero + 1 for zero in call.zeros)
-    zeros = (tuple(call.zeros),) * N
+    ones = tuple(zero + 1 for zero in launch.zeros)
+    zeros = (tuple(launch.zeros),) * N
     product, flowing = jax.lax.fori_loop(0, program.turns, turn, (ones, zeros))
     for ref, parts in zip((at.product, *at.added), (product, *flowing), strict=True):
         program.write_block(ref, list(parts))
@@ -153,23 +156,23 @@ _STREAMS = ("values", "initial", "states", "d_states", "d_finals")
 _OUT_STREAMS = ("d_values", "d_initial")
 
 
-def _backward_kernel(*refs, call: Call):
+def _backward_kernel(*refs, launch: Launch):
     at = by_name(
         _BackwardRefs,
         refs,
-        **dict.fromkeys((*_STREAMS, *_OUT_STREAMS), call.streams),
-        **dict.fromkeys(("queries", "d_logits", "d_queries"), call.read),
-        lengths=call.lengths,
-        summaries=call.summaries,
-        d_bias=int(call.logits),
-        **call.gate_counts,
+        **dict.fromkeys((*_STREAMS, *_OUT_STREAMS), launch.streams),
+        **dict.fromkeys(("queries", "d_logits", "d_queries"), launch.read),
+        lengths=launch.lengths,
+        summaries=launch.summaries,
+        d_bias=int(launch.logits),
+        **launch.gate_counts,
     )
-    program = Program.here(call)
+    program = Program.here(launch)
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last, d_finals = _ends(program, at.d_finals, at.lengths)
     initial = [program.read_row(ref) for ref in at.initial]
     # Of a stream that is read the ends' gradient enters with the chunk.
-    whole = at.d_states[: call.streams - call.read]
+    whole = at.d_states[: launch.streams - launch.read]
 
     def turn(n, carry):
         flowing, d_bias, keys = carry
@@ -201,7 +204,7 @@ def _backward_kernel(*refs, call: Call):
             totals = _totals(d_states, d_finals, flowing, ends)
             flowing = _passed_on([keep for _, keep in factors], totals)
             d_gate = _for_gate(factors, totals, here)
-            if call.logits:
+            if launch.logits:
                 # Of g to of its logit: beyond the stretch g is 1 and this is 0.
                 d_gate = [
                     d * g * (1 - g) for d, (g, _) in zip(d_gate, factors, strict=True)
@@ -215,16 +218,16 @@ def _backward_kernel(*refs, call: Call):
     # 1. The gradient that enters from behind: of the row's last state, through what the
     # later stretches make of it.
     entering = _entering(program, d_finals, at.summaries, last)
-    zeros = tuple(call.zeros)
+    zeros = tuple(launch.zeros)
     keys = ()
-    if call.read:
+    if launch.read:
         of_ends = program.read_block(at.d_states[-1], program.block)
         of_keys = tuple(u + d for u, d in zip(entering[-1], of_ends, strict=True))
         entering = (*entering[:-1], of_keys)
-        top = program.first + program.turns * call.tiles.unroll - 1
+        top = program.first + program.turns * launch.tiles.unroll - 1
         (of_top,) = _read_streams(program, at.states[-1:], top, program.inside(top))
         keys = tuple(of_top)
-    carry = (entering, zeros if call.logits else (), keys)
+    carry = (entering, zeros if launch.logits else (), keys)
     flowing, d_bias, _ = jax.lax.fori_loop(0, program.turns, turn, carry)
     for ref in at.d_bias:
         program.write_block(ref, list(d_bias))
@@ -256,27 +259,27 @@ def _ends(program: Program, final_refs, length_refs):
 
 def _entering(program: Program, d_finals: States, summary_refs, last) -> States:
     """Returns the gradient that enters the stretch from behind."""
-    call = program.call
+    launch = program.launch
     if last is not None:  # It enters at the row's own last position instead.
         states = tuple(tuple(0 * d for d in parts) for parts in d_finals)
-    elif call.tiles.linked:
+    elif launch.tiles.linked:
         states = d_finals
     else:
-        here = program.block == call.blocks - 1
+        here = program.block == launch.blocks - 1
         states = tuple(
             tuple(jnp.where(here, d, 0.0) for d in parts) for parts in d_finals
         )
     if not summary_refs:
         return states
-    behind = call.blocks - 1 - program.block
+    behind = launch.blocks - 1 - program.block
     return fold_summaries(
-        program, summary_refs, states, behind, lambda n: call.blocks - 1 - n
+        program, summary_refs, states, behind, lambda n: launch.blocks - 1 - n
     )
 
 
 def _positions(program: Program, n: Array):
     """Returns the positions of turn n of the reversed stretch, and if they are own."""
-    unroll = program.call.tiles.unroll
+    unroll = program.launch.tiles.unroll
     top = program.first + (program.turns - n) * unroll - 1
     return [(top - u, program.inside(top - u)) for u in range(unroll)]
 
@@ -296,7 +299,7 @@ def _before(program: Program, refs, initial: list[Tiled], t: Array):
     """Returns the states before position t; zeros before a chunk that is not first."""
     # The first position has no state before it in memory: it reads the initial one.
     # Chunks start from 0, wherever their neighbour ended.
-    past = t > 0 if program.call.tiles.linked else t > program.first
+    past = t > 0 if program.launch.tiles.linked else t > program.first
     inside = program.inside(t - 1)
     past = past if inside is None else past & inside
     states = _read_streams(program, refs, t - 1, past)

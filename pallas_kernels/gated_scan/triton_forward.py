@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_scan.triton_launch import (
-    Call,
     GateInputs,
+    Launch,
     launch_kernel,
 )
 from pallas_kernels.gated_scan.triton_program import (
@@ -33,7 +33,7 @@ States = tuple[tuple[Array, ...], ...]
 
 
 def run_forward(
-    call: Call, gates: GateInputs, values, initial, lengths, queries: tuple
+    launch: Launch, gates: GateInputs, values, initial, lengths, queries: tuple
 ):
     """Returns (states [B T, tiles, W] of each stream, finals [B, tiles, W], sums).
 
@@ -51,33 +51,36 @@ def run_forward(
     arrays = (*gates.arrays, *values, *initial, *ragged, *queries)
     # Stretches of one sequence run at once, so each must know what the ones before it
     # make of the row's state. Chunks start at 0 and need no summaries.
-    if call.summaries:
-        summary = jax.ShapeDtypeStruct(call.line(call.B * call.blocks), jnp.float32)
+    if launch.summaries:
+        summary = jax.ShapeDtypeStruct(
+            launch.line(launch.B * launch.blocks), jnp.float32
+        )
         summaries = launch_kernel(
-            call,
+            launch,
             _summarize_kernel,
-            *(*gates.arrays, *values),
-            out_shape=[summary] * (1 + call.streams),
+            *gates.arrays,
+            *values,
+            out_shape=[summary] * (1 + launch.streams),
         )
         arrays = (*arrays, *summaries)
-    N, positions = call.streams, call.B * call.T
-    shapes = [call.line(positions)] * N
-    if not call.keeps:
-        shapes[-1] = call.line(call.B * call.blocks)
+    N, positions = launch.streams, launch.B * launch.T
+    shapes = [launch.line(positions)] * N
+    if not launch.keeps:
+        shapes[-1] = launch.line(launch.B * launch.blocks)
     sums = jax.ShapeDtypeStruct(
-        (positions, call.D // call.width, call.columns), jnp.float32
+        (positions, launch.D // launch.width, launch.columns), jnp.float32
     )
     out = launch_kernel(
-        call,
+        launch,
         _forward_kernel,
         *arrays,
         out_shape=[
             *map(jax.ShapeDtypeStruct, shapes, (v.dtype for v in values)),
             *(jax.ShapeDtypeStruct(h.shape, h.dtype) for h in initial),
-            *[sums] * call.read,
+            *[sums] * launch.read,
         ],
     )
-    return tuple(out[:N]), tuple(out[N : 2 * N]), out[-1] if call.read else None
+    return tuple(out[:N]), tuple(out[N : 2 * N]), out[-1] if launch.read else None
 
 
 class _SummaryRefs(NamedTuple):
@@ -91,11 +94,11 @@ class _SummaryRefs(NamedTuple):
     added: tuple[Any, ...]  # out, float32 [B blocks, tiles, W] each
 
 
-def _summarize_kernel(*refs, call: Call):
+def _summarize_kernel(*refs, launch: Launch):
     """Writes what a stretch makes of a state: h_last = product h_in + added."""
-    N = call.streams
-    at = by_name(_SummaryRefs, refs, values=N, added=N, **call.gate_counts)
-    program = Program.here(call)
+    N = launch.streams
+    at = by_name(_SummaryRefs, refs, values=N, added=N, **launch.gate_counts)
+    program = Program.here(launch)
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
 
     def turn(n, carry):
@@ -107,8 +110,8 @@ def _summarize_kernel(*refs, call: Call):
 
     # A state is a linear function of the one that enters: running from 0 gives the sum,
     # and the product of all factors what is left of any other start.
-    ones = tuple(zero + 1 for zero in call.zeros)
-    zeros = (tuple(call.zeros),) * N
+    ones = tuple(zero + 1 for zero in launch.zeros)
+    zeros = (tuple(launch.zeros),) * N
     product, states = jax.lax.fori_loop(0, program.turns, turn, (ones, zeros))
     for ref, parts in zip((at.product, *at.added), (product, *states), strict=True):
         program.write_block(ref, list(parts))
@@ -130,22 +133,22 @@ class _ForwardRefs(NamedTuple):
     sums: tuple[Any, ...]  # out, float32 [B T, tiles, W / channels], with queries
 
 
-def _forward_kernel(*refs, call: Call):
-    N = call.streams
+def _forward_kernel(*refs, launch: Launch):
+    N = launch.streams
     at = by_name(
         _ForwardRefs,
         refs,
         **dict.fromkeys(("values", "initial", "states", "finals"), N),
-        lengths=call.lengths,
-        summaries=call.summaries,
-        queries=call.read,
-        sums=call.read,
-        **call.gate_counts,
+        lengths=launch.lengths,
+        summaries=launch.summaries,
+        queries=launch.read,
+        sums=launch.read,
+        **launch.gate_counts,
     )
-    program = Program.here(call)
+    program = Program.here(launch)
     gates = Gates.of(program, GateInputs(at.gate, at.bias, at.resets))
     last = at.lengths[0][program.row] - 1 if at.lengths else None
-    written = at.states if call.keeps else at.states[:-1]
+    written = at.states if launch.keeps else at.states[:-1]
 
     # 2. One turn: `unroll` positions are read, then the state goes through them.
     def turn(n, states):
@@ -172,11 +175,11 @@ def _forward_kernel(*refs, call: Call):
     entering = _entering(program, at.initial, at.summaries)
     states = jax.lax.fori_loop(0, program.turns, turn, entering)
     # Stretches are chunks here: what one ends with is its end.
-    if not call.keeps:
+    if not launch.keeps:
         program.write_block(at.states[-1], list(states[-1]))
     # 3. A full row's last state is what its last stretch ends with.
     if last is None:
-        done = program.block == call.blocks - 1
+        done = program.block == launch.blocks - 1
     else:  # A row without a position ends where it began.
         done, states = (program.block == 0) & (last < 0), entering
     for ref, parts in zip(at.finals, states, strict=True):
@@ -185,7 +188,7 @@ def _forward_kernel(*refs, call: Call):
 
 def _entering(program: Program, initial_refs, summary_refs) -> States:
     """Returns the state before the stretch: zeros before a chunk that is not first."""
-    if not program.call.tiles.linked:
+    if not program.launch.tiles.linked:
         first = program.block == 0
         return tuple(tuple(program.read_row(ref, first)) for ref in initial_refs)
     states = tuple(tuple(program.read_row(ref)) for ref in initial_refs)
@@ -217,8 +220,8 @@ def fold_summaries(program: Program, refs, states: States, count, block_of) -> S
 def _inputs(program: Program, n: Array, gates: Gates, value_refs, query_refs=()):
     """Reads the positions of turn n; those beyond the stretch change nothing."""
     read = []
-    for u in range(program.call.tiles.unroll):
-        t = program.first + n * program.call.tiles.unroll + u
+    for u in range(program.launch.tiles.unroll):
+        t = program.first + n * program.launch.tiles.unroll + u
         inside = program.inside(t)
         gate = gates.read(t, inside)
         values, queries = (

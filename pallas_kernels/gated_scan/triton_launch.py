@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.gated_scan.block_sizes import BlockSizes, linked
+from pallas_kernels.gated_scan.call import BlockSizes, flows_between
 from pallas_kernels.powers import refusal_of_size
 
 ENOUGH_PROGRAMS = 2048
@@ -62,7 +62,7 @@ class GateInputs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Launch:
     """What every kernel of a call has in common.
 
     Attributes:
@@ -168,7 +168,7 @@ def choose_tiles(
     given = {} if blocks is None else blocks.given()
     if "stretch" in given:
         stretch = given["stretch"]
-        flows = linked(stretch, T, chunk)
+        flows = flows_between(stretch, T, chunk)
         cut = _channels(D, width, 0 if flows else head, given)
         return Tiles(positions=min(stretch, T), linked=flows, **cut)
     # Chunks as they are, where they are short or already many; few long ones are cut
@@ -228,7 +228,7 @@ def _channels(
 
 
 def launch_kernel(
-    call: Call,
+    launch: Launch,
     kernel: Callable,
     *arguments: jax.Array,
     out_shape: Sequence[jax.ShapeDtypeStruct],
@@ -237,14 +237,14 @@ def launch_kernel(
     # No blocks: a program reads a few channels of a position, and when, itself.
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        partial(kernel, call=call),
-        grid=(call.programs,),
+        partial(kernel, launch=launch),
+        grid=(launch.programs,),
         in_specs=[whole] * len(arguments),
         out_specs=[whole] * len(out_shape),
         out_shape=list(out_shape),
-        interpret=call.interpret,
+        interpret=launch.interpret,
         compiler_params=pltriton.CompilerParams(
-            num_warps=call.tiles.warps, num_stages=1
+            num_warps=launch.tiles.warps, num_stages=1
         ),
         name=kernel.__name__.strip("_"),
     )(*arguments)

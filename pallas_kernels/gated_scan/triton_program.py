@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.gated_scan.triton_launch import Call, GateInputs
+from pallas_kernels.gated_scan.triton_launch import GateInputs, Launch
 
 Array = jax.Array
 Tiled = list[Array]
@@ -27,50 +27,50 @@ class Program:
       column: its first channel within a tile.
     """
 
-    call: Call
+    launch: Launch
     row: Array
     block: Array
     column: Array
 
     @classmethod
-    def here(cls, call: Call) -> "Program":
+    def here(cls, launch: Launch) -> "Program":
         """Returns where this program stands: neighbours have neighbouring channels."""
         # Neighbours in memory run side by side, so that they share its lines.
         n = pl.program_id(0)
-        place = n // call.columns
+        place = n // launch.columns
         return cls(
-            call=call,
-            row=place // call.blocks,
-            block=place % call.blocks,
-            column=(n % call.columns) * call.tiles.channels,
+            launch=launch,
+            row=place // launch.blocks,
+            block=place % launch.blocks,
+            column=(n % launch.columns) * launch.tiles.channels,
         )
 
     @property
     def first(self) -> Array:
         """Returns the first position of the stretch."""
-        return self.block * self.call.tiles.positions
+        return self.block * self.launch.tiles.positions
 
     @property
     def turns(self) -> int:
         """Returns how often `unroll` positions make up the stretch."""
-        tiles = self.call.tiles
+        tiles = self.launch.tiles
         return -(-tiles.positions // tiles.unroll)
 
     # None where every program's positions are its own: then no access needs a mask.
     def inside(self, t: Array) -> Array | None:
         """Returns whether position t is the program's own; None: always."""
-        if not self.call.ragged:
+        if not self.launch.ragged:
             return None
-        end = jnp.minimum(self.first + self.call.tiles.positions, self.call.T)
+        end = jnp.minimum(self.first + self.launch.tiles.positions, self.launch.T)
         return t < end
 
     def read(self, ref, t: Array, *, other: float, keep: Array | None) -> Tiled:
         """Reads position t of an array [B T, tiles, ...] in float32, or `other`."""
-        return self._load(ref, self.row * self.call.T + t, other, keep)
+        return self._load(ref, self.row * self.launch.T + t, other, keep)
 
     def write(self, ref, t: Array, parts: Tiled, keep: Array | None) -> None:
         """Writes position t of an array [B T, tiles, ...] where `keep`."""
-        self._store(ref, self.row * self.call.T + t, parts, keep)
+        self._store(ref, self.row * self.launch.T + t, parts, keep)
 
     def read_row(self, ref, keep: Array | None = None) -> Tiled:
         """Reads the row's state of an array [B, tiles, W]; zeros unless `keep`."""
@@ -82,11 +82,11 @@ class Program:
 
     def read_block(self, ref, block: Array) -> Tiled:
         """Reads a stretch's summary of an array [B blocks, tiles, W]."""
-        return self._load(ref, self.row * self.call.blocks + block, 0.0, None)
+        return self._load(ref, self.row * self.launch.blocks + block, 0.0, None)
 
     def write_block(self, ref, parts: Tiled) -> None:
         """Writes the stretch's summary of an array [B blocks, tiles, W]."""
-        self._store(ref, self.row * self.call.blocks + self.block, parts, None)
+        self._store(ref, self.row * self.launch.blocks + self.block, parts, None)
 
     def read_bias(self, refs: tuple) -> Tiled | None:
         """Reads the program's channels of the bias of logits; None: none are given."""
@@ -96,7 +96,7 @@ class Program:
         """Returns whether the state is reset before position t; None: nowhere."""
         if not refs:
             return None
-        line = t if self.call.resets == 1 else self.row * self.call.T + t
+        line = t if self.launch.resets == 1 else self.row * self.launch.T + t
         if keep is None:
             return refs[0][line] != 0
         # Beyond the stretch some number is read that is there, and nothing is reset.
@@ -120,10 +120,10 @@ class Program:
         has a tile's channels, or fewer numbers: each is then one of several channels.
         """
         tiles, numbers = ref.shape[1:]
-        each = self.call.width // numbers
+        each = self.launch.width // numbers
         shape = (
-            min(self.call.together, tiles),
-            max(1, self.call.tiles.channels // each),
+            min(self.launch.together, tiles),
+            max(1, self.launch.tiles.channels // each),
         )
         columns = pl.ds(self.column // each, shape[1])
         firsts = range(0, tiles, shape[0])

@@ -12,17 +12,22 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from pallas_kernels import target
-from pallas_kernels.gated_scan.block_sizes import BlockSizes, choose
+from pallas_kernels.gated_scan.call import (
+    GatedScanCall,
+    ScanOutputs,
+    States,
+    gate_of,
+    pull_back,
+)
 from pallas_kernels.gated_scan.folded_scan import (
     scan_backward,
     scan_forward,
     summarize_backward,
     summarize_forward,
 )
-from pallas_kernels.gated_scan.inputs import GateLogits, gate_of, pull_back
 from pallas_kernels.gated_scan.queries import pull_apart, read_apart
 
 Array = jax.Array
@@ -30,38 +35,20 @@ Array = jax.Array
 _BLOCK = 128
 
 
-def supported(
-    gate, values, initial, starts, lengths, queries, *, chunk, blocks=None
-) -> str | None:
+def supported(call: GatedScanCall) -> str | None:
     """Returns which size it has no use for; it does everything else."""
-    del initial
-    arrays = (gate, values, starts, lengths, queries)
-    blocks = choose("xla", *arrays, chunk=chunk, blocks=blocks)
-    whole = chunk is None or chunk >= gate.shape[1]
-    in_blocks = whole and target.current().platform != "cpu"
-    return blocks.refusal_beyond(*(("stretch",) if in_blocks else ()))
+    in_blocks = call.period is None and target.current().platform != "cpu"
+    taken = ("stretch",) if in_blocks else ()
+    return call.block_sizes("xla").refusal_beyond(*taken)
 
 
-def forward(
-    gate: Float[Array, "B T D"] | GateLogits,
-    values: tuple[Float[Array, "B T _"], ...],
-    initial: tuple[Float[Array, "B D"], ...],
-    starts: Bool[Array, "B T"] | None,
-    lengths: Int[Array, " B"] | None,
-    queries: Float[Array, "B T N E"] | None,
-    *,
-    chunk: int | None,
-    residuals: bool = True,
-    blocks: BlockSizes | None = None,
-):
-    """Returns (states, finals, logits, all states): see `queried_scan`."""
+def forward(call: GatedScanCall, *, residuals: bool) -> tuple[ScanOutputs, States]:
+    """Returns the outputs, and all states."""
     del residuals  # What nobody reads the compiler leaves out.
-    T = gate.shape[1]
-    call = (gate, values, starts, lengths, queries)
-    block = _block(choose("xla", *call, chunk=chunk, blocks=blocks), T)
-    dtype = jnp.promote_types(gate.dtype, jnp.float32)
-    gate = gate_of(gate)
-    initial = tuple(h.astype(dtype) for h in initial)
+    lengths, (_, T, _) = call.lengths, call.gate.shape
+    dtype = jnp.promote_types(call.gate.dtype, jnp.float32)
+    gate, values = gate_of(call.gate), call.values
+    initial = tuple(h.astype(dtype) for h in call.initial)
     narrow = tuple(v.dtype for v in values)
     if lengths is not None:  # The last states are read from the states: keep them wide.
         values = tuple(v.astype(dtype) for v in values)
@@ -69,11 +56,11 @@ def forward(
         gate,
         values,
         initial,
-        starts,
-        cpu=partial(chunked_forward, size=T, period=chunk),
-        default=partial(chunked_forward, size=chunk)
-        if chunk is not None and chunk < T
-        else partial(blocked_forward, size=block),
+        call.starts,
+        cpu=partial(chunked_forward, size=T, period=call.options.chunk),
+        default=partial(blocked_forward, size=_block(call))
+        if call.period is None
+        else partial(chunked_forward, size=call.period),
     )
     if lengths is not None:
         at = jnp.maximum(lengths - 1, 0)[:, None, None]
@@ -84,32 +71,18 @@ def forward(
             for h, h_in in zip(states, initial, strict=True)
         )
     states = tuple(h.astype(d) for h, d in zip(states, narrow, strict=True))
-    return read_apart((states, last, None, states), queries, chunk=chunk)
+    return read_apart(call, states, last), states
 
 
 def backward(
-    gate: Float[Array, "B T D"] | GateLogits,
-    values: tuple[Float[Array, "B T _"], ...],
-    initial: tuple[Float[Array, "B D"], ...],
-    starts: Bool[Array, "B T"] | None,
-    lengths: Int[Array, " B"] | None,
-    queries: Float[Array, "B T N E"] | None,
-    states: tuple[Float[Array, "B T D"], ...],
-    d_states: tuple[Float[Array, "B _ D"], ...],
-    d_finals: tuple[Float[Array, "B D"], ...],
-    d_logits: Float[Array, "B T H"] | None,
-    *,
-    chunk: int | None,
-    blocks: BlockSizes | None = None,
-):
-    """Returns gradients of (gate, values, initial, queries), all but the last wide."""
-    call = (gate, values, starts, lengths, queries)
-    block = _block(choose("xla", *call, chunk=chunk, blocks=blocks), gate.shape[1])
-    d_states, dq = pull_apart(queries, states, d_states, d_logits, chunk=chunk)
-    T = gate.shape[1]
-    dtype = jnp.promote_types(gate.dtype, jnp.float32)
-    g = gate_of(gate)  # Again: kept, it would be the widest of what is.
-    initial = tuple(h.astype(dtype) for h in initial)
+    call: GatedScanCall, residuals: States, cotangents: ScanOutputs
+) -> GatedScanCall:
+    """Returns gradients in place of the arrays, all but the queries' wide."""
+    d_states, dq = pull_apart(call, residuals, cotangents)
+    d_finals, lengths = cotangents.finals, call.lengths
+    T, dtype = call.gate.shape[1], jnp.promote_types(call.gate.dtype, jnp.float32)
+    g = gate_of(call.gate)  # Again: kept, it would be the widest of what is.
+    initial = tuple(h.astype(dtype) for h in call.initial)
     passed = tuple(jnp.zeros_like(h) for h in initial)
     # With lengths the last state is one of the states: its gradient is added there. A
     # row without a position ends as it began: its gradient passes straight through.
@@ -122,21 +95,34 @@ def backward(
             for dh, d in zip(d_states, d_finals, strict=True)
         )
         d_finals = tuple(jnp.zeros_like(d) for d in d_finals)
-    arrays = (g, values, initial, starts, states, d_states, d_finals)
     d_gate, d_values, d_initial = jax.lax.platform_dependent(
-        *arrays,
-        cpu=partial(chunked_backward, size=T, period=chunk),
-        default=partial(chunked_backward, size=chunk)
-        if chunk is not None and chunk < T
-        else partial(blocked_backward, size=block),
+        g,
+        call.values,
+        initial,
+        call.starts,
+        residuals,
+        d_states,
+        d_finals,
+        cpu=partial(chunked_backward, size=T, period=call.options.chunk),
+        default=partial(blocked_backward, size=_block(call))
+        if call.period is None
+        else partial(chunked_backward, size=call.period),
     )
     d_initial = tuple(d + p for d, p in zip(d_initial, passed, strict=True))
-    return pull_back(gate, g, d_gate), d_values, d_initial, dq
+    return call._replace(
+        gate=pull_back(call.gate, g, d_gate),
+        values=d_values,
+        initial=d_initial,
+        starts=None,
+        lengths=None,
+        queries=dq,
+    )
 
 
-def _block(blocks: BlockSizes, T: int) -> int:
+def _block(call: GatedScanCall) -> int:
     """Returns the positions of a block of a whole sequence."""
-    return min(blocks.given().get("stretch", _BLOCK), T)
+    given = call.block_sizes("xla").given()
+    return min(given.get("stretch", _BLOCK), call.gate.shape[1])
 
 
 def blocked_forward(

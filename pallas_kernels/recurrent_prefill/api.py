@@ -6,8 +6,9 @@ from typing import get_args
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from pallas_kernels import dispatch, mesh_cut
-from pallas_kernels.dispatch import Implementation, check_kinds, check_shapes
+from pallas_kernels import mesh_cut
+from pallas_kernels import positional as dispatch
+from pallas_kernels.positional import Implementation, check_kinds, check_shapes
 from pallas_kernels.recurrent_prefill import mesh_layout
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,

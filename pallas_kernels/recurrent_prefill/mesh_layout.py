@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from pallas_kernels import mesh_cut
-from pallas_kernels.dispatch import Specs
 from pallas_kernels.mesh_cut import Cut, free_axes
+from pallas_kernels.positional import Specs
 from pallas_kernels.recurrent_prefill.arrays import (
     Array,
     LayerWeights,

@@ -1,6 +1,6 @@
 """Mamba's selective state space recurrence."""
 
-from pallas_kernels.selective_scan.api import Scanned, selective_scan
-from pallas_kernels.selective_scan.block_sizes import BlockSizes
+from pallas_kernels.selective_scan.api import selective_scan
+from pallas_kernels.selective_scan.call import BlockSizes, Scanned
 
 __all__ = ["BlockSizes", "Scanned", "selective_scan"]

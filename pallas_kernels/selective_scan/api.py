@@ -1,43 +1,29 @@
 """The op: a diagonal state space; its step and its weights vary with the position."""
 
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.selective_scan import mesh_layout, mosaic_tpu, triton, xla
-from pallas_kernels.selective_scan.block_sizes import BlockSizes
+from pallas_kernels import dispatch, mesh_cut
+from pallas_kernels.dispatch import Implementation, Specs
+from pallas_kernels.mesh_cut import Cut
+from pallas_kernels.selective_scan import mosaic_tpu, triton, xla
+from pallas_kernels.selective_scan.call import (
+    BlockSizes,
+    Scanned,
+    SelectiveScanCall,
+    SelectiveScanOptions,
+)
 
 Array = jax.Array
 
-OP = dispatch.Op(
-    name="selective_scan",
-    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
-    find_cut=mesh_layout.find_cut,
-    specs=mesh_layout.specs,
-    outputs=2,
-    kept=(2,),  # The states that enter chunks.
-    spares=True,
-)
 CHUNK = 16
 """Positions between two kept states: fewer cost memory, more are computed again."""
 _NO_STEP = -1e30
 """Of dt at padding: softplus of it is exactly 0, which leaves the state as it is."""
-
-
-class Scanned(NamedTuple):
-    """What the recurrence gives.
-
-    Attributes:
-      y: in u's dtype.
-      final: h after the row's last position, in at least float32.
-    """
-
-    y: Float[Array, "B T I"]
-    final: Float[Array, "B I N"]
 
 
 def selective_scan(
@@ -97,9 +83,50 @@ def selective_scan(
         real = jnp.arange(T) < lengths[:, None]
         dt = jnp.where(real[..., None], dt, 0 if dt_bias is None else _NO_STEP)
         starts = None if starts is None else starts & real
-    arrays = (u, dt, a, b, c, skip, z, dt_bias, initial, starts)
-    options = {"chunk": chunk, "blocks": blocks}
-    return Scanned(*dispatch.run(OP, arrays, implementation=implementation, **options))
+    options = SelectiveScanOptions(chunk=chunk, blocks=blocks)
+    call = SelectiveScanCall(u, dt, a, b, c, skip, z, dt_bias, initial, starts, options)
+    return dispatch.run(OP, call, implementation=implementation)
+
+
+def find_cut(call: SelectiveScanCall) -> Cut | None:
+    """Returns how the mesh that is set cuts the call by rows and channels, or None."""
+    B, _, I = call.u.shape
+    return mesh_cut.find_cut(B, lambda devices: I % devices == 0)
+
+
+def specs(cut: Cut, call: SelectiveScanCall, backend: str) -> Specs:
+    """Returns how the call and the results of any backend lie on the mesh.
+
+    b and c are shared by the channels, a, skip and dt_bias by the rows: devices that
+    share an array each make a part of its gradient, and the frame sums the parts.
+    """
+    del backend
+    rows, channels = cut.by_row, cut.columns
+    wide: Any = P(rows, None, channels)
+    state: Any = P(rows, channels)
+    by_row, by_channel = P(rows), P(channels)
+    of_call = call._replace(
+        u=wide,
+        dt=wide,
+        a=by_channel,
+        b=by_row,
+        c=by_row,
+        skip=None if call.skip is None else by_channel,
+        z=None if call.z is None else wide,
+        dt_bias=None if call.dt_bias is None else by_channel,
+        initial=state,
+        starts=None if call.starts is None else by_row,
+    )
+    # The states that enter chunks lie as the loops read them: [B, chunks, N, I].
+    return Specs(of_call, Scanned(wide, state), P(rows, None, None, channels))
+
+
+OP = dispatch.Op(
+    name="selective_scan",
+    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    find_cut=find_cut,
+    specs=specs,
+)
 
 
 def _check(u, dt, a, b, c, skip, z, dt_bias, initial, starts, lengths, chunk) -> None:

@@ -9,7 +9,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.selective_scan.block_sizes import BlockSizes, refusal_of_unroll
+from pallas_kernels.selective_scan.call import (
+    BlockSizes,
+    SelectiveScanCall,
+    refusal_of_unroll,
+)
 from pallas_kernels.target import LEAST_VMEM
 
 Array = jax.Array
@@ -94,21 +98,23 @@ class Arrays(NamedTuple):
     keep: Any = None  # [B, 1, T], 0 where a document starts, else 1; [1, 128]
 
     @classmethod
-    def of(cls, u, dt, a, b, c, skip, z, dt_bias, initial, starts) -> "Arrays":
+    def of(cls, call: SelectiveScanCall) -> "Arrays":
         float32 = jnp.float32
+        assert call.skip is not None and call.z is not None
+        assert call.dt_bias is not None
         keep = None
-        if starts is not None:
-            keep = 1 - whole_lanes(starts.astype(float32))[:, None]
+        if call.starts is not None:
+            keep = 1 - whole_lanes(call.starts.astype(float32))[:, None]
         return cls(
-            u=whole_lanes(u),
-            dt=whole_lanes(dt),
-            a=whole_lanes(a.astype(float32).T),
-            b=whole_lanes(b.astype(float32).swapaxes(1, 2)),
-            c=whole_lanes(c.astype(float32).swapaxes(1, 2)),
-            skip=whole_lanes(skip.astype(float32)[None]),
-            z=whole_lanes(z),
-            bias=whole_lanes(dt_bias.astype(float32)[None]),
-            initial=whole_lanes(initial.astype(float32).swapaxes(1, 2)),
+            u=whole_lanes(call.u),
+            dt=whole_lanes(call.dt),
+            a=whole_lanes(call.a.astype(float32).T),
+            b=whole_lanes(call.b.astype(float32).swapaxes(1, 2)),
+            c=whole_lanes(call.c.astype(float32).swapaxes(1, 2)),
+            skip=whole_lanes(call.skip.astype(float32)[None]),
+            z=whole_lanes(call.z),
+            bias=whole_lanes(call.dt_bias.astype(float32)[None]),
+            initial=whole_lanes(call.initial.astype(float32).swapaxes(1, 2)),
             keep=keep,
         )
 
@@ -118,7 +124,7 @@ class Arrays(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Launch:
     """What every kernel of a call has in common: sizes, and how it is cut."""
 
     B: int
@@ -132,8 +138,9 @@ class Call:
     interpret: Any
 
     @classmethod
-    def of(cls, arrays: Arrays, chunk: int, interpret, blocks: BlockSizes) -> "Call":
+    def of(cls, arrays: Arrays, call: SelectiveScanCall) -> "Launch":
         B, T, I = arrays.u.shape
+        chunk, blocks = call.options.chunk, call.block_sizes("mosaic_tpu")
         tiles = choose_tiles(channels=I, chunk=chunk, blocks=blocks)
         return cls(
             B=B,
@@ -144,7 +151,7 @@ class Call:
             channels=tiles.channels,
             unroll=tiles.unroll,
             has_starts=arrays.keep is not None,
-            interpret=interpret,
+            interpret=call.options.interpret,
         )
 
     @property
@@ -205,24 +212,26 @@ class Call:
         rows, shared = self.rows_spec(reverse=reverse), (None, self.N, ROWS)
         row = pl.BlockSpec((1, self.channels), of_channels)
         keep = pl.BlockSpec((None, 1, ROWS), of_time)
-        return [
-            *(rows, rows, pl.BlockSpec(self.state, of_channels)),
-            *[pl.BlockSpec(shared, of_time)] * 2,
-            *(row, rows, row, self.state_spec()),
-            *([] if arrays.keep is None else [keep]),
-        ]
+        a, by_state = (
+            pl.BlockSpec(self.state, of_channels),
+            pl.BlockSpec(shared, of_time),
+        )
+        always = [rows, rows, a, by_state, by_state, row, rows, row, self.state_spec()]
+        return always if arrays.keep is None else [*always, keep]
 
 
-def launch(call: Call, kernel, *arguments, in_specs, out_specs, out_shape, scratch):
+def launch_kernel(
+    launch: Launch, kernel, *arguments, in_specs, out_specs, out_shape, scratch
+):
     """Runs a kernel body over rows, channels and, in order, a row's blocks."""
     return pl.pallas_call(
-        partial(kernel, call=call),
-        grid=(call.B, call.columns, call.blocks),
+        partial(kernel, launch=launch),
+        grid=(launch.B, launch.columns, launch.blocks),
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-        interpret=call.interpret,
+        interpret=launch.interpret,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=LEAST_VMEM,

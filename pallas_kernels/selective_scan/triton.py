@@ -6,20 +6,23 @@ with a channel's N values in one thread, so that the sum over n needs no other t
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from pallas_kernels.dispatch import refusal_of_one_position
-from pallas_kernels.selective_scan import operands
-from pallas_kernels.selective_scan.block_sizes import BlockSizes, choose
+from pallas_kernels.selective_scan.call import (
+    Scanned,
+    SelectiveScanCall,
+    refusal_of_arrays,
+)
 from pallas_kernels.selective_scan.triton_kernels import (
     backward_kernel,
     forward_kernel,
 )
 from pallas_kernels.selective_scan.triton_launch import (
     Arrays,
-    Call,
+    Launch,
     choose_tiles,
-    launch,
+    launch_kernel,
     refusal_of_tiles,
 )
 from pallas_kernels.target import refusal_of_triton
@@ -30,28 +33,25 @@ _LONGEST_CHUNK = 32
 _MOST_STATES = 32
 
 
-def supported(u, *arrays, **options) -> str | None:
+def supported(call: SelectiveScanCall) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    reason = refusal_of_triton() or refusal_of_one_position(u)
-    return reason or expressible(u, *arrays, **options)
+    reason = refusal_of_triton() or refusal_of_one_position(call.u)
+    return reason or expressible(call)
 
 
-def expressible(
-    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk, blocks=None
-) -> str | None:
+def expressible(call: SelectiveScanCall) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    del initial
-    reason = operands.refusal(u, dt, b, c, skip, z, dt_bias)
+    reason = refusal_of_arrays(call)
     if reason is not None:
         return reason
-    I, N = a.shape
+    (I, N), chunk = call.a.shape, call.options.chunk
     if I % 16:
         return f"the channels must be a multiple of 16, got {I}"
     if N & (N - 1) or N > _MOST_STATES:
         return f"a channel's states must be 1, 2, 4, 8, 16 or 32, got {N}"
     if chunk > _LONGEST_CHUNK:
         return f"keeps a state every {_LONGEST_CHUNK} positions at least, got {chunk}"
-    blocks = choose("triton", u, a, starts, chunk=chunk, blocks=blocks)
+    blocks = call.block_sizes("triton")
     if not blocks.given():
         return None
     tiles = choose_tiles(channels=I, chunk=chunk, blocks=blocks)
@@ -59,86 +59,54 @@ def expressible(
 
 
 def forward(
-    u: Float[Array, "B T I"],
-    dt: Float[Array, "B T I"],
-    a: Float[Array, "I N"],
-    b: Float[Array, "B T N"],
-    c: Float[Array, "B T N"],
-    skip: Float[Array, " I"],
-    z: Float[Array, "B T I"],
-    dt_bias: Float[Array, " I"],
-    initial: Float[Array, "B I N"],
-    starts: Bool[Array, "B T"] | None,
-    *,
-    chunk: int,
-    residuals: bool,
-    interpret: bool = False,
-    blocks: BlockSizes | None = None,
-):
-    """Returns (y, final, states [B, G, N, I] that enter chunks) or None for these.
-
-    Args:
-      interpret: runs the kernels as plain JAX, on any device.
-      blocks: sizes; None: measured ones; what is None in them is the heuristic's.
-    """
-    blocks = choose("triton", u, a, starts, chunk=chunk, blocks=blocks)
-    call = Call.of(u, a, chunk, interpret, blocks, backward=False)
-    arrays = Arrays.of(u, dt, a, b, c, skip, z, dt_bias, initial, starts)
-    B, N, I, G = call.B, call.N, call.I, call.chunks
+    call: SelectiveScanCall, *, residuals: bool
+) -> tuple[Scanned, Float[Array, "B G N I"] | None]:
+    """Returns (y, final), and the states [B, G, N, I] that enter chunks or None."""
+    launch = Launch.of(call, backward=False)
+    B, N, I, G = launch.B, launch.N, launch.I, launch.chunks
     out_shape = [
-        jax.ShapeDtypeStruct((B * call.T, I), u.dtype),
+        jax.ShapeDtypeStruct((B * launch.T, I), call.u.dtype),
         jax.ShapeDtypeStruct((B * N, I), jnp.float32),
     ]
     if residuals:
         out_shape.append(jax.ShapeDtypeStruct((B * G * N, I), jnp.float32))
-    y, final, *kept = launch(call, forward_kernel, arrays, (), out_shape)
+    arrays = Arrays.of(call)
+    y, final, *states = launch_kernel(launch, forward_kernel, arrays, (), out_shape)
     final = final.reshape(B, N, I).swapaxes(1, 2)
-    return y.reshape(u.shape), final, kept[0].reshape(B, G, N, I) if kept else None
+    out = Scanned(y.reshape(call.u.shape), final)
+    return out, states[0].reshape(B, G, N, I) if states else None
 
 
 def backward(
-    u: Float[Array, "B T I"],
-    dt: Float[Array, "B T I"],
-    a: Float[Array, "I N"],
-    b: Float[Array, "B T N"],
-    c: Float[Array, "B T N"],
-    skip: Float[Array, " I"],
-    z: Float[Array, "B T I"],
-    dt_bias: Float[Array, " I"],
-    initial: Float[Array, "B I N"],
-    starts: Bool[Array, "B T"] | None,
-    kept: Float[Array, "B G N I"],
-    d_out: Float[Array, "B T I"],
-    d_final: Float[Array, "B I N"],
-    *,
-    chunk: int,
-    interpret: bool = False,
-    blocks: BlockSizes | None = None,
-):
-    """Returns gradients of the arrays before `starts`."""
-    blocks = choose("triton", u, a, starts, chunk=chunk, blocks=blocks)
-    call = Call.of(u, a, chunk, interpret, blocks, backward=True)
-    arrays = Arrays.of(u, dt, a, b, c, skip, z, dt_bias, initial, starts)
-    B, T, N, I = call.B, call.T, call.N, call.I
+    call: SelectiveScanCall, residuals: Float[Array, "B G N I"], cotangents: Scanned
+) -> SelectiveScanCall:
+    """Returns gradients in place of the arrays."""
+    launch, arrays = Launch.of(call, backward=True), Arrays.of(call)
+    B, T, N, I = launch.B, launch.T, launch.N, launch.I
     more = (
-        kept.reshape(-1, I),
-        d_out.reshape(-1, I),
-        d_final.astype(jnp.float32).swapaxes(1, 2).reshape(-1, I),
+        residuals.reshape(-1, I),
+        cotangents.y.reshape(-1, I),
+        cotangents.final.astype(jnp.float32).swapaxes(1, 2).reshape(-1, I),
     )
     wide = jax.ShapeDtypeStruct
-    parts = wide((call.columns * B * T, N), jnp.float32)
-    state, row = wide((B * N, I), jnp.float32), wide((B, I), jnp.float32)
-    out_shape = [
-        *(wide((B * T, I), x.dtype) for x in (u, dt, z)),
-        *(parts, parts, state, state, row, row),
-    ]
-    du, ddt, dz, db, dc, da, d_initial, d_skip, d_bias = launch(
-        call, backward_kernel, arrays, more, out_shape
+    du, ddt, dz = (wide((B * T, I), x.dtype) for x in (arrays.u, arrays.dt, arrays.z))
+    db = dc = wide((launch.columns * B * T, N), jnp.float32)
+    da = d_initial = wide((B * N, I), jnp.float32)
+    d_skip = d_bias = wide((B, I), jnp.float32)
+    out_shape = [du, ddt, dz, db, dc, da, d_initial, d_skip, d_bias]
+    du, ddt, dz, db, dc, da, d_initial, d_skip, d_bias = launch_kernel(
+        launch, backward_kernel, arrays, more, out_shape
     )
     db, dc = (x.reshape(-1, B, T, N).sum(axis=0) for x in (db, dc))
-    return (
-        *(du.reshape(u.shape), ddt.reshape(u.shape)),
-        *(da.reshape(B, N, I).sum(axis=0).T, db, dc, d_skip.sum(axis=0)),
-        *(dz.reshape(u.shape), d_bias.sum(axis=0)),
-        d_initial.reshape(B, N, I).swapaxes(1, 2),
+    return call._replace(
+        u=du.reshape(B, T, I),
+        dt=ddt.reshape(B, T, I),
+        a=da.reshape(B, N, I).sum(axis=0).T,
+        b=db,
+        c=dc,
+        skip=d_skip.sum(axis=0),
+        z=dz.reshape(B, T, I),
+        dt_bias=d_bias.sum(axis=0),
+        initial=d_initial.reshape(B, N, I).swapaxes(1, 2),
+        starts=None,
     )

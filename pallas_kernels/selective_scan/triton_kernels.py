@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.selective_scan.triton_launch import LOG2_E, Arrays, Call
+from pallas_kernels.selective_scan.triton_launch import LOG2_E, Arrays, Launch
 from pallas_kernels.selective_scan.triton_program import Program, Step, sigmoid
 
 Array = jax.Array
@@ -14,15 +14,15 @@ Array = jax.Array
 # first position to the last; the inputs of `unroll` positions are read before the
 # state moves, so that the reads overlap. Crossing memory: u, dt, z and y once, b and c
 # once a block of channels, and a state of every chunk where they are kept.
-def forward_kernel(call: Call, ins: Arrays, y_ref, final_ref, *kept_ref):
+def forward_kernel(launch: Launch, ins: Arrays, y_ref, final_ref, *kept_ref):
     """Writes y, the last state and, where there is a place for them, kept states."""
-    program = Program.here(call)
+    program = Program.here(launch)
     a = pltriton.load(program.state(ins.a, 0))
     bias = pltriton.load(ins.bias.at[program.channels])
     skip = pltriton.load(ins.skip.at[program.channels])
 
     def group(first, h):
-        steps = [program.step(ins, first + i, bias) for i in range(call.unroll)]
+        steps = [program.step(ins, first + i, bias) for i in range(launch.unroll)]
         outs = [
             (program.read_shared(ins.c, s.t, s.inside), program.read(ins.z, *s[:2]))
             for s in steps
@@ -35,13 +35,13 @@ def forward_kernel(call: Call, ins: Arrays, y_ref, final_ref, *kept_ref):
 
     def one_chunk(g, h):
         for ref in kept_ref:
-            pltriton.store(program.state(ref, program.row * call.chunks + g), h)
-        groups = call.chunk // call.unroll
-        walk = lambda m, h: group(g * call.chunk + m * call.unroll, h)  # noqa: E731
+            pltriton.store(program.state(ref, program.row * launch.chunks + g), h)
+        groups = launch.chunk // launch.unroll
+        walk = lambda m, h: group(g * launch.chunk + m * launch.unroll, h)  # noqa: E731
         return jax.lax.fori_loop(0, groups, walk, h)
 
     h = pltriton.load(program.state(ins.initial, program.row))
-    h = jax.lax.fori_loop(0, call.chunks, one_chunk, h)
+    h = jax.lax.fori_loop(0, launch.chunks, one_chunk, h)
     pltriton.store(program.state(final_ref, program.row), h)
 
 
@@ -51,11 +51,11 @@ def forward_kernel(call: Call, ins: Arrays, y_ref, final_ref, *kept_ref):
 # again and runs back over them. Gradients of b and c are sums over channels: each
 # block writes its own part. Crossing memory: u, dt, z, dy and their gradients once
 # (inputs are read again from the cache), kept states once, b and c once a block.
-def backward_kernel(call: Call, ins: Arrays, kept_ref, dy_ref, d_final_ref, *outs):
+def backward_kernel(launch: Launch, ins: Arrays, kept_ref, dy_ref, d_final_ref, *outs):
     """Writes the gradients of everything; of b and c one block of channels' part."""
     du_ref, ddt_ref, dz_ref, db_ref, dc_ref, da_ref, d_initial_ref = outs[:7]
     d_skip_ref, d_bias_ref = outs[7:]
-    program = Program.here(call)
+    program = Program.here(launch)
     a = pltriton.load(program.state(ins.a, 0))
     bias = pltriton.load(ins.bias.at[program.channels])
     skip = pltriton.load(ins.skip.at[program.channels])
@@ -92,7 +92,7 @@ def backward_kernel(call: Call, ins: Arrays, kept_ref, dy_ref, d_final_ref, *out
         d_bias = d_bias + jnp.where(s.inside, d_raw, 0.0)
         return dh, da, d_skip + dy * s.u, d_bias
 
-    groups, unroll = call.chunk // call.unroll, call.unroll
+    groups, unroll = launch.chunk // launch.unroll, launch.unroll
 
     def walk(first, h):
         """Returns the states around each position of a group, and what moved them."""
@@ -108,16 +108,16 @@ def backward_kernel(call: Call, ins: Arrays, kept_ref, dy_ref, d_final_ref, *out
     # States that enter groups move up and down a tuple, for only loops that are loops
     # keep the program small: Triton's compiler looks at all of it for each load.
     def one_chunk(turn, sums):
-        g = call.chunks - 1 - turn
-        h = pltriton.load(program.state(kept_ref, program.row * call.chunks + g))
+        g = launch.chunks - 1 - turn
+        h = pltriton.load(program.state(kept_ref, program.row * launch.chunks + g))
 
         def enter(m, entering):
-            (*_, last) = walk(g * call.chunk + m * unroll, entering[-1])
+            (*_, last) = walk(g * launch.chunk + m * unroll, entering[-1])
             return (*entering[1:], last[-1])
 
         def leave(turn, carry):
             entering, sums = carry
-            first = g * call.chunk + (groups - 1 - turn) * unroll
+            first = g * launch.chunk + (groups - 1 - turn) * unroll
             for s, before, decay, after in reversed(walk(first, entering[-1])):
                 sums = back(s, before, decay, after, sums)
             return (entering[0], *entering[:-1]), sums
@@ -126,9 +126,9 @@ def backward_kernel(call: Call, ins: Arrays, kept_ref, dy_ref, d_final_ref, *out
         return jax.lax.fori_loop(0, groups, leave, (entering, sums))[1]
 
     dh = pltriton.load(program.state(d_final_ref, program.row))
-    zeros = jnp.zeros((call.channels,), jnp.float32)
+    zeros = jnp.zeros((launch.channels,), jnp.float32)
     sums = (dh, jnp.zeros_like(dh), zeros, zeros)
-    sums = jax.lax.fori_loop(0, call.chunks, one_chunk, sums)
+    sums = jax.lax.fori_loop(0, launch.chunks, one_chunk, sums)
     dh, da, d_skip, d_bias = sums
     pltriton.store(program.state(d_initial_ref, program.row), dh)
     pltriton.store(program.state(da_ref, program.row), da)

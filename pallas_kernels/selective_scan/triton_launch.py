@@ -9,7 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.powers import refusal_of_size
-from pallas_kernels.selective_scan.block_sizes import BlockSizes, refusal_of_unroll
+from pallas_kernels.selective_scan.call import (
+    BlockSizes,
+    SelectiveScanCall,
+    refusal_of_unroll,
+)
 
 Array = jax.Array
 
@@ -79,7 +83,7 @@ def refusal_of_tiles(tiles: Tiles, *, channels: int, chunk: int) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Launch:
     """What every kernel of a call has in common: sizes, and how it is cut."""
 
     B: int
@@ -93,10 +97,9 @@ class Call:
     interpret: bool
 
     @classmethod
-    def of(
-        cls, u, a, chunk, interpret, blocks: BlockSizes, *, backward: bool
-    ) -> "Call":
-        (B, T, I), N = u.shape, a.shape[1]
+    def of(cls, call: SelectiveScanCall, *, backward: bool) -> "Launch":
+        (B, T, I), N = call.u.shape, call.a.shape[1]
+        chunk, blocks = call.options.chunk, call.block_sizes("triton")
         tiles = choose_tiles(channels=I, chunk=chunk, blocks=blocks)
         return cls(
             B=B,
@@ -107,7 +110,7 @@ class Call:
             channels=tiles.backward_channels if backward else tiles.channels,
             unroll=tiles.backward_unroll if backward else tiles.unroll,
             warps=tiles.backward_warps if backward else tiles.warps,
-            interpret=interpret,
+            interpret=call.options.interpret,
         )
 
     @property
@@ -135,40 +138,42 @@ class Arrays(NamedTuple):
     starts: Any = None  # [B T], 1 where the state is set to zero; None: nowhere
 
     @classmethod
-    def of(cls, u, dt, a, b, c, skip, z, dt_bias, initial, starts) -> "Arrays":
-        (_, _, I), N = u.shape, a.shape[1]
-        float32 = jnp.float32
+    def of(cls, call: SelectiveScanCall) -> "Arrays":
+        (_, _, I), N = call.u.shape, call.a.shape[1]
+        float32, starts = jnp.float32, call.starts
+        assert call.skip is not None and call.z is not None
+        assert call.dt_bias is not None
         return cls(
-            u=u.reshape(-1, I),
-            dt=dt.reshape(-1, I),
-            a=a.astype(float32).T * LOG2_E,
-            b=b.reshape(-1, N),
-            c=c.reshape(-1, N),
-            skip=skip.astype(float32),
-            z=z.reshape(-1, I),
-            bias=dt_bias.astype(float32),
-            initial=initial.astype(float32).swapaxes(1, 2).reshape(-1, I),
+            u=call.u.reshape(-1, I),
+            dt=call.dt.reshape(-1, I),
+            a=call.a.astype(float32).T * LOG2_E,
+            b=call.b.reshape(-1, N),
+            c=call.c.reshape(-1, N),
+            skip=call.skip.astype(float32),
+            z=call.z.reshape(-1, I),
+            bias=call.dt_bias.astype(float32),
+            initial=call.initial.astype(float32).swapaxes(1, 2).reshape(-1, I),
             starts=None if starts is None else starts.astype(jnp.int32).reshape(-1),
         )
 
 
-def launch(call: Call, kernel, arrays: Arrays, more: tuple, out_shape: list):
+def launch_kernel(launch: Launch, kernel, arrays: Arrays, more: tuple, out_shape: list):
     """Runs a kernel body once for every row and block of channels."""
     given = [x for x in arrays if x is not None]
 
     def body(*refs):
         ins = Arrays(*refs[: len(given)])
-        kernel(call, ins, *refs[len(given) :])
+        kernel(launch, ins, *refs[len(given) :])
 
     body.__name__ = "selective_scan_" + kernel.__name__
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         body,
-        grid=(call.B * call.columns,),
+        grid=(launch.B * launch.columns,),
         in_specs=[whole] * (len(given) + len(more)),
         out_specs=[whole] * len(out_shape),
         out_shape=out_shape,
-        interpret=call.interpret,
-        compiler_params=pltriton.CompilerParams(num_warps=call.warps, num_stages=1),
+        interpret=launch.interpret,
+        compiler_params=pltriton.CompilerParams(num_warps=launch.warps, num_stages=1),
         name=body.__name__,
     )(*given, *more)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.selective_scan.triton_launch import LOG2_E, Arrays, Call
+from pallas_kernels.selective_scan.triton_launch import LOG2_E, Arrays, Launch
 
 Array = jax.Array
 
@@ -17,57 +17,61 @@ Array = jax.Array
 class Program:
     """The program's row and channels, and how it reads and writes there."""
 
-    call: Call
+    launch: Launch
     row: Array
     block: Array
 
     @classmethod
-    def here(cls, call: Call) -> "Program":
+    def here(cls, launch: Launch) -> "Program":
         """Returns where this program stands: neighbours have neighbouring channels."""
         n = pl.program_id(0)
-        return cls(call=call, row=n // call.columns, block=n % call.columns)
+        return cls(
+            launch=launch,
+            row=n // launch.columns,
+            block=n % launch.columns,
+        )
 
     @property
     def channels(self):
-        return pl.ds(self.block * self.call.channels, self.call.channels)
+        return pl.ds(self.block * self.launch.channels, self.launch.channels)
 
     def state(self, ref, number) -> Any:
         """Returns the place of the number-th [N, channels] of an array [_ N, I]."""
-        N = self.call.N
+        N = self.launch.N
         return ref.at[pl.ds(number * N, N), self.channels]
 
     def read(self, ref, t, inside) -> Array:
         """Reads position t of an array [B T, I]; zeros where it is not `inside`."""
-        at = ref.at[self.row * self.call.T + t, self.channels]
-        mask = jnp.full((self.call.channels,), inside)
+        at = ref.at[self.row * self.launch.T + t, self.channels]
+        mask = jnp.full((self.launch.channels,), inside)
         return pltriton.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
     def write(self, ref, t, value: Array, inside) -> None:
         """Writes position t of an array [B T, I] if it is `inside`."""
-        at = ref.at[self.row * self.call.T + t, self.channels]
-        mask = jnp.full((self.call.channels,), inside)
+        at = ref.at[self.row * self.launch.T + t, self.channels]
+        mask = jnp.full((self.launch.channels,), inside)
         pltriton.store(at, value.astype(ref.dtype), mask=mask)
 
     def read_shared(self, ref, t, inside) -> Array:
         """Reads position t of an array [B T, N] that all channels share."""
-        at = ref.at[self.row * self.call.T + t, pl.ds(0, self.call.N)]
-        mask = jnp.full((self.call.N,), inside)
+        at = ref.at[self.row * self.launch.T + t, pl.ds(0, self.launch.N)]
+        mask = jnp.full((self.launch.N,), inside)
         return pltriton.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
     def write_part(self, ref, t, value: Array, inside) -> None:
         """Writes position t of this block's part of an array [columns B T, N]."""
-        line = (self.block * self.call.B + self.row) * self.call.T + t
-        mask = jnp.full((self.call.N,), inside)
-        pltriton.store(ref.at[line, pl.ds(0, self.call.N)], value, mask=mask)
+        line = (self.block * self.launch.B + self.row) * self.launch.T + t
+        mask = jnp.full((self.launch.N,), inside)
+        pltriton.store(ref.at[line, pl.ds(0, self.launch.N)], value, mask=mask)
 
     def step(self, ins: Arrays, t, bias: Array) -> "Step":
         """Reads what moves the state at position t."""
-        inside = t < self.call.T
+        inside = t < self.launch.T
         raw = self.read(ins.dt, t, inside) + bias
         u = self.read(ins.u, t, inside)
         restart = None
         if ins.starts is not None:
-            at = ins.starts.at[self.row * self.call.T + t]
+            at = ins.starts.at[self.row * self.launch.T + t]
             restart = pltriton.load(at, mask=inside, other=0) > 0
         # Past the row's end the step is 0: the state stays as it is.
         delta = jnp.where(inside, softplus(raw), 0.0)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from pallas_kernels import target
-from pallas_kernels.selective_scan.block_sizes import BlockSizes, choose
+from pallas_kernels.selective_scan.call import Scanned, SelectiveScanCall
 
 Array = jax.Array
 
@@ -20,36 +20,17 @@ _UNROLL = 8
 """Positions in a turn of the loop on a GPU or TPU, where a turn costs launches."""
 
 
-def supported(
-    u, dt, a, b, c, skip, z, dt_bias, initial, starts, *, chunk, blocks=None
-) -> str | None:
+def supported(call: SelectiveScanCall) -> str | None:
     """Returns which size it has no use for; it does everything else."""
-    del dt, b, c, skip, z, dt_bias, initial
-    blocks = choose("xla", u, a, starts, chunk=chunk, blocks=blocks)
-    return blocks.refusal_beyond("unroll")
+    return call.block_sizes("xla").refusal_beyond("unroll")
 
 
 def forward(
-    u: Float[Array, "B T I"],
-    dt: Float[Array, "B T I"],
-    a: Float[Array, "I N"],
-    b: Float[Array, "B T N"],
-    c: Float[Array, "B T N"],
-    skip: Float[Array, " I"] | None,
-    z: Float[Array, "B T I"] | None,
-    dt_bias: Float[Array, " I"] | None,
-    initial: Float[Array, "B I N"],
-    starts: Bool[Array, "B T"] | None,
-    *,
-    chunk: int,
-    residuals: bool,
-    blocks: BlockSizes | None = None,
-):
-    """Returns (y, final, states [B, G, N, I] that enter chunks) or None for these."""
-    T = u.shape[1]
-    blocks = choose("xla", u, a, starts, chunk=chunk, blocks=blocks)
-    walked = chunk if residuals else T
-    steps = _Steps.of(u, dt, a, b, c, dt_bias, starts, walked, blocks.unroll)
+    call: SelectiveScanCall, *, residuals: bool
+) -> tuple[Scanned, Float[Array, "B G N I"] | None]:
+    """Returns (y, final), and the states [B, G, N, I] that enter chunks or None."""
+    u, T = call.u, call.u.shape[1]
+    steps = _Steps.of(call, call.options.chunk if residuals else T)
 
     def position(t, carry):
         h, y = carry
@@ -57,58 +38,45 @@ def forward(
         return h, _put(y, _over_states(h, _at(steps.c, t)), t)
 
     def one_chunk(g, carry):
-        h, y, kept = carry
-        kept = _put(kept, h, g)
+        h, y, entering = carry
+        entering = _put(entering, h, g)
         h, y = steps.walk(g, position, (h, y))
-        return h, y, kept
+        return h, y, entering
 
-    h = initial.swapaxes(1, 2).astype(steps.a.dtype)
-    y = jnp.zeros_like(steps.delta)
+    h = call.initial.swapaxes(1, 2).astype(steps.a.dtype)
+    y, entering = jnp.zeros_like(steps.delta), None
     if residuals:
-        kept = jnp.zeros((h.shape[0], steps.chunks, *h.shape[1:]), h.dtype)
-        h, y, kept = jax.lax.fori_loop(0, steps.chunks, one_chunk, (h, y, kept))
+        entering = jnp.zeros((h.shape[0], steps.chunks, *h.shape[1:]), h.dtype)
+        carry = (h, y, entering)
+        h, y, entering = jax.lax.fori_loop(0, steps.chunks, one_chunk, carry)
     else:
-        (h, y), kept = steps.walk(0, position, (h, y)), None
-    y = _passed_by(y[:, :T], u, skip)
-    if z is not None:
-        y = y * jax.nn.silu(z.astype(y.dtype))
-    return y.astype(u.dtype), h.swapaxes(1, 2), kept
+        h, y = steps.walk(0, position, (h, y))
+    y = _passed_by(y[:, :T], u, call.skip)
+    if call.z is not None:
+        y = y * jax.nn.silu(call.z.astype(y.dtype))
+    return Scanned(y.astype(u.dtype), h.swapaxes(1, 2)), entering
 
 
 def backward(
-    u: Float[Array, "B T I"],
-    dt: Float[Array, "B T I"],
-    a: Float[Array, "I N"],
-    b: Float[Array, "B T N"],
-    c: Float[Array, "B T N"],
-    skip: Float[Array, " I"] | None,
-    z: Float[Array, "B T I"] | None,
-    dt_bias: Float[Array, " I"] | None,
-    initial: Float[Array, "B I N"],
-    starts: Bool[Array, "B T"] | None,
-    kept: Float[Array, "B G N I"],
-    d_out: Float[Array, "B T I"],
-    d_final: Float[Array, "B I N"],
-    *,
-    chunk: int,
-    blocks: BlockSizes | None = None,
-):
-    """Returns gradients of the arrays before `starts`, None for those not given.
+    call: SelectiveScanCall, residuals: Float[Array, "B G N I"], cotangents: Scanned
+) -> SelectiveScanCall:
+    """Returns gradients in place of the arrays.
 
     With g[t] the gradient of h[t], from the last position to the first:
     g[t] = dy[t] C[t] + exp(s[t+1] A) g[t+1]; the others are sums over g and h.
     """
-    T, dtype = u.shape[1], kept.dtype
+    u, skip, z, dt_bias = call.u, call.skip, call.z, call.dt_bias
+    T, dtype = u.shape[1], residuals.dtype
     wide = u.astype(dtype)
     # The gate z multiplies what the state and the skip gave: its own gradient needs
     # that sum again, which the loop makes as y.
-    dy = d_out = d_out.astype(dtype)
+    dy = d_out = cotangents.y.astype(dtype)
     if z is not None:
         sigmoid = jax.nn.sigmoid(z.astype(dtype))
         dy = d_out * z * sigmoid
-    blocks = choose("xla", u, a, starts, chunk=chunk, blocks=blocks)
-    steps = _Steps.of(u, dt, a, b, c, dt_bias, starts, chunk, blocks.unroll)
-    dh, da, sums = _reverse(steps, kept, dy, d_final.swapaxes(1, 2).astype(dtype))
+    steps = _Steps.of(call, call.options.chunk)
+    d_final = cotangents.final.swapaxes(1, 2).astype(dtype)
+    dh, da, sums = _reverse(steps, residuals, dy, d_final)
     # What remains needs no loop: the step s enters through the input s u and the
     # exponent.
     of_input, of_step, db, dc, y = (x[:, :T] for x in sums)
@@ -123,10 +91,20 @@ def backward(
         dz = d_out * _passed_by(y, u, skip) * slope
     ddt = d_delta
     if dt_bias is not None:
-        ddt = d_delta * jax.nn.sigmoid(dt.astype(dtype) + dt_bias.astype(dtype))
+        ddt = d_delta * jax.nn.sigmoid(call.dt.astype(dtype) + dt_bias.astype(dtype))
         d_bias = jnp.sum(ddt, axis=(0, 1))
-    da = jnp.sum(da, axis=0).T
-    return du, ddt, da, db, dc, d_skip, dz, d_bias, dh.swapaxes(1, 2)
+    return call._replace(
+        u=du,
+        dt=ddt,
+        a=jnp.sum(da, axis=0).T,
+        b=db,
+        c=dc,
+        skip=d_skip,
+        z=dz,
+        dt_bias=d_bias,
+        initial=dh.swapaxes(1, 2),
+        starts=None,
+    )
 
 
 class _Steps(NamedTuple):
@@ -152,10 +130,9 @@ class _Steps(NamedTuple):
     unroll: int
 
     @classmethod
-    def of(
-        cls, u, dt, a, b, c, dt_bias, starts, chunk: int, unroll: int | None
-    ) -> "_Steps":
-        """Lays them out; an unroll of None is the heuristic's."""
+    def of(cls, call: SelectiveScanCall, chunk: int) -> "_Steps":
+        """Lays them out for a walk in chunks of so many positions."""
+        u, starts = call.u, call.starts
         dtype = jnp.promote_types(u.dtype, jnp.float32)
         T = u.shape[1]
         chunk = min(chunk, T)
@@ -166,16 +143,18 @@ class _Steps(NamedTuple):
             return jnp.pad(x, ((0, 0), missing, *[(0, 0)] * (x.ndim - 2)))
 
         # A step of 0 changes no state and adds nothing, so padding needs no mask.
-        delta = dt.astype(dtype)
-        if dt_bias is not None:
-            delta = jax.nn.softplus(delta + dt_bias.astype(dtype))
+        delta = call.dt.astype(dtype)
+        if call.dt_bias is not None:
+            delta = jax.nn.softplus(delta + call.dt_bias.astype(dtype))
         inputs = padded(delta * u)
         # starts are padded with 0: the last state passes through the padding.
         keep = None if starts is None else 1 - padded(starts)
-        arrays = (padded(delta), inputs, a.astype(dtype).T, padded(b), padded(c), keep)
+        delta, a = padded(delta), call.a.astype(dtype).T
+        b, c = padded(call.b), padded(call.c)
+        unroll = call.block_sizes("xla").unroll
         if unroll is None:
             unroll = 1 if target.current().platform == "cpu" else _UNROLL
-        return cls(*arrays, chunk, min(unroll, chunk))
+        return cls(delta, inputs, a, b, c, keep, chunk, min(unroll, chunk))
 
     @property
     def chunks(self) -> int:

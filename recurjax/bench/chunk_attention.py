@@ -8,7 +8,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.chunk_attention import BlockSizes, ChunkEnds, chunk_attention
 from pallas_kernels.chunk_attention.api import OP
-from pallas_kernels.chunk_attention.block_sizes import shape_class
+from pallas_kernels.chunk_attention.call import (
+    ChunkAttentionCall,
+    ChunkAttentionOptions,
+)
 from recurjax.bench.op_by_backend import (
     Call,
     Candidates,
@@ -84,37 +87,39 @@ def calls_of_run(experiment: Experiment) -> list[Call]:
     for sizes in found:
         shapes = _shapes(sizes, experiment.model.dtype, experiment.has_segments)
         shapes = as_one_device_has_it(OP, shapes, experiment)
-        calls.append(call_of(shapes, chunk=sizes["C"]))
+        calls.append(call_of(shapes))
     return calls
 
 
-def call_of(shapes: tuple[Any, ...], *, chunk: int) -> Call:
+def call_of(shapes: ChunkAttentionCall) -> Call:
     """Makes a call of random arrays, as the op's backends take them."""
-    arrays = drawn(shapes)
-    q, own_logits, _, ends, first, documents = arrays
-    B, T, N, E = q.shape
+    call = drawn(shapes)
+    (B, T, N, E), H = call.q.shape, call.own_logits.shape[2]
+    chunk, scale = call.options.chunk, call.options.scale
 
-    def run(q, own_logits, own_values, ends, first, documents, **options):
-        options = {"chunk": chunk, "scale": E**-0.5, **options}
-        known = {"first": first, "documents": documents}
-        return chunk_attention(q, own_logits, own_values, ends, **known, **options)
+    def run(call, **options):
+        q, own_logits, own_values, ends, first, documents, _ = call
+        options |= {"first": first, "documents": documents}
+        return chunk_attention(
+            q, own_logits, own_values, ends, chunk=chunk, scale=scale, **options
+        )
 
     return Call(
         op=OP,
         function=run,
-        arrays=arrays,
-        shape={"B": B, "T": T, "H": own_logits.shape[2], "N": N, "E": E, "C": chunk},
-        shape_class=shape_class(q, own_logits, ends, first, documents, chunk=chunk),
+        arrays=(call,),
+        shape={"B": B, "T": T, "H": H, "N": N, "E": E, "C": chunk},
+        shape_class=call.shape_class,
         sized=lambda sizes: {"blocks": BlockSizes(**sizes)},
     )
 
 
 def _calls(large: bool, dtype: Dtype) -> Iterator[Call]:
     for sizes in LARGE if large else SMALL:
-        yield call_of(_shapes(sizes, dtype, packed=False), chunk=sizes["C"])
+        yield call_of(_shapes(sizes, dtype, packed=False))
 
 
-def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> tuple[Any, ...]:
+def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> ChunkAttentionCall:
     B, T, H, N, E, C = (sizes[letter] for letter in "BTHNEC")
     # As RAT's training: every chunk's end, none where there is one chunk only.
     S = -(-T // C)
@@ -123,14 +128,16 @@ def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> tuple[Any, ..
     wide = jnp.promote_types(dtype, jnp.float32)
     ends = shape((B, H, S, E), dtype)
     known = shape((B, S), jnp.int32) if packed else None
-    return (
-        shape((B, T, N, E), dtype),
-        shape((B, T, H), wide),
-        shape((B, T, H, E), dtype),
-        ChunkEnds(ends, ends, known),  # pyright: ignore[reportArgumentType]
-        None,
-        shape((B, T), jnp.int32) if packed else None,
-    )
+    arrays: dict[str, Any] = {
+        "q": shape((B, T, N, E), dtype),
+        "own_logits": shape((B, T, H), wide),
+        "own_values": shape((B, T, H, E), dtype),
+        "ends": ChunkEnds(ends, ends, known),  # pyright: ignore[reportArgumentType]
+        "first": None,
+        "documents": shape((B, T), jnp.int32) if packed else None,
+    }
+    options = ChunkAttentionOptions(chunk=C, scale=E**-0.5)
+    return ChunkAttentionCall(**arrays, options=options)
 
 
 def _of_rat(experiment: Experiment, mixer: RatMixerConfig) -> dict[str, int]:

@@ -13,7 +13,7 @@ from pallas_kernels.gated_scan import (
     queried_scan,
 )
 from pallas_kernels.gated_scan.api import OP
-from pallas_kernels.gated_scan.block_sizes import shape_class
+from pallas_kernels.gated_scan.call import GatedScanCall, GatedScanOptions
 from recurjax.bench.op_by_backend import (
     Call,
     Candidates,
@@ -77,46 +77,43 @@ def calls_of_run(experiment: Experiment) -> list[Call]:
     for sizes in found:
         shapes = _shapes(sizes, experiment.model.dtype, experiment.has_segments)
         shapes = as_one_device_has_it(OP, shapes, experiment)
-        calls.append(call_of(shapes, chunk=sizes.get("C")))
+        calls.append(call_of(shapes))
     return calls
 
 
-def call_of(shapes: tuple[Any, ...], *, chunk: int | None) -> Call:
+def call_of(shapes: GatedScanCall) -> Call:
     """Makes a call of random arrays, as the op's backends take them."""
-    arrays = drawn(shapes)
-    gate, values, _, starts, lengths, queries = arrays
-    B, T, D = gate.shape
-    shape = {"B": B, "T": T, "D": D}
-    if queries is not None and chunk is not None:
-        shape |= {"W": values[-1].shape[2], "E": queries.shape[3], "C": chunk}
+    call = drawn(shapes)
+    B, T, D = call.gate.shape
+    shape, chunk = {"B": B, "T": T, "D": D}, call.options.chunk
+    if call.queries is not None and chunk is not None:
+        shape |= {"W": call.values[-1].shape[2], "E": call.head, "C": chunk}
 
     # In training every row starts from zero: the op makes that state itself.
-    def run(gate, values, initial, starts, lengths, queries, **options):
-        del initial, lengths
-        options = {"starts": starts, **options}
-        if queries is None or chunk is None:
-            return gated_scan(gate, values, **options).states
-        v, k = values
-        scanned = queried_scan(gate, v, k, queries, chunk=chunk, **options)
-        return scanned.values, scanned.ends, scanned.logits
+    def run(call, **options):
+        options["starts"] = call.starts
+        if call.queries is None or chunk is None:
+            return gated_scan(call.gate, call.values, **options).states
+        v, k = call.values
+        out = queried_scan(call.gate, v, k, call.queries, chunk=chunk, **options)
+        return out.values, out.ends, out.logits
 
-    known = (gate, values, starts, lengths, queries)
     return Call(
         op=OP,
         function=run,
-        arrays=arrays,
+        arrays=(call,),
         shape=shape,
-        shape_class=shape_class(*known, chunk=chunk),
+        shape_class=call.shape_class,
         sized=lambda sizes: {"blocks": BlockSizes(**sizes)},
     )
 
 
 def _calls(large: bool, dtype: Dtype) -> Iterator[Call]:
     for sizes in LARGE if large else SMALL:
-        yield call_of(_shapes(sizes, dtype, packed=False), chunk=sizes.get("C"))
+        yield call_of(_shapes(sizes, dtype, packed=False))
 
 
-def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> tuple[Any, ...]:
+def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> GatedScanCall:
     B, T, D = (sizes[letter] for letter in "BTD")
     shape = jax.ShapeDtypeStruct
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -127,9 +124,15 @@ def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> tuple[Any, ..
         W, E = sizes["W"], sizes["E"]
         values = (*values, shape((B, T, W), dtype))
         queries = shape((B, T, W // E, E), dtype)
-    initial = (shape((B, D), wide),) * len(values)
-    starts = shape((B, T), jnp.bool_) if packed else None
-    return gate, values, initial, starts, None, queries
+    arrays: dict[str, Any] = {
+        "gate": gate,
+        "values": values,
+        "initial": (shape((B, D), wide),) * len(values),
+        "starts": shape((B, T), jnp.bool_) if packed else None,
+        "lengths": None,
+        "queries": queries,
+    }
+    return GatedScanCall(**arrays, options=GatedScanOptions(chunk=sizes.get("C")))
 
 
 __all__ = ["rows", "summary", "tune"]

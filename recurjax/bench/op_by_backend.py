@@ -189,11 +189,11 @@ def rows_of_step(experiment: Experiment) -> int:
     return experiment.training.batch // experiment.training.accumulation
 
 
-def as_one_device_has_it(op: Op, arrays: Any, experiment: Experiment) -> Any:
+def as_one_device_has_it(op: Op, call: Any, experiment: Experiment) -> Any:
     """Returns the shapes of a run's call as the run's mesh leaves them to one device.
 
     Args:
-      arrays: shapes of the whole call, as a backend takes them.
+      call: shapes of the entire call, as a backend receives them.
 
     Raises:
       UserError: the run cuts its tokens or layers over devices.
@@ -204,18 +204,18 @@ def as_one_device_has_it(op: Op, arrays: Any, experiment: Experiment) -> Any:
             raise UserError(
                 f"tunes rows and layers that lie on one device: set --mesh.{axis} 1"
             )
-    found = []
+    parts = []
 
-    def ask(*arrays: Any) -> None:
-        cut = op.find_cut(*arrays)
+    def divide(call: Any) -> None:
+        cut = op.find_cut(call)
         if cut is not None and cut.cuts:
-            specs = op.specs(cut, *arrays).arrays
-            found.append(mesh_cut.local_shapes(cut, specs, arrays))
+            specs = op.specs(cut, call, "xla").call
+            parts.append(mesh_cut.local_shapes(cut, specs, call))
 
-    # As the op's frame asks: nothing is computed.
+    # As the op's frame does: nothing is computed.
     with jax.set_mesh(mesh):
-        jax.eval_shape(ask, *arrays)
-    return found[0] if found else arrays
+        jax.eval_shape(divide, call)
+    return parts[0] if parts else call
 
 
 def drawn(shapes: Any) -> Any:

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.selective_scan import BlockSizes, selective_scan
 from pallas_kernels.selective_scan.api import CHUNK, OP
-from pallas_kernels.selective_scan.block_sizes import shape_class
+from pallas_kernels.selective_scan.call import (
+    SelectiveScanCall,
+    SelectiveScanOptions,
+)
 from recurjax.bench.op_by_backend import (
     Call,
     Candidates,
@@ -68,24 +71,24 @@ def calls_of_run(experiment: Experiment) -> list[Call]:
     return calls
 
 
-def call_of(shapes: tuple[Any, ...]) -> Call:
+def call_of(shapes: SelectiveScanCall) -> Call:
     """Makes a call of random arrays, as the op's backends take them."""
-    u, dt, a, *rest = drawn(shapes)
+    call = drawn(shapes)
     # Decays that stay inside (0, 1): long rows neither vanish nor overflow.
-    a = -jnp.exp(a)
-    (B, T, I), N = u.shape, a.shape[1]
+    call = call._replace(a=-jnp.exp(call.a))
+    (B, T, I), N = call.u.shape, call.a.shape[1]
 
-    def run(u, dt, a, b, c, skip, z, dt_bias, initial, starts, **options):
-        options = {"initial": initial, "starts": starts, **options}
-        mixer = {"skip": skip, "z": z, "dt_bias": dt_bias}
-        return selective_scan(u, dt, a, b, c, **mixer, **options).y
+    def run(call, **options):
+        arrays = call._asdict()
+        chunk = arrays.pop("options").chunk
+        return selective_scan(**arrays, chunk=chunk, **options).y
 
     return Call(
         op=OP,
         function=run,
-        arrays=(u, dt, a, *rest),
+        arrays=(call,),
         shape={"B": B, "T": T, "I": I, "N": N},
-        shape_class=shape_class(u, a, rest[-1], chunk=CHUNK),
+        shape_class=call.shape_class,
         sized=lambda sizes: {"blocks": BlockSizes(**sizes)},
     )
 
@@ -95,17 +98,25 @@ def _calls(large: bool, dtype: Dtype) -> Iterator[Call]:
         yield call_of(_shapes(sizes, dtype, packed=False))
 
 
-def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> tuple[Any, ...]:
+def _shapes(sizes: Mapping[str, int], dtype: str, packed: bool) -> SelectiveScanCall:
     B, T, I, N = (sizes[letter] for letter in "BTIN")
     shape = jax.ShapeDtypeStruct
     wide = jnp.promote_types(dtype, jnp.float32)
     by_channel, by_state = shape((B, T, I), dtype), shape((B, T, N), dtype)
     row = shape((I,), wide)
-    return (
-        *(by_channel, by_channel, shape((I, N), wide), by_state, by_state),
-        *(row, by_channel, row, shape((B, I, N), wide)),
-        shape((B, T), jnp.bool_) if packed else None,
-    )
+    arrays: dict[str, Any] = {
+        "u": by_channel,
+        "dt": by_channel,
+        "a": shape((I, N), wide),
+        "b": by_state,
+        "c": by_state,
+        "skip": row,
+        "z": by_channel,
+        "dt_bias": row,
+        "initial": shape((B, I, N), wide),
+        "starts": shape((B, T), jnp.bool_) if packed else None,
+    }
+    return SelectiveScanCall(**arrays, options=SelectiveScanOptions(chunk=CHUNK))
 
 
 __all__ = ["rows", "summary", "tune"]

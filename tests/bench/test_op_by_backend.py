@@ -106,9 +106,9 @@ def test_a_rat_s_run_has_its_scan_and_its_attention():
     sizes = {"B": 2, "T": 256}
     (call,) = calls_of(chunk_attention, run)
     assert call.shape == sizes | {"H": 4, "N": 2, "E": 16, "C": 16}
-    (_, _, _, ends, first, documents) = call.arrays
-    assert ends.keys.shape == (2, 4, 16, 16)
-    assert first is documents is None
+    (of_op,) = call.arrays
+    assert of_op.ends.keys.shape == (2, 4, 16, 16)
+    assert of_op.first is of_op.documents is None
     (call,) = calls_of(gated_scan, run)
     assert call.shape == sizes | {"D": 64, "W": 32, "E": 16, "C": 16}
     assert call.shape_class["logits"] and call.shape_class["streams"] == 2
@@ -141,7 +141,7 @@ def test_a_run_s_attention_has_the_op_where_it_takes_it():
     )
     with as_if(GPU):
         (call,) = calls_of(chunk_attention, experiment)
-        assert call.arrays[3].keys.shape[2] == call.shape["T"] == 256
+        assert call.arrays[0].ends.keys.shape[2] == call.shape["T"] == 256
         assert call.backends()[0] == "triton"
 
 

@@ -12,6 +12,7 @@ put into the op's own table, so that the frame's dispatch and gradient are teste
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -202,8 +203,13 @@ class OpLaws:
 
 
 def _always(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Returns the function with options that go before those of its callers."""
-    return lambda *arrays, **given: function(*arrays, **{**given, **options})
+    """Returns a backend's function with options that go before those of the call."""
+
+    def run(call: Any, *rest: Any, **given: Any) -> Any:
+        call = call._replace(options=replace(call.options, **options))
+        return function(call, *rest, **given)
+
+    return run
 
 
 def _changed(call: Call, names: tuple[str, ...], change: Callable[..., Any]) -> Call:

@@ -12,6 +12,7 @@ CPU, which has no fast sum along them.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,21 +46,30 @@ def attend_in_bands(
     Args:
       slopes: of ALiBi, which are not trained: they get no gradient.
     """
-    (o,) = dispatch.run(
-        _OP,
-        (q, k, v, segments, slopes),
-        implementation="xla",
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-    )
-    return o
+    options = BandedOptions(scale=scale, window=window, soft_cap=soft_cap)
+    call = BandedCall(q, k, v, segments, slopes, options)
+    return dispatch.run(_OP, call, implementation="xla")
 
 
-class _Options(NamedTuple):
+@jax.tree_util.register_static
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BandedOptions:
+    """What is static of a call."""
+
     scale: float
     window: int | None
     soft_cap: float | None
+
+
+class BandedCall(NamedTuple):
+    """What the backend receives, see `attend_in_bands`."""
+
+    q: Float[Array, "B T H E"]
+    k: Float[Array, "B T K E"]
+    v: Float[Array, "B T K E"]
+    segments: Int[Array, "B T"] | None
+    slopes: Float[Array, " H"] | None
+    options: BandedOptions
 
 
 class _Rows(NamedTuple):
@@ -93,89 +103,101 @@ class _Backend:
     """How the frame that all ops share runs this one: differentiated, cut by a mesh."""
 
     @staticmethod
-    def supported(*arrays, **options) -> str | None:
+    def supported(call: BandedCall) -> str | None:
         """Returns None: everything is."""
+        del call
         return None
 
     @staticmethod
-    def forward(q, k, v, segments, slopes, *, scale, window, soft_cap):
-        """Returns (o [B, T, H, E], log-sum-exp [B, H, T])."""
-        call = _Call(q, k, v, segments, slopes, _Options(scale, window, soft_cap))
+    def forward(
+        call: BandedCall, *, residuals: bool
+    ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
+        """Returns o and the log-sum-exp."""
+        del residuals  # What nobody reads the compiler leaves out.
+        (q, _, v), units = call[:3], _Units(call)
 
         def block(rows: _Rows, keys: _Keys):
-            logits, hidden, _ = call.logits(rows.arrays["q"], rows, keys)
+            logits, hidden, _ = units.logits(rows.arrays["q"], rows, keys)
             # Finite, as rows of padding may see nothing.
-            logits = jnp.where(hidden, 0.7 * jnp.finfo(call.dtype).min, logits)
+            logits = jnp.where(hidden, 0.7 * jnp.finfo(units.dtype).min, logits)
             top = jnp.max(logits, axis=1, keepdims=True)
             p = jnp.exp(logits - top)
             total = jnp.sum(p, axis=1)
-            o = call.product("use,usr->uer", keys.v, p.astype(v.dtype))
+            o = units.product("use,usr->uer", keys.v, p.astype(v.dtype))
             o = (o / total[:, None]).swapaxes(1, 2).astype(q.dtype)
             return {"o": o, "lse": top[:, 0] + jnp.log(total)}
 
         def of_units(unit: "_Unit"):
-            return unit.joined([unit.map(block, band) for band in call.cut.bands])
+            return unit.joined([unit.map(block, band) for band in units.cut.bands])
 
-        out = call.over_units(of_units, {"q": call.by_unit(q)})
+        out = units.over_units(of_units, {"q": units.by_unit(q)})
         lse = out["lse"].reshape(q.shape[0], q.shape[2], q.shape[1])
-        return call.from_units(out["o"]), lse
+        return units.from_units(out["o"]), lse
 
     @staticmethod
-    def backward(q, k, v, segments, slopes, o, lse, do, *, scale, window, soft_cap):
-        """Returns gradients of (q, k, v, slopes), the last one zero."""
-        call = _Call(q, k, v, segments, slopes, _Options(scale, window, soft_cap))
-        delta = jnp.sum(do.astype(call.dtype) * o, axis=-1).swapaxes(1, 2)  # [B, H, T]
+    def backward(
+        call: BandedCall,
+        residuals: tuple[Float[Array, "B T H E"], Float[Array, "B H T"]],
+        cotangents: Float[Array, "B T H E"],
+    ) -> BandedCall:
+        """Returns gradients in place of the arrays, that of the slopes zero."""
+        (q, k, _), units, scale = call[:3], _Units(call), call.options.scale
+        (o, lse), do = residuals, cotangents
+        delta = jnp.sum(do.astype(units.dtype) * o, axis=-1).swapaxes(1, 2)  # [B, H, T]
 
         def block(rows: _Rows, keys: _Keys):
             q, do = rows.arrays["q"], rows.arrays["do"]
-            logits, hidden, slope = call.logits(q, rows, keys)
+            logits, hidden, slope = units.logits(q, rows, keys)
             # Hidden keys first: their difference may be anything.
             p = jnp.where(hidden, 0.0, jnp.exp(logits - rows.arrays["lse"][:, None]))
-            dp = call.product("use,ure->usr", keys.v, do)
+            dp = units.product("use,ure->usr", keys.v, do)
             d_logits = scale * slope * p * (dp - rows.arrays["delta"][:, None])
             d_logits = d_logits.astype(q.dtype)
             return (
-                call.product("use,usr->uer", keys.k, d_logits).swapaxes(1, 2),
-                call.product("usr,ure->use", d_logits, q),
-                call.product("usr,ure->use", p.astype(q.dtype), do),
+                units.product("use,usr->uer", keys.k, d_logits).swapaxes(1, 2),
+                units.product("usr,ure->use", d_logits, q),
+                units.product("usr,ure->use", p.astype(q.dtype), do),
             )
 
         def of_units(unit: "_Unit"):
             sums = unit.no_gradients()
             parts = []
-            for band in call.cut.bands:
+            for band in units.cut.bands:
                 sums, part = unit.scan(block, band, sums)
                 parts.append(part)
             dk, dv = unit.whole_rows(sums)
             return unit.joined(parts) | {"dk": dk, "dv": dv}
 
         arrays = {
-            "q": call.by_unit(q),
-            "do": call.by_unit(do.astype(q.dtype)),
-            "lse": lse.reshape(call.units, call.share, -1),
-            "delta": delta.reshape(call.units, call.share, -1),
+            "q": units.by_unit(q),
+            "do": units.by_unit(do.astype(q.dtype)),
+            "lse": lse.reshape(units.count, units.share, -1),
+            "delta": delta.reshape(units.count, units.share, -1),
         }
-        out = call.over_units(of_units, arrays)
+        out = units.over_units(of_units, arrays)
         B, T, K, E = k.shape
         dk, dv = (
             out[name].reshape(B, K, T, E).swapaxes(1, 2).astype(k.dtype)
             for name in ("dk", "dv")
         )
-        d_slopes = () if slopes is None else (jnp.zeros_like(slopes),)
-        return call.from_units(out["dq"]), dk, dv, *d_slopes
+        slopes = call.slopes
+        d_slopes = None if slopes is None else jnp.zeros_like(slopes)
+        dq = units.from_units(out["dq"])
+        return call._replace(q=dq, k=dk, v=dv, segments=None, slopes=d_slopes)
 
 
-class _Call:
+class _Units:
     """A call as B K units, each a key head of one row and the queries that read it."""
 
-    def __init__(self, q, k, v, segments, slopes, options: _Options):
+    def __init__(self, call: BandedCall):
+        q, k, v, segments, slopes, options = call
         B, T, H, E = q.shape
         K = k.shape[2]
-        self.shape, self.units, self.share = q.shape, B * K, H // K
+        self.shape, self.count, self.share = q.shape, B * K, H // K
         self.options = options
         self.dtype = jnp.promote_types(q.dtype, jnp.float32)
         self.cut: Cut = choose_cut(
-            self.units,
+            self.count,
             self.share,
             T,
             options.window,
@@ -200,7 +222,7 @@ class _Call:
 
     def by_unit(self, x: Float[Array, "B T H E"]) -> Float[Array, "u share T E"]:
         T, E = x.shape[1], x.shape[3]
-        return x.swapaxes(1, 2).reshape(self.units, self.share, T, E)
+        return x.swapaxes(1, 2).reshape(self.count, self.share, T, E)
 
     def from_units(self, x: Float[Array, "u share T E"]) -> Float[Array, "B T H E"]:
         B, T, H, E = self.shape
@@ -211,7 +233,7 @@ class _Call:
         rows = {name: self._padded(x) for name, x in (arrays | self.rows).items()}
         parts = (self.keys, rows, self.slopes)
         at_once = self.cut.units
-        if at_once == self.units:
+        if at_once == self.count:
             return function(_Unit(self, *parts))
         folded = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), parts)
         out = jax.lax.map(lambda part: function(_Unit(self, *part)), folded)
@@ -247,7 +269,7 @@ class _Call:
 class _Unit(NamedTuple):
     """Some units of a call: their keys whole, their queries to be cut into bands."""
 
-    call: _Call
+    units: _Units
     keys: dict[str, Array]
     rows: dict[str, Array]
     slopes: Array | None
@@ -269,15 +291,15 @@ class _Unit(NamedTuple):
         return jax.lax.scan(step, sums, self._blocks(band))
 
     def no_gradients(self) -> list[Array]:
-        return [jnp.zeros(self.keys[n].shape, self.call.dtype) for n in "kv"]
+        return [jnp.zeros(self.keys[n].shape, self.units.dtype) for n in "kv"]
 
     def whole_rows(self, sums: list[Array]) -> list[Array]:
-        cut, T = self.call.cut, self.call.shape[1]
+        cut, T = self.units.cut, self.units.shape[1]
         return [x[:, cut.before : cut.before + T] for x in sums]
 
     def joined(self, parts: list[dict[str, Array]]) -> dict[str, Array]:
         """Turns bands of [blocks, units, r, ...] into [units, share, T, ...]."""
-        share, T = self.call.share, self.call.shape[1]
+        share, T = self.units.share, self.units.shape[1]
 
         def join(*bands: Array) -> Array:
             pieces = []
@@ -291,7 +313,7 @@ class _Unit(NamedTuple):
 
     def _blocks(self, band: Band) -> _Rows:
         """Cuts the band's queries to [blocks, units, r, ...]."""
-        size, share = self.call.cut.rows, self.call.share
+        size, share = self.units.cut.rows, self.units.share
         arrays = {}
         for name, x in self.rows.items():
             x = x[:, :, band.first : band.first + band.blocks * size]
@@ -310,7 +332,7 @@ class _Unit(NamedTuple):
         at = self._first_key(rows, band)
         take = partial(jax.lax.dynamic_slice_in_dim, slice_size=band.keys, axis=1)
         seen = {name: take(x, start_index=at) for name, x in self.keys.items()}
-        s = at - self.call.cut.before + jnp.arange(band.keys)
+        s = at - self.units.cut.before + jnp.arange(band.keys)
         return _Keys(s, seen["k"], seen["v"], seen.get("segments"))
 
     def _first_key(self, rows: _Rows, band: Band) -> Array | int:
@@ -324,20 +346,21 @@ def _add(sums: Array, at: Array | int, part: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(sums, part, at, axis=1)
 
 
-def _find_cut(q, k, v, segments, slopes) -> MeshCut | None:
-    del v, segments, slopes
-    return find_cut(q.shape[0], k.shape[2])
+def _find_cut(call: BandedCall) -> MeshCut | None:
+    return find_cut(call.q.shape[0], call.k.shape[2])
 
 
-def _specs(cut: MeshCut, q, k, v, segments, slopes) -> dispatch.Specs:
-    del q, k, v
+def _specs(cut: MeshCut, call: BandedCall, backend: str) -> dispatch.Specs:
+    del backend
     heads = P(cut.by_row, None, cut.columns)
-    by_row = None if segments is None else P(cut.by_row)
-    by_head = None if slopes is None else P(cut.columns)
-    return dispatch.Specs(
-        arrays=(heads, heads, heads, by_row, by_head),
-        results=(heads, P(cut.by_row, cut.columns)),
+    of_call = call._replace(
+        q=heads,
+        k=heads,
+        v=heads,
+        segments=None if call.segments is None else P(cut.by_row),
+        slopes=None if call.slopes is None else P(cut.columns),
     )
+    return dispatch.Specs(of_call, heads, P(cut.by_row, cut.columns))
 
 
 _OP = dispatch.Op(
@@ -345,8 +368,7 @@ _OP = dispatch.Op(
     backends={"xla": _Backend},
     find_cut=_find_cut,
     specs=_specs,
-    outputs=1,
-    kept=(0, 1),  # o and its log-sum-exp.
+    reads_outputs=True,
     # Left to the compiler, the rows of every device are gathered for a loop over heads.
     cuts_xla=True,
 )

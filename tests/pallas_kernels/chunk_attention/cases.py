@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.chunk_attention import ChunkEnds
+from pallas_kernels.chunk_attention.call import (
+    ChunkAttentionCall,
+    ChunkAttentionOptions,
+)
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
 from tests.compiling import QUICK_COMPILE
 from tests.pallas_kernels.laws import OracleCase
@@ -63,6 +67,16 @@ class Case(NamedTuple):
             )
         return arrays, first, documents, end_documents
 
+    def call(self, arrays=None, **options) -> ChunkAttentionCall:
+        """Returns the call as backends receive it, of these arrays or its own."""
+        drawn, first, documents, of_ends = self.inputs()
+        q, own_logits, own_values, keys, values = drawn if arrays is None else arrays
+        ends = ChunkEnds(keys, values, of_ends)
+        options = ChunkAttentionOptions(**self.options, **options)
+        return ChunkAttentionCall(
+            q, own_logits, own_values, ends, first, documents, options
+        )
+
     @property
     def options(self) -> dict:
         return {"chunk": self.chunk, "scale": 0.5}
@@ -92,19 +106,15 @@ def op_passes(attention, case: Case, arrays, **changes):
 
 def backend_passes(backend, case: Case, arrays, **options):
     """Returns what `op_passes` does, from a backend's own two functions."""
-    _, first, documents, end_documents = case.inputs()
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def run(arrays):
-        q, own_logits, own_values, keys, values = arrays
-        ends = ChunkEnds(keys, values, end_documents)
-        call = (q, own_logits, own_values, ends, first, documents)
-        reason = backend.expressible(*call, **case.options)
+        reason = backend.expressible(case.call(arrays))
         assert reason is None, reason
-        o, lse = backend.forward(*call, **case.options, **options)
+        call = case.call(arrays, **options)
+        o, lse = backend.forward(call, residuals=True)
         do = jnp.asarray(case.weights()).astype(o.dtype)
-        gradients = backend.backward(*(*call, o, lse, do), **case.options, **options)
-        return o, tuple(gradients)
+        return o, tuple(jax.tree.leaves(backend.backward(call, (o, lse), do)))
 
     return run(arrays)
 
@@ -121,9 +131,7 @@ def assert_is_the_definition(passes, case: Case) -> None:
 
 def refusal(backend, case: Case) -> str | None:
     """Returns why a backend's kernels do not do a case, whatever the device."""
-    (q, own_logits, own_values, keys, values), first, documents, ends = case.inputs()
-    call = (q, own_logits, own_values, ChunkEnds(keys, values, ends), first, documents)
-    return backend.expressible(*call, **case.options)
+    return backend.expressible(case.call())
 
 
 KERNEL_CASES = {

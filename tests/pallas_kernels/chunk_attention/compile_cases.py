@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunk_attention import ChunkEnds, mosaic_tpu, triton, xla
+from pallas_kernels.chunk_attention.call import (
+    ChunkAttentionCall,
+    ChunkAttentionOptions,
+)
 
 CHUNK = 16
 HEADS, WIDTH, GROUPS = 16, 128, 2
@@ -28,20 +32,21 @@ def call(backend, *, batch, length, train=False, decode=False, dtype="bfloat16")
         shape((B, H, S, E)),
         shape((B, H, S, E)),
     )
-    options = {"chunk": 1 if decode else CHUNK, "scale": E**-0.5}
+    options = ChunkAttentionOptions(chunk=1 if decode else CHUNK, scale=E**-0.5)
 
     def run(q, own_logits, own_values, keys, values, rest):
         q, own_values = q.reshape(B, T, GROUPS, E), own_values.reshape(B, T, H, E)
         first = rest if decode else None
-        inputs = (q, own_logits, own_values, ChunkEnds(keys, values), first, None)
+        ends = ChunkEnds(keys, values)
+        call = ChunkAttentionCall(q, own_logits, own_values, ends, first, None, options)
         if backend is not xla:
-            reason = backend.expressible(*inputs, **options)
+            reason = backend.expressible(call)
             assert reason is None, reason
-        o, lse = backend.forward(*inputs, **options)
+        o, lse = backend.forward(call, residuals=train)
         if not train:
             return o.reshape(B, T, -1)
         do = rest.reshape(o.shape)
-        gradients = backend.backward(*inputs, o, lse, do, **options)
+        gradients = jax.tree.leaves(backend.backward(call, (o, lse), do))
         return [
             x.reshape(like.shape)
             for x, like in zip((o, *gradients), shapes, strict=True)

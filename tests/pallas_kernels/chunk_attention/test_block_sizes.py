@@ -13,7 +13,6 @@ from pallas_kernels.chunk_attention import (
     triton,
     xla,
 )
-from pallas_kernels.chunk_attention.block_sizes import shape_class
 from pallas_kernels.target import Target, as_if
 from tests.compiling import QUICK_COMPILE
 from tests.pallas_kernels.chunk_attention.cases import (
@@ -37,16 +36,10 @@ SIZES = {
 }
 
 
-def call_of(case: Case):
-    (q, own_logits, own_values, keys, values), first, documents, _ = case.inputs()
-    return q, own_logits, own_values, ChunkEnds(keys, values), first, documents
-
-
 def refusal(backend, case: Case, target: Target = GPU, **sizes: int) -> str | None:
-    blocks = BlockSizes(**sizes)
     ask = backend.supported if backend is xla else backend.expressible
     with as_if(target):
-        return ask(*call_of(case), **case.options, blocks=blocks)
+        return ask(case.call(blocks=BlockSizes(**sizes)))
 
 
 def test_tiles_that_a_caller_gives_are_the_definition():
@@ -58,22 +51,19 @@ def test_tiles_that_a_caller_gives_are_the_definition():
 def test_the_passes_may_be_cut_differently():
     """What is kept between them is laid out alike: the file may be written anew."""
     case = Case(21, batch=1, heads=2)
-    call, do = call_of(case), case.weights()
     sizes = [
         BlockSizes(block_q=16, block_k=8, backward_block_q=8, backward_block_k=8),
         BlockSizes(block_q=8, block_k=4, backward_block_q=16, backward_block_k=4),
     ]
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
-    def run(call, do):
-        options = {"interpret": True, **case.options}
-        kept = triton.forward(*call, **options, blocks=sizes[0])
-        gradients = [
-            triton.backward(*call, *kept, do, **options, blocks=size) for size in sizes
-        ]
-        return gradients
+    def run(calls, do):
+        saved = triton.forward(calls[0], residuals=True)
+        gradients = [triton.backward(call, saved, do) for call in calls]
+        return [jax.tree.leaves(of_call) for of_call in gradients]
 
-    same, other = run(call, do)
+    calls = [case.call(interpret=True, blocks=size) for size in sizes]
+    same, other = run(calls, case.weights())
     assert_gradients_close(other, same)
 
 
@@ -81,7 +71,7 @@ def test_the_passes_may_be_cut_differently():
 def test_measured_sizes_are_read(backend, tmp_path, monkeypatch):
     target, sizes = SIZES[backend]
     case = Case(1000, batch=1, width=32, chunk=1)
-    q, own_logits, own_values, ends, *_ = call_of(case)
+    call = case.call()
 
     def run(q, own_logits, own_values, *ends, **given):
         options = {**case.options, "implementation": backend, **given}
@@ -93,17 +83,16 @@ def test_measured_sizes_are_read(backend, tmp_path, monkeypatch):
         op="chunk_attention",
         backend=backend,
         target=target,
-        shape=shape_class(q, own_logits, ends, None, None, chunk=case.chunk),
+        shape=call.shape_class,
         blocks=BlockSizes(**sizes),
         run=run,
-        arrays=(q, own_logits, own_values, ends.keys, ends.values),
+        arrays=(*call[:3], call.ends.keys, call.ends.values),
     )
 
 
 def test_lengths_that_round_up_to_the_same_power_of_two_share_their_sizes():
     def shape(case: Case):
-        q, own_logits, _, ends, first, documents = call_of(case)
-        return shape_class(q, own_logits, ends, first, documents, chunk=case.chunk)
+        return case.call().shape_class
 
     assert shape(Case(37)) == shape(Case(48)) != shape(Case(65))
     assert shape(Case(37)) != shape(Case(37, documents=True))

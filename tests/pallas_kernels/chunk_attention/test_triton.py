@@ -14,7 +14,7 @@ from pallas_kernels.chunk_attention.triton_backward import (
     position_gradients,
 )
 from pallas_kernels.chunk_attention.triton_forward import attend
-from pallas_kernels.chunk_attention.triton_launch import Call, Tiles, choose_tiles
+from pallas_kernels.chunk_attention.triton_launch import Launch, choose_tiles
 from pallas_kernels.chunk_attention.visibility import cdiv
 from recurjax.plan.flops import count_flops
 from tests.pallas_kernels.chunk_attention.cases import (
@@ -71,21 +71,22 @@ def test_a_launch_tells_the_products_of_all_its_programs(chunk):
     """Their loops end where causality does: no count of a body's products knows."""
     batch, length, heads, groups, width = 2, 37, 4, 2, 16
     count = cdiv(length, chunk)
-    call = Call(
-        **{"batch": batch, "length": length, "heads": heads, "groups": groups},
-        **{"width": width, "ends": count, "chunk": chunk, "scale": 1.0},
-        **{"has_first": False, "has_documents": False, "interpret": True},
-        tiles=Tiles(**BLOCKS.given(), warps=None, stages=2),
+    case = Case(
+        length,
+        groups=groups,
+        chunk=chunk,
+        ends=count,
+        width=width,
+        batch=batch,
+        heads=heads,
     )
-    q = jax.ShapeDtypeStruct((batch, length, groups, width), jnp.float32)
-    logits = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
+    call = case.call(interpret=True, blocks=BLOCKS)
     own = jax.ShapeDtypeStruct((batch, length, heads, width), jnp.float32)
-    keys = jax.ShapeDtypeStruct((batch, heads, count, width), jnp.float32)
     lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
 
-    def told(function, *arrays) -> int:
-        jaxpr = jax.make_jaxpr(lambda *given: function(call, [], *given))(*arrays)
-        return count_flops(jaxpr, platform="cuda").products
+    def products(function, *arrays) -> int:
+        run = partial(function, Launch.of(call), call)
+        return count_flops(jax.make_jaxpr(run)(*arrays), platform="cuda").products
 
     def computed(rows: int, ends: int) -> int:
         """Pairs in blocks of which any position sees any end."""
@@ -97,11 +98,11 @@ def test_a_launch_tells_the_products_of_all_its_programs(chunk):
         ]
         return len(blocks) * rows * ends * batch * heads
 
-    forward = told(attend, q, logits, own, keys, keys)
+    forward = products(attend)
     assert forward == 2 * 2 * width * computed(BLOCKS.block_q, BLOCKS.block_k)
-    positions = told(position_gradients, q, logits, own, keys, keys, own, lse, own)
+    positions = products(position_gradients, own, lse, own)
     assert positions == 3 * 2 * width * computed(BLOCKS.block_q, BLOCKS.block_k)
-    ends = told(end_gradients, q, keys, keys, lse, lse, own)
+    ends = products(end_gradients, lse, lse, own)
     rows, at_once = BLOCKS.backward_block_q, BLOCKS.backward_block_k
     assert ends == 4 * 2 * width * computed(rows, at_once)
 

@@ -13,6 +13,11 @@ from pallas_kernels.gated_scan import (
     triton,
     xla,
 )
+from pallas_kernels.gated_scan.call import (
+    GatedScanCall,
+    GatedScanOptions,
+    ScanOutputs,
+)
 
 
 def scan(
@@ -56,19 +61,24 @@ def scan(
     def by_group(queries):
         return queries.reshape(B, T, -1, head) if head else None
 
-    def forward(gate, values, initial, queries):
-        arrays = (gate, values, initial, None, None, by_group(queries))
+    def call_of(gate, values, initial, queries):
+        queries, options = by_group(queries), GatedScanOptions(chunk=chunk)
+        return GatedScanCall(gate, values, initial, None, None, queries, options)
+
+    def forward(*arrays):
+        call = call_of(*arrays)
         if backend is not xla:
-            reason = backend.expressible(*arrays, chunk=chunk)
+            reason = backend.expressible(call)
             assert reason is None, reason
-        states, *rest, kept = backend.forward(*arrays, chunk=chunk, residuals=residuals)
-        # All other states kept are among the results.
-        return states, rest, kept[-1] if head and residuals else None
+        (states, *rest), saved = backend.forward(call, residuals=residuals)
+        # All other saved states are among the outputs.
+        return states, rest, saved[-1] if head and residuals else None
 
     def backward(gate, values, initial, queries, states, *cotangents):
-        arrays = (gate, values, initial, None, None, by_group(queries))
-        *gradients, dq = backend.backward(*arrays, states, *cotangents, chunk=chunk)
-        return gradients, dq.reshape(queries.shape) if head else None
+        call = call_of(gate, values, initial, queries)
+        of = backend.backward(call, states, ScanOutputs(*cotangents))
+        of_queries = of.queries.reshape(queries.shape) if head else None
+        return [of.gate, of.values, of.initial], of_queries
 
     if way == "forward":
         return forward, (gate, values, initial, queries)

@@ -8,6 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gated_scan import GateLogits
+from pallas_kernels.gated_scan.call import (
+    GatedScanCall,
+    GatedScanOptions,
+    ScanOutputs,
+)
 from pallas_kernels.gated_scan.reference import (
     gated_scan_reference,
     queried_scan_reference,
@@ -29,11 +34,16 @@ class Case(NamedTuple):
     head: int = 0
     dtype: str = "float32"
 
-    def inputs(self):
-        """Returns (gate, values, initial, starts, lengths, queries).
+    def call(self, **options) -> GatedScanCall:
+        """Returns the call as backends receive it, with more options.
 
         With a head width E queries read the last stream.
         """
+        options = GatedScanOptions(chunk=self.chunk, **options)
+        return GatedScanCall(*self.inputs(), options)
+
+    def inputs(self):
+        """Returns (gate, values, initial, starts, lengths, queries)."""
         draw = np.random.default_rng(self.positions)
         B, T, D = self.batch, self.positions, max(self.widths)
         gate = jax.nn.sigmoid(jnp.asarray(draw.normal(size=(B, T, D)), "float32"))
@@ -57,8 +67,8 @@ class Case(NamedTuple):
             queries = jnp.asarray(draw.normal(size=shape), self.dtype)
         return gate, values, initial, starts, lengths, queries
 
-    def cotangents(self):
-        """Returns gradients of (states, finals, logits)."""
+    def cotangents(self) -> ScanOutputs:
+        """Returns gradients of the outputs."""
         draw = np.random.default_rng(0)
         B, T, D = self.batch, self.positions, max(self.widths)
         lengths = [T] * len(self.widths)
@@ -75,19 +85,18 @@ class Case(NamedTuple):
         of_finals = tuple(
             jnp.asarray(draw.normal(size=(B, D)), "float32") for _ in self.widths
         )
-        return of_states, of_finals, of_logits
+        return ScanOutputs(of_states, of_finals, of_logits)
 
 
 def both_passes(backend, case: Case, **options):
-    """Returns a backend's ((states, finals, logits), gradients)."""
-    options["chunk"] = case.chunk
+    """Returns a backend's (outputs, gradients of gate, values, initial and queries)."""
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
-    def run(arrays, cotangents):
-        *out, kept = backend.forward(*arrays, **options)
-        return tuple(out), backend.backward(*arrays, kept, *cotangents, **options)
+    def run(call, cotangents):
+        out, states = backend.forward(call, residuals=True)
+        return out, _floating(backend.backward(call, states, cotangents))
 
-    return run(case.inputs(), case.cotangents())
+    return run(case.call(**options), case.cotangents())
 
 
 def definition(case: Case):
@@ -101,13 +110,12 @@ def definition(case: Case):
     def run(wide, cotangents):
         def scan(gate, values, initial, queries):
             if queries is None:
-                return *gated_scan_reference(
-                    gate, values, initial=initial, **rest
-                ), None
+                scanned = gated_scan_reference(gate, values, initial=initial, **rest)
+                return ScanOutputs(*scanned, None)
             v, ends, logits, finals = queried_scan_reference(
                 gate, *values, queries, initial=initial, **rest
             )
-            return (v, ends), finals, logits
+            return ScanOutputs((v, ends), finals, logits)
 
         out, pull = jax.vjp(scan, *wide)
         return out, pull(jax.tree.map(lambda x: x.astype(jnp.float32), cotangents))
@@ -129,21 +137,20 @@ def check(backend, case: Case, **options) -> None:
 
 def check_finite_difference(backend, case: Case, **options) -> None:
     """Compares a backend's gradient along a direction with its own values' slope."""
-    options["chunk"] = case.chunk
-    gate, values, initial, starts, lengths, queries = case.inputs()
-    inner = (0.1 + 0.8 * gate, values, initial, queries)
+    call = case.call(**options)
+    inner = (0.1 + 0.8 * call.gate, call.values, call.initial, call.queries)
     draw = np.random.default_rng(1)
     along = jax.tree.map(
         lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), inner
     )
 
-    def in_order(arrays):
-        *first, queries = arrays
-        return *first, starts, lengths, queries
+    def call_of(arrays):
+        gate, values, initial, queries = arrays
+        return call._replace(gate=gate, values=values, initial=initial, queries=queries)
 
     def total(arrays, cotangents):
-        *out, kept = backend.forward(*in_order(arrays), **options)
-        return _dot(tuple(out), cotangents), kept
+        out, states = backend.forward(call_of(arrays), residuals=True)
+        return _dot(out, cotangents), states
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def run(arrays, along, cotangents):
@@ -154,12 +161,15 @@ def check_finite_difference(backend, case: Case, **options) -> None:
         ]
         above, below = (total(end, cotangents)[0] for end in ends)
         _, states = total(arrays, cotangents)
-        given = (*in_order(arrays), states, *cotangents)
-        gradients = backend.backward(*given, **options)
-        return (above - below) / (2 * step), _dot(gradients, along)
+        gradients = backend.backward(call_of(arrays), states, cotangents)
+        return (above - below) / (2 * step), _dot(_floating(gradients), along)
 
     slope, product = run(inner, along, case.cotangents())
     np.testing.assert_allclose(product, slope, rtol=1e-2)  # float32 differences
+
+
+def _floating(call: GatedScanCall):
+    return call.gate, call.values, call.initial, call.queries
 
 
 def _dot(left, right):

@@ -13,7 +13,6 @@ from pallas_kernels.gated_scan import (
     triton,
     xla,
 )
-from pallas_kernels.gated_scan.block_sizes import shape_class
 from pallas_kernels.target import as_if
 from tests.compiling import QUICK_COMPILE
 from tests.pallas_kernels.gated_scan.scan_cases import Case
@@ -35,15 +34,13 @@ SIZES = {
 
 
 def shape_of(case: Case) -> dict:
-    gate, values, _, starts, lengths, queries = case.inputs()
-    return shape_class(gate, values, starts, lengths, queries, chunk=case.chunk)
+    return case.call().shape_class
 
 
 def refusal(backend, case: Case, target=GPU, **sizes: int) -> str | None:
-    blocks = BlockSizes(**sizes)
     ask = backend.supported if backend is xla else backend.expressible
     with as_if(target):
-        return ask(*case.inputs(), chunk=case.chunk, blocks=blocks)
+        return ask(case.call(blocks=BlockSizes(**sizes)))
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -74,20 +71,18 @@ def test_measured_sizes_are_read(name, tmp_path, monkeypatch):
 def test_the_passes_may_be_cut_differently():
     """What is kept between them is laid out alike: the file may be written anew."""
     case = Case(12, chunk=4, batch=1, widths=(32, 16), head=16, logits=True)
-    arrays, cotangents = case.inputs(), case.cotangents()
+    cotangents = case.cotangents()
     # Chunks whose queries the kernel reads; stretches that are no chunks, read apart.
     sizes = [BlockSizes(stretch=4, unroll=1), BlockSizes(stretch=6, unroll=2)]
 
     @partial(jax.jit, compiler_options=QUICK_COMPILE)
-    def run(arrays, cotangents):
-        options = {"chunk": case.chunk, "interpret": True}
-        *_, kept = triton.forward(*arrays, **options, blocks=sizes[0])
-        return [
-            triton.backward(*arrays, kept, *cotangents, **options, blocks=size)
-            for size in sizes
-        ]
+    def run(calls, cotangents):
+        _, states = triton.forward(calls[0], residuals=True)
+        gradients = [triton.backward(call, states, cotangents) for call in calls]
+        return [jax.tree.leaves(of_call) for of_call in gradients]
 
-    same, other = run(arrays, cotangents)
+    calls = [case.call(interpret=True, blocks=size) for size in sizes]
+    same, other = run(calls, cotangents)
     assert_gradients_close(other, same)
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.gated_scan import (
     triton,
     xla,
 )
-from pallas_kernels.gated_scan.inputs import find_resets
+from pallas_kernels.gated_scan.call import find_resets
 from pallas_kernels.gated_scan.reference import gated_scan_reference
 from tests.compiling import QUICK_COMPILE, equations
 from tests.pallas_kernels.gated_scan.scan_cases import Case

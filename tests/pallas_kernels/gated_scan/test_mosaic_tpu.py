@@ -46,8 +46,8 @@ def test_chunks_are_stretches_where_a_block_of_them_fits():
 
 
 def test_what_the_kernels_cannot_do_is_refused_with_a_reason():
-    wide = jax.eval_shape(Case(positions=3, widths=(65536,)).inputs)
-    reason = mosaic_tpu.expressible(*wide, chunk=None)
+    wide = jax.eval_shape(Case(positions=3, widths=(65536,)).call)
+    reason = mosaic_tpu.expressible(wide)
     assert "16 positions of 65536 channels do not fit into VMEM" in str(reason)
-    half = Case(positions=3, dtype="float16").inputs()
-    assert "got gate of float16" in str(mosaic_tpu.expressible(*half, chunk=None))
+    half = Case(positions=3, dtype="float16").call()
+    assert "got gate of float16" in str(mosaic_tpu.expressible(half))

@@ -117,7 +117,9 @@ def test_values_and_gradients_are_those_of_the_definition(name):
     [
         (triton, SMALL._replace(lengths=True, starts=True), TRITON),
         pytest.param(
-            *(mosaic_tpu, WIDE._replace(lengths=True, dtype="bfloat16"), MOSAIC),
+            mosaic_tpu,
+            WIDE._replace(lengths=True, dtype="bfloat16"),
+            MOSAIC,
             marks=SLOW,
         ),
     ],
@@ -126,23 +128,22 @@ def test_values_and_gradients_are_those_of_the_definition(name):
 def test_without_a_backward_pass_the_keys_are_written_at_ends_alone(
     backend, case, options
 ):
-    run = partial(backend.forward, chunk=case.chunk, **options)
-    arrays = case.inputs()
-    both = [partial(run, residuals=residuals) for residuals in (True, False)]
-    (*want, kept), (*got, nothing) = (
-        jax.jit(function, compiler_options=QUICK_COMPILE)(*arrays) for function in both
+    call = case.call(**options)
+    both = [partial(backend.forward, residuals=needed) for needed in (True, False)]
+    (want, states), (got, nothing) = (
+        jax.jit(function, compiler_options=QUICK_COMPILE)(call) for function in both
     )
-    assert nothing is None and kept[1].shape[1] == case.positions
+    assert nothing is None and states[1].shape[1] == case.positions
     assert_values_close(got, want)
     # Two streams of all states, and one.
-    assert [written_whole(function, arrays) for function in both] == [2, 1]
+    assert [written_whole(function, call) for function in both] == [2, 1]
 
 
-def written_whole(function, arrays) -> int:
+def written_whole(function, call) -> int:
     """Counts the kernel's results that are as large as the gate."""
-    program = jax.make_jaxpr(function)(*arrays)
+    program = jax.make_jaxpr(function)(call)
     (launch,) = (e for e in program.eqns if e.primitive.name == "pallas_call")
-    return [x.aval.size for x in launch.outvars].count(arrays[0].logits.size)
+    return [x.aval.size for x in launch.outvars].count(call.gate.logits.size)
 
 
 @SLOW
@@ -204,18 +205,18 @@ def test_a_backend_that_cannot_is_refused_in_the_function_s_name():
     gate, (v, k), _, _, _, queries = SMALL.inputs()
     with pytest.raises(NotImplementedError, match="queried_scan: triton: needs an"):
         queried_scan(gate, v, k, queries, chunk=4, implementation="triton")
-    half = (gate, (v, k), (), None, None, queries.astype("float16"))
+    half = SMALL.call()._replace(queries=queries.astype("float16"))
     for backend in (triton, mosaic_tpu):
-        assert "got queries of float16" in backend.expressible(*half, chunk=4)
+        assert "got queries of float16" in backend.expressible(half)
 
 
 def test_a_query_that_is_not_finite_spoils_its_own_head_alone():
     case = WIDE._replace(widths=(256, 128), head=128)
-    gate, values, initial, _, _, queries = case.inputs()
-    queries = queries.at[0, 3, 0, 0].set(jnp.inf)
-    arrays = (gate, (values[0], values[1]), initial, None, None, queries)
-    run = partial(mosaic_tpu.forward, chunk=case.chunk, **MOSAIC)
-    logits = jax.jit(run, compiler_options=QUICK_COMPILE)(*arrays)[2]
+    call = case.call(**MOSAIC)
+    assert call.queries is not None
+    call = call._replace(queries=call.queries.at[0, 3, 0, 0].set(jnp.inf))
+    run = partial(mosaic_tpu.forward, residuals=True)
+    logits = jax.jit(run, compiler_options=QUICK_COMPILE)(call)[0].logits
     assert not jnp.isfinite(logits[0, 3]).any()  # Both heads read the one group.
     assert jnp.isfinite(logits.at[0, 3].set(0)).all()
 

@@ -61,5 +61,5 @@ def test_a_program_has_channels_of_one_head_and_as_many_as_registers_hold():
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_with_a_reason(widths, dtype, message):
-    arrays = Case(positions=3, widths=widths, dtype=dtype).inputs()
-    assert re.search(message, str(triton.expressible(*arrays, chunk=None)))
+    call = Case(positions=3, widths=widths, dtype=dtype).call()
+    assert re.search(message, str(triton.expressible(call)))

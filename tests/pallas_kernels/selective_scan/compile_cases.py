@@ -6,6 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.selective_scan import mosaic_tpu, triton
+from pallas_kernels.selective_scan.call import (
+    Scanned,
+    SelectiveScanCall,
+    SelectiveScanOptions,
+)
 
 CHUNK = 16
 
@@ -24,16 +29,18 @@ def scan(backend, way, *, B, T, I=2048, N=16, dtype="bfloat16", starts=False):
     arrays = (wide, wide, a, shared, shared, row, wide, row, state)
     first = shape((B, T), bool) if starts else None
 
+    options = SelectiveScanOptions(chunk=CHUNK)
+
     def forward(arrays, starts):
-        reason = backend.expressible(*arrays, starts, chunk=CHUNK)
+        call = SelectiveScanCall(*arrays, starts, options)
+        reason = backend.expressible(call)
         assert reason is None, reason
-        y, final, kept = backend.forward(
-            *arrays, starts, chunk=CHUNK, residuals=way == "training"
-        )
-        return (y, final) if kept is None else (y, final, kept)
+        out, kept = backend.forward(call, residuals=way == "training")
+        return (*out,) if kept is None else (*out, kept)
 
     def backward(arrays, starts, kept, d_out, d_final):
-        return backend.backward(*arrays, starts, kept, d_out, d_final, chunk=CHUNK)
+        call = SelectiveScanCall(*arrays, starts, options)
+        return backend.backward(call, kept, Scanned(d_out, d_final))
 
     if way != "backward":
         return forward, (arrays, first)

@@ -1,7 +1,5 @@
 """Block sizes of the op: given, measured, refused; never another result."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.selective_scan import (
@@ -11,9 +9,8 @@ from pallas_kernels.selective_scan import (
     triton,
     xla,
 )
-from pallas_kernels.selective_scan.block_sizes import shape_class
 from pallas_kernels.target import Target, as_if
-from tests.pallas_kernels.selective_scan.test_selective_scan import LAWS
+from tests.pallas_kernels.selective_scan.test_selective_scan import LAWS, op_call
 from tests.pallas_kernels.sized_programs import (
     GPU,
     TPU,
@@ -27,16 +24,14 @@ SIZES = {
     "mosaic_tpu": (TPU, BlockSizes(channels=128, unroll=2)),
     "xla": (CPU, BlockSizes(unroll=4)),
 }
-NAMES = ("u", "dt", "a", "b", "c", "skip", "z", "dt_bias", "initial", "starts")
 
 
 def refusal(backend, target=GPU, *, of: int = 384, **sizes: int) -> str | None:
     """Asks a backend of a call of so many channels."""
-    call = LAWS.call(3, channels=of)
-    arrays = [call.arrays.get(name) for name in NAMES]
+    call = op_call(LAWS.call(3, channels=of), blocks=BlockSizes(**sizes))
     ask = backend.supported if backend is xla else backend.expressible
     with as_if(target):
-        return ask(*arrays, chunk=call.rest["chunk"], blocks=BlockSizes(**sizes))
+        return ask(call)
 
 
 @pytest.mark.parametrize("backend", SIZES)
@@ -49,7 +44,7 @@ def test_measured_sizes_are_read(backend, tmp_path, monkeypatch):
         options = {"chunk": chunk, "implementation": backend, **given}
         return selective_scan(**arrays, **options)
 
-    shape = shape_class(call.arrays["u"], call.arrays["a"], None, chunk=chunk)
+    shape = op_call(call).shape_class
     assert_measured_sizes_are_read(
         monkeypatch=monkeypatch,
         tmp_path=tmp_path,
@@ -73,12 +68,11 @@ def test_given_turns_of_a_loop_change_no_result_of_xla():
 
 
 def test_lengths_that_round_up_to_the_same_power_of_two_share_their_sizes():
-    def shape(length: int, starts: jax.Array | None = None) -> dict:
-        call = LAWS.call(length)
-        return shape_class(call.arrays["u"], call.arrays["a"], starts, chunk=16)
+    def shape(length: int, **switches: bool) -> dict:
+        return op_call(LAWS.call(length, **switches)).shape_class
 
     assert shape(37) == shape(64) != shape(65)
-    assert shape(37) != shape(37, jnp.zeros((2, 37), bool))
+    assert shape(37) != shape(37, starts=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""A call of the op: its arrays and options, and the block sizes that it may ask for."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float
+
+from pallas_kernels import block_sizes
+from pallas_kernels.block_sizes import GivenSizes
+from pallas_kernels.dispatch import refusal_of_dtypes
+from pallas_kernels.powers import next_power
+
+Array = jax.Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSizes(GivenSizes):
+    """How a backend's kernels cut a call; None: the backend chooses.
+
+    Attributes:
+      channels: of one program. On a GPU those of the backward pass are apart.
+      backward_channels: of its programs.
+      unroll: positions in a turn of a kernel's or XLA's loop; on a GPU the forward
+        pass's, whose inputs are read before the first of them is computed.
+      backward_unroll: positions whose states are in registers at once on the way back.
+      warps, backward_warps: of a program.
+    """
+
+    channels: int | None = None
+    backward_channels: int | None = None
+    unroll: int | None = None
+    backward_unroll: int | None = None
+    warps: int | None = None
+    backward_warps: int | None = None
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectiveScanOptions:
+    """What is static of a call.
+
+    Attributes:
+      chunk: positions between two kept states.
+      blocks: sizes of the caller's; None: measured ones, else the heuristic's.
+      interpret: runs kernels as plain JAX, on any device; pltpu.InterpretParams: with
+        the TPU's own semantics.
+    """
+
+    chunk: int
+    blocks: BlockSizes | None = None
+    interpret: Any = False
+
+
+class SelectiveScanCall(NamedTuple):
+    """What every backend receives; with gradients in place of arrays, what it returns.
+
+    Padding has a step of 0 already, which leaves the state as it is: no backend knows
+    of lengths.
+    """
+
+    u: Float[Array, "B T I"]
+    dt: Float[Array, "B T I"]
+    a: Float[Array, "I N"]
+    b: Float[Array, "B T N"]
+    c: Float[Array, "B T N"]
+    skip: Float[Array, " I"] | None
+    z: Float[Array, "B T I"] | None
+    dt_bias: Float[Array, " I"] | None
+    initial: Float[Array, "B I N"]
+    starts: Bool[Array, "B T"] | None
+    options: SelectiveScanOptions
+
+    @property
+    def shape_class(self) -> dict[str, Any]:
+        """What of a call its best block sizes depend on: one entry of the file.
+
+        Batch and positions stand for all that round up to the same power of two.
+        """
+        B, T, I = self.u.shape
+        return {
+            "batch": next_power(B),
+            "positions": next_power(T),
+            "channels": I,
+            "states": self.a.shape[1],
+            "chunk": self.options.chunk,
+            "dtype": self.u.dtype.name,
+            "starts": self.starts is not None,
+        }
+
+    def block_sizes(self, backend: str) -> BlockSizes:
+        """Returns the sizes that the caller gave, else measured ones.
+
+        What is kept between the passes is laid out by `chunk` alone.
+        """
+        return block_sizes.choose(
+            self.options.blocks,
+            BlockSizes,
+            op="selective_scan",
+            backend=backend,
+            shape=self.shape_class,
+        )
+
+
+class Scanned(NamedTuple):
+    """What the recurrence gives.
+
+    Attributes:
+      y: in u's dtype.
+      final: h after the row's last position, in at least float32.
+    """
+
+    y: Float[Array, "B T I"]
+    final: Float[Array, "B I N"]
+
+
+def refusal_of_arrays(call: SelectiveScanCall) -> str | None:
+    """Returns why no kernel takes these arrays, whatever the device; None: one can."""
+    if call.skip is None or call.z is None or call.dt_bias is None:
+        return "wants skip, z and dt_bias, as a Mamba mixer gives them"
+    names = ("u", "dt", "b", "c", "z")
+    arrays = {name: getattr(call, name) for name in names}
+    return refusal_of_dtypes(arrays, jnp.float32, jnp.bfloat16)
+
+
+def refusal_of_unroll(name: str, unroll: int, chunk: int) -> str | None:
+    """Returns why a kernel's loop over a chunk cannot have such turns, or None."""
+    if chunk % unroll == 0:
+        return None
+    return f"{name} must divide chunk={chunk}, got {unroll}"
