@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 from recurjax.errors import UserError
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.run_table import load_experiment
 from recurjax.training.checkpoint import Checkpoints
 from recurjax.training.checkpoint.manifest import Manifest, named, nested
@@ -135,8 +135,8 @@ def main(options: Options) -> int:
             if kind == "silent":
                 print(f"flip {number}: bit {bit} of {file.relative_to(newest)}")
             if new % 50 == 0:
-                write_whole(options.into, json.dumps(answers, indent=0) + "\n")
-    write_whole(options.into, json.dumps(answers, indent=0) + "\n")
+                write_atomic(options.into, json.dumps(answers, indent=0) + "\n")
+    write_atomic(options.into, json.dumps(answers, indent=0) + "\n")
     mine = [f"{options.seed}/{number}" for number in range(options.flips)]
     counts = Counter(answers[key] for key in mine if key in answers)
     print(

@@ -25,7 +25,7 @@ from recurjax.cli.options import parse
 from recurjax.data.config import Conversations, DataConfig, TokenizerFile
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, read_experiment
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.machine import host
 from recurjax.training.config import EvaluationConfig
 from recurjax.training.loop import train
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.talks is None and not file.is_file():
         lines = [json.dumps({"messages": talk}) + "\n" for talk in talks(120)]
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, "".join(lines))
+        write_atomic(file, "".join(lines))
     start = read_experiment(RunDirectory(options.run).config)
     run, root = fine_tuned(start, options, file), options.out / "chat"
     if train(run, root, console=console).outcome != "finished":

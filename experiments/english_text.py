@@ -28,7 +28,7 @@ from recurjax.cli.options import parse
 from recurjax.data.config import TextFiles
 from recurjax.data.corpora import read_corpus
 from recurjax.errors import UserError
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parts = [part for text in files for part in parts_of(text, options.part)]
     order = np.random.default_rng(options.seed).permutation(len(parts))
     text = "".join(parts[number] for number in order)
-    write_whole(options.out, text)
+    write_atomic(options.out, text)
     size = len(text.encode())
     print(f"{options.out}: {size:,} bytes, {len(parts)} parts of {len(files)} files")
     return 0

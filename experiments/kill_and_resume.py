@@ -32,7 +32,7 @@ from jax.sharding import SingleDeviceSharding
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.model import ModelConfig
@@ -183,7 +183,7 @@ def _ends(root: Path, options: Options) -> dict[str, str]:
         differs = difference(contents(root / name), whole)
         answers[key] = differs
         if options.into is not None:
-            write_whole(options.into, json.dumps(answers, indent=0) + "\n")
+            write_atomic(options.into, json.dumps(answers, indent=0) + "\n")
         print(
             f"kill {number:>2} {moment}, after step {seen} was reported; {resumed}; "
             + (f"DIFFERENT in {differs}" if differs else "bit-identical")

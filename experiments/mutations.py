@@ -27,7 +27,7 @@ from typing import NamedTuple
 import pytest
 import tyro
 
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".jsonl")
@@ -184,7 +184,7 @@ def main(options: Options) -> int:
             answers[mutation.name] = is_found(mutation, Path(folder), options.seconds)
             told = "found    " if answers[mutation.name] else "NOT FOUND"
             print(f"{told} {mutation.name}", flush=True)
-            write_whole(options.into, json.dumps(answers, indent=1) + "\n")
+            write_atomic(options.into, json.dumps(answers, indent=1) + "\n")
     known = [answers[one.name] for one in wanted if one.name in answers]
     print(f"{sum(known)} of {len(known)} found, {len(wanted) - len(known)} not run")
     return int(sum(known) < 0.95 * len(known))

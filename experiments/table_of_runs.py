@@ -28,8 +28,8 @@ from recurjax.cli.options import parse
 from recurjax.data.config import DataConfig, Prepared, PromptAnswer
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json
-from recurjax.files.whole import write_whole
 from recurjax.machine import host
 from recurjax.model import count_parameters
 from recurjax.plan.compilers import check_compilers
@@ -198,7 +198,7 @@ def plan_runs(papers: tuple[str, ...], cache: Path) -> None:
                 print(f"{key}: {error}", flush=True)
                 continue
             print(f"{key}: {record[key]}", flush=True)
-            write_whole(RECORD, json_text(record, indent=1) + "\n")
+            write_atomic(RECORD, json_text(record, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     text = README.read_text()
     for paper in TABLES:
         text = filled(text, paper, table(paper))
-    write_whole(README, text)
+    write_atomic(README, text)
     return 0
 
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from recurjax.convert.torch import to_torch
 from recurjax.data.dataset import open_dataset
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
-from recurjax.files.whole import write_whole
 from recurjax.layers.position import Rope
 from recurjax.model import StackConfig, count_parameters
 from recurjax.run_table import load_experiment
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, Any]]:
         for name in options.models:
             run = trained(name, options.steps, options.out / "runs")
             found[name] = measure(run, Path(folder) / name, python)
-    write_whole(options.out / "parity.json", json_text(found, indent=1) + "\n")
+    write_atomic(options.out / "parity.json", json_text(found, indent=1) + "\n")
     print(table(found))
     return found
 

@@ -10,8 +10,8 @@ from recurjax.config_json import from_json, json_differences, to_json
 from recurjax.data.config import DataConfig
 from recurjax.data.tasks.dataset import TaskData
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import read_json
-from recurjax.files.whole import write_whole
 from recurjax.layers.position import LearnedPositions
 from recurjax.model import ModelConfig
 from recurjax.sharding import MeshConfig
@@ -105,7 +105,7 @@ def _learned_positions(config: Any, path: str) -> str | None:
 def write_experiment(experiment: Experiment, file: Path) -> None:
     """Writes config.json, whole or not at all."""
     content = {VERSION_KEY: VERSION, **to_json(experiment)}
-    write_whole(file, json.dumps(content, indent=2) + "\n")
+    write_atomic(file, json.dumps(content, indent=2) + "\n")
 
 
 def read_experiment(file: Path) -> Experiment:

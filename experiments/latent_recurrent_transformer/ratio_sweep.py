@@ -27,7 +27,7 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.evaluation.core import ZERO_MEMORY
 from recurjax.experiment import Experiment
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.machine import host
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment, load_runs
@@ -128,9 +128,9 @@ def main(argv: list[str] | None = None) -> int:
         for ((model, ratio), run), result in zip(runs.items(), reached, strict=True)
     ]
     told = [point._asdict() for point in points]
-    write_whole(options.runs / "ratios.json", json.dumps(told, indent=2) + "\n")
+    write_atomic(options.runs / "ratios.json", json.dumps(told, indent=2) + "\n")
     text = markdown(points)
-    write_whole(options.runs / "ratios.md", text)
+    write_atomic(options.runs / "ratios.md", text)
     draw(points, options.runs / "ratios.png")
     print(text, end="")
     return 0
@@ -182,7 +182,7 @@ def draw(points: list[Point], file: Path) -> None:
         axes.legend()
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    write_whole(file, drawn.getvalue())
+    write_atomic(file, drawn.getvalue())
 
 
 def _name(model: str, depth: int, ratio: int) -> str:

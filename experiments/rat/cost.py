@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.variants.rat import MixerConfig, presets
 from recurjax.variants.rat.cost import MixerCost, mixer_cost
 
@@ -95,7 +95,7 @@ def draw(found: dict[str, list[MixerCost]], png: Path) -> None:
     one.legend(fontsize=8)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    write_whole(png, drawn.getvalue())
+    write_atomic(png, drawn.getvalue())
 
 
 def main(argv: list[str] | None = None) -> int:

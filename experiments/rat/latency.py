@@ -28,8 +28,8 @@ from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
-from recurjax.files.whole import write_whole
 from recurjax.layers.initialization import InitConfig
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import MixerConfig, presets
@@ -100,8 +100,8 @@ def main(argv: list[str] | None = None) -> int:
         where = f"{cell.table} {cell.layer} T {cell.length} batch {cell.batch}"
         print(f"{where}: {told}", flush=True)
         found = {"device": device_name(), "rows": [asdict(cell) for cell in cells]}
-        write_whole(options.out / "latency.json", json_text(found, indent=2) + "\n")
-        write_whole(options.out / "latency.md", markdown(cells))
+        write_atomic(options.out / "latency.json", json_text(found, indent=2) + "\n")
+        write_atomic(options.out / "latency.md", markdown(cells))
     print(markdown(cells), end="")
     return 0
 

@@ -28,8 +28,8 @@ from recurjax.evaluation.by_position import (
     plot_by_position,
 )
 from recurjax.experiment import Experiment
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
-from recurjax.files.whole import write_whole
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.loop import train
 from recurjax.training.placement import placed
@@ -117,7 +117,7 @@ def _mean(stretches: list[Stretch], start: int, stop: int) -> float:
 
 def _write(file: Path, curves: dict[str, list[Stretch]]) -> None:
     told = {name: [part._asdict() for part in parts] for name, parts in curves.items()}
-    write_whole(file, json_text(told, indent=2) + "\n")
+    write_atomic(file, json_text(told, indent=2) + "\n")
 
 
 if __name__ == "__main__":

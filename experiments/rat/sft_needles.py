@@ -30,7 +30,7 @@ from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.offline_tasks.needles import NEEDLES, NeedleTask, read_haystack
 from recurjax.evaluation.rows import append_rows, markdown
 from recurjax.experiment import Experiment
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.machine import host
 from recurjax.training.config import EvaluationConfig
 from recurjax.training.loop import train
@@ -80,7 +80,7 @@ def write_problems(
             lines.append(json.dumps({"prompt": item.prompt, "answer": answer}) + "\n")
     order = np.random.default_rng(0).permutation(len(lines))
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, "".join(lines[at] for at in order))
+    write_atomic(file, "".join(lines[at] for at in order))
     return len(lines)
 
 
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         haystack=haystack,
     )
     append_rows(root, rows)
-    write_whole(options.out / "results.md", markdown(rows))
+    write_atomic(options.out / "results.md", markdown(rows))
     journal.close()
     print(markdown(rows), end="")
     return 0

@@ -24,8 +24,8 @@ from recurjax.bench.memory import largest_batch, unless_out_of_memory
 from recurjax.bench.report import device_name
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
-from recurjax.files.whole import write_whole
 from recurjax.inference.decoding import DecodeState, decode
 from recurjax.inference.sampling import SamplingConfig, sampling_rows
 from recurjax.model import Decoder, ModelConfig
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(row)
         if options.json is not None:
             told = {"device": device_name(), "rows": [asdict(row) for row in rows]}
-            write_whole(options.json, json_text(told, indent=2) + "\n")
+            write_atomic(options.json, json_text(told, indent=2) + "\n")
     return 0
 
 

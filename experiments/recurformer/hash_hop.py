@@ -29,7 +29,7 @@ from recurjax.data.tasks import HashHop, TaskData, TaskDataset
 from recurjax.errors import UserError
 from recurjax.evaluation.hash_hop import read_chains
 from recurjax.experiment import Experiment
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.machine import host
 from recurjax.model import Decoder
 from recurjax.run_table import load_experiment
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def score(name: str, column: str, run: LoadedRun, seed: int) -> None:
         tell(found, name, seed, {column: chain_score(run.model, run.experiment)})
-        write_whole(options.runs / "results.md", results())
+        write_atomic(options.runs / "results.md", results())
 
     stages = base(options.base_seed, steps=options.steps)
     trained = finish(stages)
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
                     # The others tell something all the same.
                     console.print(f"{name}, seed {seed}: {error}")
                     diverged.append(f"{choice} at beta {beta}, seed {seed},")
-                    write_whole(options.runs / "results.md", results())
+                    write_atomic(options.runs / "results.md", results())
                     continue
                 if run is None:
                     return 130

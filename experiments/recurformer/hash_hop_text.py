@@ -15,7 +15,7 @@ from pathlib import Path
 from recurjax.cli.options import parse
 from recurjax.data.tasks import HashHop, row_of
 from recurjax.errors import UserError
-from recurjax.files.whole import refuse_existing, write_whole
+from recurjax.files.atomic import refuse_existing, write_atomic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         row = row_of(task, seed=options.seed, split="train", number=number)
         text = row.ids[:filled].astype("uint8").tobytes().decode()
         lines.append(json.dumps({"text": text}) + "\n")
-    write_whole(options.out, "".join(lines))
+    write_atomic(options.out, "".join(lines))
     return 0
 
 

@@ -18,7 +18,7 @@ from recurjax.cli.options import parse
 from recurjax.data.tasks import Mqar, TaskData
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.machine import host
 from recurjax.run_table import load_experiment
 from recurjax.training.loop import train
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
             }
             found.setdefault(f"beta {int(beta) / 100}", []).append(shares)
             text = table_of("accuracy at (tokens; pairs)", found)
-            write_whole(options.runs / "results.md", text)
+            write_atomic(options.runs / "results.md", text)
     print(table_of("accuracy at (tokens; pairs)", found), end="")
     return 0
 

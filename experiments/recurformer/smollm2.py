@@ -23,7 +23,7 @@ from recurjax.cli.main import main as recurjax
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.machine import host
 from recurjax.model import Decoder
@@ -151,9 +151,9 @@ def main(argv: list[str] | None = None) -> int:
         kept = options.runs / f"cost_{shape}.json"
         if not kept.exists():
             model = load_run(root, report=lambda _: None).model
-            write_whole(kept, json.dumps(cost(model, options.decode)) + "\n")
+            write_atomic(kept, json.dumps(cost(model, options.decode)) + "\n")
         found[name] = [losses(root, run) | json.loads(kept.read_text())]
-        write_whole(options.runs / "results.md", table_of("SmolLM2-135M", found))
+        write_atomic(options.runs / "results.md", table_of("SmolLM2-135M", found))
     print(table_of("SmolLM2-135M", found), end="")
     return 0
 

@@ -38,7 +38,7 @@ from recurjax.bench.recurrent_transformer import LARGE, layers, programs
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
 from recurjax.experiment import Experiment
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.machine import host
 from recurjax.run_table import load_experiment
 from recurjax.sharding import MeshConfig, make_mesh
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         report["layer_forward"].append(row)
         print(json.dumps(row), file=sys.stderr)
     report |= train_pairs(options)
-    write_whole(options.out, json.dumps(report, indent=2) + "\n")
+    write_atomic(options.out, json.dumps(report, indent=2) + "\n")
     return report
 
 

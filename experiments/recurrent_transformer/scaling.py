@@ -33,7 +33,7 @@ from recurjax.bench.recurrent_transformer import (
 )
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.machine import host
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -116,7 +116,7 @@ def draw(points: list[Point], png: Path) -> None:
     figure.axes[0].legend()
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    write_whole(png, drawn.getvalue())
+    write_atomic(png, drawn.getvalue())
 
 
 def main(arguments: list[str] | None = None) -> list[Point]:
@@ -144,8 +144,8 @@ def main(arguments: list[str] | None = None) -> list[Point]:
     made = {"device": device_name(), "shape": shape, "dtype": options.dtype} | {
         "points": [dataclasses.asdict(point) for point in points]
     }
-    write_whole(options.out / "scaling.json", json.dumps(made, indent=2) + "\n")
-    write_whole(options.out / "scaling.md", table(points, shape, options.dtype))
+    write_atomic(options.out / "scaling.json", json.dumps(made, indent=2) + "\n")
+    write_atomic(options.out / "scaling.md", table(points, shape, options.dtype))
     draw(points, options.out / "scaling.png")
     return points
 

@@ -38,7 +38,7 @@ from recurjax.data.dataset import open_dataset
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
 from recurjax.experiment import Experiment
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.machine import host
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
     text = table(runs, experiments, rates=options.rates, seeds=options.seeds)
-    write_whole(options.directory / "table.md", text)
+    write_atomic(options.directory / "table.md", text)
     print(text, end="")
     return 0
 
@@ -249,7 +249,7 @@ def write_results(
 ) -> None:
     """Writes all runs so far, whole or not at all."""
     kept = {"experiments": _settings(experiments), "runs": [asdict(r) for r in runs]}
-    write_whole(file, json.dumps(kept, indent=2) + "\n")
+    write_atomic(file, json.dumps(kept, indent=2) + "\n")
 
 
 def _batch(rows: dict[str, Any]) -> Batch:

@@ -19,8 +19,8 @@ from rich.console import Console
 from recurjax.cli.main import main as recurjax
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment, read_experiment
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json
-from recurjax.files.whole import write_whole
 from recurjax.losses.frozen_model import FrozenModel
 from recurjax.training.loop import train
 from recurjax.training.objective import Distilled, NextToken, Objective
@@ -87,8 +87,8 @@ class Set:
                 return None
             found.setdefault(case.name, []).append(losses)
             text = json_text(found, indent=1) + "\n"
-            write_whole(self.runs / "results.json", text)
-            write_whole(self.runs / "results.md", table_of(found))
+            write_atomic(self.runs / "results.json", text)
+            write_atomic(self.runs / "results.md", table_of(found))
         return table_of(found)
 
     def _reach(self, case: Case, seed: int, teacher: FrozenModel) -> Losses | None:

@@ -30,8 +30,8 @@ from recurjax.data.tasks import StateTracking, TaskData, TaskDataset
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
 from recurjax.experiment import Experiment, read_experiment
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json_object
-from recurjax.files.whole import write_whole
 from recurjax.machine import compiled_programs, host
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment
@@ -180,7 +180,7 @@ def read_further(root: Path, *, report: Console) -> float:
         slices=rows.slices("validation", batch=batch),
     )
     assert result.accuracy is not None
-    write_whole(kept, json_text({"accuracy": result.accuracy.token}) + "\n")
+    write_atomic(kept, json_text({"accuracy": result.accuracy.token}) + "\n")
     return result.accuracy.token
 
 
@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
             return 130
         figures = figures_of(cell, root, report=console)
         found.setdefault(cell, {})[seed, rate] = figures
-        write_whole(options.runs / "results.md", markdown(options, found))
+        write_atomic(options.runs / "results.md", markdown(options, found))
     print(markdown(options, found), end="")
     return 0
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from recurjax.bench.timing import Row
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
-from recurjax.files.whole import write_whole
 
 
 def report(rows: Sequence[Row]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def device_name() -> str:
 
 def write(rows: Sequence[Row], file: Path) -> None:
     """Writes the report, whole or not at all."""
-    write_whole(file, json_text(report(rows), indent=2) + "\n")
+    write_atomic(file, json_text(report(rows), indent=2) + "\n")
 
 
 def show(rows: Sequence[Row], console: Console) -> None:

@@ -14,8 +14,8 @@ from jax.errors import JaxRuntimeError
 
 from pallas_kernels import measured_sizes, target
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json_object
-from recurjax.files.whole import write_whole
 
 Sizes = Mapping[str, int]
 Candidate = Callable[[], Any]
@@ -124,7 +124,7 @@ def keep(found: Iterable[Tuned], file: Path) -> list[Tuned]:
         entry = asdict(one)
         entries[_name_of(entry)] = entry
         text = json_text({"sizes": list(entries.values())}, indent=2)
-        write_whole(file, text + "\n")
+        write_atomic(file, text + "\n")
         told.append(one)
         sizes = ", ".join(f"{name} {size}" for name, size in one.sizes.items())
         shape = ", ".join(f"{name} {value}" for name, value in one.shape.items())

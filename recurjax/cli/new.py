@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from recurjax.errors import UserError
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.run_table import find_experiment
 
 _USAGE = """usage: recurjax new NAME --from EXPERIMENT
@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     text = file.read_text(encoding="utf-8")
     # A copy that kept the name would train in the other's run directory.
     text = text.replace(f'name="{file.stem}"', f'name="{target.stem}"')
-    write_whole(target, text)
+    write_atomic(target, text)
     print(f"{target} is a copy of {file}", file=sys.stderr)
     print(f"recurjax train {target}" + (f":{row}" if row else ""))
     return 0

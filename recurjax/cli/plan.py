@@ -11,8 +11,8 @@ from rich.console import Console
 from recurjax.cli.options import override, parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
-from recurjax.files.whole import write_whole
 from recurjax.plan.changes import find_changes
 from recurjax.plan.compilers import check_compilers
 from recurjax.plan.planning import Plan, make_plan
@@ -233,4 +233,4 @@ def _console() -> Console:
 
 
 def _write(file: Path, report: object) -> None:
-    write_whole(file, json_text(report, indent=2) + "\n")
+    write_atomic(file, json_text(report, indent=2) + "\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from recurjax.errors import UserError
-from recurjax.files.whole import new_folder
+from recurjax.files.atomic import new_folder
 
 
 @contextmanager

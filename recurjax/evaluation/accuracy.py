@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, Shaped
 
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
 from recurjax.training.objective import NextToken, Objective
@@ -262,7 +262,7 @@ def plot_by_slice(
         axes.legend(fontsize=8)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    write_whole(png, drawn.getvalue())
+    write_atomic(png, drawn.getvalue())
 
 
 def _share(found: list[tuple[int, int]]) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import Decoder
 from recurjax.sharding import replicated
@@ -107,7 +107,7 @@ def plot_by_position(
     axes.legend(fontsize=8)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    write_whole(png, drawn.getvalue())
+    write_atomic(png, drawn.getvalue())
 
 
 @partial(jax.jit, static_argnames=("chunks", "mesh"))

@@ -30,7 +30,7 @@ from recurjax.exits import (
     head_logit,
     head_score,
 )
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.model import Decoder
 from recurjax.types import IGNORED, Array, Batch, Tokens
 
@@ -181,7 +181,7 @@ def write_exit_head(run: Path, head: ExitHead) -> Path:
     """Writes a head into a run directory, whole or not at all."""
     data = io.BytesIO()
     np.savez(data, weight=np.asarray(head.weight), bias=np.asarray(head.bias))
-    write_whole(run / HEAD_FILE, data.getvalue())
+    write_atomic(run / HEAD_FILE, data.getvalue())
     return run / HEAD_FILE
 
 
@@ -210,7 +210,7 @@ def plot_exits(scores: Sequence[ExitScore], png: Path) -> None:
     axes.legend(fontsize=8)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    write_whole(png, drawn.getvalue())
+    write_atomic(png, drawn.getvalue())
 
 
 @jax.jit

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import parse_json
-from recurjax.files.whole import write_whole
 from recurjax.training.agreement import first_process
 
 
@@ -66,7 +66,7 @@ class Journal:
             return []
         whole, _, cut = self._file.read_bytes().rpartition(b"\n")
         if cut:  # else the next line would be written behind the half of another
-            write_whole(self._file, whole + b"\n" if whole else b"")
+            write_atomic(self._file, whole + b"\n" if whole else b"")
         return list(_entries(whole))
 
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import sha256_of
 from recurjax.files.storage import Store, open_store
-from recurjax.files.whole import sha256_of
 from recurjax.machine import caches
 
 _FOLDER = "stores"

@@ -29,7 +29,7 @@ from pallas_kernels import target
 from recurjax.config_json import from_json
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.plan.flops import count_flops
 from recurjax.plan.hlo import parse
 from recurjax.plan.programs import Program, build_program
@@ -182,7 +182,7 @@ def _compiled(
     }
     if stored is not None:
         stored.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(stored, json.dumps(found))
+        write_atomic(stored, json.dumps(found))
     return answer | found
 
 

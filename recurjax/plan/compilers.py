@@ -22,7 +22,7 @@ from packaging.specifiers import SpecifierSet
 from recurjax.config_json import to_json
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.files.whole import new_folder
+from recurjax.files.atomic import new_folder
 from recurjax.machine.caches import user_cache
 from recurjax.plan.programs import ProgramName
 from recurjax.plan.topology import Topology

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recurjax.errors import UserError
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.plan.changes import Change
 from recurjax.plan.planning import Plan
 
@@ -117,7 +117,7 @@ def plot_roofline(named: Sequence[tuple[str, Plan]], file: Path) -> None:
     # Drawn into memory first, so that the file appears whole or not at all.
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=130, format="png")
-    write_whole(file, drawn.getvalue())
+    write_atomic(file, drawn.getvalue())
     plt.close(figure)
 
 

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
 from recurjax.experiment import Experiment, read_experiment
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
-from recurjax.files.whole import write_whole
 from recurjax.machine import peers
 from recurjax.model import count_parameters
 from recurjax.training.config import EvaluationConfig, TrainingConfig
@@ -167,8 +167,8 @@ def sweep(
                 return None
             found = read_reached(run, root / run.name)
         reached.append(found._replace(name=experiment.name, seed=seed))
-        write_whole(root / "results.json", _json(reached))
-        write_whole(root / "results.md", markdown(reached))
+        write_atomic(root / "results.json", _json(reached))
+        write_atomic(root / "results.md", markdown(reached))
     return reached
 
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.files import whole as files
-from recurjax.files.whole import new_folder, write_whole
+from recurjax.files import atomic as files
+from recurjax.files.atomic import new_folder, write_atomic
 from tests.source_tree import ROOT
 
 
@@ -42,7 +42,7 @@ def synced(monkeypatch):
 @pytest.mark.parametrize("content", ["a\nΩ", b"\x00\xff"])
 def test_content_is_on_the_disk_before_its_name_is(content, tmp_path, synced):
     file = tmp_path / "config.json"
-    write_whole(file, content)
+    write_atomic(file, content)
     want = content.encode() if isinstance(content, str) else content
     assert file.read_bytes() == want and names(tmp_path) == ["config.json"]
     aside, renamed, folder = synced
@@ -52,7 +52,7 @@ def test_content_is_on_the_disk_before_its_name_is(content, tmp_path, synced):
 
 def test_two_writes_share_no_temporary_name(tmp_path, synced):
     for _ in range(2):
-        write_whole(tmp_path / "a", "x")
+        write_atomic(tmp_path / "a", "x")
     assert synced[0] != synced[3]
 
 
@@ -64,7 +64,7 @@ def test_a_file_in_the_way_of_the_temporary_one_is_not_written_through(
     planted.symlink_to(tmp_path / "precious")
     monkeypatch.setattr(files, "_aside", lambda target: planted)
     with pytest.raises(FileExistsError):
-        write_whole(tmp_path / "a", "x")
+        write_atomic(tmp_path / "a", "x")
     assert (tmp_path / "precious").read_text() == "kept"
     assert planted.is_symlink() and names(tmp_path) == ["planted", "precious"]
 
@@ -80,7 +80,7 @@ def test_after_a_full_disk_the_old_file_is_there_and_nothing_else(
     file.write_text("old")
     monkeypatch.setattr(os, moment, full)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(file, "new")
+        write_atomic(file, "new")
     assert file.read_text() == "old" and names(tmp_path) == ["a"]
 
 
@@ -88,9 +88,9 @@ def test_what_is_no_regular_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for target in (tmp_path / "pipe", tmp_path):
         with pytest.raises(UserError, match="is no regular file"):
-            write_whole(target, "x")
+            write_atomic(target, "x")
     with pytest.raises(UserError, match="/dev/full is no regular file"):
-        write_whole(tmp_path / ".." / ".." / "/dev/full", "x")
+        write_atomic(tmp_path / ".." / ".." / "/dev/full", "x")
     assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
@@ -101,10 +101,10 @@ def test_links_and_permissions_stay(tmp_path):
     real.write_text("old")
     real.chmod(0o640)
     link.symlink_to(real)
-    write_whole(link, "new")
+    write_atomic(link, "new")
     assert link.is_symlink() and real.read_text() == "new"
     assert stat.S_IMODE(real.stat().st_mode) == 0o640
-    write_whole(tmp_path / "fresh", "x")
+    write_atomic(tmp_path / "fresh", "x")
     (tmp_path / "usual").write_text("x")
     assert (tmp_path / "fresh").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
@@ -114,9 +114,9 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path):
     file.write_text("old")
     code = (
         "import os, signal, sys, pathlib\n"
-        "from recurjax.files import whole as files\n"
+        "from recurjax.files import atomic as files\n"
         "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "files.write_whole(pathlib.Path(sys.argv[1]), 'new')\n"
+        "files.write_atomic(pathlib.Path(sys.argv[1]), 'new')\n"
     )
     child = subprocess.run([sys.executable, "-c", code, str(file)], cwd=ROOT)
     assert child.returncode == -9 and file.read_text() == "old"

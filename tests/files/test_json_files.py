@@ -3,8 +3,8 @@
 import pytest
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import inside
 from recurjax.files.json_files import parse_json, read_json, read_json_object
-from recurjax.files.whole import inside
 
 
 def nested(depth):
@@ -58,8 +58,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 )
 def test_names_stay_inside_their_folder(tmp_path, name):
     with pytest.raises(UserError, match="nothing outside the folder is read"):
-        inside(tmp_path, name, told_by=tmp_path / "index.json")
+        inside(tmp_path, name, source=tmp_path / "index.json")
 
 
 def test_a_plain_name_is_a_file_of_the_folder(tmp_path):
-    assert inside(tmp_path, "a-1.bin", told_by=tmp_path) == tmp_path / "a-1.bin"
+    assert inside(tmp_path, "a-1.bin", source=tmp_path) == tmp_path / "a-1.bin"

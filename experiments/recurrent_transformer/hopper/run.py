@@ -29,7 +29,7 @@ from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_referen
 from recurjax.bench.recurrent_transformer import LARGE
 from recurjax.bench.report import device_name
 from recurjax.bench.timing import repeat
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.machine import host
 
 CHECKED = (
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         row |= {} if words.tiny else {"paper_ms": theirs}
         report["layer_forward"].append(row)
         print(json.dumps(row), file=sys.stderr)
-    write_whole(words.out, json.dumps(report, indent=2) + "\n")
+    write_atomic(words.out, json.dumps(report, indent=2) + "\n")
     return report
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json_object
-from recurjax.files.whole import write_whole
 from recurjax.inference.engine import Engine, Request, RequestSettings
 from recurjax.inference.sampling import SamplingConfig
 
@@ -146,7 +146,7 @@ class Talk:
         """
         text = json_text({"messages": self.messages}, ensure_ascii=False, indent=1)
         try:
-            write_whole(file, text + "\n")
+            write_atomic(file, text + "\n")
         except OSError as error:
             raise UserError(f"cannot write {file}: {error.strerror}") from error
 

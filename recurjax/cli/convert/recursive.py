@@ -14,8 +14,8 @@ from recurjax.cli.convert.surgery import cut_text, say, write_changed_run
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
+from recurjax.files.atomic import refuse_existing
 from recurjax.files.json_files import json_text
-from recurjax.files.whole import refuse_existing
 from recurjax.model import Decoder, count_parameters
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.surgery.fewer_layers import with_evenly_kept_layers

@@ -13,8 +13,8 @@ import tyro
 from recurjax.cli.options import parse
 from recurjax.convert.imported_run import write_run
 from recurjax.errors import UserError
+from recurjax.files.atomic import refuse_existing
 from recurjax.files.json_files import json_text, read_json
-from recurjax.files.whole import refuse_existing
 from recurjax.model import Decoder, ModelConfig
 from recurjax.surgery.recency import (
     HeadRecency,

@@ -27,9 +27,9 @@ from recurjax.evaluation.offline_tasks.needles import read_haystack
 from recurjax.evaluation.requests import evaluate_requests, read_requests
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
 from recurjax.exits import exits_of
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
 from recurjax.files.storage import open_store, url_of
-from recurjax.files.whole import write_whole
 from recurjax.machine.distributed import start_processes
 from recurjax.sharding import reading_mesh
 from recurjax.surgery.fewer_layers import truncated
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
         text = json_text(report, indent=2)
         print(text)
         if options.json is not None:
-            write_whole(options.json, text + "\n")
+            write_atomic(options.json, text + "\n")
         if keeps:
             append_rows(options.run, rows)
     # Only now that everything is written is the journal of no more use.

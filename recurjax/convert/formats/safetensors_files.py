@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from recurjax.convert.formats.tensors import TensorInfo, empty_for_jax
 from recurjax.errors import UserError
+from recurjax.files.atomic import inside
 from recurjax.files.json_files import parse_json, read_json_object
-from recurjax.files.whole import inside
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -97,7 +97,7 @@ def _open_shards(directory: Path) -> SafetensorsFiles:
     if not isinstance(homes, dict) or not homes:
         raise UserError(f"{file} is not an index of shards: it has no weight_map")
     # Names from the index must not lead out of the folder.
-    places = [inside(directory, name, told_by=file) for name in homes.values()]
+    places = [inside(directory, name, source=file) for name in homes.values()]
     paths = sorted(set(places))
     missing = [path.name for path in paths if not path.is_file()]
     if missing:

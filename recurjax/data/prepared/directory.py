@@ -26,6 +26,7 @@ from jaxtyping import Int32
 
 from recurjax.data.streams import Span
 from recurjax.errors import UserError
+from recurjax.files.atomic import inside, new_folder, sha256_of
 from recurjax.files.json_files import read_json_object
 from recurjax.files.storage import Store, open_store, url_of
 from recurjax.files.store_copies import (
@@ -34,7 +35,6 @@ from recurjax.files.store_copies import (
     folder_for,
     mended_copy_of,
 )
-from recurjax.files.whole import inside, new_folder, sha256_of
 from recurjax.version import refuse_newer
 
 FORMAT = 1
@@ -343,7 +343,7 @@ def _checked(kind: type, values: Any, file: Path) -> dict[str, Any]:
 
 
 def _shard(directory: Path, shard: Shard) -> Path:
-    return inside(directory, shard.file, told_by=directory / MANIFEST)
+    return inside(directory, shard.file, source=directory / MANIFEST)
 
 
 def verify_checksums(directory: Path) -> None:

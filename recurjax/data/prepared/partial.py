@@ -24,8 +24,8 @@ import numpy as np
 
 from recurjax.data.prepared.directory import Shard
 from recurjax.errors import UserError
+from recurjax.files.atomic import force_to_disk, refuse_existing, write_atomic
 from recurjax.files.json_files import read_json_object
-from recurjax.files.whole import force_to_disk, refuse_existing, write_whole
 
 _PROGRESS = "progress.json"
 _LOCK = "lock"
@@ -107,7 +107,7 @@ class Partial:
             "shards": [asdict(shard) for shard in kept.shards],
             "pieces": self._pieces,
         }
-        write_whole(self.folder / _PROGRESS, json.dumps(told) + "\n")
+        write_atomic(self.folder / _PROGRESS, json.dumps(told) + "\n")
         with suppress(FileNotFoundError):
             (self.folder / _tail(self._pieces - 1)).unlink()
         self.kept = kept

@@ -5,7 +5,7 @@ from pathlib import Path
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from recurjax.data.prepared.directory import Shard
-from recurjax.files.whole import sha256_of
+from recurjax.files.atomic import sha256_of
 
 BLOCK = 1024
 """Tokens in a record."""

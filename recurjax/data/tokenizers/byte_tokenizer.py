@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from recurjax.data.tokenizers.checkpoint_text import TextSettings
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 
 BYTE_FILE = "byte_tokenizer.json"
 
@@ -83,7 +83,7 @@ class ByteTokenizer(NamelessTokens):
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / BYTE_FILE, self._definition + "\n")
+        write_atomic(directory / BYTE_FILE, self._definition + "\n")
 
 
 class ByteStream:

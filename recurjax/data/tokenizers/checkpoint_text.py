@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json_object
-from recurjax.files.whole import write_whole
 
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
@@ -119,13 +119,13 @@ class TextSettings:
     def save(self, directory: Path) -> None:
         """Writes the template and generation_config.json, those that there are."""
         if self.template is not None:
-            write_whole(directory / TEMPLATE_FILE, self.template)
+            write_atomic(directory / TEMPLATE_FILE, self.template)
         generation = self.generation
         if generation is None and self.model_ends:
             generation = {"eos_token_id": list(self.model_ends)}
         if generation is not None:
             text = json_text(generation, indent=2) + "\n"
-            write_whole(directory / GENERATION_FILE, text)
+            write_atomic(directory / GENERATION_FILE, text)
 
 
 def read_text_settings(folder: Path) -> TextSettings:
@@ -170,7 +170,7 @@ def write_tokenizer_config(folder: Path, names: Mapping[str, str | None]) -> Non
     transformers asks this file which class reads tokenizer.json.
     """
     values = {**names, "tokenizer_class": "PreTrainedTokenizerFast"}
-    write_whole(folder / CONFIG_FILE, json.dumps(values, indent=1) + "\n")
+    write_atomic(folder / CONFIG_FILE, json.dumps(values, indent=1) + "\n")
 
 
 def states_bos_by_name(folder: Path) -> bool:

@@ -24,8 +24,8 @@ from recurjax.data.tokenizers.checkpoint_text import (
     write_tokenizer_config,
 )
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import parse_json
-from recurjax.files.whole import write_whole
 
 _BOS_NAMES = (
     "<|bos|>",
@@ -283,7 +283,7 @@ class JsonTokenizer:
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / "tokenizer.json", self._definition)
+        write_atomic(directory / "tokenizer.json", self._definition)
         write_tokenizer_config(directory, self.names)
         self.settings.save(directory)
 

@@ -11,8 +11,8 @@ from jaxtyping import Int, Int32
 from recurjax.data.tokenizers.byte_tokenizer import NamelessTokens
 from recurjax.data.tokenizers.checkpoint_text import TextSettings
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import read_json_object
-from recurjax.files.whole import write_whole
 
 SYMBOLS_FILE = "symbols.json"
 _MOST = 1 << 24
@@ -79,7 +79,7 @@ class Symbols(NamelessTokens):
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / SYMBOLS_FILE, self._definition + "\n")
+        write_atomic(directory / SYMBOLS_FILE, self._definition + "\n")
 
 
 class SymbolStream:

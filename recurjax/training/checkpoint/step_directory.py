@@ -17,7 +17,7 @@ from pathlib import Path
 from etils import epath
 
 from recurjax.errors import UserError
-from recurjax.files.whole import write_whole
+from recurjax.files.atomic import write_atomic
 from recurjax.training.checkpoint.manifest import Manifest
 
 ARRAYS = "state"
@@ -149,7 +149,7 @@ class StepDirectory:
             )
         if manifest.loss is not None and there.loss != manifest.loss:
             text = json.dumps(replace(there, loss=manifest.loss).to_json())
-            write_whole(Path(file), text)
+            write_atomic(Path(file), text)
         return True
 
     def _set_aside(self, step: int, why: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, parse_json
-from recurjax.files.whole import write_whole
 from recurjax.training.run.trackers import Description, Tracker
 
 
@@ -178,4 +178,4 @@ def plot_losses(metrics: Path, png: Path) -> None:
     # Drawn in memory, so that the file appears whole.
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
-    write_whole(png, content.getvalue())
+    write_atomic(png, content.getvalue())

@@ -29,9 +29,9 @@ from recurjax.experiment import (
     read_experiment,
     write_experiment,
 )
+from recurjax.files.atomic import make_folders, write_atomic
 from recurjax.files.json_files import json_text, read_json_object
 from recurjax.files.storage import url_of
-from recurjax.files.whole import make_folders, write_whole
 from recurjax.machine.peers import SharedError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
@@ -151,7 +151,7 @@ class RunDirectory:
         """
         now = {"run": run, "step": step, "digest": digest}
         if not self._has_frozen:
-            write_whole(self.frozen, json_text(now, indent=2) + "\n")
+            write_atomic(self.frozen, json_text(now, indent=2) + "\n")
             return
         before = self._frozen_before()
         if before["digest"] != digest:
@@ -188,20 +188,20 @@ class RunDirectory:
             # Samples of later steps begin at the first such heading.
             cut = next((h.start() for h in heads if int(h[1]) > step), len(text))
             if cut < len(text):
-                write_whole(self.samples, text[:cut])
+                write_atomic(self.samples, text[:cut])
         if not self.metrics.is_file():
             return None
         found, told = read_rows(self.metrics), None
         if found.damaged:
             kept = _unused(self.metrics.with_name(f"{self.metrics.name}.damaged"))
-            write_whole(kept, self.metrics.read_bytes())
+            write_atomic(kept, self.metrics.read_bytes())
             told = (
                 f"{found.damaged} damaged lines of {self.metrics} are left out; the "
                 f"file as it was is kept as {kept.name}"
             )
         rows = (row for row in found.rows if row["step"] <= step)
         # Whole lines are written anew: damaged ones are gone from here on.
-        write_whole(self.metrics, "".join(json_text(row) + "\n" for row in rows))
+        write_atomic(self.metrics, "".join(json_text(row) + "\n" for row in rows))
         return told
 
     def was_evaluated(self, step: int) -> bool:
@@ -360,7 +360,7 @@ def check_shared(root: Path) -> None:
     def write() -> str:
         new.extend(make_folders(root))
         word = secrets.token_hex(16)
-        write_whole(file, word)
+        write_atomic(file, word)
         return word
 
     def remove() -> None:

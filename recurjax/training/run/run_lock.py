@@ -39,9 +39,9 @@ from rich.console import Console
 
 from recurjax.config_json import from_json
 from recurjax.errors import UserError
+from recurjax.files.atomic import make_folders
 from recurjax.files.json_files import parse_json
 from recurjax.files.storage import Store
-from recurjax.files.whole import make_folders
 from recurjax.training.agreement import first_process
 
 LOCK = "lock"

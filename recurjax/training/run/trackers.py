@@ -19,8 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import read_json_object
-from recurjax.files.whole import write_whole
 from recurjax.training.config import TrainingConfig
 
 
@@ -150,7 +150,7 @@ def _new_id(ids: Path, service: str) -> str:
 
 
 def _note_id(ids: Path, service: str, new: str) -> None:
-    write_whole(ids, json.dumps(_ids(ids) | {service: new}) + "\n")
+    write_atomic(ids, json.dumps(_ids(ids) | {service: new}) + "\n")
 
 
 def _ids(ids: Path) -> dict[str, str]:

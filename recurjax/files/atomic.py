@@ -1,9 +1,9 @@
-"""Files and folders that appear whole or not at all.
+"""Atomic writes of files and folders.
 
-Everything that the library writes for good goes through here: content is first written
-under another name in the same folder, forced to the disk and only then renamed, which
-file systems do at once. After a kill, a full disk or a power cut there is the old file
-or the new one, never a half of either.
+Everything that the library writes for good goes through here. Content is first written
+under another name in the same folder, forced to the disk, and then renamed, which file
+systems do atomically. After a kill, a full disk or a power cut there is the old file or
+the new one, never a part of either.
 """
 
 import errno
@@ -19,8 +19,8 @@ from pathlib import Path
 from recurjax.errors import UserError
 
 
-def write_whole(file: Path, content: str | bytes) -> None:
-    """Writes a file, or leaves what was there before.
+def write_atomic(file: Path, content: str | bytes) -> None:
+    """Writes a file, or leaves the old one as it was.
 
     A new file's permissions are the process' usual ones, an old one's stay. Through a
     symbolic link the file that it names is replaced, and the link stays.
@@ -58,9 +58,9 @@ def write_whole(file: Path, content: str | bytes) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Gives a folder aside, which takes the place `out` when the block ends well.
+    """Gives a temporary folder, which is renamed to `out` when the block ends well.
 
-    Whatever ends the block otherwise, what was written is removed.
+    When an error ends the block, the folder is removed.
 
     Raises:
       UserError: something other than an empty folder is at `out`.
@@ -82,18 +82,18 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def inside(folder: Path, name: object, *, told_by: Path) -> Path:
+def inside(folder: Path, name: object, *, source: Path) -> Path:
     """Returns the file of a plain name in a folder.
 
     Raises:
-      UserError: what names the file, `told_by`, would lead out of the folder: a path,
+      UserError: what names the file, `source`, would lead out of the folder: a path,
         "..", no name at all, or one that no folder takes.
     """
     plain = isinstance(name, str) and name not in ("", ".", "..")
     plain = plain and len(str(name).encode("utf-8", "replace")) <= 255
     if not plain or any(sign in str(name) for sign in "/\\\0"):
         raise UserError(
-            f"{told_by} names {name!r}, which is no file's name in {folder}: nothing "
+            f"{source} names {name!r}, which is no file's name in {folder}: nothing "
             "outside the folder is read"
         )
     return folder / str(name)
