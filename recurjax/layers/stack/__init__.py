@@ -3,8 +3,10 @@
 from recurjax.layers.stack.cache_rows import CacheRows
 from recurjax.layers.stack.config_facts import StackFacts
 from recurjax.layers.stack.layer_scan import (
+    Remat,
     layers_a_turn,
     loops_a_turn,
+    rematerialize,
     scan_layers,
 )
 from recurjax.layers.stack.pattern_stack import (
@@ -15,7 +17,6 @@ from recurjax.layers.stack.pattern_stack import (
     run_blocks,
     scan_pattern,
 )
-from recurjax.layers.stack.rematerialization import Remat, rematerialize
 
 __all__ = [
     "CacheRows",

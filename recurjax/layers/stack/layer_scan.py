@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
 from pallas_kernels import target
-from recurjax.layers.stack.rematerialization import Remat, rematerialize
 from recurjax.types import Array
+
+Remat = Literal["nothing", "dots", "block"]
 
 
 def scan_layers(
@@ -48,6 +49,26 @@ def scan_layers(
 
     bits = jax.tree.map(_to_bits, layers, narrow)
     return scan(on_bits, carry, bits)
+
+
+def rematerialize(body: Callable, remat: Remat, *, scanned: bool = True) -> Callable:
+    """Wraps a layer so that its backward pass computes part of it again.
+
+    Args:
+      body: the function of (carry, x) given to `lax.scan`.
+      remat: "nothing" keeps all residuals; "dots" keeps the outputs of matrix products
+        without batch dimensions (those with weights) and computes the rest again;
+        "block" keeps the body's input only.
+      scanned: whether a scan runs the body. Nothing can be merged across a scan's
+        turns; outside one, the compiler would find forward and recomputed values to be
+        the same and keep them, so a barrier stands between.
+    """
+    if remat == "nothing":
+        return body
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    policy = dots if remat == "dots" else None
+    # No policy keeps nothing but the body's input.
+    return jax.checkpoint(body, policy=policy, prevent_cse=not scanned)
 
 
 _FEW = 2

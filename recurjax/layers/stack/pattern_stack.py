@@ -14,8 +14,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.mesh import keep_rows_apart
-from recurjax.layers.stack.layer_scan import layers_a_turn, scan_layers
-from recurjax.layers.stack.rematerialization import Remat
+from recurjax.layers.stack.layer_scan import Remat, layers_a_turn, scan_layers
 from recurjax.types import Array, Cache, Tokens
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.layers.attention import attend, band_cuts
+from recurjax.layers.attention import attend, bands
 from recurjax.layers.attention.bands import attend_in_bands
 from recurjax.layers.position import Alibi, alibi_slopes
 from tests.compiling import QUICK_COMPILE, sizes
@@ -77,10 +77,10 @@ def test_values_and_gradients_equal_the_loop(case, dtype, few_cores, monkeypatch
 def _cut_small(monkeypatch, *, few_cores: bool) -> None:
     """Cuts 13 tokens into several blocks and bands, by the one rule or the other."""
     for name, value in {"_BANDS": 3, "_LEAST_ROWS": 2, "_ROW_MULTIPLE": 1}.items():
-        monkeypatch.setattr(band_cuts, name, value)
+        monkeypatch.setattr(bands, name, value)
     for name in ("_IN_CACHE", "_IN_MEMORY"):
-        monkeypatch.setattr(band_cuts, name, 60)
-    real = band_cuts.choose_cut
+        monkeypatch.setattr(bands, name, 60)
+    real = bands.choose_cut
     monkeypatch.setattr(
         "recurjax.layers.attention.bands.choose_cut",
         lambda *shape, **_: real(*shape, few_cores=few_cores),
@@ -93,8 +93,8 @@ def _cut_small(monkeypatch, *, few_cores: bool) -> None:
 def test_every_cut_covers_each_query_once_and_all_keys_that_it_sees(
     length, window, few_cores
 ):
-    cut = band_cuts.choose_cut(24, 2, length, window, few_cores=few_cores)
-    assert 24 % cut.units == 0 and len(cut.bands) <= band_cuts._BANDS
+    cut = bands.choose_cut(24, 2, length, window, few_cores=few_cores)
+    assert 24 % cut.units == 0 and len(cut.bands) <= bands._BANDS
     expected = 0
     for band in cut.bands:
         assert band.first == expected
