@@ -56,6 +56,7 @@ NonNegativeInt = Annotated[int, Range(least=0)]
 PositiveFloat = Annotated[float, Range(above=0)]
 NonNegativeFloat = Annotated[float, Range(least=0)]
 Fraction = Annotated[float, Range(least=0, most=1)]
+PositiveFraction = Annotated[float, Range(above=0, most=1)]
 DecayRate = Annotated[float, Range(least=0, below=1)]
 """Of a running mean."""
 
@@ -127,7 +128,7 @@ def _refused(number: float | int, declared: Range) -> str | None:
 def _shown(bound: float | int) -> str:
     """Writes a bound; large powers of two as such."""
     for power, words in ((bound, ""), (bound + 1, " - 1")):
-        if power >= 1 << 16 and power == int(power) and int(power).bit_count() == 1:
+        if power >= 1 << 20 and power == int(power) and int(power).bit_count() == 1:
             return f"2^{int(power).bit_length() - 1}{words}"
     return f"{bound:g}"
 
@@ -137,25 +138,3 @@ def _numbers(value: Any) -> list[int | float]:
     if isinstance(value, tuple):
         return [number for item in value for number in _numbers(item)]
     return [value] if isinstance(value, int | float) else []
-
-
-# Of configs that do not declare their ranges yet.
-require_numbers = check_ranges
-
-
-def require_range(
-    config: Any,
-    *names: str,
-    least: float | int = -math.inf,
-    most: float | int = math.inf,
-    above: float | int = -math.inf,
-    below: float | int = math.inf,
-) -> None:
-    """Checks that fields are in a range; None is left alone."""
-    declared = Range(least=least, most=most, above=above, below=below)
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value not in declared:
-            raise UserError(
-                f"{type(config).__name__}.{name}: must be {declared}, got {value}"
-            )

@@ -7,9 +7,19 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from recurjax.cli.bench import Bench
+from recurjax.cli.chat.command import ChatOptions
+from recurjax.cli.convert.recursive import ToRecursive, ToTransformer
+from recurjax.cli.convert.surgery import ToRecurFormer
+from recurjax.cli.data import PrepareOptions, ShowOptions
+from recurjax.cli.generate.command import GenerateOptions
+from recurjax.cli.plan import PlanOptions
+from recurjax.cli.serve import ServeOptions
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
-from recurjax.ranges import Range
+from recurjax.inference.engine.config import EngineConfig, RequestSettings
+from recurjax.inference.sampling import SamplingConfig
+from recurjax.ranges import Range, field_ranges
 
 
 def reachable(config: Any) -> list[Any]:
@@ -99,3 +109,41 @@ def test_a_range_is_written_as_a_reader_would():
     assert str(Range(least=0, below=2**32)) == ">= 0 and < 2^32"
     assert str(Range(most=2**31 - 1)) == "<= 2^31 - 1"
     assert str(Range(above=-0.5, most=1000)) == "> -0.5 and <= 1000"
+
+
+UNRANGED = {
+    "AttentionConfig.scale": "of either sign, as the logits are",
+    "ExitRule.threshold": "below the least score every token leaves after one loop",
+    "LatentRecurrentTransformerConfig.value_gate_scale": "a factor of either sign",
+}
+"""Numbers that any finite value serves, by field."""
+
+
+def configs() -> list[Any]:
+    """Lists the configs of runs and engines, and the options of commands."""
+    kinds = [Experiment, EngineConfig, RequestSettings, SamplingConfig]
+    kinds += [Bench, ChatOptions, GenerateOptions, PlanOptions, PrepareOptions]
+    kinds += [ServeOptions, ShowOptions, ToRecurFormer, ToRecursive, ToTransformer]
+    return list(dict.fromkeys(kind for root in kinds for kind in reachable(root)))
+
+
+def test_every_number_has_a_range_or_a_reason_for_none():
+    unranged = {
+        f"{config.__name__}.{field.name}"
+        for config in configs()
+        for field in dataclasses.fields(config)
+        if places(get_type_hints(config)[field.name], int)
+        or places(get_type_hints(config)[field.name], float)
+        if field.name not in field_ranges(config)
+    }
+    assert unranged == set(UNRANGED)
+
+
+def test_every_config_with_a_range_checks_it():
+    for config in configs():
+        for name, declared in field_ranges(config).items():
+            below = min(x for x in (declared.least, declared.above) if x > -math.inf)
+            hint = get_type_hints(config)[name]
+            kind = int if places(hint, int) else float
+            [put, *_] = places(hint, kind)
+            refused(config, name, put(kind(below) - 1))

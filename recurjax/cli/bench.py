@@ -15,6 +15,7 @@ from rich.console import Console
 from recurjax.bench.report import show, write
 from recurjax.cli.options import parse
 from recurjax.errors import UserError
+from recurjax.ranges import PositiveInt, RangeChecks
 
 BENCHES = {
     "transformer": ("transformer",),
@@ -40,7 +41,7 @@ TUNED = ("recurrent_prefill", "chunk_attention", "gated_scan", "selective_scan")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bench:
+class Bench(RangeChecks):
     """Times a variant's passes, or the trainer, on the first device.
 
     Attributes:
@@ -64,9 +65,9 @@ class Bench:
     json: Path | None = None
     large: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
-    repeats: int = 10
-    requests: int | None = None
-    slots: int | None = None
+    repeats: PositiveInt = 10
+    requests: PositiveInt | None = None
+    slots: PositiveInt | None = None
     tune: Path | None = None
     experiment: str | None = None
 
@@ -74,16 +75,11 @@ class Bench:
 def run(argv: list[str]) -> int:
     """Runs the command."""
     options = parse(Bench, argv, prog="recurjax bench")
-    if options.repeats < 1:
-        raise UserError(f"--repeats must be at least 1, got {options.repeats}")
     # Before an hour of measurements that could not be kept.
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise UserError(f"there is no folder {options.json.parent} for --json")
     served = {"requests": options.requests, "slots": options.slots}
     served = {name: count for name, count in served.items() if count is not None}
-    for name, count in served.items():
-        if count < 1:
-            raise UserError(f"--{name} must be at least 1, got {count}")
     if options.what not in BENCHES:
         near = difflib.get_close_matches(options.what, BENCHES, n=1)
         known = ", ".join(BENCHES)

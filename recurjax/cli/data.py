@@ -32,6 +32,13 @@ from recurjax.errors import UserError
 from recurjax.files.atomic import refuse_existing
 from recurjax.files.storage import url_of
 from recurjax.files.store_copies import fetched_folder, sent_folder
+from recurjax.ranges import (
+    Fraction,
+    NonNegativeInt,
+    PositiveInt,
+    RangeChecks,
+    check_ranges,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,19 +81,16 @@ class PrepareOptions:
     field: str = "text"
     split: str = "train"
     separator: str | None = None
-    validation_fraction: float = 0.1
-    shard_tokens: int = 1 << 26
-    max_tokens: int | None = None
-    workers: int = 1
+    validation_fraction: Fraction = 0.1
+    shard_tokens: PositiveInt = 1 << 26
+    max_tokens: PositiveInt | None = None
+    workers: PositiveInt = 1
     part: str | None = None
 
     def __post_init__(self):
+        check_ranges(self)
         if self.part is not None:
             self.stretch()
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UserError(f"--max-tokens must be at least 1, got {self.max_tokens}")
-        if self.workers < 1:
-            raise UserError(f"--workers must be at least 1, got {self.workers}")
 
     def stretch(self) -> tuple[int, int] | None:
         """Returns (i, n) of --part i/n."""
@@ -120,7 +124,7 @@ class MergeOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShowOptions:
+class ShowOptions(RangeChecks):
     """Prints rows of a prepared directory as text, with what separates documents.
 
     Attributes:
@@ -129,16 +133,9 @@ class ShowOptions:
       length: tokens in a row.
     """
 
-    rows: int = 3
-    first: int = 0
-    length: int = 256
-
-    def __post_init__(self):
-        for name, least in (("rows", 1), ("first", 0), ("length", 1)):
-            if getattr(self, name) < least:
-                raise UserError(
-                    f"--{name} must be at least {least}, got {getattr(self, name)}"
-                )
+    rows: PositiveInt = 3
+    first: NonNegativeInt = 0
+    length: PositiveInt = 256
 
 
 def run(args: list[str]) -> int:

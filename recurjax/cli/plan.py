@@ -1,6 +1,5 @@
 """`recurjax plan EXPERIMENT --topology ...`: compile for hardware that is not there."""
 
-import math
 import os
 import re
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from recurjax.plan.programs import ProgramName
 from recurjax.plan.report import plot_roofline, show_changes, show_plan
 from recurjax.plan.sweep import candidates, pareto, show_sweep, watch_sweep
 from recurjax.plan.topology import Topology, parse_topology
+from recurjax.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, check_ranges
 from recurjax.run_table import load_experiment
 from recurjax.sharding import AXES, MeshConfig
 
@@ -60,28 +60,19 @@ class PlanOptions:
     topology: str
     mesh: str | None = None
     program: ProgramName = "train"
-    rows: int | None = None
-    length: int | None = None
-    price: float | None = None
+    rows: PositiveInt | None = None
+    length: PositiveInt | None = None
+    price: NonNegativeFloat | None = None
     json: Path | None = None
     plot: Path | None = None
     sweep: bool = False
-    batches: tuple[int, ...] | None = None
-    memory_limit: float | None = None
-    workers: int | None = None
+    batches: tuple[PositiveInt, ...] | None = None
+    memory_limit: PositiveFloat | None = None
+    workers: PositiveInt | None = None
     cache: Path = CACHE
 
     def __post_init__(self):
-        for name in ("rows", "length", "workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name} must be at least 1, got {value}")
-        # NaN is above nothing. Asked before hours of compilations.
-        if self.price is not None and not 0 <= self.price < math.inf:
-            raise UserError(f"--price must be at least 0, got {self.price}")
-        limit = self.memory_limit
-        if limit is not None and not 0 < limit < math.inf:
-            raise UserError(f"--memory-limit must be above 0 and finite, got {limit}")
+        check_ranges(self)
         if (self.rows or self.length) and self.program in ("train", "evaluate"):
             raise UserError(
                 "--rows and --length are of prefill, decode and tick: set "
@@ -93,8 +84,8 @@ class PlanOptions:
         for name in ("batches", "memory_limit", "workers"):
             if getattr(self, name) is not None and not self.sweep:
                 raise UserError(f"--{name.replace('_', '-')} is for --sweep")
-        if self.batches is not None and (not self.batches or min(self.batches) < 1):
-            raise UserError(f"--batches must be at least 1, got {self.batches}")
+        if self.batches is not None and not self.batches:
+            raise UserError("--batches names no number of rows")
         for name in ("json", "plot"):
             file = getattr(self, name)
             if file is not None and not file.parent.is_dir():

@@ -22,7 +22,13 @@ from recurjax.inference.engine.memory import slots_that_fit
 from recurjax.inference.engine.ways import choose_way
 from recurjax.inference.state_size import state_sizes
 from recurjax.model import Decoder
-from recurjax.ranges import require_numbers
+from recurjax.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+    RangeChecks,
+)
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.training.run import load_run
 from recurjax.types import Missing
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions:
+class ServeOptions(RangeChecks):
     """Answers OpenAI's clients with trained models.
 
     Attributes:
@@ -63,30 +69,22 @@ class ServeOptions:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     host: str = "127.0.0.1"
-    port: int = 8000
-    slots: int | Literal["auto"] = 8
-    length: int | None = None
-    queue: int = 64
-    prefill_tokens: int = 512
-    steps: int = 4
-    states_gib: float = 0.5
+    port: Annotated[int, Range(least=0, most=65535)] = 8000
+    slots: PositiveInt | Literal["auto"] = 8
+    length: PositiveInt | None = None
+    queue: NonNegativeInt = 64
+    prefill_tokens: PositiveInt = 512
+    steps: PositiveInt = 4
+    states_gib: NonNegativeFloat = 0.5
     prefill: str = "exact"
     exit: str | None = None
     missing: Missing | Literal["verify"] | None = None
-    top_logprobs: int = 5
+    top_logprobs: NonNegativeInt = 5
     echo_logprobs: bool = True
     api_key_file: Path | None = None
     template: Path | None = None
-    grace: float = 30.0
+    grace: NonNegativeFloat = 30.0
     mesh: MeshConfig = MeshConfig(data=1)
-
-    def __post_init__(self):
-        require_numbers(self)
-        if not 0 <= self.port < 65536 or self.queue < 0 or self.grace < 0:
-            raise UserError(
-                "port must be from 0 to 65535, queue and grace not negative, got "
-                f"{self.port}, {self.queue} and {self.grace}"
-            )
 
 
 def run(argv: list[str]) -> int:

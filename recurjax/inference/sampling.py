@@ -12,11 +12,19 @@ from jaxtyping import Bool, Float, Int, Key, Num, UInt
 
 from pallas_kernels import target
 from recurjax.errors import UserError
+from recurjax.ranges import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    RangeChecks,
+)
 from recurjax.types import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingConfig:
+class SamplingConfig(RangeChecks):
     """How the next token is chosen; the fields apply in this order.
 
     Attributes:
@@ -30,23 +38,11 @@ class SamplingConfig:
         probability; 0: all.
     """
 
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __post_init__(self):
-        wishes = (
-            (0 < self.repetition_penalty < math.inf, "repetition_penalty", "above 0"),
-            (0 <= self.temperature < math.inf, "temperature", "0 or above"),
-            (self.top_k is None or self.top_k >= 1, "top_k", "at least 1"),
-            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
-            (0 <= self.min_p <= 1, "min_p", "from 0 to 1"),
-        )
-        for holds, name, wish in wishes:
-            if not holds:
-                raise UserError(f"{name} must be {wish}, got {getattr(self, name)}")
+    repetition_penalty: PositiveFloat = 1.0
+    temperature: NonNegativeFloat = 1.0
+    top_k: PositiveInt | None = None
+    top_p: PositiveFraction = 1.0
+    min_p: Fraction = 0.0
 
     @property
     def penalizes(self) -> bool:

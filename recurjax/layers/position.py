@@ -10,7 +10,13 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from recurjax.layers.initialization import InitConfig, draw_embedding
-from recurjax.ranges import PositiveFloat, PositiveInt, Range, RangeChecks
+from recurjax.ranges import (
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Range,
+    RangeChecks,
+)
 from recurjax.types import Array
 
 
@@ -24,7 +30,7 @@ class Rope(RangeChecks):
     """
 
     base: Annotated[float, Range(above=1)] = 10000.0
-    fraction: Annotated[float, Range(above=0, most=1)] = 1.0
+    fraction: PositiveFraction = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

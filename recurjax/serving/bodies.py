@@ -118,7 +118,9 @@ def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
             ),
         )
     except UserError as error:
-        raise RequestError(400, str(error)) from None
+        # A client knows the field, and not the class that it becomes.
+        sentence = str(error).removeprefix("SamplingConfig.")
+        raise RequestError(400, sentence) from None
     limit = "max_tokens"
     if chat and body.get("max_completion_tokens") is not None:
         limit = "max_completion_tokens"

@@ -61,7 +61,7 @@ def test_an_unknown_bench_is_named_with_the_nearest(capsys):
     assert main(["bench", "transfomer"]) == 2
     assert "did you mean transformer" in capsys.readouterr().err
     assert main(["bench", "transformer", "--repeats", "0"]) == 2
-    assert "--repeats must be at least 1" in capsys.readouterr().err
+    assert "--repeats: must be >= 1" in capsys.readouterr().err
 
 
 def test_five_parts_are_timed_beside_one_corpus(monkeypatch):

@@ -72,6 +72,6 @@ def test_requests_are_for_a_bench_that_serves_them(capsys):
     assert main(["bench", "transformer", "--requests", "4"]) == 2
     assert "transformer serves no queue" in capsys.readouterr().err
     assert main(["bench", "relaxed_recursive_engine", "--requests", "0"]) == 2
-    assert "--requests must be at least 1" in capsys.readouterr().err
+    assert "--requests: must be >= 1" in capsys.readouterr().err
     assert main(["bench", "transformer", "--slots", "4"]) == 2
     assert "serves no queue: leave out --slots" in capsys.readouterr().err

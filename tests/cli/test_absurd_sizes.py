@@ -19,7 +19,7 @@ from tests.cli.commands import TINY, assert_refused, recurjax
         (
             "--training.spikes.window",
             10**9,
-            "--training.spikes.window: must be >= 2 and <= 2.16, got 1000000000",
+            "--training.spikes.window: must be >= 2 and <= 65536, got 1000000000",
         ),
         (
             "--optimizer.learning-rate",
@@ -43,8 +43,9 @@ def test_an_evaluation_refuses_it(options, finished):
 
 
 def test_a_generation_refuses_it(finished):
-    answer = recurjax("generate", finished, "--prompt", "a", "--max-new-tokens", 10**12)
-    assert_refused(answer, "fewer new tokens")
+    words = ("generate", finished, "--prompt", "a", "--max-new-tokens")
+    assert_refused(recurjax(*words, 10**12), "--max-new-tokens: must be below 2.31")
+    assert_refused(recurjax(*words, 2**31 - 1), "fewer new tokens")
 
 
 @pytest.mark.parametrize("size", [5_000_000_000, 2_000_000_000])

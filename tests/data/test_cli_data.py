@@ -178,10 +178,10 @@ def test_what_cannot_be_shown_or_prepared_is_one_sentence(files):
         (["show"], "name a prepared folder: recurjax data show DIR"),
         (["verify", str(files)], "is not a prepared directory"),
         (["verify", str(files), "more"], "takes a folder, got more too"),
-        (["show", str(files), "--rows", "0"], "--rows must be at least 1, got 0"),
+        (["show", str(files), "--rows", "0"], "--rows: must be >= 1, got 0"),
         (
             ["prepare", "--out", "x", "--corpus", "embedded", "--workers", "0"],
-            "--workers must be at least 1, got 0",
+            "--workers: must be >= 1, got 0",
         ),
     ):
         with pytest.raises(UserError, match=message):

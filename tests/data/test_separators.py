@@ -93,7 +93,7 @@ def test_tokens_that_cannot_separate_are_refused(corpus, tmp_path):
         (("--tokenizer", "bytes", "--bos", "none"), "and bytes has its own"),
         (("--tokenizer", "bpe:300", "--eos", "</s>"), "and bpe:300 has its own"),
         (("--tokenizer", str(file), "--bos", "<s>"), "no token '<s>' to serve as BOS"),
-        (("--max-tokens", "0"), "--max-tokens must be at least 1, got 0"),
+        (("--max-tokens", "0"), "--max-tokens: must be >= 1, got 0"),
     ):
         with pytest.raises(UserError, match=message):
             run(["prepare", *paths, *words])

@@ -141,9 +141,15 @@ def test_every_sampling_option_has_a_flag(capsys):
     [
         ([], "give --prompt TEXT or --prompts-file"),
         (["--prompts-file", "nowhere.txt"], "nowhere.txt"),
-        (["--prompt", "a", "--top-p", "2"], "top_p must be above 0 and at most 1"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "^max_new_tokens must be at le"),
-        (["--prompt", "a", "--seed", "-1"], "seed must be from 0"),
+        (["--prompt", "a", "--top-p", "2"], "^--top-p: must be > 0 and <= 1, got 2.0"),
+        (
+            ["--prompt", "a", "--max-new-tokens", "0"],
+            "^--max-new-tokens: must be >= 1, got 0",
+        ),
+        (
+            ["--prompt", "a", "--seed", "-1"],
+            r"^--seed: must be >= 0 and < 2\^32, got -1",
+        ),
         (["--prompt", "a", "--temprature", "1"], "did you mean --temperature"),
         (["--prompt", "a", "--top-k", "few"], "--top-k"),
     ],

@@ -243,7 +243,9 @@ def test_low_precision_logits_are_sampled_in_float32():
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field, value):
-    with pytest.raises(UserError, match=f"{field} must be .*, got {value}"):
+    with pytest.raises(
+        UserError, match=rf"SamplingConfig\.{field}: must be .*, got {value}"
+    ):
         SamplingConfig(**{field: value})
 
 

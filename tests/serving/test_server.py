@@ -127,7 +127,7 @@ MALFORMED = [
     ({"prompt": "a", "max_tokens": 10**9}, "a slot has 48"),
     ({"prompt": "a", "temperature": -1}, "temperature must be a number from 0"),
     ({"prompt": "a", "temperature": "hot"}, "temperature must be a number"),
-    ({"prompt": "a", "top_p": 0}, "top_p must be above 0"),
+    ({"prompt": "a", "top_p": 0}, "top_p: must be > 0 and <= 1"),
     ({"prompt": "a", "top_p": 2}, "top_p must be a number from 0 to 1"),
     ({"prompt": "a", "n": 0}, "n must be a whole number from 1 to 64"),
     ({"prompt": "a", "stop": [""]}, "stop must be"),

@@ -19,7 +19,16 @@ from recurjax.inference.engine import Engine, EngineConfig
 from recurjax.inference.sampling import PLAIN
 from recurjax.inference.state_size import in_words, state_size
 from recurjax.model import Decoder
-from recurjax.ranges import require_numbers
+from recurjax.ranges import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    RangeChecks,
+    Seed,
+)
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.training.run import load_run
 
@@ -35,7 +44,7 @@ A line that ends in \\ goes on in the next one; // begins a text with a slash.""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatOptions:
+class ChatOptions(RangeChecks):
     """Talks with a trained model.
 
     Sampling that is not given is the model's own, where it came with some.
@@ -62,24 +71,17 @@ class ChatOptions:
     system: str | None = None
     template: Path | None = None
     load: Path | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-    length: int | None = None
-    states_gib: float = 0.5
-    seed: int | None = None
-    step: int | None = None
+    temperature: NonNegativeFloat | None = None
+    top_k: PositiveInt | None = None
+    top_p: PositiveFraction | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: PositiveFloat | None = None
+    max_new_tokens: PositiveInt | None = None
+    length: PositiveInt | None = None
+    states_gib: NonNegativeFloat = 0.5
+    seed: Seed | None = None
+    step: NonNegativeInt | None = None
     mesh: MeshConfig = MeshConfig(data=1)
-
-    def __post_init__(self):
-        require_numbers(self)
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise UserError(
-                f"max_new_tokens must be at least 1, got {self.max_new_tokens}"
-            )
 
 
 def run(argv: list[str]) -> int:

@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 
 from recurjax.cli.convert.surgery import cut_text, say, write_changed_run
 from recurjax.cli.options import parse
-from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import score
 from recurjax.files.atomic import refuse_existing
 from recurjax.files.json_files import json_text
 from recurjax.model import Decoder, count_parameters
+from recurjax.ranges import NonNegativeInt, PositiveInt, Range, RangeChecks, Seed
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.surgery.fewer_layers import with_evenly_kept_layers
 from recurjax.surgery.relaxed_recursive import (
@@ -36,7 +36,7 @@ ROWS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToRecursive:
+class ToRecursive(RangeChecks):
     """Makes a Transformer recursive: one block, run several times.
 
     Writes a run directory with report.json and energy.png: for each matrix how far it
@@ -68,9 +68,9 @@ class ToRecursive:
 
     run: Annotated[Path, tyro.conf.Positional]
     out: Annotated[Path, tyro.conf.Positional]
-    loops: int
+    loops: PositiveInt
     init: BlockInit = "stepwise"
-    rank: int = 0
+    rank: NonNegativeInt = 0
     adapters: Literal["svd", "zero"] = "svd"
     sharing: Literal["cycle", "sequence", "cycle_rev"] = "cycle"
     tie_norms: bool = True
@@ -79,18 +79,11 @@ class ToRecursive:
     norms: TiedNorms | None = None
     keep: Literal["all", "evenly"] = "all"
     text: Path | None = None
-    samples: int = 64
-    length: int = 512
-    seed: int = 0
-    step: int | None = None
+    samples: PositiveInt = 64
+    length: Annotated[int, Range(least=2)] = 512
+    seed: Seed = 0
+    step: NonNegativeInt | None = None
     mesh: MeshConfig = MeshConfig(data=1)
-
-    def __post_init__(self):
-        if self.samples < 1 or self.length < 2:
-            raise UserError(
-                "--samples must be at least 1 and --length 2, got "
-                f"{self.samples} and {self.length}"
-            )
 
 
 def run_to_recursive(argv: list[str]) -> int:
@@ -159,7 +152,7 @@ def run_to_recursive(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToTransformer:
+class ToTransformer(RangeChecks):
     """Writes a recursive model out as an ordinary Transformer of all its layers.
 
     Attributes:
@@ -171,7 +164,7 @@ class ToTransformer:
 
     run: Annotated[Path, tyro.conf.Positional]
     out: Annotated[Path, tyro.conf.Positional]
-    step: int | None = None
+    step: NonNegativeInt | None = None
     mesh: MeshConfig = MeshConfig(data=1)
 
 

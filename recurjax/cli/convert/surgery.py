@@ -1,6 +1,5 @@
 """`recurjax convert to-recurformer`, and what conversions of a run have in common."""
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,10 +15,18 @@ from recurjax.errors import UserError
 from recurjax.files.atomic import refuse_existing
 from recurjax.files.json_files import json_text, read_json
 from recurjax.model import Decoder, ModelConfig
+from recurjax.ranges import (
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Seed,
+    check_ranges,
+)
 from recurjax.surgery.recency import (
     HeadRecency,
     Scope,
-    check_share,
     choose_heads,
     measure_recency,
     plot_heads,
@@ -70,56 +77,36 @@ class ToRecurFormer:
 
     run: Annotated[Path, tyro.conf.Positional]
     out: Annotated[Path, tyro.conf.Positional]
-    beta: float | None = None
+    beta: Fraction | None = None
     scope: Scope = "heads"
-    window: float = 0.1
-    threshold: float = 0.5
-    samples: int = 1024
-    length: int = 1024
+    window: Annotated[float, Range(above=0, below=1)] = 0.1
+    threshold: Annotated[float, Range(above=0, below=1)] = 0.5
+    samples: PositiveInt = 1024
+    length: Annotated[int, Range(least=2)] = 1024
     text: Path | None = None
     heads: Path | None = None
-    dt_rank: int = 256
-    state: int = 16
-    conv: int = 4
-    expand: int = 2
-    seed: int = 0
+    dt_rank: PositiveInt = 256
+    state: PositiveInt = 16
+    conv: PositiveInt = 4
+    expand: PositiveInt = 2
+    seed: Seed = 0
     start: Literal["plain", "fitted"] = "plain"
-    fit_samples: int = 256
-    fit_steps: int = 200
-    fit_rate: float = 3e-3
-    step: int | None = None
+    fit_samples: PositiveInt = 256
+    fit_steps: PositiveInt = 200
+    fit_rate: PositiveFloat = 3e-3
+    step: NonNegativeInt | None = None
 
     # Which heads, and on what text they are measured, must be said in one way only.
     def __post_init__(self):
+        check_ranges(self)
         if (self.heads is None) == (self.beta is None):
             raise UserError(
                 "say which heads go: --beta SHARE, measured on --text, or --heads FILE"
             )
-        if self.beta is not None:
-            check_share(self.beta)
-            if self.text is None:
-                raise UserError("--beta is measured on a text: name one with --text")
+        if self.beta is not None and self.text is None:
+            raise UserError("--beta is measured on a text: name one with --text")
         if self.start == "fitted" and self.text is None:
             raise UserError("--start fitted needs a text: name one with --text")
-        if self.fit_steps < 1 or not 0.0 < self.fit_rate < math.inf:
-            raise UserError(
-                "--fit-steps must be at least 1 and --fit-rate above 0, got "
-                f"{self.fit_steps} and {self.fit_rate}"
-            )
-        for name in ("window", "threshold"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise UserError(
-                    f"--{name} must lie between 0 and 1, got {getattr(self, name)}"
-                )
-        if min(self.samples, self.fit_samples) < 1 or self.length < 2:
-            raise UserError(
-                "--samples and --fit-samples must be at least 1 and --length 2, got "
-                f"{self.samples}, {self.fit_samples} and {self.length}"
-            )
-        try:
-            _ = self.mamba
-        except ValueError as error:
-            raise UserError(f"--dt-rank, --state, --conv, --expand: {error}") from None
 
     @property
     def mamba(self) -> MambaConfig:

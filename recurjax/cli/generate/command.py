@@ -25,6 +25,16 @@ from recurjax.inference.sampling import SamplingConfig
 from recurjax.inference.timing import Timing
 from recurjax.machine.distributed import start_processes
 from recurjax.model import Decoder
+from recurjax.ranges import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    RangeChecks,
+    Seed,
+)
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.surgery.fewer_layers import truncated
 from recurjax.training.run import load_run
@@ -32,7 +42,7 @@ from recurjax.types import Missing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateOptions:
+class GenerateOptions(RangeChecks):
     """Continues prompts with a trained model.
 
     Attributes:
@@ -74,24 +84,24 @@ class GenerateOptions:
     run: Annotated[Path, tyro.conf.Positional]
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     prompts_file: Path | None = None
-    max_new_tokens: int = 200
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    max_new_tokens: PositiveInt = 200
+    temperature: NonNegativeFloat = 1.0
+    top_k: PositiveInt | None = None
+    top_p: PositiveFraction = 1.0
+    min_p: Fraction = 0.0
+    repetition_penalty: PositiveFloat = 1.0
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     bos: bool = True
     prefill: str = "exact"
-    slots: int = 8
+    slots: PositiveInt = 8
     json_lines: Path | None = None
     exit: str | None = None
     missing: Missing | Literal["verify"] | None = None
-    loops: int | None = None
-    seed: int = 0
+    loops: PositiveInt | None = None
+    seed: Seed = 0
     stream: bool = True
     json: bool = False
-    step: int | None = None
+    step: NonNegativeInt | None = None
     mesh: MeshConfig = MeshConfig(data=1)
 
 

@@ -6,7 +6,14 @@ from typing import Literal
 from recurjax.errors import UserError
 from recurjax.exits import ExitRule
 from recurjax.inference.sampling import PLAIN, SamplingConfig
-from recurjax.ranges import require_numbers
+from recurjax.ranges import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Seed,
+    check_ranges,
+)
 from recurjax.types import Missing
 
 MOST_STOPS = 8
@@ -35,27 +42,18 @@ class EngineConfig:
         does, else propagate.
     """
 
-    slots: int | Literal["auto"] = 8
-    length: int = 4096
-    prefill_tokens: int = 512
-    steps: int = 8
-    states_gib: float = 0.0
+    slots: PositiveInt | Literal["auto"] = 8
+    length: PositiveInt = 4096
+    prefill_tokens: PositiveInt = 512
+    steps: PositiveInt = 8
+    states_gib: NonNegativeFloat = 0.0
     prefill: str = "exact"
-    top_logprobs: int = 0
+    top_logprobs: NonNegativeInt = 0
     exit: ExitRule | None = None
     missing: Missing | Literal["verify"] | None = None
 
     def __post_init__(self):
-        require_numbers(self)
-        least = {"length": 1, "prefill_tokens": 1, "steps": 1}
-        least |= {"states_gib": 0, "top_logprobs": 0}
-        # "auto" is resolved where the model is known.
-        least |= {} if self.slots == "auto" else {"slots": 1}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise UserError(
-                    f"{name} must be at least {bound}, got {getattr(self, name)}"
-                )
+        check_ranges(self)
         # What sweeps leave is near the exact state and not it: a text that goes on from
         # one would not be what it is alone.
         if self.states_gib and self.prefill != "exact":
@@ -104,30 +102,19 @@ class RequestSettings:
       threshold: of the engine's exit rule; None: the rule's own. 1: none leaves early.
     """
 
-    max_new_tokens: int = 200
+    max_new_tokens: PositiveInt = 200
     sampling: SamplingConfig = PLAIN
-    seed: int = 0
-    stream: int = 0
-    stop_tokens: tuple[int, ...] = ()
+    seed: Seed = 0
+    stream: NonNegativeInt = 0
+    stop_tokens: tuple[NonNegativeInt, ...] = ()
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    keep: tuple[int, ...] = ()
+    keep: tuple[NonNegativeInt, ...] = ()
     logprobs: bool = False
-    threshold: float | None = None
+    threshold: Fraction | None = None
 
     def __post_init__(self):
-        require_numbers(self)
-        if self.max_new_tokens < 1:
-            raise UserError(
-                f"max_new_tokens must be at least 1, got {self.max_new_tokens}"
-            )
-        if not 0 <= self.seed < 1 << 32 or self.stream < 0:
-            raise UserError(
-                "the seed must be from 0 to 2^32 - 1 and the stream not negative, got "
-                f"{self.seed} and {self.stream}"
-            )
-        if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise UserError(f"threshold must be from 0 to 1, got {self.threshold}")
+        check_ranges(self)
         if isinstance(self.stop, str) or not all(self.stop):
             raise UserError(
                 f"stop must be a list of non-empty strings, got {self.stop!r}"

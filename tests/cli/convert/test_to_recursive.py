@@ -74,7 +74,7 @@ def test_more_rank_keeps_more(base, tmp_path):
     ("source", "options", "said"),
     [
         ("base", ("--loops", "3"), "divide the 4 layers"),
-        ("base", ("--loops", "2", "--rank", "-1"), r"rank: must be >= 0, got -1"),
+        ("base", ("--loops", "2", "--rank", "-1"), "--rank: must be >= 0, got -1"),
         ("rat", ("--loops", "2"), "only a Transformer can be made recursive"),
         ("nowhere", ("--loops", "2"), "no run directory"),
     ],

@@ -340,7 +340,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(verifier):
         build_engine(model, EngineConfig(slots=1, length=8, exit=rule))
     with pytest.raises(UserError, match="only a recursive model"):
         build_engine(build_model("rnn"), EngineConfig(slots=1, length=8, exit=rule))
-    with pytest.raises(UserError, match="threshold must be from 0 to 1"):
+    with pytest.raises(UserError, match=r"\.threshold: must be >= 0 and <= 1"):
         RequestSettings(threshold=1.5)
     with pytest.raises(UserError, match="verify is for greedy texts"):
         verifier.submit([1, 2], RequestSettings(max_new_tokens=3))

@@ -313,11 +313,15 @@ def test_requests_that_cannot_run_are_refused_in_a_sentence(engine, prompt, wish
 @pytest.mark.parametrize(
     ("kind", "wish", "said"),
     [
-        (RequestSettings, {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        (RequestSettings, {"seed": 2**32}, "the seed must be"),
+        (
+            RequestSettings,
+            {"max_new_tokens": 0},
+            r"\.max_new_tokens: must be >= 1, got 0",
+        ),
+        (RequestSettings, {"seed": 2**32}, r"\.seed: must be >= 0 and < 2\^32"),
         (RequestSettings, {"stop": ("",)}, "non-empty strings"),
-        (EngineConfig, {"slots": 0}, "slots must be at least 1"),
-        (EngineConfig, {"length": 0}, "length must be at least 1"),
+        (EngineConfig, {"slots": 0}, r"EngineConfig\.slots: must be >= 1, got 0"),
+        (EngineConfig, {"length": 0}, r"EngineConfig\.length: must be >= 1, got 0"),
         (EngineConfig, {"states_gib": 1.0, "prefill": "sweeps:2"}, "read exactly"),
     ],
 )
