@@ -5,6 +5,7 @@ itself never imports torch.
 """
 
 import dataclasses
+import json
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
+from recurjax.data.tokenizers import JsonTokenizer
 from recurjax.errors import UserError
 from recurjax.inference.generate_tokens import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
@@ -28,6 +30,8 @@ from recurjax.types import Tokens
 TOLERANCE = 2e-5
 """Largest difference, as a share of the largest value: the table's for float32."""
 NEW_TOKENS = 64
+TEXTS = ("Hello, world!", " two  spaces\n\nand lines ", "né 漢字 🌍", "it's 1,234.5")
+"""What both tokenizers encode."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,8 @@ class Parity:
       greedy_tokens, greedy_agreement: how many tokens each row was continued by, and
         how many of the first agree in every row.
       tolerance: what `within_tolerance` means for logits.
+      texts, texts_agreement: how many texts both tokenizers encoded, with what begins
+        and ends them, and how many of them alike.
     """
 
     against: str
@@ -60,12 +66,15 @@ class Parity:
     greedy_tokens: int
     greedy_agreement: int
     tolerance: float
+    texts: int = 0
+    texts_agreement: int = 0
 
     @property
     def within_tolerance(self) -> bool:
-        """Whether the logits agree, and all greedy tokens."""
+        """Whether the logits agree, all greedy tokens and the tokens of all texts."""
         close = self.relative_difference <= self.tolerance
-        return close and self.greedy_agreement == self.greedy_tokens
+        greedy = self.greedy_agreement == self.greedy_tokens
+        return close and greedy and self.texts_agreement == self.texts
 
     def to_json(self) -> dict[str, Any]:
         """Returns what parity.json holds."""
@@ -87,6 +96,7 @@ class Parity:
             f"({self.relative_difference:.1e} of the largest), KL {self.kl:.1e}, top-1 "
             f"{100 * self.top1_agreement:.1f} %, {self.greedy_agreement} of "
             f"{self.greedy_tokens} greedy tokens{where}"
+            + (f", {self.texts_agreement} of {self.texts} texts" if self.texts else "")
         )
 
 
@@ -122,6 +132,7 @@ def compare(
     ids: Int[np.ndarray, "B T"] | None = None,
     tolerance: float = TOLERANCE,
     against: str = "PyTorch",
+    tokenizer: JsonTokenizer | None = None,
 ) -> Parity | NotMeasured:
     """Runs both sides.
 
@@ -133,6 +144,8 @@ def compare(
       ids: what to run on; None: `default_ids`.
       tolerance: see `Parity`.
       against: what to call the PyTorch side.
+      tokenizer: encodes `TEXTS` here, as the script does there with --texts; None: no
+        texts are compared.
 
     Raises:
       UserError: the PyTorch side fails, or `python` has no torch.
@@ -142,6 +155,8 @@ def compare(
     # The last new token is not read again, so it needs no position.
     room = NEW_TOKENS if longest is None else longest - ids.shape[1] + 1
     new_tokens = max(min(NEW_TOKENS, room), 1)
+    if tokenizer is not None:
+        command = [*command, "--texts", json.dumps(TEXTS)]
     theirs = _run(command, ids, new_tokens, python)
     if isinstance(theirs, NotMeasured):
         return theirs
@@ -175,7 +190,21 @@ def compare(
         # False behind the last, for the case that all agree.
         greedy_agreement=int(np.argmin([*same, False])),
         tolerance=tolerance,
+        texts=0 if tokenizer is None else len(TEXTS),
+        texts_agreement=0
+        if tokenizer is None
+        else sum(
+            _text_ids(tokenizer, text) == theirs[f"text_{n}"].tolist()
+            for n, text in enumerate(TEXTS)
+        ),
     )
+
+
+def _text_ids(tokenizer: JsonTokenizer, text: str) -> list[int]:
+    """Encodes a text with what begins and ends it."""
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    end = [tokenizer.eos] if tokenizer.adds_eos and tokenizer.eos is not None else []
+    return [*begin, *tokenizer.encode(text).tolist(), *end]
 
 
 def layer_states(

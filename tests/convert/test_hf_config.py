@@ -170,3 +170,121 @@ def test_a_config_written_for_transformers_reads_back_the_same(directory):
 def test_a_model_that_is_none_of_them_lists_the_differences():
     with pytest.raises(UserError, match="it differs in .*logit_soft_cap: 30.0"):
         hf_keys(dataclasses.replace(tiny().model, logit_soft_cap=30.0), length=16)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"unsloth_version": "2025.1", "unsloth_fixed": True},
+        {"quantization_config": None, "some_new_key": None},
+        {"max_length": 4096, "temperature": 0.9, "do_sample": True, "num_beams": 4},
+        {"output_attentions": False, "return_dict": True, "use_return_dict": True},
+        {"gradient_checkpointing": False, "_flash_attn_2_enabled": True},
+        {"model_max_length": 2048, "sliding_window": None, "is_encoder_decoder": False},
+    ],
+)
+def test_keys_of_trainers_and_neutral_values_are_read_over_and_named(keys):
+    hf = model_from_keys(TINY_LLAMA | keys, where="config.json")
+    assert hf.config == read(TINY_LLAMA)
+    assert set(hf.read_over) == set(keys)
+
+
+def test_a_default_rope_rule_is_no_rule():
+    for rule in ({"rope_type": "default"}, {"type": "default"}):
+        assert read(TINY_LLAMA, rope_scaling=rule) == read(TINY_LLAMA)
+
+
+def test_an_unknown_key_is_an_error_that_the_user_can_overrule():
+    keys = TINY_LLAMA | {"attention_sinks": 4, "is_encoder_decoder": True}
+    with pytest.raises(UserError, match="attention_sinks 4 .*--ignore-key"):
+        model_from_keys(keys, where="config.json")
+    ignored = ("attention_sinks", "is_encoder_decoder")
+    hf = model_from_keys(keys, where="config.json", ignored=ignored)
+    assert hf.read_over == ("attention_sinks", "is_encoder_decoder")
+    assert hf.config == read(TINY_LLAMA)
+
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 64,
+}
+# What transformers' config classes take for keys that a file leaves out (5.23), for the
+# sizes above: `CLASS(**SIZES, ...).to_dict()`.
+SHARED = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+DEFAULTS = {
+    "llama": SHARED
+    | {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "rope_parameters": ROPE,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": 8,
+    },
+    "gemma": SHARED
+    | {
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_parameters": ROPE,
+        "attention_bias": False,
+        "use_bidirectional_attention": None,
+    },
+    "gpt_neox": {
+        "hidden_act": "gelu",
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
+        "attention_bias": True,
+    },
+    "qwen2": SHARED
+    | {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "rope_parameters": ROPE,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_a_missing_key_has_the_default_of_transformers_class(kind):
+    base = SIZES | {"model_type": kind}
+    without = model_from_keys(base, where="config.json")
+    for key, value in DEFAULTS[kind].items():
+        stated = model_from_keys(base | {key: value}, where="config.json")
+        assert stated == without, key
+
+
+@pytest.mark.parametrize(
+    ("keys", "last"),
+    [
+        ({"sliding_window": 8, "max_window_layers": 28}, 7),
+        ({"sliding_window": 8}, 7),
+        ({"max_window_layers": 28}, 4095),
+        ({}, 4095),
+        ({"sliding_window": None}, None),
+    ],
+)
+def test_qwen2_slides_from_layer_28_by_4096_where_it_says_nothing_else(keys, last):
+    base = SIZES | {"model_type": "qwen2", "use_sliding_window": True}
+    stack = model_from_keys(base | keys, where="config.json").config.stack
+    windows = list(stack.windows) * (32 // len(stack.windows))
+    assert windows == [None] * 28 + [last] * 4
+
+
+def test_padding_that_was_made_here_stays_out_of_an_export():
+    model = dataclasses.replace(read(TINY_LLAMA), vocabulary=257, pad_vocabulary_to=64)
+    assert hf_keys(model, length=16)["vocab_size"] == 257
+    # An imported table's padding is the checkpoint's own: see `from_hf`.
+    own = dataclasses.replace(model, pad_vocabulary_to=320)
+    assert hf_keys(own, length=16)["vocab_size"] == 320

@@ -144,3 +144,21 @@ def test_a_parameter_that_is_a_whole_tensor_is_not_copied():
     kept = loading._place(array, place)
     assert kept.unsafe_buffer_pointer() == array.ctypes.data
     np.testing.assert_array_equal(kept, np.full((300, 70), 2.0))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_checkpoint_with_a_head_of_its_own_keeps_it(same, tmp_path):
+    folder = copy_of(LLAMA, tmp_path / "hf", tie_word_embeddings=True)
+
+    def change(tensors):
+        embedding = tensors["model.embed_tokens.weight"]
+        return tensors | {"lm_head.weight": embedding * (1 if same else 3)}
+
+    rewrite(folder, change)
+    messages = []
+    model = from_hf(folder, report=messages.append).model
+    assert (model.w_head is None) == same
+    assert any("differs from the embedding" in text for text in messages) != same
+    if not same:
+        head = np.asarray(model.w_embedding[...]).T * 3
+        np.testing.assert_array_equal(np.asarray(model.w_head[...]), head)

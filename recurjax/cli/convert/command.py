@@ -58,6 +58,8 @@ class FromHf(_Checked):
       source: a directory with config.json and safetensors, or a .gguf file.
       out: the new run directory; it appears whole or not at all.
       tokenizer: a tokenizer.json or its folder instead of the model's own.
+      ignore_key: keys of config.json that recurjax does not know and that do not change
+        the model.
       dtype: of activations; parameters are float32.
       check: compare with transformers, where it is installed; into parity.json.
       torch_python: the interpreter that has torch and transformers; None: this one.
@@ -68,6 +70,7 @@ class FromHf(_Checked):
     source: Annotated[Path, tyro.conf.Positional]
     out: Annotated[Path, tyro.conf.Positional]
     tokenizer: Path | None = None
+    ignore_key: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -216,6 +219,7 @@ def _from_hf(argv: list[str]) -> int:
         options.source,
         tokenizer=options.tokenizer,
         dtype=options.dtype,
+        ignored_keys=options.ignore_key,
         report=_say,
     )
     if made.tokenizer is None:
@@ -224,7 +228,13 @@ def _from_hf(argv: list[str]) -> int:
         )
     # Compared before anything is written: a wrong conversion should show at once.
     found = (
-        compare_with_hf(made.model, options.source, **options.options())
+        compare_with_hf(
+            made.model,
+            options.source,
+            # The directory's own, where no other was named.
+            tokenizer=made.tokenizer if options.tokenizer is None else None,
+            **options.options(),
+        )
         if options.check
         else _NOT_ASKED
     )

@@ -1,16 +1,21 @@
 """A Hugging Face directory, or a GGUF file, as a recurjax model."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
 from recurjax.convert.formats.safetensors_files import open_directory
 from recurjax.convert.formats.tensors import TensorSource
 from recurjax.convert.hugging_face.keys import read_keys
-from recurjax.convert.hugging_face.names import hf_pieces, ignored_tensors
+from recurjax.convert.hugging_face.names import (
+    TIED_TENSORS,
+    hf_pieces,
+    ignored_tensors,
+)
 from recurjax.convert.hugging_face.read_config import (
     Architecture,
     HfModel,
@@ -50,6 +55,7 @@ def from_hf(
     tokenizer: str | Path | None = None,
     dtype: Literal["float32", "bfloat16", "float64"] = "float32",
     mesh: Mesh | None = None,
+    ignored_keys: Collection[str] = (),
     report: Callable[[str], None] = print,
 ) -> Imported:
     """Loads a pretrained model; torch is not needed.
@@ -63,7 +69,9 @@ def from_hf(
       tokenizer: a tokenizer.json or its folder instead of the checkpoint's own.
       dtype: of activations; parameters are float32.
       mesh: where to lay the parameters out; None: on one device.
-      report: gets a sentence when weights are not finite.
+      ignored_keys: of config.json, which the caller knows not to change the model.
+      report: gets a sentence for what a user should know: keys that were read over, a
+        head that is not tied, weights that are not finite.
 
     Raises:
       UserError: it is no such checkpoint, or something in it is not understood; all
@@ -75,10 +83,10 @@ def from_hf(
         from recurjax.convert.formats.gguf_file import open_gguf  # the extra `gguf`
 
         keys, source, found, beside = open_gguf(path, with_tokenizer=tokenizer is None)
-        hf = model_from_keys(keys, where=str(path))
+        hf = model_from_keys(keys, where=str(path), ignored=ignored_keys)
     else:
         # A directory's config.json and weights are read apart; a GGUF file has both.
-        hf, source = _open(path)
+        hf, source = _open(path, ignored_keys)
         found, beside = None, read_text_settings(path)
         if tokenizer is None and (path / "tokenizer.json").is_file():
             tokenizer = path
@@ -87,6 +95,16 @@ def from_hf(
         if isinstance(found, JsonTokenizer):
             # A tokenizer from elsewhere may come without what belongs to the model.
             found.settings = found.settings.filled(beside)
+    if hf.read_over:
+        report(f"{path}: read over, as they change no model: {', '.join(hf.read_over)}")
+    if hf.config.tied_head and _has_own_head(hf.architecture, source):
+        # transformers follows the flag and would drop the head that was trained.
+        report(
+            f"{path}: tie_word_embeddings is true, but the head differs from the "
+            "embedding: the head is used, and the model is not tied"
+        )
+        untied = dataclasses.replace(hf.config, tied_head=False)
+        hf = hf._replace(config=untied)
     # The tokenizer decides what is vocabulary; rows beyond it stay and are never
     # predicted.
     config = dataclasses.replace(_with_vocabulary(hf.config, found, path), dtype=dtype)
@@ -101,7 +119,9 @@ def from_hf(
     return Imported(model, found, hf.architecture, hf.length)
 
 
-def _open(directory: Path) -> tuple[HfModel, TensorSource]:
+def _open(
+    directory: Path, ignored_keys: Collection[str]
+) -> tuple[HfModel, TensorSource]:
     if not directory.exists():
         raise UserError(f"there is nothing at {directory}")
     if not directory.is_dir():
@@ -110,8 +130,17 @@ def _open(directory: Path) -> tuple[HfModel, TensorSource]:
             "config.json, or a .gguf file"
         )
     values = read_keys(directory / "config.json")
-    hf = model_from_keys(values, where=str(directory / "config.json"))
+    where = str(directory / "config.json")
+    hf = model_from_keys(values, where=where, ignored=ignored_keys)
     return hf, open_directory(directory)
+
+
+def _has_own_head(architecture: str, source: TensorSource) -> bool:
+    """Whether a checkpoint holds a head that is not its embedding."""
+    embedding, head = TIED_TENSORS[architecture == "gpt_neox"]
+    if head not in source.tensors or embedding not in source.tensors:
+        return False
+    return not np.array_equal(source.read(head), source.read(embedding))
 
 
 def _with_vocabulary(

@@ -1,5 +1,6 @@
 """A config.json read key by key: each is understood, known to be harmless, or wrong."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,68 @@ HARMLESS = {
     # The same function in slices.
     "pretraining_tp",
 }
+"""Keys that nearly every file has and that do not change the function."""
+READ_OVER = {
+    # What transformers hands back besides logits.
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+    *("return_dict", "use_return_dict", "return_dict_in_generate", "problem_type"),
+    *("id2label", "label2id", "finetuning_task", "task_specific_params", "prefix"),
+    # Where the model was trained, and how attention was computed.
+    *("gradient_checkpointing", "model_max_length", "use_bfloat16", "torchscript"),
+    *("chunk_size_feed_forward", "tf_legacy_loss", "neftune_noise_alpha"),
+    *("_flash_attn_2_enabled", "_attn_implementation_autoset", "use_flash_attn"),
+    *("_unsloth_version", "pruned_heads"),
+    # How to generate, which older files keep here.
+    *("max_length", "min_length", "max_new_tokens", "min_new_tokens", "do_sample"),
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
+    *("eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+    *("force_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
+    *("decoder_start_token_id", "sep_token_id", "suppress_tokens", "length_penalty"),
+    *("begin_suppress_tokens", "num_beams", "num_beam_groups", "diversity_penalty"),
+    *("num_return_sequences", "early_stopping", "exponential_decay_length_penalty"),
+    *("remove_invalid_values", "renormalize_logits", "guidance_scale"),
+    *("cache_implementation", "stop_strings", "max_time"),
+}
+"""Keys of trainers and of older files that do not change the function either."""
+READ_OVER_PREFIXES = ("unsloth_",)
+NEUTRAL = {
+    "is_encoder_decoder": False,
+    "tie_encoder_decoder": False,
+    "add_cross_attention": False,
+    "quantization_config": None,
+    "sliding_window": None,
+}
+"""Keys that change nothing at one value; at another the model is another one."""
 
 
 class Keys:
     """Hands out the keys of a config.json and collects what is wrong with them."""
 
-    def __init__(self, values: dict[str, Any], *, where: str):
-        self._values = dict(values)
+    def __init__(
+        self, values: dict[str, Any], *, where: str, ignored: Collection[str] = ()
+    ):
+        """Begins with all keys.
+
+        Args:
+          values: the contents of the file.
+          where: what to call the file in messages.
+          ignored: keys that are left out, on the user's word.
+        """
         self._where = where
         self._wrong: list[str] = []
+        self.read_over = sorted(
+            key
+            for key in values
+            if key in READ_OVER or key in ignored or key.startswith(READ_OVER_PREFIXES)
+        )
         # Gone before anything is read, so that what is left over is what nobody knows.
-        for key in HARMLESS:
-            self._values.pop(key, None)
+        gone = HARMLESS.union(self.read_over)
+        self._values = {key: value for key, value in values.items() if key not in gone}
+
+    def has(self, key: str) -> bool:
+        """Whether the file states a key that was not taken yet."""
+        return key in self._values
 
     def size(self, key: str, default: int | None = None) -> int:
         """Takes a positive whole number; null counts as absent."""
@@ -90,13 +141,17 @@ class Keys:
         Raises:
           UserError: something was wrong, or keys are left that nobody understands.
         """
-        # What is left was asked by nobody: it may change the function.
-        self._wrong += [
-            f"{key} {value!r} is not understood"
-            for key, value in sorted(self._values.items())
-        ]
+        for key, value in sorted(self._values.items()):
+            # No reader took it: it may change the function, unless it is switched off.
+            if value is None or (key in NEUTRAL and value == NEUTRAL[key]):
+                self.read_over.append(key)
+            else:
+                self._wrong.append(f"{key} {value!r} is not understood")
         if self._wrong:
-            raise UserError(f"{self._where}: {'; '.join(self._wrong)}")
+            raise UserError(
+                f"{self._where}: {'; '.join(self._wrong)} (--ignore-key NAME leaves "
+                "out a key that does not change the model)"
+            )
 
 
 def read_keys(file: Path) -> dict[str, Any]:

@@ -16,6 +16,13 @@ def hf_pieces(architecture: Architecture, config: ModelConfig) -> list[Piece]:
     return table.finished()
 
 
+TIED_TENSORS = (
+    ("model.embed_tokens.weight", "lm_head.weight"),
+    ("gpt_neox.embed_in.weight", "embed_out.weight"),
+)
+"""Embedding and head, of Llama's relatives and of GPT-NeoX."""
+
+
 def ignored_tensors(architecture: Architecture, config: ModelConfig) -> set[str]:
     """Names that checkpoints may hold and that carry nothing of their own.
 

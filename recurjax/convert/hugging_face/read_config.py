@@ -4,7 +4,7 @@ Keys are those of transformers 5 (`rope_parameters`) and of older versions
 (`rope_theta`, `rotary_pct`, `rotary_emb_base`). What is not understood is an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
 from recurjax.convert.hugging_face.keys import Keys
@@ -26,19 +26,24 @@ class HfModel(NamedTuple):
       architecture: its `model_type`.
       config: the model.
       length: `max_position_embeddings`, the longest sequence it was trained on.
+      read_over: keys of trainers and older files that do not change the model.
     """
 
     architecture: Architecture
     config: ModelConfig
     length: int
+    read_over: tuple[str, ...] = ()
 
 
-def model_from_keys(values: dict[str, Any], *, where: str) -> HfModel:
+def model_from_keys(
+    values: dict[str, Any], *, where: str, ignored: Collection[str] = ()
+) -> HfModel:
     """Reads the contents of a config.json.
 
     Args:
       values: the contents.
       where: what to call the file in messages.
+      ignored: keys that are left out, on the user's word.
 
     Raises:
       UserError: another architecture, or keys that are not understood; all are listed.
@@ -50,9 +55,9 @@ def model_from_keys(values: dict[str, Any], *, where: str) -> HfModel:
             f"{', '.join(_READERS)}"
         )
     # Keys are taken as they are understood; what is left at the end is an error.
-    keys = Keys(values, where=where)
+    keys = Keys(values, where=where, ignored=ignored)
     keys.any("model_type")
-    length = keys.size("max_position_embeddings", 2048)
+    length = keys.size("max_position_embeddings", _LENGTHS[architecture])
     try:
         config = _READERS[architecture](keys)
     except UserError:
@@ -62,7 +67,7 @@ def model_from_keys(values: dict[str, Any], *, where: str) -> HfModel:
         config = None
     keys.finish()
     assert config is not None
-    return HfModel(architecture, config, length)
+    return HfModel(architecture, config, length, tuple(keys.read_over))
 
 
 # Llama's rope in halves, as ours; the interleaved one is another function.
@@ -94,6 +99,7 @@ def _gemma(keys: Keys) -> ModelConfig:
         tied=keys.flag("tie_word_embeddings", True),
         embedding_scale="sqrt_width",
         head_width=256,
+        key_heads=16,
     )
 
 
@@ -110,6 +116,7 @@ def _qwen2(keys: Keys) -> ModelConfig:
         tied=keys.flag("tie_word_embeddings", False),
         windows=windows,
         layers=layers,
+        key_heads=32,
     )
 
 
@@ -125,11 +132,16 @@ def _gated(
     head_width: int | None = None,
     windows: tuple[int | None, ...] = (None,),
     layers: int | None = None,
+    key_heads: int | None = None,
 ) -> ModelConfig:
     """Reads what Llama and its relatives share: RMSNorm, a gated MLP, full RoPE."""
     width = keys.size("hidden_size")
     # Where the key is missing, heads have the width's share.
     heads = keys.size("num_attention_heads")
+    # Null stands for as many as query heads, a missing key for the class's own number;
+    # where that does not fit, transformers has no such model.
+    if keys.has("num_key_value_heads") or key_heads is None or heads % key_heads:
+        key_heads = heads
     return ModelConfig(
         vocabulary=keys.size("vocab_size"),
         tied_head=tied,
@@ -145,7 +157,7 @@ def _gated(
             ),
             attention=AttentionConfig(
                 heads=heads,
-                key_heads=keys.size("num_key_value_heads", heads),
+                key_heads=keys.size("num_key_value_heads", key_heads),
                 head_width=keys.size("head_dim", head_width or max(width // heads, 1)),
                 position=_rope(keys),
                 **attention,
@@ -197,7 +209,9 @@ def _rope(keys: Keys, fraction: float = 1.0) -> Rope:
     base = keys.number("rope_theta", base)
     fraction = keys.number("rotary_pct", fraction)
     fraction = keys.number("partial_rotary_factor", fraction)
-    keys.only("rope_scaling", None)
+    scaling = keys.any("rope_scaling")
+    if scaling not in (None, {"rope_type": "default"}, {"type": "default"}):
+        keys.wrong(f"rope_scaling {scaling!r} is not supported, only None")
     new = keys.any("rope_parameters")
     if isinstance(new, dict):
         inner = Keys(new, where="rope_parameters")
@@ -216,8 +230,9 @@ def _rope(keys: Keys, fraction: float = 1.0) -> Rope:
 
 def _windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
     """Reads which layers of Qwen2 see a window: theirs counts the token itself."""
-    sliding = keys.any("sliding_window")
-    first = keys.any("max_window_layers")
+    # Absent keys have the defaults of transformers' class; null switches windows off.
+    sliding = keys.any("sliding_window") if keys.has("sliding_window") else 4096
+    first = keys.any("max_window_layers") if keys.has("max_window_layers") else 28
     used = keys.flag("use_sliding_window", False)
     kinds = keys.any("layer_types")
     if kinds is None:
@@ -251,6 +266,8 @@ def _windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
     return tuple(windows[:period])
 
 
+# Of transformers' classes, where max_position_embeddings is missing.
+_LENGTHS = {"llama": 2048, "gemma": 8192, "gpt_neox": 2048, "qwen2": 32768}
 _READERS: dict[Any, Callable[[Keys], ModelConfig]] = {
     "llama": _llama,
     "gemma": _gemma,

@@ -49,13 +49,13 @@ def hf_keys(
     found: dict[Architecture, list[str]] = {}
     # Each architecture is tried: written, read back and compared.
     for architecture in get_args(Architecture):
-        keys = _keys(architecture, config, length)
+        keys = _keys(architecture, exported(config), length)
         try:
             back = model_from_keys(keys, where="config.json").config
         except UserError as error:
             found[architecture] = [str(error)]
             continue
-        found[architecture] = model_differences(_whole(config), back)
+        found[architecture] = model_differences(exported(config), back)
         if not found[architecture]:
             names = {"bos_token_id": bos, "eos_token_id": eos}
             return keys | names | ({} if pad is None else {"pad_token_id": pad})
@@ -67,11 +67,20 @@ def hf_keys(
     )
 
 
-def _whole(config: ModelConfig) -> ModelConfig:
-    """Counts the padding as vocabulary: that is all that a config.json can say."""
-    return dataclasses.replace(
-        config, vocabulary=config.padded_vocabulary, pad_vocabulary_to=1
-    )
+def exported(config: ModelConfig) -> ModelConfig:
+    """Returns the config of the exported model, whose table has no padding.
+
+    Other software samples from every row of the table, so the padding that was made
+    here stays out. The padding of an imported table is the checkpoint's own and stays,
+    as vocabulary, which is all that a config.json can say.
+    """
+    rows = config.padded_vocabulary if imported_rows(config) else config.vocabulary
+    return dataclasses.replace(config, vocabulary=rows, pad_vocabulary_to=1)
+
+
+def imported_rows(config: ModelConfig) -> bool:
+    """Whether the rows beyond the vocabulary came with a checkpoint: see `from_hf`."""
+    return config.pad_vocabulary_to == config.padded_vocabulary
 
 
 def _keys(
@@ -85,7 +94,7 @@ def _keys(
         "architectures": [_CLASSES[architecture]],
         "model_type": architecture,
         "dtype": "float32",
-        "vocab_size": config.padded_vocabulary,
+        "vocab_size": config.vocabulary,
         "hidden_size": stack.width,
         "intermediate_size": stack.mlp.width,
         "num_hidden_layers": stack.layers,

@@ -4,22 +4,26 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
+from flax import nnx
 from jaxtyping import Int
 
 from recurjax.config_json import to_json
 from recurjax.convert import parity
 from recurjax.convert.formats.safetensors_files import SINGLE
 from recurjax.convert.hugging_face.names import hf_pieces
-from recurjax.convert.hugging_face.write_config import hf_keys
+from recurjax.convert.hugging_face.write_config import exported, hf_keys
 from recurjax.convert.output_directory import whole_directory
 from recurjax.convert.parity import NotMeasured, Parity
 from recurjax.convert.saving import write_tensors
 from recurjax.convert.torch.names import torch_pieces
 from recurjax.convert.torch.source import HF_REFERENCE, TEMPLATES, torch_source
-from recurjax.data.tokenizers import JsonTokenizer
+from recurjax.data.tokenizers import JsonTokenizer, Tokenizer
 from recurjax.errors import UserError
 from recurjax.files.json_files import json_text
+from recurjax.model import Decoder
+from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.training.run import LoadedRun
 
 FORMAT = "recurjax-torch-1"
@@ -69,13 +73,14 @@ def to_torch(
             "rows and no next tokens: it has no PyTorch module"
         )
     keys = _config(run) if format == "torch" else _hf_config(run)
+    model = run.model if format == "torch" else exported_model(run.model)
     with whole_directory(out) as aside:
         if format == "torch":
             pieces = torch_pieces(config)
             (aside / MODULE).write_text(torch_source(config.stack), encoding="utf-8")
         else:
-            pieces = hf_pieces(keys["model_type"], config)
-        write_tensors(run.model, pieces, aside / SINGLE)
+            pieces = hf_pieces(keys["model_type"], model.config)
+        write_tensors(model, pieces, aside / SINGLE)
         _write_json(aside / "config.json", keys)
         tokenizer = run.tokenizer
         if isinstance(tokenizer, JsonTokenizer):
@@ -105,11 +110,30 @@ def compare_with_export(run: LoadedRun, directory: Path, **options: Any) -> Chec
         return parity.compare(run.model, command, **options)
 
 
-def compare_with_hf(model: Any, path: Path, **options: Any) -> Check:
-    """Compares a model with what transformers makes of a directory; see `compare`."""
+def compare_with_hf(
+    model: Decoder, path: Path, *, tokenizer: Tokenizer | None = None, **options: Any
+) -> Check:
+    """Compares a model with what transformers makes of a directory; see `compare`.
+
+    Every row of the exported head is compared, and the tokens of some texts where the
+    directory has a tokenizer.json.
+    """
     command = [str(HF_REFERENCE), "--directory", str(path)]
-    command += ["--vocabulary", str(model.config.vocabulary)]
-    return parity.compare(model, command, **options)
+    has_file = path.is_dir() and (path / "tokenizer.json").is_file()
+    read = tokenizer if has_file and isinstance(tokenizer, JsonTokenizer) else None
+    return parity.compare(exported_model(model), command, tokenizer=read, **options)
+
+
+def exported_model(model: Decoder) -> Decoder:
+    """Returns the model that Hugging Face's format can say: see `exported`."""
+    config = exported(model.config)
+    values = to_nested_dict(model)
+    V = config.vocabulary
+    values["w_embedding"] = values["w_embedding"][:V]
+    if "w_head" in values:
+        values["w_head"] = values["w_head"][:, :V]
+    like = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return from_nested_dict(like, values)
 
 
 def _compare(
@@ -122,7 +146,7 @@ def _compare(
 ) -> Check:
     options = {"python": python, "ids": ids, "tolerance": tolerance}
     if format == "hf":
-        return compare_with_hf(run.model, directory, **options)
+        return compare_with_hf(run.model, directory, tokenizer=run.tokenizer, **options)
     return compare_with_export(run, directory, **options)
 
 

@@ -4,6 +4,7 @@ python hf_reference.py --directory DIR --ids ids.npy --out result.npz
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ def main() -> None:
     parser.add_argument("--ids", required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--vocabulary", type=int, required=True)
+    parser.add_argument("--texts", default="[]", help="a JSON list to tokenize")
     options = parser.parse_args()
     path, special = Path(options.directory), {}  # type: Path, Dict[str, str]
     # transformers opens a GGUF file as a file of its folder.
@@ -34,18 +35,24 @@ def main() -> None:
     ids = torch.from_numpy(np.load(options.ids)).long()
     with torch.no_grad():
         made = model(ids, output_hidden_states=True)
-        # Rows beyond the tokenizer's vocabulary are padding, and never predicted.
-        logits = made.logits[..., : options.vocabulary]
+        logits = made.logits
         # The first step reads the whole prompt, each later one its newest token.
         cache, tokens, token = None, [], ids
         for _ in range(options.new_tokens):
             step = model(token, past_key_values=cache, use_cache=True)
             cache = step.past_key_values
-            scores = step.logits[:, -1, : options.vocabulary]
-            token = scores.argmax(dim=-1, keepdim=True)
+            token = step.logits[:, -1].argmax(dim=-1, keepdim=True)
             tokens.append(token)
+    texts, encoded = json.loads(options.texts), {}
+    if texts:
+        read = transformers.AutoTokenizer.from_pretrained(path, **special)
+        encoded = {
+            f"text_{n}": np.array(read(text)["input_ids"], np.int64)
+            for n, text in enumerate(texts)
+        }
     np.savez(
         options.out,
+        **encoded,
         logits=logits.numpy(),
         states=torch.stack(made.hidden_states).numpy(),
         greedy=torch.cat(tokens, dim=1).numpy(),
