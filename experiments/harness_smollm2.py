@@ -116,7 +116,7 @@ def ask(side: Timed, task: str, limit: int, manager: Any) -> Answers:
 
 
 def ours(options: Options) -> Timed:
-    """Opens the run as `recurjax evaluate --harness --no-bos` does."""
+    """Opens the run as `recurjax evaluate harness --no-bos` does."""
     from recurjax.evaluation.harness import HarnessModel
 
     model = HarnessModel.create_from_arg_obj(

@@ -301,10 +301,8 @@ def _words(draw: random.Random, base: Path) -> Case:
             ["generate", nothing, option]
             for option in ("--prompt", "--top-p", "--seed")
         ),
-        *(
-            ["evaluate", nothing, o]
-            for o in ("--batch", "--length", "--core", "--text")
-        ),
+        *(["evaluate", nothing, o] for o in ("--batch", "--length", "--text")),
+        ["evaluate", "core", nothing],
         *(["convert", kind, nothing] for kind in ("from-hf", "from-torch", "to-torch")),
         ["convert", "from-authors", nothing, nothing, "--experiment"],
         ["train", nothing],

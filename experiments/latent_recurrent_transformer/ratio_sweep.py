@@ -57,7 +57,7 @@ class Options:
       models: base, shared and layerwise, or fewer.
       ratios: R, tokens a parameter. The paper trained R 120 for the backbone only.
       small: four layers of width 64 on the embedded text instead.
-      core: a CORE bundle, see `recurjax evaluate --core`.
+      core: a CORE bundle, see `recurjax evaluate core`.
     """
 
     runs: Path = Path("runs/lrt_ratios")
@@ -220,8 +220,8 @@ def _core(options: Options, run: Experiment) -> float:
     folder = options.runs / run.name
     file = folder / "core.json"
     if not file.exists():
-        words = [str(folder), "--core", str(options.core), "--json", str(file)]
-        evaluate.run(words)
+        words = [str(folder), str(options.core), "--json", str(file)]
+        evaluate.run(["core", *words])
     scores = json.loads(file.read_text())
     return scores[ZERO_MEMORY if ZERO_MEMORY in scores else "core"]["core"]
 

@@ -107,9 +107,11 @@ class Set:
         losses = {"start": _at_start(start)} if case.convert else {}
         losses = {name: loss for name, loss in losses.items() if loss is not None}
         if case.exits and not (root / "exits.json").exists():
-            words = ["--exits", "--batches", "8", "--batch", run.training.batch]
+            batch, length = run.training.batch, run.training.length
+            words = ["--batch", batch, "--tokens", 8 * batch * length]
             words += ["--fit-head", 100, "--plot", root / "exits.png"]
-            _command(["evaluate", root, *words, "--json", root / "exits.json"])
+            words += ["--json", root / "exits.json"]
+            _command(["evaluate", "exits", root, *words])
         return losses | losses_of(root, run)
 
     def _convert(self, case: Case, out: Path) -> None:

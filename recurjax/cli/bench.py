@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from textwrap import fill
 from types import ModuleType
 from typing import Annotated, Literal
 
@@ -13,7 +14,7 @@ import tyro
 from rich.console import Console
 
 from recurjax.bench.report import show, write
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, shows_usage
 from recurjax.errors import UserError
 from recurjax.ranges import PositiveInt, RangeChecks
 
@@ -38,6 +39,14 @@ BENCHES = {
 """What can be timed, and the modules of `recurjax.bench` whose `rows` time it."""
 TUNED = ("recurrent_prefill", "chunk_attention", "gated_scan", "selective_scan")
 """Those with `tune`: ops whose block sizes can be measured."""
+
+
+USAGE = f"""usage: recurjax bench WHAT [options]
+
+  recurjax bench transformer --json transformer.json
+
+{fill("WHAT is one of " + ", ".join(BENCHES) + ".", 84)}
+recurjax bench --help lists the options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +83,8 @@ class Bench(RangeChecks):
 
 def run(argv: list[str]) -> int:
     """Runs the command."""
+    if shows_usage(argv, USAGE, help=False):
+        return 0
     options = parse(Bench, argv, prog="recurjax bench")
     # Before an hour of measurements that could not be kept.
     if options.json is not None and not options.json.absolute().parent.is_dir():

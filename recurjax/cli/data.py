@@ -11,7 +11,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import Command, parse, run_command, shows_usage
 from recurjax.data.config import Bpe, Corpus, NanochatBpe, Prepared
 from recurjax.data.described import Format, describe_corpus, describe_tokenizer
 from recurjax.data.encoding import closing
@@ -39,6 +39,22 @@ from recurjax.ranges import (
     RangeChecks,
     check_ranges,
 )
+
+USAGE = """usage: recurjax data COMMAND ...
+
+  recurjax data prepare --out DIR --corpus FILES    token shards of a corpus
+  recurjax data merge --out DIR PARTS               of prepare --part i/n
+  recurjax data verify DIR                          every file against its checksum
+  recurjax data show DIR                            rows as text, with document borders
+
+recurjax data prepare --help lists the options."""
+
+PREPARE_USAGE = """usage: recurjax data prepare --out DIR --corpus FILES [options]
+
+  recurjax data prepare --out data/books --corpus 'books/**/*.txt' --tokenizer bpe:8192
+
+Tokenizes a corpus into a directory of shards, which `recurjax train NAME --corpus
+data/books` reads. recurjax data prepare --help lists the options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,30 +160,19 @@ def run(args: list[str]) -> int:
     Raises:
       UserError: something the user can put right, said in one sentence.
     """
-    commands = {
+    commands: dict[str, Command] = {
         "prepare": run_prepare,
         "merge": run_merge,
         "show": run_show,
         "verify": run_verify,
     }
-    if not args or args[0] in ("-h", "--help"):
-        print("usage: recurjax data prepare --out DIR --corpus FILES [options]")
-        print("       recurjax data merge --out DIR PARTS   of prepare --part i/n")
-        print("       recurjax data verify DIR      every file against its checksum")
-        print(
-            "       recurjax data show DIR        rows as text, with document borders"
-        )
-        print("recurjax data prepare --help lists the options")
-        return 0 if args else 2
-    if args[0] not in commands:
-        raise UserError(
-            f"recurjax data has no command {args[0]!r}; it has: {', '.join(commands)}"
-        )
-    return commands[args[0]](args[1:])
+    return run_command(args, commands, prog="recurjax data", usage=USAGE)
 
 
 def run_prepare(args: list[str]) -> int:
     """Runs `recurjax data prepare ARGS`."""
+    if shows_usage(args, PREPARE_USAGE, help=False):
+        return 0
     options = parse(PrepareOptions, args, prog="recurjax data prepare")
     url = url_of(options.out)
     # Asked before anything is tokenized.

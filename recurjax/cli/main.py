@@ -19,7 +19,7 @@ COMMANDS = {
     "generate": "continue prompts with a trained model",
     "chat": "talk with a trained model in the terminal",
     "serve": "answer OpenAI's clients with trained models",
-    "evaluate": "loss, perplexity and bits per byte of a text; CORE",
+    "evaluate": "figures of texts and benchmarks: perplexity, CORE, the harness",
     "convert": "checkpoints in from Hugging Face and PyTorch, and out to them",
     "plan": "compile for TPUs and GPUs that are not here: memory, bounds, cost",
     "data": "prepare token shards (recurjax data prepare)",

@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+from recurjax.cli.options import shows_usage
 from recurjax.errors import UserError
 from recurjax.files.atomic import write_atomic
 from recurjax.run_table import find_experiment
@@ -16,8 +17,7 @@ such as quickstart or rat, or a file of yours. A table is copied with all its ru
 
 def run(argv: list[str]) -> int:
     """Runs the command."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE)
+    if shows_usage(argv, _USAGE):
         return 0
     # The file is copied whole: a row of a table needs what the rows share.
     name, source = _read(argv)

@@ -5,7 +5,7 @@ import difflib
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -17,6 +17,41 @@ from recurjax.errors import UserError
 from recurjax.ranges import Range, field_ranges
 
 T = TypeVar("T")
+
+Command = Callable[[list[str]], int]
+"""Runs a command on its arguments and returns the exit code."""
+
+
+def shows_usage(argv: Sequence[str], usage: str, *, help: bool = True) -> bool:
+    """Prints a command's usage, with an example, if there are no arguments.
+
+    Args:
+      help: also for --help; False where `parse` lists the options.
+
+    Returns:
+      Whether it did, and the command is done.
+    """
+    if argv and not (help and argv[0] in ("-h", "--help")):
+        return False
+    print(usage)
+    return True
+
+
+def run_command(
+    argv: list[str], commands: Mapping[str, Command], *, prog: str, usage: str
+) -> int:
+    """Runs the command that the first argument names.
+
+    Raises:
+      UserError: there is no such command.
+    """
+    if shows_usage(argv, usage):
+        return 0
+    if argv[0] not in commands:
+        near = difflib.get_close_matches(argv[0], commands, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(commands)}"
+        raise UserError(f"{prog} has no command {argv[0]!r}: {hint}")
+    return commands[argv[0]](argv[1:])
 
 
 def parse(kind: type[T], argv: Sequence[str], *, prog: str) -> T:

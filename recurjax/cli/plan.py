@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recurjax.cli.options import override, parse
+from recurjax.cli.options import override, parse, shows_usage
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_atomic
@@ -94,8 +94,7 @@ class PlanOptions:
 
 def run(argv: list[str]) -> int:
     """Runs the command."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE)
+    if shows_usage(argv, _USAGE):
         return 0
     if argv[0].startswith("-"):
         raise UserError(f"name the experiment file first, then {argv[0]}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from jax.sharding import Mesh
 
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, shows_usage
 from recurjax.data.chat import load_template
 from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
@@ -35,6 +35,14 @@ from recurjax.types import Missing
 
 if TYPE_CHECKING:
     from recurjax.serving.app import Served
+
+
+USAGE = """usage: recurjax serve RUN [RUN ...] [options]
+
+  recurjax serve runs/quickstart --port 8000
+
+Answers OpenAI's clients with trained models over HTTP.
+recurjax serve --help lists the options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +101,8 @@ def run(argv: list[str]) -> int:
     Raises:
       UserError: something the user can put right, said in one sentence.
     """
+    if shows_usage(argv, USAGE, help=False):
+        return 0
     options = parse(ServeOptions, argv, prog="recurjax serve")
     try:
         # Needs packages that not everybody has.

@@ -7,7 +7,6 @@ where the model was trained so: the figures are those of decoding the same text.
 """
 
 import io
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -302,14 +301,3 @@ def _fit_step(
 
 def _tokens(batch: Batch) -> Tokens:
     return Tokens(batch.ids, batch.segments)
-
-
-def check_thresholds(values: Sequence[float]) -> None:
-    """Refuses thresholds outside 0..1.
-
-    Raises:
-      UserError: naming the first.
-    """
-    for value in values:
-        if not (math.isfinite(value) and 0.0 <= value <= 1.0):
-            raise UserError(f"thresholds of exits lie from 0 to 1, got {value}")

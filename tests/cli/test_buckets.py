@@ -70,7 +70,7 @@ def test_runs_in_a_bucket_resume_bit_for_bit(finished, monkeypatch, bucket, tmp_
     assert load_run("memory:/bucket/runs/tiny", step=9).step == 9
     code, out, _ = recurjax("evaluate", URL, "--batch", "512")
     assert code == 0 and '"step": 12' in out and f'"run": "{URL}"' in out
-    code, out, _ = recurjax("evaluate", URL, "--table")
+    code, out, _ = recurjax("evaluate", "table", URL)
     assert code == 0 and "bits_per_byte" in out
     damage(12)
     told = []

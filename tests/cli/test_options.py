@@ -9,7 +9,13 @@ import tyro
 from recurjax import variants
 from recurjax.cli.bench import BENCHES, Bench
 from recurjax.cli.chat.command import ChatOptions
-from recurjax.cli.evaluate.options import Evaluate
+from recurjax.cli.evaluate.command import (
+    EvaluateCore,
+    EvaluateHarness,
+    EvaluateRequests,
+)
+from recurjax.cli.evaluate.task import EvaluateTask
+from recurjax.cli.evaluate.text import EvaluateExits, EvaluateText
 from recurjax.cli.generate.command import GenerateOptions
 from recurjax.cli.options import override, parse
 from recurjax.cli.plan import PlanOptions
@@ -61,10 +67,16 @@ def test_a_path_may_begin_with_the_home(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", [Bench, ChatOptions, Evaluate, GenerateOptions, PlanOptions, ServeOptions]
+    "kind",
+    [
+        *(Bench, ChatOptions, GenerateOptions, PlanOptions, ServeOptions),
+        *(EvaluateText, EvaluateExits, EvaluateTask),
+        *(EvaluateCore, EvaluateHarness, EvaluateRequests),
+    ],
 )
 def test_help_says_something_of_every_option(kind):
-    said = re.findall(r"^ {6}(\w+): ", kind.__doc__, re.MULTILINE)
+    texts = "\n".join(parent.__doc__ or "" for parent in kind.__mro__)
+    said = re.findall(r"^ {6}(\w+): ", texts, re.MULTILINE)
     assert [f.name for f in dataclasses.fields(kind) if f.name not in said] == []
 
 

@@ -194,6 +194,10 @@ def test_help_is_no_error():
     for words in ([], ["--help"], ["train"], ["train", "--help"]):
         code, out, err = recurjax(*words)
         assert (code, err) == (0, "") and out.startswith("usage: recurjax")
+    for words in ("generate", "chat", "serve", "evaluate", "bench", "convert", "data"):
+        code, out, err = recurjax(words)
+        assert (code, err) == (0, "") and out.startswith(f"usage: recurjax {words} ")
+        assert f"\n  recurjax {words} " in out, "an example"
     code, out, err = recurjax("train", TINY, "--help")
     assert (code, err) == (0, "") and "--model.stack.attention.heads INT" in out
 

@@ -11,10 +11,22 @@ import pytest
 from tests.cli.commands import recurjax
 from tests.pairs import environment, places
 
+REQUESTS = "FOLDER/*/rc_0shot/requests.jsonl"
+TEXT = ("--text", "FOLDER/text.txt")
 MEASURED = {
-    "text": ("--text", "FOLDER/text.txt", "--positions", "8", "--batch", "8"),
-    "requests": ("--requests", "FOLDER/*/rc_0shot/requests.jsonl", "--batch", "8"),
-    "task": ("--task", "copy", "--limit", "8", "--batch", "8"),
+    "text": (
+        "evaluate",
+        "text",
+        "RUN",
+        "--text",
+        "FOLDER/text.txt",
+        "--positions",
+        "8",
+        "--batch",
+        "8",
+    ),
+    "requests": ("evaluate", "requests", "RUN", REQUESTS, "--batch", "8"),
+    "task": ("evaluate", "task", "RUN", "copy", "--limit", "8", "--batch", "8"),
 }
 WRITTEN = {
     "likeliest": ("--temperature", "0"),
@@ -42,7 +54,8 @@ for name, words in json.loads(sys.argv[2]).items():
 def commands(run, folder, mesh):
     """Returns the words of every command, by its name."""
     found = {
-        name: ["evaluate", str(run), *words, *mesh] for name, words in MEASURED.items()
+        name: [*(str(run) if word == "RUN" else word for word in words), *mesh]
+        for name, words in MEASURED.items()
     }
     prompts = ("--prompts-file", "FOLDER/prompts.txt", "--json")
     for name, words in WRITTEN.items():

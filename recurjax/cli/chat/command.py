@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from recurjax.cli.chat.talk import Talk, own_sampling
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, shows_usage
 from recurjax.data.chat import load_template
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
@@ -31,6 +31,13 @@ from recurjax.ranges import (
 )
 from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.training.run import load_run
+
+USAGE = """usage: recurjax chat RUN [options]
+
+  recurjax chat runs/smollm2 --system "Answer in one sentence."
+
+Talks with the model of a run directory, in the terminal; without a chat template it
+continues texts. recurjax chat --help lists the options."""
 
 HELP = """\
 /system [TEXT]    begin anew with this system prompt; alone: show it
@@ -90,6 +97,8 @@ def run(argv: list[str]) -> int:
     Raises:
       UserError: something the user can put right, said in one sentence.
     """
+    if shows_usage(argv, USAGE, help=False):
+        return 0
     options = parse(ChatOptions, argv, prog="recurjax chat")
     mesh = reading_mesh(options.mesh)
     loaded = load_run(options.run, step=options.step, mesh=mesh, report=_tell)

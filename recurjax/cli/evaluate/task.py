@@ -1,14 +1,22 @@
-"""`recurjax evaluate RUN --task NAME`: a synthetic task's test, by slice."""
+"""`recurjax evaluate task RUN NAME`: a synthetic task's test, by slice."""
 
 import dataclasses
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import jax
+import tyro
 from jax.sharding import Mesh
 
-from recurjax.cli.evaluate.options import Evaluate
-from recurjax.cli.evaluate.text import of_data
+from recurjax.cli.evaluate.options import (
+    Benchmark,
+    Figures,
+    Measure,
+    evaluator_of,
+    require_folder,
+)
+from recurjax.cli.evaluate.text import RowSource, score_rows
 from recurjax.data.tasks import (
     Compression,
     HashHop,
@@ -16,72 +24,108 @@ from recurjax.data.tasks import (
     TaskData,
     TaskDataset,
 )
-from recurjax.data.tasks.named import NAMED, limited, name_of
+from recurjax.data.tasks.named import NAMED, check_named, limited, name_of
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import curves_of, plot_by_slice
-from recurjax.evaluation.evaluator import Evaluator
 from recurjax.evaluation.hash_hop import SCORE, generated_chains, read_chains
+from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.rows import Row, mean_and_error
-from recurjax.sharding import local_rows, reading_mesh
+from recurjax.ranges import PositiveInt, Seed
+from recurjax.sharding import local_rows
 from recurjax.training.objective import Compress
 from recurjax.training.placement import placed
 from recurjax.training.run import LoadedRun
 
 
-def of_task(
-    options: Evaluate, loaded: LoadedRun, mesh: Mesh | None, evaluator: Evaluator
-) -> tuple[dict[str, Any], list[Row]]:
-    """Tests the model on a task.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateTask(Benchmark):
+    """Tests a model on a synthetic task.
 
     A run that was trained on a task of this name is tested on its own, with its sizes
     and seed; any other model on the one that the task's source describes.
 
-    Args:
-      options: with the task's name, which is known.
-      loaded: the model.
-      mesh: None: one device.
-      evaluator: the model as one that writes answers, for HashHop as text.
-
-    Returns:
-      What is printed, and the rows that the run keeps.
-
-    Raises:
-      UserError: the model's vocabulary or positions do not fit the task.
+    Attributes:
+      task: mqar, hash_hop, copy, s3, s5, parity, mad_noisy_recall and MAD's others.
+      length: tokens a row, at least those of the task's rows; None: as many as these.
+      limit: rows of each setting of the task; None: all.
+      seed: of the rows, where the run has none of its own.
+      plot: draws the accuracies by pairs, length or place into this PNG file.
     """
-    assert options.task is not None
-    data = _data(options, loaded)
-    task, name = data.task, options.task
-    sizes = _changed(task, NAMED[name])
-    # The task's rows are bytes. A model with other tokens cannot read them, and is
-    # asked in text, as one would ask it.
-    if isinstance(task, HashHop) and not isinstance(loaded.tokenizer, ByteTokenizer):
-        scores = generated_chains(evaluator, data)
-        row = _chain_row(options, loaded, data, scores, sizes)
-        told = {"task": name, SCORE: row.value, "rows": row.n}
-        return told, [row]
+
+    task: Annotated[str, tyro.conf.Positional]
+    length: PositiveInt | None = None
+    seed: Seed = 42
+    plot: Path | None = None
+
+    def __post_init__(self):
+        Benchmark.__post_init__(self)
+        require_folder("plot", self.plot)
+
+
+def prepare_task(options: EvaluateTask) -> Measure:
+    """Checks the task's name; returns what tests the model on it."""
+    check_named(options.task)
+
+    def measure(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Figures:
+        data = _data(options, loaded)
+        sizes = _changed(data.task, NAMED[options.task])
+        # The task's rows are bytes. A model with other tokens cannot read them: it
+        # writes text after a prompt of text.
+        is_text = not isinstance(loaded.tokenizer, ByteTokenizer)
+        if isinstance(data.task, HashHop) and is_text:
+            evaluator = evaluator_of(options, loaded, mesh, journal, options.length)
+            scores = generated_chains(evaluator, data)
+            row = _chain_row(options, loaded, data, scores, sizes)
+            return {"task": options.task, SCORE: row.value, "rows": row.n}, [row]
+        _check_fits(options, loaded, data.task)
+        return _test(options, loaded, mesh, data, sizes)
+
+    return measure
+
+
+def _check_fits(options: EvaluateTask, loaded: LoadedRun, task: TaskConfig) -> None:
     # A larger vocabulary has tokens that the model has no embedding of.
     if task.vocabulary > loaded.model.config.vocabulary:
         raise UserError(
-            f"the task {name} has {task.vocabulary} tokens and the model reads "
+            f"the task {options.task} has {task.vocabulary} tokens and the model reads "
             f"{loaded.model.config.vocabulary}: train a run on it, or take a task "
             "with fewer"
         )
     compresses = isinstance(loaded.experiment.objective, Compress)
     if isinstance(task, Compression) != compresses:
         raise UserError(
-            f"the task {name} does not go with how the run is read: mad_compression, "
-            "and it alone, asks a model that was trained by the objective Compress"
+            f"the task {options.task} does not go with how the run is read: "
+            "mad_compression, and it alone, asks a model that was trained by the "
+            "objective Compress"
         )
     longest = task.longest("validation")
     if options.length is not None and options.length < longest:
         raise UserError(
-            f"--length {options.length}: the task {name} has rows of {longest} tokens; "
-            "leave it out"
+            f"--length {options.length}: the task {options.task} has rows of {longest} "
+            "tokens; leave it out"
         )
-    # Rows as long as the task's own, unless longer ones are asked for.
-    options = replace(options, length=options.length or longest)
-    told, rows = of_data(options, loaded, mesh, data, text=name)
+
+
+def _test(
+    options: EvaluateTask,
+    loaded: LoadedRun,
+    mesh: Mesh | None,
+    data: TaskData,
+    sizes: dict[str, Any],
+) -> Figures:
+    task = data.task
+    source = RowSource(
+        loaded,
+        data,
+        options.task,
+        split="validation",
+        # Rows as long as the task's own, unless longer ones are asked for.
+        length=options.length or task.longest("validation"),
+        batch=options.batch,
+        mesh=options.mesh,
+    )
+    report, rows = score_rows(source, loaded, mesh)
     rows = [
         replace(
             row,
@@ -91,44 +135,39 @@ def of_task(
         )
         for row in rows
     ]
-    told = {"task" if key == "text" else key: value for key, value in told.items()}
-    # Beside the share of right tokens: how far along its chains the model comes.
+    report = {"task" if key == "text" else key: x for key, x in report.items()}
+    # Next to the share of right tokens: how far along its chains the model comes.
     if isinstance(task, HashHop):
-        on, batch = reading_mesh(options.mesh), options.batch
         batches = TaskDataset(config=data).loader(
             "validation",
             length=options.length or task.length,
-            batch=batch,
-            rows=local_rows(batch, on),
+            batch=options.batch,
+            rows=local_rows(options.batch, source.mesh),
         )
-        with jax.set_mesh(on):
+        with jax.set_mesh(source.mesh):
             scores = read_chains(
                 loaded.model,
-                placed(batches, on, batch=batch),
+                placed(batches, source.mesh, batch=options.batch),
                 task,
                 objective=loaded.experiment.objective,
                 mesh=mesh,
             )
         rows.append(_chain_row(options, loaded, data, scores, sizes))
-        told[SCORE] = rows[-1].value
+        report[SCORE] = rows[-1].value
     # One of several processes draws the picture.
     if options.plot is not None and jax.process_index() == 0:
-        found = told["accuracy"]
-        curves = {
-            loaded.experiment.name: curves_of(found["slices"], found["positions"])
-        }
-        plot_by_slice(curves, options.plot, trained=loaded.experiment.training.length)
-    return told, rows
+        accuracy = report["accuracy"]
+        curves = curves_of(accuracy["slices"], accuracy["positions"])
+        trained = loaded.experiment.training.length
+        plot_by_slice({loaded.experiment.name: curves}, options.plot, trained=trained)
+    return report, rows
 
 
-def _data(options: Evaluate, loaded: LoadedRun) -> TaskData:
-    own, name = loaded.experiment.data, options.task
-    assert name is not None
+def _data(options: EvaluateTask, loaded: LoadedRun) -> TaskData:
+    data = loaded.experiment.data
     # A run on this very task is tested on its own sizes; else the named ones count.
-    if isinstance(own, TaskData) and name_of(own.task) == name:
-        data = own
-    else:
-        data = TaskData(task=NAMED[name], seed=options.seed)
+    if not isinstance(data, TaskData) or name_of(data.task) != options.task:
+        data = TaskData(task=NAMED[options.task], seed=options.seed)
     return replace(data, task=limited(data.task, options.limit))
 
 
@@ -145,13 +184,12 @@ def _changed(task: TaskConfig, named: TaskConfig) -> dict[str, Any]:
 
 
 def _chain_row(
-    options: Evaluate,
+    options: EvaluateTask,
     loaded: LoadedRun,
     data: TaskData,
     scores: list[float],
     sizes: dict[str, Any],
 ) -> Row:
-    assert options.task is not None
     # The score is a mean over rows, so it has an error.
     mean, error = mean_and_error(scores)
     return Row(

@@ -1,191 +1,363 @@
-"""`recurjax evaluate RUN` of a text, or of the run's own data."""
+"""`recurjax evaluate text RUN` and `evaluate exits RUN`: a text, or the run's data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
 
-from recurjax.cli.evaluate.exits import of_exits
-from recurjax.cli.evaluate.options import Evaluate
+from recurjax.cli.evaluate.options import (
+    Evaluation,
+    Figures,
+    Measure,
+    log,
+    require_folder,
+)
 from recurjax.data.config import DataConfig, TextFiles
 from recurjax.data.dataset import open_dataset
 from recurjax.data.tasks import TaskData
 from recurjax.errors import UserError
 from recurjax.evaluation.by_position import loss_by_position, plot_by_position
+from recurjax.evaluation.exit_scores import (
+    THRESHOLDS,
+    ExitScore,
+    cheapest,
+    fit_exit_head,
+    plot_exits,
+    read_exit_head,
+    score_exits,
+    write_exit_head,
+)
+from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.perplexity import Score, score
 from recurjax.evaluation.progress import progress_bar
 from recurjax.evaluation.rows import Row, share_error
-from recurjax.ranges import LARGEST_BATCH
-from recurjax.sharding import check_batch, local_rows, reading_mesh
+from recurjax.exits import exits_of
+from recurjax.ranges import (
+    LARGEST_BATCH,
+    Fraction,
+    NonNegativeFloat,
+    PositiveInt,
+)
+from recurjax.sharding import MeshConfig, check_batch, local_rows, reading_mesh
 from recurjax.training.objective import Distilled, Exits, NextToken, Objective
 from recurjax.training.placement import placed
 from recurjax.training.run import LoadedRun
 from recurjax.types import Batch
 
 
-def of_text(
-    options: Evaluate, loaded: LoadedRun, mesh: Mesh | None
-) -> tuple[dict[str, Any], list[Row]]:
-    """Scores the text; returns what is printed, and the rows that the run keeps."""
-    data = loaded.experiment.data
-    if options.text is None:
-        return of_data(options, loaded, mesh, data, text=f"{options.split} split")
-    if isinstance(data, TaskData):
-        raise UserError(
-            f"{options.run} was trained on a task: leave --text out to test it"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfText(Evaluation):
+    """What evaluations of a text take.
+
+    Attributes:
+      text: a text file; None: a split of the run's own data.
+      split: of the run's data.
+      length: tokens a row; each row starts without context. None: as in training.
+      batch: rows at a time.
+      tokens: reads the first batches that hold this many; None: all.
+      plot: draws the figures into this PNG file.
+    """
+
+    text: Path | None = None
+    split: Literal["validation", "train"] = "validation"
+    length: PositiveInt | None = None
+    batch: PositiveInt = 32
+    tokens: PositiveInt | None = None
+    plot: Path | None = None
+
+    def __post_init__(self):
+        _require_batch(self.batch, self.length or 1)
+        Evaluation.__post_init__(self)
+        require_folder("plot", self.plot)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateText(OfText):
+    """Scores a text with a trained model and prints JSON.
+
+    Attributes:
+      positions: also the loss by position, one figure for this many positions; with
+        --length beyond that of training it shows how the model generalises. None: 64
+        where --plot draws them.
+      mesh: devices that hold the model; of several processes the first one reports.
+    """
+
+    positions: PositiveInt | None = None
+    mesh: MeshConfig = MeshConfig(data=1)
+
+    @property
+    def devices(self) -> MeshConfig:
+        return self.mesh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateExits(OfText):
+    """Scores what leaving a recursive model early costs, on one device.
+
+    Each rule at several thresholds: loss, mean loops, agreement with the full model.
+
+    Attributes:
+      thresholds: of all rules in place of each one's own, from 0 to 1.
+      most_loss: nats a token; names the threshold of each rule with the fewest loops
+        that stays within it.
+      fit_head: first train an exit head on this many batches of the run's training
+        text, and write it into the run as exit_head.npz.
+    """
+
+    thresholds: tuple[Fraction, ...] | None = None
+    most_loss: NonNegativeFloat | None = None
+    fit_head: PositiveInt | None = None
+
+
+class RowSource:
+    """Rows of one length of a text or a task, in order, a batch at a time.
+
+    Attributes:
+      name: of the text or task, for the figures.
+      settings: what makes the figures others: the length, and how much is read.
+      mesh: the devices that hold the rows.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedRun,
+        data: DataConfig | TaskData,
+        name: str,
+        *,
+        split: Literal["validation", "train"],
+        length: int | None,
+        batch: int,
+        tokens: int | None = None,
+        mesh: MeshConfig,
+    ):
+        """Opens the data.
+
+        Args:
+          length: tokens a row; None: as in training, or as a task's test asks.
+          tokens: reads the first batches that hold this many; None: all.
+
+        Raises:
+          UserError: the rows fit neither the model nor the mesh.
+        """
+        experiment = loaded.experiment
+        self.dataset = open_dataset(data, tokenizer=loaded.tokenizer)
+        self.length = length or self.dataset.evaluation_length(
+            experiment.training.length
         )
-    # A text of one's own is validation as a whole.
-    data = DataConfig(
-        corpus=TextFiles(patterns=(str(options.text),)),
-        tokenizer=data.tokenizer,
-        validation_fraction=1.0,
-    )
-    return of_data(options, loaded, mesh, data, text=str(options.text))
+        given = f"--length {self.length}"
+        if (reason := experiment.model.refuses_length(self.length, given)) is not None:
+            raise UserError(reason)
+        _require_batch(batch, self.length)
+        self.mesh = reading_mesh(mesh)
+        check_batch(batch, self.mesh, name="--batch")
+        # A model that runs on the mesh at one length may refuse another.
+        if (reason := loaded.model.stack.refuses(self.mesh, self.length)) is not None:
+            raise UserError(reason)
+        self.name, self.batch = name, batch
+        self.split: Literal["validation", "train"] = split
+        self.settings: dict[str, Any] = {"length": self.length}
+        self._limit = None
+        if tokens is not None:
+            # Whole batches, rounded up.
+            self._limit = -(-tokens // (batch * self.length))
+            # A part of a text is another text: how much was read belongs to the figure.
+            self.settings["tokens"] = tokens
+        self._rows = self.dataset.loader(
+            split,
+            length=self.length,
+            batch=batch,
+            rows=local_rows(batch, self.mesh),
+            in_order=True,
+        )
+
+    def batches(self) -> Iterator[Batch]:
+        """Yields the batches of one pass."""
+        return placed(islice(self._rows, self._limit), self.mesh, batch=self.batch)
+
+    @property
+    def count(self) -> int | None:
+        """The number of batches; None: unknown."""
+        known = [n for n in (self._rows.batches, self._limit) if n is not None]
+        return min(known, default=None)
 
 
-def of_data(
-    options: Evaluate,
-    loaded: LoadedRun,
-    mesh: Mesh | None,
-    data: DataConfig | TaskData,
-    *,
-    text: str,
-) -> tuple[dict[str, Any], list[Row]]:
-    """Scores a split of any data.
+def prepare_text(options: EvaluateText) -> Measure:
+    """Returns what scores the text."""
+
+    def measure(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Figures:
+        source = _source(options, loaded)
+        stretch = options.positions or (64 if options.plot is not None else None)
+        report, rows = score_rows(source, loaded, mesh)
+        if stretch is not None:
+            with jax.set_mesh(source.mesh):
+                stretches = loss_by_position(
+                    loaded.model,
+                    source.batches(),
+                    stretch=stretch,
+                    chunks=loaded.experiment.objective.vocabulary_chunks,
+                    mesh=mesh,
+                )
+            report["positions"] = [part._asdict() for part in stretches]
+            # One of several processes draws the picture.
+            if options.plot is not None and jax.process_index() == 0:
+                curves = {loaded.experiment.name: stretches}
+                trained = loaded.experiment.training.length
+                plot_by_position(curves, options.plot, trained=trained)
+        return report, rows
+
+    return measure
+
+
+def prepare_exits(options: EvaluateExits) -> Measure:
+    """Returns what scores the rules of exits."""
+
+    def measure(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Figures:
+        exits_of(loaded.model)  # refuses a model without exits
+        source = _source(options, loaded)
+        # One of an earlier call serves, until a new one takes its place in the run.
+        head = read_exit_head(options.run)
+        if options.fit_head is not None:
+            data = open_dataset(loaded.experiment.data, tokenizer=loaded.tokenizer)
+            rows = data.loader("train", length=source.length, batch=source.batch)
+            batches = islice(iter(rows), options.fit_head)
+            head = fit_exit_head(
+                loaded.model, placed(batches, source.mesh, batch=source.batch)
+            )
+            log(f"an exit head was written to {write_exit_head(options.run, head)}")
+        values: dict[str, Sequence[float]] = dict(THRESHOLDS)
+        if options.thresholds is not None:
+            values = dict.fromkeys(THRESHOLDS, options.thresholds)
+        # Without a trained head there is nothing to compare with its thresholds.
+        if head is None:
+            del values["head"]
+        scores = score_exits(
+            loaded.model,
+            source.batches,
+            token_bytes=loaded.tokenizer.token_bytes,
+            thresholds=values,
+            head=head,
+            report=log,
+        )
+        report: dict[str, Any] = {"text": source.name, "length": source.length}
+        report["exits"] = [_as_json(score) for score in scores]
+        if options.most_loss is not None:
+            chosen = cheapest(scores, options.most_loss)
+            report["chosen"] = [_as_json(score) for score in chosen]
+            for score in chosen:
+                log(
+                    f"{score.rule}:{score.threshold:g} stays within "
+                    f"{options.most_loss} nats: {score.loss:.4f} at "
+                    f"{score.loops:.3f} loops a token"
+                )
+            if not chosen:
+                log(f"nothing stays within {options.most_loss} nats a token")
+        if options.plot is not None:
+            plot_exits(scores, options.plot)
+        return report, _exit_rows(scores, source, loaded.step)
+
+    return measure
+
+
+def score_rows(source: RowSource, loaded: LoadedRun, mesh: Mesh | None) -> Figures:
+    """Scores rows by the run's objective, and by the exact recurrence where it differs.
 
     Args:
-      options: which split, how much of it, in what portions.
-      loaded: the model.
-      mesh: that its figures are gathered over; None: one device.
-      data: text, or a task.
-      text: what the figures are called.
+      mesh: that the figures are gathered over; None: one device.
     """
-    experiment = loaded.experiment
-    dataset = open_dataset(data, tokenizer=loaded.tokenizer)
-    # A row is as long as in training, or as a task's test asks.
-    length = options.length or dataset.evaluation_length(experiment.training.length)
-    reason = experiment.model.refuses_length(length, f"--length {length}")
-    if reason is not None:
-        raise UserError(reason)
-    if options.batch * length > LARGEST_BATCH:
-        raise UserError(
-            f"--batch {options.batch} x {length} tokens a row is more than "
-            "2^28 tokens at a time: lower it"
-        )
-    split = "validation" if data is not experiment.data else options.split
-    on = reading_mesh(options.mesh)
-    check_batch(options.batch, on, name="--batch")
-    # A model that runs on the mesh at one length may refuse another.
-    if (reason := loaded.model.stack.refuses(on, length)) is not None:
-        raise UserError(reason)
-
-    limit = options.batches
-    if options.tokens is not None:
-        # Whole batches, rounded up.
-        limit = -(-options.tokens // (options.batch * length))
-    rows = dataset.loader(
-        split,
-        length=length,
-        batch=options.batch,
-        rows=local_rows(options.batch, on),
-        in_order=True,
-    )
-    # The bar's total: the pass, or the limit if that is shorter.
-    known = [count for count in (rows.batches, limit) if count is not None]
-
-    def batches() -> Iterator[Batch]:
-        # Made anew for each pass over the text: iterators are used up.
-        return placed(islice(rows, limit), on, batch=options.batch)
-
-    if options.exits:
-
-        def training_rows() -> Iterator[Batch]:
-            own = open_dataset(experiment.data, tokenizer=loaded.tokenizer)
-            drawn = own.loader("train", length=length, batch=options.batch)
-            limited = islice(iter(drawn), options.fit_head)
-            return placed(limited, on, batch=options.batch)
-
-        return of_exits(
-            options, loaded, batches, training_rows, text=text, length=length
-        )
 
     def scored(objective: Objective) -> Score:
-        sizes = dataset.tokenizer.token_bytes
-        with (
-            jax.set_mesh(on),
-            progress_bar(f"batches of {text}", min(known, default=None)) as done,
-        ):
+        name = f"batches of {source.name}"
+        with jax.set_mesh(source.mesh), progress_bar(name, source.count) as done:
             return score(
                 loaded.model,
-                batches(),
-                token_bytes=sizes,
+                source.batches(),
+                token_bytes=source.dataset.tokenizer.token_bytes,
                 objective=objective,
                 between=lambda: done(1),
-                slices=dataset.slices(split, batch=options.batch),
+                slices=source.dataset.slices(source.split, batch=source.batch),
                 mesh=mesh,
             )
 
-    objective = experiment.objective
+    objective = loaded.experiment.objective
     result = scored(objective)
-    report: dict[str, Any] = {"text": text, "length": length, **_told(result)}
-    kept = _rows(result, text, options, loaded, length)
-    # What training's objective computes in parallel passes is an approximation of it
-    # for some variants; the exact figure is what generation will do.
+    report = {"text": source.name, "length": source.length, **_score_as_json(result)}
+    rows = _score_rows(result, source.name, source.settings, loaded.step)
+    # Some objectives approximate a recurrence by parallel passes; the exact figure is
+    # that of the recurrence, which decodes.
     if not isinstance(objective, NextToken | Distilled | Exits):
-        # Beside training's parallel passes, the recurrence that decoding runs.
         exact = scored(NextToken(vocabulary_chunks=objective.vocabulary_chunks))
-        report["exact"] = _told(exact)
-        kept += _rows(exact, f"{text}, exact", options, loaded, length)
-    if options.positions is not None:
-        with jax.set_mesh(on):
-            stretches = loss_by_position(
-                loaded.model,
-                batches(),
-                stretch=options.positions,
-                chunks=objective.vocabulary_chunks,
-                mesh=mesh,
+        report["exact"] = _score_as_json(exact)
+        name = f"{source.name}, exact"
+        rows += _score_rows(exact, name, source.settings, loaded.step)
+    return report, rows
+
+
+def _source(options: OfText, loaded: LoadedRun) -> RowSource:
+    data, split, name = loaded.experiment.data, options.split, f"{options.split} split"
+    if options.text is not None:
+        if isinstance(data, TaskData):
+            raise UserError(
+                f"{options.run} was trained on a task: leave --text out to test it"
             )
-        report["positions"] = [stretch._asdict() for stretch in stretches]
-        if options.plot is not None and jax.process_index() == 0:
-            trained, curves = experiment.training.length, {experiment.name: stretches}
-            plot_by_position(curves, options.plot, trained=trained)
-    return report, kept
+        # All of the text is validation.
+        data = DataConfig(
+            corpus=TextFiles(patterns=(str(options.text),)),
+            tokenizer=data.tokenizer,
+            validation_fraction=1.0,
+        )
+        split, name = "validation", str(options.text)
+    return RowSource(
+        loaded,
+        data,
+        name,
+        split=split,
+        length=options.length,
+        batch=options.batch,
+        tokens=options.tokens,
+        mesh=options.devices,
+    )
 
 
-def _told(result: Score) -> dict[str, Any]:
-    told = result._asdict()
+def _require_batch(batch: int, length: int) -> None:
+    if batch * length > LARGEST_BATCH:
+        raise UserError(
+            f"--batch {batch} x {length} tokens a row is more than 2^28 tokens at a "
+            "time: lower one of them"
+        )
+
+
+def _score_as_json(result: Score) -> dict[str, Any]:
+    values = result._asdict()
     if result.accuracy is None:
-        del told["accuracy"]
+        del values["accuracy"]
     else:
-        told["accuracy"] = result.accuracy._asdict()
+        values["accuracy"] = result.accuracy._asdict()
     if not result.passes:
-        del told["passes"]
-    return told
+        del values["passes"]
+    return values
 
 
-def _rows(
-    result: Score, text: str, options: Evaluate, loaded: LoadedRun, length: int
+def _score_rows(
+    result: Score, name: str, settings: dict[str, Any], step: int
 ) -> list[Row]:
-    settings: dict[str, Any] = {"length": length}
-    for name in ("batches", "tokens"):
-        if (given := getattr(options, name)) is not None:
-            settings[name] = given
     rows = []
-    for name, value in result.metrics().items():
+    for metric, value in result.metrics().items():
         error, n = None, result.tokens
-        if result.accuracy is not None and name == "sequence_accuracy":
-            # Of whole rows: the number of rows is what the error depends on.
+        if result.accuracy is not None and metric == "sequence_accuracy":
+            # Of entire rows: the number of rows is what the error depends on.
             n = result.accuracy.rows
             error = share_error(value, n)
-        elif result.accuracy is not None and name.startswith("accuracy/"):
-            n = result.accuracy.answers[name.removeprefix("accuracy/")]
+        elif result.accuracy is not None and metric.startswith("accuracy/"):
+            n = result.accuracy.answers[metric.removeprefix("accuracy/")]
         rows.append(
             Row(
-                step=loaded.step,
-                task=text,
-                metric=name,
+                step=step,
+                task=name,
+                metric=metric,
                 value=value,
                 stderr=error,
                 n=n,
@@ -193,3 +365,26 @@ def _rows(
             )
         )
     return rows
+
+
+def _as_json(score: ExitScore) -> dict[str, Any]:
+    values = score._asdict()
+    # The same for every rule; the run's rows have it.
+    del values["tokens"]
+    return values
+
+
+def _exit_rows(scores: Sequence[ExitScore], source: RowSource, step: int) -> list[Row]:
+    return [
+        Row(
+            step=step,
+            task=source.name,
+            metric=metric,
+            value=getattr(score, metric),
+            n=score.tokens,
+            # As `recurjax generate --exit` takes it.
+            settings=source.settings | {"exit": f"{score.rule}:{score.threshold:g}"},
+        )
+        for score in scores
+        for metric in ("loss", "bits_per_byte", "loops", "agreement")
+    ]

@@ -11,7 +11,7 @@ import numpy as np
 import tyro
 
 from recurjax.cli.generate.json_lines import JsonLines
-from recurjax.cli.options import parse
+from recurjax.cli.options import parse, shows_usage
 from recurjax.data.tokenizers import text_ends
 from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import read_exit_head
@@ -39,6 +39,14 @@ from recurjax.sharding import MeshConfig, reading_mesh
 from recurjax.surgery.fewer_layers import truncated
 from recurjax.training.run import load_run
 from recurjax.types import Missing
+
+USAGE = """usage: recurjax generate RUN --prompt TEXT [options]
+
+  recurjax generate runs/quickstart --prompt "HAMLET:" --max-new-tokens 100
+  recurjax generate RUN --prompts-file prompts.txt --json-lines texts.jsonl
+
+Continues prompts with the model of a run directory.
+recurjax generate --help lists the options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +119,8 @@ def run(argv: list[str]) -> int:
     Raises:
       UserError: something the user can put right, said in one sentence.
     """
+    if shows_usage(argv, USAGE, help=False):
+        return 0
     options = parse(GenerateOptions, argv, prog="recurjax generate")
     if options.json and options.json_lines is not None:
         raise UserError("--json-lines FILE has the texts already: leave out --json")

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from recurjax.cli.options import override
+from recurjax.cli.options import override, shows_usage
 from recurjax.cli.train import own_text
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
@@ -27,8 +27,7 @@ told otherwise; the same command resumes a run that was stopped.
 
 def run(argv: list[str]) -> int:
     """Runs the command."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE)
+    if shows_usage(argv, _USAGE):
         return 0
     file = argv[0]
     if file.startswith("-"):

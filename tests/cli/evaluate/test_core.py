@@ -1,4 +1,4 @@
-"""`recurjax evaluate RUN --core`: both scores of a latent memory, against a loop."""
+"""`recurjax evaluate core RUN`: both scores of a latent memory, against a loop."""
 
 import json
 
@@ -92,7 +92,7 @@ def tasks(choices, tmp_path_factory):
 
 
 def evaluate(run, *options):
-    code, out, err = recurjax("evaluate", run, *options)
+    code, out, err = recurjax("evaluate", "core", run, *options)
     assert code == 0, err
     return json.loads(out), err
 
@@ -102,7 +102,7 @@ def test_a_latent_memory_has_its_score_and_the_one_without_it(
 ):
     folder, _ = latent
     file = tmp_path / "core.json"
-    got, err = evaluate(folder, "--core", tasks, "--json", file)
+    got, err = evaluate(folder, tasks, "--json", file)
     assert json.loads(file.read_text()) == got
     assert (got["run"], got["step"], got["tasks"]) == (str(folder), 0, str(tasks))
     pick, go_on = got["core"]["tasks"]
@@ -124,7 +124,7 @@ def test_a_latent_memory_has_its_score_and_the_one_without_it(
 @pytest.mark.slow
 def test_a_model_without_a_memory_has_one_score(tasks, tmp_path):
     saved(tmp_path / "plain", None)
-    got, _ = evaluate(tmp_path / "plain", "--core", tasks, "--core-limit", 2)
+    got, _ = evaluate(tmp_path / "plain", tasks, "--limit", 2)
     assert set(got) == {"run", "step", "tasks", "core"}
     assert [task["items"] for task in got["core"]["tasks"]] == [2, 2]
 
@@ -134,11 +134,10 @@ def test_mistakes_are_told_in_a_sentence(latent, tasks, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     for words, pattern in [
-        (("--core", tmp_path / "none"), "no CORE bundle or task file at .*none"),
-        (("--core", empty), "no .*core.yaml and no .*eval_meta_data.csv"),
-        (("--core", tasks, "--core-limit", 1), "go_on shows 1 examples .* only 1 "),
-        (("--core", tasks, "--core-limit", 0), "--core-limit must be at least 1"),
-        (("--core-limit", 3), "goes with --core"),
-        (("--core", tasks, "--length", 9), "leave out --text, --length"),
+        ((tmp_path / "none",), "no CORE bundle or task file at .*none"),
+        ((empty,), "no .*core.yaml and no .*eval_meta_data.csv"),
+        ((tasks, "--limit", 1), "go_on shows 1 examples .* only 1 "),
+        ((tasks, "--limit", 0), "--limit: must be >= 1"),
+        ((tasks, "--length", 9), "no option --length"),
     ]:
-        assert_refused(recurjax("evaluate", run, *words), pattern)
+        assert_refused(recurjax("evaluate", "core", run, *words), pattern)

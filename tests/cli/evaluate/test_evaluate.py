@@ -11,8 +11,8 @@ from tests.cli.commands import assert_refused, recurjax, without_progress
 TEXT = "To be, or not to be, that is the question:\n" * 3
 
 
-def evaluate(run, *options):
-    code, out, err = recurjax("evaluate", run, *options)
+def evaluate(*words):
+    code, out, err = recurjax("evaluate", *words)
     assert (code, without_progress(err)) == (0, ""), (out, err)
     return json.loads(out)
 
@@ -71,7 +71,6 @@ def test_without_a_file_it_is_the_validation_split_of_the_run(finished):
 def test_a_large_split_is_read_as_far_as_asked(finished):
     """Rows of 16 tokens, four at a time."""
     for words, tokens in (
-        (("--batches", 3), 192),
         (("--tokens", 192), 192),
         (("--tokens", 193), 256),
     ):
@@ -116,14 +115,12 @@ def test_mistakes_are_told_in_a_sentence(finished, tmp_path):
         ((finished, "--text", tmp_path / "no.txt"), "no.txt"),
         ((finished, "--text", empty), "no text|empty"),
         ((finished, "--text", binary), "binary.txt.*UTF-8"),
-        ((finished, "--batch", 0), "must be at least 1, got 0"),
+        ((finished, "--batch", 0), "--batch: must be >= 1, got 0"),
         ((finished, "--length", "long"), r"--length: .*'long'"),
-        ((finished, "--positions", 0), "--positions must be at least 1, got 0"),
-        ((finished, "--plot", tmp_path / "a.png"), "add --positions"),
-        ((finished, "--batches", 0), "--batches must be at least 1, got 0"),
-        ((finished, "--batches", 1, "--tokens", 9), "both set an end"),
+        ((finished, "--positions", 0), "--positions: must be >= 1, got 0"),
+        ((finished, "--tokens", 0), "--tokens: must be >= 1, got 0"),
+        ((finished, "--plot", tmp_path / "no" / "a.png"), "--plot: there is no dir"),
         ((finished, "--txt", "a"), r"no option --txt: did you mean --text\?"),
-        ((), "run|RUN"),
     ]:
         assert_refused(recurjax("evaluate", *words), pattern)
 
@@ -167,17 +164,17 @@ def test_request_files_are_scored_kept_and_shown_as_a_table(
 ):
     run = shutil.copytree(finished, tmp_path / "run")
     (run / "evaluations.jsonl").unlink(missing_ok=True)
-    assert_refused(recurjax("evaluate", run, "--table"), "has no evaluations.jsonl")
-    got = evaluate(run, "--requests", requests, "--batch", 2)
+    assert_refused(recurjax("evaluate", "table", run), "has no evaluations.jsonl")
+    got = evaluate("requests", run, requests, "--batch", 2)
     task = got["tasks"]["pick/rc_0shot"]
     assert task["n"] == 2 and 0 <= task["accuracy"] <= 1
     assert task["nats"] > task["nats_per_token"] > 0
     assert not (run / "evaluations").exists()
     # Over devices, in another batch: the same figures.
     mesh = ("--mesh.data", 2, "--mesh.tensor", 2, "--batch", 4)
-    spread = evaluate(run, "--requests", requests, *mesh)["tasks"]["pick/rc_0shot"]
+    spread = evaluate("requests", run, requests, *mesh)["tasks"]["pick/rc_0shot"]
     assert spread == pytest.approx(task, rel=1e-4)
-    code, out, _ = recurjax("evaluate", run, "--table")
+    code, out, _ = recurjax("evaluate", "table", run)
     assert code == 0 and out.count("| pick/rc_0shot | accuracy |") == 1
     assert out.splitlines()[0].startswith("| task | metric | value |")
 
@@ -200,14 +197,29 @@ def test_a_text_is_read_alike_on_several_devices(finished, text):
     )
 
 
-def test_options_of_benchmarks_that_do_not_go_together_are_told(finished, requests):
+def test_options_of_another_kind_are_refused(finished, requests):
+    kind = "there is no option --core: core is a command of its own, .* evaluate core"
     for words, pattern in [
-        (("--requests", requests, "--core", "x"), "--core and --requests are eval"),
-        (("--requests", requests, "--text", "x"), "leave out --text"),
-        (("--requests", requests, "--limit", 0), "--limit must be at least 1"),
-        (("--limit", 2), "goes with --harness, --requests or --task"),
-        (("--fewshot", 2), "--fewshot goes with --harness"),
-        (("--requests", requests.parent / "none"), "no request file matches"),
-        (("--mesh.dat", 2), r"no option --mesh.dat: did you mean --mesh.data\?"),
+        (("requests", finished, requests, "--text", "x"), "no option --text"),
+        (("requests", finished, requests, "--limit", 0), "--limit: must be >= 1"),
+        (("requests", finished, requests.parent / "none"), "no request file matches"),
+        ((finished, "--limit", 2), "no option --limit"),
+        ((finished, "--core", "x"), kind),
+        (
+            (
+                finished,
+                "--fewshot=2",
+            ),
+            "no option --fewshot",
+        ),
+        ((finished, "--mesh.dat", 2), r"no option --mesh.dat: did you mean --mesh.dat"),
     ]:
-        assert_refused(recurjax("evaluate", finished, *words), pattern)
+        assert_refused(recurjax("evaluate", *words), pattern)
+
+
+def test_a_text_may_be_named_and_a_picture_needs_no_positions(finished, text, tmp_path):
+    png = tmp_path / "loss.png"
+    short = evaluate(finished, "--text", text, "--batch", 4)
+    long = evaluate("text", finished, "--text", text, "--batch", 4, "--plot", png)
+    assert [part["start"] for part in long.pop("positions")] == [0]
+    assert long == short and png.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""`recurjax evaluate RUN --task`: a run's own task, and a named one of any run."""
+"""`recurjax evaluate task RUN NAME`: a run's own task, and a named one of any run."""
 
 import json
 import re
@@ -42,8 +42,8 @@ def recalling(quick_compilation, tmp_path_factory):
 
 def test_a_run_trained_on_a_task_is_tested_on_its_own(recalling, tmp_path):
     png = tmp_path / "pairs.png"
-    words = ("--task", "mqar", "--limit", 4, "--batch", 4, "--plot", png)
-    code, out, err = recurjax("evaluate", recalling, *words)
+    words = ("mqar", "--limit", 4, "--batch", 4, "--plot", png)
+    code, out, err = recurjax("evaluate", "task", recalling, *words)
     assert (code, err) == (0, "")
     got = json.loads(out)
     assert (got["task"], got["length"]) == ("mqar", 32)
@@ -64,28 +64,28 @@ def test_a_run_trained_on_a_task_is_tested_on_its_own(recalling, tmp_path):
 
 def test_any_run_reads_a_task_of_a_fitting_vocabulary(finished):
     code, out, err = recurjax(
-        *("evaluate", finished, "--task", "s3", "--limit", 3, "--length", 256)
+        *("evaluate", "task", finished, "s3", "--limit", 3, "--length", 256)
     )
     assert (code, err) == (0, "")
     got = json.loads(out)
     assert got["tokens"] == 3 * 256 and len(got["accuracy"]["positions"]) == 256
     assert got["bytes"] == 0
     for words, pattern in [
-        (("--task", "mqar"), "mqar has 8192 tokens and the model reads 257: train"),
-        (("--task", "mqer"), r"there is no task mqer: did you mean mqar\?"),
-        (("--task", "mad_compression"), "mad_compression does not go with how the run"),
-        (("--task", "s3", "--length", 8), "has rows of 256 tokens"),
-        (("--task", "s3", "--split", "train"), "leave out --split"),
-        (("--task", "s3", "--text", "x"), "leave out --text"),
-        (("--task", "s3", "--limit", 0), "--limit must be at least 1"),
+        (("mqar",), "mqar has 8192 tokens and the model reads 257: train"),
+        (("mqer",), r"there is no task mqer: did you mean mqar\?"),
+        (("mad_compression",), "mad_compression does not go with how the run"),
+        (("s3", "--length", 8), "has rows of 256 tokens"),
+        (("s3", "--split", "train"), "no option --split"),
+        (("s3", "--text", "x"), "no option --text"),
+        (("s3", "--limit", 0), "--limit: must be >= 1"),
     ]:
-        assert_refused(recurjax("evaluate", finished, *words), pattern)
+        assert_refused(recurjax("evaluate", "task", finished, *words), pattern)
 
 
 def test_chains_are_told_beside_accuracies(finished, monkeypatch):
     monkeypatch.setitem(NAMED, "hash_hop", HashHop(size=4, hops=4, length=178))
     code, out, err = recurjax(
-        *("evaluate", finished, "--task", "hash_hop", "--limit", 1, "--batch", 1)
+        *("evaluate", "task", finished, "hash_hop", "--limit", 1, "--batch", 1)
     )
     assert (code, re.sub(r".*items/s\n", "", err)) == (0, "")
     got = json.loads(out)

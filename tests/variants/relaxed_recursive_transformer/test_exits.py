@@ -306,7 +306,7 @@ def test_rules_are_what_they_say():
         (small(sharing="sequence"), "propagate", "cosine", "sharing 'cycle'"),
         (small(), "share", "cosine", "share is for a model with loop_cache 'first'"),
         (small(loop_cache="first"), "skip", "cosine", "use share"),
-        (small(), "skip", "head", "--exits --fit-head 100, on"),
+        (small(), "skip", "head", "exits RUN --fit-head 100, on"),
     ],
 )
 def test_exits_that_a_model_does_not_have_are_refused(model, missing, kind, said):
@@ -326,8 +326,8 @@ def test_the_commands_run_and_refuse(tmp_path):
     write_run(run, model, new_experiment(run, config, length=16), ByteTokenizer())
     told, png = tmp_path / "exits.json", tmp_path / "exits.png"
     code, out, err = recurjax(
-        *("evaluate", run, "--exits", "--text", text, "--batch", "4", "--json", told),
-        *("--batches", "2", "--fit-head", "2", "--most-loss", "50", "--plot", png),
+        *("evaluate", "exits", run, "--text", text, "--batch", "4", "--json", told),
+        *("--tokens", "128", "--fit-head", "2", "--most-loss", "50", "--plot", png),
         *("--thresholds", "0.02", "0.5"),
     )
     assert code == 0, err
@@ -368,11 +368,9 @@ def test_the_commands_run_and_refuse(tmp_path):
     assert_refused(refuse("--loops", "3"), "loops must lie in 1..2")
     share = ("--exit", "confidence:0.5", "--missing", "share")
     assert_refused(refuse(*share), "share is for a model with loop_cache")
-    judge = partial(recurjax, "evaluate", run)
-    assert_refused(judge("--thresholds", "0.5"), "goes with --exits")
-    assert_refused(judge("--exits", "--thresholds", "1.5"), "from 0 to 1")
-    assert_refused(judge("--exits", "--mesh.data", "2"), "runs on one device")
-    assert_refused(judge("--exits", "--core", tmp_path), "leave out --core")
+    judge = partial(recurjax, "evaluate", "exits", run)
+    assert_refused(judge("--thresholds", "1.5"), "--thresholds: must be >= 0 and <= 1")
+    assert_refused(judge("--mesh.data", "2"), "no option --mesh.data")
     lines = (run / "evaluations.jsonl").read_text().splitlines()
     kept = [json.loads(line) for line in lines]
     exits = {row["settings"]["exit"] for row in kept}
