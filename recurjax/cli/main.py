@@ -11,7 +11,7 @@ from multiprocessing import active_children
 from pathlib import Path
 
 from recurjax.errors import UserError
-from recurjax.machine import compiled_programs, early_interrupt, host, peers
+from recurjax.machine import compiled_programs, early_interrupt, host, process_group
 from recurjax.version import VERSION
 
 COMMANDS = {
@@ -57,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with watch():
             code = _answer(argv)
     except BaseException:
-        if peers.is_leaving():
+        if process_group.is_leaving():
             traceback.print_exc()
-            peers.end(1)
+            process_group.end(1)
         raise
-    peers.end(code)
+    process_group.end(code)
     if code == _INTERRUPTED and argv is None and not active_children():
         _end_at_once(code)
     return code

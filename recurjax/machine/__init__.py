@@ -1,1 +1,1 @@
-"""The process and its machine: devices, their figures, peers, compiled programs."""
+"""The process and its machine: devices, process group, compiled programs, caches."""

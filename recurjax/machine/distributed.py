@@ -9,7 +9,7 @@ import jax
 from jax._src import cloud_tpu_init
 
 from recurjax.errors import UserError
-from recurjax.machine import peers
+from recurjax.machine import process_group
 
 _COORDINATOR, _COUNT, _RANK = (
     "JAX_COORDINATOR_ADDRESS",
@@ -28,7 +28,7 @@ def start_processes() -> None:
     0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. JAX_NUM_PROCESSES=1 alone keeps a process
     for itself wherever it runs. Does nothing for a single process.
 
-    From here on an error of one process ends all of them (`recurjax.machine.peers`).
+    From here on an error of one process ends all of them: `machine/process_group.py`.
 
     Raises:
       UserError: the variables are incomplete or the processes do not find each other.
@@ -36,7 +36,7 @@ def start_processes() -> None:
     # A caller may have joined the processes already; only the listening is left to
     # start.
     if jax.distributed.is_initialized():
-        return peers.watch()
+        return process_group.watch()
     names = (_COORDINATOR, _COUNT, _RANK)
     given = [name for name in names if name in os.environ]
     if given == [_COUNT] and os.environ[_COUNT] == "1":
@@ -54,15 +54,15 @@ def start_processes() -> None:
                 os.environ[_COORDINATOR],
                 count,
                 rank,
-                heartbeat_timeout_seconds=peers.HEARTBEAT_SECONDS,
+                heartbeat_timeout_seconds=process_group.HEARTBEAT_SECONDS,
             )
         elif _has_peers():
             jax.distributed.initialize(
-                heartbeat_timeout_seconds=peers.HEARTBEAT_SECONDS
+                heartbeat_timeout_seconds=process_group.HEARTBEAT_SECONDS
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(f"the processes could not be joined: {error}") from error
-    peers.watch()
+    process_group.watch()
 
 
 def require_joined() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from recurjax.errors import UserError
-from recurjax.machine.peers import SharedError
+from recurjax.machine.process_group import SharedError
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def first_process(action: Callable[[], T]) -> T:
     Raises:
       SharedError: in every process, when the action raised a UserError. Any other
         exception is process 0's alone, and ends the others through
-        `recurjax.machine.peers`.
+        `recurjax.machine.process_group`.
     """
     # A value and not an array: sizes differ, and the answer is small.
     if jax.process_count() == 1:

@@ -16,7 +16,7 @@ from recurjax.experiment import Experiment
 from recurjax.inference.generate import generate
 from recurjax.inference.generate_tokens import NotFinite
 from recurjax.inference.sampling import SamplingConfig
-from recurjax.machine import early_interrupt, host, peers
+from recurjax.machine import early_interrupt, host, process_group
 from recurjax.machine.distributed import require_joined
 from recurjax.training.agreement import first_process
 from recurjax.training.interruption import Interruption
@@ -87,12 +87,12 @@ def train(
       Diverged: too many steps in a row had a bad loss, or the last evaluation had.
     """
     require_joined()
-    peers.watch()
+    process_group.watch()
     with ExitStack() as stack:
         try:
             return _train(experiment, root, console, mirror, stack)
         except (Exception, KeyboardInterrupt) as error:
-            if peers.leave(error):
+            if process_group.leave(error):
                 # To close waits for the other processes, which are ending as well.
                 stack.pop_all()
             raise
@@ -111,7 +111,7 @@ def _train(
     session = Session(experiment, root, mirror=mirror)
     stack.callback(session.close)
     early_interrupt.stop_if_noted()
-    stack.enter_context(peers.last_words(session.finish_save))
+    stack.enter_context(process_group.on_abort(session.finish_save))
     progress = TrainingProgress(
         console,
         experiment,
@@ -124,10 +124,10 @@ def _train(
     writer = None if quiet else _open_writer(session, start, progress.say)
     if writer is not None:
         stack.callback(writer.close)
-        stack.enter_context(peers.last_words(writer.close))
+        stack.enter_context(process_group.on_abort(writer.close))
     progress.start(start)
     stack.callback(progress.stop)
-    stack.enter_context(peers.last_words(progress.stop))
+    stack.enter_context(process_group.on_abort(progress.stop))
     interruption = stack.enter_context(Interruption())
     loop = _Loop(session, progress, writer, interruption, check_lock)
     stack.callback(loop.stop_trace)

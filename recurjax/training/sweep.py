@@ -17,7 +17,7 @@ from recurjax.data.config import DataConfig, TextFiles, TokenizerFile
 from recurjax.experiment import Experiment, read_experiment
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
-from recurjax.machine import peers
+from recurjax.machine import process_group
 from recurjax.model import count_parameters
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.loop import train
@@ -158,7 +158,7 @@ def sweep(
             result = train(run, root / run.name, console=console)
         except Diverged as error:
             # Of several processes this one has told the others that it ends.
-            if peers.is_leaving():
+            if process_group.is_leaving():
                 raise
             console.print(f"{error}", soft_wrap=True, highlight=False, markup=False)
             found = _read_diverged(run, root / run.name)

@@ -9,7 +9,7 @@ from recurjax.cli.train import own_text
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.storage import url_of
-from recurjax.machine import early_interrupt, host, peers
+from recurjax.machine import early_interrupt, host, process_group
 from recurjax.machine.distributed import start_processes
 from recurjax.run_table import load_experiment
 
@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     try:
         return _train(file, argv[1:])
     except (Exception, KeyboardInterrupt) as error:
-        peers.leave(error)
+        process_group.leave(error)
         raise
 
 

@@ -24,7 +24,7 @@ import jax
 
 from recurjax.errors import UserError
 from recurjax.files.storage import Store, open_store
-from recurjax.machine import peers
+from recurjax.machine import process_group
 from recurjax.training.agreement import first_process
 from recurjax.training.checkpoint.step_directory import ARRAYS, PART, is_set_aside
 from recurjax.training.run.run_lock import LOCK, held
@@ -155,7 +155,7 @@ class Mirror:
 
     def _meet(self) -> None:
         try:
-            peers.meet(seconds=60 * _MINUTES)
+            process_group.barrier(seconds=60 * _MINUTES)
         except TimeoutError as error:
             raise UserError(
                 f"{self.store.url}: another process did not send its part of a "
@@ -245,7 +245,7 @@ def mirrored(url: str) -> Iterator[Mirror]:
             lock = stack.enter_context(held(store, print))
             mirror.check_lock = lock.check
             # Another process' end may end this one: the next start need not wait.
-            stack.enter_context(peers.last_words(lock.release))
+            stack.enter_context(process_group.on_abort(lock.release))
             names = store.sizes()
             # Before another step of that number is sent: its parts would mix.
             halves = _incomplete(names)

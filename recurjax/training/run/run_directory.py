@@ -32,7 +32,7 @@ from recurjax.experiment import (
 from recurjax.files.atomic import make_folders, write_atomic
 from recurjax.files.json_files import json_text, read_json_object
 from recurjax.files.storage import url_of
-from recurjax.machine.peers import SharedError
+from recurjax.machine.process_group import SharedError
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh

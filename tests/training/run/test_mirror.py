@@ -8,7 +8,7 @@ import pytest
 
 from recurjax.errors import UserError
 from recurjax.files.storage import Store, open_store
-from recurjax.machine import peers
+from recurjax.machine import process_group
 from recurjax.training.checkpoint.manifest import Manifest
 from recurjax.training.checkpoint.step_directory import StepDirectory
 from recurjax.training.run import Mirror, load_run, mirrored
@@ -107,7 +107,7 @@ def two(tmp_path, monkeypatch):
         fill(mirror.folder, part(rank) | COMMIT | {"metrics.jsonl": f"of {rank}"})
         mirrors.append(mirror)
     barrier = threading.Barrier(2)
-    monkeypatch.setattr(peers, "meet", lambda *_, **__: barrier.wait(10))
+    monkeypatch.setattr(process_group, "barrier", lambda *_, **__: barrier.wait(10))
     return mirrors
 
 
@@ -134,7 +134,7 @@ def test_a_step_of_which_one_part_was_not_sent_is_not_whole(two, bucket, monkeyp
     def nobody(*_, **__):
         raise TimeoutError
 
-    monkeypatch.setattr(peers, "meet", nobody)
+    monkeypatch.setattr(process_group, "barrier", nobody)
     with pytest.raises(UserError, match="another process did not send its part"):
         two[0].push()
     two[0].push(after_save=False)  # at the end, for the metrics

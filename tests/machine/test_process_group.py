@@ -5,7 +5,7 @@ import re
 import pytest
 
 from recurjax.errors import UserError
-from recurjax.machine import peers
+from recurjax.machine import process_group
 from tests.pairs import run_script
 from tests.training.compilation import quick_compilation
 from tests.training.run_contents import arrays, metrics
@@ -84,24 +84,25 @@ def test_directories_of_ones_own_are_left_as_they_were(ended):
 
 
 def test_one_process_sends_no_message():
-    peers.watch()
-    assert not peers.leave(UserError("of one process"))
-    assert not peers.is_leaving()
-    peers.end(3)
+    process_group.watch()
+    assert not process_group.leave(UserError("of one process"))
+    assert not process_group.is_leaving()
+    process_group.end(3)
 
 
 def test_an_error_of_the_network_may_be_anothers():
     lost = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
     wrapped = UserError("checkpoint 3 could not be written")
     wrapped.__cause__ = lost
-    assert peers._may_come_from_a_peer(lost) and peers._may_come_from_a_peer(wrapped)
-    assert not peers._may_come_from_a_peer(UserError("no tokenizer at x"))
+    may_come_from_a_peer = process_group._may_come_from_a_peer
+    assert may_come_from_a_peer(lost) and may_come_from_a_peer(wrapped)
+    assert not may_come_from_a_peer(UserError("no tokenizer at x"))
 
 
-def test_last_words_are_said_in_reverse_order_and_outlive_an_error():
-    said = []
-    with peers.last_words(lambda: said.append("first")):
-        with peers.last_words(lambda: 1 / 0), peers.last_words(lambda: said.append(2)):
-            peers._say_last_words()
-        peers._say_last_words()  # each is said once
-        assert said == [2, "first"]
+def test_actions_run_once_in_reverse_order_and_outlive_an_error():
+    order, on_abort = [], process_group.on_abort
+    with on_abort(lambda: order.append("first")):
+        with on_abort(lambda: 1 / 0), on_abort(lambda: order.append(2)):
+            process_group._run_actions()
+        process_group._run_actions()
+        assert order == [2, "first"]

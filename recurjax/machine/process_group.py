@@ -28,7 +28,7 @@ HEARTBEAT_SECONDS = 10
 """After this long without a sign of life a process counts as lost; jax's default of 100
 seconds keeps an entire pod waiting."""
 
-_LAST_WORDS_SECONDS = 8.0
+_ACTION_SECONDS = 8.0
 _VERDICT_SECONDS = HEARTBEAT_SECONDS + 15.0
 """For how long an error that a lost process can have caused is held back: until that
 process' message is here, or jax's service has missed its heartbeats."""
@@ -42,15 +42,15 @@ def watch() -> None:
     """Starts listening for the other processes; once, after they have joined."""
     from jax._src import distributed  # jax offers its client nowhere else
 
-    global _peers
+    global _group
     state = distributed.global_state
-    if _peers is None and state.client is not None and state.num_processes > 1:
-        _peers = _Peers(state.client, state.process_id, state.num_processes)
+    if _group is None and state.client is not None and state.num_processes > 1:
+        _group = _Group(state.client, state.process_id, state.num_processes)
 
 
 @contextmanager
-def last_words(action: Callable[[], object]) -> Iterator[None]:
-    """While the block runs, `action` is done should another process end this one.
+def on_abort(action: Callable[[], object]) -> Iterator[None]:
+    """Runs `action` if an error of any process ends this one while the block runs.
 
     It runs in a thread, while others still run, and must need no other process of the
     run but what a save in the background needs.
@@ -59,11 +59,11 @@ def last_words(action: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        if action in _actions:  # else it was done
+        if action in _actions:  # else it has run
             _actions.remove(action)
 
 
-def meet(*, seconds: float) -> None:
+def barrier(*, seconds: float) -> None:
     """Waits until every process has called it as often as this one; in any thread.
 
     It uses the coordination service and no device, so it may run during a step.
@@ -71,8 +71,8 @@ def meet(*, seconds: float) -> None:
     Raises:
       TimeoutError: some process has not come within this time.
     """
-    if _peers is not None:
-        _peers.meet(seconds)
+    if _group is not None:
+        _group.barrier(seconds)
 
 
 def leave(error: BaseException) -> bool:
@@ -83,14 +83,14 @@ def leave(error: BaseException) -> bool:
       process has to end with `end`. False for one process, and for errors that all of
       them have at the same time.
     """
-    if _peers is None or isinstance(error, SharedError):
+    if _group is None or isinstance(error, SharedError):
         return False
-    return _peers.leave(error)
+    return _group.leave(error)
 
 
 def is_leaving() -> bool:
     """Whether this process has sent the others the error that ends it."""
-    return _peers is not None and _peers.leaving
+    return _group is not None and _group.leaving
 
 
 def end(code: int) -> None:
@@ -98,21 +98,21 @@ def end(code: int) -> None:
 
     jax's own exit would wait for the other processes.
     """
-    if _peers is not None and _peers.leaving:
-        _peers.end(code)
+    if _group is not None and _group.leaving:
+        _group.end(code)
 
 
-_peers: "_Peers | None" = None
+_group: "_Group | None" = None
 _actions: list[Callable[[], object]] = []
 _acting = threading.Lock()
 
 
-class _Peers:
+class _Group:
     """This process' connection to the others."""
 
     def __init__(self, client: Any, rank: int, count: int):
         self.leaving = False
-        self._meetings = 0
+        self._barriers = 0
         self._client, self._rank, self._count = client, rank, count
         self._speaking = threading.Lock()  # taken once: one sentence per process
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -126,7 +126,7 @@ class _Peers:
         if _may_come_from_a_peer(error):
             # Then the peer's own sentence says more: the thread that receives it ends
             # this process, or jax's service aborts it, which runs nothing of ours.
-            _say_last_words()
+            _run_actions()
             self._thread.join(_VERDICT_SECONDS)
             time.sleep(1)
         if not self._speaking.acquire(blocking=False):
@@ -137,15 +137,14 @@ class _Peers:
             if rank != self._rank:
                 with suppress(Exception):  # the service may be what is gone
                     self._set(_message_key(rank), message)
-        _say_last_words()
+        _run_actions()
         return True
 
-    def meet(self, seconds: float) -> None:
-        # A barrier of the service can be passed once.
-        self._meetings += 1
-        barrier = f"recurjax/meeting/{self._meetings}"
+    def barrier(self, seconds: float) -> None:
+        self._barriers += 1  # a barrier of the service can be passed once
+        name = f"recurjax/barrier/{self._barriers}"
         try:
-            self._client.wait_at_barrier(barrier, int(1000 * seconds))
+            self._client.wait_at_barrier(name, int(1000 * seconds))
         except Exception as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 raise TimeoutError(f"waited {seconds:.0f} s for the others") from error
@@ -159,7 +158,7 @@ class _Peers:
             self._set(_left_key(self._rank), "")
             if self._rank == 0:
                 for rank in range(self._count):
-                    limit = int(1000 * (_LAST_WORDS_SECONDS + 2))
+                    limit = int(1000 * (_ACTION_SECONDS + 2))
                     self._client.blocking_key_value_get(_left_key(rank), limit)
         os._exit(code)
 
@@ -185,7 +184,7 @@ class _Peers:
             file=sys.stderr,
             flush=True,
         )
-        _say_last_words()
+        _run_actions()
         self.end(2)
 
     def _close(self) -> None:
@@ -233,15 +232,15 @@ def _may_come_from_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-def _say_last_words() -> None:
-    """Runs each last word once, the latest first, and waits for none of them long."""
+def _run_actions() -> None:
+    """Runs each action once, the latest first, and waits for none of them long."""
 
     def act(action: Callable[[], object]) -> None:
         with suppress(Exception):  # nothing may hide the sentence of the error
             action()
 
     with _acting:
-        limit = time.monotonic() + _LAST_WORDS_SECONDS
+        limit = time.monotonic() + _ACTION_SECONDS
         while _actions:
             thread = threading.Thread(target=act, args=(_actions.pop(),), daemon=True)
             thread.start()
