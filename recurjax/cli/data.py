@@ -30,8 +30,7 @@ from recurjax.data.prepared import (
 from recurjax.data.tokenizers import NONE, Tokenizer, build_tokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files.atomic import refuse_existing
-from recurjax.files.storage import url_of
-from recurjax.files.store_copies import fetched_folder, sent_folder
+from recurjax.files.storage import fetched_folder, sent_folder, url_of
 from recurjax.ranges import (
     Fraction,
     NonNegativeInt,

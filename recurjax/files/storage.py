@@ -1,22 +1,34 @@
-"""Buckets: what lies at gs://bucket/..., s3://bucket/... or https://...
+"""Stores: buckets at gs://... and s3://..., web servers at https://...
 
-fsspec opens each kind of store through its own package. Everything that the library
-asks of a store is here: list what lies below a folder, read, write and remove whole
-objects. That is all that object stores do alike: they have no renames that happen at
-once, no links and no appending.
+fsspec opens each kind of store through its own package. `Store` has every operation
+that the library uses: list the objects below a folder, read, write and remove entire
+objects. All object stores share these; none has atomic renames, links or appending.
+
+`copy_of` keeps copies of objects in the user's cache and fetches each once: its name
+there is a digest of its URL and of what the store says of its content, so that an
+object which was replaced is fetched again. Several processes may fetch the same object
+at once, because each copy appears atomically. The cache has no largest size: all of it
+may be removed at any time.
 """
 
+import atexit
 import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import IO, Any, TypeVar
 
 from recurjax.errors import UserError
+from recurjax.files.atomic import sha256_of
+from recurjax.machine import caches
 
 T = TypeVar("T")
 
@@ -25,7 +37,7 @@ _CREDENTIALS = {
     "application-default login`",
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
 }
-_CREDENTIALS_LIE = {
+_CREDENTIALS_PLACES = {
     "gs": (
         ("GOOGLE_APPLICATION_CREDENTIALS", "FSSPEC_GS_TOKEN"),
         "~/.config/gcloud/application_default_credentials.json",
@@ -88,7 +100,7 @@ def open_store(url: str, *, write: bool = False) -> "Store":
             f"pip install 'recurjax[{_EXTRA[scheme]}]'"
         ) from error
     except Exception as error:  # of each store's own classes
-        raise _told(url, error) from error
+        raise _user_error(url, error) from error
     return Store(url=url.rstrip("/"), system=system)
 
 
@@ -209,10 +221,10 @@ class Store:
             found = self.system.info(self._inner(name))
         except FileNotFoundError as error:
             if (behind := _behind_not_found(error)) is not None:
-                raise _told(self.url, behind) from error
+                raise _user_error(self.url, behind) from error
             return None
         except Exception as error:  # of each store's own classes
-            raise _told(self.url, error) from error
+            raise _user_error(self.url, error) from error
         return int(found.get("size") or 0) if found["type"] == "file" else None
 
     def stamp(self, name: str) -> str:
@@ -231,7 +243,7 @@ class Store:
         except Exception as error:  # of each store's own classes
             if self.size(name) is not None:
                 return False
-            raise _told(self.url, error) from error
+            raise _user_error(self.url, error) from error
         return True
 
     def check_writable(self) -> None:
@@ -252,7 +264,165 @@ class Store:
         try:
             return ask()
         except Exception as error:  # of each store's own classes
-            raise _told(self.url, error) from error
+            raise _user_error(self.url, error) from error
+
+
+_FOLDER = "stores"
+_temporary: list[Path] = []
+
+
+def cache_folder() -> Path:
+    """Returns the folder of all copies: `$RECURJAX_CACHE/stores`.
+
+    By default it is in the user's cache folder. The variable set to nothing stands for
+    a folder that is removed when the process ends.
+    """
+    cache = caches.cache_folder()
+    if cache is not None:
+        return cache / _FOLDER
+    if not _temporary:
+        _temporary.append(Path(tempfile.mkdtemp(prefix="recurjax-stores-")))
+        atexit.register(shutil.rmtree, _temporary[0], ignore_errors=True)
+    return _temporary[0]
+
+
+def copy_of(store: Store, name: str, *, sha256: str | None = None) -> Path:
+    """Returns a copy of an object as a file of this machine, fetched at most once.
+
+    Args:
+      store: that holds it.
+      name: of the object, relative to the store's URL; "" for the URL itself.
+      sha256: that the content must have; None: any.
+
+    Raises:
+      UserError: no such object, other content, or the cache cannot be written.
+    """
+    url = f"{store.url}/{name}" if name else store.url
+    file = _copy(url, sha256 or store.stamp(name))
+    if file.is_file():
+        return file
+    aside = file.with_name(f".{secrets.token_hex(8)}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        store.fetch(name, aside)
+        if sha256 is not None and sha256_of(aside) != sha256:
+            raise _damaged(url)
+        os.replace(aside, file)
+    except OSError as error:
+        raise _unwritable(file.parent, error) from error
+    finally:
+        with suppress(OSError):
+            aside.unlink()
+    return file
+
+
+def mended_copy_of(store: Store, name: str, *, sha256: str) -> Path:
+    """Returns a copy as `copy_of`, which is read through and fetched again if damaged.
+
+    The cache's disk may have damaged it since it was fetched.
+    """
+    file = _copy(f"{store.url}/{name}", sha256)
+    if file.is_file() and sha256_of(file) != sha256:
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritable(file.parent, error) from error
+    return copy_of(store, name, sha256=sha256)
+
+
+def check_object(store: Store, name: str, *, sha256: str) -> None:
+    """Reads an object through in its store, whatever copies there are.
+
+    Raises:
+      UserError: it is not there, or it is other content.
+    """
+    if store.sha256(name) != sha256:
+        raise _damaged(f"{store.url}/{name}")
+
+
+def folder_for(url: str, content: str) -> Path:
+    """Names a folder of the cache for the content of a URL."""
+    digest = hashlib.sha256(f"{url}\n{content}".encode()).hexdigest()
+    return cache_folder() / digest[:32]
+
+
+@contextmanager
+def sent_folder(url: str, *, last: str) -> Iterator[Path]:
+    """Gives a folder of this machine that is sent to a store when the block ends well.
+
+    The folder is in the cache and the same for each call with this URL, so that work
+    which was stopped goes on. If the block raises, nothing is sent, and the folder
+    stays until the next call. If sending fails, the objects that were sent are removed.
+
+    Args:
+      url: of the new folder, where no object may be.
+      last: the file that is sent last and so marks the others as complete.
+
+    Raises:
+      UserError: objects are there already, or the store cannot be written.
+    """
+    store = open_store(url, write=True)
+    store.check_writable()
+    if store.sizes():
+        raise UserError(f"{url} exists already: choose another place or remove it")
+    folder = folder_for(url, "sent") / (PurePosixPath(url).name or "folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():  # of a call whose sending failed
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise _unwritable(folder.parent, error) from error
+    yield folder
+    files = {
+        file.relative_to(folder).as_posix(): file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+    try:
+        for name in sorted(files, key=lambda name: (name == last, name)):
+            store.send(files[name], name)
+    except BaseException:  # Ctrl-C too
+        # Half a folder would be in the way of the next call.
+        with suppress(UserError):
+            store.remove(store.sizes())
+        raise
+    shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+@contextmanager
+def fetched_folder(url: str) -> Iterator[Path]:
+    """Gives a copy of a folder of a store, or of one object, for the time of a block.
+
+    Raises:
+      UserError: nothing is there, or it cannot be read.
+    """
+    store = open_store(url)
+    names = store.sizes()
+    if not names:
+        raise UserError(f"{url}: nothing lies there")
+    with tempfile.TemporaryDirectory(prefix="recurjax-copy-") as temporary:
+        root = Path(temporary) / (PurePosixPath(url).name or "folder")
+        for name in names:
+            store.fetch(name, root / name if name else root)
+        yield root
+
+
+def _copy(url: str, key: str) -> Path:
+    return folder_for(url, key) / PurePosixPath(url).name
+
+
+def _damaged(url: str) -> UserError:
+    return UserError(
+        f"{url} is damaged: its checksum is not the one that was written down; put it "
+        "there again"
+    )
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{folder} cannot be written: {error.strerror or error}; name another folder "
+        f"in ${caches.VARIABLE}"
+    )
 
 
 def _is_inside(name: str) -> bool:
@@ -277,7 +447,7 @@ def _is_of_the_web(error: Exception) -> bool:
     return type(error).__module__.partition(".")[0] == "aiohttp"
 
 
-def _told(url: str, error: Exception) -> UserError:
+def _user_error(url: str, error: Exception) -> UserError:
     if isinstance(error, FileNotFoundError):
         error = _behind_not_found(error) or error
     text = " ".join(str(error).split()) or type(error).__name__
@@ -307,8 +477,8 @@ def _told(url: str, error: Exception) -> UserError:
 
 
 def _lacks_credentials(scheme: str) -> bool:
-    if scheme not in _CREDENTIALS_LIE:
+    if scheme not in _CREDENTIALS_PLACES:
         return False
-    variables, file = _CREDENTIALS_LIE[scheme]
+    variables, file = _CREDENTIALS_PLACES[scheme]
     given = any(os.environ.get(name) for name in variables)
     return not given and not Path(file).expanduser().is_file()

@@ -15,8 +15,7 @@ from recurjax.data.corpora import embedded_text, read_corpus
 from recurjax.data.described import describe_corpus
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.files.storage import open_store
-from recurjax.files.store_copies import copy_of
+from recurjax.files.storage import copy_of, open_store
 
 TEXT = embedded_text()[:5000]
 

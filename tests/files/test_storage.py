@@ -122,7 +122,7 @@ def test_what_a_store_answers_is_one_sentence(url, error, said, bucket, monkeypa
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_who_set_no_credentials_is_told_which(scheme, bucket, monkeypatch, tmp_path):
     """Offline a store's package speaks of its network alone."""
-    variables, _ = storage._CREDENTIALS_LIE[scheme]
+    variables, _ = storage._CREDENTIALS_PLACES[scheme]
     for name in variables:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

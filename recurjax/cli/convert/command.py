@@ -26,8 +26,7 @@ from recurjax.convert.torch import (
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files.atomic import refuse_existing
-from recurjax.files.storage import url_of
-from recurjax.files.store_copies import fetched_folder, sent_folder
+from recurjax.files.storage import fetched_folder, sent_folder, url_of
 from recurjax.run_table import load_experiment
 from recurjax.training.run import load_run
 

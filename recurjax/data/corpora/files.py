@@ -9,8 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from recurjax.errors import UserError
-from recurjax.files.storage import open_store
-from recurjax.files.store_copies import copy_of
+from recurjax.files.storage import copy_of, open_store
 
 _HUB = "hf://"
 

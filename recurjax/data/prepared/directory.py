@@ -28,12 +28,14 @@ from recurjax.data.streams import Span
 from recurjax.errors import UserError
 from recurjax.files.atomic import inside, new_folder, sha256_of
 from recurjax.files.json_files import read_json_object
-from recurjax.files.storage import Store, open_store, url_of
-from recurjax.files.store_copies import (
+from recurjax.files.storage import (
+    Store,
     check_object,
     copy_of,
     folder_for,
     mended_copy_of,
+    open_store,
+    url_of,
 )
 from recurjax.version import refuse_newer
 
