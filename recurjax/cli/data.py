@@ -14,7 +14,6 @@ import tyro
 from recurjax.cli.options import Command, parse, run_command, shows_usage
 from recurjax.data.config import Bpe, Corpus, NanochatBpe, Prepared
 from recurjax.data.described import Format, describe_corpus, describe_tokenizer
-from recurjax.data.encoding import closing
 from recurjax.data.prepared import (
     MANIFEST,
     TOKENIZER,
@@ -27,6 +26,7 @@ from recurjax.data.prepared import (
     shown_progress,
     verify_checksums,
 )
+from recurjax.data.streams import closing
 from recurjax.data.tokenizers import NONE, Tokenizer, build_tokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files.atomic import refuse_existing

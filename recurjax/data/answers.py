@@ -21,9 +21,8 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from recurjax.data.chat import ChatTemplate, Turn, compiled, plain
-from recurjax.data.config import DataConfig
+from recurjax.data.config import Conversations, DataConfig, Examples, PromptAnswer
 from recurjax.data.corpora import Messages, read_conversations, read_messages
-from recurjax.data.examples import Conversations, Examples, PromptAnswer
 from recurjax.data.loader import Batch, Layout, RowLoader, RowsOfText
 from recurjax.data.packing import without_middle
 from recurjax.data.tokenizers import Tokenizer, encode_continued

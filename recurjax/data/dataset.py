@@ -13,13 +13,12 @@ from recurjax.data.answers import AnswersDataset, open_answers
 from recurjax.data.config import (
     Bpe,
     DataConfig,
+    Examples,
     Mixture,
     NanochatBpe,
     Prepared,
 )
 from recurjax.data.corpora import read_corpus
-from recurjax.data.encoding import encoded_documents
-from recurjax.data.examples import Examples
 from recurjax.data.loader import ChainedLoader, Layout, Loader, RowsOfText
 from recurjax.data.prepared import (
     TOKENIZER,
@@ -27,7 +26,13 @@ from recurjax.data.prepared import (
     prepared_here,
     read_manifest,
 )
-from recurjax.data.streams import MemoryStream, Split, TokenStream, validation_start
+from recurjax.data.streams import (
+    MemoryStream,
+    Split,
+    TokenStream,
+    encoded_documents,
+    validation_start,
+)
 from recurjax.data.tasks.dataset import TaskData, TaskDataset
 from recurjax.data.tokenizers import Tokenizer, build_tokenizer
 from recurjax.errors import UserError

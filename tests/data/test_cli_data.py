@@ -125,7 +125,7 @@ def test_help_is_printed(capsys):
 
 def test_the_result_does_not_depend_on_the_number_of_workers(files, monkeypatch):
     # Small groups, so that several are on the way at once.
-    monkeypatch.setattr("recurjax.data.encoding._AT_ONCE", 500)
+    monkeypatch.setattr("recurjax.data.streams._AT_ONCE", 500)
     args = ["--corpus", str(files / "a.txt"), "--separator", "\\n\\n"]
     args += ["--tokenizer", "bpe:300", "--shard-tokens", "1024"]
     for workers in ("1", "2"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recurjax.convert.imported_run import new_experiment, write_run
-from recurjax.data.examples import PromptAnswer
+from recurjax.data.config import PromptAnswer
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.model import StackConfig

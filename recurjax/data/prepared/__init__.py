@@ -9,9 +9,8 @@ from recurjax.data.prepared.directory import (
     read_manifest,
     verify_checksums,
 )
-from recurjax.data.prepared.merging import merge
 from recurjax.data.prepared.progress import shown_progress
-from recurjax.data.prepared.writing import prepare
+from recurjax.data.prepared.writing import merge, prepare
 
 __all__ = [
     "MANIFEST",

@@ -1,10 +1,19 @@
-"""Tokenizes a corpus once, into a directory that any number of runs read."""
+"""Tokenizes a corpus once, into a directory that any number of runs read.
+
+Several processes may tokenize, and several machines, whose parts `merge` joins: the
+bytes that are written are the same.
+"""
 
 import errno
 import hashlib
 import io
+import multiprocessing
+import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -12,10 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from recurjax.data.config import Corpus
 from recurjax.data.corpora import Document, Reading, read_corpus
-from recurjax.data.encoding import EncodedDocument, closing, encoded_documents
 from recurjax.data.prepared.directory import (
     FORMAT,
     INDEX,
@@ -24,19 +33,37 @@ from recurjax.data.prepared.directory import (
     Manifest,
     PreparedStream,
     Shard,
+    read_manifest,
+    verify_checksums,
 )
 from recurjax.data.prepared.partial import Kept, Partial, partial_folder
-from recurjax.data.prepared.shard_writer import BLOCK, ShardWriter, records_of
-from recurjax.data.prepared.workers import encode_in_processes
-from recurjax.data.streams import token_dtype, validation_start
-from recurjax.data.tokenizers import Tokenizer
+from recurjax.data.streams import (
+    EncodedDocument,
+    closing,
+    encode_group,
+    encoded_documents,
+    groups_of,
+    token_dtype,
+    validation_start,
+)
+from recurjax.data.tokenizers import Tokenizer, load_tokenizer
 from recurjax.errors import UserError
-from recurjax.files.json_files import json_text
+from recurjax.files.atomic import sha256_of
+from recurjax.files.json_files import json_text, read_json_object
 from recurjax.version import VERSION
+
+BLOCK = 1024
+"""Tokens in a record."""
 
 PART = "part.json"
 BYTES = "document_bytes.npy"
 """What only a part has: what it is a part of, and the bytes of its documents."""
+
+_COPIED_AT_ONCE = BLOCK << 10
+"""Tokens of a part that are copied at a time."""
+
+_AHEAD = 2
+"""Groups waiting for each process: one that it works on, and the next."""
 
 
 class Written(NamedTuple):
@@ -140,6 +167,80 @@ def prepare(
             corpus=repr(corpus),
             tokenizer=tokenizer,
             validation_fraction=validation_fraction,
+        )
+
+
+def merge(
+    parts: Sequence[str | Path],
+    out: str | Path,
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Manifest:
+    """Joins the parts that `prepare` wrote to what it would have written at once.
+
+    The tokens, the files they lie in and the manifest are the same, byte for byte.
+
+    Args:
+      parts: the directories, in any order.
+      out: the new directory; it appears whole or not at all.
+      progress: is called now and then.
+
+    Raises:
+      UserError: `out` is taken, a directory is no part, one is missing or there twice,
+        or they are parts of different preparations.
+    """
+    out = Path(out).expanduser()
+    found = _parts([Path(part).expanduser() for part in parts])
+    manifests = [read_manifest(folder) for folder, _ in found]
+    of = found[0][1]
+    tokenizer = load_tokenizer(found[0][0] / TOKENIZER)
+    # One part's serves for all: that they name the same one was checked with the rest.
+    if tokenizer.hash != of["tokenizer"]:
+        raise UserError(
+            f"{found[0][0] / TOKENIZER} is not the tokenizer that made the tokens: "
+            "prepare that part again"
+        )
+    total = sum(manifest.tokens for manifest in manifests)
+    with written_to(out, {"merged": [m.index_sha256 for m in manifests]}) as partial:
+        folder = partial.folder
+        tokenizer.save(folder / TOKENIZER)
+        writer = ShardWriter(folder, records_of(of["shard_tokens"]))
+        dtype = stored_type(tokenizer.vocabulary)
+        # A part may end inside a record, which the next part's first tokens then fill.
+        pending = b""
+        before, starts, sizes = 0, [], []
+        for (part, _), manifest in zip(found, manifests, strict=True):
+            # A damaged part would be written with new checksums, and never be found.
+            verify_checksums(part)
+            stream = PreparedStream(part, manifest)
+            for begin in range(0, stream.tokens, _COPIED_AT_ONCE):
+                end = min(begin + _COPIED_AT_ONCE, stream.tokens)
+                [ids] = stream.read([(begin, end)])
+                pending = writer.write_whole_records(
+                    pending + ids.astype(dtype).tobytes(), BLOCK * dtype.itemsize
+                )
+                documents = int(np.searchsorted(stream.starts, end))
+                told = sum(map(len, starts)) + documents
+                progress(Progress(before + end, total, told, before + end))
+            # Begins count from the first token of all parts.
+            starts.append(stream.starts + before)
+            sizes.append(np.load(part / BYTES, allow_pickle=False))
+            before += stream.tokens
+        if pending:
+            writer.write(pending)
+        written = Written(
+            starts=np.concatenate(starts),
+            document_bytes=np.concatenate(sizes),
+            tokens=total,
+            text_bytes=sum(manifest.text_bytes for manifest in manifests),
+            shards=writer.finish(),
+        )
+        return write_manifest(
+            folder,
+            written,
+            corpus=of["corpus"],
+            tokenizer=tokenizer,
+            validation_fraction=of["validation_fraction"],
         )
 
 
@@ -364,3 +465,160 @@ def written_to(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
             f"the disk is full: nothing was kept at {out}; free some space or "
             "choose another disk"
         ) from error
+
+
+def _parts(folders: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """Reads what parts are of, and puts them in their order."""
+    found: dict[int, tuple[Path, dict[str, Any]]] = {}
+    first: tuple[Path, dict[str, Any]] | None = None
+    count = 0
+    for folder in folders:
+        if not (folder / PART).is_file():
+            raise UserError(
+                f"{folder} is no part: make parts with `recurjax data prepare --part`"
+            )
+        of = read_json_object(folder / PART, "what a part is of")
+        number, count = of.pop("part")
+        first = first or (folder, {**of, "parts": count})
+        # All but the number of the part itself must be alike.
+        mine = {**of, "parts": count}
+        differing = [name for name in mine if mine[name] != first[1].get(name)]
+        if differing:
+            raise UserError(
+                f"{folder} and {first[0]} are parts of different preparations (other "
+                f"{', '.join(differing)}): prepare them in the same way"
+            )
+        if number in found:
+            raise UserError(
+                f"{folder} and {found[number][0]} are both part {number}/{count}"
+            )
+        found[number] = folder, mine
+    missing = [str(n) for n in range(1, count + 1) if n not in found]
+    if missing or not found:
+        raise UserError(
+            f"part {', '.join(missing)} of {count} is missing: name all of them"
+            if found
+            else "name the parts to merge"
+        )
+    return [found[number] for number in sorted(found)]
+
+
+def records_of(shard_tokens: int) -> int:
+    """Counts the records of a file that is full."""
+    return -(-shard_tokens // BLOCK)
+
+
+class ShardWriter:
+    """Writes records to files of `per_shard` records each."""
+
+    def __init__(self, folder: Path, per_shard: int, shards: tuple[Shard, ...] = ()):
+        """Goes on after the shards that are there."""
+        self._folder, self._per_shard = folder, per_shard
+        self._shards = list(shards)
+        self.records_of = 0
+        self._writer: ArrayRecordWriter | None = None
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The files that are full."""
+        return tuple(self._shards)
+
+    def write_whole_records(self, data: bytes, size: int) -> bytes:
+        """Writes records of `size` bytes and returns what does not make one."""
+        whole = len(data) - len(data) % size
+        for begin in range(0, whole, size):
+            self.write(data[begin : begin + size])
+        return data[whole:]
+
+    def write(self, record: bytes) -> None:
+        if self.records_of == self._per_shard:
+            self._close()
+        # group_size 1: each record can be read alone, which random access needs.
+        writer = self._writer or ArrayRecordWriter(str(self._path()), "group_size:1")
+        self._writer = writer
+        writer.write(record)
+        self.records_of += 1
+
+    def finish(self) -> tuple[Shard, ...]:
+        self._close()
+        return tuple(self._shards)
+
+    def _path(self) -> Path:
+        return self._folder / f"tokens-{len(self._shards):05d}.arrayrecord"
+
+    def _close(self) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        path = self._path()
+        self._shards.append(
+            Shard(
+                file=path.name,
+                # Read back from the disk: the checksum is of what is there, not of what
+                # was meant.
+                records=self.records_of,
+                size=path.stat().st_size,
+                sha256=sha256_of(path),
+            )
+        )
+        self._writer, self.records_of = None, 0
+
+
+def encode_in_processes(
+    reading: Reading, saved: Path, *, workers: int, ends: bool | None
+) -> Iterator[EncodedDocument]:
+    """Yields what `encoded_documents` yields, tokenized by `workers` processes.
+
+    This process reads the corpus and hands groups of documents on; a group's tokens
+    come back before those of the next are asked for, so that the order is the corpus'.
+
+    Args:
+      reading: the corpus.
+      saved: a folder with the tokenizer, which each process loads for itself.
+      workers: how many.
+      ends: see `encoded_documents`.
+
+    Raises:
+      UserError: a process was ended from outside.
+    """
+    pool = ProcessPoolExecutor(
+        workers,
+        # A fork would copy the threads' locks of what this process has imported.
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin,
+        initargs=(str(saved), ends),
+    )
+    waiting: deque[Future[list[EncodedDocument]]] = deque()
+    try:
+        for group in groups_of(reading):
+            waiting.append(pool.submit(_encode, group))
+            # The oldest group is waited for, so that documents come in the corpus'
+            # order and no more than a few groups are in memory.
+            if len(waiting) > _AHEAD * workers:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a tokenizing process was ended from outside, for want of memory most "
+            "likely: choose fewer --workers"
+        ) from error
+    finally:
+        # Groups that nobody will read are dropped; a running one is waited for.
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_tokenizer: Tokenizer | None = None
+_ends: bool | None = None
+
+
+def _begin(saved: str, ends: bool | None) -> None:
+    global _tokenizer, _ends
+    # One thread each: the processes are as many as there are cores to use.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _tokenizer, _ends = load_tokenizer(saved), ends
+
+
+def _encode(group: list[Document]) -> list[EncodedDocument]:
+    assert _tokenizer is not None
+    return list(encode_group(group, _tokenizer, ends=_ends))

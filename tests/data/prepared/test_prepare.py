@@ -25,9 +25,9 @@ from recurjax.data.prepared import (
     merge,
     prepare,
     read_manifest,
-    shard_writer,
     shown_progress,
     verify_checksums,
+    writing,
 )
 from recurjax.data.prepared.writing import Progress
 from recurjax.data.tokenizers import ByteTokenizer
@@ -171,7 +171,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(corpus, tmp_path, monkey
     def full(path, options):
         return ArrayRecordWriter("/dev/full", options)
 
-    monkeypatch.setattr(shard_writer, "ArrayRecordWriter", full)
+    monkeypatch.setattr(writing, "ArrayRecordWriter", full)
     with pytest.raises(UserError, match="the disk is full: nothing was kept"):
         prepare(corpus, ByteTokenizer(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
