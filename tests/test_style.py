@@ -43,7 +43,8 @@ def mutations(tree: ast.Module) -> list[str]:
 
 
 def is_module(owner: ast.ClassDef) -> bool:
-    return any(ast.unparse(base).endswith("Module") for base in owner.bases)
+    bases = [ast.unparse(base).partition("[")[0] for base in owner.bases]
+    return any(base.endswith(("Module", "UncutStack")) for base in bases)
 
 
 def targets(tree: ast.AST) -> list[ast.expr]:
@@ -151,6 +152,7 @@ def test_no_file_breaks_the_rule(check):
     [
         (mutations, "class A(nnx.Module):\n def f(self): self.w = 1"),
         (mutations, "class A(nnx.Module):\n def f(self): self.a.w += 1"),
+        (mutations, "class A(Rows, UncutStack[B]):\n def f(self): self.w = 1"),
         (mutations, "class A(nnx.Module):\n def f(self): x, self.w = 1, 2"),
         (mutations, "class A(nnx.Module):\n def f(self): setattr(self, 'w', 1)"),
         (mutations, "class A(nnx.Module):\n def f(self): self.w[...] = 1"),

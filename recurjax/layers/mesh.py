@@ -7,7 +7,7 @@ a call, and which of its axes count, `free_axes` says.
 """
 
 import math
-from typing import Any
+from typing import Generic, TypeVar
 
 import jax
 from flax import nnx
@@ -22,10 +22,13 @@ SEQUENCE_AXIS = "sequence"
 STAGE_AXIS = "stage"
 
 
-class UncutStack(nnx.Module):
+_Config = TypeVar("_Config")
+
+
+class UncutStack(nnx.Module, Generic[_Config]):
     """A stack without a program for stages of layers or for parts of rows."""
 
-    config: Any
+    config: _Config
 
     def refuses(self, mesh: Mesh | AbstractMesh, length: int) -> str | None:
         """Says why it cannot train on a mesh, or None; the length does not matter."""

@@ -15,6 +15,7 @@ from recurjax.layers.attention.key_value_cache import (
     empty_key_value_cache,
     read_layer,
     slot_positions,
+    slots_for,
     write_layer,
 )
 from recurjax.layers.attention.self_attention import (
@@ -45,6 +46,7 @@ __all__ = [
     "dropped_slots",
     "read_layer",
     "slot_positions",
+    "slots_for",
     "visible_by_position",
     "write_layer",
 ]

@@ -59,6 +59,16 @@ def empty_key_value_cache(
     )
 
 
+def slots_for(length: int, window: int | None, *, ahead: int = 0) -> int:
+    """Returns S of a cache for `length` tokens: a ring buffer under a window.
+
+    Args:
+      window: how far back a token sees, so that a ring holds it and `window` before it.
+      ahead: tokens that may be written after one that still reads.
+    """
+    return length if window is None else min(length, window + 1 + ahead)
+
+
 def slot_positions(slots: int, seen: Int[Array, " B"]) -> Int[Array, "B S"]:
     """Returns the position each slot holds after `seen` tokens; negative: empty."""
     # The newest token's slot holds `newest`, the slot before it newest - 1, and so on

@@ -16,7 +16,11 @@ from recurjax.types import Array, Cache
 
 
 class CacheRows:
-    """Gives a stack with `init_cache(batch, length, dtype)` the two methods on rows."""
+    """Gives a stack with `init_cache` the three methods on a cache's rows."""
+
+    def init_cache(self, batch: int, length: int, dtype) -> Cache:
+        """Makes an empty cache: the stack's own method."""
+        raise NotImplementedError
 
     def reset(self, cache: Cache, rows: Bool[Array, " B"]) -> Cache:
         """Makes the chosen rows as `init_cache` made them: at position 0, all zeros.
@@ -72,9 +76,8 @@ class CacheRows:
         """Returns the axis of each array that counts rows; -1 where none does."""
         # Two caches of one row and of two differ in one axis each; nothing is allocated
         # for it.
-        init: Any = self
         one, two = (
-            jax.eval_shape(lambda batch=batch: init.init_cache(batch, 1, jnp.float32))
+            jax.eval_shape(lambda batch=batch: self.init_cache(batch, 1, jnp.float32))
             for batch in (1, 2)
         )
         axes = jax.tree.map(_grown_axis, one, two)

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
-from recurjax.layers.attention import KeyValueCache, check_room, empty_key_value_cache
+from recurjax.layers.attention import (
+    KeyValueCache,
+    check_room,
+    empty_key_value_cache,
+    slots_for,
+)
 from recurjax.layers.mesh import UncutStack
 from recurjax.layers.stack import CacheRows, layers_a_turn, make_blocks, scan_layers
 from recurjax.types import Array, Tokens
@@ -67,7 +72,9 @@ class PassOutput(NamedTuple):
     stores: tuple
 
 
-class LatentRecurrentTransformerStack(CacheRows, UncutStack):
+class LatentRecurrentTransformerStack(
+    CacheRows, UncutStack[LatentRecurrentTransformerConfig]
+):
     """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern.
 
     Called as every stack it is the exact recurrence, one token after another (without a
@@ -109,7 +116,7 @@ class LatentRecurrentTransformerStack(CacheRows, UncutStack):
             empty_key_value_cache(
                 repeats,
                 batch,
-                min(length, window + 1),
+                slots_for(length, window),
                 config.key_heads,
                 config.head_width,
                 dtype,

@@ -10,6 +10,7 @@ from recurjax.layers.attention import (
     SelfAttention,
     empty_key_value_cache,
     keys_for_queries,
+    slots_for,
 )
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.mesh import sequence_shards
@@ -67,7 +68,7 @@ class AttentionMixer(nnx.Module):
         """Makes an empty cache for `length` tokens, or for the window if it is less."""
         a, window = self.config.attention, self.config.window
         # A query sees `window` tokens back and itself.
-        slots = length if window is None else min(length, window + 1)
+        slots = slots_for(length, window)
         return empty_key_value_cache(
             layers, batch, slots, a.key_heads, a.head_width, dtype
         )

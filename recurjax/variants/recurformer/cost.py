@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from recurjax.layers.attention import slots_for
 from recurjax.variants.recurformer.config import RecurFormerConfig, mamba_weights
 
 STATE_BYTES = 4
@@ -45,7 +46,7 @@ def cache_bytes(
     for layer in range(base.layers):
         # A layer with a window keeps no more than it; none of its heads is replaced.
         window = base.windows[layer % len(base.windows)]
-        slots = length if window is None else min(length, window + 1)
+        slots = slots_for(length, window)
         heads = config.heads(layer)
         keys_values += 2 * len(heads.key_heads) * E * slots * value_bytes
         whole += 2 * base.attention.key_heads * E * slots * value_bytes

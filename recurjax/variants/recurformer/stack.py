@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from recurjax.layers.attention import empty_key_value_cache
+from recurjax.layers.attention import empty_key_value_cache, slots_for
 from recurjax.layers.mesh import UncutStack, keep_rows_apart
 from recurjax.layers.position import (
     check_cache_length,
@@ -30,7 +30,7 @@ class RecurFormerCache(NamedTuple):
     layers: tuple[LayerCache, ...]
 
 
-class RecurFormerStack(CacheRows, UncutStack):
+class RecurFormerStack(CacheRows, UncutStack[RecurFormerConfig]):
     """L layers, unrolled: each has heads, keys and channels of its own number."""
 
     def __init__(self, config: RecurFormerConfig, *, rngs: nnx.Rngs):
@@ -124,9 +124,13 @@ def layer_cache(
     """Makes one layer's empty cache; a window's is a ring buffer."""
     base, heads = config.transformer, config.heads(layer)
     window = base.windows[layer % len(base.windows)]
-    slots = length if window is None else min(length, window + 1)
     keys_values = empty_key_value_cache(
-        1, batch, slots, len(heads.key_heads), base.attention.head_width, dtype
+        1,
+        batch,
+        slots_for(length, window),
+        len(heads.key_heads),
+        base.attention.head_width,
+        dtype,
     )
     channels = config.mamba.expand * heads.mamba_width if length else 0
     wide = jnp.promote_types(dtype, jnp.float32)

@@ -19,6 +19,7 @@ from recurjax.layers.attention import (
     attend,
     dropped_slots,
     slot_positions,
+    slots_for,
     visible_by_position,
 )
 from recurjax.layers.linear import LowRank
@@ -74,7 +75,7 @@ class DepthwiseBatching:
         a, parts = config.attention, self._cache_parts
         keys = []
         for window in config.windows:
-            slots = length if window is None else min(length, window + 1 + ahead)
+            slots = slots_for(length, window, ahead=ahead)
             shape = (self._repeats, batch, parts, slots, a.key_heads, a.head_width)
             keys.append(jnp.zeros(shape, dtype))
         return TickCache(keys=tuple(keys), values=tuple(map(jnp.zeros_like, keys)))

@@ -47,7 +47,9 @@ from recurjax.variants.transformer.block import TransformerBlock
 from recurjax.variants.transformer.stack import empty_cache
 
 
-class RelaxedRecursiveTransformerStack(DepthwiseBatching, CacheRows, UncutStack):
+class RelaxedRecursiveTransformerStack(
+    DepthwiseBatching, CacheRows, UncutStack[RelaxedRecursiveTransformerConfig]
+):
     """A block of K layers, run `loops` times; `blocks` as a Transformer's of K layers.
 
     Untied norms and biases have the loops as one more leading axis. `adapters[p]` has

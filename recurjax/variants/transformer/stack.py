@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
-from recurjax.layers.attention import empty_key_value_cache
+from recurjax.layers.attention import empty_key_value_cache, slots_for
 from recurjax.layers.mesh import UncutStack
 from recurjax.layers.position import (
     check_cache_length,
@@ -25,7 +25,7 @@ from recurjax.variants.transformer.block import TransformerBlock
 from recurjax.variants.transformer.config import TransformerConfig
 
 
-class TransformerStack(CacheRows, UncutStack):
+class TransformerStack(CacheRows, UncutStack[TransformerConfig]):
     """L blocks; `blocks[p]` stacks the layers p, p + P, p + 2P, ... of a P-pattern."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -98,8 +98,7 @@ def empty_cache(
         empty_key_value_cache(
             repeats,
             batch,
-            # A ring buffer: the token itself and `window` before it.
-            length if window is None else min(length, window + 1),
+            slots_for(length, window),
             a.key_heads,
             a.head_width,
             dtype,
