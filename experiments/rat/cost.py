@@ -16,7 +16,7 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.files.atomic import write_atomic
 from recurjax.variants.rat import MixerConfig, presets
-from recurjax.variants.rat.cost import MixerCost, mixer_cost
+from recurjax.variants.rat.mixers import MixerCost, mixer_cost
 
 WIDTH = 2048
 LENGTHS = (1024, 4096, 16384, 65536, 262144)

@@ -33,7 +33,7 @@ from recurjax.files.json_files import json_text
 from recurjax.layers.initialization import InitConfig
 from recurjax.types import Array, Tokens
 from recurjax.variants.rat import MixerConfig, presets
-from recurjax.variants.rat.block import make_mixer
+from recurjax.variants.rat.mixers import make_mixer
 
 _STEPS = 16  # of decode in one program: what a launch from the host costs is divided.
 

@@ -13,7 +13,7 @@ from recurjax.layers.initialization import InitConfig
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.types import Cache, Tokens
 from recurjax.variants.rat import MixerConfig, presets
-from recurjax.variants.rat.block import make_mixer
+from recurjax.variants.rat.mixers import make_mixer
 
 Dtype = Literal["float32", "bfloat16"]
 

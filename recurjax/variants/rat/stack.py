@@ -1,4 +1,4 @@
-"""The RAT stack: a scan over repeats of the pattern of mixers."""
+"""The RAT stack: blocks of a mixer and an MLP, a scan over repeats of the pattern."""
 
 from collections.abc import Iterator
 
@@ -8,6 +8,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Float
 
 from recurjax.layers.mesh import SEQUENCE_AXIS, refuse_stages
+from recurjax.layers.mlp import Mlp
+from recurjax.layers.norm import Norm
 from recurjax.layers.stack import (
     CacheRows,
     PatternCache,
@@ -15,10 +17,42 @@ from recurjax.layers.stack import (
     make_blocks,
     run_blocks,
 )
-from recurjax.types import Array, Tokens
-from recurjax.variants.rat.block import RatBlock
-from recurjax.variants.rat.config import RatConfig
+from recurjax.types import Array, Cache, Tokens
+from recurjax.variants.rat.config import (
+    MixerConfig,
+    RatConfig,
+)
+from recurjax.variants.rat.mixers import (
+    make_mixer,
+)
 from recurjax.variants.rat.sequence_parallel import obstacle
+
+
+class RatBlock(nnx.Module):
+    """y = x + Mixer(norm(x)), z = y + MLP(norm'(y))."""
+
+    def __init__(
+        self,
+        config: RatConfig,
+        *,
+        mixer: MixerConfig,
+        layer: Array | int,
+        rngs: nnx.Rngs,
+    ):
+        # The number of the layer scales its last matrices' init.
+        depth = {"layer": layer, "layers": config.layers}
+        D, init = config.width, config.init
+        self.mixer_norm = Norm(config.norm, D)
+        self.mixer = make_mixer(mixer, D, init, rngs=rngs, **depth)
+        self.mlp_norm = Norm(config.norm, D)
+        self.mlp = Mlp(config.mlp, D, init, rngs=rngs, **depth)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: Cache, tokens: Tokens
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        mixed, cache = self.mixer(self.mixer_norm(x), cache, tokens)
+        y = x + mixed
+        return y + self.mlp(self.mlp_norm(y)), cache
 
 
 class RatStack(CacheRows, nnx.Module):

@@ -12,8 +12,7 @@ from recurjax.layers.norm import Norm, NormConfig
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import from_nested_dict
 from recurjax.variants.rat import MixerConfig, presets
-from recurjax.variants.rat.rat_mixer import RatMixer
-from recurjax.variants.rat.rnn_mixer import RnnMixer
+from recurjax.variants.rat.mixers import RatMixer, RnnMixer
 from tests.golden.cases import assert_known
 from tests.golden.torch_layout import into_heads, out_of_heads, rat_attention
 

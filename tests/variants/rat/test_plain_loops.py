@@ -11,10 +11,8 @@ from flax import nnx
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.position import Rope
 from recurjax.types import Tokens
-from recurjax.variants.rat.caches import ReversedRatCache
 from recurjax.variants.rat.config import ReversedRatMixerConfig, gate_bias_span
-from recurjax.variants.rat.gate import Gate
-from recurjax.variants.rat.reversed_mixer import ReversedRatMixer
+from recurjax.variants.rat.mixers import Gate, ReversedRatCache, ReversedRatMixer
 from tests.tolerances import assert_values_close
 
 BATCH, LENGTH, WIDTH, HEADS, HEAD_WIDTH, GROUPS = 2, 10, 12, 4, 6, 2

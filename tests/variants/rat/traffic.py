@@ -17,7 +17,7 @@ from recurjax.layers.initialization import InitConfig
 from recurjax.plan.hlo import parse
 from recurjax.plan.traffic import read_traffic
 from recurjax.variants.rat import RatMixerConfig
-from recurjax.variants.rat.rat_mixer import RatMixer
+from recurjax.variants.rat.mixers import RatMixer
 from tests.compile_target import compile_for
 
 BATCH, LENGTH, WIDTH, HEADS, GROUPS, CHUNK = 64, 4096, 2048, 16, 2, 16
