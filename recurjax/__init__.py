@@ -8,9 +8,9 @@ Names are imported when they are first used, so that `import recurjax` is quick 
 machine without the data packages can use the models.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from recurjax.lazy_names import lazy_names
 from recurjax.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -25,22 +25,6 @@ if TYPE_CHECKING:
     from recurjax.training.loop import train
     from recurjax.training.run import load_run
     from recurjax.types import Tokens
-
-_HOME = {
-    "Decoder": "recurjax.model",
-    "Experiment": "recurjax.experiment",
-    "ModelConfig": "recurjax.model",
-    "SamplingConfig": "recurjax.inference.sampling",
-    "Tokens": "recurjax.types",
-    "UserError": "recurjax.errors",
-    "count_parameters": "recurjax.model",
-    "generate": "recurjax.inference.generate",
-    "load_experiment": "recurjax.run_table",
-    "load_run": "recurjax.training.run",
-    "open_dataset": "recurjax.data.dataset",
-    "score": "recurjax.evaluation.perplexity",
-    "train": "recurjax.training.loop",
-}
 
 __all__ = [
     "__version__",
@@ -59,12 +43,4 @@ __all__ = [
     "train",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'recurjax' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__)

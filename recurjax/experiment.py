@@ -1,11 +1,13 @@
 """One experiment: everything that a run is made from."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from recurjax.config_changes import VERSION_KEY, brought_up_to_date
+from packaging.version import Version
+
 from recurjax.config_json import from_json, json_differences, to_json
 from recurjax.data.config import DataConfig
 from recurjax.data.tasks.dataset import TaskData
@@ -18,7 +20,7 @@ from recurjax.sharding import MeshConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig
 from recurjax.training.objective import NextToken, Objective, refuses_segments
 from recurjax.training.optimizers import Constant, OptimizerConfig, Schedule
-from recurjax.version import VERSION
+from recurjax.version import VERSION, refuse_newer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,3 +151,86 @@ def _function(config: Any) -> Any:
             if name not in _NOT_THE_FUNCTION
         }
     return [_function(item) for item in config] if isinstance(config, list) else config
+
+
+VERSION_KEY = "recurjax"
+"""In config.json beside the experiment's fields: the version that wrote it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A field of a config class that has another name, another place, or is no more.
+
+    Attributes:
+      version: the first without the old field.
+      type: the class, as JSON names it.
+      field: the old field.
+      to: its place now, dotted from the same object ("stack.remat"); None: it went.
+      only: the one value that the field may have had where it went, as what it did is
+        done no more; None: any.
+    """
+
+    version: str
+    type: str
+    field: str
+    to: str | None = None
+    only: Any = None
+
+
+CHANGES: tuple[Change, ...] = ()
+"""Fields of configs that moved or went since a version, oldest first.
+
+config.json says which version wrote it. `read_experiment` brings an older file up to
+date before it decodes it, so that the configs know their present fields only, and
+refuses a newer file by its version. A commit that moves a field adds a row.
+"""
+
+
+def brought_up_to_date(
+    data: Any, file: Path, *, changes: Sequence[Change] | None = None
+) -> Any:
+    """Returns a config's JSON with the fields of this version, less the version.
+
+    Args:
+      data: what the file holds; a file without a version is older than all changes.
+      file: for messages.
+      changes: None: CHANGES.
+
+    Raises:
+      UserError: a newer version wrote it, or a field that went had a value that this
+        version cannot do.
+    """
+    if not isinstance(data, dict):
+        return data
+    data = dict(data)
+    version = data.pop(VERSION_KEY, "")
+    refuse_newer(version, file)
+    written_by = Version(version or "0")
+    for change in CHANGES if changes is None else changes:
+        if written_by < Version(change.version):
+            data = _changed(data, change, file)
+    return data
+
+
+def _changed(value: Any, change: Change, file: Path) -> Any:
+    if isinstance(value, list):
+        return [_changed(item, change, file) for item in value]
+    if not isinstance(value, dict):
+        return value
+    # Inner objects first: a field may move out of one that moved itself.
+    value = {name: _changed(item, change, file) for name, item in value.items()}
+    if value.get("type") != change.type or change.field not in value:
+        return value
+    old = value.pop(change.field)
+    if change.to is not None:
+        *path, last = change.to.split(".")
+        inner = value
+        for name in path:
+            inner = inner[name]
+        inner[last] = old
+    elif change.only is not None and old != change.only:
+        raise UserError(
+            f"{file}: {change.type}.{change.field} was {old!r}; since version "
+            f"{change.version} only {change.only!r} can be done"
+        )
+    return value

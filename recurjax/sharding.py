@@ -1,6 +1,7 @@
 """Meshes, and where everything lies on one: parameters by their table's rules."""
 
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from recurjax.machine import host
 from recurjax.machine.devices import is_flat_slice
 from recurjax.parameters import find_rule, parameter_name
 from recurjax.ranges import Range, check_ranges
+from recurjax.types import Batch
 
 AXES = ("data", "fsdp", "stage", "sequence", "tensor")
 """data: batch; fsdp: batch and parameters; stage: layers (the Recurrent Transformer's
@@ -206,3 +208,38 @@ def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
         for axis, size in zip(axes, shape, strict=True)
     ]
     return P(*divides)
+
+
+def place(rows: Mapping[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
+    """Puts one batch on the devices.
+
+    Args:
+      rows: [B, T] arrays of `local_rows`: a process' devices may need only some, where
+        the mesh follows the links of a TPU pod.
+      mesh: where to.
+      batch: rows over all processes.
+    """
+    sharding = batch_sharding(mesh)
+    first, _ = local_rows(batch, mesh)
+
+    def array(name: str) -> jax.Array:
+        own = rows[name]
+
+        # jax asks for the part of each of this process' devices: rows are numbered over
+        # all processes, and this one holds them from `first` on.
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(batch)
+            return own[start - first : stop - first, index[1]]
+
+        return jax.make_array_from_callback((batch, *own.shape[1:]), sharding, part)
+
+    # Segments only where documents are told apart.
+    segments = array("segments") if "segments" in rows else None
+    return Batch(array("ids"), array("targets"), segments)
+
+
+def placed(
+    loader: Iterable[Mapping[str, np.ndarray]], mesh: Mesh, *, batch: int
+) -> Iterator[Batch]:
+    """Puts every batch of a loader on the devices."""
+    return (place(rows, mesh, batch=batch) for rows in loader)

@@ -15,9 +15,8 @@ from tests.source_tree import ROOT, imported_by, modules, tree_of
 # variant's folder, `variants/<paper>/objectives.py`, which call a whole model.
 # A new part needs a place here, and CONTRIBUTING.md tells the order in words.
 ORDER = (
-    ("types", "errors"),
+    ("types", "errors", "lazy_names"),
     ("version",),
-    ("config_changes",),
     ("parameters", "ranges", "machine"),
     ("files",),
     ("layers", "data", "sharding", "config_json"),

@@ -21,10 +21,10 @@ from recurjax.sharding import (
     check_batch,
     local_rows,
     make_mesh,
+    place,
     shardings,
 )
 from recurjax.training.optimizers import AdamW, build_optimizer
-from recurjax.training.placement import place
 from recurjax.training.step import new_state
 from recurjax.variants.transformer import TransformerConfig
 from tests.training.tiny_experiment import config

@@ -26,8 +26,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import bits_per_byte, text_sums
 from recurjax.losses.cross_entropy import token_losses
 from recurjax.model import Decoder
-from recurjax.sharding import MeshConfig, make_mesh
-from recurjax.training.placement import placed
+from recurjax.sharding import MeshConfig, make_mesh, placed
 from recurjax.training.run import load_run
 from recurjax.types import Array, Batch, Tokens
 from recurjax.variants.latent_recurrent_transformer import (

@@ -30,9 +30,8 @@ from recurjax.evaluation.by_position import (
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
-from recurjax.sharding import MeshConfig, make_mesh
+from recurjax.sharding import MeshConfig, make_mesh, placed
 from recurjax.training.loop import train
-from recurjax.training.placement import placed
 from recurjax.training.run import load_run
 
 

@@ -35,9 +35,8 @@ from recurjax.files.json_files import json_text, read_json_object
 from recurjax.machine import compiled_programs, host
 from recurjax.model import count_parameters
 from recurjax.run_table import load_experiment
-from recurjax.sharding import MeshConfig, reading_mesh
+from recurjax.sharding import MeshConfig, placed, reading_mesh
 from recurjax.training.loop import train
-from recurjax.training.placement import placed
 from recurjax.training.run import RunDirectory, load_run
 from recurjax.training.sweep import (
     last_validation,

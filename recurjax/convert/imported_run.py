@@ -1,14 +1,18 @@
 """A model from elsewhere as a run directory: what `generate` and `evaluate` read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from recurjax.config_json import from_json, to_json
-from recurjax.convert.output_directory import whole_directory
 from recurjax.data.config import DataConfig, EmbeddedText, TokenizerFile
 from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
 from recurjax.experiment import Experiment
+from recurjax.files.atomic import new_folder
 from recurjax.files.json_files import json_text
 from recurjax.model import Decoder, ModelConfig
 from recurjax.parameters import to_nested_dict
@@ -92,3 +96,20 @@ def write_run(
             text = json_text(parity, indent=2) + "\n"
             (aside / "parity.json").write_text(text, encoding="utf-8")
         extra(aside)
+
+
+@contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """Gives a directory aside, which takes the place `out` when the block ends well.
+
+    Raises:
+      UserError: something other than an empty folder is at `out`, or the disk does not
+        take it.
+    """
+    try:
+        with new_folder(out) as aside:
+            yield aside
+    # Safetensors raises a class of its own where the disk is full.
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{out.absolute()} could not be written: {reason}") from error

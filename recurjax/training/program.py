@@ -27,8 +27,13 @@ from recurjax.training.optimizers import (
     build_optimizer,
     learning_rate,
 )
-from recurjax.training.step import TrainState, first_state, new_state, train_step
-from recurjax.training.trained_part import check_trained_part
+from recurjax.training.step import (
+    TrainState,
+    check_trained_part,
+    first_state,
+    new_state,
+    train_step,
+)
 from recurjax.types import Array, Batch, Scalar
 
 Metrics = dict[str, Scalar]

@@ -21,10 +21,9 @@ from recurjax.experiment import Experiment
 from recurjax.files.storage import url_of
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
-from recurjax.sharding import local_rows, make_mesh
+from recurjax.sharding import local_rows, make_mesh, place, placed
 from recurjax.training.agreement import first_process
 from recurjax.training.checkpoint import Checkpoints
-from recurjax.training.placement import place, placed
 from recurjax.training.program import Metrics, build_step
 from recurjax.training.run import (
     Mirror,

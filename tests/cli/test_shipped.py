@@ -10,9 +10,13 @@ import pytest
 
 import recurjax as package
 from recurjax.cli import doctor
-from recurjax.config_changes import Change, brought_up_to_date
 from recurjax.errors import UserError
-from recurjax.experiment import read_experiment, write_experiment
+from recurjax.experiment import (
+    Change,
+    brought_up_to_date,
+    read_experiment,
+    write_experiment,
+)
 from recurjax.plan import compilers
 from recurjax.run_table import experiments_folder, load_experiment, shipped_experiments
 from recurjax.version import VERSION

@@ -20,14 +20,17 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from recurjax.convert import parity, saving
+from recurjax.convert import parity
 from recurjax.convert.hugging_face import from_hf
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.convert.parity import NotMeasured, Parity, layer_states
-from recurjax.convert.torch.export import compare_with_export, to_torch
+from recurjax.convert.torch.export import (
+    compare_with_export,
+    from_torch,
+    to_torch,
+    torch_source,
+)
 from recurjax.convert.torch.names import torch_pieces
-from recurjax.convert.torch.read_back import from_torch
-from recurjax.convert.torch.source import torch_source
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.exits import ExitRule, confidence
@@ -515,7 +518,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
         file.write_bytes(b"the beginning")  # what the package does on a full disk
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(saving, "save_file", on_a_full_disk)
+    monkeypatch.setattr("recurjax.convert.torch.export.save_file", on_a_full_disk)
     run = run_of(STACKS["transformer"], tmp_path)
     with pytest.raises(UserError, match="out could not be written: .*No space left"):
         to_torch(run, tmp_path / "out", check=False)

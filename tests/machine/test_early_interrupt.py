@@ -12,7 +12,7 @@ import pytest
 from recurjax.cli import main
 from recurjax.machine import early_interrupt
 from recurjax.training import loop
-from recurjax.training.interruption import Interruption
+from recurjax.training.loop import Interruption
 from tests.source_tree import ROOT
 from tests.training import tiny_experiment
 from tests.training.compilation import quick_compilation

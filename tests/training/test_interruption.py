@@ -3,8 +3,8 @@ import signal
 
 import pytest
 
-from recurjax.training import interruption as module
-from recurjax.training.interruption import Interruption
+from recurjax.training import loop as module
+from recurjax.training.loop import Interruption
 
 
 def send(number):

@@ -10,7 +10,7 @@ from recurjax.errors import UserError
 from recurjax.experiment import read_experiment
 from recurjax.sharding import MeshConfig
 from recurjax.training import loop
-from recurjax.training.interruption import Interruption
+from recurjax.training.loop import Interruption
 from recurjax.training.optimizers import Constant
 from recurjax.training.session import Session
 from tests.training.run_contents import arrays, assert_same_run, metrics

@@ -32,9 +32,8 @@ from recurjax.evaluation.hash_hop import SCORE, generated_chains, read_chains
 from recurjax.evaluation.journal import Journal
 from recurjax.evaluation.rows import Row, mean_and_error
 from recurjax.ranges import PositiveInt, Seed
-from recurjax.sharding import local_rows
+from recurjax.sharding import local_rows, placed
 from recurjax.training.objective import Compress
-from recurjax.training.placement import placed
 from recurjax.training.run import LoadedRun
 
 

@@ -42,9 +42,8 @@ from recurjax.ranges import (
     NonNegativeFloat,
     PositiveInt,
 )
-from recurjax.sharding import MeshConfig, check_batch, local_rows, reading_mesh
+from recurjax.sharding import MeshConfig, check_batch, local_rows, placed, reading_mesh
 from recurjax.training.objective import Distilled, Exits, NextToken, Objective
-from recurjax.training.placement import placed
 from recurjax.training.run import LoadedRun
 from recurjax.types import Batch
 

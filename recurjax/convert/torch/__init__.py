@@ -3,8 +3,8 @@
 from recurjax.convert.torch.export import (
     compare_with_export,
     compare_with_hf,
+    from_torch,
     to_torch,
 )
-from recurjax.convert.torch.read_back import from_torch
 
 __all__ = ["compare_with_export", "compare_with_hf", "from_torch", "to_torch"]

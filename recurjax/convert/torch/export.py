@@ -1,30 +1,54 @@
-"""Writes a run out: a PyTorch module that stands by itself, or a Hugging Face model."""
+"""Writes a run out, as a PyTorch module or a Hugging Face model, and reads it back.
 
+The module is one self-contained file made from the templates in modules/. A variant's
+template defines `build_layers(stack)` and `position_of(stack)`; layers.py comes before
+it and decoder.py after it, and imports between them are dropped.
+"""
+
+import ast
 import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Int
+from safetensors.numpy import save_file
 
-from recurjax.config_json import to_json
+from recurjax.config_json import from_json, to_json
 from recurjax.convert import parity
-from recurjax.convert.formats.safetensors_files import SINGLE
+from recurjax.convert.formats.safetensors_files import SINGLE, open_directory
+from recurjax.convert.hugging_face.keys import read_keys
 from recurjax.convert.hugging_face.names import hf_pieces
 from recurjax.convert.hugging_face.write_config import exported, hf_keys
-from recurjax.convert.output_directory import whole_directory
+from recurjax.convert.imported_run import whole_directory
+from recurjax.convert.loading import load_model
 from recurjax.convert.parity import NotMeasured, Parity
-from recurjax.convert.saving import write_tensors
+from recurjax.convert.pieces import Piece
 from recurjax.convert.torch.names import torch_pieces
-from recurjax.convert.torch.source import HF_REFERENCE, TEMPLATES, torch_source
-from recurjax.data.tokenizers import JsonTokenizer, Tokenizer
+from recurjax.data.tokenizers import JsonTokenizer, Tokenizer, load_tokenizer
 from recurjax.errors import UserError
+from recurjax.experiment import Experiment, model_differences
 from recurjax.files.json_files import json_text
-from recurjax.model import Decoder
+from recurjax.model import Decoder, ModelConfig, StackConfig
 from recurjax.parameters import from_nested_dict, to_nested_dict
+from recurjax.ranges import LARGEST_SIZE
+from recurjax.training.checkpoint.manifest import named
 from recurjax.training.run import LoadedRun
+from recurjax.variants.latent_recurrent_transformer import (
+    LatentRecurrentTransformerConfig,
+)
+from recurjax.variants.rat import RatConfig
+from recurjax.variants.recurformer import RecurFormerConfig
+from recurjax.variants.recurrent_transformer import RecurrentTransformerConfig
+from recurjax.variants.relaxed_recursive_transformer import (
+    RelaxedRecursiveTransformerConfig,
+)
+from recurjax.variants.transformer import TransformerConfig
 
 FORMAT = "recurjax-torch-1"
 MODULE = "modeling_recurjax.py"
@@ -172,3 +196,143 @@ def _hf_config(run: LoadedRun) -> dict[str, Any]:
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json_text(values, indent=2) + "\n", encoding="utf-8")
+
+
+def to_tensors(model: Decoder, pieces: Iterable[Piece]) -> dict[str, np.ndarray]:
+    """Returns every tensor of the table, in float32, the numbers unchanged.
+
+    Args:
+      model: on one process' devices.
+      pieces: what lies where; together they fill each tensor.
+    """
+    arrays = named(to_nested_dict(model))
+    of_tensor: dict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        # A tensor of theirs may hold several parameters of ours, and is written whole.
+        of_tensor[piece.tensor].append(piece)
+    tensors = {}
+    for name, parts in of_tensor.items():
+        # Its numbers are unset: the pieces together write every one of them.
+        disk = np.empty(parts[0].shape, np.float32)
+        for piece in parts:
+            ours = arrays[piece.parameter]
+            piece.put(
+                disk, np.asarray(ours if piece.layer is None else ours[piece.layer])
+            )
+        tensors[name] = disk
+    return tensors
+
+
+def write_tensors(model: Decoder, pieces: Iterable[Piece], file: Path) -> None:
+    """Writes them; `format` pt is what torch's and transformers' readers ask for."""
+    save_file(to_tensors(model, pieces), file, metadata={"format": "pt"})
+
+
+TEMPLATES: dict[type, str] = {
+    TransformerConfig: "transformer",
+    RecurrentTransformerConfig: "recurrent_transformer",
+    RatConfig: "rat",
+    LatentRecurrentTransformerConfig: "latent_recurrent_transformer",
+    RecurFormerConfig: "recurformer",
+    RelaxedRecursiveTransformerConfig: "relaxed_recursive_transformer",
+}
+"""The template of each variant that can be exported."""
+
+_FOLDER = Path(__file__).parent / "modules"
+_LOCAL = ("layers", "variant")
+HF_REFERENCE = _FOLDER / "hf_reference.py"
+"""The script that runs a Hugging Face model in transformers."""
+
+
+def torch_source(stack: StackConfig) -> str:
+    """Joins the templates of a variant; what it does not use is left out.
+
+    Raises:
+      KeyError: the variant has no template.
+    """
+    # The order in the joined file: what is used before who uses it.
+    names = ("layers", TEMPLATES[type(stack)], "decoder")
+    texts = [(_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names]
+    return _joined(texts)
+
+
+def _joined(texts: list[str]) -> str:
+    plain: set[str] = set()
+    from_modules: dict[str, set[str]] = {}
+    bodies, docstrings = [], []
+    for text in texts:
+        lines = text.splitlines()
+        tree = ast.parse(text)
+        docstrings.append(ast.get_docstring(tree) or "")
+        for node in tree.body:
+            header = (
+                isinstance(node, ast.Import | ast.ImportFrom) or node is tree.body[0]
+            )
+            if header:
+                # Docstring and imports go; both come back once, at the head of the
+                # file.
+                assert node.end_lineno is not None
+                lines[node.lineno - 1 : node.end_lineno] = [""] * (
+                    node.end_lineno - node.lineno + 1
+                )
+            if isinstance(node, ast.Import):
+                plain |= {ast.unparse(node)}
+            elif isinstance(node, ast.ImportFrom) and node.module not in _LOCAL:
+                # Imports of the same module from two templates become one.
+                names = {alias.name for alias in node.names}
+                from_modules.setdefault(str(node.module), set()).update(names)
+        bodies.append("\n".join(lines).strip())
+    head = "\n\n".join(
+        ["Written by recurjax; needs Python >= 3.10, torch >= 2.2, safetensors, numpy."]
+        + [docstrings[2], docstrings[1]]
+    )
+    imports = sorted(plain) + [
+        f"from {module} import {', '.join(sorted(names))}"
+        for module, names in sorted(from_modules.items())
+    ]
+    return "\n\n\n".join([f'"""{head}\n"""\n\n' + "\n".join(imports), *bodies]) + "\n"
+
+
+def from_torch(
+    directory: Path,
+    *,
+    mesh: Mesh | None = None,
+    report: Callable[[str], None] = print,
+) -> LoadedRun:
+    """Loads an export.
+
+    Args:
+      directory: with config.json, model.safetensors and a tokenizer.
+      mesh: where to lay the parameters out; None: on one device.
+      report: gets a sentence when weights are not finite.
+
+    Raises:
+      UserError: it is no export, its tensors are not the model's, or config.json was
+        edited so that model and experiment do not agree.
+    """
+    file = directory / "config.json"
+    keys = read_keys(file)
+    if keys.get("format") != FORMAT:
+        raise UserError(
+            f"{file} is no export of this version of recurjax: its format is "
+            f"{keys.get('format')!r}, not {FORMAT!r}"
+        )
+    missing = [name for name in ("model", "experiment", "step") if name not in keys]
+    # Each is named, so that a file of another kind is told apart from a damaged one.
+    if missing:
+        raise UserError(f"{file} lacks {', '.join(missing)}")
+    step = keys["step"]
+    if type(step) is not int or not 0 <= step <= LARGEST_SIZE:
+        raise UserError(f"{file}: step must be a number of steps, got {step!r:.60}")
+    config = from_json(ModelConfig, keys["model"], path="model")
+    # The experiment beside the model, so that a run can go on from it.
+    experiment = from_json(Experiment, keys["experiment"], path="experiment")
+    if changed := model_differences(config, experiment.model):
+        raise UserError(
+            f"{file}: model and experiment.model differ: {'; '.join(changed)}"
+        )
+    tokenizer = load_tokenizer(directory)
+    source = open_directory(directory)
+    # The tensors' names and shapes come from the model, not from the file.
+    model = load_model(config, torch_pieces(config), source, mesh=mesh, report=report)
+    return LoadedRun(experiment, model, tokenizer, step)
