@@ -1,7 +1,6 @@
 """Softmax attention: of arrays, in blocks, to a cache, and as a layer of a block."""
 
 from recurjax.layers.attention.blocked import Past, attend_in_window
-from recurjax.layers.attention.cached import attend_to_cache, check_room
 from recurjax.layers.attention.heads import (
     keys_for_queries,
     merge,
@@ -11,6 +10,8 @@ from recurjax.layers.attention.heads import (
 from recurjax.layers.attention.implementation import AttentionImplementation
 from recurjax.layers.attention.key_value_cache import (
     KeyValueCache,
+    attend_to_cache,
+    check_room,
     dropped_slots,
     empty_key_value_cache,
     read_layer,

@@ -9,10 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
 
-from recurjax.layers.attention.cached import attend_to_cache, attend_to_written
 from recurjax.layers.attention.heads import merge, project
 from recurjax.layers.attention.implementation import AttentionImplementation
-from recurjax.layers.attention.key_value_cache import KeyValueCache, write
+from recurjax.layers.attention.key_value_cache import (
+    KeyValueCache,
+    attend_to_cache,
+    attend_to_written,
+    write,
+)
 from recurjax.layers.attention.softmax import attend
 from recurjax.layers.initialization import InitConfig, draw_output_weight, draw_weight
 from recurjax.layers.linear import LowRank, apart

@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from recurjax.layers.attention import attend, empty_key_value_cache
-from recurjax.layers.attention.cached import attend_to_cache
-from recurjax.layers.attention.key_value_cache import KeyValueCache, write
+from recurjax.layers.attention.key_value_cache import (
+    KeyValueCache,
+    attend_to_cache,
+    write,
+)
 from recurjax.layers.position import Alibi, alibi_slopes
 
 HEADS, WIDTH, LENGTH = 16, 64, 8192

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.target import Target, as_if
 from recurjax.layers.attention import empty_key_value_cache, read_layer, write_layer
-from recurjax.layers.attention.cached import attend_to_cache
 from recurjax.layers.attention.key_value_cache import (
     KeyValueCache,
+    attend_to_cache,
     slot_positions,
     write,
 )
