@@ -65,7 +65,7 @@ from recurjax.variants.rat.recurrence import (
     rotate_chunks,
     with_ends,
 )
-from recurjax.variants.rat.sequence_parallel import Shard, gather_ends
+from recurjax.variants.rat.sequence_parallel import SequenceShard, gather_ends
 
 
 def start(batch: int) -> dict[str, Array]:
@@ -250,7 +250,7 @@ class RatMixer(nnx.Module):
         documents: Array | None,
         *,
         chunk: int,
-        shard: Shard | None = None,
+        shard: SequenceShard | None = None,
     ) -> Array:
         """Returns y of whole chunks: of all, or of those that a shard holds."""
         # One gate for both streams: k~ and v~ forget alike, so one op runs them

@@ -48,7 +48,7 @@ def check(mixer: MixerConfig, length: int) -> None:
         raise ValueError(f"{type(mixer).__name__}: {reason}")
 
 
-class Shard(NamedTuple):
+class SequenceShard(NamedTuple):
     """A device's place among those that hold a row.
 
     Attributes:
@@ -70,7 +70,7 @@ class Shard(NamedTuple):
 
 
 def run(function: Callable[..., Array], arrays: tuple[Any, ...]) -> Array:
-    """Runs `function(*parts, shard=Shard)` on each device's part of [B, T, ...] arrays.
+    """Runs `function(*parts, shard=SequenceShard)` on each device's part of [B, T, ...] arrays.
 
     The batch is cut as well where its axes of the mesh divide it; heads are left to the
     compiler. Arrays may be trees; a leaf of one axis, such as a gate's bias, is whole
@@ -85,7 +85,8 @@ def run(function: Callable[..., Array], arrays: tuple[Any, ...]) -> Array:
 
     def local(*parts: Any) -> Array:
         return function(
-            *parts, shard=Shard(jax.lax.axis_index(SEQUENCE_AXIS), cut[SEQUENCE_AXIS])
+            *parts,
+            shard=SequenceShard(jax.lax.axis_index(SEQUENCE_AXIS), cut[SEQUENCE_AXIS]),
         )
 
     return jax.shard_map(
@@ -103,7 +104,7 @@ def scan_part(
     v: Float[Array, "B P I"],
     starts: Bool[Array, "B P"] | None,
     *,
-    shard: Shard,
+    shard: SequenceShard,
 ) -> Float[Array, "B P I"]:
     """Computes this part of h[t] = g[t] h[t-1] + (1 - g[t]) v[t] over the whole row.
 
@@ -132,7 +133,7 @@ def scan_part(
     return h.astype(v.dtype)
 
 
-def gather_ends(ends: ChunkEnds, shard: Shard) -> ChunkEnds:
+def gather_ends(ends: ChunkEnds, shard: SequenceShard) -> ChunkEnds:
     """Joins the chunk ends of all parts."""
     known = ends.documents
     return ChunkEnds(
@@ -150,7 +151,7 @@ def attention_part(
     *,
     scale: float,
     window: int | None,
-    shard: Shard,
+    shard: SequenceShard,
 ) -> Float[Array, "B P H E"]:
     """Computes this part of causal attention, over all tokens or over a window."""
     if window is not None:
@@ -166,7 +167,7 @@ def attention_part(
     )
 
 
-def _window_part(q, k, v, documents, scale: float, window: int, shard: Shard):
+def _window_part(q, k, v, documents, scale: float, window: int, shard: SequenceShard):
     """Attends to this part and to the left neighbour's last W tokens."""
     # The neighbour's last tokens are all that a window reaches: `check` has refused
     # longer ones.
