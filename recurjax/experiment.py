@@ -158,7 +158,7 @@ VERSION_KEY = "recurjax"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class FieldChange:
     """A field of a config class that has another name, another place, or is no more.
 
     Attributes:
@@ -177,7 +177,7 @@ class Change:
     only: Any = None
 
 
-CHANGES: tuple[Change, ...] = ()
+CHANGES: tuple[FieldChange, ...] = ()
 """Fields of configs that moved or went since a version, oldest first.
 
 config.json says which version wrote it. `read_experiment` brings an older file up to
@@ -187,7 +187,7 @@ refuses a newer file by its version. A commit that moves a field adds a row.
 
 
 def brought_up_to_date(
-    data: Any, file: Path, *, changes: Sequence[Change] | None = None
+    data: Any, file: Path, *, changes: Sequence[FieldChange] | None = None
 ) -> Any:
     """Returns a config's JSON with the fields of this version, less the version.
 
@@ -212,7 +212,7 @@ def brought_up_to_date(
     return data
 
 
-def _changed(value: Any, change: Change, file: Path) -> Any:
+def _changed(value: Any, change: FieldChange, file: Path) -> Any:
     if isinstance(value, list):
         return [_changed(item, change, file) for item in value]
     if not isinstance(value, dict):

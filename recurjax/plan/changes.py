@@ -11,7 +11,7 @@ from recurjax.sharding import AXES, MeshConfig
 _MOST_PARTS = 16
 
 
-class Change(NamedTuple):
+class PlanChange(NamedTuple):
     """A change and what it comes to.
 
     Attributes:
@@ -25,7 +25,7 @@ class Change(NamedTuple):
 
 def find_changes(
     experiment: Experiment, plan: Plan, again: Callable[[Experiment], Plan]
-) -> list[Change]:
+) -> list[PlanChange]:
     """Plans the three changes most likely to help.
 
     Of the batch, the fewest parts that fit, or the most that were tried.
@@ -45,7 +45,7 @@ def find_changes(
         # comes nearest.
         tried = None
         for option, changed in options:
-            tried = Change(option, again(changed))
+            tried = PlanChange(option, again(changed))
             if tried.plan.fits:
                 break
         if tried is not None:

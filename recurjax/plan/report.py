@@ -10,7 +10,7 @@ from rich.table import Table
 
 from recurjax.errors import UserError
 from recurjax.files.atomic import write_atomic
-from recurjax.plan.changes import Change
+from recurjax.plan.changes import PlanChange
 from recurjax.plan.planning import Plan
 
 _PARTS = ("parameters", "optimizer", "caches", "data", "results", "temporaries", "code")
@@ -45,7 +45,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         )
 
 
-def show_changes(changes: list[Change], console: Console) -> None:
+def show_changes(changes: list[PlanChange], console: Console) -> None:
     """Prints what would help a program that does not fit."""
     table = Table(title="what would help", title_justify="left")
     for heading in ("change", "GiB a device", "fits", "bound, ms"):

@@ -12,7 +12,7 @@ import recurjax as package
 from recurjax.cli import doctor
 from recurjax.errors import UserError
 from recurjax.experiment import (
-    Change,
+    FieldChange,
     brought_up_to_date,
     read_experiment,
     write_experiment,
@@ -93,8 +93,8 @@ def test_a_newer_config_is_refused_and_an_older_one_read(tmp_path):
 def test_a_field_that_moved_is_read_where_it_is_now(tmp_path):
     file = tmp_path / "config.json"
     changes = (
-        Change(version="0.0.5", type="A", field="old", to="inner.new"),
-        Change(version="0.0.6", type="B", field="gone", only=1),
+        FieldChange(version="0.0.5", type="A", field="old", to="inner.new"),
+        FieldChange(version="0.0.6", type="B", field="gone", only=1),
     )
 
     def read(content):

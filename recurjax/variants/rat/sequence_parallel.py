@@ -70,7 +70,7 @@ class SequenceShard(NamedTuple):
 
 
 def run(function: Callable[..., Array], arrays: tuple[Any, ...]) -> Array:
-    """Runs `function(*parts, shard=SequenceShard)` on each device's part of [B, T, ...] arrays.
+    """Runs `function(*parts, shard=...)` on each device's part of [B, T, ...] arrays.
 
     The batch is cut as well where its axes of the mesh divide it; heads are left to the
     compiler. Arrays may be trees; a leaf of one axis, such as a gate's bias, is whole
