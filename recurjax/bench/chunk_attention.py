@@ -26,8 +26,7 @@ from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.attention.blocked import runs_as_chunks_of_one
-from recurjax.layers.attention.implementation import Call as AttentionCall
-from recurjax.layers.attention.implementation import choose
+from recurjax.layers.attention.implementation import AttentionCall, choose
 from recurjax.layers.position import Alibi
 from recurjax.variants.rat import AttentionMixerConfig, RatConfig, RatMixerConfig
 from recurjax.variants.transformer import TransformerConfig

@@ -28,7 +28,7 @@ _SPLASH_MULTIPLE = 128  # Of a block's tokens.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class AttentionCall:
     """What is static of a call of `attend`.
 
     Attributes:
@@ -62,7 +62,7 @@ class Call:
 
 
 def choose(
-    call: Call, named: AttentionImplementation | None
+    call: AttentionCall, named: AttentionImplementation | None
 ) -> AttentionImplementation:
     """Returns the one that is named, else the first that serves.
 
@@ -80,7 +80,7 @@ def choose(
     raise AssertionError("xla serves every call")
 
 
-def _pays(name: AttentionImplementation, call: Call) -> bool:
+def _pays(name: AttentionImplementation, call: AttentionCall) -> bool:
     """Whether one that can serve a call is to be taken unasked."""
     if name == "splash":
         # Plain causal attention and packed rows have kernels of our own, in blocks.
@@ -94,20 +94,20 @@ def _pays(name: AttentionImplementation, call: Call) -> bool:
     return call.length >= (_KERNELS_FROM if call.plain else _BLOCKS_FROM)
 
 
-def _refusal_of_dense(call: Call) -> str | None:
+def _refusal_of_dense(call: AttentionCall) -> str | None:
     if call.dense:
         return "a dense mask or bias would cost O(T S) memory"
     return None if call.causal else "only causal attention is served"
 
 
-def _refusal_of_channels(call: Call) -> str | None:
+def _refusal_of_channels(call: AttentionCall) -> str | None:
     """Returns why ALiBi cannot be brought in by more channels, where there is any."""
     if not call.alibi:
         return None
     return alibi_channels.refusal(call.length, call.dtype)
 
 
-def _refusal_of_cudnn(call: Call) -> str | None:
+def _refusal_of_cudnn(call: AttentionCall) -> str | None:
     if call.soft_cap is not None:
         return "a soft cap is not supported"
     if call.dense:
@@ -127,7 +127,7 @@ def _refusal_of_cudnn(call: Call) -> str | None:
     return target.refusal_of_cudnn() or _refusal_of_channels(call)
 
 
-def _refusal_of_splash(call: Call) -> str | None:
+def _refusal_of_splash(call: AttentionCall) -> str | None:
     if (reason := _refusal_of_dense(call)) is not None:
         return reason
     if call.dtype != jnp.bfloat16:
@@ -147,7 +147,7 @@ def find_cut(rows: int, key_heads: int) -> mesh_cut.Cut | None:
     return mesh_cut.find_cut(rows, lambda devices: key_heads % devices == 0)
 
 
-_REFUSALS: dict[AttentionImplementation, Callable[[Call], str | None]] = {
+_REFUSALS: dict[AttentionImplementation, Callable[[AttentionCall], str | None]] = {
     "cudnn": _refusal_of_cudnn,
     "splash": _refusal_of_splash,
     "blocks": _refusal_of_dense,

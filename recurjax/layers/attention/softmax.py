@@ -9,8 +9,8 @@ from pallas_kernels import few_queries
 from recurjax.layers.attention.alibi_channels import with_alibi_channels
 from recurjax.layers.attention.blocked import attend_in_blocks
 from recurjax.layers.attention.implementation import (
+    AttentionCall,
     AttentionImplementation,
-    Call,
     choose,
 )
 from recurjax.layers.attention.splash import attend_by_splash
@@ -67,7 +67,7 @@ def attend(
     for name, given in by_place.items():
         if given is not None and not causal:
             raise ValueError(f"attend: {name} needs causal=True")
-    call = Call(
+    call = AttentionCall(
         shape=q.shape,
         key_heads=k.shape[2],
         dtype=q.dtype,
