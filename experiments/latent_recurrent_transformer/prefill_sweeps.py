@@ -118,14 +118,16 @@ def markdown(rows: list[Swept]) -> str:
 
 @jax.jit
 def _exact(model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
-    return model.hidden(Tokens(batch.ids), model.init_cache(*batch.ids.shape))[0]
+    B, T = batch.ids.shape
+    return model.hidden(Tokens(batch.ids), model.init_cache(B, T))[0]
 
 
 @partial(jax.jit, static_argnums=2)
 def _swept(
     model: Decoder, batch: Batch, sweeps: int
 ) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
-    cache = model.init_cache(*batch.ids.shape)
+    B, T = batch.ids.shape
+    cache = model.init_cache(B, T)
     stack, x = model.stack, model.embed(batch.ids)
     assert isinstance(stack, LatentRecurrentTransformerStack)
     x, _, residual = stack.sweep(x, cache, Tokens(batch.ids), sweeps=sweeps)

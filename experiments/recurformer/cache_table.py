@@ -12,7 +12,7 @@ import runpy
 from pathlib import Path
 
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
-from recurjax.variants.recurformer.cost import added_parameters, cache_bytes
+from recurjax.variants.recurformer.config import added_parameters, cache_bytes
 from recurjax.variants.transformer import TransformerConfig
 
 # Run, not imported: a clone that has trained has a folder runs/ too, which tools that

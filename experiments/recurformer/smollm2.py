@@ -31,7 +31,7 @@ from recurjax.training.loop import train
 from recurjax.training.run import RunDirectory, load_run
 from recurjax.training.sweep import table_of, trained_further
 from recurjax.variants.recurformer import RecurFormerConfig
-from recurjax.variants.recurformer.cost import cache_bytes
+from recurjax.variants.recurformer.config import cache_bytes
 
 BATCH = 2
 

@@ -37,7 +37,7 @@ from recurjax.errors import UserError
 from recurjax.experiment import Experiment, read_experiment
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.losses.frozen_model import FrozenModel
+from recurjax.losses.divergence import FrozenModel
 from recurjax.machine import host
 from recurjax.model import ModelConfig
 from recurjax.training.config import EvaluationConfig, TrainingConfig

@@ -30,7 +30,7 @@ from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import Rope
-from recurjax.losses.frozen_model import FrozenModel
+from recurjax.losses.divergence import FrozenModel
 from recurjax.model import ModelConfig
 from recurjax.run_table import Run
 from recurjax.training.config import EvaluationConfig, TrainingConfig

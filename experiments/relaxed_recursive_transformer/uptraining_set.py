@@ -21,7 +21,7 @@ from recurjax.errors import UserError
 from recurjax.experiment import Experiment, read_experiment
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text, read_json
-from recurjax.losses.frozen_model import FrozenModel
+from recurjax.losses.divergence import FrozenModel
 from recurjax.training.loop import train
 from recurjax.training.objective import Distilled, NextToken, Objective
 from recurjax.training.run import RunDirectory

@@ -18,7 +18,7 @@ from recurjax.layers.mlp import MlpConfig
 from recurjax.types import Tokens
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
 from recurjax.variants.recurformer.block import RecurFormerBlock
-from recurjax.variants.recurformer.cost import cache_bytes
+from recurjax.variants.recurformer.config import cache_bytes
 from recurjax.variants.recurformer.mamba import Mamba
 from recurjax.variants.recurformer.stack import layer_cache
 from recurjax.variants.transformer import TransformerConfig

@@ -17,7 +17,7 @@ from recurjax.bench.training_step import (
 )
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
-from recurjax.losses.frozen_model import FrozenModel
+from recurjax.losses.divergence import FrozenModel
 from recurjax.model import Decoder, ModelConfig, StackConfig
 from recurjax.training.objective import Distilled, NextToken
 from recurjax.training.optimizers import AdamW

@@ -6,6 +6,7 @@ each product with a head is made once whatever is compared with what.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from recurjax.layers.mesh import as_matrix
-from recurjax.model import Decoder
+from recurjax.model import Decoder, ModelConfig
 from recurjax.types import IGNORED, Array
 
 
@@ -226,3 +227,19 @@ def _streamed(
         return add(sums, *turn), None
 
     return jax.lax.scan(body, start, (pieces, jnp.arange(chunks)))[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenModel:
+    """A trained model that an objective reads and no step changes, such as a teacher.
+
+    Its parameters are an argument of the step, lie on the mesh as the trained model's
+    do, and are in no checkpoint.
+
+    Attributes:
+      run: the run directory whose newest good checkpoint has the parameters.
+      model: its config: what a step is built from, so that planning reads no files.
+    """
+
+    run: str
+    model: ModelConfig

@@ -25,7 +25,7 @@ from recurjax.variants.recurformer import (
     RecurFormerConfig,
     RecurFormerStack,
 )
-from recurjax.variants.recurformer.cost import added_parameters, cache_bytes
+from recurjax.variants.recurformer.config import added_parameters, cache_bytes
 from recurjax.variants.recurformer.mamba import Mamba
 from recurjax.variants.transformer import TransformerConfig, TransformerStack
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from recurjax.losses.cross_entropy import token_losses
-from recurjax.losses.frozen_model import FrozenModel
+from recurjax.losses.divergence import FrozenModel
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import NonNegativeFloat, PositiveInt, RangeChecks
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens

@@ -12,7 +12,7 @@ from recurjax.parameters import to_nested_dict
 from recurjax.surgery.recurformer import to_recurformer
 from recurjax.types import Tokens
 from recurjax.variants.recurformer import MambaConfig, RecurFormerConfig
-from recurjax.variants.recurformer.cost import added_parameters, cache_bytes
+from recurjax.variants.recurformer.config import added_parameters, cache_bytes
 from recurjax.variants.transformer import TransformerConfig
 from tests.compiling import QUICK_COMPILE
 from tests.variants.transformer import switches as transformer

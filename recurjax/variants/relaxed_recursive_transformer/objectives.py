@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from recurjax.exits import exits_of
-from recurjax.losses.divergence import ExitLosses, Teacher, exit_losses
-from recurjax.losses.frozen_model import FrozenModel
+from recurjax.losses.divergence import ExitLosses, FrozenModel, Teacher, exit_losses
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, RangeChecks
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens

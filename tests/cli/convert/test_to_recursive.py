@@ -9,7 +9,7 @@ import pytest
 
 from recurjax.convert.imported_run import new_experiment, write_run
 from recurjax.data.tokenizers import ByteTokenizer
-from recurjax.losses.frozen_model import FrozenModel
+from recurjax.losses.divergence import FrozenModel
 from recurjax.training.objective import Distilled, Exits, NextToken
 from recurjax.training.run import load_run
 from recurjax.types import Tokens
