@@ -9,9 +9,17 @@ import pytest
 
 from recurjax.cli.bench import Bench
 from recurjax.cli.chat.command import ChatOptions
+from recurjax.cli.convert.command import FromHf, FromTorch, ToTorch
 from recurjax.cli.convert.recursive import ToRecursive, ToTransformer
 from recurjax.cli.convert.surgery import ToRecurFormer
 from recurjax.cli.data import PrepareOptions, ShowOptions
+from recurjax.cli.evaluate.command import (
+    EvaluateCore,
+    EvaluateHarness,
+    EvaluateRequests,
+)
+from recurjax.cli.evaluate.task import EvaluateTask
+from recurjax.cli.evaluate.text import EvaluateExits, EvaluateText
 from recurjax.cli.generate.command import GenerateOptions
 from recurjax.cli.plan import PlanOptions
 from recurjax.cli.serve import ServeOptions
@@ -124,6 +132,8 @@ def configs() -> list[Any]:
     kinds = [Experiment, EngineConfig, RequestSettings, SamplingConfig]
     kinds += [Bench, ChatOptions, GenerateOptions, PlanOptions, PrepareOptions]
     kinds += [ServeOptions, ShowOptions, ToRecurFormer, ToRecursive, ToTransformer]
+    kinds += [EvaluateCore, EvaluateExits, EvaluateHarness, EvaluateRequests]
+    kinds += [EvaluateTask, EvaluateText, FromHf, FromTorch, ToTorch]
     return list(dict.fromkeys(kind for root in kinds for kind in reachable(root)))
 
 

@@ -27,6 +27,7 @@ from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files.atomic import refuse_existing
 from recurjax.files.storage import fetched_folder, sent_folder, url_of
+from recurjax.ranges import NonNegativeFloat, NonNegativeInt, RangeChecks
 from recurjax.run_table import load_experiment
 from recurjax.training.run import load_run
 
@@ -44,13 +45,13 @@ recurjax convert COMMAND --help lists the options of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Checked:
+class _Checked(RangeChecks):
     """What every command that compares with PyTorch takes."""
 
     check: bool = True
     torch_python: str | None = None
     ids: Path | None = None
-    tolerance: float = TOLERANCE
+    tolerance: NonNegativeFloat = TOLERANCE
 
     def options(self) -> dict[str, Any]:
         """Returns the arguments of `compare`."""
@@ -105,7 +106,7 @@ class ToTorch(_Checked):
     run: Annotated[Path, tyro.conf.Positional]
     out: Annotated[Path, tyro.conf.Positional]
     format: Literal["torch", "hf"] = "torch"
-    step: int | None = None
+    step: NonNegativeInt | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
