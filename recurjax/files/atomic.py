@@ -119,14 +119,14 @@ def _aside(target: Path) -> Path:
 def _mode_of(target: Path) -> int | None:
     """Returns the permissions of the file that is to be replaced, None without one."""
     try:
-        found = os.stat(target).st_mode
+        mode = os.stat(target).st_mode
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(found):
+    if not stat.S_ISREG(mode):
         raise UserError(
             f"{target} is no regular file and is not replaced: name a file to write"
         )
-    return stat.S_IMODE(found)
+    return stat.S_IMODE(mode)
 
 
 def force_to_disk(path: Path) -> None:

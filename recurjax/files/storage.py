@@ -62,8 +62,8 @@ def url_of(path: str | Path) -> str | None:
     A `Path` made of a URL has lost one of its slashes; it gets it back.
     """
     # `Path("gs://b/x")` is gs:/b/x: any number of slashes is taken.
-    found = re.match(r"([a-z][a-z0-9+.-]+):/+(?=[^/])", str(path))
-    return None if found is None else f"{found[1]}://{str(path)[found.end() :]}"
+    match = re.match(r"([a-z][a-z0-9+.-]+):/+(?=[^/])", str(path))
+    return None if match is None else f"{match[1]}://{str(path)[match.end() :]}"
 
 
 def open_store(url: str, *, write: bool = False) -> "Store":
@@ -105,19 +105,19 @@ def open_store(url: str, *, write: bool = False) -> "Store":
 
 
 @dataclass
-class Requests:
-    """How often a store was asked for something; several threads may ask at once.
+class RequestCount:
+    """How many requests a store got; several threads may count at once.
 
-    A request is a call of fsspec's, which sends one over the network, or several of a
+    A request is a call of fsspec's, which sends one over the network, or several for a
     large object.
     """
 
-    made: int = 0
+    total: int = 0
     _counting: Lock = field(default_factory=Lock)
 
     def count(self) -> None:
         with self._counting:
-            self.made += 1
+            self.total += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Store:
 
     url: str
     system: Any
-    requests: Requests = field(default_factory=Requests)
+    requests: RequestCount = field(default_factory=RequestCount)
 
     def sizes(self) -> dict[str, int]:
         """Lists every object below the URL with its size in bytes.
@@ -195,10 +195,10 @@ class Store:
         """Lists the objects of a URL with `*` and `**`, as URLs with their sizes."""
         # fsspec's own way to take the scheme off, different for each store.
         inner = self.system._strip_protocol(pattern)
-        found = self._ask(lambda: self.system.glob(inner, detail=True))
+        matches = self._ask(lambda: self.system.glob(inner, detail=True))
         return {
             self.system.unstrip_protocol(name): int(info.get("size") or 0)
-            for name, info in sorted(found.items())
+            for name, info in sorted(matches.items())
             if info["type"] == "file"
         }
 
@@ -218,19 +218,19 @@ class Store:
         """Returns an object's size in bytes; None: there is no such object."""
         self.requests.count()
         try:
-            found = self.system.info(self._inner(name))
+            info = self.system.info(self._inner(name))
         except FileNotFoundError as error:
             if (behind := _behind_not_found(error)) is not None:
                 raise _user_error(self.url, behind) from error
             return None
         except Exception as error:  # of each store's own classes
             raise _user_error(self.url, error) from error
-        return int(found.get("size") or 0) if found["type"] == "file" else None
+        return int(info.get("size") or 0) if info["type"] == "file" else None
 
     def stamp(self, name: str) -> str:
         """Returns what changes when an object is replaced, as the store tells it."""
-        found = self._ask(lambda: self.system.info(self._inner(name)))
-        return repr([(key, str(found[key])) for key in _STAMPS if key in found])
+        info = self._ask(lambda: self.system.info(self._inner(name)))
+        return repr([(key, str(info[key])) for key in _STAMPS if key in info])
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless there is one; of several who try one succeeds."""

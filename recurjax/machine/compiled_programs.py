@@ -66,13 +66,15 @@ def keep() -> None:
             "or use --no-cache"
         ) from error
     setattr(  # noqa: B010
-        compilation_cache, "get_file_cache", lambda path: (Programs(Path(path)), path)
+        compilation_cache,
+        "get_file_cache",
+        lambda path: (ProgramCache(Path(path)), path),
     )
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
 
 
-class Programs:
+class ProgramCache:
     """Entries of one folder, by key; jax asks for `get` and `put`.
 
     Several processes may read and write at once, on shared file systems too: an entry

@@ -119,13 +119,13 @@ def peak_flops(device: Any) -> float | None:
     """
     # A part of a name is enough, for drivers append form factor and memory ("NVIDIA
     # H100 80GB HBM3").
-    found = [
+    matches = [
         (len(kind), hardware.flops)
         for hardware in HARDWARE.values()
         for kind in hardware.kinds
         if kind in device.device_kind
     ]
-    return max(found)[1] if found else None
+    return max(matches)[1] if matches else None
 
 
 def is_flat_slice(device: Any) -> bool:

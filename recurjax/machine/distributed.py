@@ -101,8 +101,8 @@ def _has_peers() -> bool:
     hosts = _metadata("worker-network-endpoints")
     if not hosts:
         return slices > 1
-    told = re.search(r"MEGASCALE_NUM_SLICES:\s*'?(\d+)", _metadata("tpu-env"))
-    return max(slices, int(told[1]) if told else 1) > 1 or "," in hosts
+    match = re.search(r"MEGASCALE_NUM_SLICES:\s*'?(\d+)", _metadata("tpu-env"))
+    return max(slices, int(match[1]) if match else 1) > 1 or "," in hosts
 
 
 def _metadata(key: str) -> str:

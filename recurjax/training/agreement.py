@@ -74,14 +74,14 @@ def each_process(action: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return action()
     try:
-        own = {"value": action()}
+        answer = {"value": action()}
     except UserError as error:
-        own = {"error": str(error)}
-    answers = [json.loads(text) for text in every_process(json.dumps(own))]
-    for answer in answers:
-        if "error" in answer:
-            raise SharedError(answer["error"])
-    if any(answer != answers[0] for answer in answers):
+        answer = {"error": str(error)}
+    answers = [json.loads(text) for text in every_process(json.dumps(answer))]
+    for other in answers:
+        if "error" in other:
+            raise SharedError(other["error"])
+    if any(other != answers[0] for other in answers):
         raise SharedError(
             f"the processes' own copies of the run differ: {answers[0]['value']} and "
             f"{next(a['value'] for a in answers if a != answers[0])}; start all again"

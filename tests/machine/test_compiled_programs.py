@@ -9,19 +9,19 @@ import pytest
 from recurjax.errors import UserError
 from recurjax.machine import compiled_programs
 from recurjax.machine.caches import VARIABLE
-from recurjax.machine.compiled_programs import Programs
+from recurjax.machine.compiled_programs import ProgramCache
 from tests.source_tree import ROOT
 
 
 def test_what_is_put_is_got_by_another_process_too(tmp_path):
-    Programs(tmp_path / "a").put("key", b"program")
-    assert Programs(tmp_path / "a").get("key") == b"program"
-    assert Programs(tmp_path / "a").get("other") is None
+    ProgramCache(tmp_path / "a").put("key", b"program")
+    assert ProgramCache(tmp_path / "a").get("key") == b"program"
+    assert ProgramCache(tmp_path / "a").get("other") is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 60])
 def test_a_damaged_entry_is_none_and_makes_way(tmp_path, damage):
-    programs = Programs(tmp_path)
+    programs = ProgramCache(tmp_path)
     programs.put("key", b"program")
     (file,) = tmp_path.iterdir()
     file.write_bytes(damage)
@@ -31,7 +31,7 @@ def test_a_damaged_entry_is_none_and_makes_way(tmp_path, damage):
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path):
-    programs = Programs(tmp_path, largest=250)
+    programs = ProgramCache(tmp_path, largest=250)
     for age, key in enumerate("ab"):
         programs.put(key, bytes(70))
         os.utime(tmp_path / f"{key}.program", (age, age))
@@ -41,7 +41,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
 
 
 def test_a_full_disk_costs_nothing_but_the_entry(tmp_path):
-    programs = Programs(tmp_path / "gone")
+    programs = ProgramCache(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     programs.put("key", b"program")
     assert programs.get("key") is None

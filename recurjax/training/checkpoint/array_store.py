@@ -180,8 +180,8 @@ def _joined(folder: Path) -> Iterator[Path]:
     if (folder / _INDEX).exists() or not any(folder.glob(f"{PART}*")):
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="recurjax-joined-") as made:
-        aside = Path(made)
+    with tempfile.TemporaryDirectory(prefix="recurjax-joined-") as temporary:
+        aside = Path(temporary)
         for entry in folder.iterdir():
             (aside / entry.name).symlink_to(entry.resolve())
         context, join = ts.Context(), ts.Transaction(atomic=True)

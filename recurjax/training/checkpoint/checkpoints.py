@@ -372,8 +372,8 @@ class Checkpoints:
             return []
         # Decoded, so that a field which is newer than the checkpoint has its default.
         saved = from_json(ModelConfig, manifest.model, path="the checkpoint's model")
-        found = model_differences(self._model, saved)
-        return [f"model.{difference}" for difference in found]
+        different = model_differences(self._model, saved)
+        return [f"model.{difference}" for difference in different]
 
 
 class _Damaged(Exception):

@@ -84,17 +84,17 @@ class Manifest:
         """
         parts = {_part(name) for name in wanted}
         saved = {n: e for n, e in self.arrays.items() if _part(n) in parts}
-        found = []
+        lines = []
         for name in sorted(saved.keys() | wanted.keys()):
             if name not in wanted:
-                found.append(f"{name} is in the checkpoint only")
+                lines.append(f"{name} is in the checkpoint only")
             elif name not in saved:
-                found.append(f"{name} is not in the checkpoint")
+                lines.append(f"{name} is not in the checkpoint")
             else:
                 there, here = _kind(saved[name]), _kind(wanted[name])
                 if there != here:
-                    found.append(f"{name} is {there} in the checkpoint, not {here}")
-        return found
+                    lines.append(f"{name} is {there} in the checkpoint, not {here}")
+        return lines
 
 
 def named(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,10 +111,10 @@ class StepDirectory:
     def prune(self, *, keep: int, keep_best: bool) -> None:
         """Removes all complete steps but the newest `keep` and, if asked, the best."""
         steps = self.complete()
-        kept = {*steps[-keep:], *([self.best()] if keep_best else [])}
+        stay = {*steps[-keep:], *([self.best()] if keep_best else [])}
         with self._writable():
             for step in steps:
-                if step not in kept:
+                if step not in stay:
                     # Renamed first: a kill halfway must not leave half a checkpoint.
                     doomed = self.root / f"{step}{_REMOVING}"
                     self.path(step).rename(doomed)

@@ -16,7 +16,7 @@ from recurjax.files.json_files import json_text, parse_json
 from recurjax.training.run.trackers import Description, Tracker
 
 
-class Rows(NamedTuple):
+class MetricRows(NamedTuple):
     """What metrics.jsonl holds.
 
     Attributes:
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     damaged: int
 
 
-def read_rows(file: Path) -> Rows:
+def read_rows(file: Path) -> MetricRows:
     """Reads metrics.jsonl, leaving out lines that are no rows.
 
     A power cut can leave zeros, a disk another byte: that costs its line and no other.
@@ -46,7 +46,7 @@ def read_rows(file: Path) -> Rows:
             rows.append(row)
     if (row := _row(last)) is not None:
         rows.append(row)
-    return Rows(rows, damaged)
+    return MetricRows(rows, damaged)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

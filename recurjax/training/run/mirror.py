@@ -201,7 +201,7 @@ class Mirror:
         return (
             f"sent {self.sent_bytes:,} bytes in {self.sent_objects:,} objects, at "
             f"{self.pushes - 1:,} saves and the end, with "
-            f"{self.store.requests.made:,} requests of all kinds"
+            f"{self.store.requests.total:,} requests of all kinds"
         )
 
     def _names(self) -> list[str]:
@@ -230,11 +230,13 @@ def mirrored(url: str) -> Iterator[Mirror]:
     """
     store = open_store(url, write=True)
     with ExitStack() as stack:
-        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="recurjax-run-"))
+        temporary = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="recurjax-run-")
+        )
         # The folder has the run's own name, which messages show.
         mirror = Mirror(
             store,
-            Path(made) / PurePosixPath(url).name,
+            Path(temporary) / PurePosixPath(url).name,
             part=jax.process_index(),
             parts=jax.process_count(),
         )
@@ -262,7 +264,7 @@ def mirrored(url: str) -> Iterator[Mirror]:
                 mirror.push(after_save=False)
 
 
-class Copy:
+class RunCopy:
     """A bucket's run on this disk, for reading, with few of its checkpoints.
 
     Attributes:
@@ -285,7 +287,7 @@ class Copy:
 
 
 @contextmanager
-def fetched(url: str, *, step: int | None = None) -> Iterator[Copy]:
+def fetched(url: str, *, step: int | None = None) -> Iterator[RunCopy]:
     """Gives a copy of a bucket's run for reading, with one checkpoint.
 
     Args:
@@ -310,12 +312,12 @@ def fetched(url: str, *, step: int | None = None) -> Iterator[Copy]:
         mirror.folder.mkdir()
         mirror.fetch(names=names, steps=chosen)
         # A checkpoint is large: an older one comes only where the newest is damaged.
-        yield Copy(mirror, names, steps[:-1] if step is None else [])
+        yield RunCopy(mirror, names, steps[:-1] if step is None else [])
 
 
 def _complete(names: Iterable[str]) -> list[int]:
-    found = [_step(name) for name in names if _is_commit(name)]
-    return sorted(step for step in found if step is not None)
+    steps = [_step(name) for name in names if _is_commit(name)]
+    return sorted(step for step in steps if step is not None)
 
 
 def _incomplete(names: dict[str, int]) -> list[str]:
@@ -358,5 +360,5 @@ def _is_passing(name: str) -> bool:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    found = file.stat()
-    return found.st_size, found.st_mtime_ns
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns

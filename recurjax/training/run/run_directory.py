@@ -166,14 +166,14 @@ class RunDirectory:
         return self.frozen.is_file()
 
     def _frozen_before(self) -> dict[str, Any]:
-        found = read_json_object(self.frozen, "what a run was frozen with")
+        values = read_json_object(self.frozen, "what a run was frozen with")
         wanted = {"run": str, "step": int, "digest": str}
-        if any(not isinstance(found.get(name), kind) for name, kind in wanted.items()):
+        if any(not isinstance(values.get(name), kind) for name, kind in wanted.items()):
             raise UserError(
                 f"{self.frozen} must have run, step and digest of the frozen model: "
                 "put the file back, or start another run"
             )
-        return found
+        return values
 
     def rewind(self, step: int) -> str | None:
         """Drops metrics and samples of steps after `step`: they will be made again.
@@ -191,18 +191,18 @@ class RunDirectory:
                 write_atomic(self.samples, text[:cut])
         if not self.metrics.is_file():
             return None
-        found, told = read_rows(self.metrics), None
-        if found.damaged:
-            kept = _unused(self.metrics.with_name(f"{self.metrics.name}.damaged"))
-            write_atomic(kept, self.metrics.read_bytes())
-            told = (
-                f"{found.damaged} damaged lines of {self.metrics} are left out; the "
-                f"file as it was is kept as {kept.name}"
+        content, message = read_rows(self.metrics), None
+        if content.damaged:
+            backup = _unused(self.metrics.with_name(f"{self.metrics.name}.damaged"))
+            write_atomic(backup, self.metrics.read_bytes())
+            message = (
+                f"{content.damaged} damaged lines of {self.metrics} are left out; the "
+                f"file as it was is kept as {backup.name}"
             )
-        rows = (row for row in found.rows if row["step"] <= step)
+        rows = (row for row in content.rows if row["step"] <= step)
         # Whole lines are written anew: damaged ones are gone from here on.
         write_atomic(self.metrics, "".join(json_text(row) + "\n" for row in rows))
-        return told
+        return message
 
     def was_evaluated(self, step: int) -> bool:
         """Whether metrics.jsonl has a validation row of this step."""
@@ -267,10 +267,12 @@ def load_run(
     """
     if (url := url_of(path)) is not None:
         with fetched(url, step=step) as copy:
-            told = _once(report)
+            report_once = _once(report)
             while True:
                 try:
-                    return load_run(copy.folder, step=step, mesh=mesh, report=told)
+                    return load_run(
+                        copy.folder, step=step, mesh=mesh, report=report_once
+                    )
                 except NoGoodCheckpoint:
                     if not copy.fetch_older():
                         raise
@@ -297,13 +299,13 @@ def load_run(
 
 def _once(report: Callable[[str], None]) -> Callable[[str], None]:
     """Returns what tells of each checkpoint once: each try looks at all there are."""
-    told = set()
+    reported = set()
 
     def say(sentence: str) -> None:
         # What was wrong, after the colon, may be another array's fault the next time.
         checkpoint = sentence.partition(":")[0]
-        if checkpoint not in told:
-            told.add(checkpoint)
+        if checkpoint not in reported:
+            reported.add(checkpoint)
             report(sentence)
 
     return say
@@ -439,9 +441,9 @@ def load_start(
     start = experiment.training.start_from
     if start is None:
         return None
-    found = load_run(start, mesh=mesh, report=report)
-    report(f"starting from the parameters of {start} at step {found.step}")
-    return found.model
+    run = load_run(start, mesh=mesh, report=report)
+    report(f"starting from the parameters of {start} at step {run.step}")
+    return run.model
 
 
 def load_frozen(
@@ -465,12 +467,12 @@ def load_frozen(
         return None
     # A resumed run reads the very parameters that it began with.
     step = None if record is None else first_process(record.frozen_step)
-    found = load_run(frozen.run, step=step, mesh=mesh, report=report)
+    run = load_run(frozen.run, step=step, mesh=mesh, report=report)
     if record is not None:
-        told = frozen.run, found.step, found.digest
-        first_process(lambda: record.record_frozen(*told))
-    report(f"the objective reads the frozen model of {frozen.run} at step {found.step}")
-    return found.model
+        source = frozen.run, run.step, run.digest
+        first_process(lambda: record.record_frozen(*source))
+    report(f"the objective reads the frozen model of {frozen.run} at step {run.step}")
+    return run.model
 
 
 def _check_run(
