@@ -1,7 +1,8 @@
 """Recurrent Transformer layers: prefill, training and decode in one op."""
 
 from pallas_kernels.recurrent_prefill.api import recurrent_prefill
-from pallas_kernels.recurrent_prefill.arrays import (
+from pallas_kernels.recurrent_prefill.call import (
+    BlockSizes,
     LayerSpec,
     LayerWeights,
     RecurrentCache,
@@ -9,7 +10,6 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Rows,
     empty_cache,
 )
-from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 
 __all__ = [
     "BlockSizes",

@@ -10,8 +10,9 @@ from pallas_kernels import mesh_cut
 from pallas_kernels import positional as dispatch
 from pallas_kernels.positional import Implementation, check_kinds, check_shapes
 from pallas_kernels.recurrent_prefill import mesh_layout
-from pallas_kernels.recurrent_prefill.arrays import (
+from pallas_kernels.recurrent_prefill.call import (
     Array,
+    BlockSizes,
     LayerSpec,
     LayerWeights,
     RecurrentCache,
@@ -19,7 +20,6 @@ from pallas_kernels.recurrent_prefill.arrays import (
     Schedule,
     source_width,
 )
-from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.mesh_layout import check_stages, stages_on_mesh
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
@@ -77,7 +77,7 @@ def recurrent_prefill(
         once, each one tile behind the one below. A name means one order of work on
         every backend; all give the same result up to rounding. None: a wavefront where
         launches would take most of a training call on a GPU
-        (`triton/order_of_work.py`), else prefix.
+        (`choose_schedule`), else prefix.
       tile: positions handled between two tile updates, a multiple of spec.block. None:
         chosen by measurement.
       blocks: how kernels cut the call beside that; what is None they choose. Where tile

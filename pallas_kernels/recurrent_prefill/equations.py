@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
+from pallas_kernels.recurrent_prefill.call import Array, LayerSpec, LayerWeights
 
 HIDDEN = -1e30
 """The logit of a pair that is not seen, or what is added to it.

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from pallas_kernels import mesh_cut
 from pallas_kernels.mesh_cut import Cut, free_axes
 from pallas_kernels.positional import Specs
-from pallas_kernels.recurrent_prefill.arrays import (
+from pallas_kernels.recurrent_prefill.call import (
     Array,
     LayerWeights,
     RecurrentCache,

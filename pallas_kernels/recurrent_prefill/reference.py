@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
+from pallas_kernels.recurrent_prefill.call import Array, LayerSpec, LayerWeights
 
 
 def recurrent_prefill_reference(

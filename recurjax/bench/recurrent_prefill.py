@@ -16,8 +16,8 @@ from pallas_kernels.recurrent_prefill import (
     recurrent_prefill,
 )
 from pallas_kernels.recurrent_prefill.api import OP
-from pallas_kernels.recurrent_prefill.block_sizes import shape_class
-from pallas_kernels.recurrent_prefill.triton.order_of_work import choose_schedule
+from pallas_kernels.recurrent_prefill.call import shape_class
+from pallas_kernels.recurrent_prefill.triton.backend import choose_schedule
 from recurjax.bench import op_by_backend
 from recurjax.bench.op_by_backend import Call, Candidates, Dtype, rows_of_step
 from recurjax.bench.recurrent_transformer import LARGE, SMALL, layers

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
 from experiments.recurrent_transformer.hopper.launch import CHUNK, SIDE, Launch
-from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.call import Array
 
 TILE = plgpu.Layout.WGMMA
 """The layout of [64, columns] in registers, as the matrix unit leaves it."""

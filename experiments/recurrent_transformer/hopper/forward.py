@@ -32,7 +32,7 @@ from experiments.recurrent_transformer.hopper.refs import (
     TileOutputs,
     TileScratch,
 )
-from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.call import Array
 from pallas_kernels.recurrent_prefill.equations import NormParameters, norm_and_rotate
 
 INSTANCE = "instance"

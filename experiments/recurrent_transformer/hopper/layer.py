@@ -19,7 +19,7 @@ from experiments.recurrent_transformer.hopper.launch import (
     refusal_of_widths,
     slopes_of,
 )
-from pallas_kernels.recurrent_prefill.arrays import (
+from pallas_kernels.recurrent_prefill.call import (
     Array,
     LayerSpec,
     LayerWeights,

@@ -28,7 +28,7 @@ from experiments.recurrent_transformer.hopper.launch import (
     choose,
 )
 from experiments.recurrent_transformer.hopper.refs import Refs
-from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.call import Array
 from pallas_kernels.recurrent_prefill.equations import activate_in_kernel
 
 Y_SQUARES, Z_SQUARES, KEY_SQUARES = range(3)

@@ -22,7 +22,7 @@ from experiments.recurrent_transformer.hopper.launch import (
     Stage,
     slopes_of,
 )
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
+from pallas_kernels.recurrent_prefill.call import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import Prepared
 
 

@@ -1,4 +1,8 @@
-"""Attention of rows' queries to a chunk of their prefix on TPU, heads in groups."""
+"""Attention on TPU: a tile's queries over their prefix, heads in groups.
+
+The prefix, persistent pairs by row, is in HBM; a program reads it a chunk at a time and
+writes the tile's pairs there.
+"""
 
 from typing import Any, NamedTuple
 
@@ -6,16 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
+from pallas_kernels.recurrent_prefill.call import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import HIDDEN
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
+    BUFFERS,
     LANES,
     PAIR,
     HeadGroup,
+    block_of_rows,
     dot,
+    head_groups,
 )
+from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 
 
 class Running(NamedTuple):
@@ -189,3 +197,303 @@ def _repeated(numbers: Float[Array, "M lanes"], width: int) -> Float[Array, "M w
     """Returns numbers that are the same in all lanes in `width` lanes."""
     copies = -(-width // numbers.shape[1])
     return jnp.concatenate([numbers] * copies, axis=1)[:, :width]
+
+
+class Filled(NamedTuple):
+    """What a cache holds before the call, rows at positions of their own."""
+
+    keys: Any  # [B, S, H E] in HBM, whole chunks; slots beyond `start` mean nothing
+    values: Any  # [B, S, H E] in HBM
+    start: Any  # [B] in SMEM: how many slots of each row are filled
+    most: Any  # [B / rows] in SMEM: of that row of a program that has most
+
+
+class Segments(NamedTuple):
+    """Documents of the call's positions: no pair crosses them."""
+
+    by_row: Any  # int32 [B, 1, S] in HBM, whole chunks
+    position: Any  # int32 [rows, 1], those of a position's rows
+
+
+class SegmentScratch(NamedTuple):
+    """VMEM for documents on their way from HBM."""
+
+    chunks: Any  # [BUFFERS, PAIR, 1, chunk], of the pairs
+    queries: Any  # [2, PAIR, 1, chunk], with those of PAIR rows' queries among them
+    arrived: Any  # [BUFFERS] semaphores
+    queries_arrived: Any  # [2] semaphores
+
+    @classmethod
+    def of(cls, chunk: int) -> "SegmentScratch":
+        """Returns the scratch for chunks of so many positions."""
+        return cls(
+            chunks=pltpu.VMEM((BUFFERS, PAIR, 1, chunk), jnp.int32),
+            queries=pltpu.VMEM((2, PAIR, 1, chunk), jnp.int32),
+            arrived=pltpu.SemaphoreType.DMA((BUFFERS,)),
+            queries_arrived=pltpu.SemaphoreType.DMA((2,)),
+        )
+
+
+class PrefixScratch(NamedTuple):
+    """VMEM for what is on its way from HBM, and to it."""
+
+    state_rows: Any  # softmax state of a few rows' queries, [few, b, ...]
+    stacked: Any  # of PAIR rows: `Stacked`
+    q_rows: Any  # [2, PAIR, b, H E], queries of PAIR rows and of the next ones
+    k_chunks: Any  # [BUFFERS, PAIR, chunk, H E]
+    v_chunks: Any  # [BUFFERS, PAIR, chunk, H E]
+    written_k: Any  # [few, b, H E], pairs on their way to HBM
+    written_v: Any  # [few, b, H E]
+    q_arrived: Any  # [2] semaphores
+    arrived: Any  # [2, BUFFERS] semaphores, of keys and of values
+    written: Any  # [2] semaphores
+    segments: Any  # `SegmentScratch`, or None
+
+    @classmethod
+    def of(
+        cls, spec: LayerSpec, tiles: Tiles, lanes: int, *, segments: bool
+    ) -> "PrefixScratch":
+        """Returns the scratch of a kernel; `lanes` are those of numbers by head."""
+        b, HE, dtype = tiles.tile, spec.heads * spec.head_width, jnp.dtype(spec.dtype)
+        few = block_of_rows(tiles.rows, 16)
+        chunks = pltpu.VMEM((BUFFERS, PAIR, tiles.keys, HE), dtype)
+        written = pltpu.VMEM((few, b, HE), dtype)
+        return cls(
+            state_rows=Running.scratch(few, b, numbers=lanes, width=HE),
+            stacked=Stacked.scratch(head_groups(spec), b, dtype),
+            q_rows=pltpu.VMEM((2, PAIR, b, HE), dtype),
+            k_chunks=chunks,
+            v_chunks=chunks,
+            written_k=written,
+            written_v=written,
+            q_arrived=pltpu.SemaphoreType.DMA((2,)),
+            arrived=pltpu.SemaphoreType.DMA((2, BUFFERS)),
+            written=pltpu.SemaphoreType.DMA((2,)),
+            segments=SegmentScratch.of(tiles.keys) if segments else None,
+        )
+
+
+def read_prefix(
+    q_hbm,
+    filled: Filled | None,
+    segments: Any,
+    pairs,
+    state,
+    scratch: PrefixScratch,
+    row,
+    before,
+    spec: LayerSpec,
+):
+    """Reads the prefix of a tile's queries, PAIR rows at once.
+
+    That is what the cache held and the `before` pairs of this call. Chunks come from
+    HBM in the order in which they are used, BUFFERS - 1 of them on their way while one
+    is read.
+
+    Args:
+      q_hbm: the queries [B, T, H E].
+      filled: refs of the cache; None: it holds nothing.
+      segments: refs of `Segments`; None: each row is one document.
+      pairs: persistent keys and values of this call [B, S, H E].
+      state: where the softmax state of the queries goes, [b, rows, ...].
+      row: first of the program's rows.
+    """
+    b, rows, _ = state.weighted.shape
+    few, chunk = scratch.state_rows.weighted.shape[0], scratch.k_chunks.shape[2]
+    # First the cache's chunks, as many for all rows of the program, then the call's.
+    most = 0 if filled is None else filled.most[row // rows]
+    cached = None if filled is None else (filled.keys, filled.values)
+    old = (most + chunk - 1) // chunk
+    chunks = old + (before + chunk - 1) // chunk
+    groups = head_groups(spec)
+
+    def pairs_copies(n, source, r, c):
+        """Returns the copies of the n-th chunk of all: chunk c of `source`, rows r."""
+        there = pl.ds(row + PAIR * r, PAIR), pl.ds(c * chunk, chunk)
+        buffer = jax.lax.rem(n, BUFFERS)
+        buffers = scratch.k_chunks, scratch.v_chunks
+        copies = [
+            pltpu.make_async_copy(
+                hbm.at[there], vmem.at[buffer], scratch.arrived.at[i, buffer]
+            )
+            for i, (hbm, vmem) in enumerate(zip(source, buffers, strict=True))
+        ]
+        if segments is not None:
+            to = scratch.segments.chunks, scratch.segments.arrived
+            copies.append(segments_copy(r, c, *(ref.at[buffer] for ref in to)))
+        return copies
+
+    def segments_copy(r, c, vmem, semaphore):
+        """Returns the copy of chunk c of rows r's documents."""
+        begin = pl.multiple_of(c * chunk, chunk)
+        there = pl.ds(row + PAIR * r, PAIR), slice(None), pl.ds(begin, chunk)
+        return pltpu.make_async_copy(segments.by_row.at[there], vmem, semaphore)
+
+    def queries_copies(r):
+        half = jax.lax.rem(r, 2)
+        there = pl.ds(row + PAIR * r, PAIR), pl.ds(pl.multiple_of(before, b), b)
+        to = scratch.q_rows.at[half], scratch.q_arrived.at[half]
+        copies = [pltpu.make_async_copy(q_hbm.at[there], *to)]
+        if segments is not None:
+            to = scratch.segments.queries, scratch.segments.queries_arrived
+            to = (ref.at[half] for ref in to)
+            copies.append(segments_copy(r, before // chunk, *to))
+        return copies
+
+    def fetch(n):
+        r, c = n // jnp.maximum(chunks, 1), jax.lax.rem(n, jnp.maximum(chunks, 1))
+        any_left = n < rows // PAIR * chunks
+
+        @pl.when(any_left & (c >= old))
+        def _():
+            for copy in pairs_copies(n, pairs, r, c - old):
+                copy.start()
+
+        if cached is not None:
+
+            @pl.when(any_left & (c < old))
+            def _():
+                for copy in pairs_copies(n, cached, r, c):
+                    copy.start()
+
+    def fetch_queries(r):
+        @pl.when(r < rows // PAIR)
+        def _():
+            for copy in queries_copies(r):
+                copy.start()
+
+    fetch_queries(0)
+    for n in range(BUFFERS - 1):
+        fetch(n)
+
+    def read_pair(r):
+        fetch_queries(r + 1)
+        for copy in queries_copies(r):
+            copy.wait()
+        half = jax.lax.rem(r, 2)
+        stack(scratch.q_rows.at[half], scratch.stacked, groups, spec)
+        documents = None
+        if segments is not None:
+            near = scratch.segments.queries.at[half]
+            first_query = jax.lax.rem(before, chunk)
+            documents = [
+                _of_queries(near[i], first_query, b, b * groups[0].heads)
+                for i in range(PAIR)
+            ]
+
+        def read_chunk(c, _):
+            n = r * chunks + c
+            fetch(n + BUFFERS - 1)
+            # What is waited for is a buffer's fill, wherever that comes from.
+            for copy in pairs_copies(n, pairs, 0, 0):
+                copy.wait()
+            buffer = jax.lax.rem(n, BUFFERS)
+            k, v = scratch.k_chunks.at[buffer], scratch.v_chunks.at[buffer]
+            if filled is None:
+                first, spans = c * chunk, [Span(before, before)]
+                _clear_tiles(v, (before - first) // b, b)
+            else:
+                in_cache = c < old
+                first = jnp.where(in_cache, c, c - old) * chunk
+                starts = [filled.start[row + PAIR * r + i] for i in range(PAIR)]
+                spans = [
+                    Span(
+                        jnp.where(in_cache, start, before),
+                        before + jnp.where(in_cache, start, 0),
+                    )
+                    for start in starts
+                ]
+                _clear_slots(v, first, spans)
+            same = None
+            if documents is not None:
+                theirs = scratch.segments.chunks.at[buffer]
+                same = [mine == theirs[i] for i, mine in enumerate(documents)]
+            attend_chunk((k, v), scratch.stacked, groups, b, first, spans, same, spec)
+
+        jax.lax.fori_loop(0, chunks, read_chunk, None)
+
+    # The loop over positions reads the state by position: a few rows at a time are
+    # turned.
+    def read_rows(i, _):
+        def one_pair(j, _):
+            read_pair(i * (few // PAIR) + j)
+            mine = (ref.at[pl.ds(PAIR * j, PAIR)] for ref in scratch.state_rows)
+            unstack(scratch.stacked, Running(*mine), groups, spec)
+
+        jax.lax.fori_loop(0, few // PAIR, one_pair, None)
+        block = pl.ds(pl.multiple_of(i * few, few), few)
+        for by_position, by_row in zip(state, scratch.state_rows, strict=True):
+            _turn(by_row, by_position.at[:, block])
+
+    jax.lax.fori_loop(0, rows // few, read_rows, None)
+
+
+def _of_queries(documents: Int[Array, "1 chunk"], first, b: int, count: int):
+    """Returns those of b queries from `first` on, by head, as a column [count, 1]."""
+    shape = (count, documents.shape[1])
+    rank = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, shape, 0), b)
+    mine = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == first + rank
+    return jnp.sum(jnp.where(mine, documents, 0), axis=1, keepdims=True)
+
+
+# Slots beyond the prefix were never written and may hold NaN, which a probability of 0
+# would not stop.
+def _clear_tiles(values, first, b: int):
+    """Clears [PAIR, chunk, H E] from its tile `first` on."""
+
+    def clear(s, _):
+        part = values.at[:, pl.ds(pl.multiple_of(s * b, b), b)]
+        part[:] = jnp.zeros(part.shape, part.dtype)
+
+    jax.lax.fori_loop(first, values.shape[1] // b, clear, None)
+
+
+def _clear_slots(values, first, spans: list[Span]):
+    """Clears [PAIR, chunk, H E] where its slots, from `first` on, are not in a span."""
+    chunk = values.shape[1]
+    for i, span in enumerate(spans):
+
+        @pl.when(first + chunk > span.stop)
+        def _(i=i, span=span):
+            slot = first + jax.lax.broadcasted_iota(jnp.int32, values.shape[1:], 0)
+            kept = jnp.where(slot < span.stop, values[i].astype(jnp.float32), 0.0)
+            values[i] = kept.astype(values.dtype)
+
+
+def write_pairs(tile_pairs, pairs, scratch: PrefixScratch, row, first):
+    """Writes a tile's pairs to HBM by row, and waits until they are there.
+
+    Args:
+      tile_pairs: keys and values [b, rows, H E].
+      pairs: all of them, [B, S, H E].
+      row: first of the program's rows.
+      first: the tile's first position.
+    """
+    few, b, _ = scratch.written_k.shape
+    rows = tile_pairs[0].shape[1]
+
+    def write_rows(i, _):
+        block = pl.ds(pl.multiple_of(i * few, few), few)
+        there = pl.ds(row + i * few, few), pl.ds(pl.multiple_of(first, b), b)
+        turned = scratch.written_k, scratch.written_v
+        copies = []
+        for n, (tile, vmem, hbm) in enumerate(
+            zip(tile_pairs, turned, pairs, strict=True)
+        ):
+            _turn(tile.at[:, block], vmem)
+            copy = pltpu.make_async_copy(vmem, hbm.at[there], scratch.written.at[n])
+            copy.start()
+            copies.append(copy)
+        for copy in copies:
+            copy.wait()
+
+    jax.lax.fori_loop(0, rows // few, write_rows, None)
+
+
+def _turn(source, target):
+    """Writes [N, M, width] as [M, N, width], the lanes of a register at a time."""
+    width = source.shape[2]
+    for first in range(0, width, LANES):
+        lanes = pl.ds(first, min(LANES, width - first))
+        turned = jnp.swapaxes(source[:, :, lanes].astype(jnp.float32), 0, 1)
+        target[:, :, lanes] = turned.astype(target.dtype)

@@ -8,17 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels.recurrent_prefill.arrays import (
+from pallas_kernels.recurrent_prefill.call import (
     Array,
+    BlockSizes,
     LayerSpec,
     LayerWeights,
     RecurrentCache,
     Residuals,
     Rows,
+    choose,
+    refusal_of_call,
 )
-from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes, choose
 from pallas_kernels.recurrent_prefill.equations import prepare
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
+from pallas_kernels.recurrent_prefill.mosaic_tpu.attention import Filled, Segments
 from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import mosaic_kernels
 from pallas_kernels.recurrent_prefill.mosaic_tpu.forward import run_layer
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
@@ -29,10 +32,8 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     forward_bytes,
     refusal_of_sizes,
 )
-from pallas_kernels.recurrent_prefill.mosaic_tpu.prefix import Filled, Segments
 from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
-from pallas_kernels.recurrent_prefill.tiles.refusal import refusal_of_call
 from pallas_kernels.target import refusal_of_mosaic_tpu, vmem_bytes
 
 

@@ -8,12 +8,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
+from pallas_kernels.recurrent_prefill.call import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import (
     HIDDEN,
     Prepared,
     Rotary,
     activate_in_kernel,
+)
+from pallas_kernels.recurrent_prefill.mosaic_tpu.attention import (
+    Filled,
+    PrefixScratch,
+    Running,
+    Segments,
+    read_prefix,
+    write_pairs,
 )
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     NEAR,
@@ -30,14 +38,6 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     rotary_tables,
     rotate,
     slopes_row,
-)
-from pallas_kernels.recurrent_prefill.mosaic_tpu.prefix import (
-    Filled,
-    PrefixScratch,
-    Running,
-    Segments,
-    read_prefix,
-    write_pairs,
 )
 from pallas_kernels.recurrent_prefill.tiles.layout import Vectors, queries_and_pairs
 

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, LayerWeights
+from pallas_kernels.recurrent_prefill.call import Array, LayerSpec, LayerWeights
 from pallas_kernels.recurrent_prefill.equations import Rotary
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 

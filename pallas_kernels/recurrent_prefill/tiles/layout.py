@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Num
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec, RecurrentCache
+from pallas_kernels.recurrent_prefill.call import Array, LayerSpec, RecurrentCache
 from pallas_kernels.recurrent_prefill.equations import (
     Prepared,
     Rotary,

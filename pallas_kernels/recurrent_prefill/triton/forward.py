@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.call import Array
 from pallas_kernels.recurrent_prefill.equations import Prepared, norm_and_rotate
 from pallas_kernels.recurrent_prefill.tiles.layout import (
     Active,
@@ -24,16 +24,21 @@ from pallas_kernels.recurrent_prefill.tiles.layout import (
     put_in_slots,
     queries_and_pairs,
 )
-from pallas_kernels.recurrent_prefill.triton.add_product import Split, add_product
-from pallas_kernels.recurrent_prefill.triton.attention import TileState, attend
+from pallas_kernels.recurrent_prefill.triton.attention import (
+    TileState,
+    attend,
+    attend_earlier,
+    attend_prefix,
+)
 from pallas_kernels.recurrent_prefill.triton.launch import Launch, Position
-from pallas_kernels.recurrent_prefill.triton.norms import shape_of_statistics
-from pallas_kernels.recurrent_prefill.triton.prefix import attend_earlier, attend_prefix
 from pallas_kernels.recurrent_prefill.triton.products import (
     Folded,
+    Split,
+    add_product,
     hidden_product,
     pair_columns,
     pair_product,
+    shape_of_statistics,
 )
 
 NO_PAD = ((0, 0), (0, 0))

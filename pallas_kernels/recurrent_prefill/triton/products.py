@@ -1,12 +1,20 @@
-"""Matrix products of a position's step, with norms and activation fused.
+"""Matrix products of a position's step on GPU, with norms and activation fused.
 
 Arrays are [L, slots, B, width], slots of a tile or of all positions, and a kernel takes
 the position; arrays that live for one position only have a single slot. A program of a
 product owns `rows` rows and `columns` columns of one layer's result and keeps its
-float32 accumulator in registers.
+float32 accumulator in registers. With few rows D columns make few programs: those of a
+block of the residual stream's result then share the contracted axis (`add_product`).
 Operands cross memory once for each program that needs them: rows once per column
 program, weights once per row program, both from L2 at the sizes of one layer. What
 leaves a program is its part of the result and two statistics a row.
+
+A program sees some columns of a row only, so norms pass row sums between kernels. A
+product writes the mean of its columns and the sum of squared deviations, [L, programs,
+2, B], the column programs rounded up to a power of two; the reader joins them (Chan,
+Golub and LeVeque, 1979), so that nothing cancels. Backward, a kernel of its own reads
+whole rows twice, for the sums and for the result; the k-norm's is spread over
+`own_tile_backward` and `pair_product_back`.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +22,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Float
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
 
-from pallas_kernels.recurrent_prefill.arrays import Array, LayerSpec
+from pallas_kernels.powers import next_power
+from pallas_kernels.recurrent_prefill.call import Array, LayerSpec
 from pallas_kernels.recurrent_prefill.equations import Prepared, activate_in_kernel
 from pallas_kernels.recurrent_prefill.tiles.layout import Vectors
 from pallas_kernels.recurrent_prefill.triton.launch import (
@@ -26,19 +36,178 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     column_spec,
     dot,
     launch_kernel,
+    like,
     one_slot,
+    power_dividing,
     row_spec,
+    slot_spec,
     vector_spec,
     warps_of,
     whole_spec,
 )
-from pallas_kernels.recurrent_prefill.triton.norms import (
-    read_spec,
-    read_statistics,
-    shape_of_statistics,
-    write_spec,
-    write_statistics,
-)
+
+
+def shape_of_statistics(layers: int, columns: int, batch: int) -> jax.ShapeDtypeStruct:
+    """Returns the array that `columns` column programs write."""
+    shape = (layers, next_power(columns), 2, batch)
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def write_spec(rows: int) -> pl.BlockSpec:
+    """Returns the block of program (layer, row program, column program)."""
+    return pl.BlockSpec((None, None, 2, rows), lambda l, i, j, *_: (l, j, 0, i))
+
+
+def read_spec(statistics: Float[Array, "L programs 2 B"], rows: int) -> pl.BlockSpec:
+    """Returns all statistics of the rows of a program."""
+    programs = statistics.shape[1]
+    return pl.BlockSpec((None, programs, 2, rows), lambda l, i, *_: (l, 0, 0, i))
+
+
+def write_statistics(ref, values: Float[Array, "rows columns"]) -> None:
+    """Writes mean and squared deviations of a program's columns [rows, columns]."""
+    mean = jnp.sum(values, axis=1) / values.shape[1]
+    deviation = values - mean[:, None]
+    ref[0, :] = mean
+    ref[1, :] = jnp.sum(deviation * deviation, axis=1)
+
+
+def read_statistics(ref, *, width: int, columns: int, kind: str, eps: float):
+    """Returns what a norm subtracts from each row and what it multiplies it by.
+
+    Args:
+      width: of the whole row.
+      columns: width of one program's part.
+    """
+    programs, _, rows = ref.shape
+    if kind == "none":
+        return jnp.zeros(rows, jnp.float32), jnp.ones(rows, jnp.float32)
+    # The array is rounded up to a power of two; no program wrote the rest.
+    written = (
+        jax.lax.broadcasted_iota(jnp.int32, (programs, rows), 0) < width // columns
+    )
+    means = jnp.where(written, ref[:, 0, :], 0.0)
+    total = jnp.sum(jnp.where(written, ref[:, 1, :], 0.0), axis=0)
+    subtracted = jnp.zeros(rows, jnp.float32)
+    if kind == "layer":
+        subtracted = jnp.sum(means, axis=0) * (columns / width)
+    # Squared deviations from the row's mean are those from each part's own mean, plus
+    # what the parts' means are apart. RMSNorm takes 0 for the mean.
+    apart = jnp.where(written, means - subtracted[None, :], 0.0)
+    total = total + columns * jnp.sum(apart * apart, axis=0)
+    return subtracted, jax.lax.rsqrt(total / width + eps)
+
+
+def norm_back(
+    launch: Launch,
+    t: Int[Array, "1"],
+    base: Float[Array, "L _ B D"],
+    dn: Float[Array, "L b B D"],
+    unit: Float[Array, "L b B D"],
+    factor: Float[Array, "L b B"],
+    scale: Float[Array, "L D"],
+    out: Float[Array, "L b B D"],
+    *,
+    kind: str,
+):
+    """Writes out[t] = base[t] + norm back (dn[t]); returns it and s out[t].
+
+    Args:
+      unit: normalised rows before the norm's scale, [L, b, B, D].
+      factor: what the norm multiplied by, [L, b, B].
+    """
+    L, b, B, D = out.shape
+    block = launch.tiles.attend_rows
+    row = lambda array: pl.BlockSpec(  # noqa: E731
+        (None, array.shape[1], block, D), lambda l, i: (l, 0, i, 0)
+    )
+    return launch_kernel(
+        launch,
+        _norm_back_kernel,
+        *(t, base, dn, unit, factor, scale, out),
+        refs=_NormBackRefs,
+        grid=(L, B // block),
+        in_specs=[
+            POSITION,
+            *(row(base), row(dn), row(unit)),
+            pl.BlockSpec((None, b, block), lambda l, i: (l, 0, i)),
+            pl.BlockSpec((None, D), lambda l, i: (l, 0)),
+            row(out),
+        ],
+        out_specs=[
+            row(out),
+            pl.BlockSpec((None, 1, block, D), lambda l, i: (l, 0, i, 0)),
+        ],
+        out_shape=[like(out), jax.ShapeDtypeStruct((L, 1, B, D), launch.spec.dtype)],
+        aliases={6: 0},
+        reads={1: one_slot(base)} | dict.fromkeys((2, 3, 4), one_slot(out)),
+        writes={0: one_slot(out)},
+        kind=kind,
+        residual_scale=launch.spec.residual_scale,
+        depth=power_dividing(D, 1024),
+    )
+
+
+class _NormBackRefs(NamedTuple):
+    """References of `_norm_back_kernel`."""
+
+    t: Any  # int32 [1]: the position within the tile
+    base: Any  # [b, rows, D]
+    dn: Any  # [b, rows, D]: gradient of what the norm returned
+    unit: Any  # [b, rows, D]: rows before the norm's scale
+    factor: Any  # [b, rows]: what the norm multiplied by
+    scale: Any  # [D], of the norm
+    before: Any  # the array that `out` is written into; not read
+    out: Any  # out, [b, rows, D]
+    scaled: Any  # out, [1, rows, D]: s times the new row of out
+
+
+# A program owns a few whole rows, read twice: for the sums and for the result.
+def _norm_back_kernel(refs: _NormBackRefs, *, kind, residual_scale, depth):
+    t = refs.t[0]
+    rows, D = refs.out.shape[1:]
+
+    def add(c, sums):
+        part = pl.ds(c * depth, depth)
+        g = refs.dn[t, :, part] * refs.scale[part][None, :]
+        along, level = sums
+        return along + jnp.sum(g * refs.unit[t, :, part], axis=1), level + jnp.sum(
+            g, axis=1
+        )
+
+    none = jnp.zeros(rows, jnp.float32)
+    along, level = jax.lax.fori_loop(0, D // depth, add, (none, none))
+    along, level, factor = along / D, level / D, refs.factor[t]
+
+    # The sums are known: the same rows once more, for the result.
+    def write(c, _):
+        part = pl.ds(c * depth, depth)
+        g = refs.dn[t, :, part] * refs.scale[part][None, :]
+        g = _standardised_back(g, refs.unit[t, :, part], factor, along, level, kind)
+        total = refs.base[t, :, part] + g
+        refs.out[t, :, part] = total
+        refs.scaled[0, :, part] = (residual_scale * total).astype(refs.scaled.dtype)
+        return 0
+
+    jax.lax.fori_loop(0, D // depth, write, 0)
+
+
+def _standardised_back(
+    g: Float[Array, "rows columns"],
+    unit: Float[Array, "rows columns"],
+    factor: Float[Array, " rows"],
+    along: Float[Array, " rows"],
+    level: Float[Array, " rows"],
+    kind: str,
+) -> Float[Array, "rows columns"]:
+    """Maps the gradient of unit rows back through their standardisation."""
+    if kind == "none":
+        return g
+    g = g - unit * along[:, None]
+    if kind == "layer":
+        g = g - level[:, None]
+    return g * factor[:, None]
+
 
 Norm = tuple[Float[Array, "L D"], Float[Array, "L D"]]
 """Scale and shift."""
@@ -314,3 +483,162 @@ def _normed_dots(x_ref, at, moments, norm_refs, w_refs, depth):
 
 def _own_columns(l, i, j):
     return (l, 0, i, j)
+
+
+class Split(NamedTuple):
+    """How the programs of an `add_product` share its result.
+
+    Attributes:
+      columns: of one program.
+      splits: of the contracted axis; each has programs of its own.
+    """
+
+    columns: int
+    splits: int
+
+    @classmethod
+    def of(cls, launch: Launch, w: Float[Array, "L N M"], batch: int) -> "Split":
+        """Chooses for a weight and padded rows."""
+        L, N, M = w.shape
+        return cls(*launch.split(M, N, L * (batch // launch.tiles.rows)))
+
+    def none_finished(
+        self, launch: Launch, w: Float[Array, "L N M"], batch: int
+    ) -> Array:
+        """Returns how many programs of each block of the result are done: none."""
+        L, _, M = w.shape
+        shape = (L, batch // launch.tiles.rows, M // self.columns)
+        return jnp.zeros(shape, jnp.int32)
+
+
+def add_product(
+    launch: Launch,
+    t: Position,
+    rows: Float[Array, "L _ B N"],
+    w: Float[Array, "L N M"],
+    b: Float[Array, "L M"],
+    residual: Float[Array, "L _ B M"],
+    out: Float[Array, "L _ B M"],
+    finished: Int[Array, "L row_blocks column_blocks"],
+    split: Split,
+):
+    """Writes out[t] = residual[t] + s (rows[t] w + b).
+
+    Args:
+      finished: `Split.none_finished`, and after the first position what this returned.
+
+    Returns:
+      out; its row t once more, in the products' dtype, [L, 1, B, M]; its statistics;
+      finished; the splits' sums, which nobody needs any more.
+    """
+    L, _, B, N = out.shape
+    block, (columns, splits) = launch.tiles.rows, split
+    own = slot_spec(out, block, columns)
+    count = pl.BlockSpec(finished.shape, lambda l, i, j, k: (0, 0, 0))
+    # Where nothing is split there is nothing to add up.
+    shape = (L, splits, B, N) if splits > 1 else (L, 1, 1, 1)
+    sums = pl.BlockSpec((None, splits, block, columns), lambda l, i, j, k: (l, 0, i, j))
+    if splits == 1:
+        sums = pl.BlockSpec((None, 1, 1, 1), lambda l, i, j, k: (l, 0, 0, 0))
+    return launch_kernel(
+        launch,
+        _add_product_kernel,
+        *(*t, rows, w, b, residual, out, finished),
+        refs=_AddRefs,
+        grid=(L, B // block, N // columns, splits),
+        in_specs=[
+            *(POSITION, POSITION),
+            row_spec(rows, block),
+            column_spec(w, columns),
+            vector_spec(columns),
+            slot_spec(residual, block, columns),
+            *(own, count),
+        ],
+        out_specs=[
+            own,
+            pl.BlockSpec((None, None, block, columns), lambda l, i, j, k: (l, 0, i, j)),
+            write_spec(block),
+            *(count, sums),
+        ],
+        out_shape=[
+            like(out),
+            jax.ShapeDtypeStruct((L, 1, B, N), launch.spec.dtype),
+            shape_of_statistics(L, N // columns, B),
+            like(finished),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ],
+        aliases={6: 0, 7: 3},
+        reads={2: one_slot(rows), 5: one_slot(residual)},
+        # The splits' sums are written, and read again.
+        writes={0: one_slot(out), 4: 2.0 if splits > 1 else 0.0},
+        warps=warps_of(block, columns),
+        stages=launch.stages(columns),
+        scale=launch.spec.residual_scale,
+        depth=launch.depth(w.shape[1]),
+        splits=splits,
+        # jax's interpreter runs programs one by one and knows no barrier.
+        interpret=launch.interpret,
+    )
+
+
+class _AddRefs(NamedTuple):
+    """References of `_add_product_kernel`."""
+
+    first: Any  # [1], [1]: the position
+    behind: Any
+    rows: Any  # [positions, rows, N]
+    w: Any  # [N, columns]
+    b: Any  # [columns]
+    residual: Any  # [positions, rows, columns]
+    old_out: Any  # two outputs, which are written in place
+    old_finished: Any
+    out: Any  # [positions, rows, columns]
+    narrow: Any  # [rows, columns]
+    statistics: Any  # [2, rows]: of this program's columns
+    finished: Any  # [L, row_blocks, column_blocks]: programs done, at all positions
+    sums: Any  # [splits, rows, columns], float32
+
+
+# A program reads its part of the contracted axis of its rows and of its columns of w,
+# `depth` at a time. The last of the programs of one block of the result adds up what
+# the others left, and its part of the residual. It waits for none: which one is last, a
+# counter tells, raised once a part's sum is written.
+def _add_product_kernel(refs: _AddRefs, *, scale, depth, splits, interpret):
+    t = Position(refs.first, refs.behind)
+    at = t.slot(refs.rows)
+    steps = refs.w.shape[0] // (splits * depth)
+    first = pl.program_id(3) * steps
+
+    def add(k, total):
+        part = pl.ds((first + k) * depth, depth)
+        return total + dot(refs.rows[at, :, part], refs.w[part, :])
+
+    zero = jnp.zeros((refs.rows.shape[1], refs.w.shape[1]), jnp.float32)
+    total = jax.lax.fori_loop(0, steps, add, zero)
+
+    def finish(total):
+        total = total + refs.b[...][None, :]
+        out = refs.residual[t.slot(refs.residual)] + scale * total
+        refs.out[t.slot(refs.out)] = out
+        refs.narrow[:] = out.astype(refs.narrow.dtype)
+        write_statistics(refs.statistics, out)
+
+    if splits == 1:
+        finish(total)
+        return
+    refs.sums[pl.program_id(3)] = total
+    # Every thread's part of the sum is written before one of them counts it.
+    if not interpret:
+        pltriton.debug_barrier()
+    block = tuple(pl.program_id(axis) for axis in range(3))
+    # A constant is more than jax's interpreter takes here.
+    one = 1 + jnp.minimum(pl.program_id(3), 0)
+    before = pltriton.atomic_add(refs.finished, block, one)
+
+    @pl.when(before % splits == splits - 1)
+    def _():
+        # In the order of the splits, whoever is last: results do not change from run
+        # to run.
+        finish(
+            jax.lax.fori_loop(0, splits, lambda k, total: total + refs.sums[k], zero)
+        )

@@ -1,39 +1,235 @@
-"""The XLA path: every switch, every platform, all three schedules."""
+"""The XLA path: every switch, every platform, all three schedules.
+
+`Tiling` is what both passes derive from a call. The forward pass writes the call's new
+pairs into the cache, each row at its own position; the backward pass takes the new
+cache's gradient to the new pairs and the old cache.
+"""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from pallas_kernels.recurrent_prefill.arrays import (
+from pallas_kernels.recurrent_prefill.call import (
     Array,
+    BlockSizes,
     LayerSpec,
     LayerWeights,
     RecurrentCache,
     Residuals,
     Rows,
+    choose,
 )
-from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.xla import one_position
-from pallas_kernels.recurrent_prefill.xla.backward import run_layers_backward
-from pallas_kernels.recurrent_prefill.xla.cache import (
-    add_cached,
-    positions_of_call,
-    write,
-    written_backward,
+from pallas_kernels.recurrent_prefill.xla.attention import (
+    Pairs,
+    Visibility,
+    to_rows,
+    visibility_of,
 )
-from pallas_kernels.recurrent_prefill.xla.call import Call
+from pallas_kernels.recurrent_prefill.xla.backward import (
+    PairGradients,
+    run_layers_backward,
+)
 from pallas_kernels.recurrent_prefill.xla.forward import run_layers
 from pallas_kernels.recurrent_prefill.xla.geometry import (
+    Geometry,
     from_below,
     from_slots,
     of_last_stage,
+    plan,
     to_slots,
 )
+
+
+class Call(NamedTuple):
+    """What forward and backward work out of a call's arguments."""
+
+    geometry: Geometry
+    visibility: Visibility
+    phase: Array | None
+    wide: jnp.dtype
+    together: bool
+
+    @classmethod
+    def of(
+        cls,
+        x: Array,
+        weights: LayerWeights,
+        cache: RecurrentCache,
+        rows: Rows,
+        *,
+        spec: LayerSpec,
+        schedule: str | None,
+        tile: int | None,
+        blocks: BlockSizes | None,
+        stages: Stages,
+    ) -> "Call":
+        """Cuts the call; sizes that are None are measured ones or the heuristic's."""
+        options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
+        tile, blocks = choose("xla", x, weights, cache, **options)
+        T, L = x.shape[1], weights.w_q.shape[0]
+        schedule = "prefix" if schedule is None else schedule
+        together = schedule == "wavefront" or L == 1
+        # With a real cache, rows may stand at different places within their blocks.
+        phased = cache.slots > 0 and spec.block > 1 and T > 1
+        tile, chunk = tile_and_chunk(
+            positions=T,
+            block=spec.block,
+            schedule=schedule,
+            tile=tile,
+            keys=blocks.keys,
+        )
+        unit = spec.block if phased else min(spec.block, T)
+        geometry = plan(
+            layers=L if together else 1,
+            positions=T,
+            unit=unit,
+            tile=tile,
+            chunk=chunk,
+            phased=phased,
+            stages=stages.count,
+            axis=stages.axis,
+        )
+        wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), spec.dtype)
+        phase = cache.position % spec.block if phased else None
+        segments = rows.segments
+        if segments is not None:
+            segments = to_slots(segments, phase, geometry.slots)
+        visibility = visibility_of(cache, segments, phase, geometry, spec, wide)
+        return cls(geometry, visibility, phase, wide, together)
+
+
+def tile_and_chunk(
+    *, positions: int, block: int, schedule: str, tile: int | None, keys: int | None
+) -> tuple[int, int]:
+    """Returns b, positions of a tile, and how many keys of its prefix are read at once.
+
+    The caller's sizes, or the tile that measured fastest on two CPU cores. 8 rows,
+    forward and backward: 32 and 64 do not differ at 256 positions of width 128; at 1024
+    of width 256, 64 takes 12 % less CPU time than 32 and 28 % less than 128. `plan`
+    rounds the keys up to whole tiles.
+    """
+    if schedule == "naive":
+        return block, 256 if keys is None else keys
+    if tile is None:
+        tile = -(-(32 if positions <= 256 else 64) // block) * block
+    return tile, 128 if keys is None else keys
+
+
+def write(
+    cache: RecurrentCache,
+    persistent: tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]],
+    temporary: tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]] | None,
+    rows: Rows,
+    spec: LayerSpec,
+) -> RecurrentCache:
+    """Writes rows of keys and values [L, T, B, K, E]; padding is dropped.
+
+    Temporary pairs stay for the rows' unfinished blocks only.
+    """
+    T, B = persistent[0].shape[1:3]
+    offset = jnp.arange(T)
+    count = jnp.full(B, T) if rows.lengths is None else rows.lengths
+    at = cache.position[:, None] + offset  # [B, T]
+    real = offset < count[:, None]
+    seen = (cache.position + count).astype(cache.position.dtype)
+    keys, values = (
+        _put(old, new, at, real)
+        for old, new in zip((cache.keys, cache.values), persistent, strict=True)
+    )
+    cache = cache._replace(keys=keys, values=values, position=seen, written=seen)
+    if temporary is None:
+        return cache
+    c = spec.block
+    unfinished = real & (at // c == seen[:, None] // c)
+    keys, values = (
+        _put(old, new, at % c, unfinished)
+        for old, new in zip(
+            (cache.temporary_keys, cache.temporary_values), temporary, strict=True
+        )
+    )
+    return cache._replace(temporary_keys=keys, temporary_values=values)
+
+
+def _put(old: Array, new: Array, slot: Array, kept: Array) -> Array:
+    B, T = slot.shape
+    # Out of range they are dropped; no two are one, so that the scatter needs no order.
+    slot = jnp.where(kept, slot, old.shape[2] + jnp.arange(T))
+    index = (slice(None), jnp.arange(B)[:, None], slot)
+    new = jnp.swapaxes(new, 1, 2).astype(old.dtype)  # [L, B, T, K, E]
+    return old.at[index].set(new, mode="drop", unique_indices=True)
+
+
+def positions_of_call(
+    pairs: Pairs, call: Call, T: int
+) -> tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]]:
+    """Takes the rows [L, T, B, K, E] of the call's T positions out of pairs."""
+    k, v = (from_slots(part, call.phase, T, time=1) for part in to_rows(pairs))
+    return k, v
+
+
+def written_backward(
+    dcache: RecurrentCache,
+    x: Float[Array, "B T D"],
+    cache: RecurrentCache,
+    rows: Rows,
+    call: Call,
+    spec: LayerSpec,
+) -> tuple[tuple, RecurrentCache]:
+    """Takes the new cache's gradient back to the new pairs and the old cache."""
+    if not cache.slots:
+        return (None, None), jax.tree.map(jnp.zeros_like, cache)
+    B, T = x.shape[:2]
+    L, size = cache.keys.shape[0], call.geometry.positions
+    shape = (L, B, spec.key_heads, spec.head_width, size)
+    zero = PairGradients(jnp.zeros(shape, call.wide), jnp.zeros(shape, call.wide))
+    temporary = zero if spec.block > 1 else None
+
+    def write_floats(old, persistent, temporary):
+        before = cache._replace(**dict(zip(_PAIRS, old, strict=True)))
+        new = positions_of_call(_as_pairs(persistent), call, T)
+        if temporary is not None:
+            temporary = positions_of_call(_as_pairs(temporary), call, T)
+        return write(before, new, temporary, rows, spec)[:4]
+
+    # Writing is linear in the pairs, so it may be taken back at zeros.
+    _, pull = jax.vjp(write_floats, cache[:4], zero, temporary)
+    dold, *dpairs = pull(dcache[:4])
+    # All pairs are written behind such a call: no one reads what one is made of.
+    dcache = dcache._replace(source=jnp.zeros_like(cache.source))
+    return tuple(dpairs), dcache._replace(**dict(zip(_PAIRS, dold, strict=True)))
+
+
+_PAIRS = ("keys", "values", "temporary_keys", "temporary_values")
+"""Those of a cache's fields that hold pairs, its first four."""
+
+
+def _as_pairs(gradients: PairGradients) -> Pairs:
+    """Gives arrays that lie as pair gradients do the layout of pairs."""
+    return Pairs(gradients.dk, jnp.swapaxes(gradients.dv, 3, 4))
+
+
+def add_cached(dold: RecurrentCache, more: PairGradients, cache: RecurrentCache):
+    """Adds gradients [L, B, K, E, S + open] of the cached pairs that were read."""
+    k, v = (jnp.moveaxis(part, 4, 2) for part in more)
+    S = cache.slots
+    parts = {
+        "keys": k[:, :, :S],
+        "values": v[:, :, :S],
+        "temporary_keys": k[:, :, S:],
+        "temporary_values": v[:, :, S:],
+    }
+    return dold._replace(
+        **{
+            name: getattr(dold, name) + part.astype(getattr(cache, name).dtype)
+            for name, part in parts.items()
+        }
+    )
 
 
 def supported(

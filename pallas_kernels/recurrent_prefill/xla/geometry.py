@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
-from pallas_kernels.recurrent_prefill.arrays import Array
+from pallas_kernels.recurrent_prefill.call import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import few_queries, target, uncopied_weights
 from pallas_kernels.mesh_cut import COLUMN_AXIS, as_it_lies, free_axes, row_axes
-from pallas_kernels.recurrent_prefill.arrays import (
+from pallas_kernels.recurrent_prefill.call import (
     Array,
     LayerSpec,
     LayerWeights,
@@ -37,7 +37,7 @@ from pallas_kernels.recurrent_prefill.equations import (
     pre_norm,
     rotation,
 )
-from pallas_kernels.recurrent_prefill.xla.biases import alibi_slopes
+from pallas_kernels.recurrent_prefill.xla.attention import alibi_slopes
 
 
 def serves(x: Float[Array, "B T D"], cache: RecurrentCache, spec: LayerSpec) -> bool:

@@ -5,7 +5,7 @@ from typing import cast
 from flax import nnx
 
 from pallas_kernels.recurrent_prefill import LayerSpec, LayerWeights
-from pallas_kernels.recurrent_prefill.arrays import Dtype
+from pallas_kernels.recurrent_prefill.call import Dtype
 from recurjax.layers.attention import AttentionConfig, SelfAttention
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm

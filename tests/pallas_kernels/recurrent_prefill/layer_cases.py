@@ -6,13 +6,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.recurrent_prefill.arrays import (
+from pallas_kernels.recurrent_prefill.call import (
+    BlockSizes,
     LayerSpec,
     LayerWeights,
     Rows,
     empty_cache,
 )
-from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.xla import backend as xla

@@ -14,7 +14,7 @@ from pallas_kernels.recurrent_prefill import (
     empty_cache,
     recurrent_prefill,
 )
-from pallas_kernels.recurrent_prefill.block_sizes import choose, shape_class
+from pallas_kernels.recurrent_prefill.call import choose, shape_class
 from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
@@ -23,10 +23,10 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
 )
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import choose_tiles as tpu_tiles
 from pallas_kernels.recurrent_prefill.triton import backend as triton
-from pallas_kernels.recurrent_prefill.triton.tiles import (
+from pallas_kernels.recurrent_prefill.triton.launch import (
     choose_tiles,
 )
-from pallas_kernels.recurrent_prefill.xla.call import Call
+from pallas_kernels.recurrent_prefill.xla.backend import Call
 from pallas_kernels.target import LEAST_VMEM, Target, as_if
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,

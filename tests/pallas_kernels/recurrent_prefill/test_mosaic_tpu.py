@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
+from pallas_kernels.recurrent_prefill.call import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
-from pallas_kernels.recurrent_prefill.mosaic_tpu.attention_backward import SPAN
+from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import SPAN
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     CHUNK,
     LayerSizes,

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.recurrent_prefill import recurrent_prefill
-from pallas_kernels.recurrent_prefill.arrays import empty_cache
+from pallas_kernels.recurrent_prefill.call import empty_cache
 from tests.pallas_kernels.recurrent_prefill.layer_cases import Case, reference
 from tests.tolerances import assert_gradients_close, assert_values_close
 

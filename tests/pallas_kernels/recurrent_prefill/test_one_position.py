@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.recurrent_prefill import recurrent_prefill
-from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
+from pallas_kernels.recurrent_prefill.call import Rows, empty_cache
 from pallas_kernels.recurrent_prefill.xla import one_position
 from pallas_kernels.target import Target, as_if
 from recurjax.sharding import MeshConfig, make_mesh

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.recurrent_prefill import LayerWeights, empty_cache
 from pallas_kernels.recurrent_prefill.triton import backend as triton
-from pallas_kernels.recurrent_prefill.triton.order_of_work import choose_schedule
+from pallas_kernels.recurrent_prefill.triton.backend import choose_schedule
 from pallas_kernels.target import Target, as_if
 from tests.pallas_kernels.recurrent_prefill.layer_cases import Case, Rows
 

@@ -8,16 +8,13 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from pallas_kernels.recurrent_prefill.arrays import Rows, empty_cache
-from pallas_kernels.recurrent_prefill.block_sizes import BlockSizes
+from pallas_kernels.recurrent_prefill.call import BlockSizes, Rows, empty_cache
 from pallas_kernels.recurrent_prefill.triton import backend as triton
-from pallas_kernels.recurrent_prefill.triton.add_product import Split
 from pallas_kernels.recurrent_prefill.triton.launch import (
     Launch,
-)
-from pallas_kernels.recurrent_prefill.triton.tiles import (
     choose_tiles,
 )
+from pallas_kernels.recurrent_prefill.triton.products import Split
 from pallas_kernels.target import Target, as_if, shared_memory_bytes
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
