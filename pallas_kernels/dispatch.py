@@ -60,6 +60,8 @@ class Op:
         (outputs, residuals).
       cuts_xla: whether the call is cut for "xla" too. The compiler cuts XLA's own
         operations by itself, but some loops it can only gather for.
+      prepare: (call, backend, cut) -> the call that the chosen backend runs; jax
+        differentiates through it. None: the call as it is.
       on_device: (cut, options) -> the options of a device's part of the call, for what
         a backend has to do among the devices itself. None: the call's own.
     """
@@ -70,6 +72,7 @@ class Op:
     specs: Callable[[Cut, Any, str], Specs]
     reads_outputs: bool = False
     cuts_xla: bool = False
+    prepare: Callable[[Any, Any, Cut | None], Any] | None = None
     on_device: Callable[[Cut, Any], Any] | None = None
 
 
@@ -94,6 +97,8 @@ def run(op: Op, call: Any, *, implementation: str | None) -> Any:
         chosen = _Chosen(op, name, _find_cut(op, name, call))
         reason = chosen.refusal(call)
         if reason is None:
+            if op.prepare is not None:
+                call = op.prepare(call, chosen.backend, chosen.cut)
             return _differentiable(chosen, call)
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError(f"{op.name}: {'; '.join(reasons)}")

@@ -164,8 +164,14 @@ class _Refs(NamedTuple):
 
 
 _STREAMS = (
-    *("values", "states", "d_states", "initial", "d_finals"),
-    *("d_values", "d_initial", "sums"),
+    "values",
+    "states",
+    "d_states",
+    "initial",
+    "d_finals",
+    "d_values",
+    "d_initial",
+    "sums",
 )
 _READING = ("queries", "d_logits", "d_queries", "of_logits", "query_sums")
 

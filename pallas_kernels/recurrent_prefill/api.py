@@ -1,44 +1,37 @@
 """The op: L Recurrent Transformer layers over T more positions of every row."""
 
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from pallas_kernels import mesh_cut
-from pallas_kernels import positional as dispatch
-from pallas_kernels.positional import Implementation, check_kinds, check_shapes
-from pallas_kernels.recurrent_prefill import mesh_layout
+from pallas_kernels import dispatch, mesh_cut
+from pallas_kernels.dispatch import Implementation, check_kinds, check_shapes
+from pallas_kernels.mesh_cut import Cut
 from pallas_kernels.recurrent_prefill.call import (
     Array,
     BlockSizes,
     LayerSpec,
     LayerWeights,
     RecurrentCache,
+    RecurrentPrefillCall,
+    RecurrentPrefillOptions,
     Rows,
     Schedule,
     source_width,
 )
-from pallas_kernels.recurrent_prefill.mesh_layout import check_stages, stages_on_mesh
+from pallas_kernels.recurrent_prefill.mesh_layout import (
+    cache_specs,
+    check_stages,
+    find_cut,
+    options_on_device,
+    specs,
+)
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.xla import backend as xla
-from pallas_kernels.recurrent_prefill.xla import one_position
-
-OP = dispatch.Op(
-    name="recurrent_prefill",
-    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
-    find_cut=mesh_layout.find_cut,
-    specs=mesh_layout.specs,
-    kept_specs=mesh_layout.kept_specs,
-    on_mesh=mesh_layout.stages_of,
-    outputs=2,  # z and the cache.
-    kept=(2,),
-    spares=True,
-    # Left to the compiler, weights' gradients are summed over the devices once a tile.
-    cuts_xla=True,
-)
+from pallas_kernels.recurrent_prefill.xla.one_position import write_pending
 
 
 def recurrent_prefill(
@@ -95,34 +88,20 @@ def recurrent_prefill(
       NotImplementedError: the named backend cannot; segments with a real cache.
     """
     rows = Rows() if rows is None else rows
-    # Before any backend sees it, so that a mistake reads the same whatever would run.
-    check_call(x, weights, cache, rows, spec=spec, schedule=schedule, tile=tile)
-    check_stages(weights, schedule)
-    if stages_on_mesh() > 1 or not one_position.serves(x, cache, spec):
-        cache = _with_all_pairs(x, weights, cache, rows, spec)
-    z, written = dispatch.run(
-        OP,
-        (x, weights, cache, rows),
-        implementation=implementation,
-        spec=spec,
-        schedule=schedule,
-        tile=tile,
-        blocks=blocks,
+    options = RecurrentPrefillOptions(
+        spec=spec, schedule=schedule, tile=tile, blocks=blocks
     )
-    return z, written
+    call = RecurrentPrefillCall(x, weights, cache, rows, options)
+    # Before any backend sees it, so that a mistake reads the same whatever would run.
+    check_call(call)
+    check_stages(weights, schedule)
+    return dispatch.run(OP, call, implementation=implementation)
 
 
-def check_call(
-    x: Array,
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-) -> None:
+def check_call(call: RecurrentPrefillCall) -> None:
     """Raises ValueError or NotImplementedError when a call makes no sense."""
+    x, weights, cache, rows, options = call
+    spec, schedule, tile = options.spec, options.schedule, options.tile
     if x.ndim != 3 or 0 in x.shape:
         raise ValueError(_wants(f"x of shape [B, T >= 1, D], none 0, got {x.shape}"))
     _check_weights(x.shape[2], weights, spec)
@@ -148,20 +127,6 @@ def check_call(
         raise ValueError(
             _wants(f"tile to be a multiple of spec.block={spec.block}, got {tile}")
         )
-
-
-def _with_all_pairs(
-    x: Array, weights: LayerWeights, cache: RecurrentCache, rows: Rows, spec: LayerSpec
-) -> RecurrentCache:
-    """Writes the pair that a decode step has left, each device that of its rows."""
-    if not cache.source.size:
-        return cache
-    cut = mesh_layout.find_cut(x, weights, cache, rows)
-    write = partial(one_position.write_pending, spec=spec)
-    if cut is None or not cut.cuts:
-        return write(weights, cache)
-    lies = mesh_layout.cache_specs(cut)
-    return mesh_cut.run(cut, write, (P(cut.columns), lies), lies, weights, cache)
 
 
 def _check_weights(width: int, weights: LayerWeights, spec: LayerSpec) -> None:
@@ -235,3 +200,35 @@ def _check_rows(x: Array, cache: RecurrentCache, rows: Rows) -> None:
 
 def _wants(what: str) -> str:
     return f"recurrent_prefill: wants {what}"
+
+
+def _prepare(call: RecurrentPrefillCall, backend: Any, cut: Cut | None) -> Any:
+    """Writes the pair that a decode step has left, each device that of its rows.
+
+    A backend that makes the pair together with its own reads it as it was left.
+    """
+    part = call
+    if cut is not None:
+        part = call._replace(options=options_on_device(cut, call.options))
+    if not call.cache.source.size or backend.reads_pending(part):
+        return call
+    write = partial(write_pending, spec=call.spec)
+    cut = find_cut(call)
+    if cut is None or not cut.cuts:
+        return call._replace(cache=write(call.weights, call.cache))
+    of_cache = cache_specs(cut)
+    in_specs = (P(cut.columns), of_cache)
+    cache = mesh_cut.run(cut, write, in_specs, of_cache, call.weights, call.cache)
+    return call._replace(cache=cache)
+
+
+OP = dispatch.Op(
+    name="recurrent_prefill",
+    backends={"triton": triton, "mosaic_tpu": mosaic_tpu, "xla": xla},
+    find_cut=find_cut,
+    specs=specs,
+    prepare=_prepare,
+    on_device=options_on_device,
+    # Left to the compiler, weights' gradients are summed over the devices once a tile.
+    cuts_xla=True,
+)

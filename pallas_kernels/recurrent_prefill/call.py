@@ -251,69 +251,115 @@ class BlockSizes(GivenSizes):
     stages: int | None = None
 
 
-def choose(
-    backend: str,
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-    blocks: BlockSizes | None,
-) -> tuple[int | None, BlockSizes]:
-    """Returns the tile and the block sizes that the caller gave, or measured ones.
+class Stages(NamedTuple):
+    """Devices that the layers lie on, and their mesh axis."""
 
-    What was measured belongs together: where the caller gives anything, the rest is the
-    heuristic's.
+    count: int
+    axis: str | None
+
+
+ONE_STAGE = Stages(1, None)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentPrefillOptions:
+    """What is static of a call.
+
+    Attributes:
+      spec: every switch of the layer.
+      schedule, tile: see `recurrent_prefill`.
+      blocks: sizes of the caller's; None: measured ones, else the heuristic's.
+      stages: of the mesh that the layers are cut over.
+      interpret: runs kernels as plain JAX, on any device; pltpu.InterpretParams: with
+        the TPU's own semantics.
     """
-    if tile is None and blocks is None:
-        shape = shape_class(x, weights, cache, spec=spec, schedule=schedule)
-        found = dict(measured_sizes.find("recurrent_prefill", backend, shape))
-        tile = found.pop("tile", None)
-        blocks = BlockSizes.measured("recurrent_prefill", found)
-    return tile, BlockSizes() if blocks is None else blocks
+
+    spec: LayerSpec
+    schedule: str | None = None
+    tile: int | None = None
+    blocks: BlockSizes | None = None
+    stages: Stages = ONE_STAGE
+    interpret: Any = False
 
 
-def shape_class(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-) -> dict[str, Any]:
-    """Returns what of a call its best block sizes depend on: one entry of the file.
+class RecurrentPrefillCall(NamedTuple):
+    """What every backend receives; with gradients in place of arrays, what it returns.
 
-    Batch and positions stand for all that round up to the same power of two.
+    Outputs of a backend are z and the cache with the new positions.
     """
-    B, T, D = x.shape
-    return {
-        "batch": next_power(B),
-        "positions": next_power(T),
-        "width": D,
-        "inner_width": weights.w_up.shape[2],
-        "gated": weights.w_gate is not None,
-        "heads": spec.heads,
-        "key_heads": spec.key_heads,
-        "head_width": spec.head_width,
-        "block": spec.block,
-        "dtype": jnp.dtype(spec.dtype).name,
-        "schedule": "prefix" if schedule is None else schedule,
-        "training": cache.slots == 0,
-    }
+
+    x: Float[Array, "B T D"]
+    weights: LayerWeights
+    cache: RecurrentCache
+    rows: Rows
+    options: RecurrentPrefillOptions
+
+    @property
+    def spec(self) -> LayerSpec:
+        """Every switch of the layer."""
+        return self.options.spec
+
+    @property
+    def seen(self) -> Int[Array, " B"]:
+        """How many positions each row has seen after the call."""
+        count = self.x.shape[1] if self.rows.lengths is None else self.rows.lengths
+        return (self.cache.position + count).astype(self.cache.position.dtype)
+
+    @property
+    def shape_class(self) -> dict[str, Any]:
+        """What of a call its best block sizes depend on: one entry of the file.
+
+        Batch and positions stand for all that round up to the same power of two.
+        """
+        (B, T, D), spec, schedule = self.x.shape, self.spec, self.options.schedule
+        return {
+            "batch": next_power(B),
+            "positions": next_power(T),
+            "width": D,
+            "inner_width": self.weights.w_up.shape[2],
+            "gated": self.weights.w_gate is not None,
+            "heads": spec.heads,
+            "key_heads": spec.key_heads,
+            "head_width": spec.head_width,
+            "block": spec.block,
+            "dtype": jnp.dtype(spec.dtype).name,
+            "schedule": "prefix" if schedule is None else schedule,
+            "training": self.cache.slots == 0,
+        }
+
+    def sizes(self, backend: str) -> tuple[int | None, BlockSizes]:
+        """Returns the tile and the block sizes that the caller gave, or measured ones.
+
+        What was measured belongs together: where the caller gives anything, the rest is
+        the heuristic's.
+        """
+        tile, blocks = self.options.tile, self.options.blocks
+        if tile is None and blocks is None:
+            op = "recurrent_prefill"
+            measured = dict(measured_sizes.find(op, backend, self.shape_class))
+            tile = measured.pop("tile", None)
+            blocks = BlockSizes.measured(op, measured)
+        return tile, BlockSizes() if blocks is None else blocks
+
+    def with_gradients(
+        self, dx: Array, dweights: LayerWeights, dcache: RecurrentCache
+    ) -> "RecurrentPrefillCall":
+        """Returns gradients in place of the arrays; integers have none."""
+        dcache = dcache._replace(position=None, written=None)
+        return self._replace(x=dx, weights=dweights, cache=dcache, rows=Rows())
 
 
-def refusal_of_call(
-    x: Float[Array, "B T D"], cache: RecurrentCache, spec: LayerSpec
-) -> str | None:
-    """Returns the first switch that is set and has no kernel, None where none is."""
-    if x.shape[1] == 1 and cache.slots:
+def refusal_of_kernels(call: RecurrentPrefillCall) -> str | None:
+    """Returns what no kernel does of a call, whatever its device; None: nothing."""
+    if call.options.stages.count > 1:
+        return "runs no layers on several stages"
+    if call.x.shape[1] == 1 and call.cache.slots:
         # A tile's prefix is laid out for whole programs of rows, the cache with it: a
         # decode step of one row would move many times what it reads.
         return "leaves a decode step to xla, which reads the cache where it lies"
-    if spec.block != 1:
-        return f"runs blocks of one position, got block={spec.block}"
-    if spec.dtype == "float64" or x.dtype == jnp.float64:
+    if call.spec.block != 1:
+        return f"runs blocks of one position, got block={call.spec.block}"
+    if call.spec.dtype == "float64" or call.x.dtype == jnp.float64:
         return "computes in float32 at most"
     return None

@@ -5,38 +5,30 @@ tile, and no kernel would be cut at all. Here the devices meet once a call, and 
 of a wavefront once a tile (`xla/geometry.py`).
 """
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
 
 from pallas_kernels import mesh_cut
+from pallas_kernels.dispatch import Specs
 from pallas_kernels.mesh_cut import Cut, free_axes
-from pallas_kernels.positional import Specs
 from pallas_kernels.recurrent_prefill.call import (
-    Array,
     LayerWeights,
     RecurrentCache,
+    RecurrentPrefillCall,
+    RecurrentPrefillOptions,
+    Stages,
 )
 
 LAYER_AXIS = "stage"
 """The axis of the mesh that cuts the layers, where it has it: the cut's columns."""
 
 _ROWS_AXIS = {"triton": 1, "mosaic_tpu": 1, "xla": 2}
-"""Axis of the batch in what each backend keeps, behind the layers' axis 0."""
+"""Axis of the batch in each backend's residuals, behind the layers' axis 0."""
 
 
-class Stages(NamedTuple):
-    """Devices that the layers lie on, and their mesh axis."""
-
-    count: int
-    axis: str | None
-
-
-ONE_STAGE = Stages(1, None)
-
-
-def find_cut(x: Float[Array, "B T D"], weights, cache, rows) -> Cut | None:
+def find_cut(call: RecurrentPrefillCall) -> Cut | None:
     """Returns how the call is cut on the mesh that is set; None: it is not.
 
     A batch that the devices do not divide is computed whole on each of them; stages
@@ -44,18 +36,22 @@ def find_cut(x: Float[Array, "B T D"], weights, cache, rows) -> Cut | None:
     """
     # The layers take the place of columns: the one axis beside the rows that cuts a
     # call.
-    del weights, cache, rows
-    return mesh_cut.find_cut(x.shape[0], lambda stages: True, axis=LAYER_AXIS)
+    return mesh_cut.find_cut(call.x.shape[0], lambda stages: True, axis=LAYER_AXIS)
 
 
-def specs(cut: Cut, x, weights, cache, rows) -> Specs:
-    """Returns how arrays and outputs lie on the mesh."""
-    del x, weights, cache, rows
+def specs(cut: Cut, call: RecurrentPrefillCall, backend: str) -> Specs:
+    """Returns how the call and a backend's results lie on the mesh."""
     # x is whole on every stage: the first one reads it. A stage's part of dx is zero
     # unless it is the first, and the frame adds the parts up.
     by_row, of_cache = P(cut.by_row), cache_specs(cut)
+    # Positions lie before the rows where a loop over tiles wrote them one by one.
+    between = (None,) * (_ROWS_AXIS[backend] - 1)
     return Specs(
-        arrays=(by_row, P(cut.columns), of_cache, by_row), results=(by_row, of_cache)
+        call=call._replace(
+            x=by_row, weights=P(cut.columns), cache=of_cache, rows=by_row
+        ),
+        outputs=(by_row, of_cache),
+        residuals=P(cut.columns, *between, cut.by_row),
     )
 
 
@@ -66,18 +62,14 @@ def cache_specs(cut: Cut) -> RecurrentCache:
     return RecurrentCache(*(of_layers,) * 5, position=by_row, written=by_row)
 
 
-def kept_specs(backend: str, cut: Cut) -> tuple[P]:
-    """Returns how the residuals lie, whose axis of rows is the backend's own."""
-    # Positions lie before the rows where a loop over tiles wrote them one by one.
-    between = (None,) * (_ROWS_AXIS[backend] - 1)
-    return (P(cut.columns, *between, cut.by_row),)
-
-
-def stages_of(cut: Cut) -> dict[str, Any]:
-    """Returns the backends' option `stages` where the layers are cut."""
+def options_on_device(
+    cut: Cut, options: RecurrentPrefillOptions
+) -> RecurrentPrefillOptions:
+    """Returns the options of a device's part, with the stages that cut the layers."""
     if cut.columns is None:
-        return {}
-    return {"stages": Stages(cut.mesh.shape[cut.columns], cut.columns)}
+        return options
+    stages = Stages(cut.mesh.shape[cut.columns], cut.columns)
+    return replace(options, stages=stages)
 
 
 def stages_on_mesh() -> int:

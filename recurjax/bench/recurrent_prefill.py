@@ -12,11 +12,15 @@ from pallas_kernels import target
 from pallas_kernels.recurrent_prefill import (
     BlockSizes,
     LayerWeights,
+    Rows,
     empty_cache,
     recurrent_prefill,
 )
 from pallas_kernels.recurrent_prefill.api import OP
-from pallas_kernels.recurrent_prefill.call import shape_class
+from pallas_kernels.recurrent_prefill.call import (
+    RecurrentPrefillCall,
+    RecurrentPrefillOptions,
+)
 from pallas_kernels.recurrent_prefill.triton.backend import choose_schedule
 from recurjax.bench import op_by_backend
 from recurjax.bench.op_by_backend import Call, Candidates, Dtype, rows_of_step
@@ -90,6 +94,9 @@ def call_of(config: RecurrentTransformerConfig, B: int, T: int, dtype: str) -> C
     spec, schedule = spec_of(config, dtype), config.schedule
     cache = empty_cache(weights.w_q.shape[0], B, 0, config.width, spec)
 
+    options = RecurrentPrefillOptions(spec=spec, schedule=schedule)
+    call = RecurrentPrefillCall(x, weights, cache, Rows(), options)
+
     def run(x: jax.Array, weights: LayerWeights, **options: Any) -> jax.Array:
         options = {"spec": spec, "schedule": schedule, **options}
         return recurrent_prefill(x, weights, cache, **options)[0]
@@ -99,7 +106,7 @@ def call_of(config: RecurrentTransformerConfig, B: int, T: int, dtype: str) -> C
         function=run,
         arrays=(x, weights),
         shape={"B": B, "T": T, "D": config.width, "H": config.heads},
-        shape_class=shape_class(x, weights, cache, spec=spec, schedule=schedule),
+        shape_class=call.shape_class,
         sized=_sized,
     )
 

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from pallas_kernels import target
 from pallas_kernels.gated_scan import mosaic_tpu, triton
+from pallas_kernels.gated_scan.call import GatedScanCall, GatedScanOptions
 from pallas_kernels.target import Target, as_if, current
 from tests.source_tree import modules, tree_of
 
@@ -72,9 +73,10 @@ def test_a_target_is_set_in_its_own_thread_and_no_longer_than_asked():
 )
 def test_backends_ask_the_target(backend, device, reason):
     gate = jnp.zeros((1, 3, 16))
-    call = (gate, (gate,), (), None, None, None)
+    options = GatedScanOptions(chunk=None)
+    call = GatedScanCall(gate, (gate,), (), None, None, None, options)
     with as_if(device):
-        assert backend.supported(*call, chunk=None) == reason
+        assert backend.supported(call) == reason
 
 
 def test_a_kernel_s_memory_is_that_of_the_target():

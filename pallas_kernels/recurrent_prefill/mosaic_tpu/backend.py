@@ -1,8 +1,8 @@
 """TPU path: one kernel runs a whole layer's loop with its weights in VMEM."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,14 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.recurrent_prefill.call import (
     Array,
-    BlockSizes,
     LayerSpec,
     LayerWeights,
     RecurrentCache,
+    RecurrentPrefillCall,
     Residuals,
-    Rows,
-    choose,
-    refusal_of_call,
+    refusal_of_kernels,
 )
 from pallas_kernels.recurrent_prefill.equations import prepare
-from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.mosaic_tpu.attention import Filled, Segments
 from pallas_kernels.recurrent_prefill.mosaic_tpu.backward import mosaic_kernels
 from pallas_kernels.recurrent_prefill.mosaic_tpu.forward import run_layer
@@ -32,67 +29,47 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     forward_bytes,
     refusal_of_sizes,
 )
-from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
+from pallas_kernels.recurrent_prefill.tiles.backward import run_backward
 from pallas_kernels.recurrent_prefill.tiles.layout import Tiles
 from pallas_kernels.target import refusal_of_mosaic_tpu, vmem_bytes
 
 
-def supported(*arrays: Any, stages: Stages = ONE_STAGE, **options: Any) -> str | None:
+def supported(call: RecurrentPrefillCall) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    if stages.count > 1:
-        return "runs no layers on several stages"
-    return refusal_of_mosaic_tpu() or expressible(*arrays, **options)
+    return refusal_of_mosaic_tpu() or expressible(call)
 
 
-def expressible(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-    blocks: BlockSizes | None = None,
-) -> str | None:
+def expressible(call: RecurrentPrefillCall) -> str | None:
     """Returns what of a call the kernels do not do, whatever the device."""
-    reason = refusal_of_call(x, cache, spec)
+    reason, schedule = refusal_of_kernels(call), call.options.schedule
     if reason is not None:
         return reason
     if schedule not in (None, "prefix"):
         return f'runs tiles of one layer: schedule "prefix", got {schedule!r}'
-    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
-    tile, blocks = choose("mosaic_tpu", x, weights, cache, **options)
-    sizes = LayerSizes.of(x, weights, spec)
+    tile, blocks = call.sizes("mosaic_tpu")
+    sizes = LayerSizes.of(call.x, call.weights, call.spec)
     reason = blocks.refusal_beyond("rows")
     return reason or refusal_of_sizes(sizes, tile, vmem_bytes(), blocks.rows)
 
 
+def reads_pending(call: RecurrentPrefillCall) -> bool:
+    """Returns False: the kernels read pairs of the cache that are all written."""
+    del call
+    return False
+
+
 def forward(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    *,
-    residuals: bool,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-    blocks: BlockSizes | None = None,
-    interpret=False,
-) -> tuple[Array, RecurrentCache, Residuals | None]:
+    call: RecurrentPrefillCall, *, residuals: bool
+) -> tuple[tuple[Array, RecurrentCache], Residuals | None]:
     """Runs L layers, one kernel after the other."""
+    (x, _, cache, rows, _), spec = call, ungrouped(call.spec)
     B, T, _ = x.shape
-    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
-    tile, blocks = choose("mosaic_tpu", x, weights, cache, **options)
-    copies = spec.heads // spec.key_heads
-    weights, spec = key_head_for_each(weights, spec=spec), ungrouped(spec)
-    vmem, sizes = vmem_bytes(), LayerSizes.of(x, weights, spec)
-    tiles = choose_tiles(sizes, tile, vmem, forward_bytes, blocks.rows)
-    launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
+    copies = call.spec.heads // call.spec.key_heads
+    weights = key_head_for_each(call.weights, spec=call.spec)
+    launch = _launch(call, weights, forward_bytes)
+    tiles = launch.tiles
     x_rows = x.astype(jnp.float32).swapaxes(0, 1)
-    count = T if rows.lengths is None else rows.lengths
-    seen = (cache.position + count).astype(cache.position.dtype)
+    seen = call.seen
 
     segments = rows.segments
     if segments is not None:
@@ -114,7 +91,7 @@ def forward(
             ]
         return out.z, (slots, (out.z, out.attended, out.lse) if residuals else None)
 
-    last, (slots, kept) = jax.lax.scan(
+    last, (slots, saved) = jax.lax.scan(
         layer,
         tiles.whole_tiles(x_rows, time=0, batch=1),
         (prepare(weights, spec.dtype), cache.keys, cache.values),
@@ -124,33 +101,23 @@ def forward(
             keys=slots[0], values=slots[1], position=seen, written=seen
         )
     z = last[:T, :B].swapaxes(0, 1).astype(x.dtype)
-    if kept is not None:
-        kept_z, attended, lse = (part[:, :T, :B].swapaxes(1, 2) for part in kept)
+    if saved is not None:
+        all_z, attended, lse = (part[:, :T, :B].swapaxes(1, 2) for part in saved)
         heads = (*attended.shape[:3], spec.heads, spec.head_width)
-        kept = Residuals(kept_z, attended.reshape(heads), lse)
-    return z, cache, kept
+        saved = Residuals(all_z, attended.reshape(heads), lse)
+    return (z, cache), saved
 
 
 def backward(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
+    call: RecurrentPrefillCall,
     residuals: Residuals,
-    dz: Float[Array, "B T D"],
-    dcache: RecurrentCache,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-    blocks: BlockSizes | None = None,
-    interpret=False,
-) -> tuple[Array, LayerWeights, RecurrentCache]:
-    """Returns the gradients of x, weights and cache."""
-    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
-    tile, blocks = choose("mosaic_tpu", x, weights, cache, **options)
+    cotangents: tuple[Array, RecurrentCache],
+) -> RecurrentPrefillCall:
+    """Returns gradients in place of the arrays."""
+    dz, dcache = cotangents
+    cache, spec = call.cache, call.spec
     copies = spec.heads // spec.key_heads
-    weights, back = jax.vjp(partial(key_head_for_each, spec=spec), weights)
+    weights, back = jax.vjp(partial(key_head_for_each, spec=spec), call.weights)
     pairs, cache_back = jax.vjp(
         partial(copied_pairs, copies=copies), cache.keys, cache.values
     )
@@ -159,24 +126,42 @@ def backward(
     _, first_back = jax.vjp(lambda *all_: [p[..., ::copies, :] for p in all_], *pairs)
     dkeys, dvalues = first_back([dcache.keys, dcache.values])
     dcache = dcache._replace(keys=dkeys, values=dvalues)
-    spec = ungrouped(spec)
-    vmem, sizes = vmem_bytes(), LayerSizes.of(x, weights, spec)
-    tiles = choose_tiles(sizes, tile, vmem, backward_bytes, blocks.rows)
-    launch = Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=interpret)
-    inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
-    segments = rows.segments
+    launch = _launch(call, weights, backward_bytes)
+    tiles, segments = launch.tiles, call.rows.segments
     if segments is not None:
         segments = tiles.whole_tiles(segments.T, time=0, batch=1)
     kernels = mosaic_kernels(launch, segments)
-    dx, dweights, dcache = run_backward(
-        inputs,
+    of = run_backward(
+        call._replace(
+            weights=weights,
+            cache=cache,
+            options=replace(call.options, spec=ungrouped(spec)),
+        ),
+        residuals,
+        (dz, dcache),
         lambda active: kernels,
         replace(tiles, keys=tiles.tile),
-        spec=spec,
         together=False,
     )
-    dkeys, dvalues = cache_back((dcache.keys, dcache.values))
-    return dx, *back(dweights), dcache._replace(keys=dkeys, values=dvalues)
+    dkeys, dvalues = cache_back((of.cache.keys, of.cache.values))
+    dcache = of.cache._replace(keys=dkeys, values=dvalues)
+    (dweights,) = back(of.weights)
+    return call.with_gradients(of.x, dweights, dcache)
+
+
+def _launch(
+    call: RecurrentPrefillCall, weights: LayerWeights, needed: Callable
+) -> Launch:
+    """Cuts the call by the caller's sizes, measured ones or the heuristic.
+
+    Args:
+      weights: with a key head for each head.
+      needed: the bytes of VMEM that the pass needs, by its sizes.
+    """
+    spec, (tile, blocks) = ungrouped(call.spec), call.sizes("mosaic_tpu")
+    vmem, sizes = vmem_bytes(), LayerSizes.of(call.x, weights, spec)
+    tiles = choose_tiles(sizes, tile, vmem, needed, blocks.rows)
+    return Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=call.options.interpret)
 
 
 def _filled(tiles: Tiles, cache: RecurrentCache, spec: LayerSpec) -> Filled:

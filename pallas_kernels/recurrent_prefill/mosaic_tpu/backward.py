@@ -294,8 +294,14 @@ def _positions_back(
         )
 
     outputs = TileOutputs(
-        *(wide(D), wide(D), wide(D), wide(D)),
-        *(narrow(pre_width), wide(HE), wide(HE), narrow(HE)),
+        wide(D),
+        wide(D),
+        wide(D),
+        wide(D),
+        narrow(pre_width),
+        wide(HE),
+        wide(HE),
+        narrow(HE),
     )
     out = launch_kernel(
         launch,

@@ -209,9 +209,15 @@ def _layer_kernel(
     @pl.when(u == 0)
     def _():
         read_prefix(
-            *(inputs.q_rows, inputs.filled, inputs.segments),
-            *((outputs.keys, outputs.values), scratch.state, scratch.prefix),
-            *(row, t, spec),
+            inputs.q_rows,
+            inputs.filled,
+            inputs.segments,
+            (outputs.keys, outputs.values),
+            scratch.state,
+            scratch.prefix,
+            row,
+            t,
+            spec,
         )
 
     # 2. Position t reads the tile's pairs before it and its own temporary pair, which
@@ -239,8 +245,11 @@ def _layer_kernel(
     n = z
     if spec.normed_persistent:
         n = norm_rows(
-            *(z, inputs.attention_scale, inputs.attention_shift),
-            *(spec.norm, spec.norm_eps),
+            z,
+            inputs.attention_scale,
+            inputs.attention_shift,
+            spec.norm,
+            spec.norm_eps,
         )
     pair = dot(n.astype(dtype), inputs.w_kv[...]) + inputs.b_kv[...]
     k = norm_rows(

@@ -20,10 +20,9 @@ from jaxtyping import Float, Int
 from pallas_kernels.recurrent_prefill.call import (
     Array,
     LayerSpec,
-    LayerWeights,
     RecurrentCache,
+    RecurrentPrefillCall,
     Residuals,
-    Rows,
 )
 from pallas_kernels.recurrent_prefill.equations import (
     NormParameters,
@@ -47,11 +46,11 @@ from pallas_kernels.recurrent_prefill.tiles.layout import (
 
 
 def written_cotangents(
-    dcache: RecurrentCache, cache: RecurrentCache, rows: Rows, T: int
+    call: RecurrentPrefillCall, dcache: RecurrentCache
 ) -> tuple[Array, Array]:
     """Returns the cache's gradients of the new pairs, float32 [L, B, T, K E]."""
-    at, real = _written(cache, rows, T)
-    at = jnp.minimum(at, cache.slots - 1)
+    at, real = _written(call)
+    at = jnp.minimum(at, call.cache.slots - 1)
 
     def take(part: Array) -> Array:
         part = part.reshape(*part.shape[:3], -1).astype(jnp.float32)
@@ -61,27 +60,27 @@ def written_cotangents(
     return take(dcache.keys), take(dcache.values)
 
 
-def _written(cache: RecurrentCache, rows: Rows, T: int) -> tuple[Array, Array]:
+def _written(call: RecurrentPrefillCall) -> tuple[Array, Array]:
     """Returns the slots [B, T] that a call writes, and which of them it does write."""
-    at = cache.position[:, None] + jnp.arange(T)
-    count = T if rows.lengths is None else rows.lengths[:, None]
-    return at, (jnp.arange(T) < count) & (at < cache.slots)
+    T, lengths = call.x.shape[1], call.rows.lengths
+    at = call.cache.position[:, None] + jnp.arange(T)
+    count = T if lengths is None else lengths[:, None]
+    return at, (jnp.arange(T) < count) & (at < call.cache.slots)
 
 
 def old_cache_cotangents(
-    cache: RecurrentCache,
+    call: RecurrentPrefillCall,
     dcache: RecurrentCache,
     dslots: tuple[Array, Array] | None,
-    rows: Rows,
-    T: int,
 ) -> RecurrentCache:
     """Adds what passes through the slots that the call did not write."""
+    cache = call.cache
     floats = cache._replace(position=None, written=None)
     zeros = jax.tree.map(jnp.zeros_like, floats)
     if dslots is None:
         return zeros
     # A slot that the call wrote hides the old one: its gradient went to the new pair.
-    at, real = _written(cache, rows, T)
+    at, real = _written(call)
     at = jnp.where(real, at, cache.slots)  # out of range: dropped
     batch = jnp.arange(at.shape[0])[:, None]
 
@@ -230,7 +229,8 @@ def sequential_gradients(
         attention_norm = norm_gradients(w.attention_norm, known.unit_z, found.dnormed_z)
     _, back = jax.vjp(
         lambda raw, k_norm: norm(raw, k_norm, spec.qk_norm, spec.qk_norm_eps),
-        *(known.raw_k, w.k_norm),
+        known.raw_k,
+        w.k_norm,
     )
     raw_k, k_norm = back(found.dk)
     pair = jnp.concatenate([raw_k, found.dv], axis=-1)
@@ -389,29 +389,24 @@ class Gradients(NamedTuple):
     queries: LaterQueries
 
 
-class Inputs(NamedTuple):
-    """What a backward call gets, see `api`."""
-
-    x: Array
-    weights: LayerWeights
-    cache: RecurrentCache
-    rows: Rows
-    residuals: Residuals
-    dz: Array
-    dcache: RecurrentCache
-
-
 def run_backward(
-    inputs: Inputs, kernels: KernelsOf, tiles: Tiles, *, spec: LayerSpec, together: bool
-) -> tuple[Array, LayerWeights, RecurrentCache]:
-    """Returns the gradients of x, weights and cache.
+    call: RecurrentPrefillCall,
+    residuals: Residuals,
+    cotangents: tuple[Array, RecurrentCache],
+    kernels: KernelsOf,
+    tiles: Tiles,
+    *,
+    together: bool,
+) -> RecurrentPrefillCall:
+    """Returns gradients in place of the arrays.
 
     Args:
       together: runs all layers in one loop, as a wavefront.
     """
-    x, cache, rows = inputs.x, inputs.cache, inputs.rows
+    (x, weights, cache, rows, _), spec = call, call.spec
+    dz, dcache = cotangents
     B, T, _ = x.shape
-    w = prepare(inputs.weights, spec.dtype)
+    w = prepare(weights, spec.dtype)
     L = w.w_kv.shape[0]
     start = tiles.start(cache)
     keys, values = tiles.cached_slots(cache, T, spec)
@@ -419,10 +414,8 @@ def run_backward(
     by_position = lambda part: tiles.whole_tiles(  # noqa: E731
         part.swapaxes(-3, -2), time=-3 % part.ndim, batch=-2 % part.ndim
     )
-    x_rows, dz = (by_position(p.astype(jnp.float32)) for p in (x, inputs.dz))
-    dwritten = (
-        written_cotangents(inputs.dcache, cache, rows, T) if cache.slots else None
-    )
+    x_rows, dz = (by_position(p.astype(jnp.float32)) for p in (x, dz))
+    dwritten = written_cotangents(call, dcache) if cache.slots else None
 
     def layers(dz, x, w, residuals, keys, values, dwritten):
         """Runs layers whose inputs are x [L, T, B, D] back."""
@@ -454,7 +447,7 @@ def run_backward(
         turns = jax.tree.map(lambda part: jnp.stack([part] * count), rotary)
         kept = Kept(x, z, attended, lse, dz, dkeys, dvalues, documents, turns)
         out = run_layers_back(
-            *(kernels, kept, w, keys, values, start), spec=spec, tile=tiles.tile
+            kernels, kept, w, keys, values, start, spec=spec, tile=tiles.tile
         )
         dslots = None
         if cache.slots:
@@ -465,16 +458,16 @@ def run_backward(
         return out.x, (out.weights, dslots)
 
     if together or L == 1:
-        below = by_position(inputs.residuals.z[:-1])
+        below = by_position(residuals.z[:-1])
         stacked = jnp.concatenate([x_rows[None], below])
         dx, (dprepared, dslots) = layers(
-            dz, stacked, w, inputs.residuals, keys, values, dwritten
+            dz, stacked, w, residuals, keys, values, dwritten
         )
     else:
 
         def layer(dz, inputs_of_layer):
             l, rest = inputs_of_layer
-            below = by_position(inputs.residuals.z[jnp.maximum(l - 1, 0)])
+            below = by_position(residuals.z[jnp.maximum(l - 1, 0)])
             x = jnp.where(l == 0, x_rows, below)[None]
             dx, out = layers(dz, x, *jax.tree.map(lambda leaf: leaf[None], rest))
             return dx, jax.tree.map(lambda leaf: leaf[0], out)
@@ -482,14 +475,14 @@ def run_backward(
         dx, (dprepared, dslots) = jax.lax.scan(
             layer,
             dz,
-            (jnp.arange(L), (w, inputs.residuals, keys, values, dwritten)),
+            (jnp.arange(L), (w, residuals, keys, values, dwritten)),
             reverse=True,
         )
     dx = dx[:T, :B].swapaxes(0, 1).astype(x.dtype)
-    _, back = jax.vjp(lambda weights: prepare(weights, jnp.float32), inputs.weights)
+    _, back = jax.vjp(lambda weights: prepare(weights, jnp.float32), weights)
     (dweights,) = back(dprepared)
-    dcache = old_cache_cotangents(cache, inputs.dcache, dslots, rows, T)
-    return dx, dweights, dcache
+    dcache = old_cache_cotangents(call, dcache, dslots)
+    return call.with_gradients(dx, dweights, dcache)
 
 
 def run_layers_back(
@@ -535,9 +528,16 @@ def run_layers_back(
         incoming = jnp.concatenate([above[1:], dz[tile_index[-1]][None]])
         incoming = jnp.where(_over(active, incoming), incoming, 0.0)
         dx, gradients, queries = _run_tile_back(
-            *(kernels(Active.at(index, n)), rows._replace(dz=incoming), w),
-            *(keys, values),
-            *(start + (tile_index * b)[:, None], later, tile_index * b, active, spec),
+            kernels(Active.at(index, n)),
+            rows._replace(dz=incoming),
+            w,
+            keys,
+            values,
+            start + (tile_index * b)[:, None],
+            later,
+            tile_index * b,
+            active,
+            spec,
         )
         if L > 1:  # Nothing was written for the others: it may be not a number.
             zero = lambda g: jnp.where(_over(active, g), g, 0.0)  # noqa: E731

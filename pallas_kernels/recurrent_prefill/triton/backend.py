@@ -14,22 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.call import (
     Array,
-    BlockSizes,
-    LayerSpec,
     LayerWeights,
     RecurrentCache,
+    RecurrentPrefillCall,
     Residuals,
-    Rows,
-    choose,
-    refusal_of_call,
+    refusal_of_kernels,
 )
 from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
-from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
-from pallas_kernels.recurrent_prefill.tiles.backward import Inputs, run_backward
+from pallas_kernels.recurrent_prefill.tiles.backward import run_backward
 from pallas_kernels.recurrent_prefill.tiles.layout import from_slots
 from pallas_kernels.recurrent_prefill.triton.backward import triton_kernels
 from pallas_kernels.recurrent_prefill.triton.forward import (
@@ -88,39 +83,28 @@ def choose_schedule(
     return "wavefront" if moved < launched and held < _MOST_HELD else "prefix"
 
 
-def supported(*arrays: Any, stages: Stages = ONE_STAGE, **options: Any) -> str | None:
+def supported(call: RecurrentPrefillCall) -> str | None:
     """Returns why the kernels cannot run this call, None when they can."""
-    if stages.count > 1:
-        return "runs no layers on several stages"
-    return refusal_of_triton() or expressible(*arrays, **options)
+    return refusal_of_triton() or expressible(call)
 
 
-def expressible(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-    blocks: BlockSizes | None = None,
-) -> str | None:
+def expressible(call: RecurrentPrefillCall) -> str | None:
     """Returns what of a call the kernels do not do on the target's kind of GPU."""
-    reason = refusal_of_call(x, cache, spec)
+    reason = refusal_of_kernels(call)
     if reason is not None:
         return reason
+    spec = call.spec
     if spec.rope_base is not None:
         return "has no rotary embedding"
-    if rows.segments is not None:
+    if call.rows.segments is not None:
         return "has no segments"
-    if schedule == "naive":
+    if call.options.schedule == "naive":
         return 'runs tiles: schedule "prefix" or "wavefront"'
     if spec.head_width < 16 or spec.head_width & (spec.head_width - 1):
         return f"head_width must be a power of two from 16, got {spec.head_width}"
     widths = {
-        "D": x.shape[2],
-        "F": weights.w_up.shape[2],
+        "D": call.x.shape[2],
+        "F": call.weights.w_up.shape[2],
         "heads * head_width": spec.heads * spec.head_width,
         "key_heads * head_width": spec.key_heads * spec.head_width,
     }
@@ -128,48 +112,30 @@ def expressible(
     reason = next(filter(None, reasons), None)
     if reason is not None:
         return reason
-    schedule = choose_schedule(schedule, x, weights, cache)
-    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
-    tile, blocks = choose("triton", x, weights, cache, **options)
+    call = _scheduled(call)
+    tile, blocks = call.sizes("triton")
     reason = refusal_of_tile(tile)
     if reason is not None or not blocks.given():
         return reason
-    shared = shared_memory_bytes()
-    tiles = choose_tiles(
-        batch=x.shape[0],
-        tile=tile,
-        spec=spec,
-        shared=shared,
-        # Backward the same sizes take no more.
-        direction="forward",
-        schedule=schedule,
-        blocks=blocks,
-    )
-    return refusal_of_blocks(tiles, spec, shared)
+    # Backward the same sizes take no more.
+    launch = _launch(call, "forward")
+    return refusal_of_blocks(launch.tiles, spec, launch.shared)
+
+
+def reads_pending(call: RecurrentPrefillCall) -> bool:
+    """Returns False: the kernels read pairs of the cache that are all written."""
+    del call
+    return False
 
 
 def forward(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    *,
-    residuals: bool,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-    blocks: BlockSizes | None = None,
-    interpret: bool = False,
-) -> tuple[Array, RecurrentCache, Residuals | None]:
-    """Runs L layers, one after the other or, as a wavefront, all at once.
-
-    Args:
-      interpret: runs the kernels as plain JAX, on any device.
-    """
+    call: RecurrentPrefillCall, *, residuals: bool
+) -> tuple[tuple[Array, RecurrentCache], Residuals | None]:
+    """Runs L layers, one after the other or, as a wavefront, all at once."""
+    call = _scheduled(call)
+    (x, weights, cache, _, _), spec = call, call.spec
     B, T, _ = x.shape
-    schedule = choose_schedule(schedule, x, weights, cache)
-    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
-    launch = _launch(x, weights, cache, interpret, "forward", **options)
+    launch = _launch(call, "forward")
     tiles = launch.tiles
     w = prepare(weights, spec.dtype)
     folded = Folded.of(prepare(weights, jnp.float32), spec)
@@ -196,29 +162,28 @@ def forward(
         else:
             run = partial(run_layers, run_tile=partial(run_tile, folded))
         out = run(launch, x, w, keys, values, start, training=training)
-        kept = None
+        saved = None
         if residuals:
             attended = out.attended[:, :, :B].swapaxes(1, 2)
-            kept = Residuals(
+            saved = Residuals(
                 z=out.z[:, :, :B].swapaxes(1, 2),
                 attended=attended.reshape(*attended.shape[:3], -1, spec.head_width),
                 lse=jnp.moveaxis(out.lse, 3, 1)[:, :B],
             )
         pairs = None if training else (out.keys, out.values)
-        return out.z[-1], (pairs, kept)
+        return out.z[-1], (pairs, saved)
 
-    if schedule == "wavefront" or w.w_kv.shape[0] == 1:
-        last, (pairs, kept) = layers(x_rows, w, folded, keys, values)
+    if call.options.schedule == "wavefront" or w.w_kv.shape[0] == 1:
+        last, (pairs, saved) = layers(x_rows, w, folded, keys, values)
     else:
 
         def layer(x, inputs):
             last, out = layers(x, *jax.tree.map(lambda leaf: leaf[None], inputs))
             return last, jax.tree.map(lambda leaf: leaf[0], out)
 
-        last, (pairs, kept) = jax.lax.scan(layer, x_rows, (w, folded, keys, values))
+        last, (pairs, saved) = jax.lax.scan(layer, x_rows, (w, folded, keys, values))
     if pairs is not None:
-        count = T if rows.lengths is None else rows.lengths
-        seen = (cache.position + count).astype(cache.position.dtype)
+        seen = call.seen
         # What padding wrote is taken back.
         real = (jnp.arange(cache.slots) < seen[:, None])[:, :, None, None]
         new_keys, new_values = (
@@ -228,55 +193,43 @@ def forward(
         cache = cache._replace(
             keys=new_keys, values=new_values, position=seen, written=seen
         )
-    return last[:, :B].swapaxes(0, 1).astype(x.dtype), cache, kept
+    return (last[:, :B].swapaxes(0, 1).astype(x.dtype), cache), saved
 
 
 def backward(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
+    call: RecurrentPrefillCall,
     residuals: Residuals,
-    dz: Float[Array, "B T D"],
-    dcache: RecurrentCache,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-    blocks: BlockSizes | None = None,
-    interpret: bool = False,
-) -> tuple[Array, LayerWeights, RecurrentCache]:
-    """Returns the gradients of x, weights and cache."""
-    schedule = choose_schedule(schedule, x, weights, cache)
-    options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
-    launch = _launch(x, weights, cache, interpret, "backward", **options)
-    inputs = Inputs(x, weights, cache, rows, residuals, dz, dcache)
+    cotangents: tuple[Array, RecurrentCache],
+) -> RecurrentPrefillCall:
+    """Returns gradients in place of the arrays."""
+    call = _scheduled(call)
+    launch = _launch(call, "backward")
     kernels = lambda active: triton_kernels(replace(launch, active=active))  # noqa: E731
-    together = schedule == "wavefront"
-    return run_backward(inputs, kernels, launch.tiles, spec=spec, together=together)
+    together = call.options.schedule == "wavefront"
+    return run_backward(
+        call, residuals, cotangents, kernels, launch.tiles, together=together
+    )
 
 
-def _launch(
-    x: Array,
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    interpret: bool,
-    direction: Pass,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    **options: Any,
-) -> Launch:
-    options = {"spec": spec, "schedule": schedule, **options}
-    tile, blocks = choose("triton", x, weights, cache, **options)
+def _scheduled(call: RecurrentPrefillCall) -> RecurrentPrefillCall:
+    """Returns the call with the order of work that it is run in."""
+    options = call.options
+    schedule = choose_schedule(options.schedule, call.x, call.weights, call.cache)
+    return call._replace(options=replace(options, schedule=schedule))
+
+
+def _launch(call: RecurrentPrefillCall, direction: Pass) -> Launch:
+    tile, blocks = call.sizes("triton")
     shared = shared_memory_bytes()
     tiles = choose_tiles(
-        batch=x.shape[0],
+        batch=call.x.shape[0],
         tile=tile,
-        spec=spec,
+        spec=call.spec,
         shared=shared,
         direction=direction,
-        schedule=schedule,
+        schedule=call.options.schedule,
         blocks=blocks,
     )
-    return Launch(spec=spec, tiles=tiles, shared=shared, interpret=interpret)
+    return Launch(
+        spec=call.spec, tiles=tiles, shared=shared, interpret=call.options.interpret
+    )

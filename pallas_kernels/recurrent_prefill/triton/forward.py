@@ -234,7 +234,7 @@ def run_layer(
         buffers, keys, values = carry
         done = jnp.asarray(done, jnp.int32).reshape(1)
         buffers, last = run_positions(
-            *(folded, launch, x, tile, w, keys, values, start, done, count, buffers)
+            folded, launch, x, tile, w, keys, values, start, done, count, buffers
         )
         slots = (keys, values)
         for at, pairs in ((done, buffers.pairs_so_far()), (done + count - 1, last)):
@@ -317,26 +317,58 @@ def run_positions(
         running, old = carry
         t = Position(sub_first, i.astype(jnp.int32).reshape(1))
         state = attend(
-            *(launch, t, q, running, old.pairs, old.statistics, columns),
-            *(vectors.k_norm, old.state),
+            launch,
+            t,
+            q,
+            running,
+            old.pairs,
+            old.statistics,
+            columns,
+            vectors.k_norm,
+            old.state,
         )
         y, y_row, y_statistics, out_finished, _ = add_product(
-            *(launch, t, state.attended, w.w_out, vectors.b_out, x, old.y),
-            *(old.finished[0], out_split),
+            launch,
+            t,
+            state.attended,
+            w.w_out,
+            vectors.b_out,
+            x,
+            old.y,
+            old.finished[0],
+            out_split,
         )
         hidden = hidden_product(
-            *(launch, t, y if apart else y_row, y_statistics, vectors.mlp_norm),
-            *(folded.w_in, folded.b_in, F),
+            launch,
+            t,
+            y if apart else y_row,
+            y_statistics,
+            vectors.mlp_norm,
+            folded.w_in,
+            folded.b_in,
+            F,
             columns_read=out_split.columns,
             folded=not apart,
         )
         z, z_row, z_statistics, down_finished, _ = add_product(
-            *(launch, t, hidden, w.w_down, vectors.b_down, y, old.z),
-            *(old.finished[1], down_split),
+            launch,
+            t,
+            hidden,
+            w.w_down,
+            vectors.b_down,
+            y,
+            old.z,
+            old.finished[1],
+            down_split,
         )
         pairs, statistics = pair_product(
-            *(launch, t, z if apart else z_row, z_statistics, vectors.attention_norm),
-            *(folded.w_kv, folded.b_kv),
+            launch,
+            t,
+            z if apart else z_row,
+            z_statistics,
+            vectors.attention_norm,
+            folded.w_kv,
+            folded.b_kv,
             columns_read=down_split.columns,
             folded=not apart,
         )

@@ -6,7 +6,7 @@ cache's gradient to the new pairs and the old cache.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,11 @@ from jaxtyping import Float
 
 from pallas_kernels.recurrent_prefill.call import (
     Array,
-    BlockSizes,
-    LayerSpec,
-    LayerWeights,
     RecurrentCache,
+    RecurrentPrefillCall,
     Residuals,
-    Rows,
-    choose,
 )
 from pallas_kernels.recurrent_prefill.equations import Prepared, prepare
-from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE, Stages
 from pallas_kernels.recurrent_prefill.xla import one_position
 from pallas_kernels.recurrent_prefill.xla.attention import (
     Pairs,
@@ -46,8 +41,8 @@ from pallas_kernels.recurrent_prefill.xla.geometry import (
 )
 
 
-class Call(NamedTuple):
-    """What forward and backward work out of a call's arguments."""
+class Tiling(NamedTuple):
+    """What forward and backward derive from a call."""
 
     geometry: Geometry
     visibility: Visibility
@@ -56,24 +51,12 @@ class Call(NamedTuple):
     together: bool
 
     @classmethod
-    def of(
-        cls,
-        x: Array,
-        weights: LayerWeights,
-        cache: RecurrentCache,
-        rows: Rows,
-        *,
-        spec: LayerSpec,
-        schedule: str | None,
-        tile: int | None,
-        blocks: BlockSizes | None,
-        stages: Stages,
-    ) -> "Call":
-        """Cuts the call; sizes that are None are measured ones or the heuristic's."""
-        options = {"spec": spec, "schedule": schedule, "tile": tile, "blocks": blocks}
-        tile, blocks = choose("xla", x, weights, cache, **options)
-        T, L = x.shape[1], weights.w_q.shape[0]
-        schedule = "prefix" if schedule is None else schedule
+    def of(cls, call: RecurrentPrefillCall) -> "Tiling":
+        """Cuts the call by the caller's sizes, measured ones or the heuristic."""
+        spec, cache, stages = call.spec, call.cache, call.options.stages
+        tile, blocks = call.sizes("xla")
+        T, L = call.x.shape[1], call.weights.w_q.shape[0]
+        schedule = call.options.schedule or "prefix"
         together = schedule == "wavefront" or L == 1
         # With a real cache, rows may stand at different places within their blocks.
         phased = cache.slots > 0 and spec.block > 1 and T > 1
@@ -95,9 +78,10 @@ class Call(NamedTuple):
             stages=stages.count,
             axis=stages.axis,
         )
-        wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), spec.dtype)
+        dtype = call.x.dtype
+        wide = jnp.promote_types(jnp.promote_types(dtype, jnp.float32), spec.dtype)
         phase = cache.position % spec.block if phased else None
-        segments = rows.segments
+        segments = call.rows.segments
         if segments is not None:
             segments = to_slots(segments, phase, geometry.slots)
         visibility = visibility_of(cache, segments, phase, geometry, spec, wide)
@@ -122,19 +106,17 @@ def tile_and_chunk(
 
 
 def write(
-    cache: RecurrentCache,
+    call: RecurrentPrefillCall,
     persistent: tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]],
     temporary: tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]] | None,
-    rows: Rows,
-    spec: LayerSpec,
 ) -> RecurrentCache:
     """Writes rows of keys and values [L, T, B, K, E]; padding is dropped.
 
     Temporary pairs stay for the rows' unfinished blocks only.
     """
-    T, B = persistent[0].shape[1:3]
+    cache, (T, B) = call.cache, persistent[0].shape[1:3]
     offset = jnp.arange(T)
-    count = jnp.full(B, T) if rows.lengths is None else rows.lengths
+    count = jnp.full(B, T) if call.rows.lengths is None else call.rows.lengths
     at = cache.position[:, None] + offset  # [B, T]
     real = offset < count[:, None]
     seen = (cache.position + count).astype(cache.position.dtype)
@@ -145,7 +127,7 @@ def write(
     cache = cache._replace(keys=keys, values=values, position=seen, written=seen)
     if temporary is None:
         return cache
-    c = spec.block
+    c = call.spec.block
     unfinished = real & (at // c == seen[:, None] // c)
     keys, values = (
         _put(old, new, at % c, unfinished)
@@ -166,36 +148,32 @@ def _put(old: Array, new: Array, slot: Array, kept: Array) -> Array:
 
 
 def positions_of_call(
-    pairs: Pairs, call: Call, T: int
+    pairs: Pairs, tiling: Tiling, T: int
 ) -> tuple[Float[Array, "L T B K E"], Float[Array, "L T B K E"]]:
     """Takes the rows [L, T, B, K, E] of the call's T positions out of pairs."""
-    k, v = (from_slots(part, call.phase, T, time=1) for part in to_rows(pairs))
+    k, v = (from_slots(part, tiling.phase, T, time=1) for part in to_rows(pairs))
     return k, v
 
 
 def written_backward(
-    dcache: RecurrentCache,
-    x: Float[Array, "B T D"],
-    cache: RecurrentCache,
-    rows: Rows,
-    call: Call,
-    spec: LayerSpec,
+    call: RecurrentPrefillCall, dcache: RecurrentCache, tiling: Tiling
 ) -> tuple[tuple, RecurrentCache]:
     """Takes the new cache's gradient back to the new pairs and the old cache."""
+    cache, spec = call.cache, call.spec
     if not cache.slots:
         return (None, None), jax.tree.map(jnp.zeros_like, cache)
-    B, T = x.shape[:2]
-    L, size = cache.keys.shape[0], call.geometry.positions
+    B, T = call.x.shape[:2]
+    L, size = cache.keys.shape[0], tiling.geometry.positions
     shape = (L, B, spec.key_heads, spec.head_width, size)
-    zero = PairGradients(jnp.zeros(shape, call.wide), jnp.zeros(shape, call.wide))
+    zero = PairGradients(jnp.zeros(shape, tiling.wide), jnp.zeros(shape, tiling.wide))
     temporary = zero if spec.block > 1 else None
 
     def write_floats(old, persistent, temporary):
         before = cache._replace(**dict(zip(_PAIRS, old, strict=True)))
-        new = positions_of_call(_as_pairs(persistent), call, T)
+        new = positions_of_call(_as_pairs(persistent), tiling, T)
         if temporary is not None:
-            temporary = positions_of_call(_as_pairs(temporary), call, T)
-        return write(before, new, temporary, rows, spec)[:4]
+            temporary = positions_of_call(_as_pairs(temporary), tiling, T)
+        return write(call._replace(cache=before), new, temporary)[:4]
 
     # Writing is linear in the pairs, so it may be taken back at zeros.
     _, pull = jax.vjp(write_floats, cache[:4], zero, temporary)
@@ -232,82 +210,67 @@ def add_cached(dold: RecurrentCache, more: PairGradients, cache: RecurrentCache)
     )
 
 
-def supported(
-    *arrays: Any, blocks: BlockSizes | None = None, **options: Any
-) -> str | None:
+def supported(call: RecurrentPrefillCall) -> str | None:
     """Returns None but for block sizes of kernels: there is nothing it cannot do."""
+    blocks = call.options.blocks
     return None if blocks is None else blocks.refusal_beyond("keys")
 
 
+def reads_pending(call: RecurrentPrefillCall) -> bool:
+    """Returns whether it makes the pair that a decode step has left on its own."""
+    return one_position.serves(call)
+
+
 def forward(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    *,
-    residuals: bool,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-    blocks: BlockSizes | None = None,
-    stages: Stages = ONE_STAGE,
-) -> tuple[Array, RecurrentCache, Residuals | None]:
+    call: RecurrentPrefillCall, *, residuals: bool
+) -> tuple[tuple[Array, RecurrentCache], Residuals | None]:
     """Runs L layers, one after the other or all at once; on stages, a stage's."""
-    if stages.count == 1 and one_position.serves(x, cache, spec):
+    if one_position.serves(call):
         # One position in any order of work is the same work.
-        return *one_position.forward(x, weights, cache, rows, spec=spec), None
-    sizes = {"schedule": schedule, "tile": tile, "blocks": blocks}
-    call = Call.of(x, weights, cache, rows, spec=spec, stages=stages, **sizes)
+        return one_position.forward(call), None
+    (x, weights, cache, _, _), spec = call, call.spec
+    tiling = Tiling.of(call)
     w = prepare(weights, spec.dtype)
     run = lambda x, w, cache: run_layers(  # noqa: E731
-        x, w, cache, call.visibility, geometry=call.geometry, spec=spec
+        x, w, cache, tiling.visibility, geometry=tiling.geometry, spec=spec
     )
-    start = to_slots(x.astype(call.wide), call.phase, call.geometry.positions)
-    if call.together:
+    start = to_slots(x.astype(tiling.wide), tiling.phase, tiling.geometry.positions)
+    if tiling.together:
         outcome = run(start, w, cache)
-        last = of_last_stage(outcome.z[-1], call.geometry)
+        last = of_last_stage(outcome.z[-1], tiling.geometry)
     else:
         last, outcome = jax.lax.scan(
             partial(_one_layer, run), start, (w, _by_layer(cache))
         )
-    z = from_slots(last, call.phase, x.shape[1], time=0)
+    z = from_slots(last, tiling.phase, x.shape[1], time=0)
     z = jnp.moveaxis(z, 0, 1).astype(x.dtype)
     if cache.slots:
-        persistent = positions_of_call(outcome.persistent, call, x.shape[1])
+        persistent = positions_of_call(outcome.persistent, tiling, x.shape[1])
         temporary = outcome.temporary
         if temporary is not None:
-            temporary = positions_of_call(temporary, call, x.shape[1])
-        cache = write(cache, persistent, temporary, rows, spec)
-    kept = Residuals(outcome.z, outcome.attended, outcome.lse)
-    return z, cache, kept if residuals else None
+            temporary = positions_of_call(temporary, tiling, x.shape[1])
+        cache = write(call, persistent, temporary)
+    saved = Residuals(outcome.z, outcome.attended, outcome.lse)
+    return (z, cache), saved if residuals else None
 
 
 def backward(
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
+    call: RecurrentPrefillCall,
     residuals: Residuals | None,
-    dz: Float[Array, "B T D"],
-    dcache: RecurrentCache,
-    *,
-    spec: LayerSpec,
-    schedule: str | None,
-    tile: int | None,
-    blocks: BlockSizes | None = None,
-    stages: Stages = ONE_STAGE,
-) -> tuple[Array, LayerWeights, RecurrentCache]:
-    """Returns the gradients of x, weights and cache; on stages, dx's part of each."""
-    if residuals is None:  # a decode step keeps none
-        return one_position.backward(x, weights, cache, rows, dz, dcache, spec=spec)
-    sizes = {"schedule": schedule, "tile": tile, "blocks": blocks}
-    call = Call.of(x, weights, cache, rows, spec=spec, stages=stages, **sizes)
-    T = x.shape[1]
+    cotangents: tuple[Array, RecurrentCache],
+) -> RecurrentPrefillCall:
+    """Returns gradients in place of the arrays; on stages, dx's part of each."""
+    if residuals is None:  # A decode step has none.
+        return one_position.backward(call, cotangents)
+    (x, weights, cache, _, _), spec = call, call.spec
+    (dz, dcache), T = cotangents, x.shape[1]
+    tiling = Tiling.of(call)
     w = prepare(weights, spec.dtype)
-    dpairs, dold = written_backward(dcache, x, cache, rows, call, spec)
-    start = to_slots(x.astype(call.wide), call.phase, call.geometry.positions)
-    x_in = from_below(start[None], residuals.z, call.geometry)
-    above = to_slots(dz.astype(call.wide), call.phase, call.geometry.positions)
+    dpairs, dold = written_backward(call, dcache, tiling)
+    size = tiling.geometry.positions
+    start = to_slots(x.astype(tiling.wide), tiling.phase, size)
+    x_in = from_below(start[None], residuals.z, tiling.geometry)
+    above = to_slots(dz.astype(tiling.wide), tiling.phase, size)
 
     def run(above, x, residuals, w, cache, dpairs):
         dpersistent, dtemporary = dpairs
@@ -319,12 +282,12 @@ def backward(
             residuals,
             w,
             cache,
-            call.visibility,
-            geometry=call.geometry,
+            tiling.visibility,
+            geometry=tiling.geometry,
             spec=spec,
         )
 
-    if call.together:
+    if tiling.together:
         of = run(above, x_in, residuals, w, cache, dpairs)
     else:
         layers = (x_in, residuals, w, _by_layer(cache), dpairs)
@@ -335,16 +298,14 @@ def backward(
             reverse=True,
         )
         of = of._replace(x=dx)
-    dx = from_slots(of.x, call.phase, T, time=0)
+    dx = from_slots(of.x, tiling.phase, T, time=0)
     # `prepare` only lays weights out: its transpose lays their gradients back, and in a
     # wide dtype it rounds nothing.
-    _, pull = jax.vjp(lambda weights: prepare(weights, call.wide), weights)
+    _, pull = jax.vjp(lambda weights: prepare(weights, tiling.wide), weights)
     (dweights,) = pull(of.weights)
     if of.cached is not None:
         dold = add_cached(dold, of.cached, cache)
-    # Integers have no gradient.
-    dold = dold._replace(position=None, written=None)
-    return jnp.moveaxis(dx, 0, 1).astype(x.dtype), dweights, dold
+    return call.with_gradients(jnp.moveaxis(dx, 0, 1).astype(x.dtype), dweights, dold)
 
 
 def _one_layer(run, x: Array, layer: tuple[Prepared, RecurrentCache]):

@@ -27,7 +27,7 @@ from pallas_kernels.recurrent_prefill.call import (
     LayerSpec,
     LayerWeights,
     RecurrentCache,
-    Rows,
+    RecurrentPrefillCall,
 )
 from pallas_kernels.recurrent_prefill.equations import (
     HIDDEN,
@@ -40,22 +40,21 @@ from pallas_kernels.recurrent_prefill.equations import (
 from pallas_kernels.recurrent_prefill.xla.attention import alibi_slopes
 
 
-def serves(x: Float[Array, "B T D"], cache: RecurrentCache, spec: LayerSpec) -> bool:
-    """Whether a call is such a step."""
-    if x.shape[1] > 1 or not cache.slots or spec.block > 1:
-        return False  # a block's temporary pairs are a second cache
-    return target.current().platform != "cpu" or few_queries.pay_off(1, spec.heads)
+def serves(call: RecurrentPrefillCall) -> bool:
+    """Returns whether a call is such a step."""
+    if call.options.stages.count > 1:
+        return False
+    if call.x.shape[1] > 1 or not call.cache.slots or call.spec.block > 1:
+        return False  # A block's temporary pairs are a second cache.
+    on_cpu = target.current().platform == "cpu"
+    return not on_cpu or few_queries.pay_off(1, call.spec.heads)
 
 
 def forward(
-    x: Float[Array, "B 1 D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    *,
-    spec: LayerSpec,
+    call: RecurrentPrefillCall,
 ) -> tuple[Float[Array, "B 1 D"], RecurrentCache]:
     """Runs one more position of every row through L layers, one after the other."""
+    (x, weights, cache, rows, _), spec = call, call.spec
     wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), spec.dtype)
     # Rows of the position itself, then those of the one before: [1, 2 B].
     positions = jnp.concatenate([cache.position, cache.written])[None]
@@ -116,27 +115,23 @@ def forward(
 
 
 def backward(
-    x: Float[Array, "B 1 D"],
-    weights: LayerWeights,
-    cache: RecurrentCache,
-    rows: Rows,
-    dz: Float[Array, "B 1 D"],
-    dcache: RecurrentCache,
-    *,
-    spec: LayerSpec,
-) -> tuple[Float[Array, "B 1 D"], LayerWeights, RecurrentCache]:
-    """Returns the gradients of x, weights and cache; computes the step once more."""
+    call: RecurrentPrefillCall,
+    cotangents: tuple[Float[Array, "B 1 D"], RecurrentCache],
+) -> RecurrentPrefillCall:
+    """Returns gradients in place of the arrays; computes the step once more."""
+    x, weights, cache, _, _ = call
+    dz, dcache = cotangents
 
     def step(x, weights, keys, values, source):
         old = cache._replace(keys=keys, values=values, source=source)
-        z, new = forward(x, weights, old, rows, spec=spec)
+        z, new = forward(call._replace(x=x, weights=weights, cache=old))
         return z, new.keys, new.values, new.source
 
     floats = cache.keys, cache.values, cache.source
     _, pull = jax.vjp(step, x, weights, *floats)
     dx, dw, dk, dv, dsource = pull((dz, dcache.keys, dcache.values, dcache.source))
     dcache = dcache._replace(keys=dk, values=dv, source=dsource)
-    return dx, dw, dcache._replace(position=None, written=None)
+    return call.with_gradients(dx, dw, dcache)
 
 
 def write_pending(

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from pallas_kernels.recurrent_prefill.call import (
     LayerSpec,
     LayerWeights,
+    RecurrentPrefillCall,
+    RecurrentPrefillOptions,
     Rows,
     empty_cache,
 )
@@ -67,22 +69,19 @@ def layer(
         q_norm_scale=_shape(L, D),
         k_norm_scale=_shape(L, K * E),
     )
-    options = {"spec": spec, "schedule": schedule, "tile": tile}
+    options = RecurrentPrefillOptions(spec=spec, schedule=schedule, tile=tile)
 
     def run(x, weights, more):
         cache = more.get("cache", empty_cache(L, batch, 0, D, spec))
         rows = Rows(segments=more.get("segments"))
-        reason = backend.expressible(x, weights, cache, rows, **options)
+        call = RecurrentPrefillCall(x, weights, cache, rows, options)
+        reason = backend.expressible(call)
         assert reason is None, reason
-        z, written, kept = backend.forward(
-            x, weights, cache, rows, residuals=train, **options
-        )
+        (z, written), saved = backend.forward(call, residuals=train)
         if not train:
             return (z, written) if slots else z
-        gradients = backend.backward(
-            x, weights, cache, rows, kept, z, written, **options
-        )
-        return z, gradients[:2]
+        of = backend.backward(call, saved, (z, written))
+        return z, (of.x, of.weights)
 
     more = {}
     if slots:

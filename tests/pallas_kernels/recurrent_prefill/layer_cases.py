@@ -10,6 +10,8 @@ from pallas_kernels.recurrent_prefill.call import (
     BlockSizes,
     LayerSpec,
     LayerWeights,
+    RecurrentPrefillCall,
+    RecurrentPrefillOptions,
     Rows,
     empty_cache,
 )
@@ -65,6 +67,14 @@ class Case(NamedTuple):
     @property
     def options(self) -> dict:
         return {"spec": self.spec, "schedule": self.schedule, "tile": 16}
+
+    def call(self, x, weights, cache=None, rows=None, **options):
+        """Returns the call as backends receive it; by default one of training."""
+        if cache is None:
+            cache = empty_cache(self.layers, self.batch, 0, self.width, self.spec)
+        options = RecurrentPrefillOptions(**{**self.options, **options})
+        rows = Rows() if rows is None else rows
+        return RecurrentPrefillCall(x, weights, cache, rows, options)
 
     def inputs(self) -> tuple[jax.Array, LayerWeights, jax.Array]:
         """Returns x, weights and a cotangent of z."""
@@ -142,12 +152,12 @@ def interpreted(backend) -> dict:
 def values(backend, case: Case, **changes) -> jax.Array:
     """Returns a backend's z in interpret mode."""
     x, weights, _ = case.inputs()
-    cache = empty_cache(case.layers, case.batch, 0, case.width, case.spec)
+    options = interpreted(backend) | changes
 
     def run(x, weights):
-        options = {**case.options, "residuals": False, **interpreted(backend)}
-        options |= changes
-        return backend.forward(x, weights, cache, Rows(), **options)[0]
+        call = case.call(x, weights, **options)
+        (z, _), _ = backend.forward(call, residuals=False)
+        return z
 
     return quick_jit(run)(x, weights)
 
@@ -159,18 +169,12 @@ def values_and_gradients(backend, case: Case, rows: Rows | None = None):
 
 def both_passes(backend, case: Case, rows: Rows | None = None):
     """Returns the function of a case's inputs that runs both passes."""
-    cache = empty_cache(case.layers, case.batch, 0, case.width, case.spec)
-    rows = Rows() if rows is None else rows
-    options = {**case.options, **interpreted(backend)}
 
     def run(x, weights, dz):
-        z, written, kept = backend.forward(
-            x, weights, cache, rows, residuals=True, **options
-        )
-        dx, dweights, _ = backend.backward(
-            x, weights, cache, rows, kept, dz, written, **options
-        )
-        return z, (dx, dweights)
+        call = case.call(x, weights, rows=rows, **interpreted(backend))
+        (z, written), saved = backend.forward(call, residuals=True)
+        of = backend.backward(call, saved, (dz, written))
+        return z, (of.x, of.weights)
 
     return run
 
@@ -181,9 +185,7 @@ def refusal(backend, case: Case, **changes) -> str | None:
     cache = empty_cache(
         case.layers, case.batch, changes.pop("slots", 0), case.width, case.spec
     )
-    rows = changes.pop("rows", Rows())
-    options = {**case.options, **changes}
-    return backend.expressible(x, weights, cache, rows, **options)
+    return backend.expressible(case.call(x, weights, cache, **changes))
 
 
 def check_gradients_of_a_filled_cache(
@@ -199,14 +201,10 @@ def check_gradients_of_a_filled_cache(
     cotangents = cache._replace(keys=fill[2], values=fill[3])
 
     def run(backend, **interpret):
-        z, _, kept = backend.forward(
-            x, weights, cache, Rows(), residuals=True, **case.options, **interpret
-        )
-        dx, dweights, dcache = backend.backward(
-            *(x, weights, cache, Rows(), kept, dz, cotangents),
-            **{**case.options, **interpret},
-        )
-        return dx, dweights, dcache.keys, dcache.values
+        call = case.call(x, weights, cache, **interpret)
+        _, saved = backend.forward(call, residuals=True)
+        of = backend.backward(call, saved, (dz, cotangents))
+        return of.x, of.weights, of.cache.keys, of.cache.values
 
     got = quick_jit(lambda: run(backend, **interpreted(backend)))()
     assert_gradients_close(got, quick_jit(lambda: run(xla))())

@@ -10,12 +10,9 @@ import pytest
 from pallas_kernels.measured_sizes import VARIABLE
 from pallas_kernels.recurrent_prefill import (
     BlockSizes,
-    Rows,
     empty_cache,
     recurrent_prefill,
 )
-from pallas_kernels.recurrent_prefill.call import choose, shape_class
-from pallas_kernels.recurrent_prefill.mesh_layout import ONE_STAGE
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     LayerSizes,
@@ -26,7 +23,7 @@ from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.triton.launch import (
     choose_tiles,
 )
-from pallas_kernels.recurrent_prefill.xla.backend import Call
+from pallas_kernels.recurrent_prefill.xla.backend import Tiling
 from pallas_kernels.target import LEAST_VMEM, Target, as_if
 from tests.pallas_kernels.recurrent_prefill.layer_cases import (
     Case,
@@ -43,25 +40,19 @@ SMALL_GPU = Target(platform="gpu", kind="an A10", compute_capability="8.6")
 
 def written(path, backend: str, sizes: dict, case: Case = CASE, device="cpu") -> str:
     """Writes a file with the sizes of the case's call."""
-    x, weights, _ = case.inputs()
-    cache = empty_cache(case.layers, case.batch, 0, case.width, case.spec)
     entry = {
         "op": "recurrent_prefill",
         "backend": backend,
         "device": device,
-        "shape": shape_class(x, weights, cache, spec=case.spec, schedule=None),
+        "shape": case.call(*case.inputs()[:2]).shape_class,
         "sizes": sizes,
     }
     (path / "tiles.json").write_text(json.dumps({"sizes": [entry]}))
     return str(path / "tiles.json")
 
 
-def xla_call(case: Case = CASE, *, tile=None, blocks=None) -> Call:
-    x, weights, _ = case.inputs()
-    cache = empty_cache(case.layers, case.batch, 0, case.width, case.spec)
-    options = {"spec": case.spec, "schedule": None, "stages": ONE_STAGE}
-    options |= {"tile": tile, "blocks": blocks}
-    return Call.of(x, weights, cache, Rows(), **options)
+def xla_tiling(case: Case = CASE, *, tile=None, blocks=None) -> Tiling:
+    return Tiling.of(case.call(*case.inputs()[:2], tile=tile, blocks=blocks))
 
 
 # What kernels compute with given sizes every test of theirs checks: `interpreted` gives
@@ -76,39 +67,36 @@ def test_given_sizes_change_no_result_of_xla():
     blocks = BlockSizes(keys=16)
     got = quick_jit(lambda x, w: run(x, w, tile=16, blocks=blocks))(x, weights)
     assert_values_close(got, reference_values(CASE))
-    assert xla_call(tile=16, blocks=blocks).geometry.chunk == 16
-    assert xla_call(tile=16).geometry.chunk == 48  # All slots.
+    assert xla_tiling(tile=16, blocks=blocks).geometry.chunk == 16
+    assert xla_tiling(tile=16).geometry.chunk == 48  # All slots.
 
 
 def test_measured_sizes_are_taken_where_the_caller_gives_none(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, written(tmp_path, "xla", {"tile": 4, "keys": 8}))
-    geometry = xla_call().geometry
+    geometry = xla_tiling().geometry
     assert (geometry.tile, geometry.chunk) == (4, 8)
     # Another batch of the same power of two; then another power.
-    assert xla_call(CASE._replace(batch=4)).geometry.tile == 4
-    assert xla_call(CASE._replace(batch=5)).geometry.tile == 32
+    assert xla_tiling(CASE._replace(batch=4)).geometry.tile == 4
+    assert xla_tiling(CASE._replace(batch=5)).geometry.tile == 32
     # Whoever names a size has said how to run it.
-    assert xla_call(tile=8).geometry.chunk == 40
-    assert xla_call(blocks=BlockSizes()).geometry.tile == 32
+    assert xla_tiling(tile=8).geometry.chunk == 40
+    assert xla_tiling(blocks=BlockSizes()).geometry.tile == 32
 
 
 def test_the_kernels_of_a_gpu_take_measured_sizes(tmp_path, monkeypatch):
     sizes = {"tile": 16, "columns": 64}
     file = written(tmp_path, "triton", sizes, device=SMALL_GPU.kind)
     monkeypatch.setenv(VARIABLE, file)
-    x, weights, _ = CASE.inputs()
-    cache = empty_cache(1, CASE.batch, 0, CASE.width, CASE.spec)
-    options = {"spec": CASE.spec, "schedule": None, "tile": None, "blocks": None}
+    call = CASE.call(*CASE.inputs()[:2], tile=None)
     with as_if(SMALL_GPU):
-        tile, blocks = choose("triton", x, weights, cache, **options)
-        assert (tile, blocks) == (16, BlockSizes(columns=64))
-        assert triton.supported(x, weights, cache, Rows(), **options) is None
+        assert call.sizes("triton") == (16, BlockSizes(columns=64))
+        assert triton.supported(call) is None
 
 
 def test_a_measured_size_that_the_op_has_not_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, written(tmp_path, "xla", {"warps": 4}))
     with pytest.raises(ValueError, match=f"{VARIABLE}: .*no block sizes warps"):
-        xla_call()
+        xla_tiling()
 
 
 def test_the_heuristic_fills_what_is_not_given():

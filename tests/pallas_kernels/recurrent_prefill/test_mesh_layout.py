@@ -9,7 +9,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.recurrent_prefill import LayerSpec, empty_cache, recurrent_prefill
+from pallas_kernels.recurrent_prefill import (
+    LayerSpec,
+    Rows,
+    empty_cache,
+    recurrent_prefill,
+)
+from pallas_kernels.recurrent_prefill.call import (
+    RecurrentPrefillCall,
+    RecurrentPrefillOptions,
+)
 from pallas_kernels.recurrent_prefill.mesh_layout import find_cut
 from pallas_kernels.recurrent_prefill.reference import recurrent_prefill_reference
 from pallas_kernels.recurrent_prefill.xla import one_position
@@ -125,10 +134,13 @@ def test_rows_on_several_devices_meet_once_a_call(schedule):
 
 def test_a_batch_that_the_devices_do_not_divide_is_computed_whole():
     x, w = inputs()
+    training = empty_cache(LAYERS, x.shape[0], 0, WIDTH, PLAIN)
+    options = RecurrentPrefillOptions(spec=PLAIN)
+    call = RecurrentPrefillCall(x, w, training, Rows(), options)
     with jax.set_mesh(mesh_of(data=2)):
-        assert find_cut(x, w, None, None).rows == ("data",)
-        assert not find_cut(x[:1], w, None, None).cuts
-    assert find_cut(x, w, None, None) is None
+        assert find_cut(call).rows == ("data",)
+        assert not find_cut(call._replace(x=x[:1])).cuts
+    assert find_cut(call) is None
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2, "tensor": 2}])

@@ -124,19 +124,20 @@ def test_gradients_of_several_groups_are_the_reference_s():
 def test_a_cut_sequence_with_the_cache_equals_the_whole(changes):
     case = PLAIN._replace(positions=40, **changes)
     x, weights, _ = case.inputs()
-    options = {**case.options, "residuals": False, **interpreted(mosaic_tpu)}
+
+    def forward(*call):
+        call = case.call(*call, **interpreted(mosaic_tpu))
+        return mosaic_tpu.forward(call, residuals=False)[0]
 
     def run(x, weights, cuts):
         cache = empty_cache(1, case.batch, 44, case.width, case.spec)
         first = Rows(lengths=jnp.asarray(cuts))
-        _, cache, _ = mosaic_tpu.forward(x[:, :5], weights, cache, first, **options)
+        _, cache = forward(x[:, :5], weights, cache, first)
         padding = cache.keys[0, 1, 3:]
         outputs = []
         for count in (14, 20):
             more = [x[row, cut : cut + count] for row, cut in enumerate(cuts)]
-            z, cache, _ = mosaic_tpu.forward(
-                jnp.stack(more), weights, cache, Rows(), **options
-            )
+            z, cache = forward(jnp.stack(more), weights, cache)
             outputs.append(z)
             cuts = tuple(cut + count for cut in cuts)
         return jnp.concatenate(outputs, axis=1), cache, padding
@@ -170,8 +171,8 @@ def test_a_cache_of_several_chunks_is_read_as_on_the_xla_path(alibi):
     )
 
     def run(backend, cache, **interpret):
-        options = {**case.options, "residuals": False, **interpret}
-        z, cache, _ = backend.forward(x, weights, cache, Rows(), **options)
+        call = case.call(x, weights, cache, **interpret)
+        (z, cache), _ = backend.forward(call, residuals=False)
         return z, cache.keys, cache.values
 
     got = quick_jit(lambda: run(mosaic_tpu, dirty, **interpreted(mosaic_tpu)))()
@@ -298,8 +299,8 @@ def test_the_tpu_s_own_semantics_find_no_race_with_a_cache():
     cache = cache._replace(keys=keys, values=values)
 
     def run(backend, **interpret):
-        options = {**case.options, "residuals": False, **interpret}
-        return backend.forward(x, weights, cache, Rows(), **options)[0]
+        call = case.call(x, weights, cache, **interpret)
+        return backend.forward(call, residuals=False)[0][0]
 
     races = pltpu.InterpretParams(detect_races=True)
     got = quick_jit(lambda: run(mosaic_tpu, interpret=races))()
@@ -379,7 +380,5 @@ def test_what_the_kernel_cannot_do_is_refused_with_a_reason():
 
 
 def test_without_a_tpu_the_backend_says_so():
-    x, weights, _ = PLAIN.inputs()
-    cache = empty_cache(1, 2, 0, PLAIN.width, PLAIN.spec)
-    reason = mosaic_tpu.supported(x, weights, cache, Rows(), **PLAIN.options)
+    reason = mosaic_tpu.supported(PLAIN.call(*PLAIN.inputs()[:2]))
     assert str(reason).startswith("needs a TPU")

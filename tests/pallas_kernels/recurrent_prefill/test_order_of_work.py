@@ -1,7 +1,5 @@
 """The order of work that a training call has where its caller leaves it open."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +8,7 @@ from pallas_kernels.recurrent_prefill import LayerWeights, empty_cache
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from pallas_kernels.recurrent_prefill.triton.backend import choose_schedule
 from pallas_kernels.target import Target, as_if
-from tests.pallas_kernels.recurrent_prefill.layer_cases import Case, Rows
+from tests.pallas_kernels.recurrent_prefill.layer_cases import Case
 
 
 def call_of(rows: int, width: int, *, layers=12, positions=512, slots=0):
@@ -60,14 +58,14 @@ def test_a_call_without_an_order_runs_the_one_that_is_chosen(pass_):
     device = Target(platform="gpu", kind="a GPU", compute_capability="9.0")
 
     def traced(schedule: str | None) -> str:
-        options = {"spec": case.spec, "schedule": schedule, "tile": 16}
-        forward = partial(triton.forward, rows=Rows(), residuals=True, **options)
+        def forward(x, weights, cache):
+            call = case.call(x, weights, cache, schedule=schedule)
+            return triton.forward(call, residuals=True)
 
         def both(x, weights, cache):
-            *_, kept = forward(x, weights, cache)
-            return triton.backward(
-                x, weights, cache, Rows(), kept, dz, cache, **options
-            )
+            call = case.call(x, weights, cache, schedule=schedule)
+            _, saved = triton.forward(call, residuals=True)
+            return triton.backward(call, saved, (dz, cache))
 
         with as_if(device):
             assert choose_schedule(None, x, weights, cache) == "wavefront"

@@ -8,6 +8,10 @@ import pytest
 
 from pallas_kernels.recurrent_prefill import Rows, empty_cache, recurrent_prefill
 from pallas_kernels.recurrent_prefill.api import check_call
+from pallas_kernels.recurrent_prefill.call import (
+    RecurrentPrefillCall,
+    RecurrentPrefillOptions,
+)
 from pallas_kernels.recurrent_prefill.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.recurrent_prefill.triton import backend as triton
 from tests.pallas_kernels.recurrent_prefill.layer_cases import Case, refusal
@@ -59,8 +63,9 @@ def test_a_wrong_call_is_told_what_is_wanted(options, message):
 def test_an_unknown_schedule_is_told_the_known_ones():
     w, cache = weights(LAYER, layers=2, dtype="float32"), empty_cache(2, 2, 0, 8, LAYER)
     x, rows = jnp.zeros((BATCH, 3, 8)), Rows()
+    options = RecurrentPrefillOptions(spec=LAYER, schedule="diagonal")
     with pytest.raises(ValueError, match="'naive', 'prefix'.* got 'diagonal'"):
-        check_call(x, w, cache, rows, spec=LAYER, schedule="diagonal", tile=None)
+        check_call(RecurrentPrefillCall(x, w, cache, rows, options))
 
 
 @pytest.mark.parametrize("backend", [triton, mosaic_tpu])

@@ -193,15 +193,18 @@ def check_values_and_gradients(case: Case) -> None:
 def test_a_cut_sequence_with_the_cache_equals_the_whole():
     case = PLAIN
     x, weights, _ = case.inputs()
-    options = {**case.options, "residuals": False, **interpreted(triton)}
+
+    def forward(*call):
+        call = case.call(*call, **interpreted(triton))
+        return triton.forward(call, residuals=False)[0]
 
     def run(x, weights, cuts):
         cache = empty_cache(1, case.batch, 24, case.width, case.spec)
         first = Rows(lengths=jnp.asarray(cuts))
-        _, cache, _ = triton.forward(x[:, :5], weights, cache, first, **options)
+        _, cache = forward(x[:, :5], weights, cache, first)
         padding = cache.keys[0, 1, 3:]
         rest = jnp.stack([x[row, cut : cut + 14] for row, cut in enumerate(cuts)])
-        return *triton.forward(rest, weights, cache, Rows(), **options)[:2], padding
+        return *forward(rest, weights, cache), padding
 
     cuts = (5, 3)
     z, cache, padding = quick_jit(run, static_argnums=2)(x, weights, cuts)
@@ -217,15 +220,18 @@ def test_rows_apart_fill_a_cache_by_sub_tiles():
     """Row 0 is full after 20 more; the padding behind them has no slots."""
     case = PLAIN._replace(positions=40)
     x, weights, _ = case.inputs()
-    options = {**case.options, "residuals": False, **interpreted(triton), "tile": 32}
+
+    def forward(*call):
+        call = case.call(*call, tile=32, **interpreted(triton))
+        return triton.forward(call, residuals=False)[0]
 
     def run(x, weights):
         cache = empty_cache(1, case.batch, 40, case.width, case.spec)
         first = Rows(lengths=jnp.array([20, 3]))
-        _, cache, _ = triton.forward(x[:, :20], weights, cache, first, **options)
+        _, cache = forward(x[:, :20], weights, cache, first)
         rest = jnp.stack([jnp.pad(x[0, 20:], ((0, 17), (0, 0))), x[1, 3:]])
         rows = Rows(lengths=jnp.array([20, 37]))
-        return triton.forward(rest, weights, cache, rows, **options)[:2]
+        return forward(rest, weights, cache, rows)
 
     z, cache = quick_jit(run)(x, weights)
     want = reference_values(case)
@@ -298,7 +304,5 @@ def test_a_decode_step_is_left_to_xla():
 def test_without_a_gpu_the_backend_says_so():
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
-    x, weights, _ = PLAIN.inputs()
-    cache = empty_cache(1, 2, 0, PLAIN.width, PLAIN.spec)
-    reason = triton.supported(x, weights, cache, Rows(), **PLAIN.options)
+    reason = triton.supported(PLAIN.call(*PLAIN.inputs()[:2]))
     assert reason == "needs an NVIDIA GPU, found cpu"
