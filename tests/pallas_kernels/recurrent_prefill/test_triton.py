@@ -97,9 +97,8 @@ def test_layers_of_a_wavefront_without_a_tile_are_skipped():
     case = WAVEFRONT._replace(positions=48)  # 3 tiles, 4 steps of two layers
     x, weights, _ = case.inputs()
     with as_if(Target(platform="gpu", kind="", compute_capability="9.0")):
-        run = partial(triton.forward, rows=Rows(), residuals=True, **case.options)
-        cache = empty_cache(2, case.batch, 0, case.width, case.spec)
-        traced = jax.make_jaxpr(run)(x, weights, cache)
+        run = partial(triton.forward, residuals=True)
+        traced = jax.make_jaxpr(run)(case.call(x, weights))
     kernels = [
         e.params for e in equations(traced.jaxpr) if "pallas" in str(e.primitive)
     ]
