@@ -30,7 +30,8 @@ def test_two_processes_resume_from_parts_bit_for_bit(
     codes = train_in_pairs(said, "memory://bucket", [5, 5, 0], quick_compilation)
     last = (said / "2.0").read_text()
     assert codes[2] == {0: 0, 1: 0}, last
-    assert codes[0] == {0: -9, 1: 2} and codes[1] == {1: -9, 0: 2}, codes
+    # One is killed, jax's service aborts the other.
+    assert codes[0] == {0: -9, 1: -6} and codes[1] == {1: -9, 0: -6}, codes
     assert "resuming at step" in last and "finished at step 12" in last
     run = said / "memory" / "bucket" / "tiny"
     assert_same_run(run, whole)
