@@ -12,8 +12,8 @@ import numpy as np
 import tyro
 
 from recurjax.cli.options import Command, parse, run_command, shows_usage
-from recurjax.data.config import Bpe, Corpus, NanochatBpe, Prepared
-from recurjax.data.described import Format, describe_corpus, describe_tokenizer
+from recurjax.data.config import Bpe, NanochatBpe, Prepared
+from recurjax.data.corpus_options import CorpusOptions
 from recurjax.data.prepared import (
     MANIFEST,
     TOKENIZER,
@@ -57,27 +57,12 @@ data/books` reads. recurjax data prepare --help lists the options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions:
+class PrepareOptions(CorpusOptions):
     """Tokenizes a corpus into a directory of ArrayRecord shards with a manifest.
 
     Attributes:
       out: the new directory, also of a bucket; it appears whole or not at all. What was
         stopped goes on, by the same command, after the last shard that was full.
-      corpus: files or quoted globs ('docs/**/*.txt'), a folder, the folder of a TFDS
-        data set, files of the Hugging Face hub ('hf://datasets/OWNER/NAME/*.parquet'),
-        of a bucket (gs://, s3://) or one behind https://,
-        or the word embedded for the Shakespeare text in the package.
-      tokenizer: bytes, bytes-without-bos, bpe:SIZE or nanochat-bpe:SIZE (trained on
-        the corpus, nanochat's with its split and special tokens), or the path of a
-        tokenizer.json or of a folder that holds a tokenizer.
-      bos: the token of a tokenizer.json that begins each document, or none; default:
-        the tokenizer's own.
-      eos: the token of a tokenizer.json that ends each document, or none; default: the
-        tokenizer's own where no token begins documents, else none.
-      format: of the corpus; auto goes by the file names, and takes others as text.
-      field: the field or column with the text (jsonl, parquet, tfds).
-      split: the split to read (tfds).
-      separator: cuts a text file into documents (text); default: a file is one.
       validation_fraction: the last share of the bytes, kept for validation.
       shard_tokens: tokens in one file.
       max_tokens: stops after the document that reaches so many; default: the whole
@@ -88,14 +73,7 @@ class PrepareOptions:
     """
 
     out: Path
-    corpus: tuple[str, ...]
-    tokenizer: str = "bytes"
-    bos: str | None = None
-    eos: str | None = None
-    format: Format = "auto"
-    field: str = "text"
-    split: str = "train"
-    separator: str | None = None
+    tokenizer: str | None = "bytes"
     validation_fraction: Fraction = 0.1
     shard_tokens: PositiveInt = 1 << 26
     max_tokens: PositiveInt | None = None
@@ -104,6 +82,8 @@ class PrepareOptions:
 
     def __post_init__(self):
         check_ranges(self)
+        if not self.corpus:
+            raise UserError("--corpus: name the files to prepare, or embedded")
         if self.part is not None:
             self.stretch()
 
@@ -203,8 +183,10 @@ def _fetched(part: str, stack: ExitStack) -> Path:
 
 
 def _prepare(options: PrepareOptions, out: Path, told: str) -> int:
-    corpus = _corpus(options)
-    choice = describe_tokenizer(options.tokenizer, bos=options.bos, eos=options.eos)
+    corpus, choice = options.corpus_config(), options.tokenizer_config()
+    assert choice is not None  # it has a default
+    if isinstance(corpus, Prepared):
+        raise UserError(f"{corpus.directory} is prepared already: name text")
     # Training takes minutes on a large corpus, before the progress bar begins.
     if isinstance(choice, Bpe | NanochatBpe):
         print(f"training a BPE of {choice.vocabulary} tokens ...", file=sys.stderr)
@@ -312,19 +294,6 @@ def _folder(args: list[str], command: str) -> tuple[Path, list[str]]:
     if not args or args[0].startswith("-"):
         raise UserError(f"name a prepared folder: recurjax data {command} DIR")
     return prepared_here(args[0]), args[1:]
-
-
-def _corpus(options: PrepareOptions) -> Corpus:
-    corpus = describe_corpus(
-        options.corpus,
-        format=options.format,
-        field=options.field,
-        split=options.split,
-        separator=options.separator,
-    )
-    if isinstance(corpus, Prepared):
-        raise UserError(f"{corpus.directory} is prepared already: name text")
-    return corpus
 
 
 def _separated(tokenizer: Tokenizer, ends: bool | None) -> str:

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from recurjax.data.corpora import embedded_text, read_corpus
-from recurjax.data.described import describe_corpus
+from recurjax.data.corpus_options import CorpusOptions
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.files.storage import copy_of, open_store
@@ -77,7 +77,7 @@ def web(server, tmp_path, monkeypatch):
 def test_a_text_is_read_once_and_again_when_it_has_changed(web):
     url, root, asked = web
     (root / "a.txt").write_text(TEXT)
-    corpus = describe_corpus((f"{url}/a.txt",))
+    corpus = CorpusOptions(corpus=(f"{url}/a.txt",)).corpus_config()
     assert [d.text for d in read_corpus(corpus).documents] == [TEXT]
     first = asked.count("/a.txt")
     assert first > 0
@@ -100,7 +100,11 @@ def test_a_folder_s_files_are_read_by_their_names_and_nothing_is_written(web, tm
 def test_what_is_not_there_is_one_sentence(web):
     url, _, _ = web
     with pytest.raises(UserError, match=f"no file matches '{url}/none.txt'"):
-        list(read_corpus(describe_corpus((f"{url}/none.txt",))).documents)
+        list(
+            read_corpus(
+                CorpusOptions(corpus=(f"{url}/none.txt",)).corpus_config()
+            ).documents
+        )
 
 
 @pytest.mark.parametrize("pattern", ["{}/a.txt", "{}/none.txt"])
@@ -110,7 +114,11 @@ def test_a_certificate_that_is_not_trusted_is_named(server, tmp_path, pattern):
     # As fsspec opens it without the settings of `web`.
     fsspec.filesystem("https").clear_instance_cache()
     with pytest.raises(UserError, match="certificate is not one that this") as raised:
-        list(read_corpus(describe_corpus((pattern.format(url),))).documents)
+        list(
+            read_corpus(
+                CorpusOptions(corpus=(pattern.format(url),)).corpus_config()
+            ).documents
+        )
     said = str(raised.value)
     assert said.count("\n") == 0 and url in said
     assert "self-signed certificate): name" in said and "$SSL_CERT_FILE" in said
@@ -121,7 +129,7 @@ def test_a_server_that_does_not_answer_is_not_a_missing_file(web):
         free.bind(("127.0.0.1", 0))
         nobody = f"https://127.0.0.1:{free.getsockname()[1]}/a.txt"
     with pytest.raises(UserError, match=f"{nobody} cannot be used: .*[Cc]onnect"):
-        list(read_corpus(describe_corpus((nobody,))).documents)
+        list(read_corpus(CorpusOptions(corpus=(nobody,)).corpus_config()).documents)
 
 
 def test_a_missing_aiohttp_names_the_extra(monkeypatch):

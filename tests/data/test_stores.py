@@ -18,8 +18,8 @@ from recurjax.data.config import (
     TokenizerFile,
 )
 from recurjax.data.corpora import embedded_text, read_corpus
+from recurjax.data.corpus_options import CorpusOptions
 from recurjax.data.dataset import open_dataset
-from recurjax.data.described import describe_corpus
 from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files.storage import Store
@@ -72,7 +72,7 @@ def texts_of(corpus):
     ],
 )
 def test_a_corpus_in_a_store_is_read_and_fetched_once(words, kind, fetched):
-    corpus = describe_corpus(words)
+    corpus = CorpusOptions(corpus=words).corpus_config()
     assert isinstance(corpus, kind) and texts_of(corpus) == TEXTS
     assert len(fetched) == 2
     assert texts_of(corpus) == TEXTS and len(fetched) == 2
@@ -87,7 +87,7 @@ def test_a_folder_may_be_named_as_a_file(memory, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(row)
     for word in (f"{ROOT}/wiki.jsonl", str(tmp_path / "wiki.jsonl")):
-        corpus = describe_corpus((word,))
+        corpus = CorpusOptions(corpus=(word,)).corpus_config()
         assert corpus == JsonLines(patterns=(f"{word}/**/*.jsonl",))
         assert texts_of(corpus) == TEXTS
 
@@ -97,7 +97,10 @@ def test_an_object_named_is_read_by_who_may_not_list(memory, monkeypatch):
         raise UserError("403")
 
     monkeypatch.setattr(Store, "sizes", denied)
-    assert texts_of(describe_corpus((f"{ROOT}/texts/a.txt",))) == TEXTS[:1]
+    assert (
+        texts_of(CorpusOptions(corpus=(f"{ROOT}/texts/a.txt",)).corpus_config())
+        == TEXTS[:1]
+    )
 
 
 def test_an_object_that_was_replaced_is_fetched_again(memory, fetched):

@@ -12,7 +12,7 @@ import pytest
 
 from recurjax.data.config import Parquet
 from recurjax.data.corpora import read_corpus
-from recurjax.data.described import describe_corpus, name_of
+from recurjax.data.corpus_options import CorpusOptions, name_of
 from recurjax.errors import UserError
 
 REVISION = hashlib.sha1(b"revision").hexdigest()
@@ -101,7 +101,7 @@ def hub(tmp_path, monkeypatch):
 
 def test_a_data_set_of_the_hub_is_read_and_kept(hub):
     for words in ("hf://datasets/o/n/**/*.parquet", "hf://datasets/o/n"):
-        corpus = describe_corpus((words,))
+        corpus = CorpusOptions(corpus=(words,)).corpus_config()
         assert corpus == Parquet(patterns=("hf://datasets/o/n/**/*.parquet",))
         assert name_of(corpus) == "n"
     assert [d.text for d in read_corpus(corpus).documents] == TEXTS
@@ -117,11 +117,15 @@ def test_a_data_set_of_the_hub_is_read_and_kept(hub):
 def test_what_the_hub_does_not_show_is_one_sentence(hub):
     for pattern in ("hf://datasets/o/other/*.parquet", "hf://datasets/o/n/*.json"):
         with pytest.raises(UserError) as raised:
-            list(read_corpus(describe_corpus((pattern,), format="parquet")).documents)
+            list(
+                read_corpus(
+                    CorpusOptions(corpus=(pattern,), format="parquet").corpus_config()
+                ).documents
+            )
         assert pattern in str(raised.value) and "\n" not in str(raised.value)
     with pytest.raises(UserError, match="HF_TOKEN"):
-        describe_corpus(("hf://datasets/o/other",))
+        CorpusOptions(corpus=("hf://datasets/o/other",)).corpus_config()
     hub.shutdown()
     hub.server_close()
     with pytest.raises(UserError, match="hf://datasets/o/n"):
-        describe_corpus(("hf://datasets/o/n@gone",))
+        CorpusOptions(corpus=("hf://datasets/o/n@gone",)).corpus_config()

@@ -1,11 +1,11 @@
-"""A corpus and a tokenizer from the words of a command line.
+"""A corpus and a tokenizer in the words of a command line.
 
-`recurjax train --corpus`, `recurjax data prepare --corpus` and whatever else takes
-somebody's own text read the same words the same way.
+`recurjax train --corpus` and `recurjax data prepare --corpus` take the same options.
 """
 
 import glob
 import re
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -48,77 +48,101 @@ FORMAT_OF = {
 _TRAINED = {"bpe": Bpe, "nanochat-bpe": NanochatBpe}
 
 
-def describe_corpus(
-    words: tuple[str, ...],
-    *,
-    format: Format = "auto",
-    field: str = "text",
-    split: str = "train",
-    separator: str | None = None,
-) -> Corpus:
-    r"""Returns the corpus that files, globs or one folder name.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusOptions:
+    r"""A corpus and its tokenizer.
 
-    A folder is one of TFDS, one that `recurjax data prepare` wrote, or stands for all
-    files in it and below whose names end as a format's do. The word `embedded` is the
-    text in the package.
-
-    Args:
-      words: paths, quoted globs, folders, or the same behind hf://, gs:// or s3://;
-        files behind https://.
-      format: "auto" goes by the names, and takes unknown ones as text.
-      field: with the text (jsonl, parquet, tfds).
-      split: to read (tfds).
-      separator: between two documents of a text file, `\n` and `\t` spelled out.
-
-    Raises:
-      UserError: the words mix formats, name nothing, or an option is of another format.
+    Attributes:
+      corpus: files or quoted globs ('docs/**/*.txt'), a folder, the folder of a TFDS
+        data set, files of the Hugging Face hub ('hf://datasets/OWNER/NAME/*.parquet'),
+        of a bucket (gs://, s3://) or one behind https://, or the word embedded for the
+        Shakespeare text in the package. A folder is one of TFDS, one that `recurjax
+        data prepare` wrote, or stands for all files in it and below whose names end as
+        a format's do.
+      tokenizer: bytes, bytes-without-bos, bpe:SIZE or nanochat-bpe:SIZE (trained on
+        the corpus, nanochat's with its split and special tokens), or the path of a
+        tokenizer.json or of a folder that holds a tokenizer.
+      bos: the token of a tokenizer.json that begins each document, or none; default:
+        the tokenizer's own.
+      eos: the token of a tokenizer.json that ends each document, or none; default: the
+        tokenizer's own where no token begins documents, else none.
+      format: of the corpus; auto goes by the file names, and takes others as text.
+      field: the field or column with the text (jsonl, parquet, tfds).
+      split: the split to read (tfds).
+      separator: cuts a text file into documents (text), \n and \t spelled out; default:
+        a file is one.
     """
-    # The text in the package is one document, whatever field or split say.
-    if words == ("embedded",) and format == "auto":
-        return EmbeddedText()
-    words = tuple(part for word in words for part in _unfolded(word, format))
-    kind = _guessed_format(words) if format == "auto" else format
-    if separator is not None and kind != "text":
-        raise UserError(f"--separator is for text files, the corpus is {kind}")
-    match kind:
-        case "jsonl":
-            return JsonLines(patterns=words, field=field)
-        case "parquet":
-            return Parquet(patterns=words, field=field)
-        case "arrayrecord":
-            return ArrayRecords(patterns=words)
-        case "tfds":
-            return Tfds(directory=_only(words, "TFDS"), split=split, field=field)
-        case "prepared":
-            return Prepared(directory=_only(words, "prepared"))
-        case _:
-            return TextFiles(
-                patterns=words, separator=separator and _unescaped(separator)
-            )
 
+    corpus: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    bos: str | None = None
+    eos: str | None = None
+    format: Format = "auto"
+    field: str = "text"
+    split: str = "train"
+    separator: str | None = None
 
-def describe_tokenizer(
-    text: str, *, bos: str | None = None, eos: str | None = None
-) -> TokenizerConfig:
-    """Returns the tokenizer that a word names.
+    def describes_files(self) -> bool:
+        """Whether an option says how to read the files of `corpus`."""
+        options = (self.format, self.field, self.split, self.separator)
+        return options != ("auto", "text", "train", None)
 
-    Args:
-      text: bytes, bytes-without-bos, bpe:SIZE, nanochat-bpe:SIZE, or the path of a
-        tokenizer.json or of a folder with a tokenizer.
-      bos, eos: of a tokenizer.json, see `TokenizerFile`.
+    def corpus_config(self) -> Corpus:
+        """Returns the corpus.
 
-    Raises:
-      UserError: no size, or token names for a tokenizer that has its own.
-    """
-    choice = _tokenizer(text)
-    if (bos, eos) == (None, None):
-        return choice
-    if not isinstance(choice, TokenizerFile):
-        raise UserError(
-            f"--bos and --eos name tokens of a tokenizer.json, and {text} has its own"
+        Raises:
+          UserError: the words mix formats, name nothing, or an option is of another
+            format.
+        """
+        # The text in the package is one document, whatever field or split say.
+        if self.corpus == ("embedded",) and self.format == "auto":
+            return EmbeddedText()
+        words = tuple(
+            part for word in self.corpus for part in _unfolded(word, self.format)
         )
-    # `--eos none` says what ends documents; generated text still has its end.
-    return TokenizerFile(path=text, bos=bos, eos=None if eos == NONE else eos)
+        kind = _guessed_format(words) if self.format == "auto" else self.format
+        if self.separator is not None and kind != "text":
+            raise UserError(f"--separator is for text files, the corpus is {kind}")
+        match kind:
+            case "jsonl":
+                return JsonLines(patterns=words, field=self.field)
+            case "parquet":
+                return Parquet(patterns=words, field=self.field)
+            case "arrayrecord":
+                return ArrayRecords(patterns=words)
+            case "tfds":
+                folder = _only(words, "TFDS")
+                return Tfds(directory=folder, split=self.split, field=self.field)
+            case "prepared":
+                return Prepared(directory=_only(words, "prepared"))
+            case _:
+                separator = self.separator and _unescaped(self.separator)
+                return TextFiles(patterns=words, separator=separator)
+
+    def tokenizer_config(self) -> TokenizerConfig | None:
+        """Returns the tokenizer; None: --tokenizer names none.
+
+        Raises:
+          UserError: no size, or token names for a tokenizer that has its own.
+        """
+        named = (self.bos, self.eos) != (None, None)
+        if self.tokenizer is None:
+            if named:
+                raise UserError(
+                    "--bos and --eos name tokens of a --tokenizer: name it too"
+                )
+            return None
+        choice = _tokenizer(self.tokenizer)
+        if not named:
+            return choice
+        if not isinstance(choice, TokenizerFile):
+            raise UserError(
+                "--bos and --eos name tokens of a tokenizer.json, and "
+                f"{self.tokenizer} has its own"
+            )
+        # `--eos none` says what ends documents; generated text still has its end.
+        eos = None if self.eos == NONE else self.eos
+        return TokenizerFile(path=self.tokenizer, bos=self.bos, eos=eos)
 
 
 def own_tokenizer(corpus: Corpus) -> TokenizerConfig | None:

@@ -1,0 +1,194 @@
+"""`recurjax train EXPERIMENT [--field value ...]`: train, or resume.
+
+--corpus and --tokenizer put somebody's own text in the place of the experiment's.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from recurjax.cli.options import override, parse, shows_usage
+from recurjax.data.config import Prepared
+from recurjax.data.corpus_options import (
+    CorpusOptions,
+    name_of,
+    own_tokenizer,
+    vocabulary_of,
+)
+from recurjax.data.tasks.dataset import TaskData
+from recurjax.errors import UserError
+from recurjax.experiment import Experiment
+from recurjax.files.storage import url_of
+from recurjax.machine import early_interrupt, host, process_group
+from recurjax.machine.distributed import start_processes
+from recurjax.run_table import load_experiment
+
+_USAGE = """usage: recurjax train EXPERIMENT [--corpus FILES] [--runs DIR] [--field X]
+
+EXPERIMENT is a name that `recurjax experiments` lists, quickstart or
+rat:fineweb_4k_rat16, a .py file with a function config(), or FILE.py:NAME for a row of
+a file with a table RUNS (FILE.py alone lists the rows). Every field of its config can
+be replaced: --training.steps 500 --optimizer.learning-rate 1e-3 (all of them:
+recurjax train EXPERIMENT --help). The run is written to DIR/<name>, runs/<name> unless
+told otherwise; the same command resumes a run that was stopped.
+
+--corpus FILES trains on your own text: text files, JSON lines, Parquet, ArrayRecord
+(.gz too), quoted globs, a folder, one that `recurjax data prepare` wrote, or files of
+the Hugging Face hub such as 'hf://datasets/OWNER/NAME/**/*.parquet'. --tokenizer
+bpe:4096 (or bytes, a tokenizer.json, a folder with one) replaces the experiment's.
+--field NAME has the text of a row, --separator TEXT cuts text files into documents,
+--format and --split are those of `recurjax data prepare`. The model's vocabulary and
+the run's name follow; --name and --model.vocabulary say otherwise."""
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command."""
+    if shows_usage(argv, _USAGE):
+        return 0
+    file = argv[0]
+    if file.startswith("-"):
+        raise UserError(f"name the experiment file first, then {file}")
+    # First of all: what one process is refused from here on, all learn at once.
+    start_processes()
+    try:
+        return _train(file, argv[1:])
+    except (Exception, KeyboardInterrupt) as error:
+        process_group.leave(error)
+        raise
+
+
+def _train(file: str, options: list[str]) -> int:
+    # Own options first: what is left are fields of the experiment.
+    runs, options = _take_runs(options)
+    prog = f"recurjax train {file}"
+    experiment, options = with_own_text(load_experiment(file), options, prog=prog)
+    experiment = override(experiment, options, prog=prog)
+    if experiment.training.deterministic:
+        # An XLA flag, which counts only before devices are looked for.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+    host.start_cpu_devices(experiment.mesh.least_devices)
+    # Imported late: the settings above count only before jax looks for devices.
+    from recurjax.training.loop import train
+
+    early_interrupt.stop_if_noted()
+    # One slash, whether a path or a URL. No shell expands the ~ of --runs=~/x.
+    root = f"{os.path.expanduser(runs) or '.'}/{experiment.name}"
+    if (url := url_of(root)) is not None:
+        result = _train_in_bucket(experiment, url)
+    else:
+        result = train(experiment, Path(root))
+    if result.outcome == "finished":
+        print(f"finished at step {result.step}: {root}")
+        return 0
+    print(
+        f"{result.outcome} at step {result.step}, saved in {root}: run the same "
+        "command again to resume"
+    )
+    return 130 if result.outcome == "interrupted" else 0
+
+
+def _train_in_bucket(experiment: Experiment, url: str) -> Any:
+    import jax
+
+    from recurjax.training.loop import train
+    from recurjax.training.run import mirrored
+
+    with mirrored(url) as mirror:
+        result = train(experiment, mirror.folder, mirror=mirror)
+    # Only now: the block's end sends what came after the last save.
+    if jax.process_index() == 0:
+        print(mirror.sentence())
+    return result
+
+
+def _take_runs(options: list[str]) -> tuple[str, list[str]]:
+    """Takes --runs DIR, which is no field of an experiment, out of the options."""
+    for at, word in enumerate(options):
+        if word.startswith("--runs="):
+            return word.removeprefix("--runs="), options[:at] + options[at + 1 :]
+        if word == "--runs":
+            if at + 1 == len(options):
+                raise UserError("--runs needs a directory")
+            return options[at + 1], options[:at] + options[at + 2 :]
+    return "runs", options
+
+
+def with_own_text(
+    experiment: Experiment, words: list[str], *, prog: str
+) -> tuple[Experiment, list[str]]:
+    """Takes the options of this file out and does what they say.
+
+    Returns:
+      The experiment with that text, its tokenizer, its vocabulary and a name of its
+      own, and the options that are left.
+
+    Raises:
+      UserError: the words name no corpus or tokenizer, or the experiment reads none.
+    """
+    own, left = _split(words)
+    if not own:
+        return experiment, left
+    options = parse(CorpusOptions, own, prog=prog)
+    data = experiment.data
+    if isinstance(data, TaskData):
+        raise UserError(
+            f"{experiment.name} is trained on a task, which makes its rows itself: "
+            "--corpus and --tokenizer are for experiments on text"
+        )
+    # The name follows what changed, so that runs on different texts do not collide.
+    corpus, name = data.corpus, experiment.name
+    if options.corpus:
+        corpus = options.corpus_config()
+        name += f"_{name_of(corpus)}"
+    elif options.describes_files():
+        raise UserError(
+            "--format, --field, --split and --separator say how to read "
+            "--corpus FILES: name the files too"
+        )
+    prepared = own_tokenizer(corpus)
+    tokenizer = options.tokenizer_config()
+    if options.tokenizer is not None:
+        if prepared not in (None, tokenizer):
+            raise UserError(
+                "the corpus is prepared, with a tokenizer of its own, and --tokenizer "
+                f"{options.tokenizer} cannot replace it: leave it out, or prepare again"
+            )
+        name += f"_{_short(options.tokenizer)}"
+    tokenizer = tokenizer or prepared or data.tokenizer
+    # A prepared corpus brings the share that it was prepared with.
+    held_out = None if isinstance(corpus, Prepared) else data.validation_fraction
+    model = experiment.model
+    # The same tokenizer has the same vocabulary, and the model stays as it is.
+    if tokenizer != data.tokenizer:
+        model = model.with_vocabulary(vocabulary_of(tokenizer))
+    # Every check of the config runs again on what it has become.
+    data = dataclasses.replace(
+        data, corpus=corpus, tokenizer=tokenizer, validation_fraction=held_out
+    )
+    return dataclasses.replace(experiment, name=name, data=data, model=model), left
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Parts the words: options of `CorpusOptions` with their values, and the others."""
+    names = {f"--{field.name}" for field in dataclasses.fields(CorpusOptions)}
+    own: list[str] = []
+    left: list[str] = []
+    # A word belongs to the option before it, until the next option.
+    into = left
+    for word in words:
+        if word.startswith("--"):
+            into = own if word.partition("=")[0] in names else left
+        into.append(word)
+    return own, left
+
+
+def _short(tokenizer: str) -> str:
+    """Returns a tokenizer's word as a part of a name: bpe4096, bytes, gpt2."""
+    kind, colon, size = tokenizer.partition(":")
+    if colon and size.isdecimal():
+        # "bpe:4096" becomes bpe4096; a path becomes its last part.
+        return f"{kind.replace('-', '_')}{size}"
+    word = tokenizer.removesuffix("/tokenizer.json").removesuffix(".json")
+    return "".join(c if c.isalnum() else "_" for c in word.rstrip("/").split("/")[-1])
