@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-from pallas_kernels.recurrent_prefill.call import Array, LayerSpec
+from pallas_kernels.recurrent_prefill.call import Array
 from pallas_kernels.recurrent_prefill.equations import HIDDEN
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
@@ -28,6 +28,7 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     like,
     one_slot,
     power_dividing,
+    slope_of,
     slot_of,
 )
 from pallas_kernels.recurrent_prefill.triton.products import (
@@ -103,14 +104,6 @@ def attend_prefix(
         chunk=power_dividing(keys.shape[2], launch.tiles.keys),
     )
     return Running(*out)
-
-
-def slope_of(spec: LayerSpec, head: jax.Array) -> jax.Array:
-    """Returns ALiBi's slope of a query head, 0 without ALiBi."""
-    m = spec.alibi_max_bias
-    if m is None:
-        return jnp.float32(0.0)
-    return jnp.exp2(-m / spec.heads * (head + 1).astype(jnp.float32))
 
 
 class PrefixRefs(NamedTuple):

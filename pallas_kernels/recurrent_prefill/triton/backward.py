@@ -1,7 +1,9 @@
 """The backward of a tile on GPU: seven kernels a position, attention across tiles.
 
 Gradients of a tile are [L, b, B, width] and are written in place, slot by slot, so
-that the weights' gradients can be formed for the whole tile at once (`products`).
+that the weights' gradients can be formed for the whole tile at once. A norm's kernel
+reads whole rows twice, for the sums and for the result; the k-norm's is spread over
+`own_tile_backward` and `pair_product_back`.
 
 Attention rebuilds its probabilities from the log-normalizers. With p_ij = exp(logit_ij
 - log_normalizer_i), do_i the gradient of what i attended to and delta_i = do_i .
@@ -35,7 +37,6 @@ from pallas_kernels.recurrent_prefill.tiles.backward import (
     QueryGradients,
 )
 from pallas_kernels.recurrent_prefill.tiles.layout import Vectors
-from pallas_kernels.recurrent_prefill.triton.attention import slope_of
 from pallas_kernels.recurrent_prefill.triton.launch import (
     POSITION,
     Launch,
@@ -48,12 +49,131 @@ from pallas_kernels.recurrent_prefill.triton.launch import (
     one_slot,
     power_dividing,
     row_spec,
+    slope_of,
     slot_of,
     slot_spec,
     vector_spec,
     warps_of,
 )
-from pallas_kernels.recurrent_prefill.triton.products import norm_back
+
+
+def norm_back(
+    launch: Launch,
+    t: Int[Array, "1"],
+    base: Float[Array, "L _ B D"],
+    dn: Float[Array, "L b B D"],
+    unit: Float[Array, "L b B D"],
+    factor: Float[Array, "L b B"],
+    scale: Float[Array, "L D"],
+    out: Float[Array, "L b B D"],
+    *,
+    kind: str,
+):
+    """Writes out[t] = base[t] + norm back (dn[t]); returns it and s out[t].
+
+    Args:
+      unit: normalised rows before the norm's scale, [L, b, B, D].
+      factor: what the norm multiplied by, [L, b, B].
+    """
+    L, b, B, D = out.shape
+    block = launch.tiles.attend_rows
+    row = lambda array: pl.BlockSpec(  # noqa: E731
+        (None, array.shape[1], block, D), lambda l, i: (l, 0, i, 0)
+    )
+    return launch_kernel(
+        launch,
+        _norm_back_kernel,
+        t,
+        base,
+        dn,
+        unit,
+        factor,
+        scale,
+        out,
+        refs=_NormBackRefs,
+        grid=(L, B // block),
+        in_specs=[
+            POSITION,
+            row(base),
+            row(dn),
+            row(unit),
+            pl.BlockSpec((None, b, block), lambda l, i: (l, 0, i)),
+            pl.BlockSpec((None, D), lambda l, i: (l, 0)),
+            row(out),
+        ],
+        out_specs=[
+            row(out),
+            pl.BlockSpec((None, 1, block, D), lambda l, i: (l, 0, i, 0)),
+        ],
+        out_shape=[like(out), jax.ShapeDtypeStruct((L, 1, B, D), launch.spec.dtype)],
+        aliases={6: 0},
+        reads={1: one_slot(base)} | dict.fromkeys((2, 3, 4), one_slot(out)),
+        writes={0: one_slot(out)},
+        kind=kind,
+        residual_scale=launch.spec.residual_scale,
+        depth=power_dividing(D, 1024),
+    )
+
+
+class _NormBackRefs(NamedTuple):
+    """References of `_norm_back_kernel`."""
+
+    t: Any  # int32 [1]: the position within the tile
+    base: Any  # [b, rows, D]
+    dn: Any  # [b, rows, D]: gradient of what the norm returned
+    unit: Any  # [b, rows, D]: rows before the norm's scale
+    factor: Any  # [b, rows]: what the norm multiplied by
+    scale: Any  # [D], of the norm
+    before: Any  # the array that `out` is written into; not read
+    out: Any  # out, [b, rows, D]
+    scaled: Any  # out, [1, rows, D]: s times the new row of out
+
+
+# A program owns a few whole rows, read twice: for the sums and for the result.
+def _norm_back_kernel(refs: _NormBackRefs, *, kind, residual_scale, depth):
+    t = refs.t[0]
+    rows, D = refs.out.shape[1:]
+
+    def add(c, sums):
+        part = pl.ds(c * depth, depth)
+        g = refs.dn[t, :, part] * refs.scale[part][None, :]
+        along, level = sums
+        return along + jnp.sum(g * refs.unit[t, :, part], axis=1), level + jnp.sum(
+            g, axis=1
+        )
+
+    none = jnp.zeros(rows, jnp.float32)
+    along, level = jax.lax.fori_loop(0, D // depth, add, (none, none))
+    along, level, factor = along / D, level / D, refs.factor[t]
+
+    # The sums are known: the same rows once more, for the result.
+    def write(c, _):
+        part = pl.ds(c * depth, depth)
+        g = refs.dn[t, :, part] * refs.scale[part][None, :]
+        g = _standardised_back(g, refs.unit[t, :, part], factor, along, level, kind)
+        total = refs.base[t, :, part] + g
+        refs.out[t, :, part] = total
+        refs.scaled[0, :, part] = (residual_scale * total).astype(refs.scaled.dtype)
+        return 0
+
+    jax.lax.fori_loop(0, D // depth, write, 0)
+
+
+def _standardised_back(
+    g: Float[Array, "rows columns"],
+    unit: Float[Array, "rows columns"],
+    factor: Float[Array, " rows"],
+    along: Float[Array, " rows"],
+    level: Float[Array, " rows"],
+    kind: str,
+) -> Float[Array, "rows columns"]:
+    """Maps the gradient of unit rows back through their standardisation."""
+    if kind == "none":
+        return g
+    g = g - unit * along[:, None]
+    if kind == "layer":
+        g = g - level[:, None]
+    return g * factor[:, None]
 
 
 def transposed_product(

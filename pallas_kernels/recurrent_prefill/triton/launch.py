@@ -407,6 +407,14 @@ def dot(
     )
 
 
+def slope_of(spec: LayerSpec, head: jax.Array) -> jax.Array:
+    """Returns ALiBi's slope of a query head, 0 without ALiBi."""
+    m = spec.alibi_max_bias
+    if m is None:
+        return jnp.float32(0.0)
+    return jnp.exp2(-m / spec.heads * (head + 1).astype(jnp.float32))
+
+
 def warps_of(rows: int, columns: int) -> int:
     """Returns how many warps share a program's accumulator."""
     return 8 if rows * columns > 64 * 128 else 4

@@ -29,12 +29,15 @@ from pallas_kernels.recurrent_prefill.equations import (
     HIDDEN,
     Prepared,
     Rotary,
+    Transposed,
     activate,
+    few_rows_linear,
     linear,
     norm_and_rotate,
     persistent_source,
     pre_norm,
     rotation,
+    transpose,
 )
 from pallas_kernels.recurrent_prefill.xla.attention import (
     Pairs,
@@ -53,11 +56,6 @@ from pallas_kernels.recurrent_prefill.xla.attention import (
     step_slots,
     tile_bias,
     weigh,
-)
-from pallas_kernels.recurrent_prefill.xla.forward import (
-    Transposed,
-    few_rows_linear,
-    transpose,
 )
 from pallas_kernels.recurrent_prefill.xla.geometry import (
     Geometry,
