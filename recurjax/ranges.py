@@ -91,9 +91,9 @@ def check_ranges(config: Any) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         for number in _numbers(value):
-            if wanted := _refused(number, declared.get(field.name, Range())):
+            if accepted := _refused(number, declared.get(field.name, Range())):
                 kind = type(config).__name__
-                raise UserError(f"{kind}.{field.name}: must be {wanted}, got {value}")
+                raise UserError(f"{kind}.{field.name}: must be {accepted}, got {value}")
 
 
 @cache
@@ -101,7 +101,7 @@ def field_ranges(kind: type) -> dict[str, Range]:
     """Returns the ranges that a dataclass declares, by the fields' names."""
     hints = get_type_hints(kind, include_extras=True)
     ranges = {field.name: range_of(hints[field.name]) for field in fields(kind)}
-    return {name: found for name, found in ranges.items() if found is not None}
+    return {name: declared for name, declared in ranges.items() if declared is not None}
 
 
 def range_of(hint: Any) -> Range | None:
@@ -110,7 +110,7 @@ def range_of(hint: Any) -> Range | None:
         if isinstance(item, Range):
             return item
     inner = (range_of(part) for part in get_args(hint))
-    return next((found for found in inner if found is not None), None)
+    return next((declared for declared in inner if declared is not None), None)
 
 
 def _refused(number: float | int, declared: Range) -> str | None:

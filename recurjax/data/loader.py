@@ -26,7 +26,7 @@ from recurjax.errors import UserError
 from recurjax.types import IGNORED
 
 Batch = dict[str, Int32[np.ndarray, "B T"]]
-"""`ids`, `targets` (the next token, or IGNORED) and, when asked for, `segments`."""
+"""`ids`, `targets` (the next token, or IGNORED) and `segments` (document numbers)."""
 
 PADDING_SEGMENT = -1
 
@@ -38,7 +38,7 @@ class Layout:
     Attributes:
       length: T, in tokens.
       batch: rows of the global batch, over all processes.
-      rows: (first, after the last) of the rows wanted here.
+      rows: (first, after the last) of the rows that this process delivers.
       segments: whether batches carry document numbers.
     """
 
@@ -62,7 +62,7 @@ class RowsOfText:
         return length
 
     def slices(self, split: str, *, batch: int) -> None:
-        """Returns None: rows of text are not told apart."""
+        """Returns None: rows of text have no slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class RowLoader:
 
     Attributes:
       fill: writes (batch, r, number), a row's tokens, into an empty row r.
-      count: rows of the split; None: new ones for ever, number n at place n.
+      count: rows of the split; None: endless new rows, row n at place n.
       layout, in_order, seed, fingerprint: as a `Loader`'s.
       split: the name of the part drawn from.
       prefetch: batches read ahead.
@@ -197,7 +197,7 @@ class RowLoader:
 
     def __iter__(self) -> "Batches":
         order: Callable[[int], int] = lambda k: k  # noqa: E731
-        # New rows for ever need no order. A fixed set is shuffled anew each epoch.
+        # Endless new rows need no order. A fixed set has another one in each epoch.
         if self.count is not None and not self.in_order:
             order = EndlessOrder(self.count, self.seed)
         batches = _FilledBatches(
@@ -295,7 +295,7 @@ class _Chain:
 
     def __init__(self, loaders: Iterable[Loader]):
         self._loaders, self._at = list(loaders), 0
-        self._now = iter(self._loaders[0])
+        self._current = iter(self._loaders[0])
 
     def __iter__(self) -> "_Chain":
         return self
@@ -303,7 +303,7 @@ class _Chain:
     def __next__(self) -> Batch:
         while True:
             try:
-                return next(self._now)
+                return next(self._current)
             except StopIteration:
                 # The last loader's end is the chain's; before it the next one begins.
                 if self._at + 1 == len(self._loaders):
@@ -312,21 +312,21 @@ class _Chain:
 
     def get_state(self) -> dict[str, Any]:
         """Returns the part, and the position in it after the last batch delivered."""
-        return {"part": self._at, "position": self._now.get_state()}
+        return {"part": self._at, "position": self._current.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues at a saved position."""
         self._enter(int(state["part"]))
-        self._now.set_state(state["position"])
+        self._current.set_state(state["position"])
 
     def close(self) -> None:
         """Ends the threads that read ahead."""
-        self._now.close()
+        self._current.close()
 
     def _enter(self, part: int) -> None:
-        self._now.close()
+        self._current.close()
         # A part's threads are started when its turn comes, and closed before the next.
-        self._at, self._now = part, iter(self._loaders[part])
+        self._at, self._current = part, iter(self._loaders[part])
 
 
 @runtime_checkable
@@ -414,18 +414,18 @@ class _PackedIterator(grain.DatasetIterator[Batch]):
         capacity, (first, stop) = self._layout.length + 1, self._layout.rows
         none = np.zeros(0, np.int32)
         rows, segments = [none] * (stop - first), [none] * (stop - first)
-        drawn = self._shares.rows(self._row, self._row + self._layout.batch)
-        for part, (_, places) in drawn.items():
+        draws = self._shares.rows(self._row, self._row + self._layout.batch)
+        for part, (_, places) in draws.items():
             # All rows are planned, so that all processes agree on which documents are
             # used, and only those of this one are read.
             plans = {r: self._plans[part].row(capacity) for r in places}
             if not any(plans.values()):  # a pass in order has come to its end
                 raise StopIteration
-            mine = [r for r in places if first <= r < stop]
+            local = [r for r in places if first <= r < stop]
             read = _packed_rows(
-                self._streams[part], self._starts[part], [plans[r] for r in mine]
+                self._streams[part], self._starts[part], [plans[r] for r in local]
             )
-            for r, tokens, numbers in zip(mine, *read, strict=True):
+            for r, tokens, numbers in zip(local, *read, strict=True):
                 rows[r - first], segments[r - first] = tokens, numbers
         self._row += self._layout.batch
         return _join_rows(rows, segments, self._layout)
@@ -512,11 +512,11 @@ def _join_rows(
     """
     batch = _empty_batch(layout)
     for r, row in enumerate(rows):
-        known = max(0, len(row) - 1)
-        batch["ids"][r, :known] = row[:-1]
-        batch["targets"][r, :known] = row[1:]
+        length = max(0, len(row) - 1)
+        batch["ids"][r, :length] = row[:-1]
+        batch["targets"][r, :length] = row[1:]
         if layout.segments:
-            batch["segments"][r, :known] = segments[r][:known]
+            batch["segments"][r, :length] = segments[r][:length]
     return batch
 
 
@@ -538,7 +538,7 @@ def _prefetched(
 ) -> grain.IterDataset[Batch]:
     """Reads batches ahead of time; their order is that of the source."""
     options = grain.ReadOptions(
-        # 0 threads read each batch when it is asked for, in the caller's thread.
+        # 0 threads read each batch when the caller takes it, in the caller's thread.
         num_threads=threads if prefetch else 0,
         prefetch_buffer_size=prefetch,
     )

@@ -11,7 +11,7 @@ from jaxtyping import Int32, Int64
 from recurjax.errors import UserError
 
 LONGEST = 100_000
-"""Rows after which shares repeat, at most: the table of parts is made up front."""
+"""Rows after which shares repeat, at most: the table of parts is computed at once."""
 
 
 class Shares:
@@ -51,7 +51,7 @@ class Shares:
           For each part that gives any: the number of the first of them among its own
           rows, which the others follow, and which rows they are, less `first`.
         """
-        found: dict[int, tuple[int, list[int]]] = {}
+        result: dict[int, tuple[int, list[int]]] = {}
         begin = first
         while begin < stop:
             at = bisect_right(self._firsts, begin) - 1
@@ -62,14 +62,14 @@ class Shares:
             end = min(end, begin + cycle.length - place)
             for row in range(begin - first, end - first):
                 part = cycle.parts[place]
-                if part in found:
-                    found[part][1].append(row)
+                if part in result:
+                    result[part][1].append(row)
                 else:
-                    before = cycles * cycle.whole[part] + cycle.earlier[place]
-                    found[part] = self._given[at][part] + before, [row]
+                    before = cycles * cycle.per_cycle[part] + cycle.earlier[place]
+                    result[part] = self._given[at][part] + before, [row]
                 place += 1
             begin = end
-        return found
+        return result
 
 
 def whole_numbers(weights: Sequence[float]) -> list[int]:
@@ -101,7 +101,7 @@ class _Cycle:
       length: of the cycle, in rows.
       parts: which part gives each of its rows.
       earlier: for each of its rows, how many its part has given before.
-      whole: how many each part gives in a cycle.
+      per_cycle: how many each part gives in a cycle.
     """
 
     # Lists, which are faster than arrays at being looked up row by row.
@@ -116,10 +116,10 @@ class _Cycle:
         self._before = np.pad(np.cumsum(hit, axis=1, dtype=np.int64), ((0, 0), (1, 0)))
         self.parts: list[int] = order.tolist()
         self.earlier: list[int] = self._before[order, np.arange(len(order))].tolist()
-        self.whole: list[int] = self._before[:, -1].tolist()
+        self.per_cycle: list[int] = self._before[:, -1].tolist()
 
     def counts(self, rows: int) -> Int64[np.ndarray, " P"]:
-        """Counts the rows of each part among the first so many."""
+        """Counts the rows of each part among the first `rows` rows."""
         cycles, at = divmod(rows, self.length)
         return cycles * self._before[:, -1] + self._before[:, at]
 
@@ -131,15 +131,15 @@ def _in_order(parts: list[int]) -> Int32[np.ndarray, " N"]:
     s = parts[p] (n + 1) - M given[p]. It may give the row once s reaches M / (2P - 2),
     and must before s reaches M (1 - 1 / (2P - 2)); the nearest such end goes first.
     """
-    length, known = sum(parts), [p for p, size in enumerate(parts) if size]
-    if len(known) == 1:
-        return np.full(length, known[0], np.int32)
-    gap = 2 * len(known) - 2
-    given = dict.fromkeys(known, 0)
+    length, present = sum(parts), [p for p, size in enumerate(parts) if size]
+    if len(present) == 1:
+        return np.full(length, present[0], np.int32)
+    gap = 2 * len(present) - 2
+    given = dict.fromkeys(present, 0)
     order = np.zeros(length, np.int32)
     for n in range(length):
         best: tuple[Fraction | float, int] | None = None
-        for p in known:
+        for p in present:
             claim = parts[p] * (n + 1) - length * given[p]
             # The claim has not grown to where a row of this part is allowed.
             if gap * claim < length:

@@ -65,12 +65,12 @@ class EndlessOrder:
 
 
 def order_identity(*counts: int) -> dict[str, Any]:
-    """Returns what a place in shuffled rows depends on besides data and seed.
+    """Returns what a place in shuffled rows depends on in addition to data and seed.
 
     States of older versions lack the entry: they ordered small sets by the cipher too.
 
     Args:
       counts: of each order that the rows are drawn by.
     """
-    drawn = any(count <= LARGEST_TABLE for count in counts)
-    return {"shuffle": "permutation"} if drawn else {}
+    by_table = any(count <= LARGEST_TABLE for count in counts)
+    return {"shuffle": "permutation"} if by_table else {}

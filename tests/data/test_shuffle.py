@@ -64,17 +64,17 @@ def test_orders_never_change():
 def test_places_are_found_in_any_order_and_by_several_threads(count):
     places = np.random.default_rng(0).integers(0, 3 * count, 20).tolist()
     want = {place: EndlessOrder(count, 2)(place) for place in places}
-    order, found = EndlessOrder(count, 2), []
+    order, results = EndlessOrder(count, 2), []
     threads = [
-        threading.Thread(target=lambda: found.extend((p, order(p)) for p in places))
+        threading.Thread(target=lambda: results.extend((p, order(p)) for p in places))
         for _ in range(3)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 60
-    assert all(want[place] == number for place, number in found)
+    assert len(results) == 60
+    assert all(want[place] == number for place, number in results)
 
 
 def test_a_small_sets_epoch_is_drawn_once(monkeypatch):
