@@ -30,7 +30,7 @@ from recurjax.data.config import DataConfig, EmbeddedText
 from recurjax.data.dataset import open_dataset
 from recurjax.evaluation.perplexity import Score, score
 from recurjax.inference.compute_dtype import in_compute_dtype
-from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.generate import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.machine import host
 from recurjax.model import Decoder

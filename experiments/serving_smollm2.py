@@ -32,7 +32,7 @@ from recurjax.data.corpora import embedded_text
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig
-from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.generate import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.machine import host
 from recurjax.training.run import LoadedRun, load_run
@@ -159,9 +159,10 @@ def main(argv: list[str] | None = None) -> int:
     # The most slots last: what follows is measured on their engine.
     for slots in sorted(options.slots):
         load = Load(prompts=prompts, new_tokens=options.new_tokens)
-        engine = Engine(
-            model, EngineConfig(slots=slots, length=length), tokenizer=run.tokenizer
-        )
+        # As many tokens of prompts in one call as `generate` reads.
+        sizes = EngineConfig(slots=slots, length=length, prefill_tokens=slots * LONGEST)
+        engine = Engine(model, sizes, tokenizer=run.tokenizer)
+        engine.compile()
         seconds = median(lambda e=engine, w=load: engine_seconds(e, w), options.repeats)
         batches = median(
             lambda w=load, n=slots: generate_seconds(run, w, n), options.repeats

@@ -235,6 +235,7 @@ def main(argv: list[str] | None = None) -> int:
             slots=options.slots, length=longest, steps=4, states_gib=0.25
         )
         engine = Engine(model, sizes, tokenizer=tokenizer)
+        engine.compile()
         alone = median(lambda e=engine: engine_seconds(e, load), options.repeats)
         turns = [
             median(

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from recurjax.errors import UserError
 from recurjax.model import Decoder, SupportsExits, as_exits
-from recurjax.types import Array
+from recurjax.types import Array, Missing
 
 RuleKind = Literal["confidence", "cosine", "head"]
 RULES: tuple[RuleKind, ...] = ("confidence", "cosine", "head")
@@ -46,6 +46,23 @@ class ExitHead(NamedTuple):
 
     weight: Float[Array, "N D"]
     bias: Float[Array, " N"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyExit:
+    """How tokens leave early.
+
+    Attributes:
+      rule: when.
+      missing: what becomes of the keys and values that they then lack; "verify": they
+        go on through all loops while their successor starts from the exit's guess, and
+        greedy texts are the full model's. None: as the model was trained.
+      head: of the rule "head".
+    """
+
+    rule: ExitRule
+    missing: Missing | Literal["verify"] | None = None
+    head: ExitHead | None = None
 
 
 def exits_of(model: Decoder) -> SupportsExits:

@@ -26,7 +26,12 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
-from recurjax.inference.decoding import DecodeState, decode
+from recurjax.inference.engine.slots import (
+    SequenceWise,
+    Slots,
+    decode_slots,
+    empty_slots,
+)
 from recurjax.inference.sampling import SamplingConfig, sampling_rows
 from recurjax.model import Decoder, ModelConfig
 from recurjax.types import Array, Cache, Tokens
@@ -192,30 +197,37 @@ def _generate(
     for start in range(0, piece if short else prompt, piece):
         tokens = ids[:, start : start + piece]
         last, cache = _read(model, tokens, cache)
-    state = DecodeState(
-        cache=cache,
-        newest=last,
-        seen=None,
-        finished=jnp.zeros(batch, bool),
-        drawn=jnp.ones((), jnp.int32),
-        aux={},
-    )
+    slots = _slots(model, last, rows=batch, length=prompt + new)
+    limit = jnp.full(batch, 1 if short else new, jnp.int32)
+    slots = slots._replace(cache=cache, wishes=slots.wishes._replace(limit=limit))
     del cache
-    jax.block_until_ready(state)
+    jax.block_until_ready(slots)
     prefilled = time.perf_counter()
-    keys = jax.random.split(jax.random.key(2), batch)
-    limit = jnp.asarray(1 if short else new, jnp.int32)
-    state, made = decode(
-        model,
-        state,
-        keys,
-        jnp.asarray(-1, jnp.int32),
-        limit,
-        sampling=sampling_rows([SamplingConfig(temperature=0.0)] * batch),
-        chunk=new,
-    )
+    ended, until_free = jnp.zeros(batch, bool), jnp.zeros((), bool)
+    _, made, _ = _decode(model, None, slots, ended, until_free, steps=new)
     jax.block_until_ready(made)
     return prefilled - began, time.perf_counter() - prefilled
+
+
+@partial(jax.jit, static_argnames=("rows", "length"))
+def _slots(model: Decoder, last: Array, *, rows: int, length: int) -> Slots:
+    """Makes slots that have read their prompts and draw greedily; without a cache."""
+    slots = empty_slots(model, way=SequenceWise(), rows=rows, length=length)
+    greedy = jax.tree.map(jnp.asarray, sampling_rows([SamplingConfig(temperature=0.0)]))
+    sampling = jax.tree.map(lambda one: jnp.broadcast_to(one, (rows,)), greedy)
+    return slots._replace(
+        cache=None,
+        newest=last,
+        active=jnp.ones(rows, bool),
+        wishes=slots.wishes._replace(sampling=sampling),
+    )
+
+
+_decode = jax.jit(
+    partial(decode_slots, way=SequenceWise(), top=0),
+    static_argnames="steps",
+    donate_argnames="slots",
+)
 
 
 @partial(jax.jit, donate_argnames="cache")

@@ -24,7 +24,7 @@ from recurjax.cli.options import parse
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
 from recurjax.files.atomic import write_atomic
-from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.generate import generate_tokens
 from recurjax.machine import host
 from recurjax.model import Decoder
 from recurjax.training.loop import train

@@ -38,7 +38,7 @@ from recurjax.bench.training_step import BenchedRun, one_device_step
 from recurjax.exits import ExitRule
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
 from recurjax.inference.engine.slots import NOTHING, Slots, Way, empty_slots
-from recurjax.inference.engine.ways import choose_way
+from recurjax.inference.engine.strategy import choose_way
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.model import Decoder, ModelConfig, StackConfig
 from recurjax.training.objective import Exits, NextToken, Objective

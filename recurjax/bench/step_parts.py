@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from recurjax.bench.timing import in_turns
 from recurjax.exits import exits_of
-from recurjax.inference.decoding import cache_dtype
+from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.model import Decoder
 from recurjax.types import Array, Lanes, Tokens
 

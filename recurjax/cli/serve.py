@@ -18,9 +18,8 @@ from recurjax.evaluation.exit_scores import read_exit_head
 from recurjax.exits import ExitHead, parse_rule
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig
-from recurjax.inference.engine.memory import slots_that_fit
-from recurjax.inference.engine.ways import choose_way
-from recurjax.inference.state_size import state_sizes
+from recurjax.inference.engine.memory import slots_that_fit, state_sizes
+from recurjax.inference.engine.strategy import choose_way
 from recurjax.model import Decoder
 from recurjax.ranges import (
     NonNegativeFloat,

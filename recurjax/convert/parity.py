@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from recurjax.data.tokenizers import JsonTokenizer
 from recurjax.errors import UserError
-from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.generate import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict

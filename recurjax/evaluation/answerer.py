@@ -5,16 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
 from recurjax.evaluation.journal import Journal, key_of
 from recurjax.evaluation.scorer import bucket
-from recurjax.inference.continuation import Continuation
-from recurjax.inference.generate_tokens import generate_tokens
-from recurjax.inference.sampling import SamplingConfig, row_keys
+from recurjax.inference.engine import RequestSettings
+from recurjax.inference.generate import continue_requests
+from recurjax.inference.sampling import SamplingConfig
 from recurjax.model import Decoder
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -87,10 +86,9 @@ class Answerer:
         # key.
         left = {key: n for n, key in enumerate(keys) if key not in journal}
         self.report(len(questions) - len(left))
-        for batch in self._batches(questions, list(left.values())):
-            texts = self._answer([questions[n] for n in batch], batch)
-            journal.add((keys[n], text) for n, text in zip(batch, texts, strict=True))
-            self.report(len(batch))
+        for number, text in self._answers(questions, list(left.values())):
+            journal.add([(keys[number], text)])
+            self.report(1)
         return [journal[key] for key in keys]
 
     def _check(self, question: Question) -> None:
@@ -102,53 +100,38 @@ class Answerer:
         if (reason := self.model.config.refuses_length(needed, what)) is not None:
             raise UserError(reason)
 
-    def _batches(
+    def _answers(
         self, questions: Sequence[Question], numbers: list[int]
-    ) -> Iterator[list[int]]:
-        """Puts alike ones of about one length together, the longest first."""
-        alike: dict[tuple[int, SamplingConfig], list[int]] = {}
-        for number in numbers:
-            question = questions[number]
-            # One compiled program serves those with the same number of new tokens.
-            alike.setdefault((question.most, question.sampling), []).append(number)
-        for group in alike.values():
-            group.sort(key=lambda n: len(questions[n].prompt), reverse=True)
-            for start in range(0, len(group), self.rows):
-                yield group[start : start + self.rows]
+    ) -> Iterator[tuple[int, str]]:
+        """Yields questions' numbers and answers, those with the longest texts first."""
+        # A slot is as long as its engine's longest text: alike ones go together.
+        lengths = {number: self._length(questions[number]) for number in numbers}
+        for length in sorted(set(lengths.values()), reverse=True):
+            alike = [number for number in numbers if lengths[number] == length]
+            finished = continue_requests(
+                self.model,
+                [self._request(questions[number], number) for number in alike],
+                tokenizer=self.tokenizer,
+                slots=self.rows,
+                cache_length=length,
+                mesh=self.mesh,
+            )
+            for place, request in finished:
+                yield alike[place], request.text
 
-    def _answer(self, questions: list[Question], numbers: list[int]) -> list[str]:
-        texts, ends = [""] * len(questions), text_ends(self.tokenizer)
-        prompts = [np.asarray(question.prompt, np.int32) for question in questions]
-        rows = [
-            Continuation(self.tokenizer, prompt, question.stop)
-            for prompt, question in zip(prompts, questions, strict=True)
-        ]
+    def _length(self, question: Question) -> int:
+        needed = len(question.prompt) + question.most - 1
+        return bucket(needed, self.model.config.max_length)
 
-        def on_token(row: int, token: int) -> bool:
-            if row >= len(rows):  # fills the batch up, and ends at once
-                return True
-            # What ends an answer is none of its text.
-            if token not in ends:
-                texts[row] += rows[row].push(token)
-            return rows[row].stopped
-
-        # Batches of one shape: the last one is filled up with prompts of a token.
-        fill = self.rows - len(prompts)
-        most, longest = questions[0].most, self.model.config.max_length
-        needed = max(map(len, prompts)) + most - 1
-        generate_tokens(
-            self.model,
-            # Rows that fill the batch up cost a token: their first callback ends them.
-            [*prompts, *[prompts[0][:1]] * fill],
-            max_new_tokens=most,
-            sampling=questions[0].sampling,
-            eos=ends,
-            # A row's stream goes by its place among all questions, not in its batch.
-            seed=row_keys(self.seed, max(numbers) + 1)[
-                np.array([*numbers, *[0] * fill])
-            ],
-            on_token=on_token,
-            cache_length=bucket(needed, longest),
-            mesh=self.mesh,
+    def _request(
+        self, question: Question, number: int
+    ) -> tuple[tuple[int, ...], RequestSettings]:
+        return question.prompt, RequestSettings(
+            max_new_tokens=question.most,
+            sampling=question.sampling,
+            seed=self.seed,
+            # By its place among all questions, whatever is answered already.
+            stream=number,
+            stop=question.stop,
+            stop_tokens=text_ends(self.tokenizer),
         )
-        return [text + row.finish() for text, row in zip(texts, rows, strict=True)]

@@ -52,6 +52,16 @@ def multiplied_shapes(model: Decoder) -> Decoder:
     return _map_weights(shape, model)
 
 
+def cache_dtype(model: Decoder) -> str:
+    """Returns float32 for bfloat16 models on CPU, where it holds the same values.
+
+    XLA's CPU backend widens and narrows the whole of a bfloat16 cache to write a token.
+    """
+    dtype = model.config.dtype
+    widens = target.widens_bfloat16()
+    return "float32" if widens and dtype == "bfloat16" else dtype
+
+
 def layout_of(name: str, axes: int) -> Layout | None:
     """Returns how a weight lies best; None: as every array does.
 

@@ -1,38 +1,96 @@
-"""Continues texts with any model."""
+"""Continues prompts with any model: an engine with as many slots as prompts."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int32, Key
+from jaxtyping import Int, Int32
 
-from recurjax.data.tokenizers import Tokenizer, first_token, text_ends
+from recurjax.data.tokenizers import Tokenizer, text_ends
 from recurjax.errors import UserError
-from recurjax.inference.continuation import Continuation
-from recurjax.inference.exit_decoding import EarlyExit
-from recurjax.inference.generate_tokens import (
-    CHUNK,
-    LONG_CHUNK,
-    FinishReason,
-    generate_tokens,
-)
+from recurjax.exits import EarlyExit
+from recurjax.inference.compute_dtype import in_compute_dtype
+from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSettings
 from recurjax.inference.sampling import PLAIN, SamplingConfig
-from recurjax.inference.timing import Timing
 from recurjax.model import Decoder
-from recurjax.types import Array
+from recurjax.ranges import LARGEST_SIZE
+
+FinishReason = Literal["eos", "stop", "length"]
+"""What ended a text: an EOS token, a stop string, the token limit."""
+
+CHUNK = 16
+"""Tokens a text between two looks at them by the host, where someone waits for them."""
+
+LONG_CHUNK = 64
+"""The same where nobody does: each call has a cost of its own."""
+
+_CACHE_STEP = 64
+_SMALLEST_BUCKET = 16
+_READ_AT_ONCE = 4096
+"""Tokens of prompts in one call where there are more prompts than slots."""
+
+OnText = Callable[[int, str], None]
+"""Called with a prompt's number and the next piece of its text."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """Continued prompts, in the prompts' order.
+class NotFinite(UserError):
+    """Logits are NaN or infinite, so that nothing can be drawn from them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Timing:
+    """Seconds and tokens of all texts; each one's first token comes from the prefill.
 
     Attributes:
-      texts: what follows each prompt, up to a stop string.
-      tokens: the new tokens, those of `text_ends` or of a stop string's end included.
-      finish_reasons: what ended each row.
-      timing: seconds and tokens a second.
-      aux, loops: see `TokenGeneration`.
+      compile_seconds: near 0 when the same shapes were run before.
+    """
+
+    rows: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    compile_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens read per second."""
+        seconds = self.prefill_seconds
+        return self.prompt_tokens / seconds if seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens per second after each text's first; 0 when there are none."""
+        later = self.new_tokens - self.rows
+        return later / self.decode_seconds if self.decode_seconds else 0.0
+
+    @contextmanager
+    def measure(self, phase: str, engine: Engine) -> Iterator[None]:
+        """Adds the body's time to `<phase>_seconds`, what it compiles apart."""
+        start, compiled = time.perf_counter(), engine.compile_seconds
+        yield
+        compiled = engine.compile_seconds - compiled
+        self.compile_seconds += compiled
+        seconds = time.perf_counter() - start - compiled
+        setattr(self, f"{phase}_seconds", getattr(self, f"{phase}_seconds") + seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What follows each prompt, in the prompts' order.
+
+    Attributes:
+      texts: up to a stop string; empty without a tokenizer.
+      tokens: the new tokens, those that ended a text included.
+      finish_reasons: what ended each text.
+      timing: seconds and tokens per second.
+      aux: what the prefill had to report, see `Decoder.prefill`, empty when exact; of
+        early exits, the mean loops per token.
+      loops: of early exits, how many loops made each token; else None.
     """
 
     texts: list[str]
@@ -52,93 +110,279 @@ def generate(
     sampling: SamplingConfig = PLAIN,
     stop: Sequence[str] = (),
     bos: bool = True,
-    seed: int | Key[Array, " B"] = 0,
-    on_text: Callable[[int, str], None] | None = None,
+    seed: int = 0,
+    on_text: OnText | None = None,
     cache_length: int | None = None,
     chunk: int | None = None,
     prefill: str = "exact",
     mesh: Mesh | None = None,
     exits: EarlyExit | None = None,
 ) -> Generation:
-    """Continues texts, all in one batch.
+    """Continues texts, all at once.
 
-        made = generate(model, ["To be,"], tokenizer=tokenizer, max_new_tokens=100)
-        print("To be," + made.texts[0])
+        result = generate(model, ["To be,"], tokenizer=tokenizer, max_new_tokens=100)
+        print("To be," + result.texts[0])
 
     Args:
       model: any variant.
-      max_new_tokens: for each row; a token of `text_ends` or a stop string may end it
+      max_new_tokens: for each text; a token of `text_ends` or a stop string may end it
         earlier.
       stop: a text ends before the first of these strings, which may span tokens.
       bos: put the tokenizer's BOS, if it has one, before each prompt, as before
         documents in training; False: the prompts continue a text from its middle. An
         empty prompt always starts from BOS.
-      seed: an int, or one random stream a row: see `generate_tokens`.
-      on_text: called with the row and its next piece of text; they join to `texts`.
-      cache_length, chunk: see `generate_tokens`, which looks at the tokens as seldom
-        without `on_text` and `stop` as without `on_token`; prefill: its `prefill_by`.
-      mesh, exits: see `generate_tokens`.
+      seed: text r is drawn from the stream `row_keys(seed, B)[r]`.
+      on_text: called with a text's number and its next piece; they join to `texts`.
+      cache_length, chunk, prefill, mesh, exits: see `generate_tokens`.
 
     Raises:
       UserError: see `generate_tokens`; also an empty prompt without a BOS, and a
         tokenizer that the model does not fit.
     """
-    # A string is a sequence of strings too, each letter a stop.
-    if isinstance(stop, str) or not all(stop):
-        raise UserError(f"stop must be a list of non-empty strings, got {stop!r}")
-    # A model may have rows for more tokens, which are padding; the other way round an
-    # id would have no row.
-    if tokenizer.vocabulary > model.config.vocabulary:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocabulary} tokens, the model only "
-            f"{model.config.vocabulary}: use the tokenizer it was trained with"
-        )
-    encoded = encode_prompts(prompts, tokenizer, bos=bos)
-    # Decoded as what follows the prompt, so that its first token keeps its space.
-    rows = [Continuation(tokenizer, ids, stop) for ids in encoded]
-    texts = [""] * len(rows)
-
-    def show(row: int, piece: str) -> None:
-        texts[row] += piece
-        if piece and on_text is not None:
-            on_text(row, piece)
-
-    ends = text_ends(tokenizer)
-
-    def on_token(row: int, token: int) -> bool:
-        # What ends a text is none of it.
-        if token in ends:
-            return False
-        show(row, rows[row].push(token))
-        return rows[row].stopped
-
-    # The host looks seldom where nobody waits for text and no stop string ends a row.
-    if chunk is None:
-        chunk = CHUNK if stop or on_text is not None else LONG_CHUNK
-    made = generate_tokens(
+    timing = Timing()
+    finished = continue_prompts(
         model,
-        encoded,
+        prompts,
+        tokenizer=tokenizer,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        eos=ends,
+        stop=stop,
+        bos=bos,
         seed=seed,
-        on_token=on_token,
+        on_text=on_text,
         cache_length=cache_length,
         chunk=chunk,
-        prefill_by=prefill,
+        prefill=prefill,
         mesh=mesh,
         exits=exits,
+        timing=timing,
     )
-    # What was held back, in case it began a stop string, is text after all.
-    for row, continuation in enumerate(rows):
-        show(row, continuation.finish())
+    return as_generation([request for _, request in in_order(finished)], timing)
+
+
+def generate_tokens(
+    model: Decoder,
+    prompts: Sequence[Sequence[int] | Int[np.ndarray, " _"]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingConfig = PLAIN,
+    eos: int | Collection[int] | None = None,
+    seed: int = 0,
+    cache_length: int | None = None,
+    chunk: int | None = None,
+    prefill: str = "exact",
+    mesh: Mesh | None = None,
+    exits: EarlyExit | None = None,
+) -> Generation:
+    """Continues token sequences, all at once.
+
+    Each row has its own position and random stream, so that its tokens do not depend on
+    the other rows, up to the rounding of matrix products.
+
+    Args:
+      max_new_tokens: for each row.
+      eos: the token that ends a row, or several of them; None: nothing does.
+      seed: row r draws from the stream `row_keys(seed, B)[r]`.
+      cache_length: how many tokens a row's cache can hold; None: as many as needed.
+      chunk: tokens of a row in one call of the compiled loop, after which the host
+        looks for stop strings. None: 16 where someone waits for text, else 64.
+      prefill: "exact", or a way of the variant's own, see `Decoder.prefill`:
+        "sweeps:N" reads the prompts of a latent recurrence in N parallel sweeps after
+        a first one.
+      mesh: that the model lies on; its data and fsdp axes share the rows where they
+        divide them, else every device reads all. Each process must be given the same
+        prompts and gets all tokens. None: one device.
+      exits: let tokens leave a recursive model early; the prompts are read through all
+        loops.
+
+    Raises:
+      UserError: no prompt; an empty one; a prompt and its continuation are longer than
+        the model or the cache allows; a token that the model does not have.
+      NotFinite: logits are NaN or infinite.
+    """
+    ends = [] if eos is None else np.atleast_1d(np.asarray(eos)).tolist()
+    settings = RequestSettings(
+        max_new_tokens=_countable(max_new_tokens),
+        sampling=sampling,
+        seed=seed,
+        stop_tokens=tuple(ends),
+    )
+    timing = Timing()
+    finished = continue_requests(
+        model,
+        [(ids, replace(settings, stream=row)) for row, ids in enumerate(prompts)],
+        cache_length=cache_length,
+        chunk=chunk,
+        prefill=prefill,
+        mesh=mesh,
+        exits=exits,
+        timing=timing,
+    )
+    return as_generation([request for _, request in in_order(finished)], timing)
+
+
+def continue_prompts(
+    model: Decoder,
+    prompts: Sequence[str],
+    *,
+    tokenizer: Tokenizer,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    stop: Sequence[str] = (),
+    bos: bool = True,
+    seed: int = 0,
+    skip: Collection[int] = (),
+    **options: Any,
+) -> Iterator[tuple[int, Request]]:
+    """Yields each prompt's number and its finished request, in the order they end.
+
+    The texts are those of `generate` with all prompts.
+
+    Args:
+      skip: numbers of prompts that are done already; the others' tokens are the same
+        with or without them.
+      options: of `continue_requests`.
+
+    Raises:
+      UserError, NotFinite: as `generate`.
+    """
+    if isinstance(stop, str):  # a sequence of strings too, each letter a stop
+        raise UserError(f"stop must be a list of non-empty strings, got {stop!r}")
+    settings = RequestSettings(
+        max_new_tokens=_countable(max_new_tokens),
+        sampling=sampling,
+        seed=seed,
+        stop=tuple(stop),
+        stop_tokens=text_ends(tokenizer),
+    )
+    encoded = encode_prompts(prompts, tokenizer, bos=bos)
+    left = [number for number in range(len(encoded)) if number not in skip]
+    if skip and not left:
+        return
+    # Each text draws from the stream of its own number: what is skipped, or ends
+    # earlier, changes nothing in the others.
+    requests = [(encoded[n], replace(settings, stream=n)) for n in left]
+    finished = continue_requests(model, requests, tokenizer=tokenizer, **options)
+    for place, request in finished:
+        yield left[place], request
+
+
+def continue_requests(
+    model: Decoder,
+    requests: Sequence[tuple[Sequence[int] | np.ndarray, RequestSettings]],
+    *,
+    tokenizer: Tokenizer | None = None,
+    slots: int | None = None,
+    cache_length: int | None = None,
+    chunk: int | None = None,
+    prefill: str = "exact",
+    mesh: Mesh | None = None,
+    exits: EarlyExit | None = None,
+    on_text: OnText | None = None,
+    timing: Timing | None = None,
+) -> Iterator[tuple[int, Request]]:
+    """Yields each request's place and what became of it, in the order they end.
+
+    Args:
+      requests: prompts and their settings.
+      slots: requests that are continued at once, at most; None: all.
+      timing: is filled in.
+      tokenizer, on_text, cache_length, chunk, prefill, mesh, exits: as of `generate`.
+
+    Raises:
+      UserError, NotFinite: as `generate_tokens`.
+    """
+    if not requests:
+        raise UserError("there is no prompt: give at least one")
+    timing = Timing() if timing is None else timing
+    settings = [one for _, one in requests]
+    if chunk is None:
+        # The host looks seldom where nobody waits for text and no stop string ends one.
+        looks = on_text is not None or any(one.stop for one in settings)
+        chunk = CHUNK if looks else LONG_CHUNK
+    if chunk < 1:
+        raise UserError(f"chunk must be at least 1, got {chunk}")
+    # As wide as they come: an id of another model must not wrap around into range.
+    prompts = [np.asarray(ids) for ids, _ in requests]
+    length = _fitting_length(prompts, settings, model.config.max_length, cache_length)
+    slots = len(prompts) if slots is None else slots
+    # Prompts are padded to few widths, so that few programs are compiled.
+    width = max(_SMALLEST_BUCKET, 1 << (max(map(len, prompts)) - 1).bit_length())
+    width = min(width, length)
+    together = slots * width
+    if slots < len(prompts):
+        together = min(together, max(width, _READ_AT_ONCE))
+    engine = Engine(
+        # Once for all tokens: the programs would round the weights for each.
+        in_compute_dtype(model),
+        EngineConfig(
+            slots=slots,
+            length=length,
+            prefill_tokens=together,
+            steps=chunk,
+            prefill=prefill,
+            exit=None if exits is None else exits.rule,
+            missing=None if exits is None else exits.missing,
+        ),
+        tokenizer=tokenizer,
+        exit_head=None if exits is None else exits.head,
+        mesh=mesh,
+    )
+    for ids, one in zip(prompts, settings, strict=True):
+        # Refused before anything is generated: one prompt of thousands may be wrong.
+        engine.check(ids, one, name=f"prompt {one.stream + 1}")
+    places = {
+        engine.submit(ids, one): place
+        for place, (ids, one) in enumerate(zip(prompts, settings, strict=True))
+    }
+    timing.rows, timing.prompt_tokens = len(prompts), sum(map(len, prompts))
+    shown = [0] * len(prompts)
+    while engine.busy:
+        for phase, half in (("prefill", engine.read), ("decode", engine.decode)):
+            with timing.measure(phase, engine):
+                news = half()
+            timing.new_tokens = engine.counts.new_tokens
+            for request in news:
+                place = places[request]
+                if request.reason == "not_finite":
+                    raise NotFinite(
+                        "the model's logits are not finite at new token "
+                        f"{len(request.tokens) + 1} of prompt "
+                        f"{request.settings.stream + 1}: its parameters hold NaN or "
+                        "infinities, or its activations overflow; take a checkpoint "
+                        "from before it diverged"
+                    )
+                piece = request.text[shown[place] :]
+                if piece and on_text is not None:
+                    on_text(place, piece)
+                shown[place] += len(piece)
+                if request.done:
+                    yield place, request
+
+
+def in_order(finished: Iterable[tuple[int, Request]]) -> list[tuple[int, Request]]:
+    """Returns finished requests in the order of their prompts."""
+    return sorted(finished, key=lambda pair: pair[0])
+
+
+def as_generation(requests: Sequence[Request], timing: Timing) -> Generation:
+    """Collects what became of requests."""
+    aux: dict[str, float] = {}
+    for request in requests:
+        for name, value in request.aux.items():
+            aux[name] = max(value, aux.get(name, value))
+    # The first token comes from the prompt, which all loops have read.
+    later = [n for request in requests for n in request.loops[1:]]
+    if later:
+        aux["mean loops a token"] = float(np.mean(later))
+    reasons: Any = [request.reason for request in requests]
     return Generation(
-        texts=texts,
-        tokens=made.tokens,
-        finish_reasons=made.finish_reasons,
-        timing=made.timing,
-        aux=made.aux,
-        loops=made.loops,
+        texts=[request.text for request in requests],
+        tokens=[np.asarray(request.tokens, np.int32) for request in requests],
+        finish_reasons=reasons,
+        timing=timing,
+        aux=aux,
+        loops=[one.loops for one in requests] if requests[0].loops else None,
     )
 
 
@@ -148,16 +392,49 @@ def encode_prompts(
     """Encodes prompts as `generate` reads them; see there."""
     if isinstance(prompts, str):
         raise UserError("prompts must be a list of texts, got one text: wrap it in [ ]")
-    encoded, first = [], first_token(tokenizer)
+    encoded = []
     for row, ids in enumerate(tokenizer.encode_many(prompts)):
-        if ids.size == 0 and first is None:
+        if ids.size == 0 and tokenizer.bos is None:
             raise UserError(
                 f"prompt {row + 1} is empty, and the tokenizer has no BOS token to "
                 "start from: give it some text"
             )
         # An empty prompt needs a token to start from, whatever `bos` says.
-        begin = first if ids.size == 0 else tokenizer.bos if bos else None
-        if begin is not None:
-            ids = np.concatenate([np.array([begin], np.int32), ids])
+        if tokenizer.bos is not None and (bos or ids.size == 0):
+            ids = np.concatenate([np.array([tokenizer.bos], np.int32), ids])
         encoded.append(ids)
     return encoded
+
+
+def _fitting_length(
+    prompts: list[np.ndarray],
+    settings: list[RequestSettings],
+    most: int | None,
+    cache_length: int | None,
+) -> int:
+    """Returns how many tokens a slot holds; a last new token is never read."""
+    needs = [
+        (ids.size + one.max_new_tokens - 1, ids.size, one)
+        for ids, one in zip(prompts, settings, strict=True)
+    ]
+    needed, size, one = max(needs, key=lambda need: need[0])
+    for name, limit in {"cache": cache_length, "model": most}.items():
+        if limit is not None and needed > limit:
+            raise UserError(
+                f"prompt {one.stream + 1} has {size} tokens and needs {needed} "
+                f"positions for {one.max_new_tokens} new ones, but the {name} has only "
+                f"{limit}: shorten the prompt or ask for fewer new tokens"
+            )
+    _countable(needed)
+    # In steps, so that a few more new tokens do not compile another program.
+    rounded = -(-needed // _CACHE_STEP) * _CACHE_STEP
+    return cache_length or min(rounded, most or rounded)
+
+
+def _countable(positions: int) -> int:
+    if positions > LARGEST_SIZE:
+        raise UserError(
+            f"new tokens take {positions} positions, more than {LARGEST_SIZE}: ask for "
+            "fewer new tokens"
+        )
+    return positions

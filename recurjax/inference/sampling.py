@@ -50,6 +50,9 @@ class SamplingConfig(RangeChecks):
         return self.repetition_penalty != 1
 
 
+NOT_FINITE = -1
+"""In place of a token: the logits that it was to be drawn from are not finite."""
+
 PLAIN = SamplingConfig()
 """Draws from the model's own distribution."""
 
@@ -87,6 +90,24 @@ def sampling_rows(configs: Sequence[SamplingConfig]) -> RowSampling:
     top_k = [min(config.top_k or most, most) for config in configs]
     made: Any = (penalty, temperature, np.array(top_k, np.int32), top_p, floor)
     return RowSampling(*made)
+
+
+def draw_ids(
+    logits: Float[Array, "B V"],
+    keys: Key[Array, " B"],
+    drawn: Int[Array, " B"],
+    seen: Bool[Array, "B V"] | None,
+    sampling: RowSampling,
+) -> Int[Array, " B"]:
+    """Draws a token for each row, or `NOT_FINITE`.
+
+    A draw depends on the row's own stream and on how many it has drawn, not on the
+    batch.
+    """
+    keys = jax.vmap(jax.random.fold_in)(keys, drawn)
+    ids = sample(keys, logits, seen, sampling)
+    # Of NaN any token is as likely: none is drawn, and the host finds the mark.
+    return jnp.where(jnp.isfinite(logits).all(-1), ids, NOT_FINITE)
 
 
 def sample(

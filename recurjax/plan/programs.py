@@ -14,15 +14,18 @@ from recurjax.evaluation.perplexity import batch_sums
 from recurjax.exits import ExitRule
 from recurjax.experiment import Experiment
 from recurjax.inference.compute_dtype import multiplied_shapes
-from recurjax.inference.decoding import decode, prefill
 from recurjax.inference.engine import EngineConfig
-from recurjax.inference.engine.slots import decode_slots, empty_slots
-from recurjax.inference.engine.ways import choose_way
-from recurjax.inference.sampling import PLAIN, sampling_rows
+from recurjax.inference.engine.slots import (
+    SequenceWise,
+    Slots,
+    decode_slots,
+    empty_slots,
+    read_slots,
+)
+from recurjax.inference.engine.strategy import choose_way
 from recurjax.model import as_exits
 from recurjax.sharding import check_batch, replicated
 from recurjax.training.program import batch_shapes, build_step, model_shapes
-from recurjax.types import Tokens
 
 ProgramName = Literal["train", "evaluate", "prefill", "decode", "tick"]
 ROWS_A_SHARD = 8
@@ -131,17 +134,22 @@ def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Prog
     model = multiplied_shapes(_model(experiment, mesh, length))
     # Generation shards rows only: the tokens of a prompt stay together.
     by_row = NamedSharding(mesh, P(("data", "fsdp")))
-    lengths = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
-    ids: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_row)
-    tokens = Tokens(ids, lengths=lengths)  # pyright: ignore[reportArgumentType]
-    run = partial(prefill, sampling=sampling_rows([PLAIN] * rows), cache_length=length)
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_row)
+    counts = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
+    params = jax.eval_shape(lambda m: _free(m, rows, length).wishes, model)
+    params = _place(params, by_row)
+    run = partial(read_slots, by="exact", top=0, length=length)
     return Program(
-        function=jax.jit(run),
-        arguments=(model, tokens, *_streams(rows, mesh)),
-        parts={"parameters": model, "data": tokens},
+        function=jax.jit(lambda model, *text: run(model, None, *text)),
+        arguments=(model, ids, counts, params),
+        parts={"parameters": model, "data": (ids, counts)},
         tokens=rows * length,
         own_flops=_forward_flops(experiment, rows, length),
     )
+
+
+def _free(model: Any, rows: int, length: int) -> Slots:
+    return empty_slots(model, way=SequenceWise(), rows=rows, length=length)
 
 
 def _model(experiment: Experiment, mesh: Mesh, length: int) -> Any:
@@ -154,22 +162,20 @@ def _model(experiment: Experiment, mesh: Mesh, length: int) -> Any:
 
 def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Program:
     before = _prefill(experiment, mesh, rows, length)
-    state = jax.eval_shape(before.function, *before.arguments)
     # The caches lie where prefill's compiler leaves them.
-    found = before.function.lower(*before.arguments).compile().output_shardings
-    state = _place(state, found)
-    model, _, keys, eos = before.arguments
-    limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    run = partial(decode, sampling=sampling_rows([PLAIN] * rows), chunk=1)
-
-    def one_token(model, state, keys, eos, limit):
-        return run(model, state, keys, eos, limit)
-
+    compiled = before.function.lower(*before.arguments).compile()
+    slots, *_ = jax.eval_shape(before.function, *before.arguments)
+    slots = _place(slots, compiled.output_shardings[0])
+    everywhere = replicated(mesh)
+    ended = jax.ShapeDtypeStruct((rows,), bool, sharding=everywhere)
+    until_free = jax.ShapeDtypeStruct((), bool, sharding=everywhere)
+    model = before.arguments[0]
+    run = partial(decode_slots, way=SequenceWise(), steps=1, top=0)
     return Program(
-        function=jax.jit(one_token, donate_argnums=1),
-        arguments=(model, state, keys, eos, limit),
+        function=jax.jit(run, donate_argnums=2),
+        arguments=(model, None, slots, ended, until_free),
         # Its prefill is compiled first: only the compiler decides where caches lie.
-        parts={"parameters": model, "caches": state.cache},
+        parts={"parameters": model, "caches": slots.cache},
         tokens=rows,
         # One token of each row: the count is by token.
         own_flops=_forward_flops(experiment, rows, length) / length,
@@ -221,14 +227,6 @@ def _flops_of_a_tick(experiment: Experiment, loops: int, length: int) -> float:
 def _forward_flops(experiment: Experiment, rows: int, length: int) -> float:
     """One pass forward is a third of what it takes in training."""
     return rows * length * experiment.model.flops_per_token(length) / 3
-
-
-def _streams(rows: int, mesh: Mesh) -> tuple[Any, Any]:
-    """Returns each row's random stream and the EOS token."""
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    by_row = NamedSharding(mesh, P(("data", "fsdp")))
-    eos = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    return _place(keys, by_row), eos
 
 
 def _place(tree: Any, where: Any) -> Any:

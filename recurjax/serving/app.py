@@ -18,7 +18,7 @@ from starlette.routing import Route  # pyright: ignore[reportMissingImports]
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.inference.state_size import StateSize
+from recurjax.inference.engine.memory import StateSize
 from recurjax.serving.answers import Answers, Choice
 from recurjax.serving.bodies import (
     Wanted,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from recurjax.inference.decoding import cache_dtype
+from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Tokens
 

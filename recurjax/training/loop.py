@@ -17,8 +17,7 @@ from rich.console import Console
 from recurjax.config_json import to_json
 from recurjax.evaluation.perplexity import Score
 from recurjax.experiment import Experiment
-from recurjax.inference.generate import generate
-from recurjax.inference.generate_tokens import NotFinite
+from recurjax.inference.generate import NotFinite, generate
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.machine import early_interrupt, host, process_group
 from recurjax.machine.distributed import require_joined

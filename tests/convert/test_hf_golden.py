@@ -15,7 +15,7 @@ from recurjax.convert.hugging_face.names import hf_pieces
 from recurjax.convert.padding import from_left_padding, to_left_padding
 from recurjax.convert.parity import layer_states
 from recurjax.convert.torch.export import to_tensors
-from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.generate import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict

@@ -33,9 +33,8 @@ from recurjax.convert.torch.export import (
 from recurjax.convert.torch.names import torch_pieces
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
-from recurjax.exits import ExitRule, confidence
-from recurjax.inference.exit_decoding import EarlyExit
-from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.exits import EarlyExit, ExitRule, confidence
+from recurjax.inference.generate import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig

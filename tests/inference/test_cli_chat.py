@@ -13,8 +13,8 @@ from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import ByteTokenizer, TextSettings
 from recurjax.errors import UserError
 from recurjax.inference.engine import Engine, EngineConfig
+from recurjax.inference.engine.memory import in_words, state_size, state_sizes
 from recurjax.inference.sampling import PLAIN, SamplingConfig
-from recurjax.inference.state_size import in_words, state_size, state_sizes
 
 pytest.importorskip("jinja2", reason="needs recurjax[serve]")
 

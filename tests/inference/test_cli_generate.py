@@ -87,7 +87,7 @@ def test_texts_of_a_file_go_on_where_a_killed_run_stopped(capsys, tmp_path):
     options = ["--prompts-file", str(prompts), "--slots", "2", *LINES]
     assert run(["r", *options, "--json-lines", str(whole)]) == 0
     out, err = capsys.readouterr()
-    assert out == "" and "5 texts in" in err and "5 prompts of" in err
+    assert out == "" and "5 texts in" in err and "decode: 40 tokens at" in err
     rows = read_lines(whole)
     assert sorted(row["number"] for row in rows) == [0, 1, 2, 3, 4]
     assert {row["prompt"] for row in rows} == {"ab", "k", "st", "fghijk", "x"}

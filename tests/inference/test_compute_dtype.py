@@ -10,8 +10,7 @@ import pytest
 
 from pallas_kernels import target
 from recurjax.inference.compute_dtype import in_compute_dtype, multiplied_shapes
-from recurjax.inference.decoding import prefill
-from recurjax.inference.sampling import SamplingConfig, sampling_rows
+from recurjax.inference.engine.slots import SequenceWise, empty_slots
 from recurjax.layers.attention.key_value_cache import (
     empty_key_value_cache,
     read_layer,
@@ -127,13 +126,9 @@ def test_a_tpu_s_projections_lie_with_their_inputs_last():
 
 @pytest.mark.parametrize("platform, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])
 def test_a_cache_is_narrow_where_the_device_is_not_slower_for_it(platform, dtype):
-    tokens = Tokens(jnp.arange(6)[None], lengths=jnp.asarray([6]))
-    model, keys = build(dtype="bfloat16"), jax.random.split(jax.random.key(0), 1)
-    wish = jax.tree.map(jnp.asarray, sampling_rows([SamplingConfig()]))
-    options = {"sampling": wish, "cache_length": 16}
-    prompt = partial(prefill.__wrapped__, **options)
+    slots = partial(empty_slots, way=SequenceWise(), rows=1, length=16)
     with target.as_if(target.Target(platform=platform, kind="")):
-        state = jax.eval_shape(prompt, model, tokens, keys, jnp.asarray(-1))
+        state = jax.eval_shape(slots, build(dtype="bfloat16"))
     assert state.cache.groups[0].keys.dtype == dtype
 
 

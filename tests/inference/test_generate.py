@@ -1,5 +1,4 @@
 from dataclasses import replace
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -10,21 +9,19 @@ import pytest
 from recurjax.data.tokenizers import ByteTokenizer, TextSettings, text_ends
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
-from recurjax.inference.decoding import decode, prefill
-from recurjax.inference.generate import generate
-from recurjax.inference.generate_tokens import NotFinite, generate_tokens
-from recurjax.inference.many_prompts import continue_prompts
-from recurjax.inference.sampling import (
-    SamplingConfig,
-    row_keys,
-    sampling_rows,
+from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
+from recurjax.inference.generate import (
+    NotFinite,
+    continue_prompts,
+    generate,
+    generate_tokens,
 )
-from recurjax.inference.timing import Timing
+from recurjax.inference.sampling import SamplingConfig
 from recurjax.layers.position import LearnedPositions
 from recurjax.sharding import MeshConfig, make_mesh, shardings
-from recurjax.types import Tokens
 from tests.compiling import compiled_programs
 from tests.inference.conftest import STACK, build, following_logits
+from tests.inference.oracle import tokens_of
 
 BYTES = ByteTokenizer()
 GREEDY = SamplingConfig(temperature=0.0)
@@ -60,13 +57,12 @@ def test_weights_are_rounded_once_and_not_for_every_token(monkeypatch):
     class Reached(Exception):
         pass
 
-    def lower(model, *_, **__):
+    def engine(model, *_, **__):
         given.append(model)
         raise Reached
 
     given = []
-    program = SimpleNamespace(lower=lower)
-    monkeypatch.setattr("recurjax.inference.generate_tokens.prefill", program)
+    monkeypatch.setattr("recurjax.inference.generate.Engine", engine)
     model = build(dtype="bfloat16")
     with pytest.raises(Reached):
         chunks_of_four(model)
@@ -138,12 +134,11 @@ def test_repetition_penalty_counts_prompt_and_text(model):
 
 
 def test_each_row_is_as_if_alone(model):
-    drawn = {"sampling": SamplingConfig(), "chunk": 4}
-    together = chunks_of_four(model, seed=2, **drawn)
+    together = chunks_of_four(model, seed=2, sampling=SamplingConfig())
     for row, prompt in enumerate(PROMPTS):
-        stream = row_keys(2, 3)[row : row + 1]
-        alone = chunks_of_four(model, [prompt], seed=stream, **drawn)
-        np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+        settings = RequestSettings(max_new_tokens=NEW, seed=2, stream=row)
+        alone = tokens_of(model, prompt, settings, 64)
+        assert together.tokens[row].tolist() == alone
 
 
 def test_seeds_decide_the_text_and_chunks_do_not(model):
@@ -181,21 +176,6 @@ def test_a_row_ends_at_eos_and_the_others_go_on(model, greedy):
     assert made.finish_reasons[0] == "eos" and made.finish_reasons[2] == "length"
 
 
-def test_a_row_that_the_caller_ends_gets_no_further_token(model, greedy):
-    calls = []
-
-    def on_token(row, token):
-        calls.append((row, token))
-        return row == 1 and sum(r == 1 for r, _ in calls) == 6
-
-    made = chunks_of_four(model, on_token=on_token)
-    assert made.finish_reasons == ["length", "stop", "length"]
-    assert [len(ids) for ids in made.tokens] == [NEW, 6, NEW]
-    np.testing.assert_array_equal(made.tokens[2], greedy.tokens[2])
-    for row, ids in enumerate(made.tokens):
-        assert [token for r, token in calls if r == row] == ids.tolist()
-
-
 def test_a_sharded_model_continues_as_on_one_device(model, greedy):
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     spread = jax.device_put(model, shardings(model, mesh))
@@ -214,30 +194,33 @@ def test_rows_lie_over_the_mesh_that_is_named(model, greedy, rows):
     np.testing.assert_array_equal(np.stack(made.tokens), np.stack(want))
 
 
-def test_decoding_updates_its_cache_in_place(model):
-    tokens = Tokens(jnp.ones((3, 16), jnp.int32), lengths=jnp.array([3, 1, 16]))
-    streams = row_keys(0, 3), jnp.asarray(-1, jnp.int32)
-    greedy_rows = sampling_rows([GREEDY] * 3)
-    state = prefill(model, tokens, *streams, sampling=greedy_rows, cache_length=64)
-    limit = jnp.asarray(4, jnp.int32)
-    decode(model, state, *streams, limit, sampling=greedy_rows, chunk=4)
-    large = [leaf for leaf in jax.tree.leaves(state.cache) if leaf.size > 100]
+@pytest.fixture
+def engine(model):
+    """An engine as `generate` makes it, whose prompts are read."""
+    sizes = EngineConfig(slots=3, length=64, prefill_tokens=48, steps=4)
+    engine = Engine(model, sizes)
+    for prompt in PROMPTS:
+        engine.submit(prompt, RequestSettings(max_new_tokens=NEW, sampling=GREEDY))
+    assert len(engine.read()) == 3
+    return engine
+
+
+def test_decoding_updates_its_cache_in_place(engine):
+    cache = engine._state.cache
+    engine.decode()
+    large = [leaf for leaf in jax.tree.leaves(cache) if leaf.size > 100]
     assert large and all(leaf.is_deleted() for leaf in large)
 
 
-def test_prefill_makes_the_logits_of_one_position_only(model):
-    tokens = Tokens(jnp.ones((3, 16), jnp.int32), lengths=jnp.array([3, 1, 16]))
-    streams = row_keys(0, 3), jnp.asarray(-1, jnp.int32)
-    static = {"sampling": sampling_rows([GREEDY] * 3), "cache_length": 64}
-    program = str(prefill.trace(model, tokens, *streams, **static).jaxpr)
+def test_prefill_makes_the_logits_of_one_position_only(engine):
+    program = engine._programs._compiled["together", 16, True].as_text()
     assert "f32[3,257]" in program and "f32[3,16,257]" not in program
 
 
 def test_texts_of_other_lengths_compile_nothing(model, greedy):
-    programs = prefill._cache_size(), decode._cache_size()
-    assert min(programs) > 0
-    again = chunks_of_four(model, [PROMPTS[1]] * 3, max_new_tokens=10)
-    assert (prefill._cache_size(), decode._cache_size()) == programs
+    with compiled_programs() as compiled:
+        again = chunks_of_four(model, [PROMPTS[1]] * 3, max_new_tokens=10)
+    assert compiled == []
     timing = again.timing
     assert (timing.rows, timing.prompt_tokens, timing.new_tokens) == (3, 3, 30)
     assert timing.decode_tokens_per_second == 27 / timing.decode_seconds
@@ -317,8 +300,7 @@ def test_texts_end_at_each_token_that_the_models_settings_name(cycle):
     assert made.texts == ["bc", "fg", "ijab"]
     assert [bytes(ids.tolist()) for ids in made.tokens] == [b"bcd", b"fgh", b"ijab"]
     assert made.finish_reasons == ["eos", "eos", "length"]
-    shared |= {"stop": (), "bos": True, "seed": 0, "slots": 2, "timing": Timing()}
-    for number, request in continue_prompts(model, prompts, **shared):
+    for number, request in continue_prompts(model, prompts, **shared, slots=2):
         assert request.text == made.texts[number]
         assert request.tokens == made.tokens[number].tolist()
         assert request.reason == made.finish_reasons[number]
@@ -369,5 +351,3 @@ def test_a_tokenizer_larger_than_the_model_is_refused():
         generate_tokens(small, [[250, 3]], max_new_tokens=2)
     with pytest.raises(UserError, match="prompt 1 has no tokens"):
         generate_tokens(small, [[]], max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"one key a prompt, got \(2,\) for 1"):
-        generate_tokens(small, [[1]], max_new_tokens=2, seed=row_keys(0, 2))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.inference.engine import EngineConfig
-from recurjax.inference.state_size import StateSize
+from recurjax.inference.engine.memory import StateSize
 from recurjax.serving import server as serving
 from recurjax.serving.app import App, Served
 from recurjax.serving.worker import Worker

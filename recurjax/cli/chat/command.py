@@ -16,8 +16,8 @@ from recurjax.data.chat import load_template
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig
+from recurjax.inference.engine.memory import in_words, state_size
 from recurjax.inference.sampling import PLAIN
-from recurjax.inference.state_size import in_words, state_size
 from recurjax.model import Decoder
 from recurjax.ranges import (
     Fraction,

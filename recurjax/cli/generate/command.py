@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
-import numpy as np
 import tyro
 
 from recurjax.cli.generate.json_lines import JsonLines
@@ -15,16 +14,18 @@ from recurjax.cli.options import parse, shows_usage
 from recurjax.data.tokenizers import text_ends
 from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import read_exit_head
-from recurjax.exits import exits_of, parse_rule
+from recurjax.exits import EarlyExit, parse_rule
 from recurjax.files.json_files import json_text, parse_json
 from recurjax.inference.compute_dtype import in_compute_dtype
-from recurjax.inference.exit_decoding import EarlyExit
-from recurjax.inference.generate import Generation, generate
-from recurjax.inference.many_prompts import continue_prompts
+from recurjax.inference.engine import Request
+from recurjax.inference.generate import (
+    Generation,
+    Timing,
+    as_generation,
+    continue_prompts,
+)
 from recurjax.inference.sampling import SamplingConfig
-from recurjax.inference.timing import Timing
 from recurjax.machine.distributed import start_processes
-from recurjax.model import Decoder
 from recurjax.ranges import (
     Fraction,
     NonNegativeFloat,
@@ -75,8 +76,8 @@ class GenerateOptions(RangeChecks):
         goes on where an earlier one stopped.
       exit: let tokens leave a recursive model early, by confidence:0.7, cosine:0.98 or
         head:0.9: once the likeliest token leads by more than this, a loop changes the
-        state by less, or the exit head of the run is surer. One prompt after another;
-        prompts of a file side by side.
+        state by less, or the exit head of the run is surer. A text then needs fewer
+        loops.
       missing: what becomes of the keys and values that such tokens lack: "propagate",
         "skip", or "share" for a model with loop_cache "first"; or "verify": greedy
         texts are the full model's, and early states only guess ahead. None: share where
@@ -152,10 +153,8 @@ def run(argv: list[str]) -> int:
     if rule is not None and rule.kind == "head":
         head = read_exit_head(options.run)
     exits = None
-    if rule is not None and options.missing != "verify":
-        # Keys and values that a token lacks are made up for as the model was trained.
-        missing = options.missing or exits_of(model).missing
-        exits = EarlyExit(rule=rule, missing=missing, head=head)
+    if rule is not None:
+        exits = EarlyExit(rule=rule, missing=options.missing, head=head)
     unshown = prompts[:1]  # Comes with the first text: only then all options are right.
 
     def show(_: int, text: str) -> None:
@@ -176,106 +175,81 @@ def run(argv: list[str]) -> int:
         "bos": options.bos,
         "seed": options.seed,
         "prefill": options.prefill,
-        "mesh": spread,
     }
-    if _wants_engine(options, prompts):
-        leaving = {"rule": rule, "missing": options.missing, "exit_head": head}
-        made = _on_engine(
-            model, prompts, options, loaded.step, shared, leaving if rule else {}
-        )
-    else:
-        on_text = show if streams else None
-        made = generate(model, prompts, on_text=on_text, exits=exits, **shared)
+    done: dict[int, Any] = {}
+    lines = None
     if options.json_lines is not None:
-        _tell(f"{len(made.texts)} texts in {options.json_lines}")
-        _tell(_speed(made.timing))
+        lines = _open_lines(prompts, options, loaded.step, shared)
+        done = lines.done
+    timing = Timing()
+    # The prompts of a file wait for a slot; those of the command line run at once.
+    slots = len(prompts) if options.prompts_file is None else options.slots
+    finished: dict[int, Request] = {}
+    for number, request in continue_prompts(
+        model,
+        prompts,
+        **shared,
+        skip=frozenset(done),
+        slots=min(slots, max(len(prompts) - len(done), 1)),
+        mesh=spread,
+        exits=exits,
+        on_text=show if streams else None,
+        timing=timing,
+    ):
+        finished[number] = request
+        if lines is not None:
+            lines.add(number, _line(prompts[number], request))
+    if options.json_lines is not None:
+        _tell(f"{len(done)} texts in {options.json_lines}")
+        _tell(_speed(timing))
         return 0
+    result = as_generation([finished[n] for n in range(len(prompts))], timing)
     if options.json:
-        _show(_as_json(prompts, made, step=loaded.step))
+        _show(_as_json(prompts, result, step=loaded.step))
     elif streams:
         show(0, "\n")
     else:
-        _show(_as_blocks(prompts, made))
-    _tell(_speed(made.timing))
+        _show(_as_blocks(prompts, result))
+    _tell(_speed(result.timing))
     # What a way of reading prompts leaves open, in its own words.
-    for name, value in made.aux.items():
+    for name, value in result.aux.items():
         _tell(f"{name}: {value:.2g}")
     return 0
 
 
-def _wants_engine(options: GenerateOptions, prompts: list[str]) -> bool:
-    """Says whether slots serve better than one batch that runs to its end."""
-    if options.json_lines is not None:
-        if jax.process_count() > 1:
-            raise UserError("--json-lines is for one process: leave it out")
-        return True
-    # One batch tells what sweeps leave open, and runs on several processes.
-    plain = options.prefill == "exact" and jax.process_count() == 1
-    if options.missing == "verify":  # only slots guess ahead
-        return True
-    return options.prompts_file is not None and len(prompts) > 1 and plain
+def _open_lines(
+    prompts: list[str], options: GenerateOptions, step: int, shared: dict[str, Any]
+) -> JsonLines:
+    assert options.json_lines is not None
+    if jax.process_count() > 1:
+        raise UserError("--json-lines is for one process: leave it out")
+    # All that decides a text: an earlier call's lines count only if it was the same.
+    settings = dataclasses.asdict(shared["sampling"]) | {
+        "step": step,
+        "loops": options.loops,
+        "run": str(options.run.resolve()),
+        "tokenizer": shared["tokenizer"].hash,
+        **{name: shared[name] for name in _DECIDE},
+    }
+    # Files of texts that run all loops, and end at EOS alone, stay what they were.
+    if options.exit is not None:
+        settings |= {"exit": options.exit, "missing": options.missing}
+    if others := set(text_ends(shared["tokenizer"])) - {shared["tokenizer"].eos}:
+        settings["ends"] = sorted(others)
+    lines = JsonLines(options.json_lines, prompts, settings)
+    if lines.done:
+        _tell(f"{len(lines.done)} of {len(prompts)} texts were there already")
+    return lines
 
 
-def _on_engine(
-    model: Decoder,
-    prompts: list[str],
-    options: GenerateOptions,
-    step: int,
-    shared: dict[str, Any],
-    leaving: dict[str, Any],
-) -> Generation:
-    lines, timing = None, Timing()
-    if options.json_lines is not None:
-        # All that decides a text: an earlier call's lines count only if it was the
-        # same.
-        settings = dataclasses.asdict(shared["sampling"]) | {
-            "step": step,
-            "loops": options.loops,
-            "run": str(options.run.resolve()),
-            "tokenizer": shared["tokenizer"].hash,
-            **{name: shared[name] for name in _DECIDE},
-        }
-        # Files of texts that run all loops, and end at EOS alone, stay what they were.
-        if leaving:
-            settings |= {"exit": options.exit, "missing": options.missing}
-        if others := set(text_ends(shared["tokenizer"])) - {shared["tokenizer"].eos}:
-            settings["ends"] = sorted(others)
-        lines = JsonLines(options.json_lines, prompts, settings)
-        if lines.done:
-            _tell(f"{len(lines.done)} of {len(prompts)} texts were there already")
-    done = {} if lines is None else lines.done
-    for number, request in continue_prompts(
-        model,
-        prompts,
-        slots=options.slots,
-        skip=set(done),
-        timing=timing,
-        **leaving,
-        **shared,
-    ):
-        line = {
-            "prompt": prompts[number],
-            "text": request.text,
-            "tokens": request.tokens,
-            "finish_reason": request.reason,
-        }
-        if leaving:
-            line["loops"] = request.loops
-        done[number] = line
-        if lines is not None:
-            lines.add(number, line)
-    # Slots end in any order; the prompts' own is given back.
-    ordered = [done[number] for number in range(len(prompts))]
-    # The first token of each comes of the prompt, which all loops have read.
-    later = [n for line in ordered if leaving for n in line["loops"][1:]]
-    return Generation(
-        texts=[line["text"] for line in ordered],
-        tokens=[np.asarray(line["tokens"], np.int32) for line in ordered],
-        finish_reasons=[line["finish_reason"] for line in ordered],
-        timing=timing,
-        aux={"mean loops a token": sum(later) / len(later)} if later else {},
-        loops=[line["loops"] for line in ordered] if leaving else None,
-    )
+def _line(prompt: str, request: Request) -> dict[str, Any]:
+    line = {
+        "prompt": prompt,
+        "text": request.text,
+        "tokens": request.tokens,
+        "finish_reason": request.reason,
+    }
+    return line | ({"loops": request.loops} if request.loops else {})
 
 
 _DECIDE = ("max_new_tokens", "stop", "bos", "seed", "prefill")
@@ -314,10 +288,10 @@ def _read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def _as_blocks(prompts: list[str], made: Generation) -> str:
+def _as_blocks(prompts: list[str], result: Generation) -> str:
     if len(prompts) == 1:
-        return f"{prompts[0]}{made.texts[0]}\n"
-    rows = zip(prompts, made.texts, made.finish_reasons, strict=True)
+        return f"{prompts[0]}{result.texts[0]}\n"
+    rows = zip(prompts, result.texts, result.finish_reasons, strict=True)
     return "".join(
         f"--- prompt {number} of {len(prompts)}, ended by {reason} ---\n"
         f"{prompt}{text}\n"
@@ -325,11 +299,11 @@ def _as_blocks(prompts: list[str], made: Generation) -> str:
     )
 
 
-def _as_json(prompts: list[str], made: Generation, *, step: int) -> str:
-    rows = zip(prompts, made.texts, made.tokens, made.finish_reasons, strict=True)
-    timing = dataclasses.asdict(made.timing) | {
-        "prefill_tokens_per_second": made.timing.prefill_tokens_per_second,
-        "decode_tokens_per_second": made.timing.decode_tokens_per_second,
+def _as_json(prompts: list[str], result: Generation, *, step: int) -> str:
+    rows = zip(prompts, result.texts, result.tokens, result.finish_reasons, strict=True)
+    timing = dataclasses.asdict(result.timing) | {
+        "prefill_tokens_per_second": result.timing.prefill_tokens_per_second,
+        "decode_tokens_per_second": result.timing.decode_tokens_per_second,
     }
     generations: list[dict[str, Any]] = [
         {
@@ -340,21 +314,13 @@ def _as_json(prompts: list[str], made: Generation, *, step: int) -> str:
         }
         for prompt, text, ids, reason in rows
     ]
-    for generation, loops in zip(generations, made.loops or (), strict=False):
+    for generation, loops in zip(generations, result.loops or (), strict=False):
         generation["loops"] = loops
     whole = {"step": step, "generations": generations, "timing": timing}
     return json_text(whole, ensure_ascii=False, indent=1) + "\n"
 
 
 def _speed(timing: Timing) -> str:
-    if not timing.prefill_seconds:  # an engine, which reads and decodes in turns
-        seconds = timing.decode_seconds
-        speed = timing.new_tokens / seconds if seconds else 0.0
-        return (
-            f"{timing.rows} prompts of {timing.prompt_tokens:,} tokens, "
-            f"{timing.new_tokens:,} new ones at {speed:,.0f} a second; "
-            f"compiled in {timing.compile_seconds:.1f} s"
-        )
     return (
         f"prefill: {timing.prompt_tokens:,} tokens at "
         f"{timing.prefill_tokens_per_second:,.0f} a second; "

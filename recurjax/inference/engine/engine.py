@@ -17,16 +17,16 @@ from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.exits import ExitHead
 from recurjax.inference.continuation import Continuation
-from recurjax.inference.decoding import NOT_FINITE
 from recurjax.inference.engine.config import (
     MOST_STOPS,
+    Counts,
     EngineConfig,
+    Request,
     RequestSettings,
 )
-from recurjax.inference.engine.kept_states import KeptStates
 from recurjax.inference.engine.memory import row_bytes, slots_that_fit
+from recurjax.inference.engine.prefix_cache import KeptStates
 from recurjax.inference.engine.programs import Programs, Report
-from recurjax.inference.engine.request import Counts, Request
 from recurjax.inference.engine.slots import (
     NOTHING,
     Made,
@@ -34,7 +34,8 @@ from recurjax.inference.engine.slots import (
     Wishes,
     wishes_of,
 )
-from recurjax.inference.engine.ways import choose_way, refuse_engine
+from recurjax.inference.engine.strategy import choose_way, refuse_engine
+from recurjax.inference.sampling import NOT_FINITE
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache
 
@@ -232,19 +233,21 @@ class Engine:
         """Does the second half of a step."""
         return self._collect(self._launch())
 
-    def check(self, ids: np.ndarray, settings: RequestSettings) -> None:
-        """Raises UserError where `submit` would; any thread may ask."""
+    def check(
+        self, ids: np.ndarray, settings: RequestSettings, *, name: str = "the prompt"
+    ) -> None:
+        """Raises UserError where `submit` would; any thread may call it."""
         if ids.ndim != 1 or ids.size == 0:
-            raise UserError("the prompt has no tokens: give it at least one")
+            raise UserError(f"{name} has no tokens: give it at least one")
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self._vocabulary:
             raise UserError(
-                f"the prompt has tokens from {ids.min()} to {ids.max()}, the model "
+                f"{name} has tokens from {ids.min()} to {ids.max()}, the model "
                 f"knows 0 to {self._vocabulary - 1}"
             )
         needed = ids.size + settings.max_new_tokens - 1  # the last one is never read
         if needed > self.config.length:
             raise UserError(
-                f"the prompt has {ids.size} tokens and needs {needed} positions for "
+                f"{name} has {ids.size} tokens and needs {needed} positions for "
                 f"{settings.max_new_tokens} new ones, a slot has {self.config.length}: "
                 "shorten it or ask for fewer new tokens"
             )

@@ -1,8 +1,8 @@
-"""How many slots fit: bytes of a row, counted from shapes, and what is there."""
+"""Memory of slots and texts, counted from shapes: nothing is allocated."""
 
 import os
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels import target
 from recurjax.errors import UserError
-from recurjax.inference.decoding import cache_dtype
+from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine.config import EngineConfig
 from recurjax.inference.engine.slots import Way, empty_slots
 from recurjax.model import Decoder
@@ -58,14 +58,16 @@ def slots_that_fit(
         raise UserError(
             f"a slot of {config.length} tokens takes {row / 2**20:,.1f} MiB, and "
             f"{free / 2**20:,.0f} MiB are free beside {config.states_gib} GiB of kept "
-            "states: give it a smaller length or fewer states"
+            "states: give it a smaller length or fewer states, or ask for fewer new "
+            "tokens"
         )
     if config.slots == "auto":
         return min(fits, MOST_SLOTS)
     if config.slots > fits:
         raise UserError(
             f"{config.slots} slots of {config.length} tokens take "
-            f"{config.slots * row / 2**30:,.2f} GiB, more than is free: {fits} fit"
+            f"{config.slots * row / 2**30:,.2f} GiB, more than is free: {fits} fit; "
+            "ask for fewer of them or for fewer new tokens"
         )
     return config.slots
 
@@ -104,3 +106,51 @@ def _free_bytes_here() -> int:
         if "bytes_limit" in stats:
             return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+class StateSize(NamedTuple):
+    """Bytes for one text of so many tokens.
+
+    Attributes:
+      state: the model's own cache.
+      attention: keys and values of every token in every layer, at the model's width:
+        what a Transformer of this size holds whose keys are not shared by heads.
+    """
+
+    tokens: int
+    state: int
+    attention: int
+
+
+def state_size(model: Decoder, tokens: int) -> StateSize:
+    """Counts the bytes for a text, from shapes: nothing is allocated."""
+    dtype = cache_dtype(model)
+    cache = jax.eval_shape(lambda: model.init_cache(1, max(tokens, 1), dtype))
+    stack = model.config.stack
+    a_token = 2 * stack.layers * stack.width * jax.numpy.dtype(dtype).itemsize
+    return StateSize(
+        tokens=tokens,
+        state=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)),
+        attention=a_token * tokens,
+    )
+
+
+def state_sizes(model: Decoder, length: int) -> list[StateSize]:
+    """Counts for texts of 1, 2, 4, ... tokens, the last one of `length`."""
+    counts = [1 << power for power in range(length.bit_length())]
+    return [state_size(model, tokens) for tokens in sorted({*counts, length})]
+
+
+def in_words(size: StateSize) -> str:
+    """Says both in a line."""
+    return (
+        f"{size.tokens:,} tokens in {_bytes(size.state)} "
+        f"(attention of this width: {_bytes(size.attention)})"
+    )
+
+
+def _bytes(count: int) -> str:
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << shift:
+            return f"{count / (1 << shift):,.1f} {unit}"
+    return f"{count} bytes"

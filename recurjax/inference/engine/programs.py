@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Int, Int32
 
 from recurjax.exits import ExitHead
-from recurjax.inference.decoding import cache_dtype
+from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine.config import EngineConfig, RequestSettings
 from recurjax.inference.engine.slots import (
     Made,
@@ -82,6 +82,11 @@ class Programs:
         # On a mesh: how a row and the slots lie, as the compiler first leaves them.
         self._row_layout: Any = None
         self._slots_layout: Any = None
+        # A model on several devices, of which the caller names no mesh: jit then takes
+        # arrays as they lie, and compiles again where they lie otherwise.
+        where = getattr(jax.tree.leaves(model)[0], "sharding", None)
+        devices = 1 if where is None else len(where.device_set)
+        self._spread = mesh is None and devices > 1
         self._weights: Any = None
         self._dry = False
         if not isinstance(way, SequenceWise):  # whose step wants nothing else
@@ -89,6 +94,8 @@ class Programs:
 
     def compile(self) -> None:
         """Compiles all that a request can need, so that none waits for it later."""
+        if self._spread:  # where arrays lie is known when they are there
+            return
         self._dry = True  # the methods then compile, and return shapes
         slots, row, last = self.empty(), self.fresh(), None
         settings = RequestSettings(max_new_tokens=1)
@@ -291,9 +298,11 @@ class Programs:
           options: see `_compile`.
         """
         program = self._compiled.get(key)
-        if program is None:
+        if program is None and self._spread:
+            program = _jitted_for(function, out=out, **options)
+        elif program is None:
             program = self._compile(function, *arguments, out=out, **options)
-            self._compiled[key] = program
+        self._compiled[key] = program
         if not self._dry:
             return program(*arguments)
         shapes = jax.tree.map(_shape_of, program.out_info)
@@ -310,10 +319,7 @@ class Programs:
         **static: Any,
     ) -> Any:
         began = time.perf_counter()
-        shardings, tree = jax.tree.flatten(out, is_leaf=lambda leaf: leaf is None)
-        jitted = _jitted(
-            function, donate, tuple(shardings), tree, tuple(static.items())
-        )
+        jitted = _jitted_for(function, donate=donate, out=out, **static)
         # Weights as they are: on a TPU each has a layout of its own.
         weights = self._model, self._weights
         shapes = (
@@ -340,6 +346,13 @@ class Programs:
         spec = P(("data", "fsdp")) if by_row and self._shards > 1 else P()
         where = NamedSharding(self._mesh, spec)
         return jax.tree.map(lambda leaf: laid_out(leaf, where), tree)
+
+
+def _jitted_for(
+    function: Any, *, donate: tuple[int, ...] = (), out: Any = None, **static: Any
+) -> Any:
+    leaves, tree = jax.tree.flatten(out, is_leaf=lambda leaf: leaf is None)
+    return _jitted(function, donate, tuple(leaves), tree, tuple(static.items()))
 
 
 @cache

@@ -17,9 +17,15 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from recurjax.exits import ExitHead
-from recurjax.inference.decoding import NOT_FINITE, cache_dtype, draw_ids
+from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine.config import MOST_STOPS, RequestSettings
-from recurjax.inference.sampling import PLAIN, RowSampling, sampling_rows
+from recurjax.inference.sampling import (
+    NOT_FINITE,
+    PLAIN,
+    RowSampling,
+    draw_ids,
+    sampling_rows,
+)
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Tokens
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSettings
-from recurjax.inference.engine.kept_states import KeptStates
+from recurjax.inference.engine.prefix_cache import KeptStates
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.layers.mlp import MlpConfig
 from tests.variants.latent_recurrent_transformer import switches as latent

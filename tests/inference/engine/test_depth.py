@@ -12,17 +12,14 @@ import pytest
 
 from pallas_kernels import target
 from recurjax.errors import UserError
-from recurjax.exits import ExitHead, ExitRule, confidence
+from recurjax.exits import EarlyExit, ExitHead, ExitRule, confidence
 from recurjax.inference.engine import EngineConfig, RequestSettings
 from recurjax.inference.engine.memory import (
     copied_bytes,
     slots_that_fit,
     tree_bytes,
 )
-from recurjax.inference.engine.ways import choose_way
-from recurjax.inference.exit_decoding import EarlyExit
-from recurjax.inference.generate_tokens import generate_tokens
-from recurjax.inference.sampling import row_keys
+from recurjax.inference.engine.strategy import choose_way
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions
@@ -39,6 +36,7 @@ from tests.inference.engine.models import (
     finish,
     interleave,
 )
+from tests.inference.oracle import early_text, tokens_of
 from tests.training.compilation import quick_compilation
 from tests.variants.relaxed_recursive_transformer.switches import (
     NEOX,
@@ -139,21 +137,7 @@ def by_themselves(name: str, requests):
         head=HEAD if kind == "head" else None,
     )
     model = build(config)
-    made = []
-    for prompt, settings in requests:
-        made.append(
-            generate_tokens(
-                model,
-                [prompt],
-                max_new_tokens=settings.max_new_tokens,
-                sampling=settings.sampling,
-                seed=row_keys(settings.seed, 2)[settings.stream : settings.stream + 1],
-                eos=settings.stop_tokens[0] if settings.stop_tokens else None,
-                cache_length=LENGTH,
-                exits=exits,
-            )
-        )
-    return made
+    return [early_text(model, *request, LENGTH, exits) for request in requests]
 
 
 @pytest.fixture(scope="module")
@@ -261,18 +245,17 @@ def test_100_verified_texts_are_the_full_models(verifier):
 )
 def test_tokens_and_loops_are_those_of_one_row_at_a_time(name):
     engine, whole = depth_engine(name), WAYS[name][0].stack.loops
-    # A penalty makes a second pair of the reference's programs.
-    requests = [r for r in draw_requests(VOCABULARY, 9) if not r[1].sampling.penalizes]
+    requests = draw_requests(VOCABULARY, 9)
     expected = by_themselves(name, requests)
-    loops = {n for made in expected for n in made.loops[0][1:]}
+    loops = {n for made in expected for n in made.loops[1:]}
     assert min(loops) < whole and len(loops) > 1  # some leave, some do not
     with compiled_programs() as compiled:
         for order in (range(len(requests)), range(len(requests) - 1, -1, -1)):
             together = [engine.submit(*requests[n]) for n in order]
             finish(engine, together)
             for n, request in zip(order, together, strict=True):
-                assert request.tokens == expected[n].tokens[0].tolist()
-                assert request.loops == expected[n].loops[0]
+                assert request.tokens == expected[n].tokens
+                assert request.loops == expected[n].loops
     assert compiled == []
 
 
@@ -289,24 +272,16 @@ def test_200_random_interleavings_change_no_token(kind, request):
 
 
 @pytest.mark.slow
-def test_verified_texts_on_loop_1s_keys_are_those_of_generate():
+def test_verified_texts_on_loop_1s_keys_are_the_full_models():
     engine = depth_engine("share", missing="verify")
     requests = greedy_requests(10, (None, 0.0, NEVER))
     finished = [engine.submit(*request) for request in requests]
     with compiled_programs() as compiled:
         finish(engine, finished)
     assert compiled == []
+    model = build(FIRST)
     for (prompt, settings), request in zip(requests, finished, strict=True):
-        made = generate_tokens(
-            build(FIRST),
-            [prompt],
-            max_new_tokens=settings.max_new_tokens,
-            sampling=GREEDY,
-            eos=settings.stop_tokens[0] if settings.stop_tokens else None,
-            cache_length=LENGTH,
-            chunk=16,
-        )
-        assert request.tokens == made.tokens[0].tolist()
+        assert request.tokens == tokens_of(model, prompt, settings, LENGTH)
 
 
 def test_memory_is_counted_as_the_arrays_are(quick, verifier):

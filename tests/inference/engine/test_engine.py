@@ -12,8 +12,8 @@ from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.exits import ExitRule
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings, programs
-from recurjax.inference.engine.kept_states import KeptStates
 from recurjax.inference.engine.memory import row_bytes, slots_that_fit, tree_bytes
+from recurjax.inference.engine.prefix_cache import KeptStates
 from recurjax.inference.engine.slots import SequenceWise, empty_slots
 from recurjax.inference.generate import generate
 from recurjax.inference.sampling import SamplingConfig

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from recurjax.inference.engine import Engine, RequestSettings
-from recurjax.inference.generate_tokens import generate_tokens
-from recurjax.inference.sampling import row_keys
 from recurjax.types import Tokens
 from tests.compiling import QUICK_COMPILE, compiled_programs
 from tests.inference.engine.models import (
@@ -27,6 +25,7 @@ from tests.inference.engine.models import (
     interleave,
     keep_states,
 )
+from tests.inference.oracle import tokens_of
 
 QUICK = ("rnn", "transformer")
 """Variants that a test with two programs of its own runs for, unless slow."""
@@ -143,20 +142,7 @@ def test_200_random_interleavings_change_no_token(variant):
     ],
     indirect=True,
 )
-def test_the_tokens_are_those_of_generate(variant):
+def test_the_tokens_are_those_of_one_forward_pass_each(variant):
     _, model, _, requests, expected = variant
     for (prompt, settings), tokens in zip(requests, expected, strict=True):
-        stream = row_keys(settings.seed, 2)[settings.stream : settings.stream + 1]
-        if settings.sampling.penalizes:  # a second pair of programs in `generate`
-            continue
-        made = generate_tokens(
-            model,
-            [prompt],
-            max_new_tokens=settings.max_new_tokens,
-            sampling=settings.sampling,
-            seed=stream,
-            eos=settings.stop_tokens[0] if settings.stop_tokens else None,
-            cache_length=LENGTH,
-            chunk=16,
-        )
-        assert made.tokens[0].tolist() == tokens
+        assert tokens == tokens_of(model, prompt, settings, LENGTH)

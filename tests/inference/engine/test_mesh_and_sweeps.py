@@ -8,7 +8,7 @@ import pytest
 from recurjax.errors import UserError
 from recurjax.exits import ExitRule
 from recurjax.inference.engine import EngineConfig, RequestSettings
-from recurjax.inference.generate_tokens import generate_tokens
+from recurjax.inference.generate import generate_tokens
 from recurjax.sharding import MeshConfig, reading_mesh, shardings
 from tests.compiling import compiled_programs
 from tests.inference.engine.models import (
@@ -63,7 +63,7 @@ def test_prompts_read_in_sweeps_go_on_as_in_generate():
         prompts,
         max_new_tokens=3,
         sampling=GREEDY,
-        prefill_by="sweeps:4",
+        prefill="sweeps:4",
         cache_length=16,
         chunk=4,
     )

@@ -3,12 +3,11 @@
 from jax.sharding import Mesh
 
 from recurjax.data.tokenizers import Tokenizer
+from recurjax.errors import UserError
 from recurjax.exits import ExitHead, exits_of
 from recurjax.inference.engine.config import EngineConfig
-from recurjax.inference.engine.depth_wise import DepthWise
+from recurjax.inference.engine.depth_wise import DepthWise, Verified
 from recurjax.inference.engine.slots import SequenceWise, Way
-from recurjax.inference.engine.verified import Verified
-from recurjax.inference.exit_decoding import EarlyExit, check_exits
 from recurjax.model import Decoder
 
 
@@ -28,7 +27,14 @@ def choose_way(model: Decoder, config: EngineConfig, head: ExitHead | None) -> W
     verifies = config.missing == "verify"
     # Under `verify` nothing is missing in the end, whatever the model does about it.
     missing = usual if config.missing in (None, "verify") else config.missing
-    check_exits(model, EarlyExit(rule=config.exit, missing=missing, head=head))
+    reason = exits_of(model).refuses_exits(missing)
+    if reason is not None:
+        raise UserError(reason)
+    if config.exit.kind == "head" and head is None:
+        raise UserError(
+            "the rule head needs a trained exit head: fit one with recurjax evaluate "
+            "exits RUN --fit-head 100, on 100 batches"
+        )
     if verifies:
         return Verified(kind=config.exit.kind)
     return DepthWise(kind=config.exit.kind, missing=missing)
