@@ -12,9 +12,9 @@ from grain.experimental import index_shuffle
 from jaxtyping import Int32
 
 LARGEST_TABLE = 1 << 22
-"""Rows whose permutation is drawn as a table: at most 16 MB, in 0.5 s an epoch.
+"""Rows whose permutation is drawn as a table: at most 16 MB, in a second an epoch.
 
-Grain's cipher needs no table and takes 5 us a row, where a table takes 0.1.
+Grain's cipher needs no table and takes 5 us a row, where a table takes 0.3.
 """
 
 
