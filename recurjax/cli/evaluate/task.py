@@ -24,7 +24,7 @@ from recurjax.data.tasks import (
     TaskData,
     TaskDataset,
 )
-from recurjax.data.tasks.named import NAMED, check_named, limited, name_of
+from recurjax.data.tasks.dataset import NAMED, check_named, limited, name_of
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import curves_of, plot_by_slice

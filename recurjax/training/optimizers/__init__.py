@@ -1,6 +1,6 @@
 """How parameters move: optimizers as configs, and the schedule of their rate."""
 
-from recurjax.training.optimizers.muon_adamw import MuonAdamW, RunSize
+from recurjax.training.optimizers.muon import MuonAdamW, RunSize
 from recurjax.training.optimizers.optimizer import (
     Adam,
     AdamW,

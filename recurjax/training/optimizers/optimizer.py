@@ -14,7 +14,7 @@ from recurjax.ranges import (
     PositiveFloat,
     RangeChecks,
 )
-from recurjax.training.optimizers.muon_adamw import MuonAdamW, RunSize, muon_adamw
+from recurjax.training.optimizers.muon import MuonAdamW, RunSize, muon_adamw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

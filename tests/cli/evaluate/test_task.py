@@ -6,7 +6,7 @@ import re
 import pytest
 
 from recurjax.data.tasks import HashHop
-from recurjax.data.tasks.named import NAMED, check_named, limited, name_of
+from recurjax.data.tasks.dataset import NAMED, check_named, limited, name_of
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import curves_of
 from recurjax.evaluation.rows import read_rows

@@ -17,9 +17,9 @@ from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import MeshConfig, make_mesh, shardings
 from recurjax.training import program
 from recurjax.training.optimizers import MuonAdamW, RunSize, build_optimizer
-from recurjax.training.optimizers.muon import muon
-from recurjax.training.optimizers.muon_adamw import (
+from recurjax.training.optimizers.muon import (
     matrix_dimensions,
+    muon,
     muon_adamw,
     parameter_groups,
 )
