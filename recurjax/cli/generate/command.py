@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from recurjax.cli.generate.json_lines import JsonLines
+from recurjax.cli.generate.json_lines import JsonLinesWriter
 from recurjax.cli.options import parse, shows_usage
 from recurjax.data.tokenizers import text_ends
 from recurjax.errors import UserError
@@ -219,7 +219,7 @@ def run(argv: list[str]) -> int:
 
 def _open_lines(
     prompts: list[str], options: GenerateOptions, step: int, shared: dict[str, Any]
-) -> JsonLines:
+) -> JsonLinesWriter:
     assert options.json_lines is not None
     if jax.process_count() > 1:
         raise UserError("--json-lines is for one process: leave it out")
@@ -236,7 +236,7 @@ def _open_lines(
         settings |= {"exit": options.exit, "missing": options.missing}
     if others := set(text_ends(shared["tokenizer"])) - {shared["tokenizer"].eos}:
         settings["ends"] = sorted(others)
-    lines = JsonLines(options.json_lines, prompts, settings)
+    lines = JsonLinesWriter(options.json_lines, prompts, settings)
     if lines.done:
         _tell(f"{len(lines.done)} of {len(prompts)} texts were there already")
     return lines

@@ -13,7 +13,7 @@ _FIELDS = {"number": int, "prompt": str, "text": str, "tokens": list}
 _FIELDS |= {"finish_reason": str, "settings": str}
 
 
-class JsonLines:
+class JsonLinesWriter:
     """One line a prompt, in the order in which their texts end.
 
     Attributes:
