@@ -17,7 +17,7 @@ from recurjax.data.corpus_options import CorpusOptions
 from recurjax.data.prepared import (
     MANIFEST,
     TOKENIZER,
-    Manifest,
+    PreparedManifest,
     PreparedStream,
     merge,
     prepare,
@@ -305,7 +305,7 @@ def _separated(tokenizer: Tokenizer, ends: bool | None) -> str:
 
 
 def _summary(
-    out: str, manifest: Manifest, separated: str = "", part: str | None = None
+    out: str, manifest: PreparedManifest, separated: str = "", part: str | None = None
 ) -> str:
     told = (
         f"{out}: {manifest.documents:,} documents, {manifest.text_bytes:,} bytes, "

@@ -3,7 +3,7 @@
 from recurjax.data.prepared.directory import (
     MANIFEST,
     TOKENIZER,
-    Manifest,
+    PreparedManifest,
     PreparedStream,
     prepared_here,
     read_manifest,

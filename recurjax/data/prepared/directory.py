@@ -59,7 +59,7 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class PreparedManifest:
     """What a prepared directory holds; written last.
 
     Attributes:
@@ -104,7 +104,7 @@ class Manifest:
 class PreparedStream:
     """The tokens of a prepared directory, read where they are asked for."""
 
-    def __init__(self, directory: Path, manifest: Manifest):
+    def __init__(self, directory: Path, manifest: PreparedManifest):
         """Opens the shards.
 
         Raises:
@@ -198,7 +198,7 @@ class PreparedStream:
 class _Fetched:
     """The records of shards in a store: a shard is fetched when it is first read."""
 
-    def __init__(self, store: Store, manifest: Manifest):
+    def __init__(self, store: Store, manifest: PreparedManifest):
         self._store, self._shards = store, manifest.shards
         self._ends = list(accumulate(shard.records for shard in manifest.shards))
         self._opened: dict[int, ArrayRecordDataSource] = {}
@@ -279,7 +279,7 @@ def _no_manifest(directory: object) -> str:
     )
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> PreparedManifest:
     """Reads what a prepared directory holds.
 
     Raises:
@@ -308,7 +308,9 @@ def read_manifest(directory: Path) -> Manifest:
     if not isinstance(shards, list) or not shards:
         raise UserError(f"{file} is damaged: it names no shards")
     read = tuple(Shard(**_checked(Shard, shard, file)) for shard in shards)
-    manifest = Manifest(**_checked(Manifest, values | {"shards": read}, file))
+    manifest = PreparedManifest(
+        **_checked(PreparedManifest, values | {"shards": read}, file)
+    )
     if manifest.dtype not in DTYPES or manifest.block < 1:
         raise UserError(
             f"{file} is damaged: dtype {manifest.dtype!r}, block {manifest.block}"
@@ -325,7 +327,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _checked(kind: type, values: Any, file: Path) -> dict[str, Any]:
-    """Returns the fields of a `Shard` or a `Manifest`; what else is there is dropped.
+    """Returns the fields of a `Shard` or a `PreparedManifest`; what else is there is dropped.
 
     Raises:
       UserError: one is missing, of another type or negative.
@@ -376,7 +378,7 @@ def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read_index(path: Path, manifest: Manifest) -> np.ndarray:
+def _read_index(path: Path, manifest: PreparedManifest) -> np.ndarray:
     if not path.is_file():
         raise UserError(f"{path} is missing: prepare the data again")
     data = path.read_bytes()

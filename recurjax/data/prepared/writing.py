@@ -30,7 +30,7 @@ from recurjax.data.prepared.directory import (
     INDEX,
     MANIFEST,
     TOKENIZER,
-    Manifest,
+    PreparedManifest,
     PreparedStream,
     Shard,
     read_manifest,
@@ -97,7 +97,7 @@ def prepare(
     workers: int = 1,
     part: tuple[int, int] | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
-) -> Manifest:
+) -> PreparedManifest:
     """Writes a prepared directory: `directory.py` tells what is in it.
 
     The directory appears whole or not at all. What was stopped goes on, when it is
@@ -175,7 +175,7 @@ def merge(
     out: str | Path,
     *,
     progress: Callable[[Progress], None] = lambda _: None,
-) -> Manifest:
+) -> PreparedManifest:
     """Joins the parts that `prepare` wrote to what it would have written at once.
 
     The tokens, the files they lie in and the manifest are the same, byte for byte.
@@ -320,13 +320,13 @@ def write_manifest(
     corpus: str,
     tokenizer: Tokenizer,
     validation_fraction: float,
-) -> Manifest:
+) -> PreparedManifest:
     """Writes the index and, last, the manifest."""
     # Into memory first: its checksum is that of the bytes on disk.
     index = io.BytesIO()
     np.save(index, written.starts)
     (folder / INDEX).write_bytes(index.getvalue())
-    manifest = Manifest(
+    manifest = PreparedManifest(
         format=FORMAT,
         corpus=corpus,
         tokenizer_hash=tokenizer.hash,
