@@ -27,7 +27,7 @@ from typing import Any
 from recurjax.bench.recurrent_transformer import (
     SCHEDULES,
     Dtype,
-    Programs,
+    LayerPasses,
     layers,
     programs,
 )
@@ -57,7 +57,7 @@ def measure(
 ) -> Point:
     """Compiles and times both passes of one schedule at one length."""
     shape = shape | {"T": length}
-    made: Programs = programs(layers(shape)[name], shape, dtype)
+    made: LayerPasses = programs(layers(shape)[name], shape, dtype)
     forward = made.forward.lower(made.stack, made.x).compile()
     gradient = made.forward_backward.lower(made.stack, made.x).compile()
     times = [

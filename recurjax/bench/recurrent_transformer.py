@@ -106,7 +106,7 @@ def layers(shape: dict[str, int]) -> dict[str, Layer]:
     return configs
 
 
-class Programs(NamedTuple):
+class LayerPasses(NamedTuple):
     """A layer's compiled passes, as functions of (stack, x), and their arguments."""
 
     forward: Any
@@ -115,7 +115,7 @@ class Programs(NamedTuple):
     x: jax.Array
 
 
-def programs(config: Layer, shape: dict[str, int], dtype: Dtype) -> Programs:
+def programs(config: Layer, shape: dict[str, int], dtype: Dtype) -> LayerPasses:
     """Makes the forward pass, and its gradient in weights and x."""
     B, T, D = shape["B"], shape["T"], shape["D"]
     stack: Stack = jax.jit(lambda: make_stack(config, rngs=nnx.Rngs(0)))()
@@ -133,7 +133,7 @@ def programs(config: Layer, shape: dict[str, int], dtype: Dtype) -> Programs:
         # compiler may make use of that.
         return jnp.sum(forward(stack, x).astype(jnp.float32) ** 2)
 
-    return Programs(forward, gradient, stack, x)
+    return LayerPasses(forward, gradient, stack, x)
 
 
 def _layer(

@@ -14,7 +14,7 @@ from recurjax.data.prepared.writing import merge, prepare
 
 __all__ = [
     "MANIFEST",
-    "Manifest",
+    "PreparedManifest",
     "PreparedStream",
     "TOKENIZER",
     "merge",

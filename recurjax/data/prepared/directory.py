@@ -327,7 +327,7 @@ def read_manifest(directory: Path) -> PreparedManifest:
 
 
 def _checked(kind: type, values: Any, file: Path) -> dict[str, Any]:
-    """Returns the fields of a `Shard` or a `PreparedManifest`; what else is there is dropped.
+    """Returns the fields of a `Shard` or a `PreparedManifest` and drops what else is there.
 
     Raises:
       UserError: one is missing, of another type or negative.
