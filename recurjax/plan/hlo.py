@@ -104,7 +104,7 @@ def array_bytes(shape: str, *, on_chip: bool = False) -> int:
     return total
 
 
-class Run(NamedTuple):
+class Execution(NamedTuple):
     """An instruction that is executed.
 
     Attributes:
@@ -124,7 +124,7 @@ class Unknown(NamedTuple):
     name: str
 
 
-def executed(module: Module) -> Iterator[Run | Unknown]:
+def executed(module: Module) -> Iterator[Execution | Unknown]:
     """Yields what runs, loops' bodies with their trip counts multiplied.
 
     Of a conditional's branches the one with most instructions counts.
@@ -208,7 +208,7 @@ def _closing(text: str, opening: int) -> int:
     return len(text)
 
 
-def _walk(module: Module, name: str, times: int) -> Iterator[Run | Unknown]:
+def _walk(module: Module, name: str, times: int) -> Iterator[Execution | Unknown]:
     for instruction in module.computations[name].values():
         opcode = instruction.opcode
         if opcode == "while":
@@ -232,7 +232,7 @@ def _walk(module: Module, name: str, times: int) -> Iterator[Run | Unknown]:
             assert called is not None
             yield from _walk(module, called, times)
         else:
-            yield Run(instruction, name, times)
+            yield Execution(instruction, name, times)
 
 
 def _integers(module: Module, name: str, kind: str) -> tuple[list[int], bool]:
