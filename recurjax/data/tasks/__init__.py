@@ -12,7 +12,7 @@ from recurjax.data.tasks.mad import (
 )
 from recurjax.data.tasks.mqar import Mqar, Setting
 from recurjax.data.tasks.needles import Needles
-from recurjax.data.tasks.rows import Row, Split, row_of
+from recurjax.data.tasks.rows import Split, TaskRow, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
 
 __all__ = [

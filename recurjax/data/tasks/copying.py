@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recurjax.data.tasks.rows import Row, Split, asked_at
+from recurjax.data.tasks.rows import Split, TaskRow, asked_at
 from recurjax.errors import UserError
 from recurjax.ranges import PositiveInt, check_ranges
 
@@ -64,7 +64,7 @@ class Copy:
     def longest(self, split: Split) -> int:
         return self.length
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         begin, bar, end, pad = (self.letters + mark for mark in range(4))
         low, high = self._lengths(split)
         tokens: list[int] = []
@@ -89,7 +89,7 @@ class Copy:
         probed[:known] = asked[:known]
         # Only there does a row have one length of string.
         slices = {"string": size} if split == "validation" else {}
-        return Row(ids, asked_at(ids, probed), {"length": self.length, **slices})
+        return TaskRow(ids, asked_at(ids, probed), {"length": self.length, **slices})
 
     def _lengths(self, split: str) -> tuple[int, int]:
         train = self.shortest, self.longest_string

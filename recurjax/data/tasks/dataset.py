@@ -22,7 +22,7 @@ from recurjax.data.tasks.mad import (
 )
 from recurjax.data.tasks.mqar import Mqar, Setting
 from recurjax.data.tasks.needles import Needles
-from recurjax.data.tasks.rows import Row, Split, row_of
+from recurjax.data.tasks.rows import Split, TaskRow, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
 from recurjax.data.tokenizers import ByteTokenizer, Symbols, Tokenizer
 from recurjax.errors import UserError
@@ -86,7 +86,7 @@ class TaskDataset:
         known = json.dumps([task, self.config.seed], sort_keys=True)
         return hashlib.sha256(known.encode()).hexdigest()
 
-    def row(self, split: Split, number: int) -> Row:
+    def row(self, split: Split, number: int) -> TaskRow:
         """Returns one row, as long as the task makes it."""
         config = self.config
         # Made when asked for: no file, and no state but the number.

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from recurjax.data.tasks.rows import Row, Split
+from recurjax.data.tasks.rows import Split, TaskRow
 from recurjax.errors import UserError
 from recurjax.ranges import PositiveInt, check_ranges
 from recurjax.types import IGNORED
@@ -111,7 +111,7 @@ class HashHop:
         said = tuple(answer if self.thoughts else answer[-1:])
         return Problem("\n".join(shuffled) + f"\n{BAR}{first}", said)
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         problem = self.problem(rng)
         answer = "".join(f" = {element}" for element in problem.answer) + END
         text = (problem.prompt + answer).encode()
@@ -123,7 +123,7 @@ class HashHop:
         first = len(problem.prompt.encode())
         # Targets stand one place before the token that they ask for.
         targets[first - 1 : len(text) - 1] = ids[first : len(text)]
-        return Row(ids, targets, {"length": self.length, "hops": self.hops})
+        return TaskRow(ids, targets, {"length": self.length, "hops": self.hops})
 
     def _elements(self) -> int:
         # A chain of n pairs has n + 1 elements, each the end of one pair and the start

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 from jaxtyping import Int32
 
-from recurjax.data.tasks.rows import Row, Split, asked_at, next_token_targets
+from recurjax.data.tasks.rows import Split, TaskRow, asked_at, next_token_targets
 from recurjax.errors import UserError
 from recurjax.ranges import (
     NonNegativeInt,
@@ -52,11 +52,11 @@ class _Mad(RangeChecks):
     def longest(self, split: Split) -> int:
         return self.length
 
-    def _row(self, ids: np.ndarray, targets: np.ndarray) -> Row:
+    def _row(self, ids: np.ndarray, targets: np.ndarray) -> TaskRow:
         # The generator's own check: ids and what is asked line up.
         assert len(ids) == len(targets) == self.length
         ids, targets = ids.astype(np.int32), targets.astype(np.int32)
-        return Row(ids, targets, {"length": self.length})
+        return TaskRow(ids, targets, {"length": self.length})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class InContextRecall(_Mad):
             raise UserError("InContextRecall: noise needs a noise_vocabulary")
         _require_pairs(self, self.vocabulary - self.noise_vocabulary)
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         words = self.vocabulary - self.noise_vocabulary
         pairs = self.length // 2
         # As MAD: one place is kept free of noise, but it may be the last one, which
@@ -140,7 +140,7 @@ class FuzzyRecall(_Mad):
                 f"{3 * (self.key_size + self.value_size)}, got {self.length}"
             )
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         words, largest = self.vocabulary - 1, self.key_size + self.value_size
 
         def key() -> tuple[int, ...]:
@@ -203,7 +203,7 @@ class Memorization(_Mad):
         _require_even(self, self.length)
         _require_pairs(self, self.vocabulary - 1)
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         keys, values = key_value_map(self.vocabulary - 1, self.map_seed)
         # With replacement: a key may come several times in a row.
         chosen = rng.integers(len(keys), size=self.length // 2)
@@ -254,7 +254,7 @@ class SelectiveCopying(_Mad):
                 f"{2 * self.tokens_to_copy + 1}, got {self.length}"
             )
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         N, blank = self.tokens_to_copy, self.vocabulary - 2
         tokens = rng.integers(self.vocabulary - 2, size=N)
         blanks = self.length - 2 * N - 1
@@ -277,7 +277,7 @@ class Compression(_Mad):
     vocabulary: Annotated[int, Range(least=3)] = 16
     length: Annotated[int, Range(least=2)] = 32
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         # Any token but the last of the vocabulary, which marks the end.
         ids = rng.integers(self.vocabulary - 1, size=self.length)
         ids[-1] = self.vocabulary - 1

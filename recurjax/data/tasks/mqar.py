@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recurjax.data.tasks.rows import Row, Split
+from recurjax.data.tasks.rows import Split, TaskRow
 from recurjax.errors import UserError
 from recurjax.ranges import PositiveFloat, PositiveInt, check_ranges
 from recurjax.types import IGNORED
@@ -88,7 +88,7 @@ class Mqar:
             number -= setting.rows
         raise IndexError(f"Mqar: {split} has {self.count(split)} rows")
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         setting = self.setting(split, number)
         length, pairs = setting.length, setting.pairs
         half = self.vocabulary // 2
@@ -110,7 +110,7 @@ class Mqar:
         # Token 0 is no key: it marks the places that are filled with any token at all.
         free = ids == 0
         ids[free] = rng.integers(self.vocabulary, size=int(free.sum()))
-        return Row(ids, targets, {"length": length, "pairs": pairs})
+        return TaskRow(ids, targets, {"length": length, "pairs": pairs})
 
     def _settings(self, split: Split) -> tuple[Setting, ...]:
         return self.train if split == "train" else self.validation

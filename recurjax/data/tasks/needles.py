@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recurjax.data.tasks.rows import Row, Split
+from recurjax.data.tasks.rows import Split, TaskRow
 from recurjax.errors import UserError
 from recurjax.ranges import PositiveInt, check_ranges
 from recurjax.types import IGNORED
@@ -64,7 +64,7 @@ class Needles:
     def longest(self, split: Split) -> int:
         return self.length
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         N, body = self.needles, self.length - self.needles
         keys = rng.choice(self.keys, N, replace=False)
         values = self.keys + rng.integers(self.values, size=N)
@@ -77,4 +77,6 @@ class Needles:
         ids[body:] = keys[asked]
         targets = np.full(self.length, IGNORED, np.int32)
         targets[body:] = values[asked]
-        return Row(ids.astype(np.int32), targets, {"length": self.length, "needles": N})
+        return TaskRow(
+            ids.astype(np.int32), targets, {"length": self.length, "needles": N}
+        )

@@ -24,7 +24,7 @@ ATTEMPTS = 10_000
 probability 1e-280."""
 
 
-class Row(NamedTuple):
+class TaskRow(NamedTuple):
     """One row.
 
     Attributes:
@@ -55,12 +55,12 @@ class Task(Protocol):
         """Says how many places the longest row of a split has."""
         ...
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         """Draws row `number` of a split; its class may depend on the number."""
         ...
 
 
-def row_of(task: Task, *, seed: int, split: Split, number: int) -> Row:
+def row_of(task: Task, *, seed: int, split: Split, number: int) -> TaskRow:
     """Returns row `number` of a split.
 
     The two splits share no row: a hash of the tokens decides which of them a row may

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int32
 
-from recurjax.data.tasks.rows import Row, Split
+from recurjax.data.tasks.rows import Split, TaskRow
 from recurjax.ranges import PositiveInt, RangeChecks
 
 Group = Literal["parity", "S3", "S5"]
@@ -51,14 +51,14 @@ class StateTracking(RangeChecks):
             return self.length
         return self.validation_length or 4 * self.length
 
-    def draw(self, rng: np.random.Generator, split: Split, number: int) -> Row:
+    def draw(self, rng: np.random.Generator, split: Split, number: int) -> TaskRow:
         table = multiplication(self.group)
         ids = rng.integers(len(table), size=self.longest(split), dtype=np.int32)
         states, state = np.empty_like(ids), 0
         for t, element in enumerate(ids):
             state = table[element, state]
             states[t] = state
-        return Row(ids, states, {"length": len(ids)})
+        return TaskRow(ids, states, {"length": len(ids)})
 
 
 @lru_cache(maxsize=3)
