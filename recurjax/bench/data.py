@@ -7,7 +7,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from recurjax.bench.timing import Row, in_turns, row
+from recurjax.bench.timing import BenchRow, in_turns, row
 from recurjax.data.config import (
     Bytes,
     DataConfig,
@@ -30,7 +30,7 @@ _BATCHES = 300
 other pipeline's time, are few beside them."""
 
 
-def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[Row]:
+def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[BenchRow]:
     """Times the same text as one corpus and as five, in turns.
 
     Each part has a fifth of the text, so that parts are small and their epochs short.
@@ -53,7 +53,7 @@ def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[Row]:
                     yield row(name, shape, "int32", times, tokens=tokens)
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[BenchRow]) -> str:
     """Says for each kind which share of one corpus' rate five parts reach."""
     rates = {row.name: row.tokens_per_s for row in rows}
     told = []

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from recurjax.bench.timing import Row, repeat, row
+from recurjax.bench.timing import BenchRow, repeat, row
 from recurjax.bench.training_step import (
     BenchedRun,
     one_device_step,
@@ -40,11 +40,13 @@ SWEEPS = 4
 _NAME = "latent_recurrent_transformer"
 
 
-def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
     """Measures every row; nothing is rematerialised."""
     shape = LARGE if large else SMALL
 
-    def measure(kind: str, objective: Trained, *, suffix: str = "") -> Iterator[Row]:
+    def measure(
+        kind: str, objective: Trained, *, suffix: str = ""
+    ) -> Iterator[BenchRow]:
         config = model_of(kind, shape, dtype)
         return training_rows(
             f"{kind}{suffix}", config, objective, shape=shape, repeats=repeats
@@ -62,7 +64,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
         yield from _inference(kind, shape, dtype, repeats)
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[BenchRow]) -> str:
     """Says what the memory costs, in training and in decoding."""
     # The minimum of the repeats, here and in every summary: a busy machine only ever
     # adds time, so the least disturbed call is the one to compare.
@@ -94,7 +96,7 @@ def training_rows(
     *,
     shape: dict[str, int],
     repeats: int,
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """Forward and backward of all passes, and a whole step with MuonAdamW."""
     dtype, name = config.dtype, f"{_NAME}/{name}"
     B, T = shape["B"], shape["T"]
@@ -132,7 +134,7 @@ def training_rows(
 
 def _inference(
     kind: str, shape: dict[str, int], dtype: Dtype, repeats: int
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """Prefill of T tokens, exact and swept, and one more token after them."""
     config = model_of(kind, shape, dtype)
     B, T = shape["B"], shape["T"]

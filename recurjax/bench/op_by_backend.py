@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import mesh_cut
 from pallas_kernels.dispatch import Op
-from recurjax.bench.timing import Row, in_turns, repeat, row
+from recurjax.bench.timing import BenchRow, in_turns, repeat, row
 from recurjax.bench.tuning import Candidate, Sizes, Tuned, tune_one_by_one
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
@@ -103,7 +103,7 @@ class OpBench:
     calls_of_run: Callable[[Experiment], Iterable[Call]]
     candidates: Candidates
 
-    def rows(self, *, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+    def rows(self, *, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
         """Measures both passes of every backend that serves a call here."""
         yield from rows(self.calls(large, dtype), dtype=dtype, repeats=repeats)
 
@@ -130,7 +130,7 @@ class OpBench:
         yield from tune(calls, self.candidates, repeats=repeats)
 
 
-def rows(calls: Iterable[Call], *, dtype: Dtype, repeats: int) -> Iterator[Row]:
+def rows(calls: Iterable[Call], *, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
     """Measures both passes of every backend that serves a call here."""
     for call in calls:
         for backend in call.backends():
@@ -142,7 +142,7 @@ def rows(calls: Iterable[Call], *, dtype: Dtype, repeats: int) -> Iterator[Row]:
                 yield row(name, call.shape, dtype, times, tokens=call.tokens)
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[BenchRow]) -> str:
     """Names the fastest backend of every shape where there are several."""
     lines = []
     for shape in {tuple(r.shape.items()): r.shape for r in rows}.values():

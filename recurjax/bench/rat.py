@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from recurjax.bench.timing import Row, repeat, row
+from recurjax.bench.timing import BenchRow, repeat, row
 from recurjax.layers.initialization import InitConfig
 from recurjax.layers.norm import Norm, NormConfig
 from recurjax.types import Cache, Tokens
@@ -40,7 +40,7 @@ _WINDOW = 1024
 _PASSES = ("forward", "forward_backward", "decode")
 
 
-def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
     """Measures every layer at every length; decode is of the last position."""
     shape = LARGE if large else SMALL
     for length in LARGE_LENGTHS if large else SMALL_LENGTHS:
@@ -52,7 +52,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
             yield from layer_rows(name, mixer, sizes, dtype, repeats)
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[BenchRow]) -> str:
     """Compares RAT(16) with attention, and all with PyTorch where shapes agree."""
     times = {
         # A decode has T = 1; what tells its rows apart is S, the tokens before.
@@ -101,7 +101,7 @@ def mixers(shape: dict[str, int]) -> dict[str, MixerConfig]:
 
 def layer_rows(
     name: str, mixer: MixerConfig, shape: dict[str, int], dtype: Dtype, repeats: int
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """Times x + mixer(norm(x)): training's two passes, and one token after T - 1."""
     B, T, D = (shape[letter] for letter in "BTD")
     layer = jax.jit(partial(Layer, mixer, D))(jax.random.key(0))
@@ -158,7 +158,7 @@ class Layer(nnx.Module):
         return x + y, cache
 
 
-def _cache_bytes(row: Row) -> str:
+def _cache_bytes(row: BenchRow) -> str:
     """Says how many bytes of cache each layer's token costs, states aside."""
     shape = {letter: row.shape[letter] for letter in "BDH"} | {"T": row.shape["T"]}
     # Long enough that what a layer keeps once, such as a recurrent state or a window,

@@ -12,7 +12,7 @@ from flax import nnx
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.selective_scan import api, selective_scan
 from pallas_kernels.selective_scan.reference import selective_scan_reference
-from recurjax.bench.timing import Row, repeat, row
+from recurjax.bench.timing import BenchRow, repeat, row
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.types import Tokens
@@ -49,7 +49,7 @@ DT_RANK = 16
 _NAME = "selective_scan"
 
 
-def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
     """Measures the scan, then the mixer, then a layer at every beta and length.
 
     The decode of a scan is one position; that of a layer the last of S, and its shape
@@ -65,7 +65,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
             yield from layer_rows(beta, layer | {"T": length}, dtype, repeats)
 
 
-def mixer_rows(sizes: dict[str, int], dtype: Dtype, repeats: int) -> Iterator[Row]:
+def mixer_rows(sizes: dict[str, int], dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
     """Measures a Mamba of width D by itself."""
     mamba = Mamba(MambaConfig(dt_rank=DT_RANK), sizes["D"], rngs=nnx.Rngs(0))
 
@@ -78,7 +78,7 @@ def mixer_rows(sizes: dict[str, int], dtype: Dtype, repeats: int) -> Iterator[Ro
 
 def layer_rows(
     beta: float, sizes: dict[str, int], dtype: Dtype, repeats: int
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """Measures one layer's attention with round(beta H) heads replaced."""
     config = _layer_config(beta, sizes)
     block = RecurFormerBlock(config, layer=0, rngs=nnx.Rngs(0))
@@ -136,7 +136,7 @@ def _module_rows(
     sizes: dict[str, int],
     dtype: Dtype,
     repeats: int,
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     x = _drawn((sizes["B"], sizes["T"], sizes["D"]), dtype)
     forward = jax.jit(run)
     # Gradients in the weights and in x: a layer inside a stack needs both.
@@ -153,7 +153,7 @@ def _drawn(shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jnp.asarray(draw.astype(np.float32), dtype)
 
 
-def _scan_rows(large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+def _scan_rows(large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
     """Measures every backend at every length."""
     shape = LARGE if large else SMALL
     for length in LARGE_LENGTHS if large else SMALL_LENGTHS:
@@ -163,7 +163,7 @@ def _scan_rows(large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
         yield _decode(name, scan, shape | {"T": 1}, dtype, repeats)
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[BenchRow]) -> str:
     """Compares scans with the reference, and layers with attention."""
     times = {
         (row.name, row.shape.get("T", row.shape.get("S", 0))): row.min_ms
@@ -211,7 +211,7 @@ def _passes(
     sizes: dict[str, int],
     dtype: Dtype,
     repeats: int,
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     arrays = jax.tree.map(jnp.asarray, _arrays(sizes, dtype))
 
     # The states behind the output are not used: [0] leaves the last one out.
@@ -236,7 +236,7 @@ def _decode(
     sizes: dict[str, int],
     dtype: Dtype,
     repeats: int,
-) -> Row:
+) -> BenchRow:
     arrays = jax.tree.map(jnp.asarray, _arrays(sizes, dtype))
     step = jax.jit(lambda arrays: tuple(scan(**arrays)))
     times = repeat(lambda: step(arrays), repeats=repeats)

@@ -25,7 +25,7 @@ from pallas_kernels.recurrent_prefill.triton.backend import choose_schedule
 from recurjax.bench import op_by_backend
 from recurjax.bench.op_by_backend import Call, Candidates, Dtype, rows_of_step
 from recurjax.bench.recurrent_transformer import LARGE, SMALL, layers
-from recurjax.bench.timing import Row
+from recurjax.bench.timing import BenchRow
 from recurjax.bench.tuning import Sizes, Tuned
 from recurjax.errors import UserError
 from recurjax.experiment import Experiment
@@ -56,7 +56,7 @@ CANDIDATES: Candidates = {
 summary = op_by_backend.summary
 
 
-def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
     """Measures both passes of every backend that serves the layer here."""
     yield from op_by_backend.rows(_calls(large, dtype), dtype=dtype, repeats=repeats)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from recurjax.bench.timing import Row, repeat, row
+from recurjax.bench.timing import BenchRow, repeat, row
 from recurjax.layers.attention import AttentionConfig
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
@@ -34,14 +34,14 @@ _PREFIX = "recurrent_transformer"
 _PASSES = ("forward", "forward_backward")
 
 
-def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
     """Measures every row; passes that compile a naive loop are the slow ones."""
     for shape in LARGE if large else SMALL:
         for name, config in layers(shape).items():
             yield from _layer(f"{_PREFIX}/{name}", config, shape, dtype, repeats)
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[BenchRow]) -> str:
     """Compares the schedules with naive, and a decoded token with the Transformer's."""
     lines = []
     lengths = sorted({r.shape["T"] for r in rows} - {1})
@@ -138,7 +138,7 @@ def programs(config: Layer, shape: dict[str, int], dtype: Dtype) -> LayerPasses:
 
 def _layer(
     name: str, config: Layer, shape: dict[str, int], dtype: Dtype, repeats: int
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """Measures a layer's forward, its gradient in x and weights, and one more token."""
     B, T = shape["B"], shape["T"]
     made = programs(config, shape, dtype)

@@ -33,7 +33,7 @@ import numpy as np
 
 from recurjax.bench.relaxed_recursive_transformer import transformer
 from recurjax.bench.step_parts import time_parts
-from recurjax.bench.timing import Row
+from recurjax.bench.timing import BenchRow
 from recurjax.bench.training_step import BenchedRun, one_device_step
 from recurjax.exits import ExitRule
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
@@ -78,7 +78,7 @@ _GREEDY = SamplingConfig(temperature=0.0)  # `verify` is for greedy texts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServedRow(Row):
+class ServedRow(BenchRow):
     """A queue's time under one policy; tokens a second are the new ones.
 
     Attributes:
@@ -99,7 +99,7 @@ def rows(
     repeats: int,
     requests: int = REQUESTS,
     slots: int | None = None,
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """Runs the queue on an engine of each policy, in turns of one process.
 
     Args:
@@ -184,7 +184,7 @@ def rows(
         )
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[BenchRow]) -> str:
     """Says of each policy its speed beside `sequence`, and beside its bound."""
     served = [row for row in rows if isinstance(row, ServedRow)]
     told = []

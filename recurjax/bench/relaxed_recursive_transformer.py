@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from recurjax.bench.timing import Row, in_turns, repeat, row
+from recurjax.bench.timing import BenchRow, in_turns, repeat, row
 from recurjax.bench.training_step import (
     BenchedRun,
     one_device_step,
@@ -42,7 +42,7 @@ TURNS = 4
 _NAME = "relaxed_recursive_transformer"
 
 
-def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
     """Measures every row; tokens are decoded in turns, one of each model.
 
     The shape of a training step has the bytes of the parameters and of the optimizer.
@@ -60,7 +60,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
         yield row(f"{_NAME}/{name}/decode", tokens, dtype, times, tokens=shape["B"])
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[BenchRow]) -> str:
     """Compares each model with the Transformer, by minima."""
     times = {row.name.removeprefix(f"{_NAME}/"): row.min_ms for row in rows}
     told = []
@@ -101,7 +101,7 @@ def stacks(shape: dict[str, int]) -> dict[str, StackConfig]:
 
 def _training(
     name: str, config: ModelConfig, shape: dict[str, int], dtype: Dtype, repeats: int
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """Forward, gradient, a step, and a step with the Transformer for a teacher."""
     B, T = shape["B"], shape["T"]
     teacher = _model(stacks(shape)["transformer"], shape, dtype)

@@ -12,12 +12,12 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from recurjax.bench.timing import Row
+from recurjax.bench.timing import BenchRow
 from recurjax.files.atomic import write_atomic
 from recurjax.files.json_files import json_text
 
 
-def report(rows: Sequence[Row]) -> dict[str, Any]:
+def report(rows: Sequence[BenchRow]) -> dict[str, Any]:
     """Returns {"device", "versions", "rows"} for JSON."""
     return {
         "device": device_name(),
@@ -39,12 +39,12 @@ def device_name() -> str:
     return f"cpu, {len(os.sched_getaffinity(0))} cores, {_processor()}"
 
 
-def write(rows: Sequence[Row], file: Path) -> None:
+def write(rows: Sequence[BenchRow], file: Path) -> None:
     """Writes the report, whole or not at all."""
     write_atomic(file, json_text(report(rows), indent=2) + "\n")
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[BenchRow], console: Console) -> None:
     """Prints a table."""
     table = Table(title=device_name(), title_justify="left")
     for heading in ("row", "shape", "dtype"):

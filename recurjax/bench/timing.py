@@ -12,7 +12,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class BenchRow:
     """One measured figure.
 
     Attributes:
@@ -33,12 +33,12 @@ class Row:
 
 def row(
     name: str, shape: Mapping[str, int], dtype: str, times: list[float], *, tokens: int
-) -> Row:
+) -> BenchRow:
     """Makes a row from the seconds that each repeat took."""
     # Rates come from the median, what a user will see; comparisons from the minimum,
     # which a busy machine disturbs least.
     median = statistics.median(times)
-    return Row(
+    return BenchRow(
         name=name,
         shape=dict(shape),
         dtype=dtype,

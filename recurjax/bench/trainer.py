@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from recurjax.bench.timing import Row, row
+from recurjax.bench.timing import BenchRow, row
 from recurjax.data.config import Bytes, DataConfig, EmbeddedText
 from recurjax.experiment import Experiment
 from recurjax.layers.attention import AttentionConfig
@@ -24,7 +24,7 @@ from recurjax.variants.transformer import TransformerConfig
 _ROUNDS = 5
 
 
-def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[Row]:
+def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[BenchRow]:
     """Measures loop, bare step and pipeline in turns, so that noise meets all alike.
 
     The loop is `train` without evaluations or checkpoints inside the timed part; the
@@ -46,7 +46,7 @@ def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[Row]:
     yield figure("trainer/data/next_batch", times=pipeline)
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[BenchRow]) -> str:
     """Says what the rows of this file mean, in two lines."""
     times = {row.name: row for row in rows}
     loop = times["trainer/loop/train_step"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from recurjax.bench.timing import Row, repeat, row
+from recurjax.bench.timing import BenchRow, repeat, row
 from recurjax.model import Decoder, ModelConfig
 from recurjax.sharding import MeshConfig, make_mesh
 from recurjax.training.config import TrainingConfig
@@ -80,7 +80,7 @@ def step_row(
     dtype: str,
     repeats: int,
     frozen: Decoder | None = None,
-) -> Row:
+) -> BenchRow:
     """Times steps on one batch, each from the state that the one before left.
 
     Args:

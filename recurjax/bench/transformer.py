@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from recurjax.bench.timing import Row, repeat, row
+from recurjax.bench.timing import BenchRow, repeat, row
 from recurjax.bench.training_step import (
     BenchedRun,
     one_device_step,
@@ -33,7 +33,7 @@ LARGE = {"B": 16, "T": 2048, "D": 768, "L": 12, "V": 32768}
 _PREFIX = 512
 
 
-def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
+def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
     """Measures every row of this variant."""
     shape = LARGE if large else SMALL
     config = _model(shape, dtype)
@@ -74,7 +74,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[Row]:
     )
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[BenchRow]) -> str:
     """Says how much the cache saves."""
     times = {row.name: row.min_ms for row in rows}
     ratio = (
@@ -85,7 +85,7 @@ def summary(rows: list[Row]) -> str:
 
 def _decoding(
     model: Decoder, shape: dict[str, int], dtype: str, repeats: int
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """One more token after 512: with the cache, and by running the prefix again."""
     B = shape["B"]
     sizes = shape | {"T": 1, "S": _PREFIX}
@@ -130,7 +130,7 @@ def _decoding(
     )
 
 
-def _measure(name, call, *arguments, shape, dtype, repeats, tokens) -> Row:
+def _measure(name, call, *arguments, shape, dtype, repeats, tokens) -> BenchRow:
     times = repeat(lambda: call(*arguments), repeats=repeats)
     return row(name, shape, dtype, times, tokens=tokens)
 
