@@ -59,7 +59,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class CoreTask:
     """One task of the suite.
 
     Attributes:
@@ -115,7 +115,7 @@ class CoreScore(NamedTuple):
 def core_of(
     model: Decoder,
     tokenizer: Tokenizer,
-    tasks: Iterable[Task],
+    tasks: Iterable[CoreTask],
     *,
     limit: int | None = None,
     mesh: Mesh | None = None,
@@ -236,7 +236,7 @@ def rows(scores: Mapping[str, CoreScore], *, step: int, limit: int | None) -> li
 
 
 def score_core(
-    tasks: Iterable[Task],
+    tasks: Iterable[CoreTask],
     score: Score,
     encode: Callable[[list[str]], Sequence[Sequence[int]]],
     *,
@@ -279,7 +279,7 @@ def score_core(
     return CoreScore(float(np.mean([s.centered for s in scores])), tuple(scores))
 
 
-def shuffled(task: Task, limit: int | None) -> Task:
+def shuffled(task: CoreTask, limit: int | None) -> CoreTask:
     """Returns a task with its items in the fixed random order, at most `limit`."""
     items = list(task.items)
     # A generator of its own: Python's global one may have been seeded otherwise.
@@ -288,7 +288,7 @@ def shuffled(task: Task, limit: int | None) -> Task:
 
 
 def score_items(
-    task: Task,
+    task: CoreTask,
     score: Score,
     encode: Callable[[list[str]], Sequence[Sequence[int]]],
     *,
@@ -319,14 +319,14 @@ def score_items(
     return items
 
 
-def fewshot_numbers(task: Task, number: int) -> list[int]:
+def fewshot_numbers(task: CoreTask, number: int) -> list[int]:
     """Returns which items stand before item `number` as solved examples."""
     others = [other for other in range(len(task.items)) if other != number]
     # Each item draws its examples by itself: leaving items out does not change others.
     return random.Random(FEWSHOT_SEED + number).sample(others, task.fewshot)
 
 
-def texts(task: Task, number: int) -> list[str]:
+def texts(task: CoreTask, number: int) -> list[str]:
     """Returns an item's texts: one an option, or without and with the continuation."""
     before = "".join(
         _solved(task, task.items[example]) + "\n\n"
@@ -347,7 +347,7 @@ def texts(task: Task, number: int) -> list[str]:
 
 
 def prompts(
-    task: Task, number: int, encode: Callable[[list[str]], Sequence[Sequence[int]]]
+    task: CoreTask, number: int, encode: Callable[[list[str]], Sequence[Sequence[int]]]
 ) -> list[Prompt]:
     """Returns an item's token rows and what is scored of each.
 
@@ -400,7 +400,7 @@ def cropped(prompt: Prompt, longest: int | None) -> Prompt:
     return Prompt(prompt.ids[excess:], prompt.start - excess, prompt.end - excess)
 
 
-def _solved(task: Task, item: dict[str, Any]) -> str:
+def _solved(task: CoreTask, item: dict[str, Any]) -> str:
     match task.kind:
         case "multiple_choice":
             return item["query"] + task.delimiter + item["choices"][item["gold"]]
@@ -420,10 +420,10 @@ def _common(rows: list[list[int]]) -> int:
     return shortest
 
 
-def read_tasks(path: Path) -> tuple[Task, ...]:
+def read_tasks(path: Path) -> tuple[CoreTask, ...]:
     """Reads a bundle, a folder of prepared files (`*.json`), or one such file.
 
-    A prepared file is a JSON object with the fields of `Task`.
+    A prepared file is a JSON object with the fields of `CoreTask`.
 
     Raises:
       UserError: a file is missing or does not hold what it should.
@@ -440,7 +440,7 @@ def read_tasks(path: Path) -> tuple[Task, ...]:
     return tuple(_prepared(file) for file in files)
 
 
-def read_bundle(directory: Path) -> tuple[Task, ...]:
+def read_bundle(directory: Path) -> tuple[CoreTask, ...]:
     """Reads the tasks of a folder in the layout of nanochat's eval_bundle.
 
     core.yaml names the tasks and their files, eval_meta_data.csv the accuracies of
@@ -485,7 +485,7 @@ def read_bundle(directory: Path) -> tuple[Task, ...]:
     )
 
 
-def _prepared(file: Path) -> Task:
+def _prepared(file: Path) -> CoreTask:
     try:
         content = read_json_object(file, "the CORE task")
         return _task(file, content["items"], content)
@@ -505,7 +505,7 @@ def _lines(file: Path) -> list[Any]:
     return [parse_json(line, f"a line of {file}") for line in lines if line.strip()]
 
 
-def _task(file: Path, items: Sequence[Any], settings: Mapping[str, Any]) -> Task:
+def _task(file: Path, items: Sequence[Any], settings: Mapping[str, Any]) -> CoreTask:
     label, kind = str(settings["label"]), settings["kind"]
     if kind not in get_args(TaskType):
         raise UserError(
@@ -535,7 +535,7 @@ def _task(file: Path, items: Sequence[Any], settings: Mapping[str, Any]) -> Task
         )
     if not isinstance(settings["delimiter"], str):
         raise UserError(f"{file}: delimiter must be a string")
-    return Task(
+    return CoreTask(
         label=label,
         kind=kind,
         items=tuple(items),

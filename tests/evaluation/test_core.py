@@ -11,7 +11,7 @@ import pytest
 
 from recurjax.errors import UserError
 from recurjax.evaluation.core import (
-    Task,
+    CoreTask,
     fewshot_numbers,
     prompts,
     read_bundle,
@@ -88,7 +88,7 @@ def weights_of(cases: str) -> str:
 def task_of(name, path=OWN):
     case = named_cases(path)[name]
     meta = case["meta"]
-    return Task(
+    return CoreTask(
         label=name,
         kind=meta["task_type"],
         items=tuple(case["data_in_file_order"]),
