@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-from recurjax.data.corpora import Document, Reading
+from recurjax.data.corpora import CorpusReading, Document
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 
@@ -34,7 +34,7 @@ class EncodedDocument(NamedTuple):
 
 
 def encoded_documents(
-    reading: Reading, tokenizer: Tokenizer, *, ends: bool | None = None
+    reading: CorpusReading, tokenizer: Tokenizer, *, ends: bool | None = None
 ) -> Iterator[EncodedDocument]:
     """Encodes documents in order, several at a time.
 
@@ -51,7 +51,7 @@ def encoded_documents(
         yield from encode_group(group, tokenizer, ends=ends)
 
 
-def groups_of(reading: Reading) -> Iterator[list[Document]]:
+def groups_of(reading: CorpusReading) -> Iterator[list[Document]]:
     """Yields the documents in order, as many at a time as one call should encode."""
     group: list[Document] = []
     size = 0

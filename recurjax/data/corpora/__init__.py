@@ -2,9 +2,9 @@
 
 from recurjax.data.corpora.documents import (
     Conversation,
+    CorpusReading,
     Document,
     Messages,
-    Reading,
     embedded_text,
     read_conversations,
     read_corpus,

@@ -34,14 +34,14 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class CorpusReading:
     """One pass over a corpus; `total` is its size in bytes on disk or in records."""
 
     total: int
     documents: Iterator[Document]
 
 
-def read_corpus(corpus: Corpus) -> Reading:
+def read_corpus(corpus: Corpus) -> CorpusReading:
     """Opens a corpus; empty documents are left out.
 
     Raises:
@@ -80,7 +80,7 @@ def read_corpus(corpus: Corpus) -> Reading:
             )
         case _:
             assert_never(corpus)
-    return Reading(total=total, documents=_with_text(documents, corpus))
+    return CorpusReading(total=total, documents=_with_text(documents, corpus))
 
 
 class Conversation(NamedTuple):

@@ -24,7 +24,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from recurjax.data.config import Corpus
-from recurjax.data.corpora import Document, Reading, read_corpus
+from recurjax.data.corpora import CorpusReading, Document, read_corpus
 from recurjax.data.prepared.directory import (
     FORMAT,
     INDEX,
@@ -146,7 +146,7 @@ def prepare(
         written = _write_tokens(
             partial,
             _encoded(
-                Reading(total=reading.total, documents=left),
+                CorpusReading(total=reading.total, documents=left),
                 tokenizer,
                 folder / TOKENIZER,
                 ends=ends,
@@ -244,7 +244,7 @@ def merge(
         )
 
 
-def stretch(reading: Reading, part: int, parts: int) -> Reading:
+def stretch(reading: CorpusReading, part: int, parts: int) -> CorpusReading:
     """Returns the documents that begin in one of equal stretches of a corpus.
 
     Every document is in one of them, and all of them in turn are the corpus. What lies
@@ -268,7 +268,7 @@ def stretch(reading: Reading, part: int, parts: int) -> Reading:
                 yield document
             begin = document.done
 
-    return Reading(total=reading.total, documents=documents())
+    return CorpusReading(total=reading.total, documents=documents())
 
 
 def _check(
@@ -359,7 +359,7 @@ def write_manifest(
 
 
 def _encoded(
-    reading: Reading,
+    reading: CorpusReading,
     tokenizer: Tokenizer,
     saved: Path,
     *,
@@ -565,7 +565,7 @@ class ShardWriter:
 
 
 def encode_in_processes(
-    reading: Reading, saved: Path, *, workers: int, ends: bool | None
+    reading: CorpusReading, saved: Path, *, workers: int, ends: bool | None
 ) -> Iterator[EncodedDocument]:
     """Yields what `encoded_documents` yields, tokenized by `workers` processes.
 

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from recurjax.data.config import Bpe
-from recurjax.data.corpora import Reading
+from recurjax.data.corpora import CorpusReading
 from recurjax.data.tokenizers.json_tokenizer import JsonTokenizer
 from recurjax.errors import UserError
 
@@ -29,7 +29,7 @@ class TrainingPart:
     used_bytes: int | None = None
 
     def texts(
-        self, reading: Reading, *, limit: int, crop: int | None = None
+        self, reading: CorpusReading, *, limit: int, crop: int | None = None
     ) -> Iterator[str]:
         """Yields the documents of the part, at most about `limit` bytes of text.
 
@@ -66,7 +66,7 @@ EVERYTHING = TrainingPart()
 
 
 def train_bpe(
-    reading: Reading, config: Bpe, *, part: TrainingPart = EVERYTHING
+    reading: CorpusReading, config: Bpe, *, part: TrainingPart = EVERYTHING
 ) -> JsonTokenizer:
     """Learns merges within GPT-2's pre-tokens; token 0 is BOS, which ends text too.
 

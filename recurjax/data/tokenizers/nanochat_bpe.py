@@ -4,7 +4,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from recurjax.data.config import NanochatBpe
-from recurjax.data.corpora import Reading
+from recurjax.data.corpora import CorpusReading
 from recurjax.data.tokenizers.bpe import EVERYTHING, TrainingPart
 from recurjax.data.tokenizers.json_tokenizer import JsonTokenizer, byte_characters
 from recurjax.errors import UserError
@@ -33,7 +33,7 @@ DOCUMENT_CHARACTERS = 10_000
 
 
 def train_nanochat_bpe(
-    reading: Reading, config: NanochatBpe, *, part: TrainingPart = EVERYTHING
+    reading: CorpusReading, config: NanochatBpe, *, part: TrainingPart = EVERYTHING
 ) -> JsonTokenizer:
     """Learns merges: token b is byte b, then the merges, then the special tokens.
 
