@@ -16,7 +16,7 @@ __all__ = [
     "Conversation",
     "Document",
     "Messages",
-    "Reading",
+    "CorpusReading",
     "embedded_text",
     "names_below",
     "read_conversations",

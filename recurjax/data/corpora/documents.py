@@ -27,7 +27,7 @@ from recurjax.errors import UserError
 
 
 class Document(NamedTuple):
-    """One text, and how far into the corpus its end lies (in `Reading.total` units)."""
+    """One text, and where it ends in the corpus, in units of `CorpusReading.total`."""
 
     text: str
     done: int

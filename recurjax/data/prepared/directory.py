@@ -327,7 +327,7 @@ def read_manifest(directory: Path) -> PreparedManifest:
 
 
 def _checked(kind: type, values: Any, file: Path) -> dict[str, Any]:
-    """Returns the fields of a `Shard` or a `PreparedManifest` and drops what else is there.
+    """Returns the fields of a `Shard` or a `PreparedManifest` and drops all others.
 
     Raises:
       UserError: one is missing, of another type or negative.

@@ -24,7 +24,7 @@ __all__ = [
     "Memorization",
     "Mqar",
     "Needles",
-    "Row",
+    "TaskRow",
     "SelectiveCopying",
     "Setting",
     "Split",
