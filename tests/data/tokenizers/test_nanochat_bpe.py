@@ -9,7 +9,7 @@ import pytest
 from tokenizers import models
 
 from recurjax.data.config import NanochatBpe, TextFiles
-from recurjax.data.corpora import Document, Reading, embedded_text
+from recurjax.data.corpora import CorpusReading, Document, embedded_text
 from recurjax.data.tokenizers import build_tokenizer, load_tokenizer
 from recurjax.data.tokenizers.json_tokenizer import byte_characters
 from recurjax.data.tokenizers.nanochat_bpe import (
@@ -27,10 +27,10 @@ WORDS = json.loads((Path(__file__).parent / "paper_words.json").read_text())
 all that merges depend on, and not the text."""
 
 
-def reading_of(texts: list[str]) -> Reading:
+def reading_of(texts: list[str]) -> CorpusReading:
     ends = np.cumsum([len(text.encode()) for text in texts]).tolist()
     documents = [Document(text, end) for text, end in zip(texts, ends, strict=True)]
-    return Reading(total=ends[-1], documents=iter(documents))
+    return CorpusReading(total=ends[-1], documents=iter(documents))
 
 
 def spelt(token: bytes) -> str:

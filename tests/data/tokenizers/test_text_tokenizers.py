@@ -6,7 +6,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from recurjax.data.config import Bpe, Bytes, TextFiles, TokenizerFile
-from recurjax.data.corpora import Document, Reading, embedded_text, read_corpus
+from recurjax.data.corpora import CorpusReading, Document, embedded_text, read_corpus
 from recurjax.data.tokenizers import (
     ByteTokenizer,
     JsonTokenizer,
@@ -29,10 +29,10 @@ SAMPLES = [
 ]
 
 
-def reading_of(*texts: str) -> Reading:
+def reading_of(*texts: str) -> CorpusReading:
     ends = np.cumsum([len(text) for text in texts]).tolist()
     documents = [Document(text, end) for text, end in zip(texts, ends, strict=True)]
-    return Reading(total=ends[-1], documents=iter(documents))
+    return CorpusReading(total=ends[-1], documents=iter(documents))
 
 
 @pytest.fixture(scope="session")
@@ -191,7 +191,7 @@ def test_nothing_is_learnt_after_the_document_in_which_validation_begins():
     assert "".join(part.texts(many, limit=99)) == "abcde"
     # Of a packed file many documents end at one place.
     documents = [Document("abcd", 4), Document("ef", 10), Document("ghij", 10)]
-    packed = Reading(total=10, documents=iter(documents))
+    packed = CorpusReading(total=10, documents=iter(documents))
     assert "".join(part.texts(packed, limit=99)) == "abcd"
 
 
