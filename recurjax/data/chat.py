@@ -353,7 +353,7 @@ def _environment() -> Any:
     from jinja2.ext import Extension  # pyright: ignore[reportMissingImports]
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # pyright: ignore[reportMissingImports]
 
-    class Generation(Extension):
+    class GenerationBlock(Extension):
         """`{% generation %}` ... `{% endgeneration %}`: what the model generates."""
 
         tags = {"generation"}
@@ -370,7 +370,7 @@ def _environment() -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", Generation],
+        extensions=["jinja2.ext.loopcontrols", GenerationBlock],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse

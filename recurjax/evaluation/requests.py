@@ -25,7 +25,7 @@ UNCONDITIONAL = 1_000_000
 """Added to an item's number where its answers stand after a bare "Answer:"."""
 
 
-class Choice(NamedTuple):
+class AnswerOption(NamedTuple):
     """A continuation that may be the answer.
 
     Attributes:
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 class Item(NamedTuple):
     """One question; with a single choice that is the answer, and `gold` is 0."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[AnswerOption, ...]
     gold: int
 
 
@@ -221,7 +221,7 @@ def _items(rows: Iterable[Any], file: Path) -> tuple[Item, ...]:
         if sorted(choices) != list(range(len(choices))) or golds[item] not in choices:
             raise UserError(f"{file}: item {item} lacks a choice, or its answer")
         made = tuple(
-            Choice(*choices[at], bare[at][0] if at in bare else None)
+            AnswerOption(*choices[at], bare[at][0] if at in bare else None)
             for at in range(len(choices))
         )
         items.append(Item(made, golds[item]))

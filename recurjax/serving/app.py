@@ -29,7 +29,7 @@ from recurjax.serving.bodies import (
 )
 from recurjax.serving.errors import RequestError
 from recurjax.serving.metrics import Metrics
-from recurjax.serving.talk import Events, Talk, Whole
+from recurjax.serving.talk import Events, RequestStream, Whole
 from recurjax.serving.worker import Worker
 
 _ONLY_ITSELF = (
@@ -338,7 +338,7 @@ class App:
             tokenizer=tokenizer,
             prompt_tokens=sum(map(len, prompts)),
         )
-        talk = Talk(served.worker, choices, self._metrics, served.name)
+        talk = RequestStream(served.worker, choices, self._metrics, served.name)
         if wanted.stream:
             return Events(talk, answers)
         return Whole(talk, answers)

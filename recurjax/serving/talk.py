@@ -17,7 +17,7 @@ from recurjax.serving.metrics import Metrics
 from recurjax.serving.worker import News, Worker
 
 
-class Talk:
+class RequestStream:
     """The choices of one request, and what they bring."""
 
     def __init__(
@@ -65,7 +65,7 @@ _FAILED = {
 class Whole:
     """Answers in one piece, unless the client goes away first."""
 
-    def __init__(self, talk: Talk, answers: Answers):
+    def __init__(self, talk: RequestStream, answers: Answers):
         self._talk, self._answers = talk, answers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -85,7 +85,7 @@ class Whole:
 class Events:
     """Answers as server-sent events, each a piece of one choice."""
 
-    def __init__(self, talk: Talk, answers: Answers):
+    def __init__(self, talk: RequestStream, answers: Answers):
         self._talk, self._answers = talk, answers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -126,7 +126,7 @@ def _text(piece: Any) -> str:
     return piece if isinstance(piece, str) else json.dumps(piece)
 
 
-async def _unless_gone(work: Any, receive: Any, talk: Talk) -> Any:
+async def _unless_gone(work: Any, receive: Any, talk: RequestStream) -> Any:
     """Runs work until it ends or the client has gone; then its slots are free."""
 
     async def gone() -> None:

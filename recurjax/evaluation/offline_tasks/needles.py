@@ -44,7 +44,7 @@ SPLITS = ("train", "validation")
 Kind = Literal["words", "numbers", "uuids"]
 
 
-class Needles(NamedTuple):
+class NeedleSetting(NamedTuple):
     """What is hidden where, and how much of it a prompt asks for.
 
     Attributes:
@@ -62,14 +62,14 @@ class Needles(NamedTuple):
 
 
 NEEDLES = {
-    "niah_single_1": Needles("noise"),
-    "niah_single_2": Needles("text"),
-    "niah_single_3": Needles("text", value="uuids"),
-    "niah_multikey_1": Needles("text", keys=4),
-    "niah_multikey_2": Needles("needle"),
-    "niah_multikey_3": Needles("needle", key="uuids", value="uuids"),
-    "niah_multivalue": Needles("text", values=4),
-    "niah_multiquery": Needles("text", keys=4, queries=4),
+    "niah_single_1": NeedleSetting("noise"),
+    "niah_single_2": NeedleSetting("text"),
+    "niah_single_3": NeedleSetting("text", value="uuids"),
+    "niah_multikey_1": NeedleSetting("text", keys=4),
+    "niah_multikey_2": NeedleSetting("needle"),
+    "niah_multikey_3": NeedleSetting("needle", key="uuids", value="uuids"),
+    "niah_multivalue": NeedleSetting("text", values=4),
+    "niah_multiquery": NeedleSetting("text", keys=4, queries=4),
 }
 """The eight of RAT's table 12."""
 
@@ -268,7 +268,7 @@ def share_of_set(answer: str, wanted: Sequence[str]) -> float:
 
 
 def _in_lines(
-    form: Needles, needles: list[str], size: int, rng: np.random.Generator
+    form: NeedleSetting, needles: list[str], size: int, rng: np.random.Generator
 ) -> str:
     lines = [NOISE] * size
     if form.haystack == "needle":

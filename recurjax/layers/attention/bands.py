@@ -121,7 +121,7 @@ class Cut:
     after: int
 
 
-class _Rows(NamedTuple):
+class _BandRows(NamedTuple):
     """A block of queries of some units; r counts the heads of a unit, then queries.
 
     Attributes:
@@ -165,7 +165,7 @@ class _Backend:
         del residuals  # What nobody reads the compiler leaves out.
         (q, _, v), units = call[:3], _Units(call)
 
-        def block(rows: _Rows, keys: _Keys):
+        def block(rows: _BandRows, keys: _Keys):
             logits, hidden, _ = units.logits(rows.arrays["q"], rows, keys)
             # Finite, as rows of padding may see nothing.
             logits = jnp.where(hidden, 0.7 * jnp.finfo(units.dtype).min, logits)
@@ -194,7 +194,7 @@ class _Backend:
         (o, lse), do = residuals, cotangents
         delta = jnp.sum(do.astype(units.dtype) * o, axis=-1).swapaxes(1, 2)  # [B, H, T]
 
-        def block(rows: _Rows, keys: _Keys):
+        def block(rows: _BandRows, keys: _Keys):
             q, do = rows.arrays["q"], rows.arrays["do"]
             logits, hidden, slope = units.logits(q, rows, keys)
             # Hidden keys first: their difference may be anything.
@@ -288,7 +288,7 @@ class _Units:
         out = jax.lax.map(lambda part: function(_Unit(self, *part)), folded)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
-    def logits(self, q: Array, rows: _Rows, keys: _Keys):
+    def logits(self, q: Array, rows: _BandRows, keys: _Keys):
         """Returns logits [units, S, r], what is hidden, and the soft cap's slope."""
         options = self.options
         logits = options.scale * self.product("use,ure->usr", keys.k, q)
@@ -323,15 +323,15 @@ class _Unit(NamedTuple):
     rows: dict[str, Array]
     slopes: Array | None
 
-    def map(self, block: Callable[[_Rows, _Keys], Any], band: Band):
+    def map(self, block: Callable[[_BandRows, _Keys], Any], band: Band):
         """Runs a block at a time; what it returns, for each block of the band."""
         run = lambda rows: block(rows, self._seen(rows, band))  # noqa: E731
         return jax.lax.map(run, self._blocks(band))
 
-    def scan(self, block: Callable[[_Rows, _Keys], Any], band: Band, sums):
+    def scan(self, block: Callable[[_BandRows, _Keys], Any], band: Band, sums):
         """Does the same, and adds what a block gives its keys to their (dk, dv)."""
 
-        def step(sums, rows: _Rows):
+        def step(sums, rows: _BandRows):
             dq, *parts = block(rows, self._seen(rows, band))
             at = self._first_key(rows, band)
             sums = [_add(x, at, part) for x, part in zip(sums, parts, strict=True)]
@@ -360,7 +360,7 @@ class _Unit(NamedTuple):
 
         return jax.tree.map(join, *parts)
 
-    def _blocks(self, band: Band) -> _Rows:
+    def _blocks(self, band: Band) -> _BandRows:
         """Cuts the band's queries to [blocks, units, r, ...]."""
         size, share = self.units.cut.rows, self.units.share
         arrays = {}
@@ -375,16 +375,16 @@ class _Unit(NamedTuple):
         if self.slopes is not None:
             by_row = jnp.repeat(self.slopes, size, axis=1)
             slopes = jnp.broadcast_to(by_row, (band.blocks, *by_row.shape))
-        return _Rows(start, t, arrays, arrays.pop("segments", None), slopes)
+        return _BandRows(start, t, arrays, arrays.pop("segments", None), slopes)
 
-    def _seen(self, rows: _Rows, band: Band) -> _Keys:
+    def _seen(self, rows: _BandRows, band: Band) -> _Keys:
         at = self._first_key(rows, band)
         take = partial(jax.lax.dynamic_slice_in_dim, slice_size=band.keys, axis=1)
         seen = {name: take(x, start_index=at) for name, x in self.keys.items()}
         s = at - self.units.cut.before + jnp.arange(band.keys)
         return _Keys(s, seen["k"], seen["v"], seen.get("segments"))
 
-    def _first_key(self, rows: _Rows, band: Band) -> Array | int:
+    def _first_key(self, rows: _BandRows, band: Band) -> Array | int:
         # Padding before the keys moves them by as much as a window reaches back.
         return rows.start if band.slides else 0
 
