@@ -17,17 +17,17 @@ class LowRank(NamedTuple):
     A block that serves several depths of a stack tells them apart by these. The two
     thin products are never joined to W: that would make a matrix a depth again. Where
     tokens stand at different depths, those of all depths are joined side by side and
-    each token says which columns are its own, which copies no matrix.
+    each token says which columns are active, which copies no matrix.
 
     Attributes:
       reduce: A.
       expand: B; its M outputs are flat, whatever axes W's own outputs have.
-      own: columns of x A that count, the others are zero; None: all.
+      active: columns of x A that count, the others are zero; None: all.
     """
 
     reduce: Float[Array, "N R"]
     expand: Float[Array, "R M"]
-    own: Bool[Array, "B T R"] | None = None
+    active: Bool[Array, "B T R"] | None = None
 
 
 def linear(
@@ -60,8 +60,8 @@ def with_additions(
     if addition is not None:
         # (x A) B in this order: two thin products of rank R.
         reduced = _product(x, addition.reduce)
-        if addition.own is not None:
-            reduced = jnp.where(addition.own, reduced, 0)
+        if addition.active is not None:
+            reduced = jnp.where(addition.active, reduced, 0)
         y = y + _product(reduced, addition.expand)
     return y if bias is None else (y + bias[...]).astype(x.dtype)
 

@@ -120,8 +120,8 @@ def layer_states(
     yield x
     for repeat in range(_repeats(blocks)):
         for block, group in zip(blocks, cache.groups, strict=True):
-            own = jax.tree.map(lambda w, at=repeat: w[at], block)
-            x = run(own, group, x)
+            layer = jax.tree.map(lambda w, at=repeat: w[at], block)
+            x = run(layer, group, x)
             yield x
 
 
@@ -166,16 +166,16 @@ def scan_pattern(
         # choose a bad one for it.
         x = keep_rows_apart(x)
         parts, entry = turn
-        written, made = list(groups), [None] * len(groups)
+        written, outs = list(groups), [None] * len(groups)
         for number in order:
             group = groups[number]._replace(position=position, layer=entry)
             x, group, out = apply(number, parts[number], x, group)
-            written[number], made[number] = group, out
-        return (x, tuple(written)), tuple(made)
+            written[number], outs[number] = group, out
+        return (x, tuple(written)), tuple(outs)
 
     # The scan hands back what it was given last; only arrays of the caches are news.
     started = tuple(g._replace(position=position, layer=entries[0]) for g in groups)
-    (x, written), made = scan_layers(
+    (x, written), outs = scan_layers(
         repeat,
         (x, started),
         (places, entries),
@@ -188,7 +188,7 @@ def scan_pattern(
         new._replace(position=old.position, layer=old.layer)
         for new, old in zip(written, groups, strict=True)
     )
-    return x, written, made
+    return x, written, outs
 
 
 def advanced(
@@ -358,11 +358,11 @@ class CacheRows:
         def put(leaf: Array, new: Array, axis: int) -> Array:
             if axis < 0:
                 return leaf
-            wanted = (*leaf.shape[:axis], 1, *leaf.shape[axis + 1 :])
-            if new.shape != wanted or new.dtype != leaf.dtype:
+            expected = (*leaf.shape[:axis], 1, *leaf.shape[axis + 1 :])
+            if new.shape != expected or new.dtype != leaf.dtype:
                 raise ValueError(
                     f"insert: wants a cache of one row for the same length, with "
-                    f"{wanted} of {leaf.dtype}, got {new.shape} of {new.dtype}"
+                    f"{expected} of {leaf.dtype}, got {new.shape} of {new.dtype}"
                 )
             return jax.lax.dynamic_update_slice_in_dim(leaf, new, row, axis)
 
@@ -383,22 +383,30 @@ class CacheRows:
         """Returns the axis of each array that counts rows; -1 where none does."""
         # Two caches of one row and of two differ in one axis each; nothing is allocated
         # for it.
-        one, two = (
+        single, double = (
             jax.eval_shape(lambda batch=batch: self.init_cache(batch, 1, jnp.float32))
             for batch in (1, 2)
         )
-        axes = jax.tree.map(_grown_axis, one, two)
+        axes = jax.tree.map(_grown_axis, single, double)
         assert jax.tree.structure(axes) == jax.tree.structure(cache)
         return axes
 
 
-def _grown_axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:
-    sizes = zip(one.shape, two.shape, strict=True)
+def _grown_axis(single: jax.ShapeDtypeStruct, double: jax.ShapeDtypeStruct) -> int:
+    sizes = zip(single.shape, double.shape, strict=True)
     # What has no axis of rows, such as a counter of all of them, is left as it is.
     return next((axis for axis, (a, b) in enumerate(sizes) if a != b), -1)
 
 
 _Config = TypeVar("_Config", bound="StackFacts")
+
+
+def residual_scale(kind: Literal["one", "inverse_sqrt_depth"], layers: int) -> float:
+    """Returns what multiplies both branches of a layer: 1, or 1/sqrt(L).
+
+    1/sqrt(L) keeps the sum of 2 L branches from growing with depth.
+    """
+    return 1.0 if kind == "one" else layers**-0.5
 
 
 class StackFacts:

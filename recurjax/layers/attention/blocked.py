@@ -76,9 +76,11 @@ def attend_as_chunks_of_one(
     """
     k, v = (keys_for_queries(x, q.shape[2]) for x in (k, v))
     # The token's own logit, apart from those of earlier tokens, as the op takes it.
-    own = jnp.sum(q.astype(jnp.promote_types(q.dtype, jnp.float32)) * k, axis=-1)
+    own_logits = jnp.sum(q.astype(jnp.promote_types(q.dtype, jnp.float32)) * k, axis=-1)
     ends = ChunkEnds(k.swapaxes(1, 2), v.swapaxes(1, 2), segments)
-    return chunk_attention(q, own, v, ends, chunk=1, scale=scale, documents=segments)
+    return chunk_attention(
+        q, own_logits, v, ends, chunk=1, scale=scale, documents=segments
+    )
 
 
 class Past(NamedTuple):

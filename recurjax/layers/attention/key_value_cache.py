@@ -99,9 +99,9 @@ def write(
     offset = jnp.arange(T)
     # Not padding, and not a token that a later one of this call would overwrite: a
     # scatter does not say which of two writes to a slot wins.
-    kept = (offset < count[:, None]) & (offset >= count[:, None] - cache.slots)
+    stays = (offset < count[:, None]) & (offset >= count[:, None] - cache.slots)
     slot = (cache.position[:, None] + offset) % cache.slots
-    slot = jnp.where(kept, slot, dropped_slots(cache.slots, T))
+    slot = jnp.where(stays, slot, dropped_slots(cache.slots, T))
     put = partial(_put_tokens, layer=cache.layer, slot=slot)
     if _lies_by_slots(cache):
         one_by_one = T <= _MOST_TOKENS and _rows_of_a_device(cache) * T <= _MOST_WRITES
@@ -286,8 +286,8 @@ def attend_to_cache(
     """
     written = write(cache, k, v, lengths)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "bias": bias}
-    if q.shape[1] == 1 and _goes_to_the_chip(cache):
-        seen = _seen_beside_the_write(k, v, cache, lengths)
+    if q.shape[1] == 1 and _is_prefetched(cache):
+        seen = _seen_before_write(k, v, cache, lengths)
         return _attend_to_seen(q, seen, cache, written, **options), written
     o = attend_to_written(q, k, v, cache, written, lengths=lengths, **options)
     return o, written
@@ -425,7 +425,7 @@ def _seen(k, v, before: KeyValueCache, written: KeyValueCache, *, window, length
     )
 
 
-def _goes_to_the_chip(cache: KeyValueCache) -> bool:
+def _is_prefetched(cache: KeyValueCache) -> bool:
     """Whether XLA would take one layer's cache to a TPU's chip to write a token there.
 
     Then all of it is written back too. Layers that share a stack are too large for it.
@@ -438,18 +438,18 @@ def _goes_to_the_chip(cache: KeyValueCache) -> bool:
     return cache.keys.nbytes <= target.vmem_bytes() * 2 // 3
 
 
-def _seen_beside_the_write(k, v, before: KeyValueCache, lengths) -> _Seen:
+def _seen_before_write(k, v, before: KeyValueCache, lengths) -> _Seen:
     """Returns what one new token sees, of the cache before it and of itself.
 
     The same numbers as after the write, which so has only its own slot to touch.
     """
     count = 1 if lengths is None else lengths
     positions = slot_positions(before.slots, before.position + count)
-    own = positions == before.position[:, None]
+    is_new = positions == before.position[:, None]
 
     def join(stacked: Array, new: Array) -> Array:
         old = read_layer(stacked, before.layer)
-        return jnp.where(own[:, :, None, None], new.astype(old.dtype), old)
+        return jnp.where(is_new[:, :, None, None], new.astype(old.dtype), old)
 
     return _Seen(join(before.keys, k), join(before.values, v), positions)
 

@@ -155,7 +155,7 @@ class SelfAttention(nnx.Module):
         positions = self._positions(x, cache)
         x_q, x_new = apart(x, 2)
         q = self._queries(x_q, positions, added)
-        new = self._keys_and_values(x_new, positions, added)
+        new = self.keys_and_values(x_new, positions, additions)
         if cache.slots == 0:
             o = self._attend_to_input(q, *new, tokens)
         else:
@@ -165,7 +165,7 @@ class SelfAttention(nnx.Module):
     def read(
         self,
         x: Float[Array, "B T D"],
-        kept: KeysValues,
+        keys_values: KeysValues,
         before: KeyValueCache,
         written: KeyValueCache,
         tokens: Tokens,
@@ -174,7 +174,7 @@ class SelfAttention(nnx.Module):
         """Attends with queries of its own to what `keep` made of the same tokens.
 
         Args:
-          kept: the keys and values of these tokens.
+          keys_values: the keys and values of these tokens.
           before, written: the cache that `keep` was given, and the one it returned,
             both at its layer.
           additions: as in `keep`; those of keys and values are not used.
@@ -183,9 +183,11 @@ class SelfAttention(nnx.Module):
         positions = self._positions(x, before)
         q = self._queries(x, positions, added)
         if before.slots == 0:
-            o = self._attend_to_input(q, *kept, tokens)
+            o = self._attend_to_input(q, *keys_values, tokens)
         else:
-            o = attend_to_written(q, *kept, before, written, **self._options(q, tokens))
+            o = attend_to_written(
+                q, *keys_values, before, written, **self._options(q, tokens)
+            )
         return merge(o, self.w_out, self.b_out, added.out)
 
     def write(
@@ -200,8 +202,7 @@ class SelfAttention(nnx.Module):
         Args:
           additions: as in `keep`; those of keys and values are used.
         """
-        added = AttentionAdditions() if additions is None else additions
-        new = self._keys_and_values(x, self._positions(x, cache), added)
+        new = self.keys_and_values(x, self._positions(x, cache), additions)
         return write(cache, *new, tokens.lengths)
 
     def through(
@@ -222,7 +223,7 @@ class SelfAttention(nnx.Module):
         added = AttentionAdditions() if additions is None else additions
         x_q, x_new = apart(x, 2)
         q = self._queries(x_q, positions, added)
-        new = self._keys_and_values(x_new, positions, added)
+        new = self.keys_and_values(x_new, positions, additions)
         options = self._options(q, None)
         del options["lengths"]  # every token says for itself whether it is there
         return merge(look(q, new, **options), self.w_out, self.b_out, added.out)
@@ -230,12 +231,17 @@ class SelfAttention(nnx.Module):
     def keys_and_values(
         self,
         x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
+        positions: Int[Array, "#B T"],
         additions: AttentionAdditions | None = None,
     ) -> KeysValues:
         """Makes the keys and values of tokens that attend to nothing here."""
         added = AttentionAdditions() if additions is None else additions
-        return self._keys_and_values(x, positions, added)
+        x_k, x_v = apart(x, 2)
+        k = project(x_k, self.w_k, self.b_k, added.k)
+        v = project(x_v, self.w_v, self.b_v, added.v)
+        return KeysValues(
+            self._rotate_heads(self._norm_heads(k, self.k_norm), positions), v
+        )
 
     def queries_keys_values(
         self, x: Float[Array, "B T D"]
@@ -245,7 +251,7 @@ class SelfAttention(nnx.Module):
         """Returns what heads make of whole rows, to look at them."""
         positions = jnp.arange(x.shape[1])[None]
         none = AttentionAdditions()
-        k, v = self._keys_and_values(x, positions, none)
+        k, v = self.keys_and_values(x, positions)
         return self._queries(x, positions, none), k, v
 
     def values_and_outputs(
@@ -254,7 +260,7 @@ class SelfAttention(nnx.Module):
         """Returns the values of whole rows, and what each head reads out of them."""
         positions = jnp.arange(x.shape[1])[None]
         none = AttentionAdditions()
-        k, v = self._keys_and_values(x, positions, none)
+        k, v = self.keys_and_values(x, positions)
         q = self._queries(x, positions, none)
         tokens = Tokens(jnp.zeros(x.shape[:2], jnp.int32))
         return v, self._attend_to_input(q, k, v, tokens)
@@ -267,24 +273,16 @@ class SelfAttention(nnx.Module):
 
     def _queries(self, x: Array, positions: Array, added: AttentionAdditions) -> Array:
         q = project(x, self.w_q, self.b_q, added.q)
-        return self._turned(self._normed(q, self.q_norm), positions)
+        return self._rotate_heads(self._norm_heads(q, self.q_norm), positions)
 
-    def _keys_and_values(
-        self, x: Array, positions: Array, added: AttentionAdditions
-    ) -> KeysValues:
-        x_k, x_v = apart(x, 2)
-        k = project(x_k, self.w_k, self.b_k, added.k)
-        v = project(x_v, self.w_v, self.b_v, added.v)
-        return KeysValues(self._turned(self._normed(k, self.k_norm), positions), v)
-
-    def _normed(self, heads: Array, norm: Norm | None) -> Array:
+    def _norm_heads(self, heads: Array, norm: Norm | None) -> Array:
         if norm is None:
             return heads
         if self.config.qk_norm_over == "full":
             return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
         return norm(heads)
 
-    def _turned(self, heads: Array, positions: Array) -> Array:
+    def _rotate_heads(self, heads: Array, positions: Array) -> Array:
         # Before the cache: a cached key is rotated once, where it was made.
         rope = self.config.position
         return rotate(heads, positions, rope) if isinstance(rope, Rope) else heads

@@ -156,14 +156,14 @@ def attention_part(
     """Computes this part of causal attention, over all tokens or over a window."""
     if window is not None:
         return _window_part(q, k, v, documents, scale, window, shard)
-    own = jnp.sum(q.astype(jnp.promote_types(q.dtype, jnp.float32)) * k, axis=-1)
+    own_logits = jnp.sum(q.astype(jnp.promote_types(q.dtype, jnp.float32)) * k, axis=-1)
     # Causal attention as chunk attention with chunks of one token: every earlier token,
     # of whatever part, is an end.
     ends = ChunkEnds(k.swapaxes(1, 2), v.swapaxes(1, 2), documents)
     first = jnp.full(q.shape[0], shard.index * q.shape[1], jnp.int32)
     ends = gather_ends(ends, shard)
     return chunk_attention(
-        q, own, v, ends, chunk=1, scale=scale, first=first, documents=documents
+        q, own_logits, v, ends, chunk=1, scale=scale, first=first, documents=documents
     )
 
 

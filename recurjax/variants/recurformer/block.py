@@ -21,6 +21,7 @@ from recurjax.layers.linear import apart
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.position import Rope, rotate
+from recurjax.layers.stack import residual_scale
 from recurjax.types import Array, Tokens
 from recurjax.variants.recurformer.config import LayerHeads, RecurFormerConfig
 from recurjax.variants.recurformer.mamba import Mamba, MambaCache
@@ -52,12 +53,12 @@ class PartialAttention(nnx.Module):
         self.config, self.heads = a, config.heads(layer)
         heads, E = self.heads, a.head_width
         # Query heads that still attend, and the key heads that one of them reads.
-        left, kept = len(heads.remaining), len(heads.key_heads)
+        R, K = len(heads.remaining), len(heads.key_heads)
         draw = partial(draw_weight, fan_in=D, config=init)
         zeros = partial(jnp.zeros, dtype=jnp.float32)
-        attends = left > 0
-        self.w_q = nnx.Param(draw(rngs.params(), (D, left, E))) if attends else None
-        self.w_k = nnx.Param(draw(rngs.params(), (D, kept, E))) if attends else None
+        attends = R > 0
+        self.w_q = nnx.Param(draw(rngs.params(), (D, R, E))) if attends else None
+        self.w_k = nnx.Param(draw(rngs.params(), (D, K, E))) if attends else None
         # All values: replaced heads read them too, through Mamba.
         self.w_v = nnx.Param(draw(rngs.params(), (D, a.key_heads, E)))
         self.w_out = nnx.Param(
@@ -70,8 +71,8 @@ class PartialAttention(nnx.Module):
             )
         )
         has_bias = a.qkv_bias
-        self.b_q = nnx.Param(zeros((left, E))) if has_bias and attends else None
-        self.b_k = nnx.Param(zeros((kept, E))) if has_bias and attends else None
+        self.b_q = nnx.Param(zeros((R, E))) if has_bias and attends else None
+        self.b_k = nnx.Param(zeros((K, E))) if has_bias and attends else None
         self.b_v = nnx.Param(zeros((a.key_heads, E))) if has_bias else None
         self.b_out = nnx.Param(zeros(D)) if a.out_bias else None
         # A norm by head, which does not care how many heads there are.
@@ -89,9 +90,9 @@ class PartialAttention(nnx.Module):
                 "PartialAttention: segments are for the training cache (length 0) only"
             )
         v = project(x, self.w_v, self.b_v)
-        kept, keys_values = self._attend(x, v, cache.keys_values, tokens)
-        taken, mamba = self._recur(v, cache.mamba, tokens, training)
-        y = merge(in_place(kept, taken, self.heads), self.w_out, self.b_out)
+        attended, keys_values = self._attend(x, v, cache.keys_values, tokens)
+        recurrent, mamba = self._recur(v, cache.mamba, tokens, training)
+        y = merge(in_place(attended, recurrent, self.heads), self.w_out, self.b_out)
         return y, LayerCache(keys_values, mamba)
 
     def _attend(
@@ -167,8 +168,7 @@ class RecurFormerBlock(nnx.Module):
         D, init = base.width, base.init
         depth = {"layer": layer, "layers": base.layers}
         self.parallel = base.parallel_residual
-        one = base.residual_scale == "one"
-        self.residual_scale = 1.0 if one else base.layers**-0.5
+        self.residual_scale = residual_scale(base.residual_scale, base.layers)
         self.attention_norm = Norm(base.norm, D)
         # A layer that keeps all heads is the base's own, to the bit, windows too.
         if config.replaced[layer]:
@@ -201,12 +201,16 @@ class WholeAttention(SelfAttention):
 
 
 def in_place(
-    kept: Float[Array, "B T R E"], taken: Float[Array, "B T n E"], heads: LayerHeads
+    attended: Float[Array, "B T R E"],
+    recurrent: Float[Array, "B T n E"],
+    heads: LayerHeads,
 ) -> Float[Array, "B T H E"]:
     """Puts all heads back in their old order."""
     # Where each old head stands among remaining and replaced ones, in turn.
     order = np.argsort([*heads.remaining, *heads.replaced])
-    return jnp.concatenate([kept, taken.astype(kept.dtype)], axis=2)[:, :, order]
+    return jnp.concatenate([attended, recurrent.astype(attended.dtype)], axis=2)[
+        :, :, order
+    ]
 
 
 def in_even_groups(

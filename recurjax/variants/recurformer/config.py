@@ -122,13 +122,13 @@ class RecurFormerConfig(StackFacts):
         twice backward).
         """
         base, heads = self.transformer, self.heads(layer)
-        a, left, kept = base.attention, len(heads.remaining), len(heads.key_heads)
+        a, R, K = base.attention, len(heads.remaining), len(heads.key_heads)
         # Queries of the heads left, keys that they read, all values, the whole output
         # matrix.
-        projections = self.width * a.head_width * (left + kept + a.key_heads + a.heads)
+        projections = self.width * a.head_width * (R + K + a.key_heads + a.heads)
         window = base.windows[layer % len(base.windows)]
         seen = length if window is None else min(window + 1, length)
-        total = 6.0 * projections + 12.0 * left * a.head_width * seen
+        total = 6.0 * projections + 12.0 * R * a.head_width * seen
         if heads.replaced:
             total += 6.0 * mamba_weights(self.mamba, heads.mamba_width)
             channels = self.mamba.expand * heads.mamba_width

@@ -145,13 +145,13 @@ def causal_convolution(
     # The last real position of each row; padding behind it is not kept.
     end = jnp.full(B, T) if lengths is None else lengths
     at = end[:, None] + jnp.arange(n)
-    kept = jnp.take_along_axis(row, at[..., None], axis=1)
+    inputs = jnp.take_along_axis(row, at[..., None], axis=1)
     if document is not None:
         # Inputs of an earlier document must not enter the next call's.
         last = jnp.take_along_axis(document, (end + n - 1)[:, None], axis=1)
-        own = jnp.take_along_axis(document, at, axis=1) == last
-        kept = jnp.where(own[..., None], kept, 0)
-    return y.astype(u.dtype), kept.swapaxes(1, 2).astype(before.dtype)
+        same = jnp.take_along_axis(document, at, axis=1) == last
+        inputs = jnp.where(same[..., None], inputs, 0)
+    return y.astype(u.dtype), inputs.swapaxes(1, 2).astype(before.dtype)
 
 
 class Mamba(nnx.Module):

@@ -82,17 +82,16 @@ class RecurFormerStack(CacheRows, UncutStack[RecurFormerConfig]):
         run = rematerialize(
             # Layers differ in shape, so nothing is scanned and the compiler could merge
             # what is computed again: see `rematerialize`.
-            lambda block, x, kept: block(x, kept, tokens),
+            lambda block, x, entry: block(x, entry, tokens),
             self.config.transformer.remat,
             scanned=False,
         )
         written = []
-        for block, kept in zip(self.layers, cache.layers, strict=True):
-            # Each layer's keys are told where the rows stand; that is kept once for
-            # all.
-            at = kept.keys_values._replace(position=cache.position)
-            x, new = run(block, keep_rows_apart(x), kept._replace(keys_values=at))
-            back = new.keys_values._replace(position=kept.keys_values.position)
+        for block, entry in zip(self.layers, cache.layers, strict=True):
+            # The position of the rows is stored once for all layers.
+            at = entry.keys_values._replace(position=cache.position)
+            x, new = run(block, keep_rows_apart(x), entry._replace(keys_values=at))
+            back = new.keys_values._replace(position=entry.keys_values.position)
             written.append(new._replace(keys_values=back))
         if training:
             return x, cache
@@ -104,12 +103,12 @@ class RecurFormerStack(CacheRows, UncutStack[RecurFormerConfig]):
     ) -> Iterator[Float[Array, "B T D"]]:
         """Yields what enters the first layer, and what leaves each."""
         cache = self.init_cache(x.shape[0], 0, x.dtype)
-        run = jax.jit(lambda block, x, kept: block(x, kept, tokens)[0])
+        run = jax.jit(lambda block, x, entry: block(x, entry, tokens)[0])
         x = self._placed(x, cache)
         yield x
-        for block, kept in zip(self.layers, cache.layers, strict=True):
-            at = kept.keys_values._replace(position=cache.position)
-            x = run(block, x, kept._replace(keys_values=at))
+        for block, entry in zip(self.layers, cache.layers, strict=True):
+            at = entry.keys_values._replace(position=cache.position)
+            x = run(block, x, entry._replace(keys_values=at))
             yield x
 
     def _placed(self, x: Array, cache: RecurFormerCache) -> Array:

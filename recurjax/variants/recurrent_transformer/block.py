@@ -10,6 +10,7 @@ from recurjax.layers.attention import AttentionConfig, SelfAttention
 from recurjax.layers.mlp import Mlp
 from recurjax.layers.norm import Norm
 from recurjax.layers.position import Alibi, Rope, rotary_width
+from recurjax.layers.stack import residual_scale
 from recurjax.types import Array
 from recurjax.variants.recurrent_transformer.config import RecurrentTransformerConfig
 
@@ -94,16 +95,11 @@ def spec_of(config: RecurrentTransformerConfig, dtype: str) -> LayerSpec:
         rope_width=0 if rope is None else rotary_width(E, rope),
         # The op multiplies logits by this; queries and keys are normed before.
         logit_scale=E**-0.5,
-        residual_scale=residual_scale_of(config),
+        residual_scale=residual_scale(config.residual_scale, config.layers),
         activation=config.mlp.activation,
         block=config.block,
         dtype=cast(Dtype, dtype),
     )
-
-
-def residual_scale_of(config: RecurrentTransformerConfig) -> float:
-    """Returns s, which multiplies what both branches write."""
-    return 1.0 if config.residual_scale == "one" else config.layers**-0.5
 
 
 def _scale_and_bias(norm: Norm | None) -> tuple[Array | None, Array | None]:

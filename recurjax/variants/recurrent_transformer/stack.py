@@ -122,9 +122,9 @@ class RecurrentTransformerStack(CacheRows, nnx.Module):
         x = self._placed(x, cache)
         yield x
         for layer in range(self.config.layers):
-            own = jax.tree.map(lambda w, at=layer: w[at : at + 1], weights)
+            layer_weights = jax.tree.map(lambda w, at=layer: w[at : at + 1], weights)
             wide = x.astype(jnp.promote_types(dtype, jnp.float32))
-            x = run(wide, own, cache, rows=rows)[0].astype(dtype)
+            x = run(wide, layer_weights, cache, rows=rows)[0].astype(dtype)
             yield x
 
     def _placed(self, x: Array, cache: RecurrentCache) -> Array:

@@ -237,7 +237,7 @@ def _additions(
     def masked(pair: LowRank) -> LowRank:
         rank = pair.reduce.shape[-1] // loops
         columns = jnp.arange(loops * rank) // rank
-        return pair._replace(own=columns == loop[..., None])
+        return pair._replace(active=columns == loop[..., None])
 
     def is_pair(node: Any) -> bool:
         return isinstance(node, LowRank)

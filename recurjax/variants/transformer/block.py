@@ -14,6 +14,7 @@ from recurjax.layers.attention import (
 )
 from recurjax.layers.mlp import Mlp, MlpAdditions
 from recurjax.layers.norm import Norm
+from recurjax.layers.stack import residual_scale
 from recurjax.types import Array, Tokens
 from recurjax.variants.transformer.config import TransformerConfig
 
@@ -44,9 +45,7 @@ class TransformerBlock(nnx.Module):
         D, init = config.width, config.init
         # Plain numbers, no parameters: they shape the program and are not trained.
         self.parallel = config.parallel_residual
-        one = config.residual_scale == "one"
-        # 1/sqrt(L) keeps the sum of 2 L branches from growing with depth.
-        self.residual_scale = 1.0 if one else config.layers**-0.5
+        self.residual_scale = residual_scale(config.residual_scale, config.layers)
         self.attention_norm = Norm(config.norm, D)
         self.attention = SelfAttention(
             config.attention, D, init, window=window, rngs=rngs, **depth
@@ -83,7 +82,7 @@ class TransformerBlock(nnx.Module):
     def read(
         self,
         x: Float[Array, "B T D"],
-        kept: KeysValues,
+        keys_values: KeysValues,
         before: KeyValueCache,
         written: KeyValueCache,
         tokens: Tokens,
@@ -92,7 +91,12 @@ class TransformerBlock(nnx.Module):
         """Runs the layer on keys and values that an earlier run of it has made."""
         added = BlockAdditions() if additions is None else additions
         mixed = self.attention.read(
-            self.attention_norm(x), kept, before, written, tokens, added.attention
+            self.attention_norm(x),
+            keys_values,
+            before,
+            written,
+            tokens,
+            added.attention,
         )
         return self._write(x, mixed, added)
 
