@@ -55,14 +55,14 @@ class Running:
 
     def wait(self) -> None:
         """Waits until it takes requests."""
-        for _ in range(200):
+        for _ in range(2400):  # two minutes: a machine may be busy
             if self.ask("/health")[0] == 200:
                 return
             time.sleep(0.05)
 
     def idle(self) -> bool:
         """Waits until no slot is taken."""
-        for _ in range(400):
+        for _ in range(2400):
             engine = self.worker.engine
             if self.worker.open == 0 and not engine.busy:
                 return True
