@@ -4,8 +4,32 @@ import ast
 
 import pytest
 
-from tests.source_tree import ROOT, modules, tree_of
+from tests.source_tree import ROOT, imported_by, modules, tree_of
 
+MOST_SIBLINGS = 5
+"""Modules of its own folder that a module may import: a reader of more has to hold the
+entire folder in mind, so that two of its files belong together."""
+MANY_SIBLINGS = {
+    "recurjax.data.tasks.dataset": "its table names every task",
+    "recurjax.data.tokenizers.loading": "it opens every kind of tokenizer",
+    "recurjax.data.dataset": "it joins the stages of the pipeline",
+    "recurjax.data.loader": "it joins the stages of the pipeline",
+    "recurjax.data.answers": "it joins the stages of the pipeline, for chats",
+    "recurjax.inference.engine.engine": "the loop around slots, programs and requests",
+    "recurjax.serving.app": "its table names every route",
+}
+"""Modules that import more, and why."""
+MOST_MODULES = 12
+"""Modules in a folder, its door aside, that a reader can tell apart by name."""
+MANY_MODULES = {
+    "pallas_kernels.chunk_attention": "three backends of two passes each",
+    "pallas_kernels.gated_scan": "three backends of two passes each",
+    "recurjax.bench": "one module a variant, one an op",
+    "recurjax.evaluation": "one module a kind of evaluation",
+}
+"""Folders that hold more, and why."""
+TWINS = "recurjax.convert.torch.modules."
+"""PyTorch's templates: each class is the twin of ours and has its name."""
 FORBIDDEN_NAMES = ("utils", "util", "common", "helpers", "helper", "_lib", "misc")
 # jax's own serve modules; NNX's copy state in and out behind the reader's back.
 NNX_TRANSFORMS = {
@@ -135,6 +159,83 @@ def is_stack(node: ast.AST | None) -> bool:
 
 def is_any(annotation: ast.expr | None) -> bool:
     return annotation is not None and ast.unparse(annotation) in ("Any", "object")
+
+
+def folder_of(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def siblings(module: str, imported: set[str]) -> set[str]:
+    """Returns the modules of its own folder among those that a module imports."""
+    return {name for name in imported if folder_of(name) == folder_of(module)}
+
+
+def crowded(sizes: dict[str, int], most: int, excepted: dict[str, str]) -> list[str]:
+    """Returns what is larger than allowed, exceptions aside."""
+    return [
+        f"{name}: {size}"
+        for name, size in sorted(sizes.items())
+        if size > most and name not in excepted
+    ]
+
+
+def import_counts() -> dict[str, int]:
+    """Returns how many modules of its own folder each module imports, doors aside."""
+    known = set(modules())
+    doors = {folder_of(name) for name in known}
+    return {
+        name: len(siblings(name, imported_by(tree_of(path), known)))
+        for name, path in modules().items()
+        if name not in doors
+    }
+
+
+def module_counts() -> dict[str, int]:
+    """Returns how many modules each folder holds, its door aside."""
+    doors = {folder_of(name) for name in modules()}
+    inside = [folder_of(name) for name in set(modules()) - doors]
+    return {folder: inside.count(folder) for folder in set(inside)}
+
+
+def test_a_file_is_understood_without_its_neighbours():
+    """What needs many files of its folder is one idea that was cut: merge them."""
+    assert crowded(import_counts(), MOST_SIBLINGS, MANY_SIBLINGS) == []
+
+
+def test_a_folder_holds_about_a_dozen_modules():
+    """A reader tells more of them apart in subfolders, each with a door."""
+    assert crowded(module_counts(), MOST_MODULES, MANY_MODULES) == []
+
+
+def repeated_classes(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Returns class name -> the modules that define it, where there are several."""
+    homes: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    return {name: found for name, found in homes.items() if len(found) > 1}
+
+
+def test_a_class_name_means_one_thing():
+    """`TWINS` aside; in pallas_kernels a backend's classes are its own."""
+    trees = {
+        name: tree_of(path)
+        for name, path in modules().items()
+        if name.startswith("recurjax.") and not name.startswith(TWINS)
+    }
+    assert repeated_classes(trees) == {}
+
+
+def test_a_repeated_class_is_seen():
+    trees = {"a": ast.parse("class C: pass"), "b": ast.parse("def f():\n class C: 1")}
+    assert repeated_classes(trees) == {"C": ["a", "b"]}
+
+
+def test_a_crowd_is_seen():
+    assert siblings("a.b.c", {"a.b.d", "a.b", "a.b.e.f", "a.d"}) == {"a.b.d"}
+    assert crowded({"a": 3, "b": 2}, 2, {}) == ["a: 3"]
+    assert crowded({"a": 3, "b": 2}, 2, {"a": "why"}) == []
 
 
 @pytest.mark.parametrize(
