@@ -199,32 +199,32 @@ def _generate(
         last, cache = _read(model, tokens, cache)
     slots = _slots(model, last, rows=batch, length=prompt + new)
     limit = jnp.full(batch, 1 if short else new, jnp.int32)
-    slots = slots._replace(cache=cache, wishes=slots.wishes._replace(limit=limit))
+    slots = slots._replace(cache=cache, params=slots.params._replace(limit=limit))
     del cache
     jax.block_until_ready(slots)
     prefilled = time.perf_counter()
     ended, until_free = jnp.zeros(batch, bool), jnp.zeros((), bool)
-    _, made, _ = _decode(model, None, slots, ended, until_free, steps=new)
-    jax.block_until_ready(made)
+    _, outputs, _ = _decode(model, None, slots, ended, until_free, steps=new)
+    jax.block_until_ready(outputs)
     return prefilled - began, time.perf_counter() - prefilled
 
 
 @partial(jax.jit, static_argnames=("rows", "length"))
 def _slots(model: Decoder, last: Array, *, rows: int, length: int) -> Slots:
     """Makes slots that have read their prompts and draw greedily; without a cache."""
-    slots = empty_slots(model, way=SequenceWise(), rows=rows, length=length)
+    slots = empty_slots(model, strategy=SequenceWise(), rows=rows, length=length)
     greedy = jax.tree.map(jnp.asarray, sampling_rows([SamplingConfig(temperature=0.0)]))
     sampling = jax.tree.map(lambda one: jnp.broadcast_to(one, (rows,)), greedy)
     return slots._replace(
         cache=None,
         newest=last,
         active=jnp.ones(rows, bool),
-        wishes=slots.wishes._replace(sampling=sampling),
+        params=slots.params._replace(sampling=sampling),
     )
 
 
 _decode = jax.jit(
-    partial(decode_slots, way=SequenceWise(), top=0),
+    partial(decode_slots, strategy=SequenceWise(), top=0),
     static_argnames="steps",
     donate_argnames="slots",
 )

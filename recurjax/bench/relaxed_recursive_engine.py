@@ -37,8 +37,8 @@ from recurjax.bench.timing import BenchRow
 from recurjax.bench.training_step import BenchedRun, one_device_step
 from recurjax.exits import ExitRule
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
-from recurjax.inference.engine.slots import NOTHING, Slots, Way, empty_slots
-from recurjax.inference.engine.strategy import choose_way
+from recurjax.inference.engine.slots import NO_TOKEN, DecodeStrategy, Slots, empty_slots
+from recurjax.inference.engine.strategy import choose_strategy
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.model import Decoder, ModelConfig, StackConfig
 from recurjax.training.objective import Exits, NextToken, Objective
@@ -156,12 +156,12 @@ def rows(
         speedup = min(seconds["sequence"]) / min(seconds[policy])
         # `verify` says what the full model does.
         config = _sizes("sequence" if policy == "verify" else policy, shape)
-        way = choose_way(model, config, None)
+        strategy = choose_strategy(model, config, None)
         figures[policy] = {
             "step_ms": 1e3 * statistics.median(seconds[policy]) / count.steps,
             "loops": e,
             "rows_a_token": passes * rows_ * count.steps / (count.tokens - requests),
-            "bits_a_byte": held_out_bits(model, way, held_out, shape),
+            "bits_a_byte": held_out_bits(model, strategy, held_out, shape),
             "speedup": speedup,
             "bound": bound,
             "of_bound": speedup / bound,
@@ -226,52 +226,54 @@ def draw_queue(
 ) -> list[Asked]:
     """Draws places of a text to go on from, and how far."""
     draw = np.random.default_rng(0)
-    T, made = shape["T"], []
+    T, queue = shape["T"], []
     for _ in range(requests):
         at = int(draw.integers(len(text) - T))
         settings = RequestSettings(
             max_new_tokens=int(draw.integers(LEAST, MOST + 1)), sampling=_GREEDY
         )
-        made.append(Asked(text[at : at + T], settings))
-    return made
+        queue.append(Asked(text[at : at + T], settings))
+    return queue
 
 
 def held_out_bits(
-    model: Decoder, way: Way, text: np.ndarray, shape: Mapping[str, int]
+    model: Decoder, strategy: DecodeStrategy, text: np.ndarray, shape: Mapping[str, int]
 ) -> float:
     """Counts bits a byte of a text that is given to the slots token by token.
 
-    The way's own steps run, with exits by their rule and what they do about missing
-    keys; of each place the probability of the text's token is taken.
+    The strategy's own steps run, with exits by their rule and what they do about
+    missing keys; of each place the probability of the text's token is taken.
     """
     B, length = shape["B"], _length(shape)
     rows_ = np.array([text[n * length : (n + 1) * length] for n in range(B)])
-    return float(_forced_bits(model, rows_, way=way))
+    return float(_forced_bits(model, rows_, strategy=strategy))
 
 
-@partial(jax.jit, static_argnames="way")
-def _forced_bits(model: Decoder, texts: Array, *, way: Way) -> Array:
+@partial(jax.jit, static_argnames="strategy")
+def _forced_bits(model: Decoder, texts: Array, *, strategy: DecodeStrategy) -> Array:
     B, P = texts.shape
     vocabulary = model.config.vocabulary
-    slots = empty_slots(model, way=way, rows=B, length=P)
-    wishes = slots.wishes._replace(
+    slots = empty_slots(model, strategy=strategy, rows=B, length=P)
+    params = slots.params._replace(
         # Without an end: a row stops when its text does.
         limit=jnp.full(B, jnp.iinfo(jnp.int32).max),
         logprobs=jnp.ones(B, bool),
         threshold=jnp.full(B, RULE.threshold),
     )
     slots = slots._replace(
-        newest=jnp.asarray(texts[:, 0]), active=jnp.ones(B, bool), wishes=wishes
+        newest=jnp.asarray(texts[:, 0]), active=jnp.ones(B, bool), params=params
     )
-    weights, every = way.weights(model), jnp.arange(B)
+    weights, every = strategy.weights(model), jnp.arange(B)
 
     def step(carry: tuple[Slots, Array]) -> tuple[Slots, Array]:
         slots, nats = carry
         # Probabilities of all tokens, whichever was drawn.
-        slots, made = way.step(model, weights, slots, top=vocabulary)
-        drew = made.tokens != NOTHING
+        slots, outputs = strategy.step(model, weights, slots, top=vocabulary)
+        drew = outputs.tokens != NO_TOKEN
         given = texts[every, jnp.minimum(slots.drawn, P - 1)]
-        found = jnp.where(made.top == given[:, None], made.top_logprobs, 0).sum(-1)
+        found = jnp.where(outputs.top == given[:, None], outputs.top_logprobs, 0).sum(
+            -1
+        )
         # Another token than the drawn one is read next.
         slots = slots._replace(
             newest=jnp.where(drew, given, slots.newest),

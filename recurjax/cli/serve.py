@@ -19,7 +19,7 @@ from recurjax.exits import ExitHead, parse_rule
 from recurjax.inference.compute_dtype import in_compute_dtype
 from recurjax.inference.engine import Engine, EngineConfig
 from recurjax.inference.engine.memory import slots_that_fit, state_sizes
-from recurjax.inference.engine.strategy import choose_way
+from recurjax.inference.engine.strategy import choose_strategy
 from recurjax.model import Decoder
 from recurjax.ranges import (
     NonNegativeFloat,
@@ -165,9 +165,9 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     if config.exit is not None and config.exit.kind == "head":
         head = read_exit_head(path)
     # Asked before the programs compile, as all that a user can put right.
-    way = choose_way(loaded.model, config, head)
+    strategy = choose_strategy(loaded.model, config, head)
     # Told now, and not when the server is up and its engine cannot be made.
-    slots_that_fit(loaded.model, config, way)
+    slots_that_fit(loaded.model, config, strategy)
     # Decoding is bound by reading weights: they are held as they are multiplied, and
     # made so in the engine's thread, once.
     model = cache(lambda: in_compute_dtype(loaded.model))
@@ -189,7 +189,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
         template=template,
         ends=text_ends(loaded.tokenizer),
         sizes=state_sizes(loaded.model, length),
-        exits=way.loops(loaded.model),
+        exits=strategy.loops(loaded.model),
     )
 
 

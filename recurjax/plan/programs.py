@@ -22,7 +22,7 @@ from recurjax.inference.engine.slots import (
     empty_slots,
     read_slots,
 )
-from recurjax.inference.engine.strategy import choose_way
+from recurjax.inference.engine.strategy import choose_strategy
 from recurjax.model import as_exits
 from recurjax.sharding import check_batch, replicated
 from recurjax.training.program import batch_shapes, build_step, model_shapes
@@ -136,7 +136,7 @@ def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Prog
     by_row = NamedSharding(mesh, P(("data", "fsdp")))
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_row)
     counts = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
-    params = jax.eval_shape(lambda m: _free(m, rows, length).wishes, model)
+    params = jax.eval_shape(lambda m: _free(m, rows, length).params, model)
     params = _place(params, by_row)
     run = partial(read_slots, by="exact", top=0, length=length)
     return Program(
@@ -149,7 +149,7 @@ def _prefill(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Prog
 
 
 def _free(model: Any, rows: int, length: int) -> Slots:
-    return empty_slots(model, way=SequenceWise(), rows=rows, length=length)
+    return empty_slots(model, strategy=SequenceWise(), rows=rows, length=length)
 
 
 def _model(experiment: Experiment, mesh: Mesh, length: int) -> Any:
@@ -170,7 +170,7 @@ def _decode(experiment: Experiment, mesh: Mesh, rows: int, length: int) -> Progr
     ended = jax.ShapeDtypeStruct((rows,), bool, sharding=everywhere)
     until_free = jax.ShapeDtypeStruct((), bool, sharding=everywhere)
     model = before.arguments[0]
-    run = partial(decode_slots, way=SequenceWise(), steps=1, top=0)
+    run = partial(decode_slots, strategy=SequenceWise(), steps=1, top=0)
     return Program(
         function=jax.jit(run, donate_argnums=2),
         arguments=(model, None, slots, ended, until_free),
@@ -196,23 +196,25 @@ def _tick(experiment: Experiment, mesh: Mesh, slots: int, length: int) -> Progra
         )
     # Any rule that needs no trained head: which tokens leave does not change a tick.
     rule = ExitRule(kind="confidence", threshold=0.5)
-    way = choose_way(model, EngineConfig(slots=slots, length=length, exit=rule), None)
-    state = jax.eval_shape(
-        lambda: empty_slots(model, way=way, rows=slots, length=length)
+    strategy = choose_strategy(
+        model, EngineConfig(slots=slots, length=length, exit=rule), None
     )
-    weights = jax.eval_shape(way.weights, model)
+    state = jax.eval_shape(
+        lambda: empty_slots(model, strategy=strategy, rows=slots, length=length)
+    )
+    weights = jax.eval_shape(strategy.weights, model)
     ended = jax.ShapeDtypeStruct((slots,), bool)
     until_free = jax.ShapeDtypeStruct((), bool)
     state, weights, ended, until_free = _place(
         (state, weights, ended, until_free), replicated(mesh)
     )
-    run = partial(decode_slots, way=way, steps=1, top=0)
+    run = partial(decode_slots, strategy=strategy, steps=1, top=0)
     return Program(
         function=jax.jit(run, donate_argnums=2),
         arguments=(model, weights, state, ended, until_free),
         parts={"parameters": (model, weights), "caches": state},
         tokens=slots,
-        own_flops=slots * _flops_of_a_tick(experiment, way.loops(model), length),
+        own_flops=slots * _flops_of_a_tick(experiment, strategy.loops(model), length),
     )
 
 

@@ -55,8 +55,14 @@ class Metrics:
             "slots": ("slots there are", lambda engine: engine.slots),
             "active_slots": ("slots that decode", lambda engine: engine.active),
             "waiting": ("requests without a slot", lambda engine: engine.waiting),
-            "kept_states": ("states of texts kept", lambda engine: len(engine.kept)),
-            "kept_bytes": ("bytes of them", lambda engine: engine.kept.used_bytes),
+            "kept_states": (
+                "states of texts kept",
+                lambda engine: len(engine.prefix_cache),
+            ),
+            "kept_bytes": (
+                "bytes of them",
+                lambda engine: engine.prefix_cache.used_bytes,
+            ),
         }
         sums = {
             "read_tokens": ("of prompts", lambda engine: engine.counts.read_tokens),

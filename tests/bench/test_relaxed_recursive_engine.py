@@ -37,8 +37,10 @@ def test_every_policy_has_a_row(unoptimized, tiny):
         assert f["rows_a_token"] >= f["loops"] * lanes - 1e-9
     assert figures["verify"]["bits_a_byte"] == figures["sequence"]["bits_a_byte"]
     assert figures["sequence"]["speedup"] == 1 == figures["sequence"]["bound"]
-    made = {row.tokens_per_s * row.median_ms for row in rows}
-    assert max(made) - min(made) < 1e-6 * max(made)  # the same tokens in each queue
+    outputs = {row.tokens_per_s * row.median_ms for row in rows}
+    assert max(outputs) - min(outputs) < 1e-6 * max(
+        outputs
+    )  # the same tokens in each queue
     told = bench.summary(rows)
     assert told.splitlines()[3].startswith("propagate: ") and "bits a byte" in told
 

@@ -126,7 +126,7 @@ def test_a_tpu_s_projections_lie_with_their_inputs_last():
 
 @pytest.mark.parametrize("platform, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])
 def test_a_cache_is_narrow_where_the_device_is_not_slower_for_it(platform, dtype):
-    slots = partial(empty_slots, way=SequenceWise(), rows=1, length=16)
+    slots = partial(empty_slots, strategy=SequenceWise(), rows=1, length=16)
     with target.as_if(target.Target(platform=platform, kind="")):
         state = jax.eval_shape(slots, build(dtype="bfloat16"))
     assert state.cache.groups[0].keys.dtype == dtype

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from recurjax.exits import ExitHead, RuleKind, exits_of, scores
 from recurjax.inference.compute_dtype import cache_dtype
-from recurjax.inference.engine.slots import Made, Slots, draw
+from recurjax.inference.engine.slots import Outputs, Slots, draw
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Lanes, Missing
 
@@ -105,7 +105,7 @@ class DepthWise(OverDepth):
 
     def step(
         self, model: Decoder, weights: Any, slots: Slots, *, top: int
-    ) -> tuple[Slots, Made]:
+    ) -> tuple[Slots, Outputs]:
         """Runs each slot's token through its loop; those that leave draw."""
         stack = exits_of(model)
         depth: Depth = slots.depth
@@ -123,7 +123,7 @@ class DepthWise(OverDepth):
         normed = model.final_norm(x)
         logits = model.logits(normed)
         score = scores(self.kind, head, lanes.loop, before, x, normed, logits)
-        sure = score[:, 0] > slots.wishes.threshold
+        sure = score[:, 0] > slots.params.threshold
         leaves = slots.active & (sure | (depth.loop == stack.exits - 1))
         if self.missing == "propagate":
             leaving = lanes._replace(live=leaves[:, None])
@@ -145,7 +145,7 @@ class DepthWise(OverDepth):
         return draw(slots, logits[:, 0], leaves, loops, top=top)
 
 
-class Flight(NamedTuple):
+class Pipeline(NamedTuple):
     """The tokens on their way in each slot: lane l holds the one that runs loop l next.
 
     Attributes:
@@ -182,12 +182,12 @@ class Verified(OverDepth):
     to these positions overwrite them.
     """
 
-    def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Flight]:
+    def empty(self, model: Decoder, rows: int, length: int) -> tuple[Cache, Pipeline]:
         """Slots with nothing on its way."""
         stack = exits_of(model)
         R, width = stack.exits, model.config.stack.width
         zeros = jnp.zeros((rows, R), jnp.int32)
-        flight = Flight(
+        pipeline = Pipeline(
             x=jnp.zeros((rows, R, width), model.config.dtype),
             position=zeros,
             live=zeros.astype(bool),
@@ -198,7 +198,7 @@ class Verified(OverDepth):
         # Tokens that are rolled back must not have overwritten, in a window's ring,
         # what the token in their place still sees.
         cache = stack.init_ticks(rows, length, cache_dtype(model), ahead=R - 1)
-        return cache, flight
+        return cache, pipeline
 
     def put(
         self,
@@ -209,73 +209,73 @@ class Verified(OverDepth):
         *,
         length: Int[Array, ""],
         limit: Int[Array, ""],
-    ) -> tuple[Cache, Flight]:
+    ) -> tuple[Cache, Pipeline]:
         """The first new token enters lane 0; it is no guess."""
         stack = exits_of(model)
-        flight: Flight = slots.depth
-        flight = flight._replace(
-            position=flight.position.at[row, 0].set(length),
-            live=flight.live.at[row].set(False).at[row, 0].set(True),
-            guess=flight.guess.at[row, 0].set(-1),
+        pipeline: Pipeline = slots.depth
+        pipeline = pipeline._replace(
+            position=pipeline.position.at[row, 0].set(length),
+            live=pipeline.live.at[row].set(False).at[row, 0].set(True),
+            guess=pipeline.guess.at[row, 0].set(-1),
             # The first token was drawn from the prompt, and the last one is never read.
-            last=flight.last.at[row].set(length + limit - 2),
+            last=pipeline.last.at[row].set(length + limit - 2),
         )
-        return stack.insert_ticks(slots.cache, row, read), flight
+        return stack.insert_ticks(slots.cache, row, read), pipeline
 
     def step(
         self, model: Decoder, weights: Any, slots: Slots, *, top: int
-    ) -> tuple[Slots, Made]:
+    ) -> tuple[Slots, Outputs]:
         """Runs all lanes; a slot draws when a token leaves the last one."""
         stack = exits_of(model)
-        flight: Flight = slots.depth
+        pipeline: Pipeline = slots.depth
         R = stack.exits
         weights, head = weights
         fresh = model.embed(slots.newest[:, None])
-        fresh = stack.enter_ticks(fresh, flight.position[:, 0])
-        before = flight.x.at[:, :1].set(fresh)
-        loop = jnp.broadcast_to(jnp.arange(R, dtype=jnp.int32), flight.position.shape)
-        live = flight.live & slots.active[:, None]
-        lanes = Lanes(loop=loop, position=flight.position, live=live)
+        fresh = stack.enter_ticks(fresh, pipeline.position[:, 0])
+        before = pipeline.x.at[:, :1].set(fresh)
+        loop = jnp.broadcast_to(jnp.arange(R, dtype=jnp.int32), pipeline.position.shape)
+        live = pipeline.live & slots.active[:, None]
+        lanes = Lanes(loop=loop, position=pipeline.position, live=live)
         x, cache = stack.tick(before, lanes, slots.cache, weights)
         normed = model.final_norm(x)
         logits = model.logits(normed)
 
         # The full model's word, for the token in the last lane.
         final = live[:, -1]
-        told = jnp.where(final, flight.left[:, -1], R)
-        slots, made = draw(slots, logits[:, -1], final, told, top=top)
-        wrong = final & (slots.newest != flight.guess[:, -1])
-        made = made._replace(loops=jnp.where(wrong, R, made.loops))
+        told = jnp.where(final, pipeline.left[:, -1], R)
+        slots, outputs = draw(slots, logits[:, -1], final, told, top=top)
+        wrong = final & (slots.newest != pipeline.guess[:, -1])
+        outputs = outputs._replace(loops=jnp.where(wrong, R, outputs.loops))
         # All other lanes hold successors of that token.
         live = live & ~wrong[:, None] & slots.active[:, None]
 
         # Only the newest token has no guess yet; the others go on.
         score = scores(self.kind, head, loop, before, x, normed, logits)
-        sure = live & (flight.guess < 0) & (score > slots.wishes.threshold[:, None])
-        sure &= (flight.position < flight.last[:, None]) & (loop < R - 1)
+        sure = live & (pipeline.guess < 0) & (score > slots.params.threshold[:, None])
+        sure &= (pipeline.position < pipeline.last[:, None]) & (loop < R - 1)
         likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        guess = jnp.where(sure, likeliest, flight.guess)
-        left = jnp.where(sure, loop + 1, flight.left)
+        guess = jnp.where(sure, likeliest, pipeline.guess)
+        left = jnp.where(sure, loop + 1, pipeline.left)
 
         # What enters lane 0: the token that the full model said, or the new guess.
         begins = slots.active & (wrong | sure.any(1))
         chosen = jnp.sum(jnp.where(sure, likeliest, 0), axis=1, dtype=jnp.int32)
-        after = jnp.where(sure, flight.position + 1, 0)
+        after = jnp.where(sure, pipeline.position + 1, 0)
         after = jnp.sum(after, axis=1, dtype=jnp.int32)
-        after = jnp.where(wrong, flight.position[:, -1] + 1, after)
+        after = jnp.where(wrong, pipeline.position[:, -1] + 1, after)
         slots = slots._replace(
             cache=cache,
             newest=jnp.where(wrong, slots.newest, chosen),
-            depth=Flight(
+            depth=Pipeline(
                 x=_moved(x, x[:, 0]),
-                position=_moved(flight.position, after),
+                position=_moved(pipeline.position, after),
                 live=_moved(live, begins),
                 guess=_moved(guess, jnp.full_like(after, -1)),
                 left=_moved(left, jnp.zeros_like(after)),
-                last=flight.last,
+                last=pipeline.last,
             ),
         )
-        return slots, made
+        return slots, outputs
 
 
 def _moved(lanes: Array, first: Array) -> Array:

@@ -25,16 +25,16 @@ from recurjax.inference.engine.config import (
     RequestSettings,
 )
 from recurjax.inference.engine.memory import row_bytes, slots_that_fit
-from recurjax.inference.engine.prefix_cache import KeptStates
+from recurjax.inference.engine.prefix_cache import PrefixCache
 from recurjax.inference.engine.programs import Programs, Report
 from recurjax.inference.engine.slots import (
-    NOTHING,
-    Made,
+    NO_TOKEN,
+    Outputs,
+    SamplingParams,
     Slots,
-    Wishes,
-    wishes_of,
+    sampling_params,
 )
-from recurjax.inference.engine.strategy import choose_way, refuse_engine
+from recurjax.inference.engine.strategy import choose_strategy, refuse_engine
 from recurjax.inference.sampling import NOT_FINITE
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache
@@ -57,10 +57,10 @@ class _Admitted(NamedTuple):
 
     Attributes:
       reports: of the calls that read them.
-      places: of each request its slot, and its row in `made`.
+      places: of each request its slot, and its row in `outputs`.
     """
 
-    made: Made
+    outputs: Outputs
     reports: list[Report]
     places: list[tuple[Request, int, int]]
 
@@ -69,7 +69,7 @@ class _Call(NamedTuple):
     """A call of the decode program, and the requests in its slots."""
 
     rows: list[Request | None]
-    made: Made
+    outputs: Outputs
     steps: Array
 
 
@@ -117,21 +117,24 @@ class Engine:
         reason = refuse_engine(model, config, tokenizer=tokenizer, mesh=mesh)
         if reason is not None:
             raise UserError(reason)
-        way = choose_way(model, config, exit_head)
-        self.config, self.slots = config, slots_that_fit(model, config, way, mesh=mesh)
+        strategy = choose_strategy(model, config, exit_head)
+        self.config, self.slots = (
+            config,
+            slots_that_fit(model, config, strategy, mesh=mesh),
+        )
         # Every loop from the start: who reads it while it counts finds the same keys.
-        exits = dict.fromkeys(range(1, way.loops(model) + 1), 0)
+        exits = dict.fromkeys(range(1, strategy.loops(model) + 1), 0)
         self.counts = Counts(ended={}, exits=exits)
-        self.kept = KeptStates(int(config.states_gib * 2**30))
+        self.prefix_cache = PrefixCache(int(config.states_gib * 2**30))
         self._vocabulary = model.config.vocabulary
-        self._model, self._way = model, way
+        self._model, self._strategy = model, strategy
         self._threshold = 1.0 if config.exit is None else config.exit.threshold
         self._tokenizer = tokenizer
         self._eos = eos if tokenizer is None else tokenizer.eos
         self._programs = Programs(
             model,
             config,
-            way=way,
+            strategy=strategy,
             slots=self.slots,
             head=exit_head,
             mesh=mesh,
@@ -149,7 +152,7 @@ class Engine:
     @property
     def row_bytes(self) -> int:
         """Bytes that one slot takes."""
-        return row_bytes(self._model, self.config.length, self._way)
+        return row_bytes(self._model, self.config.length, self._strategy)
 
     @property
     def compile_seconds(self) -> float:
@@ -317,22 +320,24 @@ class Engine:
     def _read_together(self, requests: list[Request]) -> _Admitted:
         free = [row for row, request in enumerate(self._rows) if request is None]
         rows = dict(zip(free, requests, strict=False))
-        self._state, made, report = self._programs.read_together(
+        self._state, outputs, report = self._programs.read_together(
             self._state,
-            {row: (one.prompt, self._wishes(one)) for row, one in rows.items()},
+            {row: (one.prompt, self._params(one)) for row, one in rows.items()},
         )
         for row, request in rows.items():
             self._queue.popleft()
             self._rows[row], self._ended[row] = request, False
             self.counts.read_tokens += len(request.prompt)
         places = [(request, row, row) for row, request in rows.items()]
-        return _Admitted(made, [report], places)
+        return _Admitted(outputs, [report], places)
 
     def _begin(self, request: Request) -> _Reading:
         """Starts from the longest beginning of the prompt whose state is kept."""
         # There is a free row: whoever calls has looked.
         row = self._rows.index(None)
-        found = self.kept.find(request.prompt) if len(self.kept) else None
+        found = (
+            self.prefix_cache.find(request.prompt) if len(self.prefix_cache) else None
+        )
         if found is None:
             cache, last, at = self._programs.fresh(), None, 0
         else:
@@ -371,42 +376,42 @@ class Engine:
         self.counts.read_tokens += count
         if self.config.states_gib and end in request.settings.keep:
             beginning = request.prompt[:end]
-            if not self.kept.has(beginning):
+            if not self.prefix_cache.has(beginning):
                 kept = self._programs.copy(reading.cache)
-                self.kept.put(beginning, kept, reading.last)
+                self.prefix_cache.put(beginning, kept, reading.last)
 
     def _admit(self, reading: _Reading) -> _Admitted:
         request, row = reading.request, reading.row
         assert reading.last is not None
         if self._state is None:
             self._state = self._programs.empty()
-        self._state, made = self._programs.admit(
+        self._state, outputs = self._programs.admit(
             self._state,
             row,
             reading.cache,
             reading.last,
             request.prompt,
-            self._wishes(request),
+            self._params(request),
         )
         self._rows[row], self._ended[row] = request, False
-        return _Admitted(made, reading.reports, [(request, row, 0)])
+        return _Admitted(outputs, reading.reports, [(request, row, 0)])
 
-    def _wishes(self, request: Request) -> Wishes:
+    def _params(self, request: Request) -> SamplingParams:
         settings = request.settings
-        return wishes_of(settings, self._stops(settings), self._threshold)
+        return sampling_params(settings, self._stops(settings), self._threshold)
 
     def _hand_out(self, admitted: list[_Admitted]) -> list[Request]:
         """Waits for first tokens, and hands them out."""
         news = []
-        for made, reports, places in admitted:
-            made, reports = jax.device_get((made, reports))
+        for outputs, reports, places in admitted:
+            outputs, reports = jax.device_get((outputs, reports))
             for request, row, at in places:
                 for report in reports:
                     # What a text's pieces leave open is what the worst of them does.
                     for name, value in report.items():
                         known = request.aux.get(name, -math.inf)
                         request.aux[name] = max(known, float(value))
-                self._take(request, row, made, at)
+                self._take(request, row, outputs, at)
                 news.append(request)
         return news
 
@@ -417,38 +422,38 @@ class Engine:
         if not any(rows):
             return None
         assert self._state is not None
-        self._state, made, steps = self._programs.decode(
+        self._state, outputs, steps = self._programs.decode(
             self._state, self._ended, until_free=bool(self._queue)
         )
         # A new array: the device may not have read the old one yet.
         self._ended = np.zeros(self.slots, bool)
         self.counts.calls += 1
-        return _Call(rows, made, steps)
+        return _Call(rows, outputs, steps)
 
     def _collect(self, call: _Call | None) -> list[Request]:
         """Waits for what a call drew, and hands it out."""
         if call is None:
             return []
         # One copy from the device for all rows, and not one for each.
-        made, steps = jax.device_get((call.made, call.steps))
+        outputs, steps = jax.device_get((call.outputs, call.steps))
         self.counts.steps += int(steps)
         news = []
         for row, request in enumerate(call.rows):
             # Where nothing was made the request had ended before the call, or its token
             # is still on its way through the loops.
-            if request is not None and (made.tokens[row] != NOTHING).any():
-                self._take(request, row, made, row)
+            if request is not None and (outputs.tokens[row] != NO_TOKEN).any():
+                self._take(request, row, outputs, row)
                 news.append(request)
         return news
 
-    def _take(self, request: Request, row: int, made: Made, at: int) -> None:
+    def _take(self, request: Request, row: int, outputs: Outputs, at: int) -> None:
         """Hands a request what was made in place `at`; ends it where it came to it."""
-        column = np.asarray(made.tokens)[at]
+        column = np.asarray(outputs.tokens)[at]
         # The first token is there: what a user waits for.
         if request.started is None:
             request.started = time.monotonic()
         # Steps in which it drew nothing lie between, where tokens leave early.
-        for n in np.flatnonzero(column != NOTHING).tolist():
+        for n in np.flatnonzero(column != NO_TOKEN).tolist():
             if request.done:  # a stop string, which only the host sees, ended it
                 return
             token = int(column[n])
@@ -459,18 +464,18 @@ class Engine:
             request.tokens.append(token)
             self.counts.new_tokens += 1
             if self.config.exit is not None:
-                loops = int(np.asarray(made.loops)[at, n])
+                loops = int(np.asarray(outputs.loops)[at, n])
                 if request.loops:
                     self.counts.exits[loops] += 1
                 request.loops.append(loops)
             if request.settings.logprobs:
-                self._tell(request, made, at, n)
+                self._tell(request, outputs, at, n)
             self._end_after(request, row, token)
 
-    def _tell(self, request: Request, made: Made, at: int, n: int) -> None:
-        request.logprobs.append(float(np.asarray(made.logprobs)[at, n]))
-        best = np.asarray(made.top)[at, n].tolist()
-        values = np.asarray(made.top_logprobs)[at, n].tolist()
+    def _tell(self, request: Request, outputs: Outputs, at: int, n: int) -> None:
+        request.logprobs.append(float(np.asarray(outputs.logprobs)[at, n]))
+        best = np.asarray(outputs.top)[at, n].tolist()
+        values = np.asarray(outputs.top_logprobs)[at, n].tolist()
         request.top.append(list(zip(best, values, strict=True)))
 
     def _end_after(self, request: Request, row: int, token: int) -> None:
@@ -497,8 +502,8 @@ class Engine:
             # All but the newest token were read, and the slot stands still since.
             told = np.array([*request.prompt, *request.tokens[:-1]], np.int32)
             assert self._state is not None
-            if not self.kept.has(told):
-                self.kept.put(told, self._programs.take(self._state, row))
+            if not self.prefix_cache.has(told):
+                self.prefix_cache.put(told, self._programs.take(self._state, row))
         self._free(row)
         self._finish(request, reason)
 

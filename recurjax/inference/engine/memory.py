@@ -13,7 +13,7 @@ from pallas_kernels import target
 from recurjax.errors import UserError
 from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine.config import EngineConfig
-from recurjax.inference.engine.slots import Way, empty_slots
+from recurjax.inference.engine.slots import DecodeStrategy, empty_slots
 from recurjax.model import Decoder
 
 MOST_SLOTS = 256
@@ -26,7 +26,7 @@ _SHARE = 0.9
 def slots_that_fit(
     model: Decoder,
     config: EngineConfig,
-    way: Way,
+    strategy: DecodeStrategy,
     *,
     free: int | None = None,
     mesh: Mesh | None = None,
@@ -34,14 +34,14 @@ def slots_that_fit(
     """Returns how many slots an engine has: the same in every process.
 
     Args:
-      way: how they move on.
+      strategy: how they move on.
       free: bytes there; None: asks the device, or the host where that is a CPU.
       mesh: whose devices may share the slots; "auto" counts on one device's memory.
 
     Raises:
       UserError: not one slot fits, or not as many as the config names.
     """
-    row = row_bytes(model, config.length, way)
+    row = row_bytes(model, config.length, strategy)
     free = _free_bytes() if free is None else free
     if mesh is not None and config.slots != "auto":
         free *= mesh.size
@@ -51,7 +51,7 @@ def slots_that_fit(
         lambda: model.init_cache(1, config.length, cache_dtype(model))
     )
     rest = _SHARE * free - config.states_gib * 2**30
-    rest -= tree_bytes(prompt) + copied_bytes(model, way)
+    rest -= tree_bytes(prompt) + copied_bytes(model, strategy)
     # Rounded down: half a slot holds nothing.
     fits = int(rest // row)
     if fits < 1:
@@ -72,17 +72,17 @@ def slots_that_fit(
     return config.slots
 
 
-def row_bytes(model: Decoder, length: int, way: Way) -> int:
+def row_bytes(model: Decoder, length: int, strategy: DecodeStrategy) -> int:
     """Counts what one more slot of `length` tokens holds: all of `Slots`."""
     # As shapes: nothing is allocated to count it.
-    slots = partial(empty_slots, model, way=way, length=length)
+    slots = partial(empty_slots, model, strategy=strategy, length=length)
     two, one = jax.eval_shape(lambda: (slots(rows=2), slots(rows=1)))
     return tree_bytes(two) - tree_bytes(one)
 
 
-def copied_bytes(model: Decoder, way: Way) -> int:
-    """Counts the weights that a way lays out for its steps, beside the model's own."""
-    return tree_bytes(jax.eval_shape(way.weights, model))
+def copied_bytes(model: Decoder, strategy: DecodeStrategy) -> int:
+    """Counts the weights that a strategy lays out next to the model's own."""
+    return tree_bytes(jax.eval_shape(strategy.weights, model))
 
 
 def tree_bytes(tree: Any) -> int:

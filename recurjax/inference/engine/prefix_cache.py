@@ -17,7 +17,7 @@ from jaxtyping import Float, Int32
 from recurjax.types import Array, Cache
 
 
-class KeptState(NamedTuple):
+class CachedPrefix(NamedTuple):
     """What reading a text has left.
 
     Attributes:
@@ -32,8 +32,8 @@ class KeptState(NamedTuple):
     last: Float[Array, "1 D"] | None
 
 
-class KeptStates:
-    """A pool of states, by their texts; those not used for longest leave first.
+class PrefixCache:
+    """States by their texts; the least recently used leave first.
 
     Attributes:
       used_bytes: of all states kept.
@@ -44,7 +44,7 @@ class KeptStates:
         self.most_bytes = most_bytes
         self.used_bytes = 0
         self.hits = 0
-        self._states: OrderedDict[bytes, tuple[KeptState, int]] = OrderedDict()
+        self._states: OrderedDict[bytes, tuple[CachedPrefix, int]] = OrderedDict()
         self._lengths: Counter[int] = Counter()
 
     def __len__(self) -> int:
@@ -64,11 +64,11 @@ class KeptStates:
         # The first in the order is the one that was not used for longest.
         while self.used_bytes + size > self.most_bytes:
             self._drop(next(iter(self._states)))
-        self._states[key] = KeptState(len(tokens), cache, last), size
+        self._states[key] = CachedPrefix(len(tokens), cache, last), size
         self._lengths[len(tokens)] += 1
         self.used_bytes += size
 
-    def find(self, tokens: Int32[np.ndarray, " T"]) -> KeptState | None:
+    def find(self, tokens: Int32[np.ndarray, " T"]) -> CachedPrefix | None:
         """Returns the state of the longest beginning of a text that it can go on from.
 
         The whole text serves only where its `last` is kept: the first new token is

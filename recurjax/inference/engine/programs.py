@@ -16,17 +16,17 @@ from recurjax.exits import ExitHead
 from recurjax.inference.compute_dtype import cache_dtype
 from recurjax.inference.engine.config import EngineConfig, RequestSettings
 from recurjax.inference.engine.slots import (
-    Made,
+    DecodeStrategy,
+    Outputs,
+    SamplingParams,
     SequenceWise,
     Slots,
-    Way,
-    Wishes,
     admit,
     decode_slots,
     empty_slots,
     read_piece,
     read_slots,
-    wishes_of,
+    sampling_params,
 )
 from recurjax.model import Decoder
 from recurjax.sharding import laid_out, replicated
@@ -56,7 +56,7 @@ class Programs:
         model: Decoder,
         config: EngineConfig,
         *,
-        way: Way,
+        strategy: DecodeStrategy,
         slots: int,
         head: ExitHead | None,
         mesh: Mesh | None,
@@ -64,14 +64,14 @@ class Programs:
         """Lays weights out as a step wants them; compiles nothing else.
 
         Args:
-          way: how slots move on.
+          strategy: how slots move on.
           slots: how many.
-          head: of a way whose rule needs one.
+          head: of a strategy whose rule needs one.
           mesh: on which the model lies; its data and fsdp axes share the slots where
             they divide them. None: one device.
         """
         self.compile_seconds = 0.0
-        self._model, self._config, self._way = model, config, way
+        self._model, self._config, self._strategy = model, config, strategy
         self._slots, self._mesh = slots, mesh
         self._compiled: dict[Any, Any] = {}
         # A piece is never longer than a slot.
@@ -89,8 +89,10 @@ class Programs:
         self._spread = mesh is None and devices > 1
         self._weights: Any = None
         self._dry = False
-        if not isinstance(way, SequenceWise):  # whose step wants nothing else
-            self._weights = self._call("weights", _weights, model, head, way=way)
+        if not isinstance(strategy, SequenceWise):  # whose step wants nothing else
+            self._weights = self._call(
+                "weights", _weights, model, head, strategy=strategy
+            )
 
     def compile(self) -> None:
         """Compiles all that a request can need, so that none waits for it later."""
@@ -99,15 +101,15 @@ class Programs:
         self._dry = True  # the methods then compile, and return shapes
         slots, row, last = self.empty(), self.fresh(), None
         settings = RequestSettings(max_new_tokens=1)
-        wishes = wishes_of(settings, (), 0.0)
+        params = sampling_params(settings, (), 0.0)
         for width in self.widths:
             ids = np.zeros(width, np.int32)
             row, last, _ = self.read(row, ids)
             if self.reads_together(self._slots, width):
                 rows = range(self._slots)
-                self.read_together(slots, {n: (ids, wishes) for n in rows})
+                self.read_together(slots, {n: (ids, params) for n in rows})
         assert last is not None
-        self.admit(slots, 0, row, last, np.zeros(1, np.int32), wishes)
+        self.admit(slots, 0, row, last, np.zeros(1, np.int32), params)
         self.decode(slots, np.zeros(self._slots, bool), until_free=False)
         if self._config.states_gib:
             self.copy(row)
@@ -117,7 +119,11 @@ class Programs:
 
     def empty(self) -> Slots:
         """Makes slots that are all free."""
-        sizes = {"way": self._way, "rows": self._slots, "length": self._config.length}
+        sizes = {
+            "strategy": self._strategy,
+            "rows": self._slots,
+            "length": self._config.length,
+        }
         if self._mesh is not None and self._slots_layout is None:
             everywhere = replicated(self._mesh)
             shape = jax.eval_shape(partial(empty_slots, **sizes), self._model)
@@ -167,7 +173,7 @@ class Programs:
           prompts: how many; the call pads to all slots.
           width: of the longest one's piece.
         """
-        if not isinstance(self._way, SequenceWise) or self._config.states_gib:
+        if not isinstance(self._strategy, SequenceWise) or self._config.states_gib:
             return False
         if self._slots * width > self._config.prefill_tokens:
             return False
@@ -195,8 +201,8 @@ class Programs:
         )
 
     def read_together(
-        self, slots: Slots | None, prompts: dict[int, tuple[np.ndarray, Wishes]]
-    ) -> tuple[Slots, Made, Report]:
+        self, slots: Slots | None, prompts: dict[int, tuple[np.ndarray, SamplingParams]]
+    ) -> tuple[Slots, Outputs, Report]:
         """See `read_slots`; `slots` is donated, None: all are free.
 
         Args:
@@ -210,14 +216,14 @@ class Programs:
         # What stands for the other slots is not looked at.
         some = next(iter(prompts.values()))
         every = [prompts.get(row, some)[1] for row in range(self._slots)]
-        wishes = jax.tree.map(lambda *rows: np.concatenate(rows), *every)
+        params = jax.tree.map(lambda *rows: np.concatenate(rows), *every)
         sizes = {} if slots is not None else {"length": self._config.length}
-        made = self._call(
+        outputs = self._call(
             ("together", width, slots is None),
             read_slots,
             self._model,
             slots,
-            *self._place((ids, counts, wishes), by_row=True),
+            *self._place((ids, counts, params), by_row=True),
             donate=(1,),
             out=self._out(self._slots_layout, 2),
             by=self._config.prefill,
@@ -225,8 +231,8 @@ class Programs:
             **sizes,
         )
         if self._mesh is not None:
-            self._slots_layout = _layout_of(made[0])
-        return made
+            self._slots_layout = _layout_of(outputs[0])
+        return outputs
 
     def admit(
         self,
@@ -235,13 +241,13 @@ class Programs:
         cache: Cache,
         last: Any,
         prompt: Int32[np.ndarray, " T"],
-        wishes: Wishes,
-    ) -> tuple[Slots, Made]:
+        params: SamplingParams,
+    ) -> tuple[Slots, Outputs]:
         """See `slots.admit`; `slots` is donated."""
         # V is no token: what is padded marks nothing as seen.
         padded = np.full(self._config.length, self._model.config.vocabulary, np.int32)
         padded[: len(prompt)] = prompt
-        number, text, wishes = self._place((np.int32(row), padded, wishes))
+        number, text, params = self._place((np.int32(row), padded, params))
         return self._call(
             "admit",
             admit,
@@ -251,16 +257,16 @@ class Programs:
             cache,
             last,
             text,
-            wishes,
+            params,
             donate=(1,),
             out=self._out(self._slots_layout, 1),
-            way=self._way,
+            strategy=self._strategy,
             top=self._config.top_logprobs,
         )
 
     def decode(
         self, slots: Slots, ended: Bool[np.ndarray, " B"], *, until_free: bool
-    ) -> tuple[Slots, Made, Any]:
+    ) -> tuple[Slots, Outputs, Any]:
         """See `decode_slots`; `slots` is donated."""
         return self._call(
             "decode",
@@ -271,7 +277,7 @@ class Programs:
             *self._place((ended, np.bool_(until_free))),
             donate=(2,),
             out=self._out(self._slots_layout, 2),
-            way=self._way,
+            strategy=self._strategy,
             steps=self._config.steps,
             top=self._config.top_logprobs,
         )
@@ -374,8 +380,8 @@ def _jitted(
     )
 
 
-def _weights(model: Decoder, head: ExitHead | None, *, way: Way) -> Any:
-    return way.weights(model, head)
+def _weights(model: Decoder, head: ExitHead | None, *, strategy: DecodeStrategy) -> Any:
+    return strategy.weights(model, head)
 
 
 def _fresh(model: Decoder, *, length: int) -> Cache:

@@ -3,8 +3,8 @@
 A slot is a row of the batch that decodes. It is free or it holds a request: `admit`
 puts a prompt that was read into it and draws the first token; `decode` draws further
 ones until a stop token or the limit makes it inactive. An inactive row reads and writes
-nothing, so its cache stays as it was when its request ended. What a step runs is told
-by a way: `SequenceWise`, `DepthWise` or `Verified`.
+nothing, so its cache stays as it was when its request ended. A decode strategy says
+what a step runs: `SequenceWise`, `DepthWise` or `Verified`.
 """
 
 from collections.abc import Collection
@@ -29,11 +29,11 @@ from recurjax.inference.sampling import (
 from recurjax.model import Decoder
 from recurjax.types import Array, Cache, Tokens
 
-NOTHING = -2
+NO_TOKEN = -2
 """In place of a token: the slot drew none in this step."""
 
 
-class Wishes(NamedTuple):
+class SamplingParams(NamedTuple):
     """What one request, or each of B, asks for: `RequestSettings` as arrays.
 
     Attributes:
@@ -53,9 +53,9 @@ class Wishes(NamedTuple):
     threshold: Float[Array, " B"]
 
 
-def wishes_of(
+def sampling_params(
     settings: RequestSettings, stops: Collection[int], threshold: float
-) -> Wishes:
+) -> SamplingParams:
     """Makes the arrays of one request; numpy's, which compile nothing.
 
     Args:
@@ -65,17 +65,18 @@ def wishes_of(
     # -1 is no token: unused places end nothing.
     ends = np.full((1, MOST_STOPS), -1, np.int32)
     ends[0, : len(stops)] = sorted(stops)
-    own = settings.threshold
-    made: Any = (
+    named = settings.threshold
+    chosen = threshold if named is None else named
+    arrays: Any = (
         sampling_rows([settings.sampling]),
         np.array([settings.seed], np.uint32),
         np.array([settings.stream], np.uint32),
         np.array([settings.max_new_tokens], np.int32),
         ends,
         np.array([settings.logprobs]),
-        np.array([threshold if own is None else own], np.float32),
+        np.array([chosen], np.float32),
     )
-    return Wishes(*made)
+    return SamplingParams(*arrays)
 
 
 class Slots(NamedTuple):
@@ -83,7 +84,7 @@ class Slots(NamedTuple):
 
     Attributes:
       cache: of every token but the newest.
-      depth: where tokens stand in the stack, for ways that leave them there; else None.
+      depth: where tokens are in the stack, where a strategy leaves them there; or None.
       newest: the token that the model has not read yet.
       seen: which tokens a slot's text contains, its prompt's too.
       active: slots whose request goes on.
@@ -96,14 +97,14 @@ class Slots(NamedTuple):
     seen: Bool[Array, "B V"]
     active: Bool[Array, " B"]
     drawn: Int[Array, " B"]
-    wishes: Wishes
+    params: SamplingParams
 
 
-class Made(NamedTuple):
+class Outputs(NamedTuple):
     """What slots drew, step by step.
 
     Attributes:
-      tokens: `NOTHING` where a slot drew none.
+      tokens: `NO_TOKEN` where a slot drew none.
       loops: that made these tokens, where they may leave early; else 0.
       logprobs: of these tokens, where wanted.
       top, top_logprobs: the likeliest tokens in their place, where wanted.
@@ -117,7 +118,7 @@ class Made(NamedTuple):
 
 
 @runtime_checkable
-class Way(Protocol):
+class DecodeStrategy(Protocol):
     """How slots move on: what one step runs, and what it keeps for that."""
 
     def weights(self, model: Decoder, head: ExitHead | None = None) -> Any:
@@ -156,8 +157,8 @@ class Way(Protocol):
 
     def step(
         self, model: Decoder, weights: Any, slots: Slots, *, top: int
-    ) -> tuple[Slots, Made]:
-        """Runs the model once; `Made` without the axis of steps."""
+    ) -> tuple[Slots, Outputs]:
+        """Runs the model once; `Outputs` without the axis of steps."""
         ...
 
 
@@ -165,7 +166,7 @@ class Way(Protocol):
 class SequenceWise:
     """A step runs the whole model for the newest token of every slot.
 
-    The way of every variant, through the stack protocol alone.
+    The strategy of every variant, through the stack protocol alone.
     """
 
     def weights(self, model: Decoder, head: ExitHead | None = None) -> Any:
@@ -196,7 +197,7 @@ class SequenceWise:
 
     def step(
         self, model: Decoder, weights: Any, slots: Slots, *, top: int
-    ) -> tuple[Slots, Made]:
+    ) -> tuple[Slots, Outputs]:
         """Reads each active slot's newest token and draws the next."""
         # A length of 0 is a token that is not there, for attention and recurrent
         # states.
@@ -208,9 +209,11 @@ class SequenceWise:
         return draw(slots, model.logits(x[:, 0]), slots.active, loops, top=top)
 
 
-def empty_slots(model: Decoder, *, way: Way, rows: int, length: int) -> Slots:
+def empty_slots(
+    model: Decoder, *, strategy: DecodeStrategy, rows: int, length: int
+) -> Slots:
     """Makes slots that are all free."""
-    cache, depth = way.empty(model, rows, length)
+    cache, depth = strategy.empty(model, rows, length)
     drawing = jax.tree.map(jnp.asarray, sampling_rows([PLAIN] * rows))
     zeros = jnp.zeros(rows, jnp.int32)
     return Slots(
@@ -220,8 +223,8 @@ def empty_slots(model: Decoder, *, way: Way, rows: int, length: int) -> Slots:
         seen=jnp.zeros((rows, model.config.vocabulary), bool),
         active=jnp.zeros(rows, bool),
         drawn=zeros,
-        # What a free slot wishes is never looked at: it is inactive.
-        wishes=Wishes(
+        # Those of a free slot are never read: it is inactive.
+        params=SamplingParams(
             sampling=drawing,
             seed=jnp.zeros(rows, jnp.uint32),
             stream=jnp.zeros(rows, jnp.uint32),
@@ -257,12 +260,12 @@ def read_slots(
     slots: Slots | None,
     ids: Int[Array, "B W"],
     counts: Int[Array, " B"],
-    wishes: Wishes,
+    params: SamplingParams,
     *,
     by: str,
     top: int,
     length: int | None = None,
-) -> tuple[Slots, Made, dict[str, Float[Array, ""]]]:
+) -> tuple[Slots, Outputs, dict[str, Float[Array, ""]]]:
     """Reads prompts into free slots, all in one call, and draws their first tokens.
 
     The prompts are read on the slots' own cache: nothing is copied into it.
@@ -271,7 +274,7 @@ def read_slots(
       slots: whose step is `SequenceWise`; None: all are free, and of `length`.
       ids: prompts, padded on the right.
       counts: their lengths; 0: the slot reads nothing and goes on as it was.
-      wishes: of the requests; what stands where a slot reads nothing is not looked at.
+      params: of the requests; what stands where a slot reads nothing is not looked at.
       by: how prompts are read, see `Decoder.prefill`.
 
     Returns:
@@ -280,9 +283,9 @@ def read_slots(
     B, W = ids.shape
     reads = counts > 0
     if slots is None:
-        # Made inside the program, so that it is never copied to the device.
+        # Created inside the program, so that it is never copied to the device.
         assert length is not None
-        slots = empty_slots(model, way=SequenceWise(), rows=B, length=length)
+        slots = empty_slots(model, strategy=SequenceWise(), rows=B, length=length)
     else:
         slots = slots._replace(cache=model.stack.reset(slots.cache, reads))
     tokens = Tokens(ids, lengths=counts)
@@ -304,11 +307,11 @@ def read_slots(
         seen=seen.at[rows, marked].set(True, mode="drop"),
         active=slots.active | reads,
         drawn=jnp.where(reads, 0, slots.drawn),
-        wishes=jax.tree.map(chosen, wishes, slots.wishes),
+        params=jax.tree.map(chosen, params, slots.params),
     )
     none = jnp.zeros(B, jnp.int32)
-    slots, made = draw(slots, model.logits(last), reads, none, top=top)
-    return slots, _as_steps(made), report
+    slots, outputs = draw(slots, model.logits(last), reads, none, top=top)
+    return slots, _as_steps(outputs), report
 
 
 def admit(
@@ -318,11 +321,11 @@ def admit(
     cache: Cache,
     last: Float[Array, "1 D"],
     prompt: Int[Array, " S"],
-    wishes: Wishes,
+    params: SamplingParams,
     *,
-    way: Way,
+    strategy: DecodeStrategy,
     top: int,
-) -> tuple[Slots, Made]:
+) -> tuple[Slots, Outputs]:
     """Puts a request into a slot and draws its first token.
 
     Args:
@@ -333,12 +336,12 @@ def admit(
     seen = seen.at[0, prompt].set(True, mode="drop")
     # The request as slots of one row, so that its first token is drawn as all others.
     zero = jnp.zeros(1, jnp.int32)
-    one = Slots(None, None, zero, seen, jnp.ones(1, bool), zero, wishes)
-    every = jnp.full(1, way.loops(model), jnp.int32)
-    one, made = draw(one, model.logits(last), one.active, every, top=top)
+    one = Slots(None, None, zero, seen, jnp.ones(1, bool), zero, params)
+    every = jnp.full(1, strategy.loops(model), jnp.int32)
+    one, outputs = draw(one, model.logits(last), one.active, every, top=top)
     length = jnp.sum(prompt < model.config.vocabulary, dtype=jnp.int32)
-    cache, depth = way.put(
-        model, slots, row, cache, length=length, limit=wishes.limit[0]
+    cache, depth = strategy.put(
+        model, slots, row, cache, length=length, limit=params.limit[0]
     )
 
     def put(whole: Array, part: Array) -> Array:
@@ -346,7 +349,7 @@ def admit(
 
     # Everything else counts rows on its first axis.
     rest = jax.tree.map(put, slots._replace(cache=None, depth=None), one)
-    return rest._replace(cache=cache, depth=depth), _as_steps(made)
+    return rest._replace(cache=cache, depth=depth), _as_steps(outputs)
 
 
 def decode_slots(
@@ -356,14 +359,14 @@ def decode_slots(
     ended: Bool[Array, " B"],
     until_free: Bool[Array, ""],
     *,
-    way: Way,
+    strategy: DecodeStrategy,
     steps: int,
     top: int,
-) -> tuple[Slots, Made, Int[Array, ""]]:
+) -> tuple[Slots, Outputs, Int[Array, ""]]:
     """Draws up to `steps` tokens of each active slot.
 
     Args:
-      weights: `way.weights(model)`.
+      weights: `strategy.weights(model)`.
       ended: slots whose request the host has ended.
       until_free: return as soon as a slot has become free, for somebody waits for one.
 
@@ -373,7 +376,7 @@ def decode_slots(
     # Stop strings and cancellations are known to the host only.
     slots = slots._replace(active=slots.active & ~ended)
     before = slots.active
-    made = _nothing(slots.newest.shape[0], steps, _logits_dtype(model), top=top)
+    outputs = _no_outputs(slots.newest.shape[0], steps, _logits_dtype(model), top=top)
 
     def goes_on(carry) -> Bool[Array, ""]:
         # Nobody active, or a place for somebody who waits: the rest of the steps is
@@ -383,14 +386,14 @@ def decode_slots(
         return (n < steps) & jnp.any(slots.active) & ~(until_free & freed)
 
     def step(carry):
-        n, slots, made = carry
-        slots, new = way.step(model, weights, slots, top=top)
-        made = jax.tree.map(lambda all_, one: all_.at[:, n].set(one), made, new)
-        return n + 1, slots, made
+        n, slots, outputs = carry
+        slots, new = strategy.step(model, weights, slots, top=top)
+        outputs = jax.tree.map(lambda all_, one: all_.at[:, n].set(one), outputs, new)
+        return n + 1, slots, outputs
 
-    start = (jnp.zeros((), jnp.int32), slots, made)
-    n, slots, made = jax.lax.while_loop(goes_on, step, start)
-    return slots, made, n
+    start = (jnp.zeros((), jnp.int32), slots, outputs)
+    n, slots, outputs = jax.lax.while_loop(goes_on, step, start)
+    return slots, outputs, n
 
 
 def draw(
@@ -400,58 +403,60 @@ def draw(
     loops: Int[Array, " B"],
     *,
     top: int,
-) -> tuple[Slots, Made]:
-    """Draws a token for each slot in `who`; `Made` without the axis of steps.
+) -> tuple[Slots, Outputs]:
+    """Draws a token for each slot in `who`; `Outputs` without the axis of steps.
 
     Args:
       who: slots whose token has come to its end; they are active.
       loops: that it has run.
     """
-    wishes = slots.wishes
-    ids = draw_ids(logits, _keys(wishes), slots.drawn, slots.seen, _asked(wishes, who))
-    made = _told(logits, ids, who & wishes.logprobs, top=top)
+    params = slots.params
+    ids = draw_ids(
+        logits, _keys(params), slots.drawn, slots.seen, _sampling_of(params, who)
+    )
+    outputs = _with_logprobs(logits, ids, who & params.logprobs, top=top)
     rows = jnp.arange(ids.shape[0])
     # A token past the vocabulary is dropped: nothing was drawn.
     written = jnp.where(who & (ids != NOT_FINITE), ids, logits.shape[-1])
     drawn = slots.drawn + who
     # The mark of logits that are not finite ends a request too.
-    stopped = (ids[:, None] == wishes.stops).any(-1) | (ids == NOT_FINITE)
-    ends = who & (stopped | (drawn >= wishes.limit))
+    stopped = (ids[:, None] == params.stops).any(-1) | (ids == NOT_FINITE)
+    ends = who & (stopped | (drawn >= params.limit))
     slots = slots._replace(
         newest=jnp.where(who, ids, slots.newest),
         seen=slots.seen.at[rows, written].set(True, mode="drop"),
         active=slots.active & ~ends,
         drawn=drawn,
     )
-    return slots, made._replace(
-        tokens=jnp.where(who, ids, NOTHING), loops=jnp.where(who, loops, 0)
+    return slots, outputs._replace(
+        tokens=jnp.where(who, ids, NO_TOKEN), loops=jnp.where(who, loops, 0)
     )
 
 
-def _keys(wishes: Wishes) -> Key[Array, " B"]:
+def _keys(params: SamplingParams) -> Key[Array, " B"]:
     """Returns the streams of `row_keys`."""
-    keys = jax.vmap(jax.random.key)(wishes.seed)
-    return jax.vmap(jax.random.fold_in)(keys, wishes.stream)
+    keys = jax.vmap(jax.random.key)(params.seed)
+    return jax.vmap(jax.random.fold_in)(keys, params.stream)
 
 
-def _asked(wishes: Wishes, who: Bool[Array, " B"]) -> RowSampling:
+def _sampling_of(params: SamplingParams, who: Bool[Array, " B"]) -> RowSampling:
     """Returns the settings with those of other slots greedy, which cost nothing."""
     quiet = RowSampling(*(jnp.asarray(x) for x in sampling_rows([_GREEDY])))
     return jax.tree.map(
-        lambda own, none: jnp.where(who, own, none), wishes.sampling, quiet
+        lambda own, none: jnp.where(who, own, none), params.sampling, quiet
     )
 
 
 _GREEDY = type(PLAIN)(temperature=0.0)
 
 
-def _told(
+def _with_logprobs(
     logits: Float[Array, "B V"],
     ids: Int[Array, " B"],
     wanted: Bool[Array, " B"],
     *,
     top: int,
-) -> Made:
+) -> Outputs:
     def tell() -> tuple[Array, Array, Array]:
         sums = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         own = jnp.take_along_axis(logits, jnp.maximum(ids, 0)[:, None], axis=-1) - sums
@@ -460,17 +465,17 @@ def _told(
 
     # Where nobody looks, no logarithms of V numbers are taken.
     def silent() -> tuple[Array, Array, Array]:
-        made = _nothing(ids.shape[0], 1, logits.dtype, top=top)
-        none = jax.tree.map(lambda x: x[:, 0], made)
+        outputs = _no_outputs(ids.shape[0], 1, logits.dtype, top=top)
+        none = jax.tree.map(lambda x: x[:, 0], outputs)
         return none.logprobs, none.top, none.top_logprobs
 
-    return Made(ids, ids, *jax.lax.cond(jnp.any(wanted), tell, silent))
+    return Outputs(ids, ids, *jax.lax.cond(jnp.any(wanted), tell, silent))
 
 
-def _nothing(rows: int, steps: int, dtype: Any, *, top: int) -> Made:
+def _no_outputs(rows: int, steps: int, dtype: Any, *, top: int) -> Outputs:
     best = jnp.zeros((rows, steps, top), jnp.int32)
-    return Made(
-        tokens=jnp.full((rows, steps), NOTHING, jnp.int32),
+    return Outputs(
+        tokens=jnp.full((rows, steps), NO_TOKEN, jnp.int32),
         loops=jnp.zeros((rows, steps), jnp.int32),
         logprobs=jnp.zeros((rows, steps), dtype),
         top=best,
@@ -487,5 +492,5 @@ def _none(wide: Array) -> tuple[Array, Array]:
     return empty, empty.astype(jnp.int32)
 
 
-def _as_steps(made: Made) -> Made:
-    return jax.tree.map(lambda leaf: leaf[:, None], made)
+def _as_steps(outputs: Outputs) -> Outputs:
+    return jax.tree.map(lambda leaf: leaf[:, None], outputs)

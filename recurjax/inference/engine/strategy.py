@@ -1,4 +1,4 @@
-"""Whether an engine can be, and which way its slots move on."""
+"""Whether an engine can be, and which decode strategy it takes."""
 
 from jax.sharding import Mesh
 
@@ -7,12 +7,14 @@ from recurjax.errors import UserError
 from recurjax.exits import ExitHead, exits_of
 from recurjax.inference.engine.config import EngineConfig
 from recurjax.inference.engine.depth_wise import DepthWise, Verified
-from recurjax.inference.engine.slots import SequenceWise, Way
+from recurjax.inference.engine.slots import DecodeStrategy, SequenceWise
 from recurjax.model import Decoder
 
 
-def choose_way(model: Decoder, config: EngineConfig, head: ExitHead | None) -> Way:
-    """Returns the way that a config asks for.
+def choose_strategy(
+    model: Decoder, config: EngineConfig, head: ExitHead | None
+) -> DecodeStrategy:
+    """Returns the strategy that a config names.
 
     Args:
       head: for the rule "head".

@@ -3,7 +3,7 @@
 import numpy as np
 
 from recurjax.inference.engine import Engine, EngineConfig, Request, RequestSettings
-from recurjax.inference.engine.prefix_cache import KeptStates
+from recurjax.inference.engine.prefix_cache import PrefixCache
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.layers.mlp import MlpConfig
 from tests.variants.latent_recurrent_transformer import switches as latent
@@ -64,9 +64,9 @@ def build_engine(model, config: EngineConfig = SIZES, **options) -> Engine:
     return engine
 
 
-def keep_states(engine: Engine, most_bytes: int = 2**20) -> None:
+def use_prefix_cache(engine: Engine, most_bytes: int = 2**20) -> None:
     """Gives an engine an empty pool; one of no bytes keeps nothing."""
-    engine.kept = KeptStates(most_bytes)
+    engine.prefix_cache = PrefixCache(most_bytes)
 
 
 def finish(engine: Engine, requests: list[Request]) -> list[list[int]]:
@@ -105,7 +105,7 @@ def draw_requests(vocabulary: int, count: int, seed: int = 0):
 def interleave(engine, requests, expected, seed: int) -> None:
     """Submits and cancels at random between steps; checks what became of each."""
     draw = np.random.default_rng(seed)
-    keep_states(engine, int(draw.integers(2)) * 2**14)
+    use_prefix_cache(engine, int(draw.integers(2)) * 2**14)
     running, cancelled = [], set()
     left = [int(n) for n in draw.permutation(np.tile(np.arange(len(requests)), 2))]
     while left or engine.busy:

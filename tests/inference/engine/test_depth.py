@@ -19,7 +19,7 @@ from recurjax.inference.engine.memory import (
     slots_that_fit,
     tree_bytes,
 )
-from recurjax.inference.engine.strategy import choose_way
+from recurjax.inference.engine.strategy import choose_strategy
 from recurjax.layers.mlp import MlpConfig
 from recurjax.layers.norm import NormConfig
 from recurjax.layers.position import LearnedPositions
@@ -288,9 +288,9 @@ def test_memory_is_counted_as_the_arrays_are(quick, verifier):
     model, length = build(QUICK), quick.config.length
     made = {}
     for engine in (quick, verifier):
-        way = choose_way(model, engine.config, None)
+        strategy = choose_strategy(model, engine.config, None)
         # The weights of a tick are a second copy of all adapters and untied norms.
-        copied = copied_bytes(model, way)
+        copied = copied_bytes(model, strategy)
         assert copied == tree_bytes(engine._programs._weights)
         assert copied >= tree_bytes(model.stack.adapters) > 0
         row = engine.row_bytes
@@ -300,8 +300,8 @@ def test_memory_is_counted_as_the_arrays_are(quick, verifier):
         prompt = tree_bytes(model.init_cache(1, length))
         least = (copied + prompt + 2 * row) / 0.9
         sizes = dataclasses.replace(engine.config, slots="auto")
-        assert slots_that_fit(model, sizes, way, free=math.ceil(least)) == 2
-        assert slots_that_fit(model, sizes, way, free=math.floor(least) - 2) == 1
+        assert slots_that_fit(model, sizes, strategy, free=math.ceil(least)) == 2
+        assert slots_that_fit(model, sizes, strategy, free=math.floor(least) - 2) == 1
     # Lanes for tokens on their way, and longer rings.
     assert made["verify"] > made["propagate"]
 

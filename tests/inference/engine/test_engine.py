@@ -13,7 +13,7 @@ from recurjax.errors import UserError
 from recurjax.exits import ExitRule
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings, programs
 from recurjax.inference.engine.memory import row_bytes, slots_that_fit, tree_bytes
-from recurjax.inference.engine.prefix_cache import KeptStates
+from recurjax.inference.engine.prefix_cache import PrefixCache
 from recurjax.inference.engine.slots import SequenceWise, empty_slots
 from recurjax.inference.generate import generate
 from recurjax.inference.sampling import SamplingConfig
@@ -223,12 +223,12 @@ def live_bytes() -> int:
 
 def run_many(engine, count: int) -> None:
     requests = draw_requests(17, 20)
-    engine.kept = KeptStates(2**13)
+    engine.prefix_cache = PrefixCache(2**13)
     finish(engine, [engine.submit(*requests[n % 20]) for n in range(40)])
     before = live_bytes()
     for _ in range(count // 40):
         finish(engine, [engine.submit(*requests[n % 20]) for n in range(40)])
-        assert engine.kept.used_bytes <= 2**13
+        assert engine.prefix_cache.used_bytes <= 2**13
     assert live_bytes() <= before + 2**12
     assert not engine._texts
 
@@ -247,7 +247,7 @@ def state(value: float):
 
 
 def test_states_not_used_for_longest_leave_first():
-    pool, tokens = KeptStates(3 * 32), np.arange(20, dtype=np.int32)
+    pool, tokens = PrefixCache(3 * 32), np.arange(20, dtype=np.int32)
     for length in (2, 4, 6):
         pool.put(tokens[:length], state(length))
     assert pool.find(tokens).length == 6
@@ -261,7 +261,7 @@ def test_states_not_used_for_longest_leave_first():
 
 
 def test_a_state_serves_only_texts_that_begin_with_its_own():
-    pool, tokens = KeptStates(2**10), np.arange(9, dtype=np.int32)
+    pool, tokens = PrefixCache(2**10), np.arange(9, dtype=np.int32)
     pool.put(tokens[:4], state(4))
     other = tokens.copy()
     other[1] = 7
@@ -270,27 +270,28 @@ def test_a_state_serves_only_texts_that_begin_with_its_own():
     pool.put(tokens[:4], state(4), state(0)["h"])
     assert pool.find(tokens[:4]).length == 4
     assert pool.find(tokens[:3]) is None
-    KeptStates(8).put(tokens, state(1))  # larger than the pool: not kept, no error
+    PrefixCache(8).put(tokens, state(1))  # larger than the pool: not kept, no error
 
 
 def test_auto_takes_the_slots_that_fit_and_too_many_are_refused():
-    model, way = build_model("transformer"), SequenceWise()
-    row = row_bytes(model, LENGTH, way)
+    model, strategy = build_model("transformer"), SequenceWise()
+    row = row_bytes(model, LENGTH, strategy)
     cache = model.init_cache(1, LENGTH)
     # The tokens seen, and some numbers more; of the arrays themselves.
     assert row > 17 + tree_bytes([group.keys for group in cache.groups]) * 2
     one, three = (
-        empty_slots(model, way=way, rows=rows, length=LENGTH) for rows in (1, 3)
+        empty_slots(model, strategy=strategy, rows=rows, length=LENGTH)
+        for rows in (1, 3)
     )
     assert tree_bytes(three) - tree_bytes(one) == 2 * row
     sizes = EngineConfig(slots="auto", length=LENGTH)
-    assert slots_that_fit(model, sizes, way, free=10 * row) == 8
-    assert slots_that_fit(model, sizes, way, free=2**40) == 256
+    assert slots_that_fit(model, sizes, strategy, free=10 * row) == 8
+    assert slots_that_fit(model, sizes, strategy, free=2**40) == 256
     many = EngineConfig(slots=9, length=LENGTH)
     with pytest.raises(UserError, match="more than is free: 8 fit"):
-        slots_that_fit(model, many, way, free=10 * row)
+        slots_that_fit(model, many, strategy, free=10 * row)
     with pytest.raises(UserError, match="smaller length or fewer states"):
-        slots_that_fit(model, sizes, way, free=row)
+        slots_that_fit(model, sizes, strategy, free=row)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.inference.engine.models import (
     draw_requests,
     finish,
     interleave,
-    keep_states,
+    use_prefix_cache,
 )
 from tests.inference.oracle import tokens_of
 
@@ -37,7 +37,7 @@ def variant(request):
     name = request.param
     model = build_model(name)
     engine = build_engine(model)
-    keep_states(engine, 0)
+    use_prefix_cache(engine, 0)
     requests = draw_requests(model.config.vocabulary, 7)
     expected = [alone(engine, *wanted) for wanted in requests]
     return name, model, engine, requests, expected
@@ -50,7 +50,7 @@ def forward(model, ids):
 
 def test_greedy_tokens_are_those_of_the_plain_forward(variant):
     _, model, engine, _, _ = variant
-    keep_states(engine, 0)
+    use_prefix_cache(engine, 0)
     draw = np.random.default_rng(3)
     for length in (1, 8, 9, LENGTH):
         prompt = draw.integers(model.config.vocabulary, size=length)
@@ -64,7 +64,7 @@ def test_greedy_tokens_are_those_of_the_plain_forward(variant):
 
 def test_neighbours_and_slots_change_no_token_and_nothing_is_compiled(variant):
     _, _, engine, requests, expected = variant
-    keep_states(engine, 0)
+    use_prefix_cache(engine, 0)
     assert any(len(set(tokens)) > 2 for tokens in expected)
     with compiled_programs() as compiled:
         for order in (range(7), range(6, -1, -1), (3, 0, 5, 1, 6, 2, 4)):
@@ -100,7 +100,7 @@ def test_a_kept_state_changes_no_token_and_only_what_is_new_is_read(variant):
     draw = np.random.default_rng(5)
     first = draw.integers(model.config.vocabulary, size=5).tolist()
     settings = RequestSettings(max_new_tokens=4, seed=9, keep=(3,))
-    keep_states(engine)
+    use_prefix_cache(engine)
     answer = alone(engine, first, settings)
     turn = [*first, *answer, *draw.integers(model.config.vocabulary, size=2).tolist()]
     other = [*first[:3], *draw.integers(model.config.vocabulary, size=6).tolist()]
@@ -110,10 +110,10 @@ def test_a_kept_state_changes_no_token_and_only_what_is_new_is_read(variant):
         (kept,) = finish(engine, [request])
         assert request.reused == saved
         assert engine.counts.read_tokens - read == len(prompt) - saved
-        pool = engine.kept
-        keep_states(engine, 0)
+        pool = engine.prefix_cache
+        use_prefix_cache(engine, 0)
         assert alone(engine, prompt, settings) == kept
-        engine.kept = pool
+        engine.prefix_cache = pool
     # The whole prompt, with the state that its first new token is drawn from.
     again = dataclasses.replace(settings, keep=(len(turn),))
     assert alone(engine, turn, again) == kept

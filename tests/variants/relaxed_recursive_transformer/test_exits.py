@@ -15,7 +15,7 @@ from recurjax.errors import UserError
 from recurjax.evaluation.exit_scores import cheapest, fit_exit_head, score_exits
 from recurjax.exits import EarlyExit, ExitHead, ExitRule, confidence, cosine, parse_rule
 from recurjax.inference.engine import Engine, EngineConfig, RequestSettings
-from recurjax.inference.engine.strategy import choose_way
+from recurjax.inference.engine.strategy import choose_strategy
 from recurjax.inference.generate import generate_tokens
 from recurjax.inference.sampling import SamplingConfig
 from recurjax.layers.attention import AttentionConfig
@@ -291,9 +291,9 @@ def test_exits_that_a_model_does_not_have_are_refused(model, missing, kind, said
     rule = ExitRule(kind=kind, threshold=0.5)
     config = EngineConfig(exit=rule, missing=missing)
     with pytest.raises(UserError, match=said):
-        choose_way(build(model), config, None)
+        choose_strategy(build(model), config, None)
     head = ExitHead(jnp.zeros((1, 8)), jnp.zeros(1))
-    choose_way(build(small()), EngineConfig(exit=rule), head)
+    choose_strategy(build(small()), EngineConfig(exit=rule), head)
 
 
 @pytest.mark.slow
