@@ -51,16 +51,16 @@ def chunk_attention(
         tells that half of the products are hidden.
       documents: document of each position: ends of other documents are hidden. None:
         one document.
-      blocks: how kernels cut the call; what is None they choose. Without it sizes
-        measured on this device are taken, if RECURJAX_TILES names a file of them
-        (`measured_sizes.py`).
+      blocks: how kernels cut the call; what is None they choose.
       implementation: a backend, which then runs or raises; None: the first that can.
 
     Raises:
       ValueError: shapes disagree, or chunk < 1.
       NotImplementedError: the named backend cannot.
     """
-    options = ChunkAttentionOptions(chunk=chunk, scale=scale, blocks=blocks)
+    options = ChunkAttentionOptions(
+        chunk=chunk, scale=scale, blocks=blocks or BlockSizes()
+    )
     call = ChunkAttentionCall(
         q, own_logits, own_values, ends, first, documents, options
     )

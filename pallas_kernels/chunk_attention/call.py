@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels import block_sizes
 from pallas_kernels.block_sizes import GivenSizes
-from pallas_kernels.powers import next_power
 
 Array = jax.Array
 
@@ -61,14 +59,14 @@ class ChunkAttentionOptions:
     Attributes:
       chunk: C, in positions.
       scale: multiplies all logits.
-      blocks: sizes of the caller's; None: measured ones, else the heuristic's.
+      blocks: sizes of the caller's; the backend chooses what they leave out.
       interpret: runs kernels as plain JAX, on any device; pltpu.InterpretParams: with
         the TPU's own semantics.
     """
 
     chunk: int
     scale: float
-    blocks: BlockSizes | None = None
+    blocks: BlockSizes = BlockSizes()
     interpret: Any = False
 
 
@@ -95,39 +93,6 @@ class ChunkAttentionCall(NamedTuple):
             "ends.keys": self.ends.keys,
             "ends.values": self.ends.values,
         }
-
-    @property
-    def shape_class(self) -> dict[str, Any]:
-        """What of a call its best block sizes depend on: one entry of the file.
-
-        Batch, positions and ends stand for all that round up to the same power of two.
-        """
-        B, T, N, E = self.q.shape
-        return {
-            "batch": next_power(B),
-            "positions": next_power(T),
-            "ends": next_power(max(self.ends.keys.shape[2], 1)),
-            "heads": self.own_logits.shape[2],
-            "groups": N,
-            "head_width": E,
-            "chunk": self.options.chunk,
-            "dtype": self.q.dtype.name,
-            "cached": self.first is not None,
-            "documents": self.documents is not None,
-        }
-
-    def block_sizes(self, backend: str) -> BlockSizes:
-        """Returns the sizes that the caller gave, else measured ones.
-
-        What is kept between the passes is laid out alike whatever they are.
-        """
-        return block_sizes.choose(
-            self.options.blocks,
-            BlockSizes,
-            op="chunk_attention",
-            backend=backend,
-            shape=self.shape_class,
-        )
 
     def with_gradients(
         self, dq: Array, d_own_logits: Array, d_own_values: Array, *d_ends: Array

@@ -120,9 +120,9 @@ class Launch:
 
     @classmethod
     def of(cls, call: ChunkAttentionCall) -> "Launch":
-        """Cuts the call by the caller's sizes, measured ones or the heuristic."""
+        """Cuts the call by the caller's sizes or the heuristic."""
         (B, T, N, E), ends = call.q.shape, call.ends.keys.shape[2]
-        length, blocks = max(T, 8), call.block_sizes("mosaic_tpu")
+        length, blocks = max(T, 8), call.options.blocks
         return cls(
             batch=B,
             length=length,

@@ -35,7 +35,7 @@ def expressible(call: ChunkAttentionCall) -> str | None:
     E = call.q.shape[3]
     if E % 8 or E > 256:
         return f"head width must be a multiple of 8 up to 256, got {E}"
-    blocks = call.block_sizes("mosaic_tpu")
+    blocks = call.options.blocks
     reason = blocks.refusal_beyond("block_q", "block_k")
     if reason is not None or not blocks.given():
         return reason

@@ -37,7 +37,7 @@ def expressible(call: ChunkAttentionCall) -> str | None:
     E = call.q.shape[3]
     if E < 16 or E > _WIDEST or E & (E - 1):
         return f"head width must be a power of two from 16 to {_WIDEST}, got {E}"
-    if not call.block_sizes("triton").given():
+    if not call.options.blocks.given():
         return None
     launch = Launch.of(call)
     return refusal_of_tiles(

@@ -69,7 +69,7 @@ class Launch:
 
     @classmethod
     def of(cls, call: ChunkAttentionCall) -> "Launch":
-        """Cuts the call by the caller's sizes, measured ones or the heuristic."""
+        """Cuts the call by the caller's sizes or the heuristic."""
         (B, T, N, E), H = call.q.shape, call.own_logits.shape[2]
         return cls(
             batch=B,
@@ -89,7 +89,7 @@ class Launch:
                 groups=N,
                 width=E,
                 wide=call.q.dtype == jnp.float32,
-                blocks=call.block_sizes("triton"),
+                blocks=call.options.blocks,
             ),
             interpret=call.options.interpret,
         )

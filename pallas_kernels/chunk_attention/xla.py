@@ -11,7 +11,7 @@ from pallas_kernels.chunk_attention.xla_cuts import Tiles, choose_tiles
 def supported(call: ChunkAttentionCall) -> str | None:
     """Returns which size it has no use for; it does everything else."""
     taken = ("block_q", "block_k") if _on_cpu() else ()
-    return call.block_sizes("xla").refusal_beyond(*taken)
+    return call.options.blocks.refusal_beyond(*taken)
 
 
 def forward(
@@ -41,7 +41,7 @@ def _tiles(call: ChunkAttentionCall) -> Tiles | None:
     """Returns the tiles that the call is cut into, None: it is cut into bands."""
     if not _on_cpu():
         return None
-    blocks = call.block_sizes("xla")
+    blocks = call.options.blocks
     return choose_tiles(call.q.shape[1], call.ends.keys.shape[2], blocks)
 
 

@@ -77,9 +77,7 @@ def gated_scan(
       starts: positions before which the state is set to zero (a document begins).
       lengths: how many positions of a row count for `finals`; None: all.
       chunk: C: the state is also set to zero before positions C, 2 C, ... None: never.
-      blocks: how kernels cut the call; what is None they choose. Without it sizes
-        measured on this device are taken, if RECURJAX_TILES names a file of them
-        (`measured_sizes.py`).
+      blocks: how kernels cut the call; what is None they choose.
       implementation: a backend, which then runs or raises; None: the first that can.
 
     Raises:
@@ -90,7 +88,7 @@ def gated_scan(
     _check("gated_scan", gate, streams, initial, starts, lengths, chunk)
     lengths = _within(lengths, gate.shape[1])
     initial = _zeros(gate, len(values)) if initial is None else tuple(initial)
-    options = GatedScanOptions(chunk=chunk, blocks=blocks)
+    options = GatedScanOptions(chunk=chunk, blocks=blocks or BlockSizes())
     call = GatedScanCall(gate, tuple(values), initial, starts, lengths, None, options)
     out = dispatch.run(OP, call, implementation=implementation)
     return Scanned(out.states, out.finals)
@@ -144,7 +142,7 @@ def queried_scan(
         raise ValueError(f"{op}: wants whole chunks of {chunk}, got {T} positions")
     lengths = _within(lengths, T)
     first = _zeros(gate, 2) if initial is None else tuple(initial)
-    options = GatedScanOptions(chunk=chunk, blocks=blocks)
+    options = GatedScanOptions(chunk=chunk, blocks=blocks or BlockSizes())
     call = GatedScanCall(gate, (values, keys), first, starts, lengths, queries, options)
     (values, ends), finals, logits = dispatch.run(
         _QUERIED, call, implementation=implementation

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels import block_sizes
 from pallas_kernels.block_sizes import GivenSizes
 from pallas_kernels.dispatch import refusal_of_dtypes
-from pallas_kernels.powers import next_power
 
 Array = jax.Array
 
@@ -68,13 +66,13 @@ class GatedScanOptions:
 
     Attributes:
       chunk: C: the state is set to zero before positions C, 2 C, ... None: never.
-      blocks: sizes of the caller's; None: measured ones, else the heuristic's.
+      blocks: sizes of the caller's; the backend chooses what they leave out.
       interpret: runs kernels as plain JAX, on any device; pltpu.InterpretParams: with
         the TPU's own semantics.
     """
 
     chunk: int | None
-    blocks: BlockSizes | None = None
+    blocks: BlockSizes = BlockSizes()
     interpret: Any = False
 
 
@@ -107,42 +105,6 @@ class GatedScanCall(NamedTuple):
         """The chunk where there are several in the call, else None."""
         chunk = self.options.chunk
         return None if chunk is None or chunk >= self.gate.shape[1] else chunk
-
-    @property
-    def shape_class(self) -> dict[str, Any]:
-        """What of a call its best block sizes depend on: one entry of the file.
-
-        Batch and positions stand for all that round up to the same power of two.
-        """
-        B, T, D = self.gate.shape
-        return {
-            "batch": next_power(B),
-            "positions": next_power(T),
-            "width": D,
-            "streams": len(self.values),
-            "narrowest": self.narrowest,
-            "head_width": self.head,
-            "chunk": self.period,
-            "dtype": self.values[0].dtype.name,
-            "gate_dtype": array_of(self.gate).dtype.name,
-            "logits": isinstance(self.gate, GateLogits),
-            "starts": self.starts is not None,
-            "lengths": self.lengths is not None,
-        }
-
-    def block_sizes(self, backend: str) -> BlockSizes:
-        """Returns the sizes that the caller gave, else measured ones.
-
-        What is kept between the passes, all states, is laid out alike whatever they
-        are.
-        """
-        return block_sizes.choose(
-            self.options.blocks,
-            BlockSizes,
-            op="gated_scan",
-            backend=backend,
-            shape=self.shape_class,
-        )
 
 
 class ScanOutputs(NamedTuple):

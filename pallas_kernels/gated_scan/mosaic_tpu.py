@@ -50,7 +50,7 @@ def expressible(call: GatedScanCall) -> str | None:
     reason = refusal_of_channels(D, streams) or refusal_of_streams(call)
     if reason is not None:
         return reason
-    blocks = call.block_sizes("mosaic_tpu")
+    blocks = call.options.blocks
     reason = blocks.refusal_beyond("stretch")
     if reason is not None or not blocks.given():
         return reason
@@ -168,7 +168,7 @@ def _tiles(call: GatedScanCall) -> Tiles:
         D=D + -D % LANES,
         streams=len(call.values),
         chunk=call.options.chunk,
-        blocks=call.block_sizes("mosaic_tpu"),
+        blocks=call.options.blocks,
     )
 
 

@@ -53,7 +53,7 @@ def expressible(call: GatedScanCall) -> str | None:
     if D // W > MOST_TILES:
         return f"tiles a stream {MOST_TILES} times at most, got {D // W}"
     reason = refusal_of_streams(call)
-    if reason is not None or not call.block_sizes("triton").given():
+    if reason is not None or not call.options.blocks.given():
         return reason
     tiles, head = _tiles(call)
     return refusal_of_tiles(tiles, width=W, head=head)
@@ -168,7 +168,7 @@ def _tiles(call: GatedScanCall) -> tuple[Tiles, int]:
         width=W,
         chunk=call.options.chunk,
         head=head,
-        blocks=call.block_sizes("triton"),
+        blocks=call.options.blocks,
     )
     return tiles, head
 

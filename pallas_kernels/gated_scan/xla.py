@@ -39,7 +39,7 @@ def supported(call: GatedScanCall) -> str | None:
     """Returns which size it has no use for; it does everything else."""
     in_blocks = call.period is None and target.current().platform != "cpu"
     taken = ("stretch",) if in_blocks else ()
-    return call.block_sizes("xla").refusal_beyond(*taken)
+    return call.options.blocks.refusal_beyond(*taken)
 
 
 def forward(call: GatedScanCall, *, residuals: bool) -> tuple[ScanOutputs, States]:
@@ -121,7 +121,7 @@ def backward(
 
 def _block(call: GatedScanCall) -> int:
     """Returns the positions of a block of a whole sequence."""
-    given = call.block_sizes("xla").given()
+    given = call.options.blocks.given()
     return min(given.get("stretch", _BLOCK), call.gate.shape[1])
 
 

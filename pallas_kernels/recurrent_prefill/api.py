@@ -73,9 +73,7 @@ def recurrent_prefill(
         (`choose_schedule`), else prefix.
       tile: positions handled between two tile updates, a multiple of spec.block. None:
         chosen by measurement.
-      blocks: how kernels cut the call beside that; what is None they choose. Where tile
-        is None too, sizes measured on this device are taken, if RECURJAX_TILES names a
-        file of them (`measured_sizes.py`).
+      blocks: how kernels cut the call beside that; what is None they choose.
       implementation: a backend, which then runs or raises; None: the first that can.
 
     Returns:
@@ -89,7 +87,7 @@ def recurrent_prefill(
     """
     rows = Rows() if rows is None else rows
     options = RecurrentPrefillOptions(
-        spec=spec, schedule=schedule, tile=tile, blocks=blocks
+        spec=spec, schedule=schedule, tile=tile, blocks=blocks or BlockSizes()
     )
     call = RecurrentPrefillCall(x, weights, cache, rows, options)
     # Before any backend sees it, so that a mistake reads the same whatever would run.

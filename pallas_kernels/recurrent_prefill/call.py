@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from pallas_kernels import measured_sizes
 from pallas_kernels.activations import Activation
 from pallas_kernels.block_sizes import GivenSizes
-from pallas_kernels.powers import next_power
 
 NormKind = Literal["rms", "layer", "none"]
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -269,7 +267,7 @@ class RecurrentPrefillOptions:
     Attributes:
       spec: every switch of the layer.
       schedule, tile: see `recurrent_prefill`.
-      blocks: sizes of the caller's; None: measured ones, else the heuristic's.
+      blocks: sizes of the caller's; the backend chooses what they leave out.
       stages: of the mesh that the layers are cut over.
       interpret: runs kernels as plain JAX, on any device; pltpu.InterpretParams: with
         the TPU's own semantics.
@@ -278,7 +276,7 @@ class RecurrentPrefillOptions:
     spec: LayerSpec
     schedule: str | None = None
     tile: int | None = None
-    blocks: BlockSizes | None = None
+    blocks: BlockSizes = BlockSizes()
     stages: Stages = ONE_STAGE
     interpret: Any = False
 
@@ -305,42 +303,6 @@ class RecurrentPrefillCall(NamedTuple):
         """How many positions each row has seen after the call."""
         count = self.x.shape[1] if self.rows.lengths is None else self.rows.lengths
         return (self.cache.position + count).astype(self.cache.position.dtype)
-
-    @property
-    def shape_class(self) -> dict[str, Any]:
-        """What of a call its best block sizes depend on: one entry of the file.
-
-        Batch and positions stand for all that round up to the same power of two.
-        """
-        (B, T, D), spec, schedule = self.x.shape, self.spec, self.options.schedule
-        return {
-            "batch": next_power(B),
-            "positions": next_power(T),
-            "width": D,
-            "inner_width": self.weights.w_up.shape[2],
-            "gated": self.weights.w_gate is not None,
-            "heads": spec.heads,
-            "key_heads": spec.key_heads,
-            "head_width": spec.head_width,
-            "block": spec.block,
-            "dtype": jnp.dtype(spec.dtype).name,
-            "schedule": "prefix" if schedule is None else schedule,
-            "training": self.cache.slots == 0,
-        }
-
-    def sizes(self, backend: str) -> tuple[int | None, BlockSizes]:
-        """Returns the tile and the block sizes that the caller gave, or measured ones.
-
-        What was measured belongs together: where the caller gives anything, the rest is
-        the heuristic's.
-        """
-        tile, blocks = self.options.tile, self.options.blocks
-        if tile is None and blocks is None:
-            op = "recurrent_prefill"
-            measured = dict(measured_sizes.find(op, backend, self.shape_class))
-            tile = measured.pop("tile", None)
-            blocks = BlockSizes.measured(op, measured)
-        return tile, BlockSizes() if blocks is None else blocks
 
     def with_gradients(
         self, dx: Array, dweights: LayerWeights, dcache: RecurrentCache

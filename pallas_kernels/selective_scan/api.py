@@ -64,9 +64,7 @@ def selective_scan(
       lengths: how many positions of a row are real; the others, on the right, leave
         the state as it is, and their y has no meaning. None: all.
       chunk: in positions; changes memory and time, not the result.
-      blocks: how kernels cut the call beside that; what is None they choose. Without it
-        sizes measured on this device are taken, if RECURJAX_TILES names a file of them
-        (`measured_sizes.py`).
+      blocks: how kernels cut the call beside that; what is None they choose.
       implementation: a backend, which then runs or raises; None: the first that can.
 
     Raises:
@@ -83,7 +81,7 @@ def selective_scan(
         real = jnp.arange(T) < lengths[:, None]
         dt = jnp.where(real[..., None], dt, 0 if dt_bias is None else _NO_STEP)
         starts = None if starts is None else starts & real
-    options = SelectiveScanOptions(chunk=chunk, blocks=blocks)
+    options = SelectiveScanOptions(chunk=chunk, blocks=blocks or BlockSizes())
     call = SelectiveScanCall(u, dt, a, b, c, skip, z, dt_bias, initial, starts, options)
     return dispatch.run(OP, call, implementation=implementation)
 

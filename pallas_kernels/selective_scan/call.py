@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from pallas_kernels import block_sizes
 from pallas_kernels.block_sizes import GivenSizes
 from pallas_kernels.dispatch import refusal_of_dtypes
-from pallas_kernels.powers import next_power
 
 Array = jax.Array
 
@@ -43,13 +41,13 @@ class SelectiveScanOptions:
 
     Attributes:
       chunk: positions between two kept states.
-      blocks: sizes of the caller's; None: measured ones, else the heuristic's.
+      blocks: sizes of the caller's; the backend chooses what they leave out.
       interpret: runs kernels as plain JAX, on any device; pltpu.InterpretParams: with
         the TPU's own semantics.
     """
 
     chunk: int
-    blocks: BlockSizes | None = None
+    blocks: BlockSizes = BlockSizes()
     interpret: Any = False
 
 
@@ -71,36 +69,6 @@ class SelectiveScanCall(NamedTuple):
     initial: Float[Array, "B I N"]
     starts: Bool[Array, "B T"] | None
     options: SelectiveScanOptions
-
-    @property
-    def shape_class(self) -> dict[str, Any]:
-        """What of a call its best block sizes depend on: one entry of the file.
-
-        Batch and positions stand for all that round up to the same power of two.
-        """
-        B, T, I = self.u.shape
-        return {
-            "batch": next_power(B),
-            "positions": next_power(T),
-            "channels": I,
-            "states": self.a.shape[1],
-            "chunk": self.options.chunk,
-            "dtype": self.u.dtype.name,
-            "starts": self.starts is not None,
-        }
-
-    def block_sizes(self, backend: str) -> BlockSizes:
-        """Returns the sizes that the caller gave, else measured ones.
-
-        What is kept between the passes is laid out by `chunk` alone.
-        """
-        return block_sizes.choose(
-            self.options.blocks,
-            BlockSizes,
-            op="selective_scan",
-            backend=backend,
-            shape=self.shape_class,
-        )
 
 
 class Scanned(NamedTuple):

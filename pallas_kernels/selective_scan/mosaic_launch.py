@@ -140,7 +140,7 @@ class Launch:
     @classmethod
     def of(cls, arrays: Arrays, call: SelectiveScanCall) -> "Launch":
         B, T, I = arrays.u.shape
-        chunk, blocks = call.options.chunk, call.block_sizes("mosaic_tpu")
+        chunk, blocks = call.options.chunk, call.options.blocks
         tiles = choose_tiles(channels=I, chunk=chunk, blocks=blocks)
         return cls(
             B=B,

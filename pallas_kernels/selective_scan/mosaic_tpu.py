@@ -54,7 +54,7 @@ def expressible(call: SelectiveScanCall) -> str | None:
         return f"a channel's states must be 8, 16, 24 or 32, got {N}"
     if ROWS % chunk or chunk > _MOST_STATES:
         return f"keeps a state every 1, 2, 4, 8, 16 or 32 positions, got {chunk}"
-    blocks = call.block_sizes("mosaic_tpu")
+    blocks = call.options.blocks
     reason = blocks.refusal_beyond("channels", "unroll")
     if reason is not None or not blocks.given():
         return reason

@@ -51,7 +51,7 @@ def expressible(call: SelectiveScanCall) -> str | None:
         return f"a channel's states must be 1, 2, 4, 8, 16 or 32, got {N}"
     if chunk > _LONGEST_CHUNK:
         return f"keeps a state every {_LONGEST_CHUNK} positions at least, got {chunk}"
-    blocks = call.block_sizes("triton")
+    blocks = call.options.blocks
     if not blocks.given():
         return None
     tiles = choose_tiles(channels=I, chunk=chunk, blocks=blocks)

@@ -99,7 +99,7 @@ class Launch:
     @classmethod
     def of(cls, call: SelectiveScanCall, *, backward: bool) -> "Launch":
         (B, T, I), N = call.u.shape, call.a.shape[1]
-        chunk, blocks = call.options.chunk, call.block_sizes("triton")
+        chunk, blocks = call.options.chunk, call.options.blocks
         tiles = choose_tiles(channels=I, chunk=chunk, blocks=blocks)
         return cls(
             B=B,

@@ -22,7 +22,7 @@ _UNROLL = 8
 
 def supported(call: SelectiveScanCall) -> str | None:
     """Returns which size it has no use for; it does everything else."""
-    return call.block_sizes("xla").refusal_beyond("unroll")
+    return call.options.blocks.refusal_beyond("unroll")
 
 
 def forward(
@@ -151,7 +151,7 @@ class _Steps(NamedTuple):
         keep = None if starts is None else 1 - padded(starts)
         delta, a = padded(delta), call.a.astype(dtype).T
         b, c = padded(call.b), padded(call.c)
-        unroll = call.block_sizes("xla").unroll
+        unroll = call.options.blocks.unroll
         if unroll is None:
             unroll = 1 if target.current().platform == "cpu" else _UNROLL
         return cls(delta, inputs, a, b, c, keep, chunk, min(unroll, chunk))

@@ -1,4 +1,4 @@
-"""`recurjax bench WHAT [--json OUT] [--tune OUT]`: times passes, or tunes an op."""
+"""`recurjax bench WHAT [--json OUT]`: times passes."""
 
 import difflib
 import sys
@@ -7,8 +7,7 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from textwrap import fill
-from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -21,10 +20,10 @@ from recurjax.ranges import PositiveInt, RangeChecks
 BENCHES = {
     "transformer": ("transformer",),
     "recurrent_transformer": ("recurrent_transformer",),
-    "recurrent_prefill": ("recurrent_prefill",),
-    "chunk_attention": ("chunk_attention",),
-    "gated_scan": ("gated_scan",),
-    "selective_scan": ("selective_scan",),
+    "recurrent_prefill": ("ops:recurrent_prefill",),
+    "chunk_attention": ("ops:chunk_attention",),
+    "gated_scan": ("ops:gated_scan",),
+    "selective_scan": ("ops:selective_scan",),
     "rat": ("rat",),
     "latent_recurrent_transformer": ("latent_recurrent_transformer",),
     "recurformer": ("recurformer",),
@@ -36,9 +35,8 @@ BENCHES = {
     "trainer": ("trainer",),
     "data": ("data",),
 }
-"""What can be timed, and the modules of `recurjax.bench` whose `rows` time it."""
-TUNED = ("recurrent_prefill", "chunk_attention", "gated_scan", "selective_scan")
-"""Those with `tune`: ops whose block sizes can be measured."""
+"""What can be timed, and the modules of `recurjax.bench` whose `rows` time it; behind a
+colon one of a module's table."""
 
 
 USAGE = f"""usage: recurjax bench WHAT [options]
@@ -64,10 +62,6 @@ class Bench(RangeChecks):
       repeats: timed calls of each program, after its warm-up.
       requests: in the queue of a bench that serves one; fewer are quicker.
       slots: of its engines; None: the bench's own.
-      tune: times block sizes of an op instead, and adds the best to this file, which
-        programs read that have RECURJAX_TILES=FILE.
-      experiment: tunes the op's calls of this run, as `recurjax train` names it, in
-        place of the bench's own.
     """
 
     what: Annotated[str, tyro.conf.Positional]
@@ -77,8 +71,6 @@ class Bench(RangeChecks):
     repeats: PositiveInt = 10
     requests: PositiveInt | None = None
     slots: PositiveInt | None = None
-    tune: Path | None = None
-    experiment: str | None = None
 
 
 def run(argv: list[str]) -> int:
@@ -97,11 +89,7 @@ def run(argv: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"known: {known}"
         raise UserError(f"there is nothing called {options.what!r} to time: {hint}")
     # Imported when it is asked for: a bench brings its variant and jax with it.
-    benches = [
-        import_module(f"recurjax.bench.{name}") for name in BENCHES[options.what]
-    ]
-    if options.tune is not None or options.experiment is not None:
-        return _tune(options, benches[0])
+    benches = [_load(name) for name in BENCHES[options.what]]
     serving = [one for one in benches if "requests" in signature(one.rows).parameters]
     if served and not serving:
         words = " and ".join(f"--{name}" for name in served)
@@ -131,28 +119,8 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _tune(options: Bench, bench: ModuleType) -> int:
-    """Tunes the op's block sizes."""
-    if options.tune is None:
-        raise UserError("--experiment says what to tune: name a file with --tune too")
-    if not hasattr(bench, "tune"):
-        ops = ", ".join(TUNED)
-        raise UserError(f"{options.what} has no block sizes to tune: {ops} have")
-    if options.json is not None:
-        raise UserError("--tune writes its own file: leave --json out")
-    if not options.tune.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {options.tune.parent} for --tune")
-    tuning = import_module("recurjax.bench.tuning")
-    experiment = None
-    if options.experiment is not None:
-        run_table = import_module("recurjax.run_table")
-        experiment = run_table.load_experiment(options.experiment)
-    found = bench.tune(
-        large=options.large,
-        dtype=options.dtype,
-        repeats=options.repeats,
-        experiment=experiment,
-    )
-    tuning.keep(found, options.tune)
-    print(tuning.how_to_use(options.tune))
-    return 0
+def _load(name: str) -> Any:
+    """Imports what has the functions `rows` and `summary`."""
+    module, _, entry = name.partition(":")
+    bench = import_module(f"recurjax.bench.{module}")
+    return bench.BENCHES[entry] if entry else bench

@@ -1,13 +1,10 @@
-"""Which block sizes a traced call runs with: given, measured, or its heuristic's."""
+"""Which block sizes a traced call runs with: the caller's or its heuristic's."""
 
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from pallas_kernels.measured_sizes import VARIABLE
 from pallas_kernels.target import Target, as_if
 
 GPU = Target(platform="gpu", kind="an A10", compute_capability="8.6")
@@ -26,41 +23,10 @@ def program(run: Callable[..., Any], arrays: Any, target: Target, **options: Any
         return str(jax.make_jaxpr(both)(*arrays))
 
 
-def write_sizes(
-    path: Path, op: str, backend: str, target: Target, shape: Mapping, sizes: Mapping
-) -> str:
-    """Writes a file of measured sizes for one class of calls; returns its path."""
-    entry = {"op": op, "backend": backend, "device": target.kind}
-    entry |= {"shape": shape, "sizes": sizes}
-    file = path / "tiles.json"
-    file.write_text(json.dumps({"sizes": [entry]}))
-    return str(file)
-
-
-def assert_measured_sizes_are_read(
-    *,
-    monkeypatch: Any,
-    tmp_path: Path,
-    op: str,
-    backend: str,
-    target: Target,
-    shape: Mapping,
-    blocks: Any,
-    run: Callable[..., Any],
-    arrays: Any,
+def assert_given_sizes_are_taken(
+    run: Callable[..., Any], arrays: Any, target: Target, blocks: Any
 ) -> None:
-    """Checks that such calls run with measured sizes where their caller gives none.
-
-    Args:
-      blocks: other sizes than the heuristic's, as a caller gives them.
-    """
-    monkeypatch.delenv(VARIABLE, raising=False)
+    """Checks that `blocks`, other sizes than the heuristic's, make another program."""
     free = program(run, arrays, target)
-    given = program(run, arrays, target, blocks=blocks)
-    assert given != free
-    sizes = blocks.given()
-    file = write_sizes(tmp_path, op, backend, target, shape, sizes)
-    monkeypatch.setenv(VARIABLE, file)
-    assert program(run, arrays, target) == given
-    # Whoever names sizes, or none of them, has said how to run it.
+    assert program(run, arrays, target, blocks=blocks) != free
     assert program(run, arrays, target, blocks=type(blocks)()) == free

@@ -1,12 +1,10 @@
-"""Block sizes of any op: the caller's before measured ones, and what is no size."""
+"""Block sizes of any op: what is no size, and what a backend has no use for."""
 
-import json
 from dataclasses import dataclass
 
 import pytest
 
-from pallas_kernels.block_sizes import GivenSizes, choose
-from pallas_kernels.measured_sizes import VARIABLE
+from pallas_kernels.block_sizes import GivenSizes
 from pallas_kernels.powers import refusal_of_size
 
 
@@ -14,38 +12,6 @@ from pallas_kernels.powers import refusal_of_size
 class Sizes(GivenSizes):
     rows: int | None = None
     depth: int | None = None
-
-
-CALL = {"op": "an_op", "backend": "xla", "shape": {"batch": 8}}
-
-
-@pytest.fixture
-def written(tmp_path, monkeypatch):
-    """Returns a function that writes the sizes of such calls to the file."""
-
-    def write(sizes: dict) -> None:
-        file = tmp_path / "tiles.json"
-        entry = CALL | {"device": "cpu", "sizes": sizes}
-        file.write_text(json.dumps({"sizes": [entry]}))
-        monkeypatch.setenv(VARIABLE, str(file))
-
-    return write
-
-
-def test_the_caller_s_sizes_go_before_measured_ones(written):
-    assert choose(None, Sizes, **CALL) == Sizes()
-    written({"rows": 4})
-    assert choose(None, Sizes, **CALL) == Sizes(rows=4)
-    assert choose(Sizes(depth=2), Sizes, **CALL) == Sizes(depth=2)
-    # Nothing given, and said so: the heuristic's.
-    assert choose(Sizes(), Sizes, **CALL) == Sizes()
-
-
-def test_a_measured_size_that_the_op_has_not_is_named(written):
-    written({"rows": 4, "warps": 2, "lanes": 1})
-    told = f"{VARIABLE}: an_op has no block sizes lanes, warps"
-    with pytest.raises(ValueError, match=told):
-        choose(None, Sizes, **CALL)
 
 
 def test_a_size_is_at_least_one():

@@ -46,7 +46,7 @@ def expressible(call: RecurrentPrefillCall) -> str | None:
         return reason
     if schedule not in (None, "prefix"):
         return f'runs tiles of one layer: schedule "prefix", got {schedule!r}'
-    tile, blocks = call.sizes("mosaic_tpu")
+    tile, blocks = call.options.tile, call.options.blocks
     sizes = LayerSizes.of(call.x, call.weights, call.spec)
     reason = blocks.refusal_beyond("rows")
     return reason or refusal_of_sizes(sizes, tile, vmem_bytes(), blocks.rows)
@@ -152,13 +152,14 @@ def backward(
 def _launch(
     call: RecurrentPrefillCall, weights: LayerWeights, needed: Callable
 ) -> Launch:
-    """Cuts the call by the caller's sizes, measured ones or the heuristic.
+    """Cuts the call by the caller's sizes or the heuristic.
 
     Args:
       weights: with a key head for each head.
       needed: the bytes of VMEM that the pass needs, by its sizes.
     """
-    spec, (tile, blocks) = ungrouped(call.spec), call.sizes("mosaic_tpu")
+    spec, blocks = ungrouped(call.spec), call.options.blocks
+    tile = call.options.tile
     vmem, sizes = vmem_bytes(), LayerSizes.of(call.x, weights, spec)
     tiles = choose_tiles(sizes, tile, vmem, needed, blocks.rows)
     return Launch(spec=spec, tiles=tiles, vmem=vmem, interpret=call.options.interpret)

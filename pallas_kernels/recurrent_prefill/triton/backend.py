@@ -113,7 +113,7 @@ def expressible(call: RecurrentPrefillCall) -> str | None:
     if reason is not None:
         return reason
     call = _scheduled(call)
-    tile, blocks = call.sizes("triton")
+    tile, blocks = call.options.tile, call.options.blocks
     reason = refusal_of_tile(tile)
     if reason is not None or not blocks.given():
         return reason
@@ -219,7 +219,7 @@ def _scheduled(call: RecurrentPrefillCall) -> RecurrentPrefillCall:
 
 
 def _launch(call: RecurrentPrefillCall, direction: Pass) -> Launch:
-    tile, blocks = call.sizes("triton")
+    tile, blocks = call.options.tile, call.options.blocks
     shared = shared_memory_bytes()
     tiles = choose_tiles(
         batch=call.x.shape[0],

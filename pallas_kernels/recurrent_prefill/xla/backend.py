@@ -52,9 +52,9 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, call: RecurrentPrefillCall) -> "Tiling":
-        """Cuts the call by the caller's sizes, measured ones or the heuristic."""
+        """Cuts the call by the caller's sizes or the heuristic."""
         spec, cache, stages = call.spec, call.cache, call.options.stages
-        tile, blocks = call.sizes("xla")
+        tile, blocks = call.options.tile, call.options.blocks
         T, L = call.x.shape[1], call.weights.w_q.shape[0]
         schedule = call.options.schedule or "prefix"
         together = schedule == "wavefront" or L == 1

@@ -1,13 +1,11 @@
-"""Block sizes of the op: given, measured, refused; never another result."""
+"""Block sizes of the op: given or refused; never another result."""
 
 import dataclasses
-import json
 from functools import partial
 
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.measured_sizes import VARIABLE
 from pallas_kernels.recurrent_prefill import (
     BlockSizes,
     empty_cache,
@@ -38,21 +36,8 @@ TPU_LAYER = Case(positions=5, head_width=64, width=128, inner=256, dtype="bfloat
 SMALL_GPU = Target(platform="gpu", kind="an A10", compute_capability="8.6")
 
 
-def written(path, backend: str, sizes: dict, case: Case = CASE, device="cpu") -> str:
-    """Writes a file with the sizes of the case's call."""
-    entry = {
-        "op": "recurrent_prefill",
-        "backend": backend,
-        "device": device,
-        "shape": case.call(*case.inputs()[:2]).shape_class,
-        "sizes": sizes,
-    }
-    (path / "tiles.json").write_text(json.dumps({"sizes": [entry]}))
-    return str(path / "tiles.json")
-
-
-def xla_tiling(case: Case = CASE, *, tile=None, blocks=None) -> Tiling:
-    return Tiling.of(case.call(*case.inputs()[:2], tile=tile, blocks=blocks))
+def xla_tiling(case: Case = CASE, **options) -> Tiling:
+    return Tiling.of(case.call(*case.inputs()[:2], **options))
 
 
 # What kernels compute with given sizes every test of theirs checks: `interpreted` gives
@@ -69,34 +54,6 @@ def test_given_sizes_change_no_result_of_xla():
     assert_values_close(got, reference_values(CASE))
     assert xla_tiling(tile=16, blocks=blocks).geometry.chunk == 16
     assert xla_tiling(tile=16).geometry.chunk == 48  # All slots.
-
-
-def test_measured_sizes_are_taken_where_the_caller_gives_none(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, written(tmp_path, "xla", {"tile": 4, "keys": 8}))
-    geometry = xla_tiling().geometry
-    assert (geometry.tile, geometry.chunk) == (4, 8)
-    # Another batch of the same power of two; then another power.
-    assert xla_tiling(CASE._replace(batch=4)).geometry.tile == 4
-    assert xla_tiling(CASE._replace(batch=5)).geometry.tile == 32
-    # Whoever names a size has said how to run it.
-    assert xla_tiling(tile=8).geometry.chunk == 40
-    assert xla_tiling(blocks=BlockSizes()).geometry.tile == 32
-
-
-def test_the_kernels_of_a_gpu_take_measured_sizes(tmp_path, monkeypatch):
-    sizes = {"tile": 16, "columns": 64}
-    file = written(tmp_path, "triton", sizes, device=SMALL_GPU.kind)
-    monkeypatch.setenv(VARIABLE, file)
-    call = CASE.call(*CASE.inputs()[:2], tile=None)
-    with as_if(SMALL_GPU):
-        assert call.sizes("triton") == (16, BlockSizes(columns=64))
-        assert triton.supported(call) is None
-
-
-def test_a_measured_size_that_the_op_has_not_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, written(tmp_path, "xla", {"warps": 4}))
-    with pytest.raises(ValueError, match=f"{VARIABLE}: .*no block sizes warps"):
-        xla_tiling()
 
 
 def test_the_heuristic_fills_what_is_not_given():
