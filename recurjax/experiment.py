@@ -141,6 +141,7 @@ _NOT_THE_FUNCTION = {
     *("init", "dtype", "remat", "unroll", "implementation", "schedule", "tile"),
     "gate_horizon",  # of RAT's gates: how their biases start
 }
+"""Fields of a model's configs, by name, that its function does not depend on."""
 
 
 def _function(config: Any) -> Any:

@@ -221,9 +221,9 @@ def run_verify(args: list[str]) -> int:
     folder, options = _folder(args, "verify")
     told = args[0]
     if options:
-        # Three checks: the files' checksums, records that make up the stream, a
-        # tokenizer that is the one of the manifest.
         raise UserError(f"recurjax data verify takes a folder, got {options[0]} too")
+    # Three checks: the files' checksums, records that make up the stream, a tokenizer
+    # that is the one of the manifest.
     manifest = read_manifest(folder)
     verify_checksums(folder)
     PreparedStream(folder, manifest)  # counts of records, and the index
@@ -264,8 +264,7 @@ def run_show(args: list[str]) -> int:
 
 def _shown(stream: PreparedStream, tokenizer: Tokenizer, start: int, stop: int) -> str:
     """Returns a stretch of tokens as text: a line ||| where a document begins."""
-    # Which documents begin within this row; the row itself may begin inside one.
-    # Documents that begin inside of the row, by where they begin.
+    # Documents that begin within this row, which may itself begin inside one.
     first, last = np.searchsorted(stream.starts, [start, stop])
     begins = stream.starts[first:last].tolist()
     borders = [start, *(b for b in begins if b > start), stop]

@@ -59,8 +59,8 @@ class NextToken(RangeChecks):
         cross_entropy = losses.nats.sum() / counted
         metrics = {"loss": cross_entropy}
         if self.z_loss == 0.0:
-            # Draws log-normalizers towards 0, which keeps long trainings steady (PaLM).
             return cross_entropy, metrics
+        # Draws log-normalizers towards 0, which keeps long trainings steady (PaLM).
         z = jnp.square(losses.log_normalizer).sum() / counted
         return cross_entropy + self.z_loss * z, metrics | {"z_loss": self.z_loss * z}
 
