@@ -91,10 +91,8 @@ class Stack(Protocol):
 class SupportsExits(Stack, Protocol):
     """A stack of loops that tokens can leave early: see `as_exits`.
 
-    The three groups of methods compute the same function: of all tokens of a row at
-    once (`states`, `leaving`), loop by loop for a caller that decides after each
-    (`enter`, `loop`, `propagate`, `advance`), and for rows that stand at different
-    loops (the ticks).
+    Two groups of methods compute the same function: of all tokens of a row at once
+    (`states`, `leaving`), and for rows that stand at different loops (the ticks).
     """
 
     @property
@@ -124,32 +122,6 @@ class SupportsExits(Stack, Protocol):
         leave: Callable[[int, Array, Array], Bool[Array, "B T"]],
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
         """Runs entire rows, in which each token leaves when a rule says so."""
-        ...
-
-    def enter(self, x: Float[Array, "B T D"], cache: Cache) -> Float[Array, "B T D"]:
-        """Returns what loop 1 reads."""
-        ...
-
-    def loop(
-        self,
-        x: Float[Array, "B T D"],
-        b: int,
-        cache: Cache,
-        tokens: Tokens,
-        *,
-        ran: Int[Array, "B N"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache]:
-        """Runs loop b, from 0."""
-        ...
-
-    def propagate(
-        self, x: Float[Array, "B T D"], b: int, cache: Cache, tokens: Tokens
-    ) -> Cache:
-        """Writes the keys and values that tokens which left after b loops lack."""
-        ...
-
-    def advance(self, cache: Cache, tokens: Tokens) -> Cache:
-        """Moves every row on by its tokens, after the last loop that it runs."""
         ...
 
     def tick_weights(self) -> PyTree[Any]:
