@@ -14,7 +14,6 @@ from pallas_kernels.selective_scan import (
     mosaic_tpu,
     selective_scan,
     triton,
-    triton_launch,
     xla,
 )
 from pallas_kernels.selective_scan.call import (
@@ -275,8 +274,8 @@ def test_what_the_gpu_kernels_cannot_do_is_refused_with_a_reason(change, message
 
 
 def test_blocks_of_channels_divide_them():
-    tiles = triton_launch.choose_tiles(channels=2048, chunk=16)
-    assert tiles == triton_launch.Tiles(
+    tiles = triton.choose_tiles(channels=2048, chunk=16)
+    assert tiles == triton.Tiles(
         channels=32,
         backward_channels=128,
         unroll=4,
@@ -284,8 +283,8 @@ def test_blocks_of_channels_divide_them():
         warps=1,
         backward_warps=8,
     )
-    tiles = triton_launch.choose_tiles(channels=48, chunk=5)
-    assert tiles == triton_launch.Tiles(
+    tiles = triton.choose_tiles(channels=48, chunk=5)
+    assert tiles == triton.Tiles(
         channels=16,
         backward_channels=16,
         unroll=1,
