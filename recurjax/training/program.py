@@ -104,7 +104,11 @@ class Step:
 
 
 def build_step(
-    experiment: Recipe, mesh: Mesh, *, peak: Float[Array, ""] | None = None
+    experiment: Recipe,
+    mesh: Mesh,
+    *,
+    peak: Float[Array, ""] | None = None,
+    data_changes: tuple[int, ...] = (),
 ) -> Step:
     """Builds the training step of an experiment; nothing is compiled yet.
 
@@ -113,6 +117,7 @@ def build_step(
       mesh: of the devices, which may be there or only be planned for.
       peak: learning rate in place of `optimizer.learning_rate`; it may be traced, so
         that one program (of `update`) serves runs at several rates.
+      data_changes: see `train_step`.
 
     Raises:
       UserError: the model cannot train on the mesh, the mesh does not divide the rows
@@ -162,6 +167,7 @@ def build_step(
             spikes=training.spikes,
             accumulation=training.accumulation,
             train_only=training.train_only,
+            data_changes=data_changes,
         )
         # What the next update will use is the rate after this many updates that
         # counted.

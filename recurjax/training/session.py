@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from recurjax.config_json import from_json, to_json
 from recurjax.data.answers import AnswersDataset
@@ -23,7 +24,7 @@ from recurjax.model import Decoder
 from recurjax.parameters import from_nested_dict, to_nested_dict
 from recurjax.sharding import local_rows, make_mesh, place, placed
 from recurjax.training.agreement import first_process
-from recurjax.training.checkpoint import Checkpoints
+from recurjax.training.checkpoint import Checkpoints, named, nested
 from recurjax.training.program import Metrics, build_step
 from recurjax.training.run import (
     Mirror,
@@ -58,7 +59,8 @@ class Session:
         if mirror is None:
             check_shared(self.directory.root)
         self.mesh = make_mesh(experiment.mesh)
-        self._step = build_step(experiment, self.mesh)
+        changes = _data_changes(experiment)
+        self._step = build_step(experiment, self.mesh, data_changes=changes)
         self._resumes = self._refuse_another_run()
         self.dataset = self._open_dataset()
         tokenizer = self.dataset.tokenizer
@@ -104,7 +106,10 @@ class Session:
             self.experiment, self.mesh, report, record=self.directory
         )
         wanted = self._step.state
-        restored = self._checkpoints.restore(to_nested_dict(wanted), report=report)
+        tree = to_nested_dict(wanted)
+        # What the spike rule remembers may be of another window, or of a version that
+        # remembered less: then it begins again.
+        restored = self._checkpoints.restore(tree, report=report, optional=_WINDOW)
         reached = 0 if restored is None else restored.step
         # Fewer steps than were done: an older checkpoint would have to be chosen by
         # hand.
@@ -125,7 +130,19 @@ class Session:
             report(message)
         if restored is None:
             return self._first_state(report)
-        return from_nested_dict(wanted, restored.tree)
+        return from_nested_dict(wanted, self._with_window(restored.tree))
+
+    def _with_window(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Lets the spike rule begin again where a checkpoint lacks a part of it."""
+        leaves, wanted = named(tree), named(to_nested_dict(self._step.state))
+        if all(leaves[name] is not None for name in _WINDOW):
+            return tree
+        fresh = {
+            name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+            for name, leaf in wanted.items()
+            if name in _WINDOW
+        }
+        return nested({**leaves, **fresh})
 
     def step(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Reads one batch and trains on it; `state` is used up.
@@ -301,3 +318,15 @@ def _refuse_unusable_prompts(experiment: Experiment, tokenizer: Tokenizer) -> No
         )
         if reason is not None:
             raise UserError(reason)
+
+
+_WINDOW = ("spikes.losses", "spikes.known", "spikes.rejected")
+"""What the spike rule compares with; its counts of updates always go on."""
+
+
+def _data_changes(experiment: Experiment) -> tuple[int, ...]:
+    """Returns the steps from which on a mixture has other weights."""
+    corpus = getattr(experiment.data, "corpus", None)
+    if not isinstance(corpus, Mixture):
+        return ()
+    return tuple(change.step for change in corpus.reweightings)

@@ -26,7 +26,8 @@ class SpikeConfig(RangeChecks):
       window: the last losses that were not skipped, to compare with.
       sigma: skip when a loss is this many deviations above their median, see `judge`. A
         loss, gradient or update that is not finite is always skipped.
-      patience: this many skips in a row end the run.
+      patience: this many skips in a row end the run, unless their losses are as steady
+        as those before: then that level is accepted, see `judge`.
     """
 
     enabled: bool = True
@@ -40,11 +41,16 @@ class SpikeState(NamedTuple):
 
     Attributes:
       losses: the last accepted losses, a ring.
+      known: how many losses entered the ring since it was last emptied.
+      rejected: the losses of the current row of skipped updates; inf where the loss,
+        gradient or update was not finite.
       accepted: how many updates were made.
       skipped: how many updates were skipped since the last one made.
     """
 
     losses: Float[Array, " window"]
+    known: Int[Array, ""]
+    rejected: Float[Array, " patience"]
     accepted: Int[Array, ""]
     skipped: Int[Array, ""]
 
@@ -52,17 +58,27 @@ class SpikeState(NamedTuple):
 def new_spike_state(config: SpikeConfig) -> SpikeState:
     """Returns the state before the first step."""
     zero = jnp.zeros((), jnp.int32)
-    losses = jnp.zeros(config.window, jnp.float32)
-    return SpikeState(losses=losses, accepted=zero, skipped=zero)
+    return SpikeState(
+        losses=jnp.zeros(config.window, jnp.float32),
+        known=zero,
+        rejected=jnp.zeros(config.patience, jnp.float32),
+        accepted=zero,
+        skipped=zero,
+    )
 
 
 def judge(
-    state: SpikeState, loss: Scalar, finite: Bool[Array, ""], config: SpikeConfig
+    state: SpikeState,
+    loss: Scalar,
+    finite: Bool[Array, ""],
+    config: SpikeConfig,
+    *,
+    new_data: Bool[Array, ""] | bool = False,
 ) -> tuple[Bool[Array, ""], SpikeState]:
     """Says whether the step counts, and remembers it.
 
     The step counts when the loss is finite, gradient and update are (`finite`) and,
-    once 16 losses x are known (or a whole smaller window),
+    once 16 losses x are known (or a full smaller window),
 
         loss <= m + sigma * max(1.4826 * median |x - m|, max(1, m) / 100),
 
@@ -71,27 +87,86 @@ def judge(
     deviation so far that no later one is seen, and a loss that grows by half every step
     would stay near them. The last term keeps losses that hardly differ from making a
     spike of nothing.
+
+    A loss that rises once and stays is a new level, not a spike: data became harder.
+    The last loss that patience allows counts if that row is as steady as the losses
+    before it, see `_steady`, and the window then holds the row.
+
+    Args:
+      state: before the step.
+      loss: of the step.
+      finite: whether gradient and update are.
+      config: the rule.
+      new_data: whether the data changes at this step (weights of a mixture), so that
+        earlier losses say nothing about this one.
     """
-    good = jnp.isfinite(loss) & finite
+    sound = jnp.isfinite(loss) & finite
+    seen = jnp.where(new_data, 0, state.known)
     # The ring is full after `window` accepted losses.
-    known = jnp.minimum(state.accepted, config.window)
-    middle = _median(state.losses, known)
-    deviation = 1.4826 * _median(jnp.abs(state.losses - middle), known)
-    least = jnp.maximum(1.0, middle) / 100
-    limit = middle + config.sigma * jnp.maximum(deviation, least)
-    good &= (known < min(_FEWEST, config.window)) | (loss <= limit)
-    good |= not config.enabled
+    known = jnp.minimum(seen, config.window)
+    middle, deviation = _spread(state.losses, known)
+    judged = known >= min(_FEWEST, config.window)
+    good = sound & (~judged | (loss <= middle + _bound(middle, deviation, config)))
+    loss = loss.astype(jnp.float32)
+    place = state.skipped % state.rejected.size
+    rejected = state.rejected.at[place].set(jnp.where(sound, loss, jnp.inf))
+    new_level = (
+        (state.skipped + 1 >= config.patience)
+        & _steady(rejected, deviation, config)
+        & ~good
+    )
+    counts = good | new_level | (not config.enabled)
     # Only accepted losses enter the ring: a spike does not raise the next one's limit.
-    slot = state.accepted % config.window
-    kept = state.losses.at[slot].set(loss.astype(jnp.float32))
-    return good, SpikeState(
-        losses=jnp.where(good, kept, state.losses),
-        accepted=state.accepted + good,
-        skipped=jnp.where(good, 0, state.skipped + 1),
+    losses = jnp.where(
+        new_level,
+        _filled(rejected, state.losses.size),
+        jnp.where(good, state.losses.at[seen % config.window].set(loss), state.losses),
+    )
+    known_next = jnp.where(
+        new_level, min(config.patience, config.window), seen + good.astype(jnp.int32)
+    )
+    return counts, SpikeState(
+        losses=losses,
+        known=known_next,
+        rejected=rejected,
+        accepted=state.accepted + counts,
+        skipped=jnp.where(counts, 0, state.skipped + 1),
     )
 
 
-def _median(values: Float[Array, " window"], known: Int[Array, ""]) -> Scalar:
+def _bound(middle: Scalar, deviation: Scalar, config: SpikeConfig) -> Scalar:
+    """Returns how far a loss may lie from the median of its level."""
+    return config.sigma * jnp.maximum(deviation, jnp.maximum(1.0, middle) / 100)
+
+
+def _steady(
+    row: Float[Array, " patience"], deviation: Scalar, config: SpikeConfig
+) -> Bool[Array, ""]:
+    """Whether a row of losses lies at one level.
+
+    All lie within `_bound` of their median, and the medians of the earlier and the
+    later half within half of that: a loss that keeps growing is no level.
+    """
+    N = row.size
+    level = _median(row, jnp.int32(N))
+    bound = _bound(level, deviation, config)
+    early, late = jnp.median(row[: max(1, N // 2)]), jnp.median(row[N // 2 :])
+    inside = jnp.max(jnp.abs(row - level)) <= bound
+    return jnp.all(jnp.isfinite(row)) & inside & (jnp.abs(late - early) <= bound / 2)
+
+
+def _spread(values: Float[Array, " N"], known: Int[Array, ""]) -> tuple[Scalar, Scalar]:
+    """Returns the median of the first `known` values and their deviation from it."""
+    middle = _median(values, known)
+    return middle, 1.4826 * _median(jnp.abs(values - middle), known)
+
+
+def _filled(values: Float[Array, " N"], size: int) -> Float[Array, " size"]:
+    """Returns the first `size` values, zeros behind them."""
+    return jnp.zeros(size, values.dtype).at[: values.size].set(values[:size])
+
+
+def _median(values: Float[Array, " N"], known: Int[Array, ""]) -> Scalar:
     """Computes the median of the first `known` values; 0 of none."""
     # What is not known yet is sorted to the end.
     slots = jnp.arange(values.size)

@@ -71,6 +71,7 @@ def train_step(
     spikes: SpikeConfig,
     accumulation: int = 1,
     train_only: str | None = None,
+    data_changes: tuple[int, ...] = (),
 ) -> tuple[TrainState, dict[str, Scalar]]:
     """Makes one update, or skips it by the rule of `SpikeConfig`.
 
@@ -85,6 +86,8 @@ def train_step(
       accumulation: parts of the batch that go through the model one after another;
         the gradient is that of the whole batch's mean over counted targets.
       train_only: a pattern of the names of what is trained; None: everything.
+      data_changes: steps from which on the data are others (a mixture's weights), whose
+        losses are not compared with earlier ones.
 
     Returns:
       The next state, and metrics: the objective's own, `gradient_norm` (of what is
@@ -105,7 +108,10 @@ def train_step(
     # overflowed, say. Both are asked.
     update_norm = optax.tree.norm(updates)
     finite = jnp.isfinite(norm) & jnp.isfinite(update_norm)
-    good, seen = judge(state.spikes, metrics["loss"], finite, spikes)
+    changed = False
+    for step in data_changes:
+        changed |= state.step == step
+    good, seen = judge(state.spikes, metrics["loss"], finite, spikes, new_data=changed)
     model = whole_model(optax.apply_updates(trained, updates), state.model)
     # Old and new are both at hand and one is chosen: a step that does not count costs
     # what any other does, and no value has to reach the host.

@@ -10,9 +10,11 @@ from recurjax.errors import UserError
 from recurjax.experiment import read_experiment
 from recurjax.sharding import MeshConfig
 from recurjax.training import loop
+from recurjax.training.checkpoint.manifest import Manifest
 from recurjax.training.loop import Interruption
 from recurjax.training.optimizers import Constant
 from recurjax.training.session import Session
+from recurjax.training.spikes import SpikeConfig
 from tests.training.run_contents import arrays, assert_same_run, metrics
 from tests.training.tiny_experiment import changed, config
 
@@ -140,3 +142,33 @@ def test_a_run_goes_on_with_another_mesh(whole, stopped, tmp_path):
         np.testing.assert_allclose(
             got[name], want[name], rtol=0, atol=1e-3 * scale, err_msg=name
         )
+
+
+def test_a_run_goes_on_with_another_spike_rule_and_other_evaluations(stopped, tmp_path):
+    root = shutil.copytree(stopped, tmp_path / "run")
+    rule = SpikeConfig(window=16, sigma=9.0, patience=4)
+    other = changed(config(), training={"spikes": rule}, evaluation={"every": 6})
+    assert train(root, experiment=other).outcome == "finished"
+    assert read_experiment(root / "config.json").training.spikes == rule
+    steps = [row["step"] for row in metrics(root) if row["kind"] == "validation"]
+    assert steps == [4, 12]
+    # The window of the new rule began at step 8; the count of updates went on.
+    _, saved = arrays(root)
+    assert int(saved["spikes.known"]) == 5 and int(saved["spikes.accepted"]) == 12
+
+
+def test_a_checkpoint_of_a_rule_that_remembered_less_goes_on(
+    stopped, tmp_path, monkeypatch
+):
+    """Earlier versions had neither `known` nor `rejected`."""
+    root = shutil.copytree(stopped, tmp_path / "run")
+    stripped = Manifest.without_other
+
+    def without(manifest, wanted, optional):
+        arrays = {n: a for n, a in manifest.arrays.items() if n != "spikes.known"}
+        return stripped(dataclasses.replace(manifest, arrays=arrays), wanted, optional)
+
+    monkeypatch.setattr(Manifest, "without_other", without)
+    assert train(root).outcome == "finished"
+    _, saved = arrays(root)
+    assert int(saved["spikes.known"]) == 5 and int(saved["spikes.accepted"]) == 12

@@ -105,3 +105,40 @@ def test_a_rule_that_is_off_lets_everything_count():
 def test_a_rule_without_sense_is_refused(field):
     with pytest.raises(ValueError, match=rf"SpikeConfig\.{next(iter(field))}: must be"):
         SpikeConfig(**field)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "noise_of"),
+    [(2.0, 2.15, 0.01), (2.0, 2.3, 0.01), (0.8, 1.2, 0.01), (3.0, 4.5, 0.1)],
+)
+def test_a_higher_level_that_is_steady_is_taken_after_a_few_skips(
+    before, after, noise_of
+):
+    draw, config = np.random.default_rng(0).normal, SpikeConfig()
+    losses = [*draw(before, noise_of, 200), *draw(after, noise_of, 300)]
+    found, state = verdicts(losses, config=config)
+    assert all(found[:200])
+    assert found[200:].index(True) < config.patience
+    assert all(found[200 + config.patience :])
+    # The window is that of the new level: a spike above it is one again.
+    assert not judge(state, jnp.float32(after + 1.5), jnp.bool_(True), config)[0]
+
+
+def test_what_is_no_steady_level_ends_the_run():
+    config, rng = SpikeConfig(), np.random.default_rng(0)
+    for after in (
+        np.linspace(3.0, 30.0, 40),  # grows
+        rng.uniform(3.0, 9.0, 40),  # scatters
+        np.where(np.arange(40) % 2, 3.0, np.nan),  # is no number in between
+    ):
+        found, state = verdicts([*noise(40, mean=2.0), *after], config=config)
+        assert not any(found[40:])
+        assert int(state.skipped) == 40 >= config.patience
+
+
+def test_losses_of_other_data_are_not_compared_with():
+    rule = jax.jit(partial(judge, config=CONFIG))
+    state = verdicts(noise(8))[1]
+    assert not rule(state, jnp.float32(100.0), jnp.bool_(True))[0]
+    good, state = rule(state, jnp.float32(100.0), jnp.bool_(True), new_data=True)
+    assert good and int(state.known) == 1 and int(state.accepted) == 9

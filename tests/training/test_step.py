@@ -135,7 +135,7 @@ def test_a_skipped_batch_changes_nothing_of_what_follows(step):
 def test_a_spike_is_skipped_by_the_rule_of_sigma(step):
     state = start()
     calm = new_spike_state(SPIKES)._replace(
-        losses=jnp.asarray([0.1, 0.2, 0.1, 0.2]), accepted=jnp.int32(4)
+        losses=jnp.asarray([0.1, 0.2, 0.1, 0.2]), known=jnp.int32(4)
     )
     after, metrics = step(state._replace(spikes=calm), batch())
     assert int(metrics["skipped"]) == 1

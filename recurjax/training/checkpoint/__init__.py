@@ -8,5 +8,6 @@ from recurjax.training.checkpoint.checkpoints import (
     NoGoodCheckpoint,
     Restored,
 )
+from recurjax.training.checkpoint.manifest import named, nested
 
-__all__ = ["Checkpoints", "NoGoodCheckpoint", "Restored"]
+__all__ = ["Checkpoints", "NoGoodCheckpoint", "Restored", "named", "nested"]

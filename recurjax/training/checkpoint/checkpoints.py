@@ -3,7 +3,7 @@
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from os import PathLike
 from typing import Any, NamedTuple, TypeVar
@@ -175,6 +175,7 @@ class Checkpoints:
         *,
         step: int | None = None,
         report: Callable[[str], None] = print,
+        optional: Collection[str] = (),
     ) -> Restored | None:
         """Reads the newest step whose arrays match their checksums.
 
@@ -183,6 +184,8 @@ class Checkpoints:
             top-level part of the checkpoint that it does not name is not read.
           step: this step and no other; None for the newest good one.
           report: gets a sentence for each step that is left out.
+          optional: names of leaves that a checkpoint may lack or have in another shape;
+            such leaves are None in the result.
 
         Returns:
           None when there is no checkpoint at all.
@@ -209,7 +212,8 @@ class Checkpoints:
                 self._before_read(candidate)
             try:
                 manifest = self._read_manifest(candidate)
-                arrays = self._read_arrays(manifest, wanted)
+                there = manifest.without_other(wanted, optional)
+                arrays = self._read_arrays(manifest, there, optional)
             except _Damaged as fault:
                 faults[candidate] = str(fault)
                 self._directory.damaged.add(candidate)
@@ -220,9 +224,9 @@ class Checkpoints:
                 continue
             return Restored(
                 candidate,
-                filled(abstract, arrays),
+                filled(abstract, {**dict.fromkeys(wanted), **arrays}),
                 manifest.data_states,
-                manifest.digest(wanted),
+                manifest.digest(there),
             )
         if not faults:
             return None
@@ -340,10 +344,14 @@ class Checkpoints:
         return manifest
 
     def _read_arrays(
-        self, manifest: Manifest, wanted: Mapping[str, Any]
+        self,
+        manifest: Manifest,
+        wanted: Mapping[str, Any],
+        optional: Collection[str] = (),
     ) -> dict[str, jax.Array]:
         path = self._directory.path(manifest.step)
-        differences = manifest.differences(wanted) or self._other_values(manifest)
+        differences = manifest.differences(wanted, optional)
+        differences = differences or self._other_values(manifest)
         if differences:
             raise UserError(
                 f"checkpoint {manifest.step} in {self._directory.root} does not fit"

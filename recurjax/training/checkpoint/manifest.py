@@ -6,7 +6,7 @@ Arrays are named by the keys that lead to them, joined by dots.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,15 +77,31 @@ class Manifest:
         sums = {name: self.arrays[name].checksum for name in wanted}
         return _digest(sums)
 
-    def differences(self, wanted: Mapping[str, Any]) -> list[str]:
+    def without_other(
+        self, wanted: Mapping[str, Any], optional: Collection[str]
+    ) -> dict[str, Any]:
+        """Returns `wanted` without the optional arrays that are not there alike."""
+        return {
+            name: array
+            for name, array in wanted.items()
+            if name not in optional
+            or (name in self.arrays and _kind(self.arrays[name]) == _kind(array))
+        }
+
+    def differences(
+        self, wanted: Mapping[str, Any], optional: Collection[str] = ()
+    ) -> list[str]:
         """Lists how the saved arrays differ from the `wanted` ones (shape, dtype).
 
-        Arrays of a top-level part that `wanted` does not name at all do not count.
+        Arrays of a top-level part that `wanted` does not name at all do not count, and
+        neither do optional ones that it leaves out.
         """
         parts = {_part(name) for name in wanted}
         saved = {n: e for n, e in self.arrays.items() if _part(n) in parts}
         lines = []
         for name in sorted(saved.keys() | wanted.keys()):
+            if name not in wanted and name in optional:
+                continue
             if name not in wanted:
                 lines.append(f"{name} is in the checkpoint only")
             elif name not in saved:

@@ -41,6 +41,7 @@ from recurjax.training.checkpoint import Checkpoints, NoGoodCheckpoint
 from recurjax.training.program import model_shapes
 from recurjax.training.run.metrics import read_rows
 from recurjax.training.run.mirror import NO_STEP, fetched
+from recurjax.training.spikes import SpikeConfig
 
 
 class RunDirectory:
@@ -314,8 +315,10 @@ def _once(report: Callable[[str], None]) -> Callable[[str], None]:
 def _comparable(experiment: Experiment) -> Experiment:
     """Replaces what may change between parts of a run: devices, logging, samples."""
     training = dataclasses.replace(
-        # Logging and keeping change no parameter.
+        # Logging and keeping change no parameter; the spike rule may be corrected when
+        # it has stopped a run.
         experiment.training,
+        spikes=SpikeConfig(),
         log_every=1,
         checkpoint_every=1,
         keep_checkpoints=1,
@@ -326,7 +329,11 @@ def _comparable(experiment: Experiment) -> Experiment:
         mlflow_experiment=None,
     )
     evaluation = dataclasses.replace(
-        experiment.evaluation, sample_prompts=(), sample_tokens=1, temperature=0.0
+        experiment.evaluation,
+        every=1,
+        sample_prompts=(),
+        sample_tokens=1,
+        temperature=0.0,
     )
     data = dataclasses.replace(experiment.data, prefetch=0, threads=1)
     return dataclasses.replace(
