@@ -4,10 +4,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, get_args, overload
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
 from recurjax.data.answers import AnswersDataset, open_answers
 from recurjax.data.config import (
@@ -30,6 +31,7 @@ from recurjax.data.streams import (
     MemoryStream,
     Split,
     TokenStream,
+    byte_table,
     encoded_documents,
     validation_start,
 )
@@ -50,6 +52,8 @@ class Dataset(RowsOfText):
       stream: all of its tokens.
       cut: the validation split begins at this token.
       fingerprint: SHA-256 of the tokens' identity and the tokenizer.
+      text_scale: bytes of text for each byte of `byte_table`, of the documents that
+        validation reads; 1 for tokenizers that keep every byte.
     """
 
     config: DataConfig
@@ -57,6 +61,19 @@ class Dataset(RowsOfText):
     stream: TokenStream
     cut: int
     fingerprint: str
+    text_scale: float = 1.0
+
+    @cached_property
+    def token_bytes(self) -> Int32[np.ndarray, " V"] | Float32[np.ndarray, " V"]:
+        """The bytes of text that each token counts for: they sum to the text's own.
+
+        A tokenizer may put spaces before words, drop or fold letters; bits per byte
+        compare tokenizers only over the bytes of the text itself.
+        """
+        table = byte_table(self.tokenizer)
+        if self.text_scale == 1.0:
+            return table
+        return (table * self.text_scale).astype(np.float32)
 
     def split(self, name: SplitName) -> Split:
         """Returns one part of the stream."""
@@ -213,6 +230,22 @@ class MixtureDataset(RowsOfText):
 
 
 AnyDataset = Dataset | MixtureDataset | AnswersDataset | TaskDataset
+
+
+def lossy_note(dataset: AnyDataset) -> str | None:
+    """Says that a tokenizer's tokens are not the text's bytes; None: they are."""
+    texts = dataset.parts.values() if isinstance(dataset, MixtureDataset) else [dataset]
+    scales = [text.text_scale for text in texts if isinstance(text, Dataset)]
+    if all(scale == 1.0 for scale in scales):
+        return None
+    most = max(scales, key=lambda scale: abs(scale - 1))
+    return (
+        "the tokenizer does not keep every byte (spaces it adds, letters it folds or "
+        f"does not know): {1 / most:.3f} bytes of its tokens for each of the text; "
+        "bits per byte count the text's own"
+    )
+
+
 """What `open_dataset` gives: their tokenizers and loaders are alike."""
 
 
@@ -266,19 +299,25 @@ def _open_text(config: DataConfig, tokenizer: Tokenizer | None) -> Dataset:
     )
     cut = validation_start(
         stream,
-        document_bytes=np.array([d.token_bytes for d in documents], np.int64),
+        document_bytes=np.array([d.table_bytes for d in documents], np.int64),
         tokenizer=tokenizer,
         fraction=config.held_out,
     )
     # The tokens themselves, not the files: the same text in other files is the same
     # data, and a checkpoint's place in it stays good.
     identity = [tokenizer.hash, stream.sha256(), cut]
+    ends = np.cumsum([len(document.ids) for document in documents])
+    read = [d for d, end in zip(documents, ends, strict=True) if end > cut] or documents
     return Dataset(
         config=config,
         tokenizer=tokenizer,
         stream=stream,
         cut=cut,
         fingerprint=_sha256_of(identity),
+        text_scale=_ratio(
+            sum(document.text_bytes for document in read),
+            sum(document.counted_bytes for document in read),
+        ),
     )
 
 
@@ -353,7 +392,13 @@ def _open_prepared(
         stream=PreparedStream(folder, manifest),
         cut=manifest.train_tokens,
         fingerprint=_sha256_of([tokenizer.hash, *shards, manifest.train_tokens]),
+        text_scale=_ratio(manifest.text_bytes, manifest.counted_bytes),
     )
+
+
+def _ratio(text: int, counted: int) -> float:
+    # 0: there is no text, or an earlier version did not count.
+    return text / counted if counted else 1.0
 
 
 def _check_long_enough(part: Split, length: int) -> None:

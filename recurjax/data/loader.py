@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import grain
 import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32, Int64, Real
 
 from recurjax.data.config import DataConfig
 from recurjax.data.packing import BestFit, segment_numbers
@@ -56,6 +56,11 @@ class RowsOfText:
     @property
     def vocabulary(self) -> int:
         return self.tokenizer.vocabulary
+
+    @property
+    def token_bytes(self) -> Real[np.ndarray, " V"]:
+        """The bytes of text that each token counts for in bits per byte."""
+        return self.tokenizer.token_bytes
 
     def evaluation_length(self, length: int) -> int:
         """Returns the places of a row in evaluations: as in training."""

@@ -22,15 +22,34 @@ class EncodedDocument(NamedTuple):
     Attributes:
       ids: the tokens.
       text_bytes: length of the document in UTF-8.
-      token_bytes: the sum of the tokens' `token_bytes`; equal to `text_bytes` for
-        byte-level tokenizers.
+      table_bytes: the sum of the tokens' `token_bytes`, by which streams are cut; equal
+        to `text_bytes` for byte-level tokenizers.
+      counted_bytes: the sum by `byte_table`.
       done: how far into the corpus it ends, as in `corpora.Document`.
     """
 
     ids: Int32[np.ndarray, " T"]
     text_bytes: int
-    token_bytes: int
+    table_bytes: int
+    counted_bytes: int
     done: int
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of text that the tokens stand for: all of the document's."""
+        return self.text_bytes
+
+
+def byte_table(tokenizer: Tokenizer) -> Int32[np.ndarray, " V"]:
+    """Returns the bytes that each token counts for in bits per byte, before scaling.
+
+    The unknown token counts for one at least, so that its nats are not left out.
+    """
+    table = tokenizer.token_bytes
+    if tokenizer.unknown is not None and table[tokenizer.unknown] == 0:
+        table = table.copy()
+        table[tokenizer.unknown] = 1
+    return table
 
 
 def encoded_documents(
@@ -110,12 +129,14 @@ def _encoded(
     group: list[Document], tokenizer: Tokenizer, before: np.ndarray, after: np.ndarray
 ) -> Iterator[EncodedDocument]:
     encoded = tokenizer.encode_many([document.text for document in group])
+    table = byte_table(tokenizer)
     for document, ids in zip(group, encoded, strict=True):
         yield EncodedDocument(
             ids=np.concatenate([before, ids, after]),
             text_bytes=len(document.text.encode("utf-8")),
             # Of the tokens, which for a lossy tokenizer is not the text's length.
-            token_bytes=int(tokenizer.token_bytes[ids].sum()),
+            table_bytes=int(tokenizer.token_bytes[ids].sum()),
+            counted_bytes=int(table[ids].sum()),
             done=document.done,
         )
 

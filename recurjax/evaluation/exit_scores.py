@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 from recurjax.errors import UserError
 from recurjax.evaluation.accuracy import by_pieces, likeliest
@@ -72,7 +72,7 @@ def score_exits(
     model: Decoder,
     batches: Callable[[], Iterable[Batch]],
     *,
-    token_bytes: Int[np.ndarray, " V"],
+    token_bytes: Real[np.ndarray, " V"],
     thresholds: dict[str, Sequence[float]],
     head: ExitHead | None = None,
     report: Callable[[str], None] = lambda text: None,
@@ -99,7 +99,7 @@ def score_exits(
     for name in named:
         if (values := thresholds.get(name)) is not None:
             tries.append((name, values))
-    sizes = jnp.asarray(token_bytes, jnp.int32)
+    sizes = jnp.asarray(token_bytes)
     found = []
     for rule, values in tries:
         if rule == "head" and head is None:
@@ -223,7 +223,7 @@ def _full(model: Decoder, batch: Batch) -> Int[Array, "B T"]:
 def _sums(
     model: Decoder,
     batch: Batch,
-    sizes: Int[Array, " V"],
+    sizes: Real[Array, " V"],
     wanted: Int[Array, "B T"],
     threshold: Float[Array, ""],
     head: ExitHead | None,

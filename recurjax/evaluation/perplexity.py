@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 from recurjax.evaluation.accuracy import (
     Accuracy,
@@ -99,7 +99,7 @@ def score(
     model: Decoder,
     batches: Iterable[Batch],
     *,
-    token_bytes: Int[np.ndarray, " V"],
+    token_bytes: Real[np.ndarray, " V"],
     objective: Objective = AS_CALLED,
     between: Callable[[], None] = lambda: None,
     slices: Iterable[Sequence[dict[str, int]]] | None = None,
@@ -110,7 +110,7 @@ def score(
     Args:
       model: any variant.
       batches: from `Dataset.loader("validation", ...)`, on the model's mesh.
-      token_bytes: bytes that each token stands for.
+      token_bytes: bytes that each token counts for: `Dataset.token_bytes`.
       objective: how the model is run: of an experiment's, the states and the pieces of
         the vocabulary.
       between: called after each batch.
@@ -120,7 +120,7 @@ def score(
     """
     counts: list[AnswerCounts] = []
     # Bytes by token on the device, so that a batch's sums come back as four numbers.
-    sizes = jnp.asarray(token_bytes, jnp.int32)
+    sizes = jnp.asarray(token_bytes)
     of_passes = np.zeros((1, 4), np.float64)
     for batch in batches:
         if slices is None:
@@ -143,7 +143,7 @@ def score(
         perplexity=math.exp(min(loss, 700.0)),
         bits_per_byte=bits_per_byte(text_nats, text_bytes),
         tokens=int(tokens),
-        bytes=int(text_bytes),
+        bytes=round(text_bytes),
         accuracy=None if slices is None else accuracy(counts, slices),
         passes=tuple(
             bits_per_byte(float(part[2]), float(part[3])) for part in of_passes
@@ -159,8 +159,8 @@ def bits_per_byte(nats: float, text_bytes: float) -> float:
 
 
 def text_sums(
-    nats: Float[Array, "*B"], targets: Int[Array, "*B"], sizes: Int[Array, " V"]
-) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    nats: Float[Array, "*B"], targets: Int[Array, "*B"], sizes: Real[Array, " V"]
+) -> tuple[Float[Array, ""], Real[Array, ""]]:
     """Sums the nats of the targets that stand for text, and their bytes.
 
     Source: nanochat's count. Special tokens have no bytes, and their nats, as those of
@@ -177,7 +177,7 @@ def text_sums(
 
 @partial(jax.jit, static_argnames="objective")
 def batch_sums(
-    model: Decoder, batch: Batch, sizes: Int[Array, " V"], *, objective: Objective
+    model: Decoder, batch: Batch, sizes: Real[Array, " V"], *, objective: Objective
 ) -> Float[Array, "P 4"]:
     """Returns nats, tokens, nats of tokens with bytes, bytes; over one batch.
 
@@ -190,7 +190,7 @@ def batch_sums(
 def _sums_and_answers(
     model: Decoder,
     batch: Batch,
-    sizes: Int[Array, " V"],
+    sizes: Real[Array, " V"],
     *,
     objective: Objective,
     mesh: Mesh | None,
@@ -209,7 +209,7 @@ def _sums_and_answers(
 def _sums(
     model: Decoder,
     passes: list[tuple[Array, Array]],
-    sizes: Int[Array, " V"],
+    sizes: Real[Array, " V"],
     objective: Objective,
 ) -> Float[Array, "P 4"]:
     rows = []

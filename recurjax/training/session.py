@@ -8,11 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from recurjax.config_json import from_json, to_json
 from recurjax.data.answers import AnswersDataset
 from recurjax.data.config import Mixture, Prepared
-from recurjax.data.dataset import AnyDataset, SplitName, open_dataset
+from recurjax.data.dataset import (
+    AnyDataset,
+    MixtureDataset,
+    SplitName,
+    lossy_note,
+    open_dataset,
+)
 from recurjax.data.loader import ChainedLoader, Loader, RowLoader
 from recurjax.data.prepared import verify_checksums
 from recurjax.data.tokenizers import Tokenizer
@@ -106,6 +113,8 @@ class Session:
             self.experiment, self.mesh, report, record=self.directory
         )
         wanted = self._step.state
+        if (note := lossy_note(self.dataset)) is not None:
+            report(note)
         tree = to_nested_dict(wanted)
         # What the spike rule remembers may be of another window, or of a version that
         # remembered less: then it begins again.
@@ -172,12 +181,21 @@ class Session:
         Of a mixture the first of each part, which has a score of its own.
         """
         if isinstance(self._validation, ChainedLoader):
+            assert isinstance(self.dataset, MixtureDataset)
+            sizes = {n: part.token_bytes for n, part in self.dataset.parts.items()}
             parts = self._validation.parts.items()
-            return joined({n: self._scored(state, p, between) for n, p in parts})
-        return self._scored(state, self._validation, between)
+            return joined(
+                {n: self._scored(state, p, sizes[n], between) for n, p in parts}
+            )
+        sizes = self.dataset.token_bytes
+        return self._scored(state, self._validation, sizes, between)
 
     def _scored(
-        self, state: TrainState, loader: Any, between: Callable[[], None]
+        self,
+        state: TrainState,
+        loader: Any,
+        token_bytes: np.ndarray,
+        between: Callable[[], None],
     ) -> Score:
         batches, rows = iter(loader), self.experiment.evaluation_batch
         limit = self.experiment.evaluation.batches
@@ -188,7 +206,7 @@ class Session:
                 return score(
                     state.model,
                     placed(limited, self.mesh, batch=rows),
-                    token_bytes=self.dataset.tokenizer.token_bytes,
+                    token_bytes=token_bytes,
                     objective=self.experiment.objective,
                     between=between,
                     slices=self.dataset.slices("validation", batch=rows),

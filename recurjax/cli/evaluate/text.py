@@ -17,7 +17,7 @@ from recurjax.cli.evaluate.options import (
     require_folder,
 )
 from recurjax.data.config import DataConfig, TextFiles
-from recurjax.data.dataset import open_dataset
+from recurjax.data.dataset import lossy_note, open_dataset
 from recurjax.data.tasks import TaskData
 from recurjax.errors import UserError
 from recurjax.evaluation.by_position import loss_by_position, plot_by_position
@@ -236,7 +236,7 @@ def prepare_exits(options: EvaluateExits) -> Measure:
         scores = score_exits(
             loaded.model,
             source.batches,
-            token_bytes=loaded.tokenizer.token_bytes,
+            token_bytes=source.dataset.token_bytes,
             thresholds=values,
             head=head,
             report=log,
@@ -274,13 +274,15 @@ def score_rows(source: RowSource, loaded: LoadedRun, mesh: Mesh | None) -> Figur
             return score(
                 loaded.model,
                 source.batches(),
-                token_bytes=source.dataset.tokenizer.token_bytes,
+                token_bytes=source.dataset.token_bytes,
                 objective=objective,
                 between=lambda: done(1),
                 slices=source.dataset.slices(source.split, batch=source.batch),
                 mesh=mesh,
             )
 
+    if (note := lossy_note(source.dataset)) is not None:
+        log(note)
     objective = loaded.experiment.objective
     result = scored(objective)
     report = {"text": source.name, "length": source.length, **_score_as_json(result)}

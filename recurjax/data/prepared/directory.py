@@ -72,6 +72,8 @@ class PreparedManifest:
       documents: how many.
       tokens: in all, with the BOS of each document.
       text_bytes: of the documents, in UTF-8.
+      counted_bytes: of their tokens, by `byte_table`; 0: an earlier version did not
+        count them.
       validation_fraction: as it was asked for, a share of the bytes.
       train_tokens: the training split is the first so many tokens.
       validation_tokens: the rest.
@@ -95,6 +97,7 @@ class PreparedManifest:
     index_sha256: str
     shards: tuple[Shard, ...]
     version: str = ""
+    counted_bytes: int = 0
 
     def to_json(self) -> str:
         values = json.loads(json.dumps(asdict(self)))

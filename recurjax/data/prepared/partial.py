@@ -38,7 +38,7 @@ class Kept:
     Attributes:
       documents: so many of them are in what follows.
       starts, document_bytes: where each begins, and the bytes of its tokens.
-      tokens, text_bytes: of all of them.
+      tokens, text_bytes, counted_bytes: of all of them.
       shards: the whole files.
       tail: the tokens after the last of these, as they are stored.
     """
@@ -48,6 +48,7 @@ class Kept:
     document_bytes: Sequence[int] | np.ndarray = ()
     tokens: int = 0
     text_bytes: int = 0
+    counted_bytes: int = 0
     shards: tuple[Shard, ...] = ()
     tail: bytes = b""
 
@@ -104,6 +105,7 @@ class Partial:
             "documents": kept.documents,
             "tokens": kept.tokens,
             "text_bytes": kept.text_bytes,
+            "counted_bytes": kept.counted_bytes,
             "shards": [asdict(shard) for shard in kept.shards],
             "pieces": self._pieces,
         }
@@ -153,6 +155,8 @@ class Partial:
                 document_bytes=sizes,
                 tokens=told["tokens"],
                 text_bytes=told["text_bytes"],
+                # 0: begun by a version that did not count them.
+                counted_bytes=told.get("counted_bytes", 0),
                 shards=shards,
                 tail=(self.folder / _tail(self._pieces)).read_bytes(),
             )

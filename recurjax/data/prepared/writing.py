@@ -73,6 +73,7 @@ class Written(NamedTuple):
     document_bytes: np.ndarray
     tokens: int
     text_bytes: int
+    counted_bytes: int
     shards: tuple[Shard, ...]
 
 
@@ -233,6 +234,7 @@ def merge(
             document_bytes=np.concatenate(sizes),
             tokens=total,
             text_bytes=sum(manifest.text_bytes for manifest in manifests),
+            counted_bytes=_counted(manifests),
             shards=writer.finish(),
         )
         return write_manifest(
@@ -336,6 +338,7 @@ def write_manifest(
         documents=len(written.starts),
         tokens=written.tokens,
         text_bytes=written.text_bytes,
+        counted_bytes=written.counted_bytes,
         validation_fraction=validation_fraction,
         # Where validation begins is found in the written tokens, which need a
         # manifest to be read; so the first one says that all is training.
@@ -388,6 +391,9 @@ def _write_tokens(
     starts = array("q", np.asarray(kept.starts, np.int64).tobytes())
     document_bytes = array("q", np.asarray(kept.document_bytes, np.int64).tobytes())
     tokens, text_bytes = kept.tokens, kept.text_bytes
+    # A part that was not counted leaves the sum of all unknown.
+    counts = bool(kept.counted_bytes) or not kept.documents
+    counted_bytes = kept.counted_bytes
     # Bytes that make no whole record yet wait for the next document.
     pending = writer.write_whole_records(kept.tail, size)
     # It was stopped after its last document: none is begun beyond the limit.
@@ -395,9 +401,10 @@ def _write_tokens(
         encoded = iter(())
     for document in encoded:
         starts.append(tokens)
-        document_bytes.append(document.token_bytes)
+        document_bytes.append(document.table_bytes)
         tokens += len(document.ids)
         text_bytes += document.text_bytes
+        counted_bytes += document.counted_bytes * counts
         full = len(writer.shards)
         joined = pending + document.ids.astype(dtype).tobytes()
         pending = writer.write_whole_records(joined, size)
@@ -412,6 +419,7 @@ def _write_tokens(
                     document_bytes=document_bytes,
                     tokens=tokens,
                     text_bytes=text_bytes,
+                    counted_bytes=counted_bytes,
                     shards=writer.shards,
                     tail=joined[len(joined) - beyond :],
                 )
@@ -426,8 +434,15 @@ def _write_tokens(
         document_bytes=np.array(document_bytes, np.int64),
         tokens=tokens,
         text_bytes=text_bytes,
+        counted_bytes=counted_bytes,
         shards=writer.finish(),
     )
+
+
+def _counted(manifests: Sequence[Manifest]) -> int:
+    """Sums what all parts counted; 0: one of them did not."""
+    counts = [manifest.counted_bytes for manifest in manifests]
+    return sum(counts) if all(counts) else 0
 
 
 def stored_type(vocabulary: int) -> np.dtype:

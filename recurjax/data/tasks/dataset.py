@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import ClassVar, get_args
 
+import numpy as np
+from jaxtyping import Real
+
 from recurjax.data.config import Prefetch, Threads
 from recurjax.data.loader import Batch, Layout, RowLoader
 from recurjax.data.tasks.copying import Copy
@@ -77,6 +80,11 @@ class TaskDataset:
     @property
     def vocabulary(self) -> int:
         return self.tokenizer.vocabulary
+
+    @property
+    def token_bytes(self) -> Real[np.ndarray, " V"]:
+        """The bytes of text that each token counts for in bits per byte."""
+        return self.tokenizer.token_bytes
 
     @cached_property
     def fingerprint(self) -> str:

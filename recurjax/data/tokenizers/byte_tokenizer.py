@@ -24,6 +24,7 @@ class NamelessTokens:
     added_tokens: Mapping[str, int] = MappingProxyType({})
     adds_eos = False
     pad: int | None = None
+    unknown: int | None = None
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         raise NotImplementedError

@@ -75,6 +75,7 @@ class JsonTokenizer:
       names: the special tokens by role (bos_token, eos_token, pad_token, unk_token), as
         chat templates and exports write them; None: there is no such token.
       pad: the token that fills rows elsewhere, or None; nothing here uses it.
+      unknown: the token of text that the vocabulary cannot write, or None.
       settings: what the checkpoint says about text besides its tokenizer.json; no part
         of the tokenizer's identity.
     """
@@ -147,10 +148,7 @@ class JsonTokenizer:
                 f"{self.vocabulary - 1}"
             )
         self.token_bytes = np.array([len(piece) for piece in self._pieces], np.int32)
-        # The unknown token stands for text, of which bits per byte must not lose the
-        # nats; how many bytes it has, only the text knows.
-        if (unknown := self._unknown) is not None:
-            self.token_bytes[unknown] = max(1, self.token_bytes[unknown])
+        self.unknown = self._unknown()
         # Special tokens belong to the identity: with others the same file is another
         # tokenizer.
         begin = None if self.bos is None else self._tokenizer.id_to_token(self.bos)
@@ -384,7 +382,6 @@ class JsonTokenizer:
     def _guards(self) -> dict[tuple[tuple[str, str], ...], tokenizers.Tokenizer]:
         return {}
 
-    @cached_property
     def _unknown(self) -> int | None:
         model = self._json.get("model") or {}
         if model.get("type") == "Unigram":

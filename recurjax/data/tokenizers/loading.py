@@ -60,6 +60,7 @@ class Tokenizer(Protocol):
         document.
       adds_eos: whether EOS ends each document although there is a BOS.
       pad: the token that fills rows elsewhere, or None.
+      unknown: the token of text that the vocabulary cannot write, or None.
       token_bytes: how many bytes of text each token stands for; special tokens 0. For
         byte-level tokenizers they sum to the length of the text in UTF-8.
       names: the special tokens by role (bos_token, ...), as chat templates write them.
@@ -73,6 +74,7 @@ class Tokenizer(Protocol):
     bos: int | None
     eos: int | None
     pad: int | None
+    unknown: int | None
     token_bytes: Int32[np.ndarray, " V"]
     settings: TextSettings
     hash: str
