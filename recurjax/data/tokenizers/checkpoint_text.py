@@ -181,8 +181,8 @@ def states_bos_by_name(folder: Path) -> bool:
     """
     if not _is(folder / CONFIG_FILE):
         return False
-    text = (folder / CONFIG_FILE).read_text(encoding="utf-8")
     values = read_json_object(folder / CONFIG_FILE, "the tokenizer's config")
+    text = (folder / CONFIG_FILE).read_text(encoding="utf-8")
     return set(values) <= set(_ROLES) and text == json.dumps(values, indent=1) + "\n"
 
 
