@@ -439,7 +439,7 @@ def _write_tokens(
     )
 
 
-def _counted(manifests: Sequence[Manifest]) -> int:
+def _counted(manifests: Sequence[PreparedManifest]) -> int:
     """Sums what all parts counted; 0: one of them did not."""
     counts = [manifest.counted_bytes for manifest in manifests]
     return sum(counts) if all(counts) else 0
