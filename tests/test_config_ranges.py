@@ -8,10 +8,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 
 from recurjax.cli.bench import Bench
-from recurjax.cli.chat.command import ChatOptions
+from recurjax.cli.chat import ChatOptions
 from recurjax.cli.convert.command import FromHf, FromTorch, ToTorch
-from recurjax.cli.convert.recursive import ToRecursive, ToTransformer
-from recurjax.cli.convert.surgery import ToRecurFormer
+from recurjax.cli.convert.surgery import (
+    ToRecurFormer,
+    ToRecursive,
+    ToTransformer,
+)
 from recurjax.cli.data import PrepareOptions, ShowOptions
 from recurjax.cli.evaluate.command import (
     EvaluateCore,

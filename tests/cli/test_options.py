@@ -8,7 +8,7 @@ import tyro
 
 from recurjax import variants
 from recurjax.cli.bench import BENCHES, Bench
-from recurjax.cli.chat.command import ChatOptions
+from recurjax.cli.chat import ChatOptions
 from recurjax.cli.evaluate.command import (
     EvaluateCore,
     EvaluateHarness,

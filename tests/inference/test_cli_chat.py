@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recurjax.cli.chat import Talk, command, own_sampling, run
+from recurjax.cli import chat as command
+from recurjax.cli.chat import Talk, own_sampling, run
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import ByteTokenizer, TextSettings
 from recurjax.errors import UserError
@@ -91,7 +92,7 @@ def test_commands_change_the_talk(chat, tmp_path):
     assert said[1:4] == ["system: (none)", "(begun anew)", f"(3 messages in {file})"]
     assert said[4:6] == ["temperature 0", "temperature 0.5"]
     assert said[6] == "recurjax: /temperature wants a number, got 'warm'"
-    assert said[7] == "recurjax: temperature must be 0 or above, got -1.0"
+    assert said[7].endswith("temperature: must be >= 0, got -1.0")
     assert "a second, ended by its limit" in said[8] and "KiB" in said[9]
     assert said[10:12] == ["(forgotten)", "system: short"]
     assert said[-2] == "recurjax: there is no command /wings: /help lists them"

@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from recurjax.cli.convert.recursive import run_to_recursive, run_to_transformer
-from recurjax.cli.convert.surgery import run_to_recurformer
+from recurjax.cli.convert.surgery import (
+    run_to_recurformer,
+    run_to_recursive,
+    run_to_transformer,
+)
 from recurjax.cli.options import Command, parse, run_command
 from recurjax.convert.authors import as_trained, from_authors
 from recurjax.convert.hugging_face import from_hf
