@@ -1,7 +1,7 @@
 """`recurjax chat`: a talk with the model of a run directory, in the terminal.
 
-The command reads lines and shows answers; `Talk` holds the messages and answers them on
-an engine of one slot.
+The command reads lines and shows answers; `ChatSession` holds messages and answers
+them on an engine of one slot.
 """
 
 import importlib.util
@@ -131,7 +131,7 @@ class Answered:
         )
 
 
-class Talk:
+class ChatSession:
     """Messages, and how they are answered.
 
     Without a template the model is no chat: each text is continued by itself.
@@ -379,7 +379,7 @@ def run(argv: list[str]) -> int:
     spread = mesh if mesh.size > 1 else None
     engine = Engine(model, config, tokenizer=tokenizer, mesh=spread)
     engine.compile()
-    talk = Talk(
+    talk = ChatSession(
         engine,
         tokenizer,
         template,
@@ -401,7 +401,7 @@ def run(argv: list[str]) -> int:
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def _greeting(talk: Talk, own: list[str]) -> str:
+def _greeting(talk: ChatSession, own: list[str]) -> str:
     settings = f" with the model's own {', '.join(own)}" if own else ""
     if talk.chats:
         return f"A chat{settings}; /help lists the commands."
@@ -415,7 +415,7 @@ def _greeting(talk: Talk, own: list[str]) -> str:
 class _Terminal:
     """Reads lines and shows answers, with a prompt where somebody types."""
 
-    def __init__(self, talk: Talk, model: Decoder):
+    def __init__(self, talk: ChatSession, model: Decoder):
         self._talk, self._model = talk, model
         self._typed = sys.stdin.isatty() and sys.stdout.isatty()
         if self._typed and importlib.util.find_spec("readline") is not None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from recurjax.cli import chat as command
-from recurjax.cli.chat import Talk, own_sampling, run
+from recurjax.cli.chat import ChatSession, own_sampling, run
 from recurjax.data.chat import ChatTemplate
 from recurjax.data.tokenizers import ByteTokenizer, TextSettings
 from recurjax.errors import UserError
@@ -64,7 +64,7 @@ def new_talk(engine, template, **changes):
         "max_new_tokens": 9,
         "seed": 0,
     }
-    return Talk(engine, ByteTokenizer(), template, **usual | changes)
+    return ChatSession(engine, ByteTokenizer(), template, **usual | changes)
 
 
 def test_answers_are_lines_where_nobody_types(chat):
