@@ -8,7 +8,7 @@ data-iterator state and all rows of metrics.jsonl less their timings. Expect a l
 kill and at last "20 of 20 ended bit-identical", in about three minutes on two cores;
 exit code 1 if one differs. With `--into` a stopped night goes on where it was.
 
-    python experiments/kill_and_resume.py --kills 200 --into kills.json
+    python tests/trials/kill_and_resume.py --kills 200 --into kills.json
 """
 
 import json

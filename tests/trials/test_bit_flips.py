@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from experiments.bit_flips import Options, draw, main
 from tests.training.compilation import quick_compilation
+from tests.trials.bit_flips import Options, draw, main
 
 __all__ = ["quick_compilation"]
 

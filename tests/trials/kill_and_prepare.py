@@ -6,7 +6,7 @@ on with by the same command. All files are compared byte for byte. Expect a line
 and at last "20 of 20 ended byte-identical", in about two minutes on two cores; exit
 code 1 if one differs.
 
-    python experiments/kill_and_prepare.py --kills 20
+    python tests/trials/kill_and_prepare.py --kills 20
 """
 
 import hashlib

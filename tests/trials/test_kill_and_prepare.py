@@ -1,7 +1,7 @@
 import pytest
 
-from experiments import kill_and_prepare
 from recurjax.errors import UserError
+from tests.trials import kill_and_prepare
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from tests.source_tree import ROOT
 
 
 def test_a_hundred_hostile_inputs_are_read_or_refused():
-    words = [sys.executable, "experiments/hostile_inputs.py", "--cases", "100"]
+    words = [sys.executable, "tests/trials/hostile_inputs.py", "--cases", "100"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     row = next(line for line in done.stdout.splitlines() if line.startswith("all "))

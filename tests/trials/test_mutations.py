@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.mutations import ROOT, Mutation, apply, mutations
+from tests.trials.mutations import ROOT, Mutation, apply, mutations
 
 TABLE = mutations()
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.kill_and_resume import contents, difference
+from tests.trials.kill_and_resume import contents, difference
 
-SCRIPT = Path(__file__).parents[2] / "experiments" / "kill_and_resume.py"
+SCRIPT = Path(__file__).with_name("kill_and_resume.py")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ run that was stopped goes on where it was. Expect a line a mutation and at last 
 were found; 95 of 100 is the least. A mutation takes seconds to half a minute on one
 core; `--only TEXT` runs those whose file, line or tests hold a text.
 
-    python experiments/mutations.py --into mutations.json --only spikes
+    python tests/trials/mutations.py --into mutations.json --only spikes
 """
 
 import json
@@ -29,7 +29,7 @@ import tyro
 
 from recurjax.files.atomic import write_atomic
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_suffix(".jsonl")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from recurjax.errors import UserError
 
-FOLDER = Path(__file__).parents[2] / "experiments"
+FOLDER = Path(__file__).parent
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ bit for bit (the flip is in padding or in a file that restoring does not read).
 `--into`, so that a run that was stopped goes on where it was. Expect 500 flips in
 about two minutes on one core, none of them silent.
 
-    python experiments/bit_flips.py --flips 500 --into bit_flips.json
+    python tests/trials/bit_flips.py --flips 500 --into bit_flips.json
 """
 
 import json

@@ -11,7 +11,7 @@ parameters, optimizer, data, all rows of metrics.jsonl. Expect a line a trial an
 last "10 of 10 ended as one start does", in about five minutes on two cores; exit code 1
 if one does not.
 
-    python experiments/two_starts.py --trials 10
+    python tests/trials/two_starts.py --trials 10
 """
 
 import random

@@ -16,7 +16,7 @@ Exit code 1 if a case ended in one of the last four; each is named with its numb
 `--only NUMBER` runs it alone with its traceback. Expect no such case in about a minute
 for 1000, five with `--device`, which adds what needs a device and a compiled program.
 
-    python experiments/hostile_inputs.py --cases 1000 --seed 0
+    python tests/trials/hostile_inputs.py --cases 1000 --seed 0
 """
 
 import copy
