@@ -30,7 +30,7 @@ from recurjax.variants.relaxed_recursive_transformer import (
 from tests.compiling import QUICK_COMPILE
 from tests.convert.hf_directories import CASES as BASES
 from tests.convert.hf_directories import arrays
-from tests.golden.cases import GOLDEN, golden_cases, load
+from tests.golden.cases import GOLDEN, OWN, golden_cases, load
 from tests.tolerances import assert_values_close
 from tests.training.compilation import quick_compilation
 from tests.variants.transformer import switches as transformer
@@ -132,7 +132,7 @@ def test_only_the_models_own_transformer_is_made_recursive():
 
 @pytest.fixture(scope="module")
 def llama():
-    return from_hf(GOLDEN / "hf" / "llama").model
+    return from_hf(OWN / "hf" / "llama").model
 
 
 def norm_of(made):
