@@ -162,7 +162,7 @@ def _times(
     return best
 
 
-def _arrays(made: bench.Programs, options: Options) -> dict[str, np.ndarray]:
+def _arrays(made: bench.LayerPasses, options: Options) -> dict[str, np.ndarray]:
     """Returns the layer's weights by path, the input x and our output z."""
     block = jax.tree.map(lambda leaf: leaf[0], to_nested_dict(made.stack))["blocks"]
     if len(block) == 1:  # The Transformer's are in runs of equal layers.
