@@ -230,6 +230,7 @@ class MixtureDataset(RowsOfText):
 
 
 AnyDataset = Dataset | MixtureDataset | AnswersDataset | TaskDataset
+"""What `open_dataset` gives: their tokenizers and loaders are alike."""
 
 
 def lossy_note(dataset: AnyDataset) -> str | None:
@@ -244,9 +245,6 @@ def lossy_note(dataset: AnyDataset) -> str | None:
         f"does not know): {1 / most:.3f} bytes of its tokens for each of the text; "
         "bits per byte count the text's own"
     )
-
-
-"""What `open_dataset` gives: their tokenizers and loaders are alike."""
 
 
 @overload
