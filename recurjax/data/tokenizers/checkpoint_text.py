@@ -164,12 +164,18 @@ def read_template(file: Path) -> str:
         raise UserError(f"cannot read the chat template {file}: {error}") from error
 
 
-def write_tokenizer_config(folder: Path, names: Mapping[str, str | None]) -> None:
+def write_tokenizer_config(
+    folder: Path, names: Mapping[str, str | None], *, bos_by_name: bool = False
+) -> None:
     """Writes the names of special tokens where `read_text_settings` finds them.
 
-    transformers asks this file which class reads tokenizer.json.
+    Args:
+      bos_by_name: write the layout of `states_bos_by_name`.
     """
-    values = {**names, "tokenizer_class": "PreTrainedTokenizerFast"}
+    values: dict[str, str | None] = dict(names)
+    if not bos_by_name:
+        # transformers asks this file which class reads tokenizer.json.
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_atomic(folder / CONFIG_FILE, json.dumps(values, indent=1) + "\n")
 
 

@@ -136,6 +136,8 @@ class JsonTokenizer:
         self.adds_eos = bool(after)
         if restate and (before, after) != self._post_processed():
             self._state_post_processor(before, after)
+        # Else `save` writes the layout by which `load` knows that BOS begins texts.
+        self._states_bos = (before, after) == self._post_processed()
         # A pad token that no vocabulary has is none.
         self.pad = self._ids_of.get(names.get("pad_token") or "")
         if self.pad is None:
@@ -282,7 +284,7 @@ class JsonTokenizer:
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         write_atomic(directory / "tokenizer.json", self._definition)
-        write_tokenizer_config(directory, self.names)
+        write_tokenizer_config(directory, self.names, bos_by_name=not self._states_bos)
         self.settings.save(directory)
 
     def _with_added_tokens(self, definition: str) -> str:

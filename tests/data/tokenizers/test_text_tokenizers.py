@@ -254,6 +254,19 @@ def test_special_tokens_are_found_by_config_then_file_then_name(tmp_path):
     assert len({by_name.hash, by_file.hash, by_config.hash}) == 3
 
 
+def test_a_folder_of_version_0_1_saves_and_loads_as_the_same(tmp_path):
+    # Its BOS begins texts by its name alone; runs and prepared data keep such folders.
+    (tmp_path / "tokenizer.json").write_text(plain_definition("<s>", "</s>"))
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    config = json.dumps(names, indent=1) + "\n"
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos, tokenizer.eos) == (0, 1)
+    tokenizer.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert (again.bos, again.eos, again.hash) == (0, 1, tokenizer.hash)
+
+
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
     subject = tokenizers.Tokenizer.from_str(plain_definition("<s>"))
     subject.enable_truncation(4)
