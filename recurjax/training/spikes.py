@@ -145,9 +145,12 @@ def _steady(
     """Whether a row of losses lies at one level.
 
     All lie within `_bound` of their median, and the medians of the earlier and the
-    later half within half of that: a loss that keeps growing is no level.
+    later half within half of that: a loss that keeps growing is no level, and neither
+    is a single loss.
     """
     N = row.size
+    if N == 1:
+        return jnp.bool_(False)
     level = _median(row, jnp.int32(N))
     bound = _bound(level, deviation, config)
     early, late = jnp.median(row[: max(1, N // 2)]), jnp.median(row[N // 2 :])

@@ -136,6 +136,12 @@ def test_what_is_no_steady_level_ends_the_run():
         assert int(state.skipped) == 40 >= config.patience
 
 
+def test_one_loss_is_no_level():
+    config = SpikeConfig(patience=1)
+    found, state = verdicts([*noise(40), 100.0], config=config)
+    assert not found[-1] and int(state.skipped) == 1
+
+
 def test_losses_of_other_data_are_not_compared_with():
     rule = jax.jit(partial(judge, config=CONFIG))
     state = verdicts(noise(8))[1]
