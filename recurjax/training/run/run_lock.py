@@ -364,12 +364,16 @@ def _holder(lock: Lock) -> Holder | None:
 def _is_touched(lock: Lock, holder: Holder) -> bool:
     """Watches a lock until its holder touches it, for `_SILENCE` at most."""
     end = time.monotonic() + _SILENCE
-    with suppress(FileNotFoundError, UserError):  # it is gone
+    try:
         before = lock.stamp()
         while time.monotonic() < end:
             time.sleep(1.0)
             if lock.stamp() != before or lock.read() != holder:
                 return True
+    except (FileNotFoundError, UserError):
+        # It is gone, unless the store did not answer: then its holder may live.
+        if lock.exists():
+            raise
     return False
 
 
