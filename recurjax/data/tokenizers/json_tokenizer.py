@@ -47,6 +47,8 @@ _SAFE_CUT = re.compile(r"(?<=[\w.,;:!?'\")\]])\n(?=\w)")
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _PLANES = range(0xF0000, 0x10FF00, 0x800)
 """Private-use characters, of which a run stands for the names of added tokens."""
+_MOST_GUARDS = 8
+"""Tokenizers with such names in memory at once, each as large as the tokenizer."""
 _ANCHORS = ("a", ".", "\n", "1", "(", "x", "\u4e2d", " a")
 """Texts behind which another one begins in the middle of a text."""
 
@@ -237,10 +239,18 @@ class JsonTokenizer:
                 names[self._tokenizer.id_to_token(part) or ""] = part
         used = set().union(*(part for part in flat if isinstance(part, str)))
         plane = next(
-            start
-            for start in _PLANES
-            if not any(start <= ord(character) < start + 0x800 for character in used)
+            (
+                start
+                for start in _PLANES
+                if not any(start <= ord(sign) < start + 0x800 for sign in used)
+            ),
+            None,
         )
+        if plane is None:
+            raise UserError(
+                "a text has characters of every stretch of Unicode's private planes, "
+                "of which one marks special tokens: leave some of them out"
+            )
         marks = {name: chr(plane + n) for n, name in enumerate(sorted(names))}
         numbers = {number: name for name, number in names.items()}
         written = {names[name]: mark for name, mark in marks.items()}
@@ -374,11 +384,16 @@ class JsonTokenizer:
 
     def _guarding(self, marks: tuple[tuple[str, str], ...]) -> tokenizers.Tokenizer:
         """Returns the library's tokenizer in which names are private characters."""
-        if marks not in self._guards:
-            self._guards[marks] = tokenizers.Tokenizer.from_str(
+        guard = self._guards.get(marks)
+        if guard is None:
+            guard = tokenizers.Tokenizer.from_str(
                 json.dumps(_renamed(self._definition, dict(marks)))
             )
-        return self._guards[marks]
+            # Texts choose the marks: those that a server's users send fill no memory.
+            if len(self._guards) >= _MOST_GUARDS:
+                self._guards.clear()
+            self._guards[marks] = guard
+        return guard
 
     @cached_property
     def _guards(self) -> dict[tuple[tuple[str, str], ...], tokenizers.Tokenizer]:

@@ -267,6 +267,18 @@ def test_a_folder_of_version_0_1_saves_and_loads_as_the_same(tmp_path):
     assert (again.bos, again.eos, again.hash) == (0, 1, tokenizer.hash)
 
 
+def test_private_characters_of_a_text_stand_for_no_token(bpe):
+    # One of each stretch that could mark special tokens, all but the last.
+    stretches = [chr(start) for start in range(0xF0000, 0x10FF00, 0x800)]
+    for count in (1, 20, len(stretches) - 1):
+        text = "".join(stretches[:count])
+        [[before, token, after]] = bpe.encode_parts([[text, bpe.bos, text]])
+        assert (bpe.decode(before), bpe.decode(after)) == (text, text)
+        assert token.tolist() == [bpe.bos]
+    with pytest.raises(UserError, match="leave some of them out"):
+        bpe.encode_parts([["".join(stretches)]])
+
+
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
     subject = tokenizers.Tokenizer.from_str(plain_definition("<s>"))
     subject.enable_truncation(4)
@@ -304,7 +316,7 @@ def test_a_bad_tokenizer_is_named(tmp_path):
 
 
 def test_a_vocabulary_the_text_cannot_fill_is_refused(tmp_path):
-    with pytest.raises(UserError, match="at least 257"):
+    with pytest.raises(UserError, match=r"Bpe.vocabulary: must be >= 257 "):
         Bpe(vocabulary=200)
     with pytest.raises(UserError, match="yields only 2.. BPE tokens, 400 were asked"):
         train_bpe(reading_of("too little text"), Bpe(vocabulary=400))
