@@ -1,7 +1,10 @@
 """Memory of slots and texts, counted from shapes: nothing is allocated."""
 
 import os
+import re
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +24,8 @@ MOST_SLOTS = 256
 
 _SHARE = 0.9
 """Of what is free: the rest is for activations."""
+
+_MEMINFO = Path("/proc/meminfo")
 
 
 def slots_that_fit(
@@ -105,6 +110,11 @@ def _free_bytes_here() -> int:
         stats = jax.devices()[0].memory_stats() or {}
         if "bytes_limit" in stats:
             return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    with suppress(OSError):
+        # Files that the system keeps in memory give way: they do not count as used.
+        match = re.search(r"MemAvailable:\s*(\d+) kB", _MEMINFO.read_text())
+        if match is not None:
+            return int(match[1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 

@@ -11,7 +11,13 @@ import pytest
 from recurjax.data.tokenizers import ByteTokenizer
 from recurjax.errors import UserError
 from recurjax.exits import ExitRule
-from recurjax.inference.engine import Engine, EngineConfig, RequestSettings, programs
+from recurjax.inference.engine import (
+    Engine,
+    EngineConfig,
+    RequestSettings,
+    memory,
+    programs,
+)
 from recurjax.inference.engine.memory import row_bytes, slots_that_fit, tree_bytes
 from recurjax.inference.engine.prefix_cache import PrefixCache
 from recurjax.inference.engine.slots import SequenceWise, empty_slots
@@ -292,6 +298,16 @@ def test_auto_takes_the_slots_that_fit_and_too_many_are_refused():
         slots_that_fit(model, many, strategy, free=10 * row)
     with pytest.raises(UserError, match="smaller length or fewer states"):
         slots_that_fit(model, sizes, strategy, free=row)
+
+
+def test_files_that_a_host_keeps_in_memory_count_as_free(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable:  8000 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    model, strategy = build_model("transformer"), SequenceWise()
+    sizes = EngineConfig(slots="auto", length=LENGTH)
+    free = slots_that_fit(model, sizes, strategy, free=8000 << 10)
+    assert slots_that_fit(model, sizes, strategy) == free > 1
 
 
 @pytest.mark.parametrize(
