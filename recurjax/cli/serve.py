@@ -167,7 +167,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
     # Asked before the programs compile, as all that a user can put right.
     strategy = choose_strategy(loaded.model, config, head)
     # Told now, and not when the server is up and its engine cannot be made.
-    slots_that_fit(loaded.model, config, strategy)
+    slots_that_fit(loaded.model, config, strategy, mesh=mesh)
     # Decoding is bound by reading weights: they are held as they are multiplied, and
     # made so in the engine's thread, once.
     model = cache(lambda: in_compute_dtype(loaded.model))
