@@ -273,21 +273,24 @@ def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
     source = _template(corpus)
     template = None if source is None else compiled(source, tokenizer)
     lines = list(read_messages(corpus))
-    prompts = []
+    prompts, begins = [], []
     for number, line in enumerate(lines):
-        parts = _prompt(line, template, tokenizer)
+        begin, parts = _prompt(line, template, tokenizer)
         if not parts:
             raise UserError(
                 f"example {number + 1} of {', '.join(corpus.patterns)}: the template "
                 "writes nothing before the answer"
             )
         prompts.append(parts)
+        begins.append(np.array(begin, np.int32))
     guarded = {} if template is None else template.guarded(tokenizer)
     texts = [(p, line.answer) for p, line in zip(prompts, lines, strict=True)]
     end = np.array([tokenizer.eos], np.int32)
     examples = tuple(
-        Example(before, np.concatenate([after, end]))
-        for before, after, _ in encode_continued(tokenizer, texts, guarded=guarded)
+        Example(np.concatenate([begin, before]), np.concatenate([after, end]))
+        for begin, (before, after, _) in zip(
+            begins, encode_continued(tokenizer, texts, guarded=guarded), strict=True
+        )
     )
     for number, example in enumerate(examples):
         if not len(example.prompt):
@@ -300,15 +303,17 @@ def _pairs(corpus: PromptAnswer, tokenizer: Tokenizer) -> tuple[Example, ...]:
 
 def _prompt(
     line: Messages, template: ChatTemplate | None, tokenizer: Tokenizer
-) -> list[str | int]:
-    """Returns what is read before the answer: texts, and special tokens."""
+) -> tuple[list[int], list[str | int]]:
+    """Returns BOS, if it is read first, and the texts and tokens before the answer."""
     if line.asked[0][0] and template is not None:
         # BOS stands there if the template writes it: nothing else puts one before a
         # conversation when the model is asked.
         said = [{"role": role, "content": text} for role, text in line.asked]
-        return template.parts(said, tokenizer)
+        return [], template.parts(said, tokenizer)
     text = plain(line.asked) if line.asked[0][0] else line.asked[0][1]
-    return [text] if tokenizer.bos is None else [tokenizer.bos, text]
+    # No part of the text, as in a prompt: behind a token some tokenizers leave out the
+    # space that a text begins with.
+    return [] if tokenizer.bos is None else [tokenizer.bos], [text]
 
 
 def _template(corpus: Examples) -> str | None:

@@ -5,6 +5,8 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from recurjax.config_json import from_json, to_json
 from recurjax.data.config import Bpe, Bytes, DataConfig, PromptAnswer, TokenizerFile
@@ -189,6 +191,26 @@ def test_a_templates_special_tokens_are_those_of_a_served_chat(tmp_path, first):
     template.write_text("")
     with pytest.raises(UserError, match="example 1 of .*the template writes nothing"):
         open_dataset(config)
+
+
+def test_a_prompt_behind_bos_begins_as_when_the_model_is_asked(tmp_path):
+    # SentencePiece's space before the first word is there, which no text behind a token
+    # has, and not before the answer.
+    pieces = ["<s>", "</s>", "<unk>", "\u2581", "a", "\u2581a", "b"]
+    model = models.Unigram([(piece, -1.0) for piece in pieces], 2, False)
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    library.add_special_tokens(["<s>", "</s>"])
+    (tmp_path / "tokenizer.json").write_text(library.to_str())
+    config = DataConfig(
+        corpus=PromptAnswer(patterns=(str(written(tmp_path / "p.jsonl", ("a", "b"))),)),
+        tokenizer=TokenizerFile(path=str(tmp_path), bos="<s>", eos="</s>"),
+        validation_fraction=0.0,
+    )
+    data = open_dataset(config)
+    [(prompt, answer, _)] = data.examples
+    assert prompt.tolist() == [data.tokenizer.bos, *data.tokenizer.encode("a").tolist()]
+    assert (prompt.tolist(), answer.tolist()) == ([0, 5], [6, 1])
 
 
 def test_a_tokenizer_can_learn_from_the_texts(file):
