@@ -179,6 +179,11 @@ class ChatTemplate:
         """Cuts at the template's own marks; what follows the last answer is dropped."""
         stretches: list[tuple[str, bool]] = []
         before, *rest = self._rendered(messages, answer=False).split(_OPENED)
+        if not rest:
+            raise UserError(
+                "the chat template marks what the model generates, but nothing of this "
+                "conversation"
+            )
         for piece in rest:
             said, after = piece.split(_CLOSED, 1)
             stretches += [(before, False), (said, True)]

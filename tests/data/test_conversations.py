@@ -151,6 +151,11 @@ def test_templates_that_do_not_serve_are_told(folder):
     )
     with pytest.raises(UserError, match="writes nothing before the answer"):
         opened(folder, ("assistant|b",))
+    (folder / "chat_template.jinja").write_text(
+        "{% if ask %}{% generation %}a{% endgeneration %}{% endif %}b"
+    )
+    with pytest.raises(UserError, match="talks.jsonl:1.* but nothing of this"):
+        opened(folder, TALK)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="came without a chat template: name one"):
         opened(folder, TALK)
