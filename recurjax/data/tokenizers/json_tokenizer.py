@@ -191,7 +191,7 @@ class JsonTokenizer:
         return JsonTokenizer(
             self._definition,
             settings=replace(self.settings, names=self.names, added=()),
-            begins_with_bos=self.bos is not None,
+            begins_with_bos=None if self._states_bos else self.bos is not None,
         )
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from recurjax.data.config import Bpe, Bytes, TextFiles, TokenizerFile
 from recurjax.data.corpora import CorpusReading, Document, embedded_text, read_corpus
@@ -265,6 +265,22 @@ def test_a_folder_of_version_0_1_saves_and_loads_as_the_same(tmp_path):
     tokenizer.save(tmp_path / "saved")
     again = load_tokenizer(tmp_path / "saved")
     assert (again.bos, again.eos, again.hash) == (0, 1, tokenizer.hash)
+
+
+def test_an_export_begins_with_what_the_post_processor_adds(tmp_path):
+    # A folder may name another token BOS, which templates write.
+    library = tokenizers.Tokenizer.from_str(plain_definition("<s>", "</s>"))
+    library.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 1)]
+    )
+    (tmp_path / "tokenizer.json").write_text(library.to_str())
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer, JsonTokenizer)
+    again = tokenizer.restated()
+    assert [(one.bos, one.names["bos_token"]) for one in (tokenizer, again)] == [
+        (1, "<s>")
+    ] * 2
 
 
 def test_private_characters_of_a_text_stand_for_no_token(bpe):
