@@ -70,6 +70,7 @@ class ServeOptions(RangeChecks):
         echo and logprobs; takes a further slot's memory while it works.
       api_key_file: a file with the key that requests must bring.
       template: a chat template for runs without one.
+      cors: origins of web pages that may ask, such as http://localhost:3000.
       grace: seconds that open requests have when the server is told to end.
       mesh: devices that each model lies on.
     """
@@ -90,6 +91,7 @@ class ServeOptions(RangeChecks):
     echo_logprobs: bool = True
     api_key_file: Path | None = None
     template: Path | None = None
+    cors: tuple[str, ...] = ()
     grace: NonNegativeFloat = 30.0
     mesh: MeshConfig = MeshConfig(data=1)
 
@@ -129,7 +131,7 @@ def run(argv: list[str]) -> int:
     ]
     host, port = bound.getsockname()[:2]
     _tell(f"listening on http://{host}:{port} (health: 503 until compiled)")
-    app = App({one.name: one for one in served}, api_key=key)
+    app = App({one.name: one for one in served}, api_key=key, cors=options.cors)
     serve(app, [one.worker for one in served], bound, grace=options.grace)
     return 0
 
@@ -190,6 +192,7 @@ def _served(name: str, path: Path, options: ServeOptions) -> "Served":
         ends=text_ends(loaded.tokenizer),
         sizes=state_sizes(loaded.model, length),
         exits=strategy.loops(loaded.model),
+        sampling=loaded.tokenizer.settings.sampling,
     )
 
 

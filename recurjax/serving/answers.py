@@ -183,13 +183,22 @@ class Answers:
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": own,
             "top_logprobs": [
-                None
-                if row is None
-                else {self._name(token): value for token, value in row[:count]}
-                for row in best
+                None if row is None else self._by_name(row[:count]) for row in best
             ],
             "text_offset": offsets,
         }
+
+    def _by_name(self, row: list[tuple[int, float]]) -> dict[str, float]:
+        """Returns the likeliest tokens by their texts.
+
+        Several tokens can have one text (special tokens have none): a further one is
+        named by its id, so that none is lost.
+        """
+        named: dict[str, float] = {}
+        for token, value in row:
+            name = self._name(token)
+            named[f"token_id:{token}" if name in named else name] = value
+        return named
 
     def _before(self, choice: Choice) -> tuple[list[int], PromptScores] | None:
         """Returns an echoed prompt's tokens and what the model makes of them."""

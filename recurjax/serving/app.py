@@ -3,14 +3,19 @@
 import hmac
 import time
 import traceback
+from asyncio import get_running_loop
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]
+from starlette.middleware import Middleware  # pyright: ignore[reportMissingImports]
+from starlette.middleware.cors import CORSMiddleware  # pyright: ignore[reportMissingImports]
 from starlette.requests import ClientDisconnect, Request  # pyright: ignore[reportMissingImports]
 from starlette.responses import JSONResponse, Response  # pyright: ignore[reportMissingImports]
 from starlette.routing import Route  # pyright: ignore[reportMissingImports]
@@ -25,6 +30,7 @@ from recurjax.serving.bodies import (
     read_body,
     read_messages,
     read_prompts,
+    read_template_options,
     read_wishes,
 )
 from recurjax.serving.errors import RequestError
@@ -32,6 +38,7 @@ from recurjax.serving.metrics import Metrics
 from recurjax.serving.talk import Events, RequestStream, Whole
 from recurjax.serving.worker import Worker
 
+T = TypeVar("T")
 _ONLY_ITSELF = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -40,8 +47,8 @@ _ONLY_ITSELF = (
 """What the page may load: nothing but what this server answers."""
 
 LARGEST_BODY = 16 * 2**20
-_COMPLETION_TOKENS = 16
-"""Of a completion that names no limit, as OpenAI has it."""
+_SMALL_BODY = 2**16
+"""Bytes of a body that the event loop itself reads: a thread would take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,7 @@ class Served:
       ends: tokens at which its texts end; the tokenizer's EOS ends them too.
       sizes: what it keeps of texts of rising lengths, for the page.
       exits: the loops after which its tokens may leave; 0: they do not leave early.
+      sampling: its own defaults, where a request names none.
     """
 
     name: str
@@ -62,6 +70,7 @@ class Served:
     ends: tuple[int, ...] = ()
     sizes: Sequence[StateSize] = ()
     exits: int = 0
+    sampling: Mapping[str, float] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -72,9 +81,24 @@ class App:
       asgi: what a server runs.
     """
 
-    def __init__(self, models: Mapping[str, Served], *, api_key: str | None = None):
-        """Makes the routes; `api_key`: asked of every one but /health."""
+    def __init__(
+        self,
+        models: Mapping[str, Served],
+        *,
+        api_key: str | None = None,
+        cors: Sequence[str] = (),
+    ):
+        """Makes the routes.
+
+        Args:
+          models: by the names that clients use.
+          api_key: asked of every route but /health.
+          cors: origins of web pages that may ask.
+        """
         self._models, self._key = dict(models), api_key
+        # Texts are tokenized and rendered here, so that a long one stops no other
+        # request: the tokenizer's library lets go of the interpreter.
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
         # Not the process's own registry: two servers in a process stay apart.
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry, lambda: self._workers())
@@ -96,7 +120,21 @@ class App:
             ],
             # Routes that are not there are answered in the same form.
             exception_handlers={404: _unknown_route, 405: _unknown_route},
+            middleware=[
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=list(cors),
+                    allow_methods=["GET", "POST"],
+                    allow_headers=["authorization", "content-type"],
+                )
+            ]
+            if cors
+            else [],
         )
+
+    async def _in_pool(self, function: Callable[..., T], *values: Any) -> T:
+        """Runs a function of texts in a thread of the pool."""
+        return await get_running_loop().run_in_executor(self._pool, function, *values)
 
     def _workers(self) -> dict[str, Worker]:
         return {name: served.worker for name, served in self._models.items()}
@@ -139,7 +177,9 @@ class App:
             data += part
             if len(data) > LARGEST_BODY:
                 raise RequestError(413, f"a body may have {LARGEST_BODY} bytes")
-        return read_body(bytes(data))
+        if len(data) < _SMALL_BODY:
+            return read_body(bytes(data))
+        return await self._in_pool(read_body, bytes(data))
 
     def _model(self, body: Mapping[str, Any]) -> Served:
         name = body.get("model")
@@ -202,8 +242,9 @@ class App:
         if not special and text in named:
             ids = [named[text]]
         else:
-            ids = _encode(served.tokenizer, text, bos=special)
-        return JSONResponse({"tokens": ids, "count": len(ids)})
+            ids = await self._in_pool(_encode, served.tokenizer, text, special)
+        answer = {"tokens": ids, "count": len(ids)}
+        return await self._in_pool(JSONResponse, answer)
 
     async def _detokenize(self, request: Request) -> Response:
         body = await self._body(request)
@@ -219,7 +260,8 @@ class App:
                 f"tokens must be a list of ids from 0 to {most - 1}",
                 field="tokens",
             )
-        return JSONResponse({"prompt": served.tokenizer.decode(ids)})
+        text = await self._in_pool(served.tokenizer.decode, ids)
+        return await self._in_pool(JSONResponse, {"prompt": text})
 
     async def _tokenizer_info(self, request: Request) -> Response:
         served = self._model(dict(request.query_params))
@@ -244,7 +286,7 @@ class App:
     async def _complete(self, request: Request) -> Any:
         body = await self._body(request)
         served = self._model(body)
-        wanted = read_wishes(body, chat=False)
+        wanted = read_wishes(body, chat=False, defaults=served.sampling)
         scored = wanted.echo and wanted.top_logprobs is not None
         served.worker.ready()
         if scored and served.worker.scorer is None:
@@ -254,38 +296,50 @@ class App:
                 "or start it with --echo-logprobs on one device",
                 field="echo",
             )
-        tokenizer = served.tokenizer
-        prompts = read_prompts(body, lambda text: _encode(tokenizer, text, bos=True))
-        # A completion has a small default; a chat goes on to the slot's end.
-        limits = [wanted.max_tokens or _COMPLETION_TOKENS] * len(prompts)
-        return self._answer(request, served, prompts, wanted, limits, scored=scored)
+        given = read_prompts(body)
+        # Counted and measured before any of it is tokenized.
+        served.worker.check_count(len(given) * wanted.n)
+        room = served.worker.ready().config.length
+        prompts: list[list[int]] = []
+        for prompt in given:
+            if isinstance(prompt, str):
+                _check_size(served.tokenizer, len(prompt.encode()), room, "prompt")
+                prompt = await self._in_pool(_encode, served.tokenizer, prompt, True)
+            prompts.append(prompt)
+        return self._answer(served, prompts, wanted, scored=scored)
 
     async def _chat(self, request: Request) -> Any:
         body = await self._body(request)
         served = self._model(body)
-        wanted = read_wishes(body, chat=True)
-        messages = read_messages(body)
+        wanted = read_wishes(body, chat=True, defaults=served.sampling)
+        messages, options = read_messages(body), read_template_options(body)
         if served.template is None:
             raise RequestError(
                 400,
                 f"{served.name} has no chat template: use /v1/completions, or serve it "
                 "with --template",
             )
+        served.worker.check_count(wanted.n)
+        room = served.worker.ready().config.length
+        size = sum(len(message["content"].encode()) for message in messages)
+        _check_size(served.tokenizer, size, room, "messages")
+        # OpenAI's newer name of the system's role, for templates that know the older.
+        if "developer" not in served.template.source:
+            for message in messages:
+                if message["role"] == "developer":
+                    message["role"] = "system"
         # Names of special tokens in the messages stay text.
-        ids = served.template.encode(messages, served.tokenizer)
-        # The last token is sampled, not read: it needs no place in the cache.
-        engine = served.worker.ready()
-        room = engine.config.length - len(ids) + 1
-        limit = wanted.max_tokens or max(room, 1)
-        return self._answer(request, served, [ids], wanted, [limit], chat=True)
+        encode = partial(
+            served.template.encode, messages, served.tokenizer, variables=options
+        )
+        ids = await self._in_pool(encode)
+        return self._answer(served, [ids], wanted, chat=True)
 
     def _answer(
         self,
-        request: Request,
         served: Served,
         prompts: list[list[int]],
         wanted: Wanted,
-        limits: list[int],
         *,
         chat: bool = False,
         scored: bool = False,
@@ -310,18 +364,22 @@ class App:
                     "out, or start the server with --exit",
                     field=name,
                 )
-        asked = [
-            (
-                np.asarray(prompt, np.int64),
-                wanted.request_settings(limit=limit, choice=choice, ends=served.ends),
-            )
-            for prompt, limit in zip(prompts, limits, strict=True)
+        asked = []
+        for prompt in prompts:
+            # The last token is sampled, not read: it needs no place in the cache.
+            room = max(engine.config.length - len(prompt) + 1, 1)
+            limit = room if wanted.max_tokens is None else wanted.max_tokens
             # Each choice draws from a stream of its own under the request's seed.
-            for choice in range(wanted.n)
-        ]
+            for choice in range(wanted.n):
+                settings = wanted.request_settings(
+                    limit=limit, choice=choice, ends=served.ends
+                )
+                asked.append((np.asarray(prompt, np.int64), settings))
         if any(len(prompt) == 0 for prompt in prompts):
             raise RequestError(400, "the prompt has no tokens", field="prompt")
-        streams = served.worker.submit(asked, scored=scored)
+        streams = served.worker.submit(
+            asked, scored=scored, continues=wanted.max_tokens != 0
+        )
         tokenizer = served.tokenizer
         choices = [
             Choice(
@@ -350,7 +408,19 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
     return JSONResponse(RequestError(status, said).body(), status_code=status)
 
 
-def _encode(tokenizer: Tokenizer, text: str, *, bos: bool) -> list[int]:
+def _check_size(tokenizer: Tokenizer, size: int, room: int, field: str) -> None:
+    """Refuses a text whose bytes cannot fit into a slot, before it is tokenized."""
+    longest = tokenizer.longest_token
+    if longest is not None and size > room * longest:
+        raise RequestError(
+            400,
+            f"{field} has {size:,} bytes, a slot has {room:,} tokens of at most "
+            f"{longest} bytes each: send a shorter text",
+            field=field,
+        )
+
+
+def _encode(tokenizer: Tokenizer, text: str, bos: bool) -> list[int]:
     ids = tokenizer.encode(text).tolist()
     # An empty text still needs a token to read: BOS stands for it.
     if tokenizer.bos is None or (ids and not bos):

@@ -1,8 +1,10 @@
 """Bodies of requests: read field by field, each with a sentence for what is wrong."""
 
+import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from recurjax.errors import UserError
@@ -21,7 +23,7 @@ class Wanted:
 
     Attributes:
       model: its name.
-      max_tokens: None: as the route says.
+      max_tokens: None: as many as the slot has room for.
       top_logprobs: likeliest tokens told at each place; None: no probabilities.
       token_ids: tell them beside the text.
       exits: tell by which loop each piece of it left.
@@ -48,7 +50,8 @@ class Wanted:
     ) -> RequestSettings:
         """Returns the settings of one of the n choices; `ends`: the model's own."""
         return RequestSettings(
-            max_new_tokens=limit,
+            # A request for none is not continued: see `Stream`.
+            max_new_tokens=max(limit, 1),
             sampling=self.sampling,
             seed=self.seed,
             stream=choice,
@@ -71,24 +74,36 @@ def read_body(data: bytes) -> dict[str, Any]:
     return body
 
 
-def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
+def read_wishes(
+    body: Mapping[str, Any],
+    *,
+    chat: bool,
+    defaults: Mapping[str, float] = MappingProxyType({}),
+) -> Wanted:
     """Reads the fields of a completion or a chat completion, but for the prompt.
+
+    Args:
+      body: the request's.
+      chat: which of the two it is.
+      defaults: the model's own sampling, by the names of `SamplingParams`.
 
     Raises:
       RequestError: 400, naming the first field that is wrong or unknown.
     """
     # Unknown fields are refused: a typing mistake must not become a default.
-    known = _CHAT if chat else _COMPLETION
+    known = CHAT_FIELDS if chat else COMPLETION_FIELDS
     for name in body:
-        if name not in known | _BOTH:
+        if name not in known:
             raise RequestError(
                 400, f"there is no field {name!r} in such a request", field=name
             )
     # Clients send OpenAI's defaults along; those change nothing here.
-    for name, neutral in _NEUTRAL.items():
-        if body.get(name) not in (None, *neutral):
+    for name, neutral in NEUTRAL.items():
+        if neutral is not ANY and body.get(name) not in (None, *neutral):
+            accepted = " or ".join(json.dumps(value) for value in neutral)
+            instead = f", or send {accepted}" if neutral else ""
             raise RequestError(
-                400, f"{name} is not supported: leave it out", field=name
+                400, f"{name} is not supported: leave it out{instead}", field=name
             )
     stop = body.get("stop")
     stop = [stop] if isinstance(stop, str) else ([] if stop is None else stop)
@@ -106,15 +121,23 @@ def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
     top = _top_logprobs(body, chat=chat)
     seed = _number(body, "seed", None, whole=True, least=-(2**63), most=2**64)
     # 0 and -1 say in other servers' words that all tokens are kept.
-    top_k = _number(body, "top_k", 0, whole=True, least=-1, most=2**31 - 1)
+    top_k = _number(
+        body, "top_k", defaults.get("top_k", 0), whole=True, least=-1, most=2**31 - 1
+    )
     try:
         sampling = SamplingConfig(
-            temperature=_number(body, "temperature", 1.0, least=0, most=1e6),
-            top_p=_number(body, "top_p", 1.0, least=0, most=1),
+            temperature=_number(
+                body, "temperature", defaults.get("temperature", 1.0), least=0, most=1e6
+            ),
+            top_p=_number(body, "top_p", defaults.get("top_p", 1.0), least=0, most=1),
             top_k=None if top_k < 1 else top_k,
             min_p=_number(body, "min_p", 0.0, least=0, most=1),
             repetition_penalty=_number(
-                body, "repetition_penalty", 1.0, least=0, most=1e6
+                body,
+                "repetition_penalty",
+                defaults.get("repetition_penalty", 1.0),
+                least=0,
+                most=1e6,
             ),
         )
     except UserError as error:
@@ -124,10 +147,12 @@ def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
     limit = "max_tokens"
     if chat and body.get("max_completion_tokens") is not None:
         limit = "max_completion_tokens"
+    # Without new tokens a completion only scores the prompt that it echoes.
+    least = 0 if not chat and _flag(body, "echo") else 1
     return Wanted(
         model=_one(body, "model", "", str, "a text"),
         n=_number(body, "n", 1, whole=True, least=1, most=MOST_CHOICES),
-        max_tokens=_number(body, limit, None, whole=True, least=1, most=2**31 - 1),
+        max_tokens=_number(body, limit, None, whole=True, least=least, most=2**31 - 1),
         stream=_flag(body, "stream"),
         include_usage=_flag(options, "include_usage"),
         echo=_flag(body, "echo"),
@@ -142,17 +167,15 @@ def read_wishes(body: Mapping[str, Any], *, chat: bool) -> Wanted:
     )
 
 
-def read_prompts(
-    body: Mapping[str, Any], encode: Callable[[str], list[int]]
-) -> list[list[int]]:
+def read_prompts(body: Mapping[str, Any]) -> list[str] | list[list[int]]:
     """Reads `prompt`: a text, ids of tokens, or a list of either."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
-        return [encode(prompt)]
+        return [prompt]
     if isinstance(prompt, list) and prompt:
         # Texts, one prompt's ids, or several prompts' ids: told apart by their kind.
         if all(isinstance(text, str) for text in prompt):
-            return [encode(text) for text in prompt]
+            return prompt
         if _are_ids(prompt):
             return [prompt]
         if all(isinstance(ids, list) and ids and _are_ids(ids) for ids in prompt):
@@ -166,6 +189,19 @@ def read_prompts(
 
 def _are_ids(values: list[Any]) -> bool:
     return all(type(value) is int and 0 <= value < 2**31 for value in values)
+
+
+def read_template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads `chat_template_kwargs`: further variables of the chat template."""
+    options = _one(body, "chat_template_kwargs", {}, dict, "an object")
+    for name in ("messages", "add_generation_prompt"):
+        if name in options:
+            raise RequestError(
+                400,
+                f"chat_template_kwargs cannot set {name}",
+                field="chat_template_kwargs",
+            )
+    return options
 
 
 def read_messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -252,16 +288,37 @@ def _one(
     return value
 
 
-_NEUTRAL = {
+ANY = object()
+"""Of a field that changes no answer, whatever its value."""
+NEUTRAL: dict[str, Any] = {
+    "audio": (),
     "best_of": (1,),
     "frequency_penalty": (0,),
-    "presence_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
     "logit_bias": ({},),
-    "suffix": ("",),
-    "tools": ([],),
+    "metadata": ANY,
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_cache_key": ANY,
+    "prompt_cache_options": ANY,
+    "prompt_cache_retention": ANY,
+    "reasoning_effort": ("none", "minimal", "low", "medium", "high"),
     "response_format": ({"type": "text"},),
+    "safety_identifier": ANY,
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "user": ANY,
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
-"""Fields of OpenAI's that change nothing at these values, and are refused at others."""
+"""OpenAI's fields that change nothing at these values, and are refused at others."""
 
 _BOTH = frozenset(
     {
@@ -278,17 +335,14 @@ _BOTH = frozenset(
         "min_p",
         "repetition_penalty",
         "logprobs",
-        "user",
         "ignore_eos",
         "return_token_ids",
         "return_exits",
         "exit",
-        "frequency_penalty",
-        "presence_penalty",
-        "logit_bias",
+        *("frequency_penalty", "logit_bias", "presence_penalty", "user"),
     }
 )
-_COMPLETION = frozenset({"prompt", "echo", "best_of", "suffix"})
-_CHAT = frozenset(
-    {"messages", "max_completion_tokens", "top_logprobs", "tools", "response_format"}
-)
+COMPLETION_FIELDS = _BOTH | {"prompt", "echo", "best_of", "suffix"}
+CHAT_FIELDS = (_BOTH | NEUTRAL.keys() - {"best_of", "suffix"}) | {
+    *("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"),
+}

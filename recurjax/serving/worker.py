@@ -39,6 +39,7 @@ class Stream:
 
     Attributes:
       scores: of the prompt, where they were asked for; there before the first news.
+      continues: whether the model continues the prompt, or only scores it.
       news: of this stream and of those that were submitted with it.
     """
 
@@ -49,8 +50,10 @@ class Stream:
         news: "asyncio.Queue[tuple[Stream, News]]",
         *,
         scored: bool = False,
+        continues: bool = True,
     ):
         self.prompt, self.settings, self.scored = prompt, settings, scored
+        self.continues = continues
         self.scores: PromptScores | None = None
         self.news = news
         # Bound to the loop that asked: the thread hands news over to that one.
@@ -127,9 +130,17 @@ class Worker:
         return self.engine
 
     def submit(
-        self, asked: list[tuple[np.ndarray, RequestSettings]], *, scored: bool = False
+        self,
+        asked: list[tuple[np.ndarray, RequestSettings]],
+        *,
+        scored: bool = False,
+        continues: bool = True,
     ) -> list[Stream]:
-        """Takes some requests, or none of them; `scored`: their prompts are too.
+        """Takes some requests, or none of them.
+
+        Args:
+          scored: whether their prompts are scored.
+          continues: whether the model continues them.
 
         Raises:
           RequestError: 503; 429 where too many wait already; 400 where they are more
@@ -140,25 +151,35 @@ class Worker:
         for prompt, settings in asked:
             # All are checked before any is taken: no half of a request runs.
             engine.check(prompt, settings)
+        self.check_count(len(asked))
         most = engine.slots + self._most_waiting
-        if len(asked) > most:
-            # No 429, on which clients ask the same again.
-            raise RequestError(
-                400,
-                f"a request asks for {len(asked)} texts (prompts times n), this server "
-                f"takes {most} at once: send fewer, or serve with a larger --queue",
-            )
         if self.open + len(asked) > most:
             raise RequestError(
                 429,
                 f"{self.open} requests are open, of at most {most}: try again later",
             )
         news: asyncio.Queue[tuple[Stream, News]] = asyncio.Queue()
-        streams = [Stream(*one, news, scored=scored) for one in asked]
+        streams = [
+            Stream(*one, news, scored=scored, continues=continues) for one in asked
+        ]
         for stream in streams:
             self._streams.add(stream)
             self._inbox.put(("submit", stream))
         return streams
+
+    def check_count(self, texts: int) -> None:
+        """Refuses more texts than could ever wait; asked before any work is done.
+
+        Raises:
+          RequestError: 400, and no 429, on which clients ask the same again; 503.
+        """
+        most = self.ready().slots + self._most_waiting
+        if texts > most:
+            raise RequestError(
+                400,
+                f"a request asks for {texts} texts (prompts times n), this server "
+                f"takes {most} at once: send fewer, or serve with a larger --queue",
+            )
 
     def cancel(self, stream: Stream) -> None:
         """Ends a request; nothing where it has ended."""
@@ -224,6 +245,9 @@ class Worker:
         return True
 
     def _submit(self, engine: Engine, stream: Stream) -> None:
+        if not stream.continues:
+            self._tell([(stream, _ended("length"))])
+            return
         stream.request = engine.submit(stream.prompt, stream.settings)
         self._running[stream.request] = stream
 

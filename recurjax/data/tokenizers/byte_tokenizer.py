@@ -25,6 +25,7 @@ class NamelessTokens:
     adds_eos = False
     pad: int | None = None
     unknown: int | None = None
+    longest_token: int | None = 1
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         raise NotImplementedError

@@ -78,6 +78,7 @@ class JsonTokenizer:
         chat templates and exports write them; None: there is no such token.
       pad: the token that fills rows elsewhere, or None; nothing here uses it.
       unknown: the token of text that the vocabulary cannot write, or None.
+      longest_token: the most bytes of a text that one token stands for, or None.
       settings: what the checkpoint says about text besides its tokenizer.json; no part
         of the tokenizer's identity.
     """
@@ -153,6 +154,8 @@ class JsonTokenizer:
             )
         self.token_bytes = np.array([len(piece) for piece in self._pieces], np.int32)
         self.unknown = self._unknown()
+        exact = self._byte_level and not self._json.get("normalizer")
+        self.longest_token = int(self.token_bytes.max()) if exact else None
         # Special tokens belong to the identity: with others the same file is another
         # tokenizer.
         begin = None if self.bos is None else self._tokenizer.id_to_token(self.bos)

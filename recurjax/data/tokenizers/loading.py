@@ -63,6 +63,8 @@ class Tokenizer(Protocol):
       unknown: the token of text that the vocabulary cannot write, or None.
       token_bytes: how many bytes of text each token stands for; special tokens 0. For
         byte-level tokenizers they sum to the length of the text in UTF-8.
+      longest_token: the most bytes of a text that one token stands for; None: any
+        number, since text may be folded, dropped or unknown.
       names: the special tokens by role (bos_token, ...), as chat templates write them.
       named_tokens: the special tokens by their names, which no text becomes.
       added_tokens: these and further tokens of the vocabulary that text may name.
@@ -76,6 +78,7 @@ class Tokenizer(Protocol):
     pad: int | None
     unknown: int | None
     token_bytes: Int32[np.ndarray, " V"]
+    longest_token: int | None
     settings: TextSettings
     hash: str
 

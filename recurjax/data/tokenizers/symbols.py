@@ -25,6 +25,9 @@ class Symbols(NamelessTokens):
     are those of `recurjax.data.tokenizers.Tokenizer`.
     """
 
+    # Spaces between numbers may be many.
+    longest_token: int | None = None
+
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
         self.bos: int | None = None
