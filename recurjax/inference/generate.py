@@ -200,12 +200,12 @@ def generate_tokens(
         the model or the cache allows; a token that the model does not have.
       NotFinite: logits are NaN or infinite.
     """
-    ends = [] if eos is None else np.atleast_1d(np.asarray(eos)).tolist()
+    ends = eos if isinstance(eos, Collection) else [] if eos is None else [eos]
     settings = RequestSettings(
         max_new_tokens=_countable(max_new_tokens),
         sampling=sampling,
         seed=seed,
-        stop_tokens=tuple(ends),
+        stop_tokens=tuple(map(int, ends)),
     )
     timing = Timing()
     finished = continue_requests(

@@ -174,6 +174,8 @@ def test_a_row_ends_at_eos_and_the_others_go_on(model, greedy):
         np.testing.assert_array_equal(got, whole[:length])
         assert reason == ("eos" if ends.size else "length")
     assert made.finish_reasons[0] == "eos" and made.finish_reasons[2] == "length"
+    again = chunks_of_four(model, eos={eos})
+    assert again.finish_reasons == made.finish_reasons
 
 
 def test_a_sharded_model_continues_as_on_one_device(model, greedy):
