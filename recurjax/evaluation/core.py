@@ -353,13 +353,13 @@ def prompts(
 
     Options differ in a suffix ("multiple_choice"): it is scored, to each one's end; or
     have one in common ("schema"): it is scored. Of language modeling, the tokens that
-    the continuation adds.
+    the continuation adds, and one that reaches over the join.
 
     Args:
       encode: texts -> token rows, with BOS in front.
 
     Raises:
-      UserError: a continuation changes the tokens before it.
+      UserError: a continuation adds no token.
     """
     rows = [list(row) for row in encode(texts(task, number))]
     match task.kind:
@@ -374,14 +374,14 @@ def prompts(
             return [Prompt(row, len(row) - shared, len(row)) for row in rows]
         case "language_modeling":
             without, whole = rows
-            # A tokenizer may join the last word of the context to the continuation:
-            # then no span of tokens is the continuation alone.
-            if whole[: len(without)] != without or len(whole) == len(without):
+            # A token may reach over the join: it is scored with the continuation.
+            start = _common([without, whole])
+            if start == len(whole):
                 raise UserError(
-                    f"prompts: item {number} of {task.label}: the continuation changes "
-                    "the tokens before it"
+                    f"prompts: item {number} of {task.label}: the continuation adds no "
+                    "token to its context"
                 )
-            return [Prompt(whole, len(without), len(whole))]
+            return [Prompt(whole, start, len(whole))]
 
 
 def cropped(prompt: Prompt, longest: int | None) -> Prompt:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -39,6 +40,7 @@ class Evaluator:
       seed: of what is drawn.
       journal: keeps answers until the evaluation is over.
       notes: how many items were read in an unusual way, such as `APART`.
+      left_out: what was not scored, and why; the other items were.
     """
 
     model: Decoder
@@ -51,6 +53,7 @@ class Evaluator:
     seed: int = 0
     journal: Journal = field(default_factory=lambda: Journal(None))
     notes: Counter[str] = field(default_factory=Counter)
+    left_out: list[str] = field(default_factory=list)
 
     def scores(self, pairs: Sequence[Pair], *, name: str) -> list[PairScore]:
         """Scores pairs in their order.
@@ -116,6 +119,13 @@ class Evaluator:
         context = tuple(before) or (self.first,)
         self.notes[APART] += pair.apart
         return Pair(context, tuple(pair.after.tolist()))
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what a report says next to the figures; empty: nothing."""
+        notes = {name: count for name, count in self.notes.items() if count}
+        return ({"notes": notes} if notes else {}) | (
+            {"left_out": self.left_out} if self.left_out else {}
+        )
 
     def cropped(self, pair: Pair) -> Pair:
         """Drops the first tokens of a context that does not fit the model.

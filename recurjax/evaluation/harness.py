@@ -10,6 +10,7 @@ finds no models of other packages by itself. Pairs go to `Scorer`, prompts to
 """
 
 import difflib
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -196,22 +197,38 @@ class HarnessModel(TemplateLM):
         bare = context.rstrip()
         parts = unmarked(bare, self.evaluator.tokenizer)
         begun = any(isinstance(part, int) for part in parts)
-        pair = self.evaluator.continued(
-            parts if bare else [],
-            context[len(bare) :] + continuation,
-            bos=False if begun else None,
-        )
+        try:
+            pair = self.evaluator.continued(
+                parts if bare else [],
+                context[len(bare) :] + continuation,
+                bos=False if begun else None,
+            )
+        except UserError:  # no token: `_loglikelihood_tokens` lists it
+            return self.tok_encode(context) or [self.prefix_token_id], []
         return list(pair.context), list(pair.continuation)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        pairs = [
-            self.evaluator.cropped(Pair(tuple(context), tuple(continuation)))
-            for _, context, continuation in requests
+        # One request of thousands must not end the rest: it counts as impossible, and
+        # is listed.
+        pairs: dict[int, Pair] = {}
+        for number, (texts, context, continuation) in enumerate(requests):
+            try:
+                if not continuation:
+                    raise UserError("the continuation has no token")
+                pair = Pair(tuple(context), tuple(continuation))
+                pairs[number] = self.evaluator.cropped(pair)
+            except UserError as error:
+                self.evaluator.left_out.append(f"{texts!r:.200}: {error}")
+        scores = self.evaluator.scores(list(pairs.values()), name="continuations")
+        by_number = dict(zip(pairs, scores, strict=True))
+        return [
+            (by_number[n].log_p, by_number[n].greedy)
+            if n in by_number
+            else (-math.inf, False)
+            for n in range(len(requests))
         ]
-        scores = self.evaluator.scores(pairs, name="continuations")
-        return [(score.log_p, score.greedy) for score in scores]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False

@@ -105,23 +105,31 @@ def evaluate_requests(
     the right answer in nats, as the sum and a token, a character and a byte. Of answers
     without alternatives: whether all tokens are the likeliest, and exp(mean sum).
 
+    An item that cannot be scored is left out and listed in `evaluator.left_out`.
+
     Characters and bytes are counted without the space before an answer.
 
     Args:
       limit: items, the first ones; None: all.
       package: that has the file, with its version; None: unknown.
     """
-    items = file.items[:limit]
-    texts = [
-        (context, choice.continuation)
-        # A choice is scored after its question, and after a bare "Answer:" where asked.
-        for item in items
-        for choice in item.choices
-        for context in (choice.context, choice.bare)
-        if context is not None
-    ]
-    # Contexts lose their first tokens where they do not fit, never the answer.
-    pairs = [evaluator.cropped(evaluator.pair(*text)) for text in texts]
+    items, pairs = [], []
+    for number, item in enumerate(file.items[:limit], start=1):
+        texts = [
+            (context, choice.continuation)
+            # A choice is scored after its question, and after a bare "Answer:" where
+            # the file asks that.
+            for choice in item.choices
+            for context in (choice.context, choice.bare)
+            if context is not None
+        ]
+        try:
+            # Contexts lose their first tokens where they do not fit, never the answer.
+            pairs += [evaluator.cropped(evaluator.pair(*text)) for text in texts]
+        except UserError as error:  # one item of thousands must not end the rest
+            evaluator.left_out.append(f"{file.task}, item {number}: {error}")
+        else:
+            items.append(item)
     scored = iter(evaluator.scores(pairs, name=file.task))
     found: dict[str, list[float]] = {}
     for item in items:

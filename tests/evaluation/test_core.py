@@ -134,10 +134,13 @@ def test_accuracies_are_centered_and_averaged(path):
     assert mean == pytest.approx(json.loads(path.read_text())["core_metric"], abs=1e-6)
 
 
-def test_a_continuation_that_changes_earlier_tokens_is_refused():
+def test_a_token_that_reaches_over_the_join_is_scored_with_the_continuation():
     task = replace(task_of("lm_task"), fewshot=0)
-    with pytest.raises(ValueError, match="changes the tokens before it"):
-        prompts(task, 0, lambda rows: [[len(row)] for row in rows])
+    # The context ends in token 5, which the continuation turns into 6.
+    [prompt] = prompts(task, 0, lambda _: [[0, 4, 5], [0, 4, 6]])
+    assert (prompt.ids, prompt.start, prompt.end) == ([0, 4, 6], 2, 3)
+    with pytest.raises(ValueError, match="adds no token to its context"):
+        prompts(task, 0, lambda _: [[0, 4, 5], [0, 4]])
 
 
 def bundle(folder, *, tasks=("one",)):

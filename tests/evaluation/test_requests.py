@@ -6,10 +6,13 @@ import math
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
-from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.data.tokenizers import ByteTokenizer, JsonTokenizer
+from recurjax.data.tokenizers.json_tokenizer import byte_characters
 from recurjax.errors import UserError
-from recurjax.evaluation.evaluator import Evaluator
+from recurjax.evaluation.evaluator import APART, Evaluator
 from recurjax.evaluation.requests import (
     UNCONDITIONAL,
     evaluate_requests,
@@ -105,6 +108,42 @@ def test_an_answer_alone_is_greedy_or_not_and_has_a_perplexity(evaluator, tmp_pa
     assert rows["nats"].value == pytest.approx((2.0 + 1.5) / 2)
     assert rows["perplexity"].value == pytest.approx(math.exp(1.75))
     assert rows["perplexity"].stderr is None
+
+
+def joining() -> JsonTokenizer:
+    """Byte-level with merges that join "Ans" and "wer", as GPT-2's do."""
+    vocabulary = {letter: i for i, letter in enumerate(byte_characters())}
+    merges = [("A", "n"), ("w", "e"), ("we", "r"), ("An", "s"), ("Ans", "wer")]
+    for left, right in merges:
+        vocabulary[left + right] = len(vocabulary)
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return JsonTokenizer(made.to_str())
+
+
+def test_a_continuation_inside_a_token_is_encoded_alone_and_counted():
+    tokenizer = joining()
+    evaluator = Evaluator(model=byte_model(None), tokenizer=tokenizer, bos=False)
+    pair = evaluator.pair("Q: Ans", "wer")
+    assert pair.context == tuple(tokenizer.encode("Q: Ans").tolist())
+    assert pair.continuation == tuple(tokenizer.encode("wer").tolist())
+    assert evaluator.summary() == {"notes": {APART: 1}}
+    evaluator.pair("Q: Ans", " wer")
+    assert evaluator.notes[APART] == 1
+
+
+def test_an_item_that_cannot_be_scored_is_left_out_and_listed(evaluator, tmp_path):
+    lines = [
+        line(n, choice, "ask", text, 0)
+        for n, texts in enumerate([(" a", " bb"), ("", " x"), (" c", " dd")])
+        for choice, text in enumerate(texts)
+    ]
+    file = read_request_file(written(tmp_path / "piqa" / "rc_0shot", lines))
+    rows = evaluate_requests(evaluator, file, limit=None, package=None)
+    assert {row.n for row in rows} == {2}
+    [left_out] = evaluator.summary()["left_out"]
+    assert left_out.startswith("piqa/rc_0shot, item 2: the continuation '' adds no tok")
 
 
 def test_spaces_at_a_contexts_end_belong_to_the_continuation(evaluator):

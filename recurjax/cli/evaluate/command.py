@@ -66,6 +66,10 @@ RUN/evaluations.jsonl; the same command resumes an evaluation that was killed.
 recurjax evaluate KIND --help lists the options of each."""
 
 
+_LISTED = 20
+"""Items that were left out are listed up to so many."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateCore(OnMesh):
     """Scores in-context learning: CORE, as nanochat does.
@@ -217,7 +221,19 @@ def _evaluate(
             "parameters hold NaN or infinities, or its activations overflow; take a "
             "checkpoint from before it diverged (--step)"
         )
-    return 0
+    return _left_out(report)
+
+
+def _left_out(report: dict[str, Any]) -> int:
+    """Lists what was not scored; returns the exit code, 1 where anything was."""
+    for name, count in report.get("notes", {}).items():
+        log(f"{count:,} {name}")
+    left_out = report.get("left_out", [])
+    for line in left_out[:_LISTED]:
+        log(f"not scored: {line}")
+    if len(left_out) > _LISTED:
+        log(f"not scored: {len(left_out) - _LISTED:,} more, in the JSON above")
+    return 1 if left_out else 0
 
 
 def prepare_core(options: EvaluateCore) -> Measure:
@@ -261,7 +277,7 @@ def prepare_harness(options: EvaluateHarness) -> Measure:
 
     def measure(loaded: LoadedRun, mesh: Mesh | None, journal: Journal) -> Figures:
         evaluator = evaluator_of(options, loaded, mesh, journal, options.length)
-        return evaluate_harness(
+        figures, rows = evaluate_harness(
             HarnessModel(evaluator, template=template_of(options.run)),
             names,
             fewshot=options.fewshot,
@@ -271,6 +287,7 @@ def prepare_harness(options: EvaluateHarness) -> Measure:
             haystack=haystack,
             tokenizer=options.run / "tokenizer",
         )
+        return figures | evaluator.summary(), rows
 
     return measure
 
@@ -288,7 +305,7 @@ def prepare_requests(options: EvaluateRequests) -> Measure:
                 evaluator, file, limit=options.limit, package=_olmo(options.files)
             )
         ]
-        return _by_task(rows), rows
+        return _by_task(rows) | evaluator.summary(), rows
 
     return measure
 
