@@ -149,10 +149,11 @@ class ChatTemplate:
         """Returns the tokens that only the template may write, by their names.
 
         These are the special tokens, and the added tokens that the template names: a
-        file may mark the tokens of roles as not special.
+        file may mark the tokens of roles as not special. Runs of spaces and of line
+        breaks, which GPT-NeoX and Gemma add as tokens, are no roles.
         """
         added = tokenizer.added_tokens.items()
-        written = {name: i for name, i in added if name in self.source}
+        written = {name: i for name, i in added if name.strip() and name in self.source}
         return {**tokenizer.named_tokens, **written}
 
     def turns(
