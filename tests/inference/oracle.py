@@ -55,7 +55,9 @@ def early_text(
         made.loops.append(b)
         made.logits.append(np.asarray(logits))
         made.scores.append(scores)
-        if text[-1] in settings.stop_tokens:
+        # The last token is drawn and not run: nothing follows it.
+        last = n + 1 == settings.max_new_tokens
+        if last or text[-1] in settings.stop_tokens:
             break
         newest, scores = Tokens(jnp.asarray([text[-1:]], jnp.int32)), []
         x = _enter(model, newest, cache)
