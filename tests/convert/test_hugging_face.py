@@ -122,7 +122,8 @@ def test_an_imported_directory_generates_and_evaluates(quick_compilation, tmp_pa
     code, said, err = recurjax("generate", out, *words)
     assert code == 0, err
     [made] = json.loads(said)["generations"]
-    assert made["tokens"] == greedy(loaded.model, [1, 5, 6], 3)[: len(made["tokens"])]
+    # The folder names a BOS, and no post-processor puts it before a text.
+    assert made["tokens"] == greedy(loaded.model, [5, 6], 3)[: len(made["tokens"])]
     text = tmp_path / "text"
     text.write_text("w1 w2 w3 w4 " * 20)
     code, said, err = recurjax("evaluate", out, "--text", text, "--length", 16)
