@@ -133,6 +133,28 @@ class EvaluateRequests(Benchmark):
     files: Annotated[tuple[str, ...], tyro.conf.Positional]
 
 
+_OPTIONS: dict[str, type[Evaluation]] = {
+    "exits": EvaluateExits,
+    "task": EvaluateTask,
+    "core": EvaluateCore,
+    "harness": EvaluateHarness,
+    "requests": EvaluateRequests,
+}
+_COMMANDS = {
+    "exits": "exits RUN",
+    "task": "task RUN NAME",
+    "core": "core RUN BUNDLE",
+    "core_limit": "core RUN BUNDLE --limit N",
+    "harness": "harness RUN --tasks NAMES",
+    "requests": "requests RUN FILES",
+    "ruler": "harness RUN --tasks offline_niah",
+    "longbench": "harness RUN --tasks offline_longbench --longbench FOLDER",
+    "table": "table RUN",
+    "batches": "text RUN --tokens N",
+}
+"""What is said in place of an option of `recurjax evaluate RUN` that names a kind."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
     """Prints all figures of a run as a Markdown table.
@@ -157,15 +179,34 @@ def run(argv: list[str]) -> int:
     }
     if argv and argv[0] not in (*commands, "-h", "--help"):
         # `recurjax evaluate RUN --text FILE` names no kind.
-        for word in argv:
-            kind = word.partition("=")[0].removeprefix("--")
-            if word.startswith("--") and kind in commands and kind != "text":
-                raise UserError(
-                    f"there is no option --{kind}: {kind} is a command of its own, "
-                    f"recurjax evaluate {kind} RUN (--help lists its options)"
-                )
+        _check_kind(argv)
         return commands["text"](argv)
     return run_command(argv, commands, prog="recurjax evaluate", usage=USAGE)
+
+
+def _check_kind(argv: list[str]) -> None:
+    """Refuses options that `evaluate text` lacks, and says which command has them.
+
+    Raises:
+      UserError: an option of another kind, or its name in an earlier version.
+    """
+    text = {field.name for field in dataclasses.fields(EvaluateText)}
+    owners: dict[str, list[str]] = {}
+    for kind, options in _OPTIONS.items():
+        for field in dataclasses.fields(options):
+            owners.setdefault(field.name, []).append(f"recurjax evaluate {kind}")
+    for word in argv:
+        option = word.partition("=")[0]
+        name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if not option.startswith("--") or name in text:
+            continue
+        if name in _COMMANDS:
+            command = f"`recurjax evaluate {_COMMANDS[name]}` does that"
+        elif name in owners:
+            command = f"{', '.join(owners[name])} RUN has it"
+        else:
+            continue  # the parser names the option that is nearest
+        raise UserError(f"there is no option {option} here: {command}")
 
 
 def _print_table(argv: list[str]) -> int:

@@ -4,8 +4,10 @@ import shutil
 
 import pytest
 
+from recurjax.cli.evaluate.command import run
 from recurjax.data.corpora import embedded_text
 from recurjax.data.tokenizers import ByteTokenizer
+from recurjax.errors import UserError
 from tests.cli.commands import assert_refused, recurjax, without_progress
 
 TEXT = "To be, or not to be, that is the question:\n" * 3
@@ -198,23 +200,34 @@ def test_a_text_is_read_alike_on_several_devices(finished, text):
 
 
 def test_options_of_another_kind_are_refused(finished, requests):
-    kind = "there is no option --core: core is a command of its own, .* evaluate core"
     for words, pattern in [
         (("requests", finished, requests, "--text", "x"), "no option --text"),
         (("requests", finished, requests, "--limit", 0), "--limit: must be >= 1"),
         (("requests", finished, requests.parent / "none"), "no request file matches"),
-        ((finished, "--limit", 2), "no option --limit"),
-        ((finished, "--core", "x"), kind),
-        (
-            (
-                finished,
-                "--fewshot=2",
-            ),
-            "no option --fewshot",
-        ),
         ((finished, "--mesh.dat", 2), r"no option --mesh.dat: did you mean --mesh.dat"),
     ]:
         assert_refused(recurjax("evaluate", *words), pattern)
+
+
+@pytest.mark.parametrize(
+    "option, command",
+    {
+        "--core=x": "`recurjax evaluate core RUN BUNDLE` does that",
+        "--ruler": "`recurjax evaluate harness RUN --tasks offline_niah` does that",
+        "--longbench": "harness RUN --tasks offline_longbench --longbench FOLDER`",
+        "--batches": "`recurjax evaluate text RUN --tokens N` does that",
+        "--core-limit": "`recurjax evaluate core RUN BUNDLE --limit N` does that",
+        "--table": "`recurjax evaluate table RUN` does that",
+        "--limit": "core, recurjax evaluate harness, recurjax evaluate requests RUN",
+        "--fewshot=2": "recurjax evaluate harness RUN has it",
+        "--no-bos": "recurjax evaluate harness, recurjax evaluate requests RUN has it",
+        "--fit-head": "recurjax evaluate exits RUN has it",
+    }.items(),
+)
+def test_an_option_of_another_kind_names_the_command_that_has_it(option, command):
+    name = option.partition("=")[0]
+    with pytest.raises(UserError, match=f"there is no option {name} here: .*{command}"):
+        run(["runs/any", option, "2"])
 
 
 def test_a_text_may_be_named_and_a_picture_needs_no_positions(finished, text, tmp_path):
