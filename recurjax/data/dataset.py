@@ -70,10 +70,7 @@ class Dataset(RowsOfText):
         A tokenizer may put spaces before words, drop or fold letters; bits per byte
         compare tokenizers only over the bytes of the text itself.
         """
-        table = byte_table(self.tokenizer)
-        if self.text_scale == 1.0:
-            return table
-        return (table * self.text_scale).astype(np.float32)
+        return _scaled(byte_table(self.tokenizer), self.text_scale)
 
     def split(self, name: SplitName) -> Split:
         """Returns one part of the stream."""
@@ -89,14 +86,14 @@ class Dataset(RowsOfText):
         split = self.split(name)
         return self.stream.read([(split.start, split.stop)])[0]
 
-    def text_bytes(self, name: SplitName) -> int:
-        """Counts the bytes that a split's tokens stand for; reads all of it."""
+    def counted_bytes(self, name: SplitName) -> int:
+        """Sums `byte_table` over a split's tokens; reads all of it."""
         # Four million tokens at a time: a prepared split may be larger than the memory.
         split, step = self.split(name), 1 << 22
-        total = 0
+        table, total = byte_table(self.tokenizer), 0
         for start in range(split.start, split.stop, step):
             [ids] = self.stream.read([(start, min(start + step, split.stop))])
-            total += int(self.tokenizer.token_bytes[ids].sum(dtype=np.int64))
+            total += int(table[ids].sum(dtype=np.int64))
         return total
 
     def loader(
@@ -179,6 +176,25 @@ class MixtureDataset(RowsOfText):
     tokenizer: Tokenizer
     parts: Mapping[str, Dataset]
     fingerprint: str
+
+    @cached_property
+    def token_bytes(self) -> Int32[np.ndarray, " V"] | Float32[np.ndarray, " V"]:
+        """The bytes of text that each token counts for over all validation splits.
+
+        Of one part's text they are those of the part.
+        """
+        scales = {part.text_scale for part in self.parts.values()}
+        scale = scales.pop()
+        if scales:  # a lossy tokenizer loses more of one part than of another
+            counted = [p.counted_bytes("validation") for p in self.parts.values()]
+            scale = _ratio(
+                sum(
+                    part.text_scale * size
+                    for part, size in zip(self.parts.values(), counted, strict=True)
+                ),
+                sum(counted),
+            )
+        return _scaled(byte_table(self.tokenizer), scale)
 
     def loader(
         self,
@@ -394,7 +410,13 @@ def _open_prepared(
     )
 
 
-def _ratio(text: int, counted: int) -> float:
+def _scaled(
+    table: Int32[np.ndarray, " V"], scale: float
+) -> Int32[np.ndarray, " V"] | Float32[np.ndarray, " V"]:
+    return table if scale == 1.0 else (table * scale).astype(np.float32)
+
+
+def _ratio(text: int | float, counted: int) -> float:
     # 0: there is no text, or an earlier version did not count.
     return text / counted if counted else 1.0
 

@@ -36,8 +36,8 @@ def test_the_last_tenth_of_the_bytes_is_validation():
     assert dataset.vocabulary == 256
     assert bytes(dataset.tokens("train").astype(np.uint8)) == data[:-103_646]
     assert bytes(dataset.tokens("validation").astype(np.uint8)) == data[-103_646:]
-    assert dataset.text_bytes("validation") == 103_646
-    assert dataset.text_bytes("train") == len(data) - 103_646
+    assert dataset.counted_bytes("validation") == 103_646
+    assert dataset.counted_bytes("train") == len(data) - 103_646
 
 
 def test_documents_begin_with_bos_and_tokenizers_share_the_cut(tmp_path):
@@ -53,7 +53,7 @@ def test_documents_begin_with_bos_and_tokenizers_share_the_cut(tmp_path):
         for name, tokenizer in tokenizers.items():
             config = embedded(corpus=corpus, validation_fraction=fraction)
             dataset = open_dataset(config, tokenizer=tokenizer)
-            split[name] = dataset.text_bytes("validation")
+            split[name] = dataset.counted_bytes("validation")
             joined = np.concatenate(
                 [dataset.tokens("train"), dataset.tokens("validation")]
             )

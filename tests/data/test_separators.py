@@ -80,7 +80,7 @@ def test_text_in_memory_is_separated_too(corpus, tmp_path):
         )
         assert documents_of(dataset) == [text + "0" for text in TEXTS]
         ids = dataset.tokens("validation")
-        assert dataset.text_bytes("validation") == validation
+        assert dataset.counted_bytes("validation") == validation
         # The end of the document before the cut stays with that document.
         assert not len(ids) or ids[0] != 0
         assert np.count_nonzero(ids == 0) == {0: 0, 7: 1, 10: 2, 14: 3}[validation]

@@ -5,10 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from recurjax.data.config import DataConfig, Prepared, TextFiles, TokenizerFile
-from recurjax.data.dataset import lossy_note, open_dataset
+from recurjax.data.config import (
+    DataConfig,
+    Mixture,
+    Part,
+    Prepared,
+    TextFiles,
+    TokenizerFile,
+)
+from recurjax.data.dataset import MixtureDataset, lossy_note, open_dataset
 from recurjax.data.prepared import prepare
 from recurjax.data.tokenizers import load_tokenizer
+from recurjax.types import IGNORED
 from tests.data.tokenizers.text_folders import KINDS, write_folder
 
 TEXTS = {
@@ -43,6 +51,31 @@ def test_the_bytes_of_a_text_are_counted_not_those_of_its_tokens(kind, name, tmp
         assert dataset.token_bytes[unknown] > 0
     whole = dataset.tokenizer.token_bytes[dataset.tokens("validation")].sum()
     assert (lossy_note(dataset) is None) == (whole == len(text.encode()))
+
+
+def test_a_pass_over_a_mixture_counts_the_bytes_of_all_its_texts(tmp_path):
+    write_folder(tmp_path, "unigram", "post_processor")
+    texts = ["plain words of the old ship. " * 4, "漢字 the 漢字 sea " * 7]
+    parts = []
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+        files = TextFiles(patterns=(str(tmp_path / f"{number}.txt"),))
+        parts.append(Part(name=f"p{number}", corpus=files, weight=1.0))
+    mixture = open_dataset(
+        DataConfig(
+            corpus=Mixture(parts=tuple(parts)),
+            tokenizer=TokenizerFile(path=str(tmp_path)),
+            validation_fraction=1.0,
+        )
+    )
+    assert isinstance(mixture, MixtureDataset)
+    scales = {part.text_scale for part in mixture.parts.values()}
+    assert len(scales) == 2 and 1.0 not in scales
+    rows = mixture.loader("validation", length=8, batch=2)
+    # The first token of each part is no target: BOS, which has no bytes.
+    targets = np.concatenate([np.ravel(batch["targets"]) for batch in rows])
+    counted = mixture.token_bytes[targets[targets != IGNORED]].sum(dtype=np.float64)
+    assert counted == pytest.approx(sum(len(t.encode()) for t in texts), rel=1e-6)
 
 
 def test_prepared_data_count_the_same(tmp_path):
