@@ -70,6 +70,9 @@ class TextSettings:
       generation: the values of generation_config.json, unchanged; None: there is none.
       model_ends: eos_token_id of config.json, which counts where `generation` does not
         state it.
+      bos_by_name: BOS begins texts although tokenizer.json does not say so. Folders
+        that recurjax saved up to version 0.1 have the names of special tokens only, in
+        the layout of `write_tokenizer_config`, and their models were trained so.
     """
 
     names: Mapping[str, str | None] = field(default_factory=dict)
@@ -78,6 +81,7 @@ class TextSettings:
     template: str | None = None
     generation: Mapping[str, Any] | None = None
     model_ends: tuple[int, ...] = ()
+    bos_by_name: bool = False
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -134,21 +138,27 @@ def read_text_settings(folder: Path) -> TextSettings:
     Raises:
       UserError: a file cannot be read, or does not hold what its name promises.
     """
-    config = _object(folder / CONFIG_FILE, "the tokenizer's config")
+    config_file = folder / CONFIG_FILE
+    config = _object(config_file, "the tokenizer's config")
     model = _object(folder / _MODEL_FILE, "the model's config")
     file = folder / GENERATION_FILE
-    generation = read_json_object(file, "the model's settings") if _is(file) else None
-    names = _names(config, folder / CONFIG_FILE)
+    generation = (
+        read_json_object(file, "the model's settings") if file.is_file() else None
+    )
+    names = _names(config, config_file)
     if "added_tokens_decoder" not in config:
         values = _object(folder / _MAP_FILE, "the special tokens")
         names |= _names(values, folder / _MAP_FILE)
     return TextSettings(
         names=names,
         ids=_stated_ids({**model, **(generation or {})}),
-        added=_added(config.get("added_tokens_decoder") or {}, folder / CONFIG_FILE),
+        added=_added(config.get("added_tokens_decoder") or {}, config_file),
         template=_template(folder, config),
         generation=generation,
         model_ends=_end_ids(model),
+        bos_by_name=set(config) <= set(_ROLES)
+        and config_file.is_file()
+        and config_file.read_text(encoding="utf-8") == _config_text(config),
     )
 
 
@@ -170,34 +180,19 @@ def write_tokenizer_config(
     """Writes the names of special tokens where `read_text_settings` finds them.
 
     Args:
-      bos_by_name: write the layout of `states_bos_by_name`.
+      bos_by_name: see `TextSettings`.
     """
-    values: dict[str, str | None] = dict(names)
-    if not bos_by_name:
-        # transformers asks this file which class reads tokenizer.json.
-        values["tokenizer_class"] = "PreTrainedTokenizerFast"
-    write_atomic(folder / CONFIG_FILE, json.dumps(values, indent=1) + "\n")
+    # transformers asks this file which class reads tokenizer.json.
+    reader = {} if bos_by_name else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    write_atomic(folder / CONFIG_FILE, _config_text({**names, **reader}))
 
 
-def states_bos_by_name(folder: Path) -> bool:
-    """Whether a folder's BOS begins texts although its tokenizer.json does not say so.
-
-    Folders that recurjax saved up to version 0.1 have the names of special tokens only,
-    in this layout, and their models were trained with BOS before each document.
-    """
-    if not _is(folder / CONFIG_FILE):
-        return False
-    values = read_json_object(folder / CONFIG_FILE, "the tokenizer's config")
-    text = (folder / CONFIG_FILE).read_text(encoding="utf-8")
-    return set(values) <= set(_ROLES) and text == json.dumps(values, indent=1) + "\n"
-
-
-def _is(file: Path) -> bool:
-    return file.is_file()
+def _config_text(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=1) + "\n"
 
 
 def _object(file: Path, what: str) -> dict[str, Any]:
-    return read_json_object(file, what) if _is(file) else {}
+    return read_json_object(file, what) if file.is_file() else {}
 
 
 def _names(values: Mapping[str, Any], file: Path) -> dict[str, str | None]:
@@ -256,7 +251,7 @@ def _added(rows: Any, file: Path) -> tuple[AddedToken, ...]:
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     # A file of its own is the newer way, and counts before the config's field.
-    if _is(folder / TEMPLATE_FILE):
+    if (folder / TEMPLATE_FILE).is_file():
         return read_template(folder / TEMPLATE_FILE)
     value = config.get("chat_template")
     if isinstance(value, list):

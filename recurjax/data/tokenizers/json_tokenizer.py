@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +21,6 @@ from recurjax.data.tokenizers.byte_tokenizer import ByteStream
 from recurjax.data.tokenizers.checkpoint_text import (
     TextSettings,
     read_text_settings,
-    states_bos_by_name,
     write_tokenizer_config,
 )
 from recurjax.errors import UserError
@@ -168,13 +168,14 @@ class JsonTokenizer:
         cls, file: Path, *, bos: str | None = None, eos: str | None = None
     ) -> "JsonTokenizer":
         """Reads a file, and what the files next to it say about text."""
-        by_name = bos is None and states_bos_by_name(file.parent)
         try:
+            settings = read_text_settings(file.parent)
+            by_name = bos is None and settings.bos_by_name
             return cls(
                 file.read_text(encoding="utf-8"),
                 bos=bos,
                 eos=eos,
-                settings=read_text_settings(file.parent),
+                settings=settings,
                 begins_with_bos=True if by_name else None,
                 # Such files keep their hash, which prepared data and runs state.
                 restate=not by_name,
@@ -205,7 +206,7 @@ class JsonTokenizer:
         # faster than a text's length.
         pieces = [_pieces(text) if self._cuts_at_lines else [text] for text in texts]
         flat = [piece for group in pieces for piece in group]
-        encodings = self._tokenizer.encode_batch_fast(flat, add_special_tokens=False)
+        encodings = self._plain.encode_batch_fast(flat, add_special_tokens=False)
         ids = iter([np.array(encoding.ids, np.int32) for encoding in encodings])
         # Pieces of one text are joined again.
         return [np.concatenate([next(ids) for _ in group]) for group in pieces]
@@ -374,7 +375,7 @@ class JsonTokenizer:
 
         None: a token reaches over the join, or `before` ends in other tokens there.
         """
-        alone, joint = self._tokenizer.encode_batch(
+        alone, joint = self._plain.encode_batch(
             [before, before + text], add_special_tokens=False
         )
         count = len(alone.ids)
@@ -384,6 +385,32 @@ class JsonTokenizer:
         if any(end > len(before) for _, end in joint.offsets[:count]):
             return None
         return np.array(joint.ids[count:], np.int32)
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer in which no text becomes a special token.
+
+        A model that looks words up in its vocabulary, as Unigram does, finds the names
+        of special tokens there, although the library does not seek them in texts.
+        SentencePiece itself never makes a control symbol of a text.
+        """
+        model = self._json["model"]
+        vocabulary = model.get("vocab") or {}
+        rows = vocabulary if isinstance(vocabulary, dict) else dict(vocabulary)
+        names = {name: "" for name in self.named_tokens if name in rows}
+        if model.get("type", "BPE") == "BPE" and not model.get("ignore_merges"):
+            # It makes words by merges, of single characters.
+            merges = model.get("merges") or []
+            if not any(len(n) == 1 for n in names) and not any(
+                _makes(merge, names) for merge in merges
+            ):
+                return self._tokenizer
+        if not names:
+            return self._tokenizer
+        # Names that nobody can type.
+        secret = secrets.token_hex(16)
+        marks = {name: f"{secret}{n}" for n, name in enumerate(names)}
+        return _library_tokenizer(json.dumps(_renamed(self._definition, marks)))
 
     def _guarding(self, marks: tuple[tuple[str, str], ...]) -> tokenizers.Tokenizer:
         """Returns the library's tokenizer in which names are private characters."""

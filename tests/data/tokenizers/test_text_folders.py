@@ -6,6 +6,7 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from recurjax.data.tokenizers import JsonTokenizer, load_tokenizer, text_ends
 from tests.data.tokenizers.text_folders import (
@@ -50,3 +51,38 @@ def test_a_folder_is_read_as_transformers_reads_it_there_and_back(kind, way, tmp
             assert read.decode(ids) == text
     ends = (2, 3) if way == "several_ends" else (want["eos"],)
     assert text_ends(tokenizer) == ends
+
+
+def words_of_a_vocabulary() -> Tokenizer:
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3, "old": 4, "ship": 5}
+    library = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<unk>", "<s>", "</s>", "<pad>"])
+    return library
+
+
+def merges_ignored() -> Tokenizer:
+    """Llama 3's way: a word of the vocabulary is a token, whatever the merges say."""
+    library = KINDS["byte_level"]()
+    definition = json.loads(library.to_str())
+    definition["model"]["ignore_merges"] = True
+    definition["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    return Tokenizer.from_str(json.dumps(definition))
+
+
+@pytest.mark.parametrize(
+    "library",
+    [*KINDS.values(), words_of_a_vocabulary, merges_ignored],
+    ids=[*KINDS, "word_level", "ignore_merges"],
+)
+def test_no_text_becomes_a_special_token(library):
+    """Other than in transformers, whose Unigram finds the names in its vocabulary."""
+    tokenizer = JsonTokenizer(library().to_str(), bos="<s>", eos="</s>")
+    texts = ["</s>", "old</s>ship", "old </s> ship", "<s>", "<pad>\n</s>"]
+    special = {1, 2, 3}
+    for text in texts:
+        assert special.isdisjoint(tokenizer.encode(text).tolist())
+        assert special.isdisjoint(tokenizer.encode_after("old", text).tolist())
+        [[ids]] = tokenizer.encode_parts([[text]])
+        assert ids.tolist() == tokenizer.encode(text).tolist()
+    assert tokenizer.encode("old ship").tolist() == library().encode("old ship").ids
