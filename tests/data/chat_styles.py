@@ -2,13 +2,14 @@
 
 The templates are written here in the styles of public families of models; between them
 they use what transformers' environment has beyond plain jinja2. Run as a script where
-transformers is installed, it records a digest of the ids of every chat:
+transformers is installed, it writes a digest of the ids of every chat:
 
-    python -m tests.data.chat_styles
+    python -m tests.data.chat_styles tests/data/chat_styles.json
 """
 
 import hashlib
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,8 +234,8 @@ def by_transformers(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def main() -> None:
-    """Records the digests."""
+def main(out: Path) -> None:
+    """Writes the digests."""
     import transformers  # pyright: ignore[reportMissingImports]
 
     record: dict[str, Any] = {"transformers": transformers.__version__}
@@ -243,8 +244,8 @@ def main() -> None:
             write_folder(Path(folder), kind)
             ids = by_transformers(Path(folder))
         record[kind] = [digest(row) for row in ids.values()]
-    RECORD.write_text(json.dumps(record) + "\n")
+    out.write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

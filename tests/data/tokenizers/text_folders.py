@@ -1,12 +1,16 @@
 """Small folders that say about text what checkpoints say, each in another way.
 
 Eight kinds of tokenizer times eight ways to state BOS, EOS and further tokens. Run as a
-script where transformers is installed, it records what transformers reads from them:
+script where transformers is installed, it writes what transformers reads from them, or
+from the copies in FOLDERS/<kind>/<way>:
 
-    python -m tests.data.tokenizers.text_folders
+    python -m tests.data.tokenizers.text_folders OUT.json [FOLDERS]
+
+RECORD is such an OUT.json.
 """
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -208,18 +212,22 @@ def read_by_transformers(folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Records what transformers reads from every folder."""
+def main(out: Path, folders: Path | None = None) -> None:
+    """Writes what transformers reads from every folder."""
     import transformers  # pyright: ignore[reportMissingImports]
 
     record: dict[str, Any] = {"transformers": transformers.__version__}
     for kind in KINDS:
         for way in WAYS:
-            with tempfile.TemporaryDirectory() as folder:
-                write_folder(Path(folder), kind, way)
-                record[f"{kind}/{way}"] = read_by_transformers(Path(folder))
-    RECORD.write_text(json.dumps(record) + "\n")
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary)
+                if folders is None:
+                    write_folder(folder, kind, way)
+                else:
+                    folder = folders / kind / way
+                record[f"{kind}/{way}"] = read_by_transformers(folder)
+    out.write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))
