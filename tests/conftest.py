@@ -4,6 +4,7 @@
 """
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,7 +17,10 @@ import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
-install_import_hook(["recurjax", "pallas_kernels"], "beartype.beartype")
+# An image made for GPUs often has no beartype: shapes are then not checked.
+SHAPES_CHECKED = find_spec("beartype") is not None
+if SHAPES_CHECKED:
+    install_import_hook(["recurjax", "pallas_kernels"], "beartype.beartype")
 
 # It asks XLA what it knows, which fixes the number of devices.
 from tests.compiling import all_compiled_quickly  # noqa: E402
@@ -27,6 +31,11 @@ AS_USERS = (
 )
 """Compiled as users compile: folders whose tests hold equations to their numbers, and
 those that start commands in processes of their own or read what a compiler made."""
+
+
+def pytest_report_header():
+    if not SHAPES_CHECKED:
+        return "beartype is not installed: annotated shapes are not checked"
 
 
 @pytest.hookimpl(tryfirst=True)

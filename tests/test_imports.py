@@ -37,7 +37,7 @@ ORDER = (
 )
 # Where the order alone would allow more than the design does.
 ONLY = {
-    "data": {"errors", "files", "ranges", "types", "version"},
+    "data": {"errors", "files", "lazy_names", "ranges", "types", "version"},
     "layers": {"errors", "ranges", "types"},
     "variants": {"layers", "errors", "ranges", "types"},
     "model": {"variants", "layers", "errors", "ranges", "types"},
@@ -48,6 +48,8 @@ KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "numpy"}
 OURS = ("recurjax", "pallas_kernels", "tests", "experiments")
 OPS = "pallas_kernels/*/api.py"
 HEAVY = {"grain", "matplotlib", "tensorflow", "tensorflow_datasets", "torch"}
+
+OF_DATA_AND_COMMANDS = {"array_record", "beartype", "grain", "tokenizers", "tyro"}
 
 RANKS = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
@@ -338,3 +340,32 @@ def part_of_light(module: str) -> bool:
     if module.startswith("pallas_kernels."):
         return True
     return part_of(module) in ("model", "variants", "layers", "inference")
+
+
+def test_models_configs_benches_and_plans_need_no_packages_of_data_and_commands():
+    """An image made for GPUs often has jax, flax, optax and orbax alone."""
+    starts = ("recurjax.experiment", "recurjax.model", "recurjax.bench")
+    starts += ("recurjax.plan", "recurjax.inference", "pallas_kernels")
+    # PyTorch's side of a comparison runs in PyTorch's interpreter.
+    others = ("torch_side", "bench.data")
+    names = sorted(
+        name
+        for name in modules()
+        if name.startswith(starts) and not name.endswith(others)
+    )
+    code = f"""
+import importlib, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {sorted(OF_DATA_AND_COMMANDS)!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+for name in {names!r}:
+    importlib.import_module(name)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr

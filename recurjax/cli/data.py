@@ -12,7 +12,7 @@ import numpy as np
 import tyro
 
 from recurjax.cli.options import Command, parse, run_command, shows_usage
-from recurjax.data.config import Bpe, NanochatBpe, Prepared
+from recurjax.data.config import NONE, Bpe, NanochatBpe, Prepared
 from recurjax.data.corpus_options import CorpusOptions
 from recurjax.data.prepared import (
     MANIFEST,
@@ -27,7 +27,7 @@ from recurjax.data.prepared import (
     verify_checksums,
 )
 from recurjax.data.streams import closing
-from recurjax.data.tokenizers import NONE, Tokenizer, build_tokenizer, load_tokenizer
+from recurjax.data.tokenizers import Tokenizer, build_tokenizer, load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files.atomic import refuse_existing
 from recurjax.files.storage import fetched_folder, sent_folder, url_of

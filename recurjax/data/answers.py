@@ -20,10 +20,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from recurjax.data.batches import Batch, Layout
 from recurjax.data.chat import ChatTemplate, Turn, compiled, plain
 from recurjax.data.config import Conversations, DataConfig, Examples, PromptAnswer
 from recurjax.data.corpora import Messages, read_conversations, read_messages
-from recurjax.data.loader import Batch, Layout, RowLoader, RowsOfText
+from recurjax.data.loader import RowLoader, RowsOfText
 from recurjax.data.packing import without_middle
 from recurjax.data.tokenizers import Tokenizer, encode_continued
 from recurjax.errors import UserError

@@ -290,6 +290,10 @@ class NanochatBpe(RangeChecks):
     train_bytes: _TrainBytes = 2_000_000_000
 
 
+NONE = "none"
+"""In the place of a special token's name: there is no such token."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerFile:
     """A tokenizer on disk.

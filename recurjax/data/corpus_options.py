@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from recurjax.data.config import (
+    NONE,
     ArrayRecords,
     Bpe,
     Bytes,
@@ -27,7 +28,7 @@ from recurjax.data.config import (
 )
 from recurjax.data.corpora import names_below
 from recurjax.data.prepared import MANIFEST, TOKENIZER, read_manifest
-from recurjax.data.tokenizers import NONE, load_tokenizer
+from recurjax.data.tokenizers import load_tokenizer
 from recurjax.errors import UserError
 from recurjax.files.storage import url_of
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from recurjax.data.answers import AnswersDataset, open_answers
+from recurjax.data.batches import Layout
 from recurjax.data.config import (
     Bpe,
     DataConfig,
@@ -20,7 +21,7 @@ from recurjax.data.config import (
     Prepared,
 )
 from recurjax.data.corpora import read_corpus
-from recurjax.data.loader import ChainedLoader, Layout, Loader, RowsOfText
+from recurjax.data.loader import ChainedLoader, Loader, RowsOfText
 from recurjax.data.prepared import (
     TOKENIZER,
     PreparedStream,

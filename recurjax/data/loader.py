@@ -9,43 +9,22 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
-from grain.experimental import ThreadPrefetchIterDataset
-from jaxtyping import Int32, Int64, Real
+from jaxtyping import Real
 
+from recurjax.data.batches import Batch, Layout, empty_batch, join_rows
 from recurjax.data.config import DataConfig
 from recurjax.data.packing import BestFit, segment_numbers
 from recurjax.data.shares import Shares
 from recurjax.data.shuffle import EndlessOrder, order_identity
-from recurjax.data.streams import Split, TokenStream
+from recurjax.data.streams import Split
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
-from recurjax.types import IGNORED
 
-Batch = dict[str, Int32[np.ndarray, "B T"]]
-"""`ids`, `targets` (the next token, or IGNORED) and `segments` (document numbers)."""
-
-PADDING_SEGMENT = -1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """The shape of a batch, and the part of it that this process delivers.
-
-    Attributes:
-      length: T, in tokens.
-      batch: rows of the global batch, over all processes.
-      rows: (first, after the last) of the rows that this process delivers.
-      segments: whether batches carry document numbers.
-    """
-
-    length: int
-    batch: int
-    rows: tuple[int, int]
-    segments: bool
+if TYPE_CHECKING:
+    import grain
 
 
 class RowsOfText:
@@ -117,13 +96,14 @@ class Loader:
         return -(-rows // self.layout.batch)
 
     @cached_property
-    def _pipeline(self) -> grain.IterDataset[Batch]:
+    def _pipeline(self) -> "grain.IterDataset[Batch]":
+        from recurjax.data import pipeline  # needs grain
+
         rows = [(step * self.layout.batch, weights) for step, weights in self.weights]
         shares, config = Shares(rows), self.config
         if config.packing == "best_fit":
-            packed = PackedBatches(self.parts, self.layout, shares, self._plans)
-            return ThreadPrefetchIterDataset(
-                packed, prefetch_buffer_size=config.prefetch
+            return pipeline.packed(
+                self.parts, self.layout, shares, self._plans, config.prefetch
             )
         batches = _ConcatenatedBatches(
             self.parts,
@@ -132,7 +112,7 @@ class Loader:
             orders=[self._order(count) for count in self._counts],
             count=self.batches,
         )
-        return _prefetched(batches, config.prefetch, config.threads)
+        return pipeline.read_ahead(batches, config.prefetch, config.threads)
 
     def _plans(self) -> list[BestFit]:
         """Returns a plan for each part: its buffer of documents has its own place."""
@@ -201,6 +181,8 @@ class RowLoader:
     threads: int
 
     def __iter__(self) -> "Batches":
+        from recurjax.data import pipeline  # needs grain
+
         order: Callable[[int], int] = lambda k: k  # noqa: E731
         # Endless new rows need no order. A fixed set has another one in each epoch.
         if self.count is not None and not self.in_order:
@@ -211,7 +193,7 @@ class RowLoader:
             places=self.count if self.in_order else None,
             fill=self.fill,
         )
-        pipeline = _prefetched(batches, self.prefetch, self.threads)
+        ahead = pipeline.read_ahead(batches, self.prefetch, self.threads)
         identity = _identity(
             self.layout,
             data=self.fingerprint,
@@ -220,7 +202,7 @@ class RowLoader:
             seed=self.seed,
             counts=[] if self.count is None else [self.count],
         )
-        return Batches(iter(pipeline), identity)
+        return Batches(iter(ahead), identity)
 
     @property
     def batches(self) -> int | None:
@@ -250,9 +232,8 @@ class ChainedLoader:
 class Batches:
     """An iterator of batches whose state is small, exact and JSON-able."""
 
-    def __init__(
-        self, iterator: grain.DatasetIterator[Batch], identity: dict[str, Any]
-    ):
+    def __init__(self, iterator: Any, identity: dict[str, Any]):
+        """Wraps a grain.DatasetIterator of batches."""
         self._iterator, self._identity = iterator, identity
 
     def __iter__(self) -> "Batches":
@@ -334,15 +315,6 @@ class _Chain:
         self._at, self._current = part, iter(self._loaders[part])
 
 
-@runtime_checkable
-class _BatchSource(Protocol):
-    """Batches by their number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Batch: ...
-
-
 class _ConcatenatedBatches:
     """Batch i holds rows i*batch .. of the parts' streams, in the parts' shares."""
 
@@ -380,69 +352,7 @@ class _ConcatenatedBatches:
                 starts = split.stream.starts
                 for r, (begin, _) in zip(places, spans, strict=True):
                     segments[r] = segment_numbers(starts, begin, length)
-        return _join_rows(rows, segments, layout)
-
-
-class PackedBatches(grain.IterDataset[Batch]):
-    """Best-fit rows, each packed of one part's documents."""
-
-    def __init__(
-        self,
-        parts: Sequence[Split],
-        layout: Layout,
-        shares: Shares,
-        plans: Callable[[], Sequence[BestFit]],
-    ):
-        super().__init__()
-        self._parts, self._layout, self._shares = parts, layout, shares
-        self._plans = plans
-
-    def __iter__(self) -> grain.DatasetIterator[Batch]:
-        return _PackedIterator(self._parts, self._layout, self._shares, self._plans())
-
-
-class _PackedIterator(grain.DatasetIterator[Batch]):
-    def __init__(
-        self,
-        parts: Sequence[Split],
-        layout: Layout,
-        shares: Shares,
-        plans: Sequence[BestFit],
-    ):
-        super().__init__()
-        self._layout, self._shares, self._row = layout, shares, 0
-        self._streams = [part.stream for part in parts]
-        self._starts = [part.document_starts() for part in parts]
-        self._plans = plans
-
-    def __next__(self) -> Batch:
-        capacity, (first, stop) = self._layout.length + 1, self._layout.rows
-        none = np.zeros(0, np.int32)
-        rows, segments = [none] * (stop - first), [none] * (stop - first)
-        draws = self._shares.rows(self._row, self._row + self._layout.batch)
-        for part, (_, places) in draws.items():
-            # All rows are planned, so that all processes agree on which documents are
-            # used, and only those of this one are read.
-            plans = {r: self._plans[part].row(capacity) for r in places}
-            if not any(plans.values()):  # a pass in order has come to its end
-                raise StopIteration
-            local = [r for r in places if first <= r < stop]
-            read = _packed_rows(
-                self._streams[part], self._starts[part], [plans[r] for r in local]
-            )
-            for r, tokens, numbers in zip(local, *read, strict=True):
-                rows[r - first], segments[r - first] = tokens, numbers
-        self._row += self._layout.batch
-        return _join_rows(rows, segments, self._layout)
-
-    def get_state(self) -> dict[str, Any]:
-        return {"row": self._row, "parts": [plan.get_state() for plan in self._plans]}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        # Older versions saved of a single corpus its plan, in which row does not count.
-        self._row = int(state.get("row", 0))
-        for plan, saved in zip(self._plans, state.get("parts", [state]), strict=True):
-            plan.set_state(saved)
+        return join_rows(rows, segments, layout)
 
 
 class _FilledBatches:
@@ -469,7 +379,7 @@ class _FilledBatches:
 
     def __getitem__(self, index: int) -> Batch:
         layout = self._layout
-        batch = _empty_batch(layout)
+        batch = empty_batch(layout)
         first, stop = layout.rows
         for r in range(stop - first):
             place = index * layout.batch + first + r
@@ -484,70 +394,6 @@ def _row_span(split: Split, row: int, length: int) -> tuple[int, int]:
     # Beyond the split's end rows are empty: the last batch of a pass in order.
     begin = min(split.start + row * length, split.stop)
     return begin, min(begin + length + 1, split.stop)
-
-
-def _packed_rows(
-    stream: TokenStream,
-    starts: Int64[np.ndarray, " N"],
-    plans: Sequence[Sequence[tuple[int, int]]],
-) -> tuple[list[Int32[np.ndarray, " _"]], list[Int32[np.ndarray, " _"]]]:
-    """Reads rows that were planned as (document, how many of its first tokens).
-
-    Returns:
-      The tokens of each row, and the documents' numbers in it, one less.
-    """
-    pieces = [(int(starts[d]), n) for row in plans for d, n in row]
-    parts = iter(stream.read([(start, start + n) for start, n in pieces]))
-    none = np.zeros(0, np.int32)  # of a row after the documents' end
-    rows = [np.concatenate([none, *(next(parts) for _ in row)]) for row in plans]
-    return rows, [_repeated([n for _, n in row])[:-1] for row in plans]
-
-
-def _repeated(counts: list[int]) -> Int32[np.ndarray, " T"]:
-    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-
-
-def _join_rows(
-    rows: Sequence[np.ndarray], segments: Sequence[np.ndarray], layout: Layout
-) -> Batch:
-    """Lays rows of T+1 tokens, or fewer, out as a batch: ids and their targets.
-
-    Args:
-      segments: of each row's ids; not looked at where the layout has none.
-    """
-    batch = _empty_batch(layout)
-    for r, row in enumerate(rows):
-        length = max(0, len(row) - 1)
-        batch["ids"][r, :length] = row[:-1]
-        batch["targets"][r, :length] = row[1:]
-        if layout.segments:
-            batch["segments"][r, :length] = segments[r][:length]
-    return batch
-
-
-def _empty_batch(layout: Layout) -> Batch:
-    """Returns this process' rows without tokens: what no row fills stays ignored."""
-    first, stop = layout.rows
-    shape = (stop - first, layout.length)
-    batch = {
-        "ids": np.zeros(shape, np.int32),
-        "targets": np.full(shape, IGNORED, np.int32),
-    }
-    if layout.segments:
-        batch["segments"] = np.full(shape, PADDING_SEGMENT, np.int32)
-    return batch
-
-
-def _prefetched(
-    batches: _BatchSource, prefetch: int, threads: int
-) -> grain.IterDataset[Batch]:
-    """Reads batches ahead of time; their order is that of the source."""
-    options = grain.ReadOptions(
-        # 0 threads read each batch when the caller takes it, in the caller's thread.
-        num_threads=threads if prefetch else 0,
-        prefetch_buffer_size=prefetch,
-    )
-    return grain.MapDataset.source(batches).to_iter_dataset(options)
 
 
 def _identity(

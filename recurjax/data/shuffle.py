@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from grain.experimental import index_shuffle
 from jaxtyping import Int32
 
 LARGEST_TABLE = 1 << 22
@@ -52,6 +51,8 @@ class EndlessOrder:
         return np.argsort(raw, kind="stable").astype(np.int32)
 
     def _enciphered(self, epoch: int, at: int) -> int:
+        from grain.experimental import index_shuffle
+
         last = self._count - 1
         # Of 4^k + 1 numbers grain 0.2.18 gives one twice and another never. Those of
         # one more are right, and the cipher is applied again where it yields that one.

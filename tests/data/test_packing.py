@@ -4,8 +4,10 @@ import re
 import numpy as np
 import pytest
 
-from recurjax.data.loader import Layout, PackedBatches, _plain
+from recurjax.data.batches import Layout
+from recurjax.data.loader import _plain
 from recurjax.data.packing import BestFit, segment_numbers
+from recurjax.data.pipeline import PackedBatches
 from recurjax.data.shares import Shares
 from recurjax.data.streams import MemoryStream, Split
 from tests.golden.cases import golden_cases

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from array_record.python.array_record_data_source import ArrayRecordDataSource
 from jaxtyping import Int32
 
 from recurjax.data.streams import Span
@@ -154,11 +153,11 @@ class PreparedStream:
             read.append(tokens[first : first + stop - start].astype(np.int32))
         return read
 
-    def _opened(self) -> "ArrayRecordDataSource | _Fetched":
+    def _opened(self) -> "_Records":
         if self._origin is not None:
             return _Fetched(self._origin, self._manifest)
         try:
-            source = ArrayRecordDataSource([str(path) for path in self._paths])
+            source = _open_records(self._paths)
         except RuntimeError as error:
             raise UserError(
                 f"the shards in {self._paths[0].parent} are damaged ({error}): "
@@ -198,13 +197,28 @@ class PreparedStream:
         return self._paths[0].parent
 
 
+@runtime_checkable
+class _Records(Protocol):
+    """Records by their number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, record: int, /) -> bytes: ...
+
+
+def _open_records(files: Sequence[Path]) -> _Records:
+    from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+    return ArrayRecordDataSource([str(file) for file in files])
+
+
 class _Fetched:
     """The records of shards in a store: a shard is fetched when it is first read."""
 
     def __init__(self, store: Store, manifest: PreparedManifest):
         self._store, self._shards = store, manifest.shards
         self._ends = list(accumulate(shard.records for shard in manifest.shards))
-        self._opened: dict[int, ArrayRecordDataSource] = {}
+        self._opened: dict[int, _Records] = {}
         self._opening = threading.Lock()
 
     def __len__(self) -> int:
@@ -227,13 +241,13 @@ class _Fetched:
             mended_copy_of(self._store, shard.file, sha256=shard.sha256)
             self._opened.pop(number, None)
 
-    def _shard(self, number: int) -> ArrayRecordDataSource:
+    def _shard(self, number: int) -> "_Records":
         # Threads read ahead together: the first that asks fetches, the others wait.
         with self._opening:
             if number not in self._opened:
                 shard = self._shards[number]
                 file = copy_of(self._store, shard.file, sha256=shard.sha256)
-                self._opened[number] = ArrayRecordDataSource([str(file)])
+                self._opened[number] = _open_records([file])
             return self._opened[number]
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordWriter
 
 from recurjax.data.config import Corpus
 from recurjax.data.corpora import CorpusReading, Document, read_corpus
@@ -531,7 +530,7 @@ class ShardWriter:
         self._folder, self._per_shard = folder, per_shard
         self._shards = list(shards)
         self.records_of = 0
-        self._writer: ArrayRecordWriter | None = None
+        self._writer: Any = None
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -548,6 +547,8 @@ class ShardWriter:
     def write(self, record: bytes) -> None:
         if self.records_of == self._per_shard:
             self._close()
+        from array_record.python.array_record_module import ArrayRecordWriter
+
         # group_size 1: each record can be read alone, which random access needs.
         writer = self._writer or ArrayRecordWriter(str(self._path()), "group_size:1")
         self._writer = writer

@@ -11,8 +11,9 @@ from typing import ClassVar, get_args
 import numpy as np
 from jaxtyping import Real
 
+from recurjax.data.batches import Batch, Layout
 from recurjax.data.config import Prefetch, Threads
-from recurjax.data.loader import Batch, Layout, RowLoader
+from recurjax.data.loader import RowLoader
 from recurjax.data.tasks.copying import Copy
 from recurjax.data.tasks.hash_hop import HashHop
 from recurjax.data.tasks.mad import (

@@ -1,4 +1,9 @@
-"""Tokenizers: the protocol and loading, bytes, any tokenizer.json, training a BPE."""
+"""Tokenizers: the protocol and loading, bytes, any tokenizer.json, training a BPE.
+
+`JsonTokenizer` is imported when it is first used, since it needs `tokenizers`.
+"""
+
+from typing import TYPE_CHECKING
 
 from recurjax.data.tokenizers.byte_tokenizer import ByteTokenizer, count_characters
 from recurjax.data.tokenizers.checkpoint_text import (
@@ -7,7 +12,6 @@ from recurjax.data.tokenizers.checkpoint_text import (
     read_template,
     read_text_settings,
 )
-from recurjax.data.tokenizers.json_tokenizer import NONE, JsonTokenizer
 from recurjax.data.tokenizers.loading import (
     Tokenizer,
     build_tokenizer,
@@ -17,11 +21,14 @@ from recurjax.data.tokenizers.loading import (
     text_ends,
 )
 from recurjax.data.tokenizers.symbols import Symbols
+from recurjax.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from recurjax.data.tokenizers.json_tokenizer import JsonTokenizer
 
 __all__ = [
     "ByteTokenizer",
     "JsonTokenizer",
-    "NONE",
     "Symbols",
     "TEMPLATE_FILE",
     "TextSettings",
@@ -35,3 +42,5 @@ __all__ = [
     "read_text_settings",
     "text_ends",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__)

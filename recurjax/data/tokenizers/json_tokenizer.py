@@ -17,6 +17,7 @@ import tokenizers
 from jaxtyping import Int, Int32
 from tokenizers import AddedToken, processors
 
+from recurjax.data.config import NONE
 from recurjax.data.tokenizers.byte_tokenizer import ByteStream
 from recurjax.data.tokenizers.checkpoint_text import (
     TextSettings,
@@ -37,8 +38,6 @@ _BOS_NAMES = (
     "<|endoftext|>",
 )
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<eos>", "</s>", "[EOS]")
-NONE = "none"
-"""In the place of a special token's name: there is no such token."""
 _MOST = 1 << 24
 """Ids that a vocabulary may have: tables are as long as the largest."""
 _PIECE = 1 << 16

@@ -1,4 +1,7 @@
-"""What a tokenizer is, and loading one from disk."""
+"""What a tokenizer is, and loading one from disk.
+
+Modules that need the `tokenizers` package are imported by the functions that use them.
+"""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,11 +20,8 @@ from recurjax.data.config import (
     TokenizerFile,
 )
 from recurjax.data.corpora import read_corpus
-from recurjax.data.tokenizers.bpe import TrainingPart, train_bpe
 from recurjax.data.tokenizers.byte_tokenizer import BYTE_FILE, ByteTokenizer
 from recurjax.data.tokenizers.checkpoint_text import TextSettings
-from recurjax.data.tokenizers.json_tokenizer import JsonTokenizer
-from recurjax.data.tokenizers.nanochat_bpe import train_nanochat_bpe
 from recurjax.data.tokenizers.symbols import SYMBOLS_FILE, Symbols
 from recurjax.errors import UserError
 from recurjax.files.json_files import read_json_object
@@ -228,13 +228,16 @@ def build_tokenizer(
     Raises:
       UserError: it cannot be loaded, or the corpus does not serve to train it.
     """
+    if isinstance(config, Bytes):
+        return ByteTokenizer(bos=config.bos)
+    if isinstance(config, TokenizerFile):
+        return load_tokenizer(config.path, bos=config.bos, eos=config.eos)
+    from recurjax.data.tokenizers.bpe import TrainingPart, train_bpe
+    from recurjax.data.tokenizers.nanochat_bpe import train_nanochat_bpe
+
     # Merges counted on the validation text would make its tokens look easier.
     part = TrainingPart(share=1.0 - validation_fraction, used_bytes=used_bytes)
     match config:
-        case Bytes():
-            return ByteTokenizer(bos=config.bos)
-        case TokenizerFile():
-            return load_tokenizer(config.path, bos=config.bos, eos=config.eos)
         case Bpe():
             return train_bpe(read_corpus(corpus), config, part=part)
         case NanochatBpe():
@@ -270,6 +273,8 @@ def load_tokenizer(
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"no tokenizer at {path}: name a tokenizer.json or its folder")
+    from recurjax.data.tokenizers.json_tokenizer import JsonTokenizer
+
     return JsonTokenizer.load(file, bos=bos, eos=eos)
 
 

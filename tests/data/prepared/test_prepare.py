@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
+from array_record.python import array_record_module
 from rich.console import Console
 
 from recurjax.data.config import (
@@ -27,7 +27,6 @@ from recurjax.data.prepared import (
     read_manifest,
     shown_progress,
     verify_checksums,
-    writing,
 )
 from recurjax.data.prepared.writing import Progress
 from recurjax.data.tokenizers import ByteTokenizer
@@ -168,10 +167,12 @@ def test_an_interrupt_leaves_nothing_behind(corpus, tmp_path):
 
 
 def test_a_full_disk_is_named_and_leaves_nothing_behind(corpus, tmp_path, monkeypatch):
-    def full(path, options):
-        return ArrayRecordWriter("/dev/full", options)
+    writer = array_record_module.ArrayRecordWriter
 
-    monkeypatch.setattr(writing, "ArrayRecordWriter", full)
+    def full(path, options):
+        return writer("/dev/full", options)
+
+    monkeypatch.setattr(array_record_module, "ArrayRecordWriter", full)
     with pytest.raises(UserError, match="the disk is full: nothing was kept"):
         prepare(corpus, ByteTokenizer(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
