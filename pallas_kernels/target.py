@@ -3,9 +3,11 @@
 Code elsewhere does not compare platforms: it calls a function of this module that names
 the property it depends on, such as `prefers_unrolled_decode`.
 
-Programs are made for the first device of this process. A plan makes them for devices
-that are not here: it sets the target with `as_if`. The target is part of the key of
-jit's caches, so that a program traced for one is never run or compiled for another.
+Programs are made for jax's default device (`jax.default_device`), or this process's
+first one. While it traces, jax does not say on which device a program's arguments lie:
+to run one on the CPU of a machine with a GPU, set the default device to the CPU, or use
+`as_if`, as a plan does for devices that are not here. Both are part of the key of jit's
+caches, so that a program traced for one target never runs on another.
 """
 
 from contextlib import AbstractContextManager
@@ -77,8 +79,14 @@ _SET = jax.make_user_context(None)
 
 
 def current() -> Target:
-    """Returns the target that `as_if` set, else this process's first device."""
-    return Target.of(jax.devices()[0]) if _SET.value is None else _SET.value
+    """Returns the target that `as_if` set, else jax's default device."""
+    if _SET.value is not None:
+        return _SET.value
+    # A device, a platform's name, or None: the first device.
+    default: Any = getattr(jax.config, "jax_default_device")  # noqa: B009
+    if default is None or isinstance(default, str):
+        default = jax.devices(default)[0]
+    return Target.of(default)
 
 
 def as_if(target: Target) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.compiling import QUICK_COMPILE, all_compiled_quickly
+from tests.compiling import QUICK_COMPILE, all_compiled_quickly, quick_options
 
 LEVEL = "xla_backend_optimization_level"
 
@@ -22,3 +22,8 @@ def test_what_a_program_says_itself_stands(monkeypatch):
     with all_compiled_quickly():
         made = own()
     assert int(made) == 7
+
+
+def test_kernels_on_a_gpu_are_compiled_as_users_compile_them():
+    assert quick_options("cpu")[LEVEL] == 0
+    assert quick_options("gpu") == quick_options("tpu") == {}

@@ -17,10 +17,6 @@ _CPU_PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type"
 _FLAGS = {
     # XLA's YNN fusions are slower than its plain kernels on the products of training.
     _CPU_PRODUCTS: "",
-    # The loops over positions and layers as CUDA graphs: XLA leaves loops out of them
-    # by default, and then launches each kernel of each turn by itself.
-    "--xla_gpu_enable_command_buffer": "+WHILE",
-    "--xla_gpu_command_buffer_unroll_loops": "true",
 }
 _READING = {
     # The plain kernels take up to 30 times as long for a few rows times a matrix whose

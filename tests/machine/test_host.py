@@ -16,11 +16,7 @@ print(os.environ["XLA_FLAGS"], jax.jit(lambda x: x @ x.T)(x).tolist())
 
 
 PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type"
-OURS = {
-    PRODUCTS: "",
-    "--xla_gpu_enable_command_buffer": "+WHILE",
-    "--xla_gpu_command_buffer_unroll_loops": "true",
-}
+OURS = {PRODUCTS: ""}
 
 
 def run(program, environment):

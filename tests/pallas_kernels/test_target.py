@@ -46,6 +46,25 @@ def test_a_program_traced_for_one_target_is_not_used_for_another():
     assert traced == ["gpu", "tpu", jax.devices()[0].platform]
 
 
+def test_a_program_for_the_cpu_of_a_machine_with_a_gpu_is_made_for_the_cpu(monkeypatch):
+    cpu, traced = jax.devices("cpu")[0], []
+    on_cpu = Target.of(cpu)
+    devices = {None: ["a GPU"], "cpu": [cpu]}
+    monkeypatch.setattr(Target, "of", lambda d: H100 if d == "a GPU" else on_cpu)
+    monkeypatch.setattr(jax, "devices", lambda platform=None: devices[platform])
+
+    @jax.jit
+    def program(x):
+        traced.append(current().platform)
+        return x + 1
+
+    arguments = jnp.zeros(3)
+    for default in (None, cpu, "cpu"):
+        with jax.default_device(default):
+            program.trace(arguments)
+    assert traced == ["gpu", "cpu", "cpu"]
+
+
 def test_a_target_is_set_in_its_own_thread_and_no_longer_than_asked():
     seen = []
     with as_if(V5E):

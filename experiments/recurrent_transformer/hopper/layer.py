@@ -98,6 +98,10 @@ def refusal_of_device() -> str | None:
         return f"needs an NVIDIA GPU of compute capability 9.0, found {target.platform}"
     if target.compute_capability != "9.0":
         return f"needs compute capability 9.0, found {target.compute_capability}"
+    gpus = sum(device.platform == "gpu" for device in jax.devices())
+    if gpus > 1:
+        # Its programs wait for one another: NCCL can keep one of them from starting.
+        return f"runs on one GPU, found {gpus}: name one in CUDA_VISIBLE_DEVICES"
     return None
 
 
