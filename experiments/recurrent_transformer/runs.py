@@ -235,9 +235,11 @@ def _synthetics() -> dict[str, Run]:
     tasks: dict[str, TaskConfig] = {**BASELINES}
     # Jelassi et al. do not fix a set; MAD's 12,800 rows, strings as in the task.
     tasks["copy"] = Copy(train_rows=12_800, validation_rows=1280)
+    # Recall needs embeddings as large as what a branch writes: see `InitConfig`.
+    init = replace(INIT, embedding_std=1.0)
     layers = {
-        "transformer": transformer(1, MAD_WIDTH, head_width=head_width),
-        "recurrent": recurrent(1, MAD_WIDTH, head_width=head_width),
+        "transformer": transformer(1, MAD_WIDTH, head_width=head_width, init=init),
+        "recurrent": recurrent(1, MAD_WIDTH, head_width=head_width, init=init),
     }
     return {
         f"mad_{name}_{kind}": _mad(kind, stack, task)

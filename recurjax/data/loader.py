@@ -7,7 +7,7 @@ any division of the rows among processes.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +168,10 @@ class RowLoader:
       split: the name of the part drawn from.
       prefetch: batches read ahead.
       threads: that read them.
+      order: place -> number, for shuffled batches; None: all rows of a split in another
+        order each epoch.
+      row_length: number -> tokens of that row: a batch is then as long as its first
+        row and not as `layout`. None: all batches are alike.
     """
 
     fill: Callable[[Batch, int, int], None]
@@ -179,6 +183,8 @@ class RowLoader:
     split: str
     prefetch: int
     threads: int
+    order: Callable[[int], int] | None = None
+    row_length: Callable[[int], int] | None = None
 
     def __iter__(self) -> "Batches":
         from recurjax.data import pipeline  # needs grain
@@ -186,12 +192,13 @@ class RowLoader:
         order: Callable[[int], int] = lambda k: k  # noqa: E731
         # Endless new rows need no order. A fixed set has another one in each epoch.
         if self.count is not None and not self.in_order:
-            order = EndlessOrder(self.count, self.seed)
+            order = self.order or EndlessOrder(self.count, self.seed)
         batches = _FilledBatches(
             self.layout,
             order=order,
             places=self.count if self.in_order else None,
             fill=self.fill,
+            row_length=self.row_length,
         )
         ahead = pipeline.read_ahead(batches, self.prefetch, self.threads)
         identity = _identity(
@@ -368,9 +375,11 @@ class _FilledBatches:
         order: Callable[[int], int],
         places: int | None,
         fill: Callable[[Batch, int, int], None],
+        row_length: Callable[[int], int] | None,
     ):
         self._layout, self._order = layout, order
         self._places, self._fill = places, fill
+        self._row_length = row_length
 
     def __len__(self) -> int:
         if self._places is None:
@@ -379,6 +388,9 @@ class _FilledBatches:
 
     def __getitem__(self, index: int) -> Batch:
         layout = self._layout
+        if self._row_length is not None:
+            length = self._row_length(self._order(index * layout.batch))
+            layout = replace(layout, length=length)
         batch = empty_batch(layout)
         first, stop = layout.rows
         for r in range(stop - first):

@@ -22,6 +22,12 @@ class InitConfig(RangeChecks):
     `distribution="uniform", std=None, output="zero"`; RAT's `output="same"`.
     Norm weights start at 1 and biases at 0.
 
+    A small model learns recall early only if a token's embedding starts about as large
+    as what one branch writes to the residual stream. A branch reads a normalized state,
+    so with `std=None` it writes numbers of at most about 1: use `embedding_std=1.0` and
+    an untied head (`UNIT_VARIANCE`). At 0.1 the first branch buries the token that it
+    was computed from.
+
     Attributes:
       distribution: of weights: normal, or uniform on +-sqrt(3) std. Embeddings and
         heads are normal.
@@ -41,6 +47,12 @@ class InitConfig(RangeChecks):
     output: Literal["same", "depth", "layer", "zero"] = "depth"
     embedding_std: PositiveFloat | None = 0.02
     head_std: PositiveFloat | None = None
+
+
+UNIT_VARIANCE = InitConfig(std=None, embedding_std=1.0)
+"""Every embedding starts with variance 1, and so does what a layer computes from it;
+outputs are divided by sqrt(2 L). For small models with an untied head: a tied one would
+start with logits sqrt(D) times as large."""
 
 
 def draw_weight(

@@ -61,6 +61,26 @@ def token_losses(
     )
 
 
+def at_targets(
+    x: Float[Array, "B T D"], targets: Int[Array, "B T"], most: int
+) -> tuple[Float[Array, "B A D"], Int[Array, "B A"]]:
+    """Gathers the states and targets of the counted positions, in order.
+
+    The head then computes A = min(most, T) logits a row instead of T.
+
+    Args:
+      most: counted targets that a row has at most. A row with more of them gets states
+        that are NaN, so that no target is dropped unseen.
+    """
+    counted = targets != IGNORED
+    # Equal values come in the order of their positions.
+    _, at = jax.lax.top_k(counted.astype(jnp.int32), min(most, targets.shape[1]))
+    fits = counted.sum(1) <= most
+    x = jnp.take_along_axis(x, at[..., None], axis=1)
+    x = jnp.where(fits[:, None, None], x, jnp.nan)
+    return x, jnp.take_along_axis(targets, at, axis=1)
+
+
 def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
     V = model.config.vocabulary
     head = model.head_weight()  # [D, W]

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from recurjax.losses.cross_entropy import token_losses
+from recurjax.losses.cross_entropy import at_targets, token_losses
 from recurjax.losses.divergence import FrozenModel
 from recurjax.model import Decoder, ModelConfig
 from recurjax.ranges import NonNegativeFloat, PositiveInt, RangeChecks
@@ -32,10 +32,14 @@ class NextToken(RangeChecks):
       z_loss: z; 1e-4 is PaLM's.
       vocabulary_chunks: pieces in which logits are made, to save memory: see
         `token_losses`.
+      answers: counted targets that a row has at most; logits are computed at these
+        positions only, which saves most of the head's time where a task asks few. None:
+        at all positions.
     """
 
     z_loss: NonNegativeFloat = 0.0
     vocabulary_chunks: PositiveInt = 1
+    answers: PositiveInt | None = None
     passes: ClassVar[int] = 1
     frozen: ClassVar[FrozenModel | None] = None
     calls_model: ClassVar[bool] = True
@@ -52,10 +56,12 @@ class NextToken(RangeChecks):
         self, model: Decoder, batch: Batch
     ) -> tuple[Scalar, dict[str, Scalar]]:
         """Returns the loss to minimise and, as metrics, its cross-entropy `loss`."""
-        x = self.states(model, batch)
-        losses = token_losses(model, x, batch.targets, chunks=self.vocabulary_chunks)
+        x, targets = self.states(model, batch), batch.targets
+        if self.answers is not None:
+            x, targets = at_targets(x, targets, self.answers)
+        losses = token_losses(model, x, targets, chunks=self.vocabulary_chunks)
         # A batch without targets has a loss of 0 and not NaN.
-        counted = jnp.maximum(jnp.sum(batch.targets != IGNORED), 1)
+        counted = jnp.maximum(jnp.sum(targets != IGNORED), 1)
         cross_entropy = losses.nats.sum() / counted
         metrics = {"loss": cross_entropy}
         if self.z_loss == 0.0:
@@ -116,11 +122,12 @@ Objective = NextToken | Compress | Interleaved | Chunked | Distilled | Exits
 """Every objective: a closed union, told apart by class in JSON.
 
 Each is callable as `NextToken` is, names its cross-entropy "loss" among its metrics,
-and has `states`, `each_pass` and `vocabulary_chunks`, which evaluations use, `passes`,
-how often the model reads each token, and `frozen`: None, or a `FrozenModel`. With one
-it is called with that model, a `Decoder`, as its third argument. `refuses` says why a
-model cannot be trained so; `beside_flops` counts what a step computes beside the
-model's passes; `calls_model` says whether a pass is the model as it is called."""
+and has `states`, `each_pass` and `vocabulary_chunks`, which evaluations use, `answers`,
+the counted targets that a row may have (None: any number), `passes`, how often the
+model reads each token, and `frozen`: None, or a `FrozenModel`. With one it is called
+with that model, a `Decoder`, as its third argument. `refuses` says why a model cannot
+be trained so; `beside_flops` counts what a step computes beside the model's passes;
+`calls_model` says whether a pass is the model as it is called."""
 
 
 def refuses_segments(objective: Objective, model: ModelConfig) -> str | None:

@@ -22,6 +22,7 @@ from recurjax.data.dataset import (
 )
 from recurjax.data.loader import ChainedLoader, Loader, RowLoader
 from recurjax.data.prepared import verify_checksums
+from recurjax.data.tasks import TaskData
 from recurjax.data.tokenizers import Tokenizer
 from recurjax.errors import UserError
 from recurjax.evaluation.perplexity import Score, joined, score
@@ -43,7 +44,7 @@ from recurjax.training.run import (
     load_start,
 )
 from recurjax.training.step import TrainState
-from recurjax.types import Batch
+from recurjax.types import IGNORED, Batch
 
 
 class Session:
@@ -163,7 +164,19 @@ class Session:
     def next_batch(self) -> Batch:
         """Reads the next batch and puts it on the devices."""
         rows, batch = next(self._batches), self.experiment.training.batch
+        self._refuse_more_answers(rows["targets"])
         return place(rows, self.mesh, batch=batch)
+
+    def _refuse_more_answers(self, targets: np.ndarray) -> None:
+        answers = self.experiment.objective.answers
+        if answers is None:
+            return
+        most = int((targets != IGNORED).sum(1).max())
+        if most > answers:
+            raise UserError(
+                f"objective.answers {answers}: a row has {most} targets; raise it, or "
+                "leave it out"
+            )
 
     def step_on(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Trains on a batch; `state` is used up."""
@@ -343,7 +356,9 @@ _WINDOW = ("spikes.losses", "spikes.known", "spikes.rejected")
 
 
 def _data_changes(experiment: Experiment) -> tuple[int, ...]:
-    """Returns the steps from which on a mixture has other weights."""
+    """Returns the steps from which on a mixture or a task draws other rows."""
+    if isinstance(experiment.data, TaskData):
+        return experiment.data.stages[1:]
     corpus = getattr(experiment.data, "corpus", None)
     if not isinstance(corpus, Mixture):
         return ()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recurjax.losses.cross_entropy import token_losses
+from recurjax.losses.cross_entropy import at_targets, token_losses
 from recurjax.model import ModelConfig
 from recurjax.parameters import to_nested_dict
 from recurjax.types import IGNORED
@@ -100,3 +100,29 @@ def test_ignored_positions_are_zero_in_both_values():
     assert (np.asarray(losses.nats)[TARGETS == IGNORED] == 0).all()
     assert (np.asarray(losses.log_normalizer)[TARGETS == IGNORED] == 0).all()
     assert (np.asarray(losses.nats)[TARGETS != IGNORED] > 0).all()
+
+
+@pytest.mark.parametrize("most", [5, 9])
+def test_logits_at_the_targets_only_give_the_same_loss_and_gradient(most):
+    model, x = case("untied, plain")
+
+    def mean(model, x, *, gather):
+        targets = jnp.asarray(TARGETS)
+        if gather:
+            x, targets = at_targets(x, targets, most)
+        return token_losses(model, x, targets).nats.sum()
+
+    want, got = (
+        jit(jax.value_and_grad(partial(mean, gather=gather), argnums=(0, 1)))(model, x)
+        for gather in (False, True)
+    )
+    assert_values_close(got[0], want[0])
+    for one, other in zip(got[1], want[1], strict=True):
+        assert_gradients_close(one, other)
+
+
+def test_a_row_with_more_targets_than_there_is_room_for_is_no_loss():
+    x, targets = at_targets(jnp.ones((2, 6, 3)), jnp.asarray(TARGETS), 5)
+    assert targets[1].tolist() == [5, 5, 1, 0, 11] and not jnp.isnan(x).any()
+    x, _ = at_targets(jnp.ones((1, 6, 3)), jnp.zeros((1, 6), jnp.int32), 5)
+    assert jnp.isnan(x).all()

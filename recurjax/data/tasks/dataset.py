@@ -3,10 +3,12 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from typing import ClassVar, get_args
+from itertools import accumulate
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from jaxtyping import Real
@@ -14,6 +16,7 @@ from jaxtyping import Real
 from recurjax.data.batches import Batch, Layout
 from recurjax.data.config import Prefetch, Threads
 from recurjax.data.loader import RowLoader
+from recurjax.data.shuffle import EndlessOrder
 from recurjax.data.tasks.copying import Copy
 from recurjax.data.tasks.hash_hop import HashHop
 from recurjax.data.tasks.mad import (
@@ -30,7 +33,7 @@ from recurjax.data.tasks.rows import Split, TaskRow, row_of
 from recurjax.data.tasks.state_tracking import StateTracking
 from recurjax.data.tokenizers import ByteTokenizer, Symbols, Tokenizer
 from recurjax.errors import UserError
-from recurjax.ranges import RangeChecks, Seed
+from recurjax.ranges import NonNegativeInt, RangeChecks, Seed, check_ranges
 
 TaskConfig = (
     InContextRecall
@@ -56,13 +59,39 @@ class TaskData(RangeChecks):
       seed: of its rows, and of the order in which a fixed set is learned from.
       prefetch: batches made ahead of time; 0 makes each when it is asked for.
       threads: that make them.
+      order: of training rows, for a task with several settings (`Mqar`). "mixed": a
+        batch has rows of all of them, padded to the longest. "settings": a batch has
+        rows of one setting and their length, and an epoch takes the settings in their
+        order (Zoology's way). The loss is then a mean over one setting's answers, so
+        that each setting counts by its batches and not by its answers.
+      stages: a curriculum: the step from which rows of each setting are drawn, from 0
+        up; (): all from the first step.
     """
 
     task: TaskConfig
     seed: Seed = 0
     prefetch: Prefetch = 8
     threads: Threads = 1
+    order: Literal["mixed", "settings"] = "mixed"
+    stages: tuple[NonNegativeInt, ...] = ()
     has_segments: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_ranges(self)
+        if self.order == "mixed" and not self.stages:
+            return
+        if not isinstance(self.task, Mqar):
+            raise UserError(
+                f"data.order and data.stages: {type(self.task).__name__} has one "
+                "setting: leave them out"
+            )
+        settings = len(self.task.train)
+        rising = list(self.stages) == sorted(self.stages) and self.stages[:1] == (0,)
+        if self.stages and not (len(self.stages) == settings and rising):
+            raise UserError(
+                f"data.stages {self.stages}: want {settings} rising steps from 0 on, "
+                "one for each setting of the task"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +121,11 @@ class TaskDataset:
         """SHA-256 of all that the rows depend on."""
         # The class is part of it: two tasks may have the same fields.
         task = {"type": type(self.config.task).__name__, **asdict(self.config.task)}
-        known = json.dumps([task, self.config.seed], sort_keys=True)
-        return hashlib.sha256(known.encode()).hexdigest()
+        known: list[Any] = [task, self.config.seed]
+        if self.config.order != "mixed" or self.config.stages:
+            known += [self.config.order, self.config.stages]
+        text = json.dumps(known, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def row(self, split: Split, number: int) -> TaskRow:
         """Returns one row, as long as the task makes it."""
@@ -168,33 +200,98 @@ class TaskDataset:
                 f"{type(self.config.task).__name__} has rows of {longest} tokens for "
                 f"{split}, batches have {length}: set --training.length {longest}"
             )
+        config = self.config
         ordered = split == "validation" if in_order is None else in_order
         if ordered and self.count(split) is None:
             raise UserError(
                 f"{type(self.config.task).__name__} has new rows to learn from for "
                 "ever: read the split validation, or set the task's train_rows"
             )
+        order, row_length = None, None
+        if not ordered and (config.order != "mixed" or config.stages):
+            assert isinstance(config.task, Mqar)
+            order = SettingsOrder(
+                [setting.rows for setting in config.task.train],
+                batch=batch,
+                turns=config.order == "settings",
+                stages=config.stages,
+                seed=config.seed if seed is None else seed,
+            )
+            if config.order == "settings":
+                row_length = partial(_row_length, config.task)
         return RowLoader(
+            order=order,
+            row_length=row_length,
             fill=partial(self._fill, split),
             count=self.count(split),
             layout=Layout(
                 length=length,
                 batch=batch,
                 rows=rows or (0, batch),
-                segments=self.config.has_segments,
+                segments=config.has_segments,
             ),
             in_order=ordered,
-            seed=self.config.seed if seed is None else seed,
+            seed=config.seed if seed is None else seed,
             fingerprint=self.fingerprint,
             split=split,
-            prefetch=self.config.prefetch,
-            threads=self.config.threads,
+            prefetch=config.prefetch,
+            threads=config.threads,
         )
 
     def _fill(self, split: Split, batch: Batch, r: int, number: int) -> None:
         row = self.row(split, number)
         batch["ids"][r, : len(row.ids)] = row.ids
         batch["targets"][r, : len(row.targets)] = row.targets
+
+
+class SettingsOrder:
+    """The number of the row at each place of training, for rows of several settings.
+
+    A setting's rows are neighbours among a split's numbers.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        *,
+        batch: int,
+        turns: bool,
+        stages: Sequence[int],
+        seed: int,
+    ):
+        """Computes nothing yet.
+
+        Args:
+          counts: rows of each setting.
+          batch: rows of a step.
+          turns: a batch has one setting's rows; False: those of all that have begun.
+          stages: the step at which each setting begins; (): all at 0.
+          seed: of the orders of rows.
+        """
+        self._batch, self._turns = batch, turns
+        self._stages = list(stages) or [0] * len(counts)
+        # The first row and the first batch of an epoch that each setting has.
+        self._first = [0, *accumulate(counts)]
+        self._batches = [0, *accumulate(max(1, count // batch) for count in counts)]
+        # All rows of the first n settings together, or each setting by itself.
+        sizes = counts if turns else self._first[1:]
+        self._orders = [EndlessOrder(size, seed) for size in sizes]
+
+    def __call__(self, place: int) -> int:
+        step, r = divmod(place, self._batch)
+        last = bisect_right(self._stages, step) - 1  # of the settings that have begun
+        step -= self._stages[last]
+        if not self._turns:
+            return self._orders[last](step * self._batch + r)
+        epoch, at = divmod(step, self._batches[last + 1])
+        setting = bisect_right(self._batches, at) - 1
+        at += epoch * (self._batches[setting + 1] - self._batches[setting])
+        at -= self._batches[setting]
+        return self._first[setting] + self._orders[setting](at * self._batch + r)
+
+
+def _row_length(task: Mqar, number: int) -> int:
+    return task.setting("train", number).length
 
 
 NAMED: dict[str, TaskConfig] = {

@@ -55,12 +55,15 @@ class Mqar:
       vocabulary: V: keys from the first half but token 0, values from the second.
       train, validation: the parts of each split, one after the other.
       power: a in P(gap g) ~ a g^(a - 1); 1 is uniform, 0.01 favours short gaps.
+      random_non_queries: fill the places between queries with random tokens; False:
+        with token 0.
     """
 
     vocabulary: PositiveInt = 8192
     train: tuple[Setting, ...] = FIGURE_2_TRAIN
     validation: tuple[Setting, ...] = FIGURE_2_TEST
     power: PositiveFloat = 0.01
+    random_non_queries: bool = True
 
     def __post_init__(self):
         check_ranges(self)
@@ -107,9 +110,10 @@ class Mqar:
         targets = np.full(length, IGNORED, np.int32)
         # Asked at the query itself: the state there must name the value.
         targets[at] = values
-        # Token 0 is no key: it marks the places that are filled with any token at all.
+        # Token 0 is no key: it marks the places without one.
         free = ids == 0
-        ids[free] = rng.integers(self.vocabulary, size=int(free.sum()))
+        if self.random_non_queries:
+            ids[free] = rng.integers(self.vocabulary, size=int(free.sum()))
         return TaskRow(ids, targets, {"length": length, "pairs": pairs})
 
     def _settings(self, split: Split) -> tuple[Setting, ...]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from recurjax.losses.cross_entropy import token_losses
+from recurjax.losses.cross_entropy import at_targets, token_losses
 from recurjax.model import Decoder, ModelConfig, StackConfig
 from recurjax.ranges import PositiveInt, RangeChecks
 from recurjax.types import IGNORED, Array, Batch, Scalar, Tokens
@@ -37,11 +37,13 @@ class Interleaved(RangeChecks):
         memory of the latest states, without a pass of their own. The authors' release
         offers it, off; the paper has none. Its products are not among the FLOPs.
       vocabulary_chunks: see `token_losses`.
+      answers: see `NextToken`.
     """
 
     subsets: PositiveInt = 2
     refresh: bool = False
     vocabulary_chunks: PositiveInt = 1
+    answers: PositiveInt | None = None
     passes: ClassVar[int] = 2
     frozen: ClassVar[None] = None
     calls_model: ClassVar[bool] = False
@@ -94,7 +96,14 @@ class Interleaved(RangeChecks):
         passes = interleaved_passes(model, batch, partition, refresh=self.refresh)
         means = jnp.stack(
             [
-                _mean(model, x, batch, positions, self.vocabulary_chunks)
+                _mean(
+                    model,
+                    x,
+                    batch,
+                    positions,
+                    chunks=self.vocabulary_chunks,
+                    answers=self.answers,
+                )
                 for positions, x in passes
             ]
         )
@@ -145,6 +154,7 @@ class Chunked(RangeChecks):
     chunk: PositiveInt
     memory: Literal["broadcast", "first"] = "broadcast"
     vocabulary_chunks: PositiveInt = 1
+    answers: ClassVar[None] = None
     passes: ClassVar[int] = 1
     frozen: ClassVar[None] = None
     calls_model: ClassVar[bool] = False
@@ -173,7 +183,7 @@ class Chunked(RangeChecks):
     ) -> tuple[Scalar, dict[str, Scalar]]:
         """Returns the mean cross-entropy, as the loss and as the metric `loss`."""
         x = self.states(model, batch)
-        loss = _mean(model, x, batch, slice(0, None, 1), self.vocabulary_chunks)
+        loss = _mean(model, x, batch, slice(0, None, 1), chunks=self.vocabulary_chunks)
         return loss, {"loss": loss}
 
     def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
@@ -262,8 +272,16 @@ def _refuses(stack: StackConfig) -> str | None:
 
 
 def _mean(
-    model: Decoder, x: Array, batch: Batch, positions: Positions, chunks: int
+    model: Decoder,
+    x: Array,
+    batch: Batch,
+    positions: Positions,
+    *,
+    chunks: int,
+    answers: int | None = None,
 ) -> Scalar:
     targets = take(batch.targets, positions)
+    if answers is not None:
+        x, targets = at_targets(x, targets, answers)
     nats = token_losses(model, x, targets, chunks=chunks).nats
     return nats.sum() / jnp.maximum(jnp.sum(targets != IGNORED), 1)

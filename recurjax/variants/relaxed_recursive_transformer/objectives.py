@@ -23,6 +23,7 @@ class _Uptraining(RangeChecks):
     __slots__ = ()
     passes = 1
     calls_model = True
+    answers = None
 
     def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
         """Returns what the head reads in evaluations: the model as it is called."""

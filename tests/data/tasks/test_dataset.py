@@ -103,6 +103,82 @@ def test_the_test_is_one_pass_in_order_and_its_last_batch_asks_nothing_more(task
     assert (targets[:, 12:] == IGNORED).all() and (targets[5] == IGNORED).all()
 
 
+TURNS = Mqar(
+    vocabulary=64,
+    train=(Setting(8, 2, 6), Setting(12, 3, 4)),
+    validation=(Setting(12, 2, 5),),
+)
+
+
+def settings_of(batches) -> list[tuple[int, list[int]]]:
+    """Returns each batch's length and how many answers its rows ask."""
+    return [
+        (batch["ids"].shape[1], sorted((batch["targets"] != IGNORED).sum(1).tolist()))
+        for batch in batches
+    ]
+
+
+def test_settings_take_turns_in_batches_of_their_length():
+    loader = dataset(TURNS, order="settings").loader("train", length=12, batch=2)
+    batches = taken(iter(loader), 10)
+    # Three batches of the first setting and two of the second make an epoch.
+    epoch = [(8, [2, 2])] * 3 + [(12, [3, 3])] * 2
+    assert settings_of(batches) == 2 * epoch
+    for first, count in ((0, 6), (3, 4)):
+        epochs = [batches[first + at : first + at + count // 2] for at in (0, 5)]
+        rows = [
+            [row.tobytes() for batch in part for row in batch["ids"]] for part in epochs
+        ]
+        assert sorted(rows[0]) == sorted(rows[1]) and rows[0] != rows[1]
+    # Resumed and divided among processes the batches are the same.
+    again = iter(loader)
+    taken(again, 4)
+    state = json.loads(json.dumps(again.get_state()))
+    resumed = iter(loader)
+    resumed.set_state(state)
+    assert_same(taken(resumed, 6), batches[4:])
+    half = dataset(TURNS, order="settings").loader(
+        "train", length=12, batch=2, rows=(1, 2)
+    )
+    assert_same(
+        taken(iter(half), 5),
+        [{name: rows[1:] for name, rows in batch.items()} for batch in batches[:5]],
+    )
+
+
+def test_a_curriculum_adds_settings_at_its_stages():
+    made = dataset(TURNS, stages=(0, 3))
+    batches = settings_of(taken(iter(made.loader("train", length=12, batch=4)), 8))
+    assert batches[:3] == [(12, [2] * 4)] * 3
+    # From step 3 on an epoch is all ten rows: six ask two answers, four three.
+    later = [count for _, counts in batches[3:] for count in counts]
+    assert sorted(later) == [2] * 12 + [3] * 8
+    by_turns = dataset(TURNS, order="settings", stages=(0, 2))
+    lengths = [
+        length
+        for length, _ in settings_of(
+            taken(iter(by_turns.loader("train", length=12, batch=2)), 7)
+        )
+    ]
+    assert lengths == [8, 8, 8, 8, 8, 12, 12]
+    state = iter(made.loader("train", length=12, batch=4)).get_state()
+    with pytest.raises(UserError, match="saved place"):
+        iter(dataset(TURNS).loader("train", length=12, batch=4)).set_state(state)
+
+
+@pytest.mark.parametrize(
+    ("task", "wrong", "message"),
+    [
+        (FIXED, {"order": "settings"}, "InContextRecall has one setting"),
+        (TURNS, {"stages": (0, 5, 9)}, "want 2 rising steps from 0 on"),
+        (TURNS, {"stages": (1, 5)}, "want 2 rising steps from 0 on"),
+    ],
+)
+def test_a_curriculum_that_does_not_fit_the_task_is_refused(task, wrong, message):
+    with pytest.raises(UserError, match=message):
+        dataset(task, **wrong)
+
+
 def test_rows_longer_than_the_batch_are_refused():
     with pytest.raises(UserError, match="rows of 12 tokens for train, batches have 8"):
         dataset(PARTS).loader("train", length=8, batch=2)

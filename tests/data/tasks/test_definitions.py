@@ -182,6 +182,16 @@ def test_mqar_asks_each_key_once_with_its_own_value():
     assert np.mean(np.array(gaps) < 8) > 0.45
 
 
+def test_mqar_without_random_tokens_has_token_0_between_its_queries():
+    setting = (Setting(64, 8, 20),)
+    task = Mqar(
+        vocabulary=128, train=setting, validation=setting, random_non_queries=False
+    )
+    for row in rows(task):
+        hay = row.targets[16:] == IGNORED
+        assert (row.ids[16:][hay] == 0).all() and (row.ids[16:][~hay] > 0).all()
+
+
 def test_needles_are_asked_at_the_end_wherever_they_lie():
     task, depths = Needles(keys=8, values=4, hay=16, needles=3, length=30), []
     for row in rows(task):
