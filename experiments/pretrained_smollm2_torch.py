@@ -9,7 +9,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
 
-def asked():
+def request():
     """Reads a question as JSON and the model of the file that it names."""
     question = json.loads(sys.stdin.read())
     path = Path(question["gguf"])
@@ -22,7 +22,7 @@ def asked():
 
 def main() -> None:
     """Answers a question as JSON on the last line of standard output."""
-    question, model = asked()
+    question, model = request()
     paragraph = torch.tensor([question["paragraph"]])
     with torch.no_grad():
         nats = model(paragraph, labels=paragraph).loss.item()
@@ -45,15 +45,15 @@ def main() -> None:
 
 def greedy(model, ids, count: int) -> tuple[list[int], float]:
     """Returns the new tokens, and tokens a second after the first."""
-    cache, token, made, began = None, ids, [], 0.0
+    cache, token, tokens, began = None, ids, [], 0.0
     for number in range(count):
         step = model(token, past_key_values=cache, use_cache=True)
         cache = step.past_key_values
         token = step.logits[:, -1].argmax(dim=-1, keepdim=True)
-        made.append(token.item())
+        tokens.append(token.item())
         if number == 0:
             began = time.monotonic()
-    return made, (count - 1) / max(time.monotonic() - began, 1e-9)
+    return tokens, (count - 1) / max(time.monotonic() - began, 1e-9)
 
 
 if __name__ == "__main__":

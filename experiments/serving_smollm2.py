@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     run = load_run(options.run)
     model = in_compute_dtype(run.model)
     prompts = drawn_prompts(run, options.requests)
-    made = options.requests * options.new_tokens
+    tokens = options.requests * options.new_tokens
     length = max(len(prompt) for prompt in prompts) + options.new_tokens
     print("| slots | engine, tokens/s | generate | over HTTP | transformers |")
     print("|---|---|---|---|---|", flush=True)
@@ -173,9 +173,11 @@ def main(argv: list[str] | None = None) -> int:
         shown = [batches, over]
         if options.torch_python is not None:
             shown.append(transformers_seconds(options, load, slots))
-        cells = [f"{made / s:,.1f} (engine {s / seconds:.2f} times)" for s in shown]
+        cells = [f"{tokens / s:,.1f} (engine {s / seconds:.2f} times)" for s in shown]
         cells += ["not measured"] * (3 - len(cells))
-        print(f"| {slots} | {made / seconds:,.1f} | {' | '.join(cells)} |", flush=True)
+        print(
+            f"| {slots} | {tokens / seconds:,.1f} | {' | '.join(cells)} |", flush=True
+        )
     assert engine is not None and seconds is not None
     print("\n| arrivals | requests/s | first token, p50 | p95 |")
     print("|---|---|---|---|", flush=True)

@@ -5,12 +5,12 @@ import time
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
-from pretrained_smollm2_torch import asked
+from pretrained_smollm2_torch import request
 
 
 def main() -> None:
     """Answers a question as JSON on the last line of standard output."""
-    question, model = asked()
+    question, model = request()
     prompts, rows = question["prompts"], question["rows"]
     batches = [prompts[at : at + rows] for at in range(0, len(prompts), rows)]
     padded = [left_padded(batch) for batch in batches]

@@ -155,7 +155,7 @@ def http_seconds(
     bound, ended = server.bind("127.0.0.1", 0), threading.Event()
 
     def run() -> None:
-        server.serve(app, [worker], bound, grace=5.0, told=ended)
+        server.serve(app, [worker], bound, grace=5.0, ends=ended)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -175,7 +175,7 @@ def http_seconds(
         thread.join()
 
 
-def second_turn_seconds(engine: Engine, options: Options, *, kept: bool) -> float:
+def second_turn_seconds(engine: Engine, options: Options, *, cached: bool) -> float:
     """Times the first token of a turn after a talk that is kept, or unknown."""
     draw = np.random.default_rng(time.perf_counter_ns())
     settings = RequestSettings(max_new_tokens=1, ignore_eos=True)
@@ -190,11 +190,11 @@ def second_turn_seconds(engine: Engine, options: Options, *, kept: bool) -> floa
 
     talk = draw.integers(0, 256, options.talk).tolist()
     _, _, answer = finished(talk)
-    if not kept:
+    if not cached:
         # Another talk of this length: nothing of it was read before.
         talk = draw.integers(0, 256, options.talk).tolist()
     seconds, reused, _ = finished([*talk, *answer, *turn])
-    assert bool(reused) == kept, f"{reused} tokens reused"
+    assert bool(reused) == cached, f"{reused} tokens reused"
     return seconds
 
 
@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="serving_times.py")
     load, tokenizer = drawn_load(options), ByteTokenizer()
-    made = options.requests * options.new_tokens
+    tokens = options.requests * options.new_tokens
     longest = max(options.talk + 20, 257 + options.new_tokens)
     print(
         f"width {options.width}, {options.layers} layers, {options.slots} slots of "
@@ -239,17 +239,17 @@ def main(argv: list[str] | None = None) -> int:
         alone = median(lambda e=engine: engine_seconds(e, load), options.repeats)
         turns = [
             median(
-                lambda e=engine, k=kept: second_turn_seconds(e, options, kept=k),
+                lambda e=engine, k=cached: second_turn_seconds(e, options, cached=k),
                 options.repeats,
             )
-            for kept in (True, False)
+            for cached in (True, False)
         ]
         over = statistics.median(
             http_seconds(engine, load, tokenizer=tokenizer, repeats=options.repeats)
         )
         fits = [fitting(config, length, options) for length in (4096, 65536)]
         print(
-            f"| {name} | {made / alone:,.0f} | {made / over:,.0f} "
+            f"| {name} | {tokens / alone:,.0f} | {tokens / over:,.0f} "
             f"({alone / over - 1:+.1%}) | {turns[0] * 1e3:,.0f} ms "
             f"| {turns[1] * 1e3:,.0f} ms | {fits[0]:,} | {fits[1]:,} |",
             flush=True,

@@ -128,19 +128,19 @@ def installed(python: str) -> list[str]:
 
 def measure(run: LoadedRun, out: Path, python: str) -> dict[str, Any]:
     """Exports a run and compares both sides."""
-    found = to_torch(run, out, python=python, ids=rows_of_text(run))
+    parity = to_torch(run, out, python=python, ids=rows_of_text(run))
     total = count_parameters(run.model.config).total
-    return {"parameters": total, **found.to_json()}
+    return {"parameters": total, **parity.to_json()}
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(results: dict[str, dict[str, Any]]) -> str:
     """Returns the figures in markdown."""
     lines = [
         "| model | parameters | logits, largest difference | of the largest logit | "
         "layers, largest share | KL, nats | top-1 | greedy tokens |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in found.items():
+    for name, row in results.items():
         lines.append(
             f"| {name} | {row['parameters']:,} | {row['max_abs_difference']:.1e} | "
             f"{row['relative_difference']:.1e} | {max(row['layer_differences']):.1e} | "
@@ -158,16 +158,16 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, Any]]:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--torch-python")
     options = parser.parse_args(argv)
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         python = options.torch_python or str(fresh_environment(Path(folder) / "venv"))
         print("\n".join(installed(python)))
         for name in options.models:
             run = trained(name, options.steps, options.out / "runs")
-            found[name] = measure(run, Path(folder) / name, python)
-    write_atomic(options.out / "parity.json", json_text(found, indent=1) + "\n")
-    print(table(found))
-    return found
+            results[name] = measure(run, Path(folder) / name, python)
+    write_atomic(options.out / "parity.json", json_text(results, indent=1) + "\n")
+    print(table(results))
+    return results
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def few_logits(
     B, T, H, E = q.shape
     S, K = k.shape[1:3]
     folded = q.reshape(B, T, K, H // K, 1, E)
-    own = jnp.eye(K, dtype=bool)[:, None, :, None]  # [K, 1, K, 1]
-    rows = jnp.where(own, folded, 0).reshape(B, T * H, K * E)
+    same_head = jnp.eye(K, dtype=bool)[:, None, :, None]  # [K, 1, K, 1]
+    rows = jnp.where(same_head, folded, 0).reshape(B, T * H, K * E)
     keys = k.reshape(B, S, K * E)
     # Keys first: with the rows first, XLA's plain CPU kernels, those that host.prepare
     # chooses, take 10 to 30 times as long for the same product.

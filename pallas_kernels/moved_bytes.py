@@ -19,5 +19,5 @@ def moving(count: int) -> AbstractContextManager:
 
 def told_of(attributes: str) -> int | None:
     """Returns the bytes that a compiled launch tells of itself, or None."""
-    found = _TOLD.findall(attributes)
-    return int(found[-1]) if found else None
+    matches = _TOLD.findall(attributes)
+    return int(matches[-1]) if matches else None

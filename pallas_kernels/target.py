@@ -71,8 +71,8 @@ class Target:
 
     def capability_at_least(self, major: int) -> bool:
         """Whether it is an NVIDIA GPU of this compute capability or a later one."""
-        found = self.compute_capability.split(".")[0]
-        return found.isdigit() and int(found) >= major
+        text = self.compute_capability.split(".")[0]
+        return text.isdigit() and int(text) >= major
 
 
 _SET = jax.make_user_context(None)
@@ -172,8 +172,8 @@ def refusal_of_capability() -> str | None:
     device = current()
     if device.capability_at_least(_LEAST_CAPABILITY):
         return None
-    found = device.compute_capability
-    return f"needs compute capability 8.0 or higher, found {found}"
+    capability = device.compute_capability
+    return f"needs compute capability 8.0 or higher, found {capability}"
 
 
 def refusal_of_triton() -> str | None:

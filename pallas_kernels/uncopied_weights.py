@@ -59,13 +59,13 @@ def apart(x: Array, products: int) -> tuple[Array, ...]:
     return tuple(jax.lax.optimization_barrier((x,) * products))
 
 
-def apart_by_layer(x: Array, own: Array) -> Array:
+def apart_by_layer(x: Array, per_layer: Array) -> Array:
     """Gives a layer an x of its own where products of every layer read one x.
 
     Args:
-      own: what only this layer has: barriers over x alone would become one.
+      per_layer: what only this layer has: barriers over x alone would become one.
     """
-    return jax.lax.optimization_barrier((x, own))[0]
+    return jax.lax.optimization_barrier((x, per_layer))[0]
 
 
 def merge_by_head(

@@ -44,20 +44,24 @@ def from_json(wanted: type[T], data: Any, *, path: str = "config") -> T:
     return _decode(wanted, data, path)
 
 
-def json_differences(one: Any, other: Any, *, path: str = "") -> list[str]:
+def json_differences(left: Any, other: Any, *, path: str = "") -> list[str]:
     """Lists fields that differ in two configs' JSON, as `a.b: 1 instead of 2`."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        found = []
-        for name in one:
+    if (
+        isinstance(left, dict)
+        and isinstance(other, dict)
+        and left.keys() == other.keys()
+    ):
+        differences = []
+        for name in left:
             inner = f"{path}.{name}" if path else name
-            found += json_differences(one[name], other[name], path=inner)
-        return found
+            differences += json_differences(left[name], other[name], path=inner)
+        return differences
     # Fields of two classes have nothing to do with each other.
-    if isinstance(one, dict) and isinstance(other, dict):
-        named, of_other = one.get("type"), other.get("type")
+    if isinstance(left, dict) and isinstance(other, dict):
+        named, of_other = left.get("type"), other.get("type")
         if named != of_other:
             return [f"{path}: {named} instead of {of_other}"]
-    return [] if one == other else [f"{path}: {one!r} instead of {other!r}"]
+    return [] if left == other else [f"{path}: {left!r} instead of {other!r}"]
 
 
 def _decode(wanted: Any, data: Any, path: str) -> Any:

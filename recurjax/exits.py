@@ -95,13 +95,13 @@ def parse_rule(text: str) -> ExitRule:
     except ValueError:
         threshold = float("nan")
     known: dict[str, RuleKind] = {kind: kind for kind in RULES}
-    found = known.get(name)
-    if found is None or not 0.0 <= threshold <= 1.0:
+    rule = known.get(name)
+    if rule is None or not 0.0 <= threshold <= 1.0:
         raise UserError(
             f"--exit {text}: write it like confidence:0.7, one of {', '.join(RULES)} "
             "and a threshold from 0 to 1"
         )
-    return ExitRule(kind=found, threshold=threshold)
+    return ExitRule(kind=rule, threshold=threshold)
 
 
 def scores(

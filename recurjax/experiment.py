@@ -87,8 +87,8 @@ class Experiment:
     def flops_per_token(self) -> float:
         """Counts training FLOPs a token: all passes, and what is beside them."""
         length, objective = self.training.length, self.objective
-        own = objective.passes * self.model.flops_per_token(length)
-        return own + objective.beside_flops(self.model, length)
+        flops = objective.passes * self.model.flops_per_token(length)
+        return flops + objective.beside_flops(self.model, length)
 
 
 def _learned_positions(config: Any, path: str) -> str | None:
@@ -123,18 +123,18 @@ def read_experiment(file: Path) -> Experiment:
     return from_json(Experiment, brought_up_to_date(data, file), path=file.name)
 
 
-def differences(one: Experiment, other: Experiment) -> list[str]:
+def differences(before: Experiment, other: Experiment) -> list[str]:
     """Lists fields that differ, as `a.b: 1 instead of 2` (one's value, other's)."""
-    return json_differences(to_json(one), to_json(other))
+    return json_differences(to_json(before), to_json(other))
 
 
-def model_differences(one: ModelConfig, other: ModelConfig) -> list[str]:
+def model_differences(before: ModelConfig, other: ModelConfig) -> list[str]:
     """Lists what makes two models different functions of their parameters.
 
     How parameters start, dtypes of activations and the order of a computation do not
     count.
     """
-    return json_differences(_function(to_json(one)), _function(to_json(other)))
+    return json_differences(_function(to_json(before)), _function(to_json(other)))
 
 
 _NOT_THE_FUNCTION = {

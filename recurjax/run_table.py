@@ -230,7 +230,7 @@ def _imported(path: Path) -> Iterator[ModuleType]:
     sys.path.insert(0, str(folder))
     # While the file runs, and while its function makes the experiment: both may import.
     try:
-        with _told(path):
+        with _one_sentence(path):
             spec.loader.exec_module(module)
             yield module
     finally:
@@ -243,7 +243,7 @@ def _imported(path: Path) -> Iterator[ModuleType]:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _one_sentence(path: Path) -> Iterator[None]:
     """Turns what goes wrong in a file into one sentence that names it."""
     try:
         yield
@@ -255,8 +255,8 @@ def _told(path: Path) -> Iterator[None]:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         # The last line of the user's file in the trace, not one inside the library.
-        own = [f.lineno for f in frames if Path(f.filename) == path.absolute()]
-        where = f"{path}, line {own[-1]}" if own else f"{path}"
+        lines = [f.lineno for f in frames if Path(f.filename) == path.absolute()]
+        where = f"{path}, line {lines[-1]}" if lines else f"{path}"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         first_line = str(error).partition("\n")[0]
         raise UserError(f"{where}: {kind}{first_line}") from error

@@ -223,15 +223,15 @@ def place(rows: Mapping[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
     first, _ = local_rows(batch, mesh)
 
     def array(name: str) -> jax.Array:
-        own = rows[name]
+        local = rows[name]
 
         # jax asks for the part of each of this process' devices: rows are numbered over
         # all processes, and this one holds them from `first` on.
         def part(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(batch)
-            return own[start - first : stop - first, index[1]]
+            return local[start - first : stop - first, index[1]]
 
-        return jax.make_array_from_callback((batch, *own.shape[1:]), sharding, part)
+        return jax.make_array_from_callback((batch, *local.shape[1:]), sharding, part)
 
     # Segments only where documents are told apart.
     segments = array("segments") if "segments" in rows else None

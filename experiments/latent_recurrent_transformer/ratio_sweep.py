@@ -102,15 +102,15 @@ class Point(NamedTuple):
 def rows(options: Options) -> dict[tuple[str, int], Experiment]:
     """Returns the runs by model and R; R 120 is the backbone's."""
     known = load_runs(TABLE)
-    found = {}
+    ends = {}
     for ratio in options.ratios:
         for model in options.models:
             if options.small:
                 run = load_experiment(f"{TABLE}:shakespeare_{model}")
-                found[model, ratio] = _of_length(run, ratio)
+                ends[model, ratio] = _of_length(run, ratio)
             elif (name := _name(model, options.depth, ratio)) in known:
-                found[model, ratio] = load_experiment(f"{TABLE}:{name}")
-    return found
+                ends[model, ratio] = load_experiment(f"{TABLE}:{name}")
+    return ends
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,8 +127,8 @@ def main(argv: list[str] | None = None) -> int:
         _point(options, model, ratio, run, result)
         for ((model, ratio), run), result in zip(runs.items(), reached, strict=True)
     ]
-    told = [point._asdict() for point in points]
-    write_atomic(options.runs / "ratios.json", json.dumps(told, indent=2) + "\n")
+    record = [point._asdict() for point in points]
+    write_atomic(options.runs / "ratios.json", json.dumps(record, indent=2) + "\n")
     text = markdown(points)
     write_atomic(options.runs / "ratios.md", text)
     draw(points, options.runs / "ratios.png")
@@ -144,8 +144,8 @@ def markdown(points: list[Point]) -> str:
     for point in points:
         figures = (point.bits_per_byte, point.paper_bits_per_byte)
         figures += (point.core, point.paper_core)
-        told = ["" if each is None else f"{each:.3f}" for each in figures]
-        cells = (point.model, str(point.ratio), str(point.compute), *told)
+        texts = ["" if each is None else f"{each:.3f}" for each in figures]
+        cells = (point.model, str(point.ratio), str(point.compute), *texts)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -166,14 +166,14 @@ def draw(points: list[Point], file: Path) -> None:
                 (column, "o-", model),
                 (f"paper_{column}", "x--", f"{model}, paper"),
             ):
-                own = [
+                curve = [
                     (point.compute, getattr(point, name))
                     for point in points
                     if point.model == model and getattr(point, name) is not None
                 ]
-                if own:
+                if curve:
                     axes.plot(
-                        *zip(*own, strict=True), line, color=f"C{number}", label=title
+                        *zip(*curve, strict=True), line, color=f"C{number}", label=title
                     )
         axes.set_xscale("log")
         axes.set_xlabel("compute, as tokens a parameter of the backbone")

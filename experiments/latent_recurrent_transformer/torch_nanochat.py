@@ -115,12 +115,12 @@ def main(argv: list[str] | None = None) -> int:
     print("| ms (over ours) | " + " | ".join(PASSES) + " | tokens/s of a step |")
     print("|---|---|---|---|")
     for side in (*theirs, "ours"):
-        told = [
+        columns = [
             f"{best[side, what]:.1f} ({best[side, what] / best['ours', what]:.2f})"
             for what in PASSES
         ]
         rate = 1e3 * tokens / best[side, "train_step"]
-        print(f"| {side} | {' | '.join(told)} | {rate:,.0f} |")
+        print(f"| {side} | {' | '.join(columns)} | {rate:,.0f} |")
     return 0
 
 

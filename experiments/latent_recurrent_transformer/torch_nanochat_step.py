@@ -21,27 +21,27 @@ with contextlib.redirect_stdout(sys.stderr):  # It greets whoever imports it.
 
 def main() -> None:
     """Answers one question."""
-    asked = json.load(sys.stdin)
-    torch.set_num_threads(asked["threads"])
+    request = json.load(sys.stdin)
+    torch.set_num_threads(request["threads"])
     torch.manual_seed(0)
-    fastest = runpy.run_path(asked["timing"])["fastest"]
-    repeats, warmup = asked["repeats"], 2
+    fastest = runpy.run_path(request["timing"])["fastest"]
+    repeats, warmup = request["repeats"], 2
     with contextlib.redirect_stdout(sys.stderr):
         model = GPT(
             GPTConfig(
-                sequence_len=asked["length"],
-                vocab_size=asked["vocabulary"],
-                n_layer=asked["layers"],
-                n_head=asked["heads"],
-                n_kv_head=asked["heads"],
-                n_embd=asked["width"],
+                sequence_len=request["length"],
+                vocab_size=request["vocabulary"],
+                n_layer=request["layers"],
+                n_head=request["heads"],
+                n_kv_head=request["heads"],
+                n_embd=request["width"],
             )
         )
         model.init_weights()
         optimizer = model.setup_optimizer()
-    compiled = model if asked["eager"] else torch.compile(model, dynamic=False)
-    shape = (asked["batch"], asked["length"] + 1)
-    ids = torch.randint(asked["vocabulary"], shape)
+    compiled = model if request["eager"] else torch.compile(model, dynamic=False)
+    shape = (request["batch"], request["length"] + 1)
+    ids = torch.randint(request["vocabulary"], shape)
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def forward_backward() -> None:

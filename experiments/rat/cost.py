@@ -53,46 +53,48 @@ def mixers(length: int) -> dict[str, MixerConfig]:
 
 def costs() -> dict[str, list[MixerCost]]:
     """Returns each mixer's cost at every length."""
-    found: dict[str, list[MixerCost]] = {}
+    rows: dict[str, list[MixerCost]] = {}
     for length in LENGTHS:
         for name, mixer in mixers(length).items():
             cost = mixer_cost(mixer, width=WIDTH, length=length)
-            found.setdefault(name, []).append(cost)
-    return found
+            rows.setdefault(name, []).append(cost)
+    return rows
 
 
-def markdown(found: dict[str, list[MixerCost]]) -> str:
+def markdown(rows: dict[str, list[MixerCost]]) -> str:
     """Returns the two tables."""
     heads = " | ".join(f"T {length}" for length in LENGTHS)
     rule = "|---" * (len(LENGTHS) + 1) + "|"
     lines = [f"| MFLOP a token | {heads} |", rule]
-    for name, row in found.items():
-        told = " | ".join(f"{cost.flops / 1e6:.0f}" for cost in row)
-        lines.append(f"| {name} | {told} |")
+    for name, row in rows.items():
+        columns = " | ".join(f"{cost.flops / 1e6:.0f}" for cost in row)
+        lines.append(f"| {name} | {columns} |")
     lines += ["", f"| cache, bytes a token | {heads} |", rule]
-    for name, row in found.items():
+    for name, row in rows.items():
         each = zip(row, LENGTHS, strict=True)
-        told = " | ".join(f"{cost.cache_bytes / length:,.1f}" for cost, length in each)
-        lines.append(f"| {name} | {told} |")
+        columns = " | ".join(
+            f"{cost.cache_bytes / length:,.1f}" for cost, length in each
+        )
+        lines.append(f"| {name} | {columns} |")
     return "\n".join(lines) + "\n"
 
 
-def draw(found: dict[str, list[MixerCost]], png: Path) -> None:
+def draw(rows: dict[str, list[MixerCost]], png: Path) -> None:
     """Draws both against T, on logarithmic axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
-    one, two = figure.subplots(1, 2)
-    for name, row in found.items():
+    left, two = figure.subplots(1, 2)
+    for name, row in rows.items():
         # Dashed: with as many chunks, the reversed design costs what RAT(64) does.
         style = "o--" if name == "reversed" else "o-"
-        one.loglog(LENGTHS, [cost.flops for cost in row], style, label=name)
+        left.loglog(LENGTHS, [cost.flops for cost in row], style, label=name)
         two.loglog(LENGTHS, [cost.cache_bytes for cost in row], style, label=name)
-    one.set(xlabel="T (tokens)", ylabel="training FLOPs a token, one mixer")
+    left.set(xlabel="T (tokens)", ylabel="training FLOPs a token, one mixer")
     two.set(xlabel="T (tokens)", ylabel="bytes of a row's cache, one layer")
-    for axes in (one, two):
+    for axes in (left, two):
         axes.grid(alpha=0.3)
-    one.legend(fontsize=8)
+    left.legend(fontsize=8)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
     write_atomic(png, drawn.getvalue())
@@ -102,10 +104,10 @@ def main(argv: list[str] | None = None) -> int:
     """Prints, and draws where asked."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="cost.py")
-    found = costs()
-    print(markdown(found), end="")
+    rows = costs()
+    print(markdown(rows), end="")
     if options.png is not None:
-        draw(found, options.png)
+        draw(rows, options.png)
     return 0
 
 

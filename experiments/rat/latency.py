@@ -96,11 +96,11 @@ def main(argv: list[str] | None = None) -> int:
     cells = []
     for cell in measure(options):
         cells.append(cell)
-        told = "out of memory" if cell.ms is None else f"{cell.ms:,.2f} ms"
+        text = "out of memory" if cell.ms is None else f"{cell.ms:,.2f} ms"
         where = f"{cell.table} {cell.layer} T {cell.length} batch {cell.batch}"
-        print(f"{where}: {told}", flush=True)
-        found = {"device": device_name(), "rows": [asdict(cell) for cell in cells]}
-        write_atomic(options.out / "latency.json", json_text(found, indent=2) + "\n")
+        print(f"{where}: {text}", flush=True)
+        record = {"device": device_name(), "rows": [asdict(cell) for cell in cells]}
+        write_atomic(options.out / "latency.json", json_text(record, indent=2) + "\n")
         write_atomic(options.out / "latency.md", markdown(cells))
     print(markdown(cells), end="")
     return 0
@@ -131,18 +131,18 @@ def markdown(cells: list[Cell]) -> str:
         lines += [f"{table}, ms (paper's, H100)", ""]
         heads = " | ".join(f"T {length}" for length in lengths)
         lines += [f"| layer | {heads} |", "|---" * (len(lengths) + 1) + "|"]
-        kept = [cell for cell in cells if cell.table == table]
-        batches = sorted({cell.batch for cell in kept}) if table == "decode" else [None]
+        rows = [cell for cell in cells if cell.table == table]
+        batches = sorted({cell.batch for cell in rows}) if table == "decode" else [None]
         for batch in batches:
-            for name in dict.fromkeys(cell.layer for cell in kept):
-                told = [_told(kept, name, length, batch) for length in lengths]
+            for name in dict.fromkeys(cell.layer for cell in rows):
+                columns = [_column(rows, name, length, batch) for length in lengths]
                 label = name if batch is None else f"{name}, batch {batch}"
-                lines.append(f"| {label} | {' | '.join(told)} |")
+                lines.append(f"| {label} | {' | '.join(columns)} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _told(cells: list[Cell], name: str, length: int, batch: int | None) -> str:
+def _column(cells: list[Cell], name: str, length: int, batch: int | None) -> str:
     mine = [
         cell
         for cell in cells

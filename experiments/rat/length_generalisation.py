@@ -115,8 +115,10 @@ def _mean(stretches: list[Stretch], start: int, stop: int) -> float:
 
 
 def _write(file: Path, curves: dict[str, list[Stretch]]) -> None:
-    told = {name: [part._asdict() for part in parts] for name, parts in curves.items()}
-    write_atomic(file, json_text(told, indent=2) + "\n")
+    record = {
+        name: [part._asdict() for part in parts] for name, parts in curves.items()
+    }
+    write_atomic(file, json_text(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

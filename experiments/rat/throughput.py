@@ -116,8 +116,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         rows.append(row)
         if options.json is not None:
-            told = {"device": device_name(), "rows": [asdict(row) for row in rows]}
-            write_atomic(options.json, json_text(told, indent=2) + "\n")
+            record = {"device": device_name(), "rows": [asdict(row) for row in rows]}
+            write_atomic(options.json, json_text(record, indent=2) + "\n")
     return 0
 
 
@@ -166,8 +166,8 @@ def _measure(name: str, model: Decoder, prompt: int, new: int, most: int) -> Row
         return unless_out_of_memory(run) is not None
 
     batch = largest_batch(fits, most=most)
-    one = jax.eval_shape(lambda: model.init_cache(1, prompt + new))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one))
+    cache = jax.eval_shape(lambda: model.init_cache(1, prompt + new))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     prefill = decoding = 0.0
     if batch > 0:
         prefill, decoding = _generate(model, batch, prompt, new, short=False)
@@ -214,7 +214,7 @@ def _slots(model: Decoder, last: Array, *, rows: int, length: int) -> Slots:
     """Makes slots that have read their prompts and draw greedily; without a cache."""
     slots = empty_slots(model, strategy=SequenceWise(), rows=rows, length=length)
     greedy = jax.tree.map(jnp.asarray, sampling_rows([SamplingConfig(temperature=0.0)]))
-    sampling = jax.tree.map(lambda one: jnp.broadcast_to(one, (rows,)), greedy)
+    sampling = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (rows,)), greedy)
     return slots._replace(
         cache=None,
         newest=last,

@@ -130,12 +130,12 @@ def markdown(times: Times) -> str:
         theirs = [times[length, THEIRS, what] for what in PASSES]
         lines += ["| PyTorch SDPA | " + " | ".join(f"{ms:.2f}" for ms in theirs) + " |"]
         for name in LAYERS:
-            told = [
+            columns = [
                 f"{times[length, name, what]:.2f} "
                 f"({times[length, name, what] / reference:.2f})"
                 for what, reference in zip(PASSES, theirs, strict=True)
             ]
-            lines.append(f"| {name} | {' | '.join(told)} |")
+            lines.append(f"| {name} | {' | '.join(columns)} |")
         lines.append("")
     return "\n".join(lines)
 

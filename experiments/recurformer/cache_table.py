@@ -72,8 +72,8 @@ def shares(model: str, beta: float, *, whole_groups: bool) -> tuple[list[float],
         replaced=replaced_heads(stack, beta, whole_groups=whole_groups),
         mamba=MambaConfig(),
     )
-    found = [cache_bytes(config, length).share for length in LENGTHS]
-    return found, added_parameters(config)
+    row = [cache_bytes(config, length).share for length in LENGTHS]
+    return row, added_parameters(config)
 
 
 def table() -> str:

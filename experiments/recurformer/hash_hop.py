@@ -173,12 +173,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="hash_hop.py")
     console = Console(stderr=True)
-    found: dict[str, list[dict[str, float]]] = {}
+    scores: dict[str, list[dict[str, float]]] = {}
     diverged: list[str] = []
 
     def results() -> str:
         lost = (f"{name} diverged and has no score.\n" for name in diverged)
-        return table_of("h_gq at beta", found) + "".join(lost)
+        return table_of("h_gq at beta", scores) + "".join(lost)
 
     def finish(stages: list[Experiment], root: Path | None = None) -> LoadedRun | None:
         """Trains one after the other, the first on the model of `root` if any."""
@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
         return load_run(root, report=_quiet)
 
     def score(name: str, column: str, run: LoadedRun, seed: int) -> None:
-        tell(found, name, seed, {column: chain_score(run.model, run.experiment)})
+        tell(scores, name, seed, {column: chain_score(run.model, run.experiment)})
         write_atomic(options.runs / "results.md", results())
 
     stages = base(options.base_seed, steps=options.steps)
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     if trained is None:
         return 130
     score("base", "0", trained, 0)
-    reached = found["base"][0]["0"]
+    reached = scores["base"][0]["0"]
     if reached < ENOUGH and options.steps is None:
         raise UserError(
             f"the base reaches {reached:.3f} and not {ENOUGH}: nothing can be told of "

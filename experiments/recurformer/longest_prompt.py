@@ -58,14 +58,14 @@ def longest(experiment: Experiment, topology: str) -> Plan:
     assert capacity is not None
     each = (long.needed - short.needed) / (TRIED[1] - TRIED[0])
     length = int(TRIED[0] + (capacity - short.needed) / each) // STEP * STEP
-    found = plan(length)
+    answer = plan(length)
     # The line is the compiler's only nearly: up to the last that fits, or down to it.
-    while found.fits and (more := plan(length + STEP)).fits:
-        found, length = more, length + STEP
-    while not found.fits:
+    while answer.fits and (more := plan(length + STEP)).fits:
+        answer, length = more, length + STEP
+    while not answer.fits:
         length -= STEP
-        found = plan(length)
-    return found
+        answer = plan(length)
+    return answer
 
 
 def main(argv: list[str] | None = None) -> int:

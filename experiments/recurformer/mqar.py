@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     """Trains what is not trained yet and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="mqar.py")
-    console, found = Console(stderr=True), {}
+    console, scores = Console(stderr=True), {}
     # The seed changes last, so that a table of one seed is whole first.
     for seed in range(options.seeds):
         for beta in options.betas:
@@ -81,10 +81,10 @@ def main(argv: list[str] | None = None) -> int:
                 ]
                 for setting in data.task.validation
             }
-            found.setdefault(f"beta {int(beta) / 100}", []).append(shares)
-            text = table_of("accuracy at (tokens; pairs)", found)
+            scores.setdefault(f"beta {int(beta) / 100}", []).append(shares)
+            text = table_of("accuracy at (tokens; pairs)", scores)
             write_atomic(options.runs / "results.md", text)
-    print(table_of("accuracy at (tokens; pairs)", found), end="")
+    print(table_of("accuracy at (tokens; pairs)", scores), end="")
     return 0
 
 

@@ -106,27 +106,27 @@ def losses(root: Path, run: Experiment) -> dict[str, float]:
 
 def cost(model: Decoder, lengths: tuple[int, ...]) -> dict[str, float]:
     """Returns the share of the cache, and decoded tokens a second, at some lengths."""
-    found = {}
+    result = {}
     stack = model.config.stack
     for length in lengths:
         if isinstance(stack, RecurFormerConfig):
-            found[f"cache at {length:,}"] = cache_bytes(stack, length).share
+            result[f"cache at {length:,}"] = cache_bytes(stack, length).share
         # A step reads every slot of the cache, filled or not: a short prompt will do.
         ids = np.random.default_rng(0).integers(1000, size=31)
         for _ in range(2):  # the first compiles
-            made = generate_tokens(
+            generation = generate_tokens(
                 model, [ids], max_new_tokens=33, chunk=32, cache_length=length
             )
-        speed = made.timing.decode_tokens_per_second
-        found[f"tokens/s at {length:,}"] = speed
-    return found
+        speed = generation.timing.decode_tokens_per_second
+        result[f"tokens/s at {length:,}"] = speed
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:
     """Does what is not done yet and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="smollm2.py")
-    console, found = Console(stderr=True), {}
+    console, scores = Console(stderr=True), {}
     names = ["base"] + [
         f"{scope}_{beta}_{start}"
         for beta in options.betas
@@ -148,13 +148,13 @@ def main(argv: list[str] | None = None) -> int:
             return 130
         # Both starts have one shape: what one costs the other does.
         shape = name.removesuffix("_plain").removesuffix("_fitted")
-        kept = options.runs / f"cost_{shape}.json"
-        if not kept.exists():
+        file = options.runs / f"cost_{shape}.json"
+        if not file.exists():
             model = load_run(root, report=lambda _: None).model
-            write_atomic(kept, json.dumps(cost(model, options.decode)) + "\n")
-        found[name] = [losses(root, run) | json.loads(kept.read_text())]
-        write_atomic(options.runs / "results.md", table_of("SmolLM2-135M", found))
-    print(table_of("SmolLM2-135M", found), end="")
+            write_atomic(file, json.dumps(cost(model, options.decode)) + "\n")
+        scores[name] = [losses(root, run) | json.loads(file.read_text())]
+        write_atomic(options.runs / "results.md", table_of("SmolLM2-135M", scores))
+    print(table_of("SmolLM2-135M", scores), end="")
     return 0
 
 

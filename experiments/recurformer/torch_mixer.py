@@ -107,8 +107,8 @@ def markdown(times: Times) -> str:
         lines += [f"| T {length}, ms | {' | '.join(PASSES)} |"]
         lines += ["|---" * (len(PASSES) + 1) + "|"]
         both = [[times.get((length, side, what)) for what in PASSES] for side in SIDES]
-        for side, found in zip(SIDES, both, strict=True):
-            lines.append(f"| {side} | {' | '.join(map(_cell, found))} |")
+        for side, cells in zip(SIDES, both, strict=True):
+            lines.append(f"| {side} | {' | '.join(map(_cell, cells))} |")
         theirs, ours = both
         ratios = [
             None if them is None or us is None else them / us

@@ -138,8 +138,8 @@ def time_layer(shape: dict[str, int], name: str, *, repeats: int, cudnn: bool) -
             implementation="cudnn" if cudnn else None,
         )
         config = dataclasses.replace(config, attention=attention)
-    made = programs(config, shape, "bfloat16")
-    call = partial(made.forward, made.stack, made.x)
+    passes = programs(config, shape, "bfloat16")
+    call = partial(passes.forward, passes.stack, passes.x)
     return 1e3 * min(repeat(call, repeats=repeats))
 
 

@@ -57,11 +57,12 @@ def measure(
 ) -> Point:
     """Compiles and times both passes of one schedule at one length."""
     shape = shape | {"T": length}
-    made: LayerPasses = programs(layers(shape)[name], shape, dtype)
-    forward = made.forward.lower(made.stack, made.x).compile()
-    gradient = made.forward_backward.lower(made.stack, made.x).compile()
+    passes: LayerPasses = programs(layers(shape)[name], shape, dtype)
+    forward = passes.forward.lower(passes.stack, passes.x).compile()
+    gradient = passes.forward_backward.lower(passes.stack, passes.x).compile()
     times = [
-        1e3 * min(repeat(partial(run, made.stack, made.x), repeats=repeats, warmup=1))
+        1e3
+        * min(repeat(partial(run, passes.stack, passes.x), repeats=repeats, warmup=1))
         for run in (forward, gradient)
     ]
     temporary = gradient.memory_analysis().temp_size_in_bytes
@@ -105,10 +106,10 @@ def draw(points: list[Point], png: Path) -> None:
     figure = Figure(figsize=(12, 4), layout="constrained")
     for axes, column, title in zip(figure.subplots(1, 3), COLUMNS, titles, strict=True):
         for name in dict.fromkeys(point.schedule for point in points):
-            own = [point for point in points if point.schedule == name]
-            lengths = [point.length for point in own]
+            curve = [point for point in points if point.schedule == name]
+            lengths = [point.length for point in curve]
             axes.loglog(
-                lengths, [getattr(p, column) for p in own], "o-", label=name, base=2
+                lengths, [getattr(p, column) for p in curve], "o-", label=name, base=2
             )
         axes.set_xlabel("N (positions)")
         axes.set_title(title)
@@ -141,10 +142,10 @@ def main(arguments: list[str] | None = None) -> list[Point]:
             point = measure(length, name, shape, options.dtype, repeats=options.repeats)
             points.append(point)
             print(points[-1], file=sys.stderr)
-    made = {"device": device_name(), "shape": shape, "dtype": options.dtype} | {
+    record = {"device": device_name(), "shape": shape, "dtype": options.dtype} | {
         "points": [dataclasses.asdict(point) for point in points]
     }
-    write_atomic(options.out / "scaling.json", json.dumps(made, indent=2) + "\n")
+    write_atomic(options.out / "scaling.json", json.dumps(record, indent=2) + "\n")
     write_atomic(options.out / "scaling.md", table(points, shape, options.dtype))
     draw(points, options.out / "scaling.png")
     return points

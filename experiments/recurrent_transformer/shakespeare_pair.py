@@ -214,8 +214,8 @@ def table(
         }
         best = min(rates, key=lambda rate: statistics.fmean(scores[rate]))
         cells = [
-            f"{statistics.fmean(found):.3f} ({max(found) - min(found):.3f})"
-            for found in scores.values()
+            f"{statistics.fmean(score):.3f} ({max(score) - min(score):.3f})"
+            for score in scores.values()
         ]
         experiment = experiments[model]
         parameters = count_parameters(experiment.model).total
@@ -236,20 +236,20 @@ def read_results(file: Path, experiments: dict[str, Experiment]) -> list[Run]:
     """
     if not file.exists():
         return []
-    kept = json.loads(file.read_text())
-    if kept["experiments"] != _settings(experiments):
+    results = json.loads(file.read_text())
+    if results["experiments"] != _settings(experiments):
         raise UserError(
             f"{file} has runs of other settings: name another --directory or remove it"
         )
-    return [Run(**run) for run in kept["runs"]]
+    return [Run(**run) for run in results["runs"]]
 
 
 def write_results(
     file: Path, experiments: dict[str, Experiment], runs: list[Run]
 ) -> None:
     """Writes all runs so far, whole or not at all."""
-    kept = {"experiments": _settings(experiments), "runs": [asdict(r) for r in runs]}
-    write_atomic(file, json.dumps(kept, indent=2) + "\n")
+    results = {"experiments": _settings(experiments), "runs": [asdict(r) for r in runs]}
+    write_atomic(file, json.dumps(results, indent=2) + "\n")
 
 
 def _batch(rows: dict[str, Any]) -> Batch:

@@ -115,11 +115,11 @@ def main(argv: list[str] | None = None) -> int:
         best = _times(layer, sides, options)
         ours = OURS[layer]
         for name in (*(side.name for side in sides), ours):
-            told = [
+            columns = [
                 f"{best[name, what]:.1f} ({best[name, what] / best[ours, what]:.2f})"
                 for what in PASSES
             ]
-            print(f"| {name} | " + " | ".join(told) + " |", flush=True)
+            print(f"| {name} | " + " | ".join(columns) + " |", flush=True)
     return 0
 
 
@@ -127,7 +127,9 @@ def _times(
     layer: str, sides: list[Side], options: Options
 ) -> dict[tuple[str, str], float]:
     """Returns the fastest time of each side and pass, and of ours, in milliseconds."""
-    made = bench.programs(bench.layers(options.shape)[layer], options.shape, "float32")
+    passes = bench.programs(
+        bench.layers(options.shape)[layer], options.shape, "float32"
+    )
     ours = OURS[layer]
     best: dict[tuple[str, str], float] = {}
 
@@ -136,7 +138,7 @@ def _times(
 
     with tempfile.TemporaryDirectory() as folder:
         arrays = Path(folder) / "block.npz"
-        np.savez(arrays, allow_pickle=False, **_arrays(made, options))
+        np.savez(arrays, allow_pickle=False, **_arrays(passes, options))
         for _ in range(options.turns):
             for side in sides:
                 answer = ask(
@@ -153,23 +155,23 @@ def _times(
                 for what in PASSES:
                     took(side.name, what, answer[what])
             for what in PASSES:
-                program = getattr(made, what)
+                program = getattr(passes, what)
                 times = repeat(
-                    lambda program=program: program(made.stack, made.x),
+                    lambda program=program: program(passes.stack, passes.x),
                     repeats=options.repeats,
                 )
                 took(ours, what, 1e3 * min(times))
     return best
 
 
-def _arrays(made: bench.LayerPasses, options: Options) -> dict[str, np.ndarray]:
+def _arrays(passes: bench.LayerPasses, options: Options) -> dict[str, np.ndarray]:
     """Returns the layer's weights by path, the input x and our output z."""
-    block = jax.tree.map(lambda leaf: leaf[0], to_nested_dict(made.stack))["blocks"]
+    block = jax.tree.map(lambda leaf: leaf[0], to_nested_dict(passes.stack))["blocks"]
     if len(block) == 1:  # The Transformer's are in runs of equal layers.
         (block,) = block.values()
     flat = jax.tree_util.tree_flatten_with_path(block)[0]
     arrays = {".".join(str(key.key) for key in path): leaf for path, leaf in flat}
-    arrays |= {"x": made.x, "z": made.forward(made.stack, made.x)}
+    arrays |= {"x": passes.x, "z": passes.forward(passes.stack, passes.x)}
     arrays["slopes"] = alibi_slopes(options.heads, Alibi()).astype(np.float32)
     return {name: np.asarray(array) for name, array in arrays.items()}
 

@@ -66,8 +66,8 @@ class Layer(torch.nn.Module):
             "k_norm": weights["attention.k_norm.scale"],
         }
         for name, weight in theirs.items():
-            own = getattr(self.block, name).weight
-            own.data.copy_(weight.reshape(own.shape))
+            target = getattr(self.block, name).weight
+            target.data.copy_(weight.reshape(target.shape))
         self.bias = alibi_attention_bias(length, config, torch.device("cpu"))
 
     def forward(self, x):

@@ -19,7 +19,7 @@ class Block(torch.nn.Module):
         """Takes the weights by their paths in recurjax; the bias is made once."""
         super().__init__()
         width, self.heads = weights["attention_norm.scale"].shape[0], heads
-        qkv = [weights[f"attention.w_{one}"].reshape(width, -1) for one in "qkv"]
+        qkv = [weights[f"attention.w_{letter}"].reshape(width, -1) for letter in "qkv"]
         self.w_qkv = torch.nn.Parameter(torch.cat(qkv, dim=1).contiguous())
         out = weights["attention.w_out"].reshape(-1, width)
         self.w_out = torch.nn.Parameter(out)

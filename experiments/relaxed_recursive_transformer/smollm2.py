@@ -64,13 +64,13 @@ class Options:
 
 def cases(options: Options) -> list[Case]:
     """Returns the set: bare inits by loops, then additions by rank."""
-    made = [
+    cases = [
         Case(name=f"b{loops}_{init}", convert=to_recursive(loops, init))
         for loops in options.loops
         for init in options.inits
     ]
     loops = options.loops[0]
-    made += [
+    cases += [
         Case(
             name=f"b{loops}_rank{rank}_{adapters}",
             convert=to_recursive(loops, "average", rank, adapters),
@@ -78,7 +78,7 @@ def cases(options: Options) -> list[Case]:
         for rank in options.ranks
         for adapters in ("zero", "svd")
     ]
-    return made
+    return cases
 
 
 def recipe(options: Options, start: Path, name: str) -> Experiment:

@@ -75,7 +75,7 @@ class Set:
         Returns:
           The table, which results.md has too; None when a run was stopped.
         """
-        found: dict[str, list[Losses]] = {}
+        by_name: dict[str, list[Losses]] = {}
         teacher = FrozenModel(
             run=str(self.base), model=read_experiment(self.base / "config.json").model
         )
@@ -85,11 +85,11 @@ class Set:
             if losses is None:
                 self.console.print("stopped: the same command goes on from here")
                 return None
-            found.setdefault(case.name, []).append(losses)
-            text = json_text(found, indent=1) + "\n"
+            by_name.setdefault(case.name, []).append(losses)
+            text = json_text(by_name, indent=1) + "\n"
             write_atomic(self.runs / "results.json", text)
-            write_atomic(self.runs / "results.md", table_of(found))
-        return table_of(found)
+            write_atomic(self.runs / "results.md", table_of(by_name))
+        return table_of(by_name)
 
     def _reach(self, case: Case, seed: int, teacher: FrozenModel) -> Losses | None:
         start = self.base
@@ -171,17 +171,17 @@ def next_token(teacher: FrozenModel) -> Objective:
     return NextToken()
 
 
-def table_of(found: Mapping[str, Sequence[Losses]]) -> str:
+def table_of(losses: Mapping[str, Sequence[Losses]]) -> str:
     """Returns a Markdown table: a row a case, over its seeds the mean and the spread.
 
     The spread is the highest less the lowest; a single seed has none.
     """
-    columns = list(dict.fromkeys(c for rows in found.values() for c in rows[0]))
+    columns = list(dict.fromkeys(c for rows in losses.values() for c in rows[0]))
     lines = [
         "| held-out nats a token | " + " | ".join(columns) + " |",
         "|---" * (len(columns) + 1) + "|",
     ]
-    for name, seeds in found.items():
+    for name, seeds in losses.items():
         cells = []
         for column in columns:
             values = [row[column] for row in seeds if column in row]

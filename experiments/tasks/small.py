@@ -115,7 +115,9 @@ Found = dict[Cell, dict[tuple[int, float], Figures]]
 """Figures of a cell's finished runs, by (seed, rate)."""
 
 
-def one(options: Options, cell: Cell, *, seed: int, rate: float) -> Experiment:
+def experiment_of(
+    options: Options, cell: Cell, *, seed: int, rate: float
+) -> Experiment:
     """Returns a row of the table at a seed and a rate, as long as is said."""
     row = load_experiment(f"{options.table}:{cell.task}_{cell.model}")
     name = f"{cell.task}_{cell.model}_{rate:g}"
@@ -133,7 +135,7 @@ def best_rate(runs: dict[tuple[int, float], Figures]) -> float:
     return max(tried, key=lambda rate: (tried[rate].accuracy, -tried[rate].loss))
 
 
-def in_turn(options: Options, found: Found) -> Iterator[tuple[Cell, int, float]]:
+def in_turn(options: Options, scores: Found) -> Iterator[tuple[Cell, int, float]]:
     """Yields runs so that a table is whole early: all rates in turn, then seeds."""
     cells = [Cell(task, model) for task in options.tasks for model in options.models]
     for rate in options.rates:
@@ -141,7 +143,7 @@ def in_turn(options: Options, found: Found) -> Iterator[tuple[Cell, int, float]]
     for seed in range(1, options.seeds):
         for cell in cells:
             # Asked for only now: all rates of seed 0 are known.
-            yield cell, seed, best_rate(found[cell])
+            yield cell, seed, best_rate(scores[cell])
 
 
 def is_finished(run: Experiment, root: Path) -> bool:
@@ -159,9 +161,9 @@ def read_further(root: Path, *, report: Console) -> float:
 
     It is kept beside the run, as read_further.json: a set that goes on reads it there.
     """
-    kept = root / "read_further.json"
-    if kept.is_file():
-        return float(read_json_object(kept, "the accuracy of longer rows")["accuracy"])
+    file = root / "read_further.json"
+    if file.is_file():
+        return float(read_json_object(file, "the accuracy of longer rows")["accuracy"])
     loaded = load_run(root, report=report.print)
     data, training = loaded.experiment.data, loaded.experiment.training
     assert isinstance(data, TaskData) and isinstance(data.task, StateTracking)
@@ -179,7 +181,7 @@ def read_further(root: Path, *, report: Console) -> float:
         slices=rows.slices("validation", batch=batch),
     )
     assert result.accuracy is not None
-    write_atomic(kept, json_text({"accuracy": result.accuracy.token}) + "\n")
+    write_atomic(file, json_text({"accuracy": result.accuracy.token}) + "\n")
     return result.accuracy.token
 
 
@@ -195,13 +197,13 @@ def figures_of(cell: Cell, root: Path, *, report: Console) -> Figures:
     )
 
 
-def markdown(options: Options, found: Found) -> str:
+def markdown(options: Options, scores: Found) -> str:
     """Returns the accuracies, the rates chosen, and how large the models are."""
-    chosen = {cell: best_rate(runs) for cell, runs in found.items()}
+    chosen = {cell: best_rate(runs) for cell, runs in scores.items()}
     answers: dict[str, list[dict[str, float]]] = {}
     rows: dict[str, list[dict[str, float]]] = {}
     for (cell, rate), seed in product(chosen.items(), range(options.seeds)):
-        figures = found[cell].get((seed, rate))
+        figures = scores[cell].get((seed, rate))
         if figures is None:
             continue
         answer = {cell.task: figures.accuracy}
@@ -217,11 +219,11 @@ def markdown(options: Options, found: Found) -> str:
     lines.append("|---" * (len(options.tasks) + 1) + "|")
     for model in answers:
         rates = (chosen.get(Cell(task, model)) for task in options.tasks)
-        told = ("" if rate is None else f"{rate:g}" for rate in rates)
-        lines.append(f"| {model} | " + " | ".join(told) + " |")
+        columns = ("" if rate is None else f"{rate:g}" for rate in rates)
+        lines.append(f"| {model} | " + " | ".join(columns) + " |")
     sizes = [
-        count_parameters(one(options, cell, seed=0, rate=1.0).model).total
-        for cell in found
+        count_parameters(experiment_of(options, cell, seed=0, rate=1.0).model).total
+        for cell in scores
         if cell.task == options.tasks[0]
     ]
     lines.append(
@@ -235,9 +237,9 @@ def main(argv: list[str] | None = None) -> int:
     """Trains what is not trained yet and prints the table."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(Options, argv, prog="small.py")
-    console, found = Console(stderr=True), {}
-    for cell, seed, rate in in_turn(options, found):
-        run = one(options, cell, seed=seed, rate=rate)
+    console, scores = Console(stderr=True), {}
+    for cell, seed, rate in in_turn(options, scores):
+        run = experiment_of(options, cell, seed=seed, rate=rate)
         console.rule(run.name)
         root = options.runs / run.name
         # `train` would find out too, but reads the whole checkpoint for it.
@@ -247,9 +249,9 @@ def main(argv: list[str] | None = None) -> int:
             console.print("stopped: the same command goes on from here")
             return 130
         figures = figures_of(cell, root, report=console)
-        found.setdefault(cell, {})[seed, rate] = figures
-        write_atomic(options.runs / "results.md", markdown(options, found))
-    print(markdown(options, found), end="")
+        scores.setdefault(cell, {})[seed, rate] = figures
+        write_atomic(options.runs / "results.md", markdown(options, scores))
+    print(markdown(options, scores), end="")
     return 0
 
 

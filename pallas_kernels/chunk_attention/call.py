@@ -115,10 +115,10 @@ def at_least_one(ends: ChunkEnds) -> ChunkEnds:
     S = ends.keys.shape[2]
     if S:
         return ends
-    one = ((0, 0), (0, 0), (0, 1), (0, 0))
+    padding = ((0, 0), (0, 0), (0, 1), (0, 0))
     known = ends.documents
     return ChunkEnds(
-        keys=jnp.pad(ends.keys, one),
-        values=jnp.pad(ends.values, one),
+        keys=jnp.pad(ends.keys, padding),
+        values=jnp.pad(ends.values, padding),
         documents=None if known is None else jnp.pad(known, ((0, 0), (0, 1))),
     )

@@ -31,7 +31,9 @@ def chunk_attention_reference(
         seen = seen & (ends.documents[:, None] == documents[..., None])
     logits = jnp.einsum("bthe,bhse->bhts", q, keys)
     logits = jnp.where(seen[:, None], logits, -jnp.inf)
-    own = own_logits.swapaxes(1, 2)[..., None]
-    weights = jax.nn.softmax(scale * jnp.concatenate([logits, own], axis=-1), axis=-1)
+    self_logits = own_logits.swapaxes(1, 2)[..., None]
+    weights = jax.nn.softmax(
+        scale * jnp.concatenate([logits, self_logits], axis=-1), axis=-1
+    )
     o = jnp.einsum("bhts,bhse->bthe", weights[..., :-1], values)
     return o + weights[..., -1].swapaxes(1, 2)[..., None] * own_values

@@ -194,9 +194,9 @@ def _position_kernel(*refs, launch: Launch):
         wide = do.astype(jnp.float32)
         delta = jnp.sum(wide * load_rows(at.o.at[:, h, :], real=real), axis=1)
         lse = load_rows(at.lse.at[h, :], real=real) * LOG2_E
-        own = load_rows(at.own_logits.at[:, h], real=real).astype(jnp.float32)
+        own_logit = load_rows(at.own_logits.at[:, h], real=real).astype(jnp.float32)
         # Its weight follows from lse, its gradients from delta.
-        weight = jnp.exp2(own * (launch.scale * LOG2_E) - lse)
+        weight = jnp.exp2(own_logit * (launch.scale * LOG2_E) - lse)
         value = load_rows(at.own_values.at[:, h, :], real=real)
         of_value = jnp.sum(wide * value, axis=1)
         store_rows(at.delta.at[h, :], delta, real=real)

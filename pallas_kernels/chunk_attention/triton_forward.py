@@ -103,8 +103,8 @@ def _forward_kernel(*refs, launch: Launch):
     first = first_chunk(at)
     documents = load_rows(at.documents[0], real=real) if at.documents else t
     q = load_rows(at.q, real=real)
-    own = load_rows(at.own_logit, real=real).astype(jnp.float32)
-    own = own * (launch.scale * LOG2_E)
+    own_logit = load_rows(at.own_logit, real=real).astype(jnp.float32)
+    own_logit = own_logit * (launch.scale * LOG2_E)
 
     def add_block(j, running, masked: bool):
         largest, normalizer, weighted = running
@@ -129,7 +129,7 @@ def _forward_kernel(*refs, launch: Launch):
 
     v = load_rows(at.own_value, real=real).astype(jnp.float32)
     # 2. The softmax starts from the own term, of weight exp(0) = 1: no row is empty.
-    running = (own, jnp.ones(rows, jnp.float32), v)
+    running = (own_logit, jnp.ones(rows, jnp.float32), v)
     sizes = {"chunk": launch.chunk, "ends": launch.ends}
     # 3. Ends before `unmasked` blocks are seen by every position of the program.
     unmasked = 0 if launch.has_documents else seen_ends(first, start, **sizes) // count

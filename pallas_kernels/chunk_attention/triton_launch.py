@@ -170,18 +170,21 @@ def refusal_of_tiles(
             f"{tiles.splits}"
         )
     shared, hopper = shared_memory_bytes(), on_hopper()
-    for own, read in (("block_q", "block_k"), ("backward_block_k", "backward_block_q")):
+    for looped, read in (
+        ("block_q", "block_k"),
+        ("backward_block_k", "backward_block_q"),
+    ):
         # What the gradient's kernels take at least, as Triton 3.9 compiles them: two
         # arrays that stay, and two that are read ahead. In float32, which no matrix
         # unit multiplies, nothing is; Hopper's unit reads one block more from there.
-        kept, passing = (
-            2 * getattr(tiles, name) * width * itemsize for name in (own, read)
+        resident, passing = (
+            2 * getattr(tiles, name) * width * itemsize for name in (looped, read)
         )
-        ahead = tiles.stages - 1 + (hopper and getattr(tiles, own) >= 64)
-        needed = kept + passing * (1 if itemsize == 4 else max(ahead, 1))
+        ahead = tiles.stages - 1 + (hopper and getattr(tiles, looped) >= 64)
+        needed = resident + passing * (1 if itemsize == 4 else max(ahead, 1))
         if needed > shared:
             return (
-                f"{own}={getattr(tiles, own)}, {read}={getattr(tiles, read)} and "
+                f"{looped}={getattr(tiles, looped)}, {read}={getattr(tiles, read)} and "
                 f"stages={tiles.stages} need {needed:,} bytes of shared memory, the "
                 f"device has {shared:,}"
             )

@@ -22,25 +22,25 @@ def forward(
     q, own_logits, own_values = call[:3]
     scale = call.options.scale
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    own = scale * own_logits.astype(dtype)
+    scaled = scale * own_logits.astype(dtype)
 
     def block(keys, values, hidden, rows):
-        q, own = rows["q"], rows["own"]
+        q, own_logit = rows["q"], rows["own"]
         logits = _logits(q, keys, scale, hidden)  # [B, H, S, T]
-        top = jnp.maximum(own, jnp.max(logits, axis=2, initial=-jnp.inf))
+        top = jnp.maximum(own_logit, jnp.max(logits, axis=2, initial=-jnp.inf))
         p = jnp.exp(logits - top[:, :, None])
-        p_own = jnp.exp(own - top)
+        p_own = jnp.exp(own_logit - top)
         total = jnp.sum(p, axis=2) + p_own
         o = _weighted(values, p.astype(values.dtype), dtype)
         o = (o / total[:, :, None]).astype(values.dtype).swapaxes(2, 3)
         return {"o": o, "weight": p_own / total, "lse": top + jnp.log(total)}
 
-    rows = {"q": _tiled(q, own.shape[2]), "own": own.swapaxes(1, 2)}
+    rows = {"q": _tiled(q, scaled.shape[2]), "own": scaled.swapaxes(1, 2)}
     parts = [
         jax.lax.map(lambda part, band=band: band.run(block, part), band.rows(rows))
         for band in _bands(call)
     ]
-    out = _joined(parts, own.shape[1])
+    out = _joined(parts, scaled.shape[1])
     own_part = out["weight"].swapaxes(1, 2)[..., None] * own_values
     o = out["o"].swapaxes(1, 2) + own_part
     return o.astype(own_values.dtype), out["lse"].swapaxes(1, 2)

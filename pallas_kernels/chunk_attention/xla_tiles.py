@@ -36,8 +36,10 @@ def forward(
             weighted = weighted * shrink[:, None] + _dot(p.astype(v.dtype), v, (1, 0))
             return above, normalizer, weighted
 
-        own, v = rows.arrays["own"], rows.arrays["v"].astype(tiled.dtype)
-        running = head.over_ends(rows, add_block, (own, jnp.ones_like(own), v))
+        own_logit, v = rows.arrays["own"], rows.arrays["v"].astype(tiled.dtype)
+        running = head.over_ends(
+            rows, add_block, (own_logit, jnp.ones_like(own_logit), v)
+        )
         largest, normalizer, weighted = running
         o = (weighted / normalizer[:, None]).astype(own_values.dtype)
         return o, largest + jnp.log(normalizer)

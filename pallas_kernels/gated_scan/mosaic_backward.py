@@ -65,9 +65,9 @@ def run_backward(
     """
     N, rows, together = len(values), launch.tiles.rows, launch.together
     wide = launch.rows_spec(launch.D, reverse=True)
-    own = [launch.rows_spec(width, reverse=True) for width in launch.widths]
+    specs = [launch.rows_spec(width, reverse=True) for width in launch.widths]
     row = [launch.state_spec()] * N
-    of_queries = [own[-1]] * launch.read
+    of_queries = [specs[-1]] * launch.read
     of_logits = [launch.rows_spec(LANES, reverse=True)] * launch.read
     of_ends = [launch.ends_spec(reverse=True)] * launch.read
     halos = states if launch.tiles.linked else ()
@@ -99,7 +99,7 @@ def run_backward(
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
             *launch.gate_specs(reverse=True),
-            *own,
+            *specs,
             *[wide] * (2 * N - launch.read),
             *of_ends,
             *row,
@@ -110,7 +110,7 @@ def run_backward(
         ],
         out_specs=[
             wide,
-            *own,
+            *specs,
             *row,
             *[launch.state_spec()] * launch.logits,
             *of_queries,

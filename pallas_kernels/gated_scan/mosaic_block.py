@@ -102,8 +102,10 @@ def spread_heads(launch: Launch, x: Array, group: Array) -> Array:
     """Returns [rows, 128]: a group's lanes, each with its head's lane of x."""
     if launch.head % LANES:
         return _product(x, _heads(launch, group), contract=1)
-    own = jnp.sum(jnp.where(_of_head(launch, x, group), x, 0.0), axis=1, keepdims=True)
-    return jnp.broadcast_to(own, x.shape)
+    column = jnp.sum(
+        jnp.where(_of_head(launch, x, group), x, 0.0), axis=1, keepdims=True
+    )
+    return jnp.broadcast_to(column, x.shape)
 
 
 def _of_head(launch: Launch, x: Array, group: Array) -> Array:

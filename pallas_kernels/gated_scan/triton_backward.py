@@ -340,8 +340,8 @@ def _for_gate(factors: list, totals: list[Tiled], at: _Inputs) -> Tiled:
         of_new = sum(
             u[tile] * at_group(v, tile) for u, v in zip(totals, at.values, strict=True)
         )
-        kept = of_keep if resets is None else jnp.where(resets, 0.0, of_keep)
-        gradient.append(kept - of_new)
+        d_keep = of_keep if resets is None else jnp.where(resets, 0.0, of_keep)
+        gradient.append(d_keep - of_new)
     return gradient
 
 

@@ -104,8 +104,8 @@ def _summarize_kernel(*refs, launch: Launch):
     def turn(n, carry):
         product, states = carry
         for _, read, values, _ in _inputs(program, n, gates, at.values):
-            states, kept = _advance(gates, read, values, states)
-            product = tuple(p * k for p, k in zip(product, kept, strict=True))
+            states, decays = _advance(gates, read, values, states)
+            product = tuple(p * k for p, k in zip(product, decays, strict=True))
         return product, states
 
     # A state is a linear function of the one that enters: running from 0 gives the sum,

@@ -51,9 +51,10 @@ def _layer(x, w, document, spec):
 
     def position(persistent, i):
         # Temporary pairs of i's own block (of i alone at block 1), persistent before.
-        own = (at // spec.block == i // spec.block)[:, None, None]
+        same_block = (at // spec.block == i // spec.block)[:, None, None]
         pairs = [
-            jnp.where(own, *both) for both in zip(temporary, persistent, strict=True)
+            jnp.where(same_block, *both)
+            for both in zip(temporary, persistent, strict=True)
         ]
         k, v = (jnp.repeat(part, H // spec.key_heads, axis=2) for part in pairs)
         logits = spec.logit_scale * jnp.einsum("bhe,bshe->bhs", q[:, i], k)
@@ -70,10 +71,10 @@ def _layer(x, w, document, spec):
                 z, w.attention_norm_scale, w.attention_norm_bias, spec, "norm"
             )
         new = _pair(source[:, None], w, i[None], spec)
-        kept = [
+        pair = [
             old.at[:, i].set(n[:, 0]) for old, n in zip(persistent, new, strict=True)
         ]
-        return kept, z
+        return pair, z
 
     _, z = jax.lax.scan(position, [jnp.zeros_like(part) for part in temporary], at)
     return z.swapaxes(0, 1)

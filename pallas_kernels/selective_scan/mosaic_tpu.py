@@ -74,18 +74,19 @@ def refusal_of_tiles(
       states: N.
       itemsize: bytes of a number of u.
     """
-    own = tiles.channels
-    if own % LANES or channels % own:
+    width = tiles.channels
+    if width % LANES or channels % width:
         return (
-            f"channels must be a multiple of {LANES} that divides {channels}, got {own}"
+            f"channels must be a multiple of {LANES} that divides {channels}, got "
+            f"{width}"
         )
     # What the backward pass takes: two buffers of seven blocks of positions, and of a
     # block's kept states, sums by position, and a chunk's states three times.
-    needed = 2 * ROWS * own * 7 * itemsize + 2 * (ROWS // chunk) * states * own * 4
-    needed += 4 * own * (6 * ROWS + 3 * chunk * states)
+    needed = 2 * ROWS * width * 7 * itemsize + 2 * (ROWS // chunk) * states * width * 4
+    needed += 4 * width * (6 * ROWS + 3 * chunk * states)
     if needed > LEAST_VMEM:
         return (
-            f"channels={own} need {needed:,} bytes of VMEM, kernels may have "
+            f"channels={width} need {needed:,} bytes of VMEM, kernels may have "
             f"{LEAST_VMEM:,}"
         )
     return refusal_of_unroll("unroll", tiles.unroll, chunk)

@@ -181,7 +181,7 @@ class _Steps(NamedTuple):
         return jax.lax.fori_loop(0, C, turn, carry, unroll=self.unroll)
 
 
-def _reverse(steps: _Steps, kept: Array, dy: Array, d_final: Array):
+def _reverse(steps: _Steps, residuals: Array, dy: Array, d_final: Array):
     """Returns (gradient of the initial state, of a [B, N, I], five sums).
 
     The sums, for each position: over n, g B [B, T, I], which is the gradient of s u;
@@ -189,7 +189,7 @@ def _reverse(steps: _Steps, kept: Array, dy: Array, d_final: Array):
     y once more [B, T, I], as the state gives it.
     """
     B, padded, I = steps.delta.shape
-    N, C = kept.shape[2], steps.chunk
+    N, C = residuals.shape[2], steps.chunk
     dy = jnp.pad(dy, ((0, 0), (0, padded - dy.shape[1]), (0, 0)))
     zeros, narrow = jnp.zeros_like(steps.delta), jnp.zeros_like(steps.b)
     # A sum over n with weights of 1 takes the fast path of `_over_states` too.
@@ -210,7 +210,7 @@ def _reverse(steps: _Steps, kept: Array, dy: Array, d_final: Array):
             dc = _put(dc, _over_channels(h, _at(dy, t)), t)
             return h, before, decays, y, dc
 
-        start = (_at(kept, g), states, states, y, dc)
+        start = (_at(residuals, g), states, states, y, dc)
         _, before, decays, y, dc = steps.walk(g, again, start)
 
         # Then back: g, and what is left of it for the state before.

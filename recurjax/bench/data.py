@@ -37,8 +37,8 @@ def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[BenchRow]:
     Batches are read ahead by threads, as in a run.
     """
     shape = LARGE if large else SMALL
-    with tempfile.TemporaryDirectory() as made:
-        root = Path(made)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
         texts = _texts(root)
         shards = {name: _prepared(corpus, root) for name, corpus in texts.items()}
         for packing in ("concat", "best_fit"):
@@ -56,13 +56,13 @@ def rows(*, large: bool, dtype: str, repeats: int) -> Iterator[BenchRow]:
 def summary(rows: list[BenchRow]) -> str:
     """Says for each kind which share of one corpus' rate five parts reach."""
     rates = {row.name: row.tokens_per_s for row in rows}
-    told = []
+    lines = []
     for name, rate in rates.items():
         kind, _, which = name.rpartition("/")
         if which == "five_parts":
             share = rate / rates[f"{kind}/one_corpus"]
-            told.append(f"{kind}: five parts at {share:.2f} of one corpus' rate")
-    return "\n".join(told)
+            lines.append(f"{kind}: five parts at {share:.2f} of one corpus' rate")
+    return "\n".join(lines)
 
 
 def _pair(corpora: Mapping[str, PartCorpus]) -> dict[str, PartCorpus | Mixture]:

@@ -72,8 +72,10 @@ def summary(rows: list[BenchRow]) -> str:
 
     def over_the_baseline(what: str) -> str:
         base = times[f"base/{what}"]
-        told = [f"S = {s}: {times[f'shared_s{s}/{what}'] / base:.2f}" for s in SUBSETS]
-        return ", ".join(told)
+        ratios = [
+            f"S = {s}: {times[f'shared_s{s}/{what}'] / base:.2f}" for s in SUBSETS
+        ]
+        return ", ".join(ratios)
 
     tokens = [
         f"{kind}: {times[f'{kind}/decode'] / times['base/decode']:.2f}"

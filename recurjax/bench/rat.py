@@ -65,10 +65,10 @@ def summary(rows: list[BenchRow]) -> str:
             times[f"rat/attention/{what}", length] / times[f"rat/rat16/{what}", length]
             for what in _PASSES
         ]
-        told = ", ".join(
+        shares = ", ".join(
             f"{what} {ratio:.1f}" for what, ratio in zip(_PASSES, ratios, strict=True)
         )
-        lines.append(f"attention's time over RAT(16)'s at T {length}: {told}")
+        lines.append(f"attention's time over RAT(16)'s at T {length}: {shares}")
     compared = [
         (name, what, times.get((f"rat/{name}/{what}", 4096)), theirs)
         for name, figures in PYTORCH.items()
@@ -77,12 +77,12 @@ def summary(rows: list[BenchRow]) -> str:
     # PyTorch's figures were taken at these shapes, in this dtype: elsewhere a ratio to
     # them would mean nothing.
     if rows[0].shape["D"] == SMALL["D"] and rows[0].dtype == "float32":
-        told = ", ".join(
+        shares = ", ".join(
             f"{name}/{what} {ours / theirs:.2f}"
             for name, what, ours, theirs in compared
             if ours is not None
         )
-        lines.append(f"our time over PyTorch's on idle cores at T 4096: {told}")
+        lines.append(f"our time over PyTorch's on idle cores at T 4096: {shares}")
     lines.append(f"cache per token and layer: {_cache_bytes(rows[0])}")
     return "\n".join(lines)
 
@@ -163,7 +163,7 @@ def _cache_bytes(row: BenchRow) -> str:
     shape = {letter: row.shape[letter] for letter in "BDH"} | {"T": row.shape["T"]}
     # Long enough that what a layer keeps once, such as a recurrent state or a window,
     # all but vanishes beside what it keeps a token.
-    length, told = 65536, []
+    length, sizes = 65536, []
     for name, mixer in mixers(shape).items():
         # Shapes suffice to count bytes; nothing of 65,536 tokens is allocated.
         layer = jax.eval_shape(partial(Layer, mixer, shape["D"]), jax.random.key(0))
@@ -171,5 +171,5 @@ def _cache_bytes(row: BenchRow) -> str:
             lambda layer=layer: layer.mixer.init_cache(1, 1, length, row.dtype)
         )
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-        told.append(f"{name} {total / length:.1f} B")
-    return ", ".join(told) + f" (at {length} tokens)"
+        sizes.append(f"{name} {total / length:.1f} B")
+    return ", ".join(sizes) + f" (at {length} tokens)"

@@ -103,12 +103,12 @@ def layer_rows(
         return layer(x, cache, Tokens(jnp.zeros((B, 1), jnp.int32)))
 
     times = repeat(partial(step, layer, x, cache), repeats=repeats)
-    kept = cache_bytes(config, T, value_bytes=jnp.dtype(dtype).itemsize)
+    held = cache_bytes(config, T, value_bytes=jnp.dtype(dtype).itemsize)
     shape = {letter: sizes[letter] for letter in "BDH"} | {"S": T}
     # In the shape, so that they stand in the table beside the time: all rows' bytes,
     # training FLOPs of a token, parameters.
     flops = round(config.mixing_flops(0, T))
-    shape |= {"bytes": B * (kept.keys_values + kept.states), "flops": flops}
+    shape |= {"bytes": B * (held.keys_values + held.states), "flops": flops}
     shape |= {"parameters": sum(leaf.size for leaf in jax.tree.leaves(layer))}
     yield row(f"{name}/decode", shape, dtype, times, tokens=B)
 
@@ -169,7 +169,7 @@ def summary(rows: list[BenchRow]) -> str:
         (row.name, row.shape.get("T", row.shape.get("S", 0))): row.min_ms
         for row in rows
     }
-    found, layers = [], []
+    lines, layers = [], []
     for (name, length), time in times.items():
         # Layers are compared with attention's row of the same pass and length, scans
         # with the reference's.
@@ -179,20 +179,20 @@ def summary(rows: list[BenchRow]) -> str:
         what = name.split("/")[-1]
         theirs = times.get((f"{_NAME}/reference/{what}", length))
         if theirs is not None and "/reference/" not in name:
-            found.append(f"{name} at T {length} {theirs / time:.1f}")
+            lines.append(f"{name} at T {length} {theirs / time:.1f}")
     return (
-        f"the reference's time over {', '.join(found)}\n"
+        f"the reference's time over {', '.join(lines)}\n"
         f"attention's time over {', '.join(layers)}"
     )
 
 
 def _scans(length: int) -> dict[str, Callable[..., Any]]:
     """Returns the backends that can run here, by name, and the reference."""
-    found: dict[str, Callable[..., Any]] = {}
+    scans: dict[str, Callable[..., Any]] = {}
     # A step of the reference keeps B I N floats; above this length a gradient of it
     # takes more memory than what is compared with it.
     if length <= REFERENCE_UP_TO:
-        found["reference"] = selective_scan_reference
+        scans["reference"] = selective_scan_reference
     # Asking costs nothing: shapes are traced and no backend is compiled.
     shapes = jax.eval_shape(partial(_arrays, SMALL | {"T": 2}, "float32"))
     for name in api.OP.backends:
@@ -201,8 +201,8 @@ def _scans(length: int) -> dict[str, Callable[..., Any]]:
             jax.eval_shape(lambda arrays, scan=scan: scan(**arrays), shapes)
         except NotImplementedError:  # a kernel for a device that is not here
             continue
-        found[name] = scan
-    return found
+        scans[name] = scan
+    return scans
 
 
 def _passes(

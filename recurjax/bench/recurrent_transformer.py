@@ -50,20 +50,21 @@ def summary(rows: list[BenchRow]) -> str:
         both = {s: times.get(f"{_PREFIX}/{s}/forward_backward") for s in SCHEDULES}
         naive = both.pop("naive")
         if naive is not None:
-            told = [f"{s} {naive / t:.1f}" for s, t in both.items() if t is not None]
+            ratios = [f"{s} {naive / t:.1f}" for s, t in both.items() if t is not None]
             lines.append(
                 f"naive's time over that of other schedules, forward and backward, T "
-                f"{T}: {', '.join(told)}"
+                f"{T}: {', '.join(ratios)}"
             )
     decoded = {(r.shape["S"], r.name): r.min_ms for r in rows if "S" in r.shape}
-    told = [
+    ratios = [
         f"{decoded[S, f'{_PREFIX}/prefix/decode'] / theirs:.2f} at {S}"
         for (S, name), theirs in decoded.items()
         if name == f"{_PREFIX}/transformer/decode"
     ]
-    if told:
+    if ratios:
         lines.append(
-            f"a decoded token over the Transformer layer's: {', '.join(told)} positions"
+            "a decoded token over the Transformer layer's: "
+            f"{', '.join(ratios)} positions"
         )
     return "\n".join(lines)
 
@@ -141,10 +142,10 @@ def _layer(
 ) -> Iterator[BenchRow]:
     """Measures a layer's forward, its gradient in x and weights, and one more token."""
     B, T = shape["B"], shape["T"]
-    made = programs(config, shape, dtype)
-    stack, x = made.stack, made.x
+    passes = programs(config, shape, dtype)
+    stack, x = passes.stack, passes.x
     for what in _PASSES:
-        call = partial(getattr(made, what), stack, x)
+        call = partial(getattr(passes, what), stack, x)
         times = repeat(call, repeats=repeats)
         yield row(f"{name}/{what}", shape, dtype, times, tokens=B * T)
 

@@ -187,17 +187,17 @@ def rows(
 def summary(rows: list[BenchRow]) -> str:
     """Says of each policy its speed beside `sequence`, and beside its bound."""
     served = [row for row in rows if isinstance(row, ServedRow)]
-    told = []
+    lines = []
     for row in served:
         f = row.figures
-        told.append(
+        lines.append(
             f"{row.name.split('/')[1].removeprefix('engine_')}: {f['speedup']:.2f} "
             f"times sequence, bound {f['bound']:.2f} (reached {f['of_bound']:.0%}), "
             f"the paper's calculation {f['paper']:.2f}; {f['step_ms']:.2f} ms a step, "
             f"{f['loops']:.2f} loops and {f['rows_a_token']:.2f} rows a token, "
             f"{f['bits_a_byte']:.3f} bits a byte"
         )
-    return "\n".join(told)
+    return "\n".join(lines)
 
 
 def stacks(

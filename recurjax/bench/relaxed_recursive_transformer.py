@@ -63,7 +63,7 @@ def rows(*, large: bool, dtype: Dtype, repeats: int) -> Iterator[BenchRow]:
 def summary(rows: list[BenchRow]) -> str:
     """Compares each model with the Transformer, by minima."""
     times = {row.name.removeprefix(f"{_NAME}/"): row.min_ms for row in rows}
-    told = []
+    parts = []
     for what in dict.fromkeys(name.partition("/")[2] for name in times):
         base = times[f"transformer/{what}"]
         ratios = [
@@ -71,8 +71,8 @@ def summary(rows: list[BenchRow]) -> str:
             for name in ("recursive2", "recursive3", "rank64")
             if f"{name}/{what}" in times
         ]
-        told.append(f"{what}: {', '.join(ratios)}")
-    return "over the Transformer's time, " + "; ".join(told)
+        parts.append(f"{what}: {', '.join(ratios)}")
+    return "over the Transformer's time, " + "; ".join(parts)
 
 
 def transformer(shape: Mapping[str, int]) -> TransformerConfig:

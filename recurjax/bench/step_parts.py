@@ -34,7 +34,7 @@ def time_parts(
         calls["missing", rows_] = _missing(model, rows_, length)
     # They take milliseconds at most.
     times = in_turns(calls, repeats=10 * repeats)
-    least = {name: min(found) for name, found in times.items()}
+    least = {name: min(turns) for name, turns in times.items()}
     return {
         rows_: Parts(
             least["loops", rows_] / exits,

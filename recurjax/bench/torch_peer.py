@@ -60,7 +60,7 @@ def best_of_turns(
     *,
     lengths: Sequence[int],
     turns: int,
-    **asked: Any,
+    **request: Any,
 ) -> Times:
     """Times both sides, one after the other in each turn; the fastest of all turns.
 
@@ -70,7 +70,7 @@ def best_of_turns(
       theirs: what the other side is called in the result.
       case: of a length, the arrays that `peer` makes the module from.
       ours: of a length, our milliseconds.
-      asked: for `ask`.
+      request: for `ask`.
 
     Raises:
       UserError: as `ask`.
@@ -81,11 +81,11 @@ def best_of_turns(
             arrays = Path(folder) / f"{length}.npz"
             np.savez(arrays, allow_pickle=False, **case(length))
             for _ in range(turns):
-                answer = ask(arrays=arrays, **asked)
+                answer = ask(arrays=arrays, **request)
                 apart = answer.pop("difference")
                 print(f"T {length}: y apart by {apart:.1e}", flush=True)
-                told = {(length, theirs, what): ms for what, ms in answer.items()}
-                for key, ms in (told | ours(length)).items():
+                times = {(length, theirs, what): ms for what, ms in answer.items()}
+                for key, ms in (times | ours(length)).items():
                     best[key] = min(ms, best.get(key, ms))
     return best
 
@@ -109,10 +109,10 @@ def answer_of(
       UserError: the interpreter cannot be run, or the script failed.
     """
     command = [python, str(script), *words]
-    own = {**os.environ, **(environment or {})}
+    variables = {**os.environ, **(environment or {})}
     try:
         done = subprocess.run(
-            command, input=given, capture_output=True, text=True, env=own
+            command, input=given, capture_output=True, text=True, env=variables
         )
     except OSError as error:
         raise UserError(f"--torch-python: {error}") from error

@@ -90,7 +90,9 @@ def run(argv: list[str]) -> int:
         raise UserError(f"there is nothing called {options.what!r} to time: {hint}")
     # Imported when it is asked for: a bench brings its variant and jax with it.
     benches = [_load(name) for name in BENCHES[options.what]]
-    serving = [one for one in benches if "requests" in signature(one.rows).parameters]
+    serving = [
+        bench for bench in benches if "requests" in signature(bench.rows).parameters
+    ]
     if served and not serving:
         words = " and ".join(f"--{name}" for name in served)
         raise UserError(f"{options.what} serves no queue: leave out {words}")
@@ -99,21 +101,21 @@ def run(argv: list[str]) -> int:
         "dtype": options.dtype,
         "repeats": options.repeats,
     }
-    measured, told = [], []
+    measured, summaries = [], []
     for bench in benches:
-        own = served if bench in serving else {}
-        found = []
-        for row in bench.rows(**sizes, **own):
+        bench_options = served if bench in serving else {}
+        rows = []
+        for row in bench.rows(**sizes, **bench_options):
             # To standard error, row by row: the table comes at the end, which may be an
             # hour off.
             print(f"{row.name}: {row.median_ms:,.2f} ms", file=sys.stderr)
-            found.append(row)
-        told.append(bench.summary(found))
-        measured += found
+            rows.append(row)
+        summaries.append(bench.summary(rows))
+        measured += rows
     console = Console()
     # Into a file or a pipe the table gets a width that cuts no name.
     show(measured, console if console.is_terminal else Console(width=120))
-    print("\n".join(told))
+    print("\n".join(summaries))
     if options.json is not None:
         write(measured, options.json)
     return 0

@@ -158,7 +158,7 @@ class ChatSession:
         self.last: Answered | None = None
         self._engine, self._tokenizer, self._template = engine, tokenizer, template
         self._most, self._seed = max_new_tokens, seed
-        self._asked = 0
+        self._answers = 0
         self._ends = text_ends(tokenizer)
 
     @property
@@ -213,10 +213,10 @@ class ChatSession:
         """
         if [message["role"] for message in self.messages[-2:]] != ["user", "assistant"]:
             raise UserError("there is nothing to answer again")
-        before, asked = self.messages, self.messages[-2]["content"]
+        before, last = self.messages, self.messages[-2]["content"]
         self.messages = self.messages[:-2]
         try:
-            return self.ask(asked, show)
+            return self.ask(last, show)
         except BaseException:
             self.messages = before
             raise
@@ -263,10 +263,10 @@ class ChatSession:
             max_new_tokens=min(room, self._most or room),
             sampling=self.sampling,
             seed=self._seed,
-            stream=self._asked,
+            stream=self._answers,
             stop_tokens=self._ends,
         )
-        self._asked += 1
+        self._answers += 1
         began = time.monotonic()
         request = self._engine.submit(ids, settings)
         shown = 0
@@ -338,14 +338,14 @@ def own_sampling(
     Returns:
       The settings, and those of the model's that hold.
     """
-    changes, own = {}, []
+    changes, names = {}, []
     for name, wish in wishes.items():
         if wish is not None:
             changes[name] = wish
         elif name in defaults:
             changes[name] = defaults[name]
-            own.append(f"{name} {defaults[name]}")
-    return replace(given, **changes), own
+            names.append(f"{name} {defaults[name]}")
+    return replace(given, **changes), names
 
 
 def run(argv: list[str]) -> int:
@@ -364,7 +364,7 @@ def run(argv: list[str]) -> int:
         options.run / "tokenizer", file=options.template, tokenizer=tokenizer
     )
     wishes = {name: getattr(options, name) for name in _SAMPLING}
-    sampling, own = own_sampling(PLAIN, wishes, tokenizer.settings.sampling)
+    sampling, changed = own_sampling(PLAIN, wishes, tokenizer.settings.sampling)
     model = in_compute_dtype(loaded.model)
     most = model.config.max_length
     length = options.length or min(4096, most or 4096)
@@ -391,7 +391,7 @@ def run(argv: list[str]) -> int:
         talk.load(options.load.expanduser())
     if options.system is not None:
         talk.set_system(options.system)
-    _tell(_greeting(talk, own))
+    _tell(_greeting(talk, changed))
     if template is not None and tokenizer.eos is None:
         _tell("its tokenizer has no EOS: only a limit ends an answer")
     _Terminal(talk, model).run()
@@ -401,8 +401,8 @@ def run(argv: list[str]) -> int:
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def _greeting(talk: ChatSession, own: list[str]) -> str:
-    settings = f" with the model's own {', '.join(own)}" if own else ""
+def _greeting(talk: ChatSession, changed: list[str]) -> str:
+    settings = f" with the model's own {', '.join(changed)}" if changed else ""
     if talk.chats:
         return f"A chat{settings}; /help lists the commands."
     return (

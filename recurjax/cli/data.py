@@ -91,8 +91,8 @@ class PrepareOptions(CorpusOptions):
         """Returns (i, n) of --part i/n."""
         if self.part is None:
             return None
-        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.part)
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.part)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(
                 "--part wants i/n with i from 1 to n, such as 1/4 and 4/4, got "
                 f"{self.part}"
@@ -102,7 +102,7 @@ class PrepareOptions(CorpusOptions):
                 "--max-tokens counts from the corpus' beginning, which a --part does "
                 "not know: leave one of them out"
             )
-        return int(found[1]), int(found[2])
+        return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +182,7 @@ def _fetched(part: str, stack: ExitStack) -> Path:
     return Path(part) if url is None else stack.enter_context(fetched_folder(url))
 
 
-def _prepare(options: PrepareOptions, out: Path, told: str) -> int:
+def _prepare(options: PrepareOptions, out: Path, folder: str) -> int:
     corpus, choice = options.corpus_config(), options.tokenizer_config()
     assert choice is not None  # it has a default
     if isinstance(corpus, Prepared):
@@ -212,14 +212,14 @@ def _prepare(options: PrepareOptions, out: Path, told: str) -> int:
             part=options.stretch(),
             progress=progress,
         )
-    print(_summary(told, manifest, _separated(tokenizer, ends), options.part))
+    print(_summary(folder, manifest, _separated(tokenizer, ends), options.part))
     return 0
 
 
 def run_verify(args: list[str]) -> int:
     """Runs `recurjax data verify DIR`."""
     folder, options = _folder(args, "verify")
-    told = args[0]
+    name = args[0]
     if options:
         raise UserError(f"recurjax data verify takes a folder, got {options[0]} too")
     # Three checks: the files' checksums, records that make up the stream, a tokenizer
@@ -228,14 +228,14 @@ def run_verify(args: list[str]) -> int:
     verify_checksums(folder)
     PreparedStream(folder, manifest)  # counts of records, and the index
     # As the folder was named: of one in a store its own is loaded, not the copy.
-    tokenizer = f"{told.rstrip('/')}/{TOKENIZER}"
+    tokenizer = f"{name.rstrip('/')}/{TOKENIZER}"
     if load_tokenizer(tokenizer).hash != manifest.tokenizer_hash:
         raise UserError(
             f"{tokenizer} is not the tokenizer that made the tokens: prepare "
             "the data again"
         )
     print(
-        f"{told} is whole: {manifest.tokens:,} tokens of {manifest.documents:,} "
+        f"{name} is whole: {manifest.tokens:,} tokens of {manifest.documents:,} "
         f"documents in {len(manifest.shards)} shards"
     )
     return 0
@@ -299,23 +299,27 @@ def _separated(tokenizer: Tokenizer, ends: bool | None) -> str:
     after = closing(tokenizer, ends)
     first = "" if tokenizer.bos is None else f"begins with token {tokenizer.bos}"
     last = f"ends with token {after[0]}" if after else ""
-    told = " and ".join(part for part in (first, last) if part)
-    return f"each document {told}" if told else "nothing separates the documents"
+    separators = " and ".join(part for part in (first, last) if part)
+    return (
+        f"each document {separators}"
+        if separators
+        else "nothing separates the documents"
+    )
 
 
 def _summary(
     out: str, manifest: PreparedManifest, separated: str = "", part: str | None = None
 ) -> str:
-    told = (
+    summary = (
         f"{out}: {manifest.documents:,} documents, {manifest.text_bytes:,} bytes, "
         f"{manifest.tokens:,} tokens of {manifest.vocabulary:,} in "
         f"{len(manifest.shards)} shards; {manifest.train_tokens:,} to train, "
         f"{manifest.validation_tokens:,} to validate\n"
     )
-    told += f"{separated}\n" if separated else ""
+    summary += f"{separated}\n" if separated else ""
     if part is not None:
-        return told + f"part {part}: join all with recurjax data merge"
-    return told + (
+        return summary + f"part {part}: join all with recurjax data merge"
+    return summary + (
         "in an experiment:\n"
         f'    DataConfig(corpus=Prepared(directory="{out}"),\n'
         f'               tokenizer=TokenizerFile(path="{out}/{TOKENIZER}"))'

@@ -73,10 +73,10 @@ def _versions() -> Iterator[str]:
     yield f"recurjax {VERSION}, Python {sys.version.split()[0]}, {sys.platform}"
     yield ", ".join(f"{name} {_version(name) or 'missing'}" for name in _PACKAGES)
     for name, extra in _EXTRAS.items():
-        found = _version(name)
+        version = _version(name)
         yield (
-            f"{name} {found}"
-            if found
+            f"{name} {version}"
+            if version
             else f"no {name}: pip install 'recurjax[{extra}]'"
         )
 

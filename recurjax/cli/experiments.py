@@ -38,6 +38,6 @@ def _show_rows(name: str) -> int:
         print(f"{name}  {summary_of(file)}")
         return 0
     # Runs of a table are read by running its file, which imports the library.
-    for row, one in load_runs(file).items():
-        print(f"{name}:{row}  {one.reproduces}: {one.expected}")
+    for row, run in load_runs(file).items():
+        print(f"{name}:{row}  {run.reproduces}: {run.expected}")
     return 0

@@ -97,13 +97,13 @@ def _answer(argv: Sequence[str] | None) -> int:
             if owns_process:
                 reading = argv[0] in _READ_PROGRAMS
                 host.prepare(flags=not leaves_flags, reading=reading)
-        kept = argv[0] in _KEEP_PROGRAMS and "--no-cache" not in argv
+        keep = argv[0] in _KEEP_PROGRAMS and "--no-cache" not in argv
         if argv[0] in _KEEP_PROGRAMS:
             argv = [word for word in argv if word != "--no-cache"]
         # Imported by name: `recurjax --version` should not wait for jax.
         command = _find(argv[0])
         early_interrupt.stop_if_noted()  # swallowed while a module was imported
-        if owns_process and kept:
+        if owns_process and keep:
             compiled_programs.keep()
         return command(argv[1:])
     except UserError as error:
@@ -168,10 +168,10 @@ def _unforeseen(error: Exception) -> str:
     # The first frame is this file's own call of the command.
     frames = traceback.extract_tb(error.__traceback__)
     files = [(Path(frame.filename), frame.lineno) for frame in frames[1:]]
-    own = [(file, line) for file, line in files if _PACKAGE in file.parents]
+    package_frames = [(file, line) for file, line in files if _PACKAGE in file.parents]
     place = ""
-    if own:
-        file, line = own[-1]
+    if package_frames:
+        file, line = package_frames[-1]
         place = f" in {file.relative_to(_PACKAGE.parent)}, line {line}"
     said = str(error).strip().partition("\n")[0][:300]
     return (

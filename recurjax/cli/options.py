@@ -216,13 +216,13 @@ def _check_member(default: Any, option: str) -> None:
     if not fitting:  # a slip of the pen, which has a hint of its own
         return
     members = ", ".join(getattr(m, "__name__", str(m)) for m in fitting)
-    told = (
+    message = (
         f"which has no field {lacking} ({members} would)"
         if lacking
         else f"one of {members}"
     )
     raise UserError(
-        f"{option}: {path} is {type(value).__name__} here, {told}: the experiment's "
+        f"{option}: {path} is {type(value).__name__} here, {message}: the experiment's "
         f"file chooses among them{_instead(path)}"
     )
 

@@ -100,11 +100,11 @@ def run(argv: list[str]) -> int:
         raise UserError(f"name the experiment file first, then {argv[0]}")
     # Options of the plan and fields of the experiment come mixed; a dot tells them
     # apart.
-    own, fields = _split(argv[1:])
+    words, fields = _split(argv[1:])
     # Asked here: tyro's own words would show all options.
-    if not any(word.split("=")[0] in ("--topology", "--help", "-h") for word in own):
+    if not any(word.split("=")[0] in ("--topology", "--help", "-h") for word in words):
         raise UserError("say what to plan for: --topology v5e:16x16, h100, ...")
-    options = parse(PlanOptions, own, prog=f"recurjax plan {argv[0]}")
+    options = parse(PlanOptions, words, prog=f"recurjax plan {argv[0]}")
     topology = parse_topology(options.topology)
     # Before the experiment is loaded: without a compiler nothing can be planned.
     check_compilers(topology)
@@ -140,7 +140,7 @@ def run(argv: list[str]) -> int:
             changes = find_changes(experiment, plan, plan_of)
         show_changes(changes, console)
         report["changes"] = [
-            {"option": one.option} | one.plan.to_json() for one in changes
+            {"option": change.option} | change.plan.to_json() for change in changes
         ]
     if options.json is not None:
         _write(options.json, report)
@@ -190,11 +190,16 @@ def _sweep(
     if options.json is not None:
         _write(
             options.json,
-            [{"candidate": one.name} | plan.to_json() for one, plan in planned],
+            [
+                {"candidate": candidate.name} | plan.to_json()
+                for candidate, plan in planned
+            ],
         )
     if options.plot is not None:
         best = pareto(planned, limit=limit)
-        plot_roofline([(one.name, plan) for one, plan in best], options.plot)
+        plot_roofline(
+            [(candidate.name, plan) for candidate, plan in best], options.plot
+        )
     return 0
 
 
@@ -205,15 +210,15 @@ def _lacks_memory(plan: Plan) -> bool:
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Takes options with a dot in their name, fields of the experiment, apart."""
-    own: list[str] = []
+    plan_words: list[str] = []
     fields: list[str] = []
-    current = own
+    current = plan_words
     for word in words:
         if word.startswith("--"):
             # Any other word is a value, and goes where the option before it went.
-            current = fields if "." in word.split("=")[0] else own
+            current = fields if "." in word.split("=")[0] else plan_words
         current.append(word)
-    return own, fields
+    return plan_words, fields
 
 
 def _console() -> Console:

@@ -131,8 +131,8 @@ def run(argv: list[str]) -> int:
     ]
     host, port = bound.getsockname()[:2]
     _tell(f"listening on http://{host}:{port} (health: 503 until compiled)")
-    app = App({one.name: one for one in served}, api_key=key, cors=options.cors)
-    serve(app, [one.worker for one in served], bound, grace=options.grace)
+    app = App({model.name: model for model in served}, api_key=key, cors=options.cors)
+    serve(app, [model.worker for model in served], bound, grace=options.grace)
     return 0
 
 

@@ -127,10 +127,10 @@ def with_own_text(
     Raises:
       UserError: the words name no corpus or tokenizer, or the experiment reads none.
     """
-    own, left = _split(words)
-    if not own:
+    text_words, left = _split(words)
+    if not text_words:
         return experiment, left
-    options = parse(CorpusOptions, own, prog=prog)
+    options = parse(CorpusOptions, text_words, prog=prog)
     data = experiment.data
     if isinstance(data, TaskData):
         raise UserError(
@@ -173,15 +173,15 @@ def with_own_text(
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Parts the words: options of `CorpusOptions` with their values, and the others."""
     names = {f"--{field.name}" for field in dataclasses.fields(CorpusOptions)}
-    own: list[str] = []
+    options: list[str] = []
     left: list[str] = []
     # A word belongs to the option before it, until the next option.
     into = left
     for word in words:
         if word.startswith("--"):
-            into = own if word.partition("=")[0] in names else left
+            into = options if word.partition("=")[0] in names else left
         into.append(word)
-    return own, left
+    return options, left
 
 
 def _short(tokenizer: str) -> str:

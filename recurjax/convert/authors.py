@@ -121,10 +121,10 @@ class Renamed:
         return self._source.read(self._old[name])
 
 
-def _equal(source: TensorSource, one: str, other: str) -> bool:
-    if source.tensors[one] != source.tensors[other]:
+def _equal(source: TensorSource, name: str, other: str) -> bool:
+    if source.tensors[name] != source.tensors[other]:
         return False
-    return np.array_equal(source.read(one), source.read(other), equal_nan=True)
+    return np.array_equal(source.read(name), source.read(other), equal_nan=True)
 
 
 def _open(path: Path) -> TensorSource:
@@ -285,7 +285,9 @@ def latent_pieces(config: ModelConfig) -> PieceTable:
             ("interleaved_lambdas", "memory_scale"),
         ):
             # Their scales are one vector over the layers, ours a number in each.
-            one = (slice(number, number + 1),)
+            index = (slice(number, number + 1),)
             shape = (stack.layers,)
-            table.part(name, f"{ours}.{scale}", layer, shape=shape, part=one, axes=(0,))
+            table.part(
+                name, f"{ours}.{scale}", layer, shape=shape, part=index, axes=(0,)
+            )
     return table

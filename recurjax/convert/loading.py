@@ -70,8 +70,8 @@ def load_model(
     bad: dict[str, int] = {}
     filled = []
     for (path, leaf), sharding in zip(paths, places, strict=True):
-        own = of_parameter[parameter_name(path)]
-        filled.append(_fill(own, leaf.shape, sharding, source, bad))
+        pieces_of_leaf = of_parameter[parameter_name(path)]
+        filled.append(_fill(pieces_of_leaf, leaf.shape, sharding, source, bad))
     _warn(bad, source, report)
     return jax.tree_util.tree_unflatten(structure, filled)
 
@@ -95,11 +95,11 @@ def _fill(
     # A large stack is made on its devices and written layer by layer: the host holds
     # one layer at a time.
     leading = len(indices(pieces[0].layer))
-    one = NamedSharding(sharding.mesh, P(*sharding.spec[leading:]))
+    layer_sharding = NamedSharding(sharding.mesh, P(*sharding.spec[leading:]))
     stacked = jax.jit(partial(jnp.zeros, shape), out_shardings=sharding)()
     put = _writer(sharding)
     for piece in pieces:
-        layer = _place(_read(piece, source, bad), one)
+        layer = _place(_read(piece, source, bad), layer_sharding)
         stacked = put(stacked, layer, np.asarray(indices(piece.layer), np.int32))
     return stacked
 
@@ -109,9 +109,9 @@ def _writer(sharding: NamedSharding) -> Callable[..., jax.Array]:
     """Returns a function that writes one layer into the donated stack."""
 
     def put(stacked: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
-        one = layer.reshape((1,) * index.size + layer.shape)
+        block = layer.reshape((1,) * index.size + layer.shape)
         starts = [*index, *(np.int32(0) for _ in layer.shape)]
-        return jax.lax.dynamic_update_slice(stacked, one, starts)
+        return jax.lax.dynamic_update_slice(stacked, block, starts)
 
     return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 

@@ -163,7 +163,7 @@ def compare(
     # bfloat16 activations would hide a wrong layer behind rounding.
     model = _in_float32(model)
     logits = _logits(model, ids)
-    made = generate_tokens(
+    generation = generate_tokens(
         model,
         list(ids),
         max_new_tokens=new_tokens,
@@ -175,7 +175,7 @@ def compare(
     relative = float(difference.max() / np.abs(theirs["logits"]).max())
     off = [share > tolerance for share in (*layers, relative)]
     # Position by position: the agreement ends where any row differs.
-    same = (np.stack(made.tokens) == theirs["greedy"]).all(axis=0)
+    same = (np.stack(generation.tokens) == theirs["greedy"]).all(axis=0)
     top = logits.argmax(-1) == theirs["logits"].argmax(-1)
     return Parity(
         against=f"{against} {theirs['version']}",

@@ -146,8 +146,8 @@ class PieceTable:
 
     def unnamed(self) -> list[str]:
         """Returns our parameters that no tensor holds."""
-        found = {piece.parameter for piece in self.pieces}
-        return sorted(set(self.shapes) - found)
+        named = {piece.parameter for piece in self.pieces}
+        return sorted(set(self.shapes) - named)
 
     def finished(self) -> list[Piece]:
         """Returns the table; every parameter is in it, every layer once."""
@@ -157,9 +157,9 @@ class PieceTable:
             for name, shape in self.shapes.items()
             for layer in layers_of(name, shape)
         }
-        found = [(piece.parameter, piece.layer) for piece in self.pieces]
-        assert len(found) == len(set(found)), "a parameter is in the table twice"
-        assert set(found) == wanted, sorted(wanted ^ set(found), key=str)
+        places = [(piece.parameter, piece.layer) for piece in self.pieces]
+        assert len(places) == len(set(places)), "a parameter is in the table twice"
+        assert set(places) == wanted, sorted(wanted ^ set(places), key=str)
         return self.pieces
 
     def _result(self, parameter: str, layer: Layer) -> tuple[int, ...]:
@@ -221,21 +221,23 @@ def check_tensors(
     wanted: Mapping[str, tuple[int, ...]] = {p.tensor: p.shape for p in pieces}
     # All differences are gathered before anything is raised: a user sees in one run
     # whether a name, a size or the whole model is another.
-    there, found = source.tensors, []
+    there, mismatches = source.tensors, []
     for name, shape in wanted.items():
         if name not in there:
-            found.append(f"{name} is missing")
+            mismatches.append(f"{name} is missing")
             continue
         if there[name].shape != shape:
-            found.append(f"{name} has shape {there[name].shape}, not {shape}")
+            mismatches.append(f"{name} has shape {there[name].shape}, not {shape}")
         if there[name].dtype not in FLOATS:
-            found.append(
+            mismatches.append(
                 f"{name} has dtype {there[name].dtype}, not one of {', '.join(FLOATS)}"
             )
     # A tensor that nothing reads would be a part of the model silently left out.
-    found += [
+    mismatches += [
         f"{name} is not a tensor of this model"
         for name in sorted(set(there) - set(wanted) - set(ignored))
     ]
-    if found:
-        raise UserError(f"{source.where} does not fit its model: {'; '.join(found)}")
+    if mismatches:
+        raise UserError(
+            f"{source.where} does not fit its model: {'; '.join(mismatches)}"
+        )

@@ -37,12 +37,12 @@ class Example(NamedTuple):
     """Tokens of a prompt, BOS included, and of its answer, EOS included.
 
     Attributes:
-      asked: which of the answer's tokens are learned; None: all.
+      scored: which of the answer's tokens are learned; None: all.
     """
 
     prompt: Ids
     answer: Ids
-    asked: Bool[np.ndarray, " _"] | None = None
+    scored: Bool[np.ndarray, " _"] | None = None
 
 
 def fitted(example: Example, length: int) -> Example:
@@ -53,13 +53,13 @@ def fitted(example: Example, length: int) -> Example:
     than the row does it lose its end, EOS too.
     """
     tokens, most = length + 1, length
-    if example.asked is not None:
+    if example.scored is not None:
         # A conversation is cut at its end, unless its first answer would be lost.
         most = max(tokens - len(example.prompt), tokens // 2)
     answer = example.answer[:most]
     prompt = without_middle(example.prompt, tokens - len(answer), first=tokens // 2)
-    asked = None if example.asked is None else example.asked[:most]
-    return Example(prompt, answer, asked)
+    scored = None if example.scored is None else example.scored[:most]
+    return Example(prompt, answer, scored)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class AnswersDataset(RowsOfText):
             # unseen.
             sizes = np.array([len(example.prompt), len(example.answer)], "<i4")
             parts = [sizes, example.prompt, example.answer]
-            parts += [] if example.asked is None else [example.asked]
+            parts += [] if example.scored is None else [example.scored]
             for part in parts:
                 digest.update(part.astype("<i4").tobytes())
         return digest.hexdigest()
@@ -166,12 +166,12 @@ def _fill(
     """Writes the examples that share a row by the plan, each cut to the row already."""
     at = 0
     for segment, member in enumerate(plan[number]):
-        prompt, answer, asked = examples[member]
+        prompt, answer, scored = examples[member]
         # The last token is predicted and never read, so it has no place.
         places = slice(at, at + len(prompt) + len(answer) - 1)
         batch["ids"][r, places] = np.concatenate([prompt, answer[:-1]])
         # From the prompt's last place on, each is asked the token after it.
-        wanted = answer if asked is None else np.where(asked, answer, IGNORED)
+        wanted = answer if scored is None else np.where(scored, answer, IGNORED)
         batch["targets"][r, places.stop - len(answer) : places.stop] = wanted
         if "segments" in batch:
             batch["segments"][r, places] = segment
@@ -183,7 +183,7 @@ def packed(examples: Sequence[Example], length: int) -> list[list[int]]:
 
     Examples keep their order within a row, and rows that of their first examples.
     """
-    sizes = [len(one.prompt) + len(one.answer) - 1 for one in examples]
+    sizes = [len(example.prompt) + len(example.answer) - 1 for example in examples]
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # free places of each open row, ascending
     # Ties go by number: a plan made again, elsewhere, must be the same.
@@ -215,13 +215,13 @@ def open_answers(config: DataConfig, tokenizer: Tokenizer) -> AnswersDataset:
     if not examples:
         raise UserError(f"there are no examples in {', '.join(corpus.patterns)}")
     # At least one is kept, where any is asked for.
-    kept = round(config.held_out * len(examples))
-    kept = max(kept, int(config.held_out > 0))
+    held_out = round(config.held_out * len(examples))
+    held_out = max(held_out, int(config.held_out > 0))
     return AnswersDataset(
         config=config,
         tokenizer=tokenizer,
         examples=examples,
-        cut=len(examples) - kept,
+        cut=len(examples) - held_out,
     )
 
 
@@ -251,16 +251,16 @@ def _talks(corpus: Conversations, tokenizer: Tokenizer) -> tuple[Example, ...]:
 
 
 def _talk(turns: Sequence[Turn], ids: Sequence[Ids]) -> Example:
-    asked, parts = [], iter(ids)
+    scored, parts = [], iter(ids)
     for turn in turns:
         # A turn ends with its last special token; line breaks behind it are read, for
         # the model never samples them: generation has stopped by then.
         ends = [n for n, part in enumerate(turn.parts) if isinstance(part, int)]
         last = ends[-1] if ends else len(turn.parts)
         for n in range(len(turn.parts)):
-            asked.append(np.full(len(next(parts)), turn.says and n <= last))
+            scored.append(np.full(len(next(parts)), turn.says and n <= last))
     first = sum(map(len, ids[: len(turns[0].parts)]))
-    tokens, learned = np.concatenate(ids), np.concatenate(asked)
+    tokens, learned = np.concatenate(ids), np.concatenate(scored)
     return Example(tokens[:first], tokens[first:], learned[first:])
 
 
@@ -306,12 +306,12 @@ def _prompt(
     line: Messages, template: ChatTemplate | None, tokenizer: Tokenizer
 ) -> tuple[list[int], list[str | int]]:
     """Returns BOS, if it is read first, and the texts and tokens before the answer."""
-    if line.asked[0][0] and template is not None:
+    if line.prompt[0][0] and template is not None:
         # BOS stands there if the template writes it: nothing else puts one before a
         # conversation when the model is asked.
-        said = [{"role": role, "content": text} for role, text in line.asked]
+        said = [{"role": role, "content": text} for role, text in line.prompt]
         return [], template.parts(said, tokenizer)
-    text = plain(line.asked) if line.asked[0][0] else line.asked[0][1]
+    text = plain(line.prompt) if line.prompt[0][0] else line.prompt[0][1]
     # No part of the text, as in a prompt: behind a token some tokenizers leave out the
     # space that a text begins with.
     return [] if tokenizer.bos is None else [tokenizer.bos], [text]

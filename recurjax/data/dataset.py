@@ -343,17 +343,17 @@ def _open_mixture(
         tokenizer = _shared_tokenizer(config, mixture)
     parts: dict[str, Dataset] = {}
     for part in mixture.parts:
-        own = replace(config, corpus=part.corpus)
+        single = replace(config, corpus=part.corpus)
         try:
             if isinstance(part.corpus, Prepared):
-                parts[part.name] = _open_prepared(own, part.corpus, tokenizer)
+                parts[part.name] = _open_prepared(single, part.corpus, tokenizer)
             else:
-                parts[part.name] = _open_text(own, tokenizer)
+                parts[part.name] = _open_text(single, tokenizer)
         except UserError as error:
             raise UserError(f"part {part.name} of the mixture: {error}") from error
     # Weights belong to the identity: with others the same place means other rows.
     weights = [part.weight for part in mixture.parts]
-    later = [[one.step, *one.weights] for one in mixture.reweightings]
+    later = [[change.step, *change.weights] for change in mixture.reweightings]
     known = [[name, part.fingerprint] for name, part in parts.items()]
     return MixtureDataset(
         config=config,

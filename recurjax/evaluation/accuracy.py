@@ -33,17 +33,17 @@ class AnswerCounts(NamedTuple):
     """Right and asked answers of a batch, counted three ways.
 
     Attributes:
-      right, asked: of each row.
-      position_right, position_asked: of each place, over the rows.
-      class_right, class_asked: of each token that was the answer, over the rows.
+      right, total: of each row.
+      position_right, position_total: of each place, over the rows.
+      class_right, class_total: of each token that was the answer, over the rows.
     """
 
     right: Int[Array, " B"]
-    asked: Int[Array, " B"]
+    total: Int[Array, " B"]
     position_right: Int[Array, " T"]
-    position_asked: Int[Array, " T"]
+    position_total: Int[Array, " T"]
     class_right: Int[Array, " V"]
-    class_asked: Int[Array, " V"]
+    class_total: Int[Array, " V"]
 
 
 @partial(jax.jit, static_argnames=("objective", "mesh"))
@@ -67,22 +67,22 @@ def answers_of(
     model: Decoder, x: Float[Array, "B T D"], batch: Batch, *, mesh: Mesh | None
 ) -> AnswerCounts:
     """Counts as `count_answers` does, from states `x` that the head reads."""
-    asked = batch.targets != IGNORED
-    right = asked & (likeliest(model, x) == batch.targets)
+    scored = batch.targets != IGNORED
+    right = scored & (likeliest(model, x) == batch.targets)
     # An ignored place adds 0 to class 0, so no mask is needed in the scatter.
-    answers = jnp.where(asked, batch.targets, 0)
+    answers = jnp.where(scored, batch.targets, 0)
 
-    def by_class(found: Array) -> Array:
+    def by_class(classes: Array) -> Array:
         zeros = jnp.zeros(model.config.vocabulary, jnp.int32)
-        return zeros.at[answers].add(found.astype(jnp.int32))
+        return zeros.at[answers].add(classes.astype(jnp.int32))
 
     counts = AnswerCounts(
         right=right.sum(1),
-        asked=asked.sum(1),
+        total=scored.sum(1),
         position_right=right.sum(0),
-        position_asked=asked.sum(0),
+        position_total=scored.sum(0),
         class_right=by_class(right),
-        class_asked=by_class(asked),
+        class_total=by_class(scored),
     )
     # On one device there is nothing to gather.
     if mesh is None:
@@ -115,9 +115,9 @@ def by_pieces(
         shape = (B, pieces, width, *x.shape[2:])
         return jnp.moveaxis(jnp.pad(x, padding).reshape(shape), 1, 0)
 
-    found = jax.lax.map(lambda cuts: read(*cuts), tuple(map(cut, arrays)))
+    mapped = jax.lax.map(lambda cuts: read(*cuts), tuple(map(cut, arrays)))
     return jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 1).reshape(B, pieces * width)[:, :T], found
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(B, pieces * width)[:, :T], mapped
     )
 
 
@@ -171,34 +171,34 @@ def accuracy(
     rows: list[tuple[int, int]] = []
     by_slice: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for batch, of_rows in zip(counts, slices, strict=False):
-        classes = _added(classes, batch.class_right, batch.class_asked)
-        positions = _added(positions, batch.position_right, batch.position_asked)
-        found = zip(np.asarray(batch.right), np.asarray(batch.asked), strict=True)
-        for (right, asked), names in zip(found, of_rows, strict=False):
-            if not asked:
+        classes = _added(classes, batch.class_right, batch.class_total)
+        positions = _added(positions, batch.position_right, batch.position_total)
+        pairs = zip(np.asarray(batch.right), np.asarray(batch.total), strict=True)
+        for (right, total), names in zip(pairs, of_rows, strict=False):
+            if not total:
                 continue
-            rows.append((int(right), int(asked)))
+            rows.append((int(right), int(total)))
             for label in names.items():
                 by_slice.setdefault(label, []).append(rows[-1])
     if not rows:
         raise ValueError("accuracy: no row asks anything")
     # A class that was never an answer has no share; it is left out of the mean.
-    asked = classes[1] > 0
+    total = classes[1] > 0
     places = [
         right / asked_ if asked_ else None for right, asked_ in positions.T.tolist()
     ]
     several = {
-        f"{name}={value}": found
-        for (name, value), found in sorted(by_slice.items())
+        f"{name}={value}": counts
+        for (name, value), counts in sorted(by_slice.items())
         # The rows' own label would repeat the total.
-        if len(found) < len(rows)  # a slice of all rows says nothing new
+        if len(counts) < len(rows)  # a slice of all rows says nothing new
     }
     return Accuracy(
         token=_share(rows),
-        mean_of_classes=float((classes[0][asked] / classes[1][asked]).mean()),
-        sequence=sum(right == asked for right, asked in rows) / len(rows),
-        slices={name: _share(found) for name, found in several.items()},
-        answers={name: _asked(found) for name, found in several.items()},
+        mean_of_classes=float((classes[0][total] / classes[1][total]).mean()),
+        sequence=sum(right == total for right, total in rows) / len(rows),
+        slices={name: _share(counts) for name, counts in several.items()},
+        answers={name: _total(counts) for name, counts in several.items()},
         positions=places,
         rows=len(rows),
     )
@@ -218,13 +218,13 @@ def curves_of(
         kind, _, value = name.partition("=")
         by.setdefault(kind, {})[int(value)] = share
     curves: dict[str, Curve] = {
-        kind: (sorted(found), [found[value] for value in sorted(found)])
-        for kind, found in sorted(by.items(), reverse=True)
+        kind: (sorted(shares), [shares[value] for value in sorted(shares)])
+        for kind, shares in sorted(by.items(), reverse=True)
     }
-    asked = {at: share for at, share in enumerate(positions) if share is not None}
+    known = {at: share for at, share in enumerate(positions) if share is not None}
     # A curve over few places would look like one over all of them.
-    if len(asked) > 0.9 * len(positions):
-        curves["position"] = (list(asked), list(asked.values()))
+    if len(known) > 0.9 * len(positions):
+        curves["position"] = (list(known), list(known.values()))
     return curves
 
 
@@ -240,12 +240,12 @@ def plot_by_slice(
     """
     from matplotlib.figure import Figure  # slow to import, and needed here only
 
-    kinds = list(dict.fromkeys(kind for found in curves.values() for kind in found))
+    kinds = list(dict.fromkeys(kind for by_kind in curves.values() for kind in by_kind))
     figure = Figure(figsize=(1 + 4.5 * max(1, len(kinds)), 4), layout="constrained")
     fields = figure.subplots(1, max(1, len(kinds)), squeeze=False)[0]
     for kind, axes in zip(kinds, fields, strict=False):
-        for name, found in curves.items():
-            values, shares = found[kind]
+        for name, by_kind in curves.items():
+            values, shares = by_kind[kind]
             marker = "o" if len(values) < 20 else None
             axes.plot(values, shares, marker=marker, label=name, linewidth=1.2)
             # Numbers of pairs and lengths double from one to the next: even steps on a
@@ -265,15 +265,15 @@ def plot_by_slice(
     write_atomic(png, drawn.getvalue())
 
 
-def _share(found: list[tuple[int, int]]) -> float:
-    return sum(right for right, _ in found) / _asked(found)
+def _share(counts: list[tuple[int, int]]) -> float:
+    return sum(right for right, _ in counts) / _total(counts)
 
 
-def _asked(found: list[tuple[int, int]]) -> int:
-    return sum(asked for _, asked in found)
+def _total(counts: list[tuple[int, int]]) -> int:
+    return sum(total for _, total in counts)
 
 
-def _added(sums: np.ndarray, right: Any, asked: Any) -> np.ndarray:
+def _added(sums: np.ndarray, right: Any, total: Any) -> np.ndarray:
     # 64 bits: counts of a large test do not fit 32.
-    more = np.stack([np.asarray(right), np.asarray(asked)]).astype(np.int64)
+    more = np.stack([np.asarray(right), np.asarray(total)]).astype(np.int64)
     return more if sums.shape[1] == 0 else sums + more

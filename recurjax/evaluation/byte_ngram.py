@@ -31,10 +31,10 @@ def ngram_bits_per_byte(train: bytes, test: bytes, *, order: int) -> float:
         kinds = np.diff(np.append(firsts, len(grams)))
         totals = np.add.reduceat(gram_counts, firsts)
         # Every order predicts the same bytes, those with `order` bytes before them.
-        asked = _grams(test, n + 1)[order - n :]
-        count = _look_up(grams, gram_counts, asked)
-        total = _look_up(contexts, totals, asked >> np.uint64(8))
-        kind = _look_up(contexts, kinds, asked >> np.uint64(8))
+        test_grams = _grams(test, n + 1)[order - n :]
+        count = _look_up(grams, gram_counts, test_grams)
+        total = _look_up(contexts, totals, test_grams >> np.uint64(8))
+        kind = _look_up(contexts, kinds, test_grams >> np.uint64(8))
         # An unseen context leaves the shorter one's probability.
         seen = total > 0
         mixed = (count + kind * probability) / np.maximum(total + kind, 1)
@@ -51,7 +51,7 @@ def _grams(text: bytes, size: int) -> np.ndarray:
     return grams
 
 
-def _look_up(keys: np.ndarray, values: np.ndarray, asked: np.ndarray) -> np.ndarray:
+def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Returns each asked key's value, 0 where there is none; keys are sorted."""
-    at = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
-    return np.where(keys[at] == asked, values[at], 0)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], 0)

@@ -200,15 +200,17 @@ def markdown(scores: Mapping[str, CoreScore]) -> str:
     lines = [f"| task | items |{heads}", "|---|---|" + "---|---|" * len(scores)]
     # Task by task, over all readings: their tasks come in one order.
     for row in zip(*(score.tasks for score in scores.values()), strict=True):
-        told = "".join(f" {task.accuracy:.4f} | {task.centered:.4f} |" for task in row)
-        lines.append(f"| {row[0].label} | {row[0].items} |{told}")
-    told = "".join(f" | {score.core:.4f} |" for score in scores.values())
-    return "\n".join([*lines, f"| CORE | |{told}"]) + "\n"
+        columns = "".join(
+            f" {task.accuracy:.4f} | {task.centered:.4f} |" for task in row
+        )
+        lines.append(f"| {row[0].label} | {row[0].items} |{columns}")
+    columns = "".join(f" | {score.core:.4f} |" for score in scores.values())
+    return "\n".join([*lines, f"| CORE | |{columns}"]) + "\n"
 
 
 def rows(scores: Mapping[str, CoreScore], *, step: int, limit: int | None) -> list[Row]:
     """Returns each task's accuracy and each reading's CORE as rows to keep."""
-    made = []
+    rows = []
     for name, score in scores.items():
         common = {"step": step, "limit": limit, "settings": {"reading": name}}
         for task in score.tasks:
@@ -226,13 +228,13 @@ def rows(scores: Mapping[str, CoreScore], *, step: int, limit: int | None) -> li
                     n=task.items,
                     **common,
                 )
-                made.append(row)
+                rows.append(row)
         # CORE is over tasks; its n counts the items that went into it.
         items = sum(task.items for task in score.tasks)
-        made.append(
+        rows.append(
             Row(task="CORE", metric="core", value=score.core, n=items, **common)
         )
-    return made
+    return rows
 
 
 def score_core(
@@ -308,12 +310,12 @@ def score_items(
     scored = iter(score(pairs))
     items = []
     for number, item in enumerate(rows):
-        found = [next(scored) for _ in item]
+        choices = [next(scored) for _ in item]
         if task.kind == "language_modeling":
-            items.append(ItemScore(found[0].greedy, ()))
+            items.append(ItemScore(choices[0].greedy, ()))
             continue
         # The mean over tokens, not the sum: options differ in length.
-        means = tuple(float(np.mean(one.nats)) for one in found)
+        means = tuple(float(np.mean(choice.nats)) for choice in choices)
         right = int(np.argmin(means)) == task.items[number]["gold"]
         items.append(ItemScore(right, means))
     return items

@@ -100,7 +100,7 @@ def score_exits(
         if (values := thresholds.get(name)) is not None:
             tries.append((name, values))
     sizes = jnp.asarray(token_bytes)
-    found = []
+    scores = []
     for rule, values in tries:
         if rule == "head" and head is None:
             raise ValueError("score_exits: the rule head wants a trained head")
@@ -114,14 +114,16 @@ def score_exits(
                 # An argument and no constant: one program serves all thresholds of a
                 # rule.
                 threshold = jnp.float32(value)
-                one = _sums(model, batch, sizes, wanted, threshold, head, rule=rule)
-                sums[number] += np.asarray(one, np.float64)
+                batch_sums = _sums(
+                    model, batch, sizes, wanted, threshold, head, rule=rule
+                )
+                sums[number] += np.asarray(batch_sums, np.float64)
         if not sums[:, 1].all():
             raise UserError("the text has no tokens to predict")
         for value, (nats, tokens, text_nats, size, loops, same) in zip(
             values, sums, strict=True
         ):
-            found.append(
+            scores.append(
                 ExitScore(
                     rule=rule,
                     threshold=float(value),
@@ -133,7 +135,7 @@ def score_exits(
                 )
             )
         report(f"{rule}: {len(values)} readings")
-    return found
+    return scores
 
 
 def cheapest(scores: Sequence[ExitScore], most: float) -> list[ExitScore]:
@@ -143,10 +145,10 @@ def cheapest(scores: Sequence[ExitScore], most: float) -> list[ExitScore]:
       most: nats a token.
     """
     # A dict and no set: the rules keep the order in which they were scored.
-    rules = dict.fromkeys(one.rule for one in scores if one.rule != "oracle")
-    good = [one for one in scores if one.loss <= most]
-    own = ([one for one in good if one.rule == rule] for rule in rules)
-    return [min(ones, key=lambda one: one.loops) for ones in own if ones]
+    rules = dict.fromkeys(score.rule for score in scores if score.rule != "oracle")
+    good = [score for score in scores if score.loss <= most]
+    by_rule = ([score for score in good if score.rule == rule] for rule in rules)
+    return [min(ones, key=lambda score: score.loops) for ones in by_rule if ones]
 
 
 def fit_exit_head(
@@ -199,8 +201,10 @@ def plot_exits(scores: Sequence[ExitScore], png: Path) -> None:
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for rule in dict.fromkeys(one.rule for one in scores):
-        points = sorted((one.loops, one.loss) for one in scores if one.rule == rule)
+    for rule in dict.fromkeys(score.rule for score in scores):
+        points = sorted(
+            (score.loops, score.loss) for score in scores if score.rule == rule
+        )
         # Dashed is what bounds the rules, and is none itself.
         style = "o--" if rule in ("static", "oracle") else "o-"
         axes.plot(*zip(*points, strict=True), style, label=rule, markersize=4)
@@ -257,8 +261,8 @@ def _sums(
 
     def read(x: Array, labels: Array) -> tuple[Array, Array]:
         logits = model.logits(x)
-        own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        return jax.nn.logsumexp(logits, axis=-1) - own, logits.argmax(-1)
+        target = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - target, logits.argmax(-1)
 
     nats, chosen = by_pieces(model, read, model.final_norm(x), labels)
     nats = jnp.where(counted, nats, 0)
@@ -295,8 +299,8 @@ def _fit_step(
         return total / jnp.maximum(counted.sum(), 1)
 
     updates, moments = optimizer.update(jax.grad(loss)(head), moments)
-    made: Any = optax.apply_updates(head, updates)
-    return made, moments
+    updated: Any = optax.apply_updates(head, updates)
+    return updated, moments
 
 
 def _tokens(batch: Batch) -> Tokens:

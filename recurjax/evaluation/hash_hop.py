@@ -52,16 +52,16 @@ def read_chains(
     # Bytes of one element of a chain, as the task writes it.
     element = len(" = ") + task.size
     said = task.hops if task.thoughts else 1
-    found = []
+    chains = []
     for batch in batches:
         right = _right_tokens(model, batch, objective=objective, mesh=mesh)
-        for reached, asked, instead in np.asarray(right).T.tolist():
+        for reached, query, instead in np.asarray(right).T.tolist():
             # Where the first wrong byte follows an element, that element counts if the
             # byte ends it: as text too the chain then is right so far.
             ended = reached % element or instead in _ENDERS
             whole = max(0, reached if ended else reached - 1) // element
-            found += [whole / said] if asked else []
-    return found
+            chains += [whole / said] if query else []
+    return chains
 
 
 def generated_chains(evaluator: Evaluator, data: TaskData) -> list[float]:
@@ -103,13 +103,13 @@ def _right_tokens(
     model: Decoder, batch: Batch, *, objective: Objective, mesh: Mesh | None
 ) -> Int[Array, "3 B"]:
     """Counts answer tokens before the first wrong one, and all; tells the wrong one."""
-    asked = batch.targets != IGNORED
+    scored = batch.targets != IGNORED
     best = likeliest(model, objective.states(model, batch))
-    good = ~asked | (best == batch.targets)
+    good = ~scored | (best == batch.targets)
     # The product is 1 up to the first wrong answer, and 0 from there on.
-    reached = (asked & (jnp.cumprod(good, axis=1) > 0)).sum(1)
+    reached = (scored & (jnp.cumprod(good, axis=1) > 0)).sum(1)
     instead = jnp.take_along_axis(best, good.argmin(1)[:, None], axis=1)[:, 0]
-    counts = jnp.stack([reached, asked.sum(1), instead])
+    counts = jnp.stack([reached, scored.sum(1), instead])
     if mesh is None:
         return counts
     return jax.lax.with_sharding_constraint(counts, replicated(mesh))

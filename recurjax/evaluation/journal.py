@@ -34,11 +34,11 @@ class Journal:
     def __len__(self) -> int:
         return len(self._known)
 
-    def __contains__(self, asked: str) -> bool:
-        return asked in self._known
+    def __contains__(self, request: str) -> bool:
+        return request in self._known
 
-    def __getitem__(self, asked: str) -> Any:
-        return self._known[asked]
+    def __getitem__(self, request: str) -> Any:
+        return self._known[request]
 
     def add(self, answers: Iterable[tuple[str, Any]]) -> None:
         """Keeps answers, by their `key_of` what was asked."""
@@ -70,9 +70,9 @@ class Journal:
         return list(_entries(whole))
 
 
-def key_of(*asked: Any) -> str:
+def key_of(*request: Any) -> str:
     """Returns a short name of what was asked; the parts are JSON values."""
-    return hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(request).encode(), digest_size=16).hexdigest()
 
 
 def _entries(data: bytes) -> Iterator[tuple[str, Any]]:

@@ -65,16 +65,18 @@ class Score(NamedTuple):
 
     def sentence(self) -> str:
         """Says the figures that matter, for a log."""
-        told = [f"validation loss {self.loss:.4f}"]
+        figures = [f"validation loss {self.loss:.4f}"]
         if self.bytes:
-            told.append(f"{self.bits_per_byte:.4f} bits per byte")
+            figures.append(f"{self.bits_per_byte:.4f} bits per byte")
         if self.accuracy is not None:
-            told.append(
+            figures.append(
                 f"accuracy {self.accuracy.token:.4f}, "
                 f"{self.accuracy.sequence:.4f} of whole rows"
             )
-        told += [f"{name} {part.loss:.4f}" for name, part in (self.parts or {}).items()]
-        return ", ".join(told)
+        figures += [
+            f"{name} {part.loss:.4f}" for name, part in (self.parts or {}).items()
+        ]
+        return ", ".join(figures)
 
 
 def joined(parts: Mapping[str, Score]) -> Score:

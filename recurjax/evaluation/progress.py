@@ -32,7 +32,7 @@ def progress_bar(
     begin = last = time.monotonic()
     count = 0
 
-    def told() -> str:
+    def rate() -> str:
         seconds = max(time.monotonic() - begin, 1e-9)
         return f"{count / seconds:,.1f} items/s"
 
@@ -50,11 +50,11 @@ def progress_bar(
         def show(done: int) -> None:
             nonlocal count, last
             count += done
-            bar.update(task, completed=count, rate=told())
+            bar.update(task, completed=count, rate=rate())
             clock = time.monotonic()
             if not console.is_terminal and clock - last >= _SECONDS_PER_LINE:
                 last = clock
                 of = "" if total is None else f" of {total:,}"
-                console.print(f"{name}: {count:,}{of} items, {told()}")
+                console.print(f"{name}: {count:,}{of} items, {rate()}")
 
         yield show

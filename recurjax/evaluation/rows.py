@@ -130,9 +130,9 @@ def mean_and_error(values: list[float]) -> tuple[float, float | None]:
 
 def _settings(row: Row) -> str:
     # All that makes a figure another one: of rows alike in this the newest is shown.
-    told = dict(row.settings)
+    settings = dict(row.settings)
     if row.limit is not None:
-        told["limit"] = row.limit
+        settings["limit"] = row.limit
     if row.seed is not None:
-        told["seed"] = row.seed
-    return ", ".join(f"{name} {value}" for name, value in told.items())
+        settings["seed"] = row.seed
+    return ", ".join(f"{name} {value}" for name, value in settings.items())

@@ -79,10 +79,10 @@ Score = Callable[[Sequence[Pair]], list[PairScore]]
 
 
 def _require_finite(scores: dict[int, PairScore]) -> None:
-    for number, found in scores.items():
-        if not math.isfinite(found.log_p):
+    for number, score in scores.items():
+        if not math.isfinite(score.log_p):
             raise UserError(
-                f"the model's log-probability of text {number + 1} is {found.log_p}: "
+                f"the model's log-probability of text {number + 1} is {score.log_p}: "
                 "its parameters hold NaN or infinities, or its activations overflow; "
                 "take a checkpoint from before it diverged"
             )
@@ -154,12 +154,12 @@ class Scorer:
         shared = [group for group in together.values() if shares and len(group) > 1]
         taken = {number for group in shared for number in group}
         single = [number for number in range(len(pairs)) if number not in taken]
-        for found in (self._singly(pairs, single), self._shared(pairs, shared)):
+        for scores in (self._singly(pairs, single), self._shared(pairs, shared)):
             while True:
                 # The mesh is set for each batch anew: what runs between two of them is
                 # the caller's.
                 with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
-                    done = next(found, None)
+                    done = next(scores, None)
                 if done is None:
                     break
                 _require_finite(done)
@@ -397,9 +397,11 @@ def _collect(
     nats_, greedy_ = np.asarray(nats, np.float32), np.asarray(greedy)
     scores = {}
     for row, (number, tokens) in enumerate(zip(numbers, wanted, strict=True)):
-        own = nats_[row, : len(tokens)].copy()
+        row_nats = nats_[row, : len(tokens)].copy()
         right = bool(greedy_[row, : len(tokens)].all())
-        scores[number] = PairScore(-float(own.sum(dtype=np.float64)), right, own)
+        scores[number] = PairScore(
+            -float(row_nats.sum(dtype=np.float64)), right, row_nats
+        )
     return scores
 
 

@@ -88,10 +88,10 @@ def layout_of(name: str, axes: int) -> Layout | None:
 def _map_weights(apply: Callable[[Any, Any, Layout | None], Any], model: Decoder):
     """Maps each parameter with the dtype and the layout that it is to have."""
 
-    def one(path: Any, leaf: Any) -> Any:
+    def cast(path: Any, leaf: Any) -> Any:
         name = parameter_name(path)
         # The table of parameters says which are weights, not the array's rank.
         dtype = model.config.dtype if rule_of(name).is_weight else leaf.dtype
         return apply(leaf, dtype, layout_of(name, leaf.ndim))
 
-    return jax.tree_util.tree_map_with_path(one, model)
+    return jax.tree_util.tree_map_with_path(cast, model)

@@ -295,10 +295,10 @@ def continue_requests(
     if not requests:
         raise UserError("there is no prompt: give at least one")
     timing = Timing() if timing is None else timing
-    settings = [one for _, one in requests]
+    settings = [setting for _, setting in requests]
     if chunk is None:
         # The host looks seldom where nobody waits for text and no stop string ends one.
-        looks = on_text is not None or any(one.stop for one in settings)
+        looks = on_text is not None or any(setting.stop for setting in settings)
         chunk = CHUNK if looks else LONG_CHUNK
     if chunk < 1:
         raise UserError(f"chunk must be at least 1, got {chunk}")
@@ -328,12 +328,12 @@ def continue_requests(
         exit_head=None if exits is None else exits.head,
         mesh=mesh,
     )
-    for ids, one in zip(prompts, settings, strict=True):
+    for ids, setting in zip(prompts, settings, strict=True):
         # Refused before anything is generated: one prompt of thousands may be wrong.
-        engine.check(ids, one, name=f"prompt {one.stream + 1}")
+        engine.check(ids, setting, name=f"prompt {setting.stream + 1}")
     places = {
-        engine.submit(ids, one): place
-        for place, (ids, one) in enumerate(zip(prompts, settings, strict=True))
+        engine.submit(ids, setting): place
+        for place, (ids, setting) in enumerate(zip(prompts, settings, strict=True))
     }
     timing.rows, timing.prompt_tokens = len(prompts), sum(map(len, prompts))
     shown = [0] * len(prompts)
@@ -382,7 +382,7 @@ def as_generation(requests: Sequence[Request], timing: Timing) -> Generation:
         finish_reasons=reasons,
         timing=timing,
         aux=aux,
-        loops=[one.loops for one in requests] if requests[0].loops else None,
+        loops=[request.loops for request in requests] if requests[0].loops else None,
     )
 
 
@@ -414,16 +414,16 @@ def _fitting_length(
 ) -> int:
     """Returns how many tokens a slot holds; a last new token is never read."""
     needs = [
-        (ids.size + one.max_new_tokens - 1, ids.size, one)
-        for ids, one in zip(prompts, settings, strict=True)
+        (ids.size + setting.max_new_tokens - 1, ids.size, setting)
+        for ids, setting in zip(prompts, settings, strict=True)
     ]
-    needed, size, one = max(needs, key=lambda need: need[0])
+    needed, size, setting = max(needs, key=lambda need: need[0])
     for name, limit in {"cache": cache_length, "model": most}.items():
         if limit is not None and needed > limit:
             raise UserError(
-                f"prompt {one.stream + 1} has {size} tokens and needs {needed} "
-                f"positions for {one.max_new_tokens} new ones, but the {name} has only "
-                f"{limit}: shorten the prompt or ask for fewer new tokens"
+                f"prompt {setting.stream + 1} has {size} tokens and needs {needed} "
+                f"positions for {setting.max_new_tokens} new ones, but the {name} has "
+                f"only {limit}: shorten the prompt or ask for fewer new tokens"
             )
     _countable(needed)
     # In steps, so that a few more new tokens do not compile another program.

@@ -88,8 +88,8 @@ def sampling_rows(configs: Sequence[SamplingConfig]) -> RowSampling:
 
     penalty, temperature, top_p, floor = np.array([*map(row, configs)], wide).T
     top_k = [min(config.top_k or most, most) for config in configs]
-    made: Any = (penalty, temperature, np.array(top_k, np.int32), top_p, floor)
-    return RowSampling(*made)
+    params: Any = (penalty, temperature, np.array(top_k, np.int32), top_p, floor)
+    return RowSampling(*params)
 
 
 def draw_ids(

@@ -30,7 +30,7 @@ def look_up(
     shards, sizes = free.get(_SHARED, 1), table.shape
     columns = math.prod(sizes[1:])
     # As the rules of shardings lay them: [V, D] by columns, [V, K, E] by tokens.
-    own = P(None, _SHARED) if table.ndim == 2 else P(_SHARED)
+    spec = P(None, _SHARED) if table.ndim == 2 else P(_SHARED)
     divides = columns % shards == 0 and (table.ndim == 2 or sizes[0] % shards == 0)
     # Another axis in play (tensor, stage, sequence), or a table that does not divide:
     # the compiler's own way, which is right everywhere and only slower.
@@ -38,7 +38,7 @@ def look_up(
         return table[ids].astype(dtype)
     x = jax.shard_map(
         partial(_look_up_share, dtype=dtype),
-        in_specs=(own, P(rows)),
+        in_specs=(spec, P(rows)),
         out_specs=P(rows),
         axis_names=set(rows),
         check_vma=False,

@@ -79,7 +79,7 @@ def apart(x: Float[Array, "B T N"], products: int) -> tuple[Array, ...]:
 
 
 def apart_by_layer(
-    x: Float[Array, "B T N"], own: Float[Array, "B T M"]
+    x: Float[Array, "B T N"], per_layer: Float[Array, "B T M"]
 ) -> Float[Array, "B T N"]:
     """Gives a layer an x of its own where the products of every layer read one x.
 
@@ -87,9 +87,9 @@ def apart_by_layer(
     all layers.
 
     Args:
-      own: what only this layer has.
+      per_layer: what only this layer has.
     """
-    return uncopied_weights.apart_by_layer(x, own) if decodes_on_gpu(x) else x
+    return uncopied_weights.apart_by_layer(x, per_layer) if decodes_on_gpu(x) else x
 
 
 def decodes_on_gpu(x: Float[Array, "B T *rest"]) -> bool:

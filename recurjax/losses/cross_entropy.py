@@ -113,8 +113,8 @@ def _chunked(model: Decoder, x, labels, chunks: int) -> tuple[Array, Array]:
         # The target lies in one piece only; the other pieces look up a wrong column of
         # their own, whose value is dropped.
         here = labels % chunks == number
-        own = jnp.take_along_axis(logits, (labels // chunks)[..., None], axis=-1)
-        chosen = jnp.where(here, own[..., 0], chosen)
+        target = jnp.take_along_axis(logits, (labels // chunks)[..., None], axis=-1)
+        chosen = jnp.where(here, target[..., 0], chosen)
         return (peak, total, chosen), None
 
     # The least finite number rather than -inf: exp(-inf - -inf) would be NaN.

@@ -194,11 +194,12 @@ def _streamed(
         # Column v lies in piece v mod chunks, at v // chunks.
         here = labels % chunks == number
         at = (labels // chunks)[..., None]
-        own = [
+        targets = [
             jnp.take_along_axis(z, at, axis=-1)[..., 0] for z in logits[:predictions]
         ]
         chosen = [
-            jnp.where(here, new, old) for new, old in zip(own, sums.chosen, strict=True)
+            jnp.where(here, new, old)
+            for new, old in zip(targets, sums.chosen, strict=True)
         ]
         return _Sums(peaks, totals, chosen, apart)
 

@@ -35,7 +35,7 @@ def find_changes(
       plan: of it.
       again: plans an experiment for the same topology and program.
     """
-    found = []
+    changes = []
     for options in (
         _smaller_batches(experiment, plan),
         _more_recomputation(experiment),
@@ -49,8 +49,8 @@ def find_changes(
             if tried.plan.fits:
                 break
         if tried is not None:
-            found.append(tried)
-    return found
+            changes.append(tried)
+    return changes
 
 
 def _smaller_batches(
@@ -114,9 +114,9 @@ def _option(mesh: MeshConfig) -> str:
     """Writes a mesh as fields; `--mesh fsdp=8` is an option of `plan` alone."""
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     # Axes that these changes leave alone are told where they cut something.
-    told = {
+    options = {
         axis: size
         for axis, size in sizes.items()
         if axis in ("data", "fsdp", "tensor") or size != 1
     }
-    return " ".join(f"--mesh.{axis} {size}" for axis, size in told.items())
+    return " ".join(f"--mesh.{axis} {size}" for axis, size in options.items())

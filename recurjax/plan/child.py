@@ -129,8 +129,8 @@ def respond(
         answer["parts"] = {k: device_bytes(v) for k, v in program.parts.items()}
         before_compiling(answer)
         try:
-            found = _compiled(program, topology, mesh, request, began)
-            return answer | found | {"notes": answer["notes"] + found["notes"]}
+            outcome = _compiled(program, topology, mesh, request, began)
+            return answer | outcome | {"notes": answer["notes"] + outcome["notes"]}
         except UserError:
             raise
         except Exception as error:  # whatever a compiler has to say is the answer
@@ -140,8 +140,8 @@ def respond(
 def versions() -> dict[str, str]:
     """Returns the versions that a compiled program depends on."""
     names = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "flax")
-    found = {d.metadata["Name"]: d.version for d in metadata.distributions()}
-    return {name: found[name] for name in names if name in found}
+    installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    return {name: installed[name] for name in names if name in installed}
 
 
 def _compiled(
@@ -162,7 +162,7 @@ def _compiled(
         compiled, notes = _compile(lowered, topology)
     except Exception as error:
         sizes = {name: device_bytes(tree) for name, tree in program.parts.items()}
-        found = read_failure(error, sizes)
+        failure = read_failure(error, sizes)
     else:
         traffic = read_traffic(
             parse(compiled.as_text()), axes=AXES, sizes=mesh.axis_sizes
@@ -170,20 +170,20 @@ def _compiled(
         memory = read_memory(
             compiled, program.parts, made_caches=request["program"] == "prefill"
         )
-        found = {
+        failure = {
             "memory": dataclasses.asdict(memory),
             # Sums by kind and axes; a program may have thousands of collectives.
             "traffic": dataclasses.asdict(traffic),
             "notes": notes,
         }
-    found["seconds"] = {
+    failure["seconds"] = {
         "lower": lowering,
         "compile": time.perf_counter() - began - lowering,
     }
     if stored is not None:
         stored.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(stored, json.dumps(found))
-    return answer | found
+        write_atomic(stored, json.dumps(failure))
+    return answer | failure
 
 
 def _compile(lowered: Any, topology: Topology) -> tuple[Any, list[str]]:
@@ -222,9 +222,13 @@ def read_failure(error: Exception, parts: dict[str, int]) -> dict[str, Any]:
       parts: bytes of the arguments, which come on top of temporaries.
     """
     text = str(error)
-    told = [line.strip() for line in text.splitlines() if line.strip()]
-    lines = [line for line in told if "RESOURCE_EXHAUSTED" in line or "Used " in line]
-    reason = " ".join(lines[:2] or told[:1]) or type(error).__name__
+    lines_of_error = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [
+        line
+        for line in lines_of_error
+        if "RESOURCE_EXHAUSTED" in line or "Used " in line
+    ]
+    reason = " ".join(lines[:2] or lines_of_error[:1]) or type(error).__name__
     # Either message comes, depending on where the compiler gives up.
     needed = None
     if wanted := _WHOLE.search(text):

@@ -63,26 +63,27 @@ def wanted(constraints: Path | None = None) -> list[Requirement]:
     """
     # jax' own metadata says which versions go with it; "cuda12-local" is the plugin
     # without CUDA's libraries, which a compiler does not need.
-    asked = {
+    wants = {
         requirement.name: requirement
         for extra in ("tpu", "cuda12-local")
         for requirement in map(Requirement, metadata.requires("jax") or ())
         if requirement.marker and requirement.marker.evaluate({"extra": extra})
     }
     try:
-        plugin = asked["jax-cuda12-plugin"]
+        plugin = wants["jax-cuda12-plugin"]
         # The plugin asks for a pjrt of its own version, but is not installed to say so.
         pjrt = Requirement(f"jax-cuda12-pjrt{plugin.specifier}")
-        found = [asked["libtpu"], plugin, pjrt]
+        requirements = [wants["libtpu"], plugin, pjrt]
     except KeyError as error:
         raise UserError(
             f"jax {metadata.version('jax')} asks for no {error.args[0]}: install a jax "
             "that recurjax supports"
         ) from error
     pins = {} if constraints is None else _pins(constraints)
+    any_ = SpecifierSet()
     return [
-        Requirement(f"{one.name}{one.specifier & pins.get(one.name, SpecifierSet())}")
-        for one in found
+        Requirement(f"{package.name}{package.specifier & pins.get(package.name, any_)}")
+        for package in requirements
     ]
 
 
@@ -90,11 +91,12 @@ def are_there(folder: Path, requirements: list[Requirement]) -> bool:
     """Whether a folder holds all of them, in versions that serve."""
     have = {
         # Packages write their names with either sign.
-        one.metadata["Name"].replace("_", "-"): one.version
-        for one in metadata.distributions(path=[str(folder)])
+        package.metadata["Name"].replace("_", "-"): package.version
+        for package in metadata.distributions(path=[str(folder)])
     }
     return all(
-        one.name in have and have[one.name] in one.specifier for one in requirements
+        requirement.name in have and have[requirement.name] in requirement.specifier
+        for requirement in requirements
     )
 
 
@@ -133,10 +135,10 @@ def _pins(file: Path) -> dict[str, SpecifierSet]:
         raise UserError(f"no constraints file at {file}")
     lines = (line.strip() for line in file.read_text().splitlines())
     # Options of pip and comments are no requirements.
-    found = [Requirement(line) for line in lines if line and line[0] not in "#-"]
+    pins = [Requirement(line) for line in lines if line and line[0] not in "#-"]
     return {
         pin.name: pin.specifier
-        for pin in found
+        for pin in pins
         if pin.marker is None or pin.marker.evaluate()
     }
 

@@ -95,13 +95,13 @@ def _of_equation(equation: Any, chosen: dict[Any, int], platform: str) -> Flops:
             return branches[int(index.val)]
         if index in chosen:
             return branches[chosen[index]]
-        return max(branches, key=lambda one: (one.products, one.other))
+        return max(branches, key=lambda branch: (branch.products, branch.other))
     inner = list(jaxprs_in_params(params))
     if name == "pallas_call":
         # A kernel whose loops end by the program's place in the grid says itself what
         # all its programs do.
-        if (told := params.get("cost_estimate")) is not None:
-            return Flops(products=told.flops, other=told.transcendentals)
+        if (estimate := params.get("cost_estimate")) is not None:
+            return Flops(products=estimate.flops, other=estimate.transcendentals)
         # The jaxpr is what one program of the grid does; dynamic sizes count as one.
         grid = [size for size in params["grid_mapping"].grid if isinstance(size, int)]
         kernel = count_flops(params["jaxpr"], platform=platform)
@@ -119,7 +119,7 @@ def _of_equation(equation: Any, chosen: dict[Any, int], platform: str) -> Flops:
         # once. Any other primitive with a jaxpr (jit, remat, custom rules) runs it.
         if name.startswith(("reduce", "sort", "scatter", "argm", "cum")):
             return Flops(other=_elements(equation.invars))
-        return sum((count_flops(one, platform=platform) for one in inner), Flops())
+        return sum((count_flops(jaxpr, platform=platform) for jaxpr in inner), Flops())
     if name.startswith(("reduce_", "cum", "argm")):
         return Flops(other=_elements(equation.invars))
     return Flops(other=0 if name in _FREE else _elements(equation.outvars))

@@ -41,16 +41,16 @@ class Instruction:
 
     def attribute(self, key: str) -> str | None:
         """Returns the computation or value that `key=` names, or None."""
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else None
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return match[1] if match else None
 
     @property
     def kernel(self) -> str | None:
         """The target of a custom call, or None."""
         if self.opcode != "custom-call":
             return None
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return match[1] if match else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def parse(text: str) -> Module:
             if header is not None:
                 current = computations.setdefault(header[2], {})
                 entry = header[2] if header[1] else entry
-        elif current is not None and (found := _instruction(line)) is not None:
-            current[found.name] = found
+        elif current is not None and (instruction := _instruction(line)) is not None:
+            current[instruction.name] = instruction
     if not entry:
         raise ValueError("parse: the text has no ENTRY computation")
     return Module(computations, entry)
@@ -157,9 +157,10 @@ def _step(module: Module, loop: Instruction) -> int | None:
     body, condition = loop.attribute("body"), loop.attribute("condition")
     assert body is not None and condition is not None
     read = [
-        re.search(r"index=(\d+)", one.attributes)
-        for one in module.computations[condition].values()
-        if one.opcode == "get-tuple-element" and one.type.startswith("u32[]")
+        re.search(r"index=(\d+)", instruction.attributes)
+        for instruction in module.computations[condition].values()
+        if instruction.opcode == "get-tuple-element"
+        and instruction.type.startswith("u32[]")
     ]
     if len(read) != 1 or read[0] is None:
         return None

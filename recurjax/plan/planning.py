@@ -31,7 +31,7 @@ class Bounds:
     @property
     def seconds(self) -> float | None:
         """The largest of them: nothing runs faster, however well it overlaps."""
-        known = [one for one in self._by_name().values() if one is not None]
+        known = [bound for bound in self._by_name().values() if bound is not None]
         # Without a peak of compute a largest of the others would be no bound.
         return max(known) if self.compute is not None else None
 
@@ -40,7 +40,7 @@ class Bounds:
         """The resource that it is."""
         if self.seconds is None:
             return None
-        known = {name: one or 0.0 for name, one in self._by_name().items()}
+        known = {name: bound or 0.0 for name, bound in self._by_name().items()}
         return max(known, key=lambda name: known[name])
 
     def _by_name(self) -> dict[str, float | None]:
@@ -216,7 +216,7 @@ def find_bounds(answer: dict[str, Any], topology: Topology) -> Bounds | None:
     hardware, traffic = topology.hardware, answer["traffic"]
     # Other arithmetic is not counted here: a vector unit does it beside the products.
     flops = answer["flops"]["products"] / topology.devices
-    sent = sum(one["sent"] for one in traffic["collectives"])
+    sent = sum(collective["sent"] for collective in traffic["collectives"])
     # One axis of the interconnect a time; collectives over two axes could use both.
     speed = topology.collective_bandwidth
     bandwidth = hardware.memory_bandwidth

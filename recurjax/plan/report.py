@@ -145,9 +145,9 @@ def _work(plan: Plan) -> Iterator[tuple[str, str]]:
             "FLOPs of products",
             f"{flops['products']:.4g}, other {flops['other']:.3g}",
         )
-        own = answer["own_flops"]
-        share = f" (the program does {flops['products'] / own:.2f} times it)"
-        yield "the variant's own count", f"{own:.4g}{share}"
+        model_flops = answer["own_flops"]
+        share = f" (the program does {flops['products'] / model_flops:.2f} times it)"
+        yield "the variant's own count", f"{model_flops:.4g}{share}"
         if flops["unknown_loops"]:
             yield "", f"{flops['unknown_loops']} loops of unknown length: one trip each"
     if "traffic" not in answer:
@@ -159,7 +159,7 @@ def _work(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "arithmetic intensity", f"{intensity:,.1f} FLOPs a byte"
     yield "launches", f"{traffic['launches']:,}"
     # The kernels that run most often.
-    kernels = sorted(traffic["kernels"].items(), key=lambda one: -one[1])
+    kernels = sorted(traffic["kernels"].items(), key=lambda kernel: -kernel[1])
     for name, count in kernels[:_MOST_KERNELS]:
         yield f"  {name}"[:44], f"{count:,}"
     if len(kernels) > _MOST_KERNELS:
@@ -171,11 +171,12 @@ def _work(plan: Plan) -> Iterator[tuple[str, str]]:
 def _collectives(plan: Plan) -> Iterator[tuple[str, str]]:
     if "traffic" not in plan.answer:
         return
-    for one in plan.answer["traffic"]["collectives"]:
-        where = " and ".join(one["axes"]) or "one device"
+    for collective in plan.answer["traffic"]["collectives"]:
+        where = " and ".join(collective["axes"]) or "one device"
         yield (
-            f"{one['kind']} over {where}",
-            f"{one['count']:,} times, {one['sent'] / 1e6:,.2f} MB sent a device",
+            f"{collective['kind']} over {where}",
+            f"{collective['count']:,} times, {collective['sent'] / 1e6:,.2f} MB sent "
+            "a device",
         )
 
 

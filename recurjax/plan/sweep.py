@@ -59,7 +59,7 @@ def candidates(
     Raises:
       UserError: nothing divides.
     """
-    found = []
+    candidates = []
     for batch in batches:
         # The parts of an accumulated step must be even.
         parts = experiment.training.accumulation
@@ -75,16 +75,16 @@ def candidates(
             )
             if changed.evaluation_batch % (mesh[0] * mesh[1]):
                 continue  # Training would refuse it.
-            found += [
-                Candidate(mesh=mesh, remat=remat, batch=batch, experiment=one)
-                for remat, one in _with_remat(changed)
+            candidates += [
+                Candidate(mesh=mesh, remat=remat, batch=batch, experiment=candidate)
+                for remat, candidate in _with_remat(changed)
             ]
-    if not found:
+    if not candidates:
         raise UserError(
             f"no mesh of {topology.devices} devices divides batches of "
             f"{', '.join(map(str, batches))} rows: name others with --batches"
         )
-    return found
+    return candidates
 
 
 def run_sweep(
@@ -102,9 +102,9 @@ def run_sweep(
     with ThreadPoolExecutor(workers) as pool:
         waiting = {
             pool.submit(
-                make_plan, one.experiment, topology, cache=cache, price=price
-            ): one
-            for one in listed
+                make_plan, candidate.experiment, topology, cache=cache, price=price
+            ): candidate
+            for candidate in listed
         }
         try:
             for done in as_completed(waiting):
@@ -126,21 +126,21 @@ def pareto(
       limit: bytes on a device that count as fitting; None: what the device has.
     """
     fitting = [
-        (one, plan)
-        for one, plan in planned
+        (candidate, plan)
+        for candidate, plan in planned
         if plan.fits and plan.needed is not None
         if limit is None or plan.needed <= limit
     ]
     # From the fastest down, each of which must need less memory than all before it.
     fitting.sort(key=lambda pair: (-(pair[1].tokens_per_second or 0), pair[1].needed))
-    kept: list[tuple[Candidate, Plan]] = []
+    frontier: list[tuple[Candidate, Plan]] = []
     least = None
-    for one, plan in fitting:
+    for candidate, plan in fitting:
         assert plan.needed is not None
         if least is None or plan.needed < least:
-            kept.append((one, plan))
+            frontier.append((candidate, plan))
             least = plan.needed
-    return kept
+    return frontier
 
 
 def watch_sweep(
@@ -156,14 +156,14 @@ def watch_sweep(
     planned = []
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("compiling", total=len(listed))
-        for one, plan in run_sweep(
+        for candidate, plan in run_sweep(
             listed, topology, workers=workers, cache=cache, price=price
         ):
-            planned.append((one, plan))
+            planned.append((candidate, plan))
             bar.update(task, advance=1)
             if not console.is_terminal:
                 done = f"{len(planned)}/{len(listed)}"
-                print(f"{done} {one.name}: {_fate(plan)}", file=sys.stderr)
+                print(f"{done} {candidate.name}: {_fate(plan)}", file=sys.stderr)
     return planned
 
 
@@ -183,10 +183,10 @@ def show_sweep(
     headings = ("mesh, batch, remat", "GiB", "tokens/s", "binds", "MFU", "hours", "US$")
     for heading in headings:
         table.add_column(heading)
-    for one, plan in best:
+    for candidate, plan in best:
         bounds = plan.bounds
         table.add_row(
-            one.name,
+            candidate.name,
             "" if plan.needed is None else gibibytes(plan.needed),
             _number(plan.tokens_per_second, ",.0f"),
             "" if bounds is None else bounds.binding or "",
@@ -224,7 +224,7 @@ def _factorisations(
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _with_remat(experiment: Experiment) -> Iterator[tuple[str | None, Experiment]]:

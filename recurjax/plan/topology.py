@@ -78,7 +78,7 @@ def parse_topology(name: str) -> Topology:
     if kind in DIMENSIONS:
         wanted = DIMENSIONS[kind]
         if not re.fullmatch("x".join([r"[1-9]\d*"] * wanted), shape):
-            example = next(one for one in EXAMPLES if one.startswith(kind))
+            example = next(name for name in EXAMPLES if name.startswith(kind))
             raise UserError(
                 f"topology {name!r}: {kind} has {wanted} axes of chips, write it like "
                 f"{example}"

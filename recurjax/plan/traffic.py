@@ -116,16 +116,19 @@ def read_traffic(
         launches += times
         if instruction.kernel is not None:
             kernels[_kernel_name(instruction)] += times
-        for one, around in _communications(module, here, instruction):
-            if one is not instruction:
+        for communication, around in _communications(module, here, instruction):
+            if communication is not instruction:
                 # TPUs spread one over several fusions: its steps share an id.
-                step = (run.computation, one.attribute("channel_id") or one.name)
+                step = (
+                    run.computation,
+                    communication.attribute("channel_id") or communication.name,
+                )
                 if step in fused:
                     continue
                 fused.add(step)
             # Once a call of the computation; a loop's trips multiply it.
-            found = read_collective(one, around, axes=axes, sizes=sizes)
-            collectives.append(found.times(times))
+            collective = read_collective(communication, around, axes=axes, sizes=sizes)
+            collectives.append(collective.times(times))
     return Traffic(
         bytes=moved,
         launches=launches,
@@ -152,17 +155,17 @@ def _communications(
     called = instruction.attribute("calls")
     if instruction.opcode == "fusion" and called in module.computations:
         inside = module.computations[called]
-        for one in inside.values():
-            if is_collective(one):
-                yield one, inside
+        for inner in inside.values():
+            if is_collective(inner):
+                yield inner, inside
 
 
 def _moved(
     module: Module, here: dict[str, Instruction], instruction: Instruction
 ) -> int:
     opcode = instruction.opcode
-    if opcode == "custom-call" and (told := told_of(instruction.attributes)):
-        return told
+    if opcode == "custom-call" and (moved := told_of(instruction.attributes)):
+        return moved
     # An operand that is named twice is read once.
     operands = [here[name] for name in dict.fromkeys(instruction.operands)]
     written = array_bytes(instruction.type)
@@ -183,7 +186,7 @@ def _moved(
         return _moved_by_slice_start(operands[0], instruction)
     if opcode.endswith("-start"):  # a tuple of what goes in and what comes out
         return written
-    return written + sum(array_bytes(one.type) for one in operands)
+    return written + sum(array_bytes(operand.type) for operand in operands)
 
 
 def _moved_by_fusion(
@@ -196,7 +199,7 @@ def _moved_by_fusion(
     results = (
         [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
     )
-    written = sum(_written(module, inside, one, fusion) for one in results)
+    written = sum(_written(module, inside, result, fusion) for result in results)
     parameters = _parameters(inside)
     read = 0
     seen: set[str] = set()
@@ -214,9 +217,9 @@ def _moved_by_fusion(
 def _parameters(inside: dict[str, Instruction]) -> dict[int, str]:
     """Returns the names of a computation's parameters, by number."""
     return {
-        int(one.literal): one.name
-        for one in inside.values()
-        if one.opcode == "parameter"
+        int(instruction.literal): instruction.name
+        for instruction in inside.values()
+        if instruction.opcode == "parameter"
     }
 
 
@@ -286,7 +289,7 @@ def _read_of_slice(operand: Instruction, instruction: Instruction) -> int:
 def _moved_by_slice_start(operand: Instruction, start: Instruction) -> int:
     # Its type is a tuple of the array, the slice of it, and what waits for that.
     written = array_bytes(start.type) - array_bytes(operand.type)
-    size, whole = (array_bytes(one.type, on_chip=True) for one in (start, operand))
+    size, whole = (array_bytes(side.type, on_chip=True) for side in (start, operand))
     return written + (size - whole if array_bytes(operand.type) else 0)
 
 
@@ -301,13 +304,13 @@ def _kernel_name(instruction: Instruction) -> str:
     return instruction.kernel or ""
 
 
-def _joined(found: list[Collective]) -> tuple[Collective, ...]:
+def _joined(collectives: list[Collective]) -> tuple[Collective, ...]:
     """Adds up collectives of one kind over one set of axes."""
     together: dict[tuple[str, tuple[str, ...]], Collective] = {}
-    for one in found:
-        key = (one.kind, one.axes)
-        together[key] = together[key] + one if key in together else one
-    order = sorted(together.values(), key=lambda one: -one.sent)
+    for collective in collectives:
+        key = (collective.kind, collective.axes)
+        together[key] = together[key] + collective if key in together else collective
+    order = sorted(together.values(), key=lambda collective: -collective.sent)
     return tuple(order)
 
 
@@ -361,9 +364,9 @@ def read_collective(
     )
 
 
-def _is_scattered(around: dict[str, Instruction], one: Instruction) -> bool:
+def _is_scattered(around: dict[str, Instruction], instruction: Instruction) -> bool:
     """Whether a fused all-reduce hands on only a slice: a TPU's reduce-scatter."""
-    users = [user for user in around.values() if one.name in user.operands]
+    users = [user for user in around.values() if instruction.name in user.operands]
     return bool(users) and all(user.opcode == "dynamic-slice" for user in users)
 
 
@@ -427,11 +430,11 @@ def _groups_of_mesh(named: re.Match[str], devices: int) -> list[list[int]]:
 
 
 def _lists(text: str) -> list[list[int]]:
-    return [_numbers(one) for one in re.findall(r"\{([\d,]+)\}", text)]
+    return [_numbers(numbers) for numbers in re.findall(r"\{([\d,]+)\}", text)]
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",") if one]
+    return [int(number) for number in text.split(",") if number]
 
 
 def _axes(

@@ -145,11 +145,11 @@ class Answers:
         return piece | ({"usage": None} if self._wanted.include_usage else {})
 
     def _usage(self, choices: list[Choice]) -> dict[str, int]:
-        made = sum(len(choice.tokens) for choice in choices)
+        completion = sum(len(choice.tokens) for choice in choices)
         return {
             "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": made,
-            "total_tokens": self._prompt_tokens + made,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt_tokens + completion,
         }
 
     def _logprobs(
@@ -162,11 +162,11 @@ class Answers:
         if self._wanted.top_logprobs is None:
             return None
         count = self._wanted.top_logprobs
-        tokens, own, best = [*news.tokens], [*news.logprobs], [*news.top]
+        tokens, logprobs, best = [*news.tokens], [*news.logprobs], [*news.top]
         # The two routes tell probabilities in different forms.
         if self._chat:
             rows = []
-            for token, value, row in zip(tokens, own, best, strict=True):
+            for token, value, row in zip(tokens, logprobs, best, strict=True):
                 others = [self._named(t, v) for t, v in row[:count]]
                 rows.append(self._named(token, value) | {"top_logprobs": others})
             return {"content": rows}
@@ -174,14 +174,17 @@ class Answers:
             prompt, scores = before
             tokens = [*prompt, *tokens]
             # Nothing comes before the first token, so it has no probability.
-            own, best = [None, *scores.logprobs, *own], [None, *scores.top, *best]
+            logprobs, best = (
+                [None, *scores.logprobs, *logprobs],
+                [None, *scores.top, *best],
+            )
         lengths = (
             count_characters(self._tokenizer.bytes_of(token)) for token in tokens
         )
         *offsets, choice.offset = accumulate(lengths, initial=choice.offset)
         return {
             "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": own,
+            "token_logprobs": logprobs,
             "top_logprobs": [
                 None if row is None else self._by_name(row[:count]) for row in best
             ],

@@ -150,15 +150,17 @@ class App:
                     self._check_key(request)
                 return await answer(request)
             except RequestError as error:
-                told = error
+                failure = error
             except UserError as error:
-                told = RequestError(400, str(error))
+                failure = RequestError(400, str(error))
             except ClientDisconnect:
-                told = RequestError(400, "the client has gone")
+                failure = RequestError(400, "the client has gone")
             except Exception as error:  # ours: told here in full, to clients by name
                 traceback.print_exc()
-                told = RequestError(500, f"the server failed: {type(error).__name__}")
-            return JSONResponse(told.body(), status_code=told.status)
+                failure = RequestError(
+                    500, f"the server failed: {type(error).__name__}"
+                )
+            return JSONResponse(failure.body(), status_code=failure.status)
 
         return guarded
 
@@ -364,7 +366,7 @@ class App:
                     "out, or start the server with --exit",
                     field=name,
                 )
-        asked = []
+        requests = []
         for prompt in prompts:
             # The last token is sampled, not read: it needs no place in the cache.
             room = max(engine.config.length - len(prompt) + 1, 1)
@@ -374,11 +376,11 @@ class App:
                 settings = wanted.request_settings(
                     limit=limit, choice=choice, ends=served.ends
                 )
-                asked.append((np.asarray(prompt, np.int64), settings))
+                requests.append((np.asarray(prompt, np.int64), settings))
         if any(len(prompt) == 0 for prompt in prompts):
             raise RequestError(400, "the prompt has no tokens", field="prompt")
         streams = served.worker.submit(
-            asked, scored=scored, continues=wanted.max_tokens != 0
+            requests, scored=scored, continues=wanted.max_tokens != 0
         )
         tokenizer = served.tokenizer
         choices = [

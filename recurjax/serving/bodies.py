@@ -114,7 +114,7 @@ def read_wishes(
             f"stop must be a text or up to {MOST_STOP_STRINGS} of them, none empty",
             field="stop",
         )
-    options = _one(body, "stream_options", {}, dict, "an object")
+    options = _single(body, "stream_options", {}, dict, "an object")
     for name in options:
         if name != "include_usage":
             raise RequestError(400, f"stream_options has no {name!r}", field=name)
@@ -150,7 +150,7 @@ def read_wishes(
     # Without new tokens a completion only scores the prompt that it echoes.
     least = 0 if not chat and _flag(body, "echo") else 1
     return Wanted(
-        model=_one(body, "model", "", str, "a text"),
+        model=_single(body, "model", "", str, "a text"),
         n=_number(body, "n", 1, whole=True, least=1, most=MOST_CHOICES),
         max_tokens=_number(body, limit, None, whole=True, least=least, most=2**31 - 1),
         stream=_flag(body, "stream"),
@@ -193,7 +193,7 @@ def _are_ids(values: list[Any]) -> bool:
 
 def read_template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """Reads `chat_template_kwargs`: further variables of the chat template."""
-    options = _one(body, "chat_template_kwargs", {}, dict, "an object")
+    options = _single(body, "chat_template_kwargs", {}, dict, "an object")
     for name in ("messages", "add_generation_prompt"):
         if name in options:
             raise RequestError(
@@ -274,10 +274,10 @@ def _number(
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
-    return _one(body, name, False, bool, "true or false")
+    return _single(body, name, False, bool, "true or false")
 
 
-def _one(
+def _single(
     body: Mapping[str, Any], name: str, default: Any, kind: type, wish: str
 ) -> Any:
     value = body.get(name)

@@ -33,7 +33,7 @@ class PromptScores(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    own: Float[Array, " W"]
+    logprobs: Float[Array, " W"]
     top: Int[Array, "W K"]
     top_logprobs: Float[Array, "W K"]
 
@@ -87,10 +87,10 @@ class PromptScorer:
             after[: len(ids)] = prompt[at + 1 : at + 1 + len(ids)]
             count = np.array([len(ids)], np.int32)
             cache, piece = self._read(self._model, cache, row, count, after)
-            own, best, values = (
+            of_tokens, best, values = (
                 np.asarray(leaf)[: len(ids)].tolist() for leaf in piece
             )
-            scores.logprobs.extend(own)
+            scores.logprobs.extend(of_tokens)
             for tokens, logprobs in zip(best, values, strict=True):
                 scores.top.append(list(zip(tokens, logprobs, strict=True)))
             yield None
@@ -102,6 +102,6 @@ def _scores(
 ) -> _Piece:
     wide = logits.astype(jnp.float32)
     sums = jax.nn.logsumexp(wide, axis=-1, keepdims=True)
-    own = jnp.take_along_axis(wide, after[:, None], axis=-1) - sums
+    logprobs = jnp.take_along_axis(wide, after[:, None], axis=-1) - sums
     values, best = jax.lax.top_k(wide, top)
-    return _Piece(own[:, 0], best.astype(jnp.int32), values - sums)
+    return _Piece(logprobs[:, 0], best.astype(jnp.int32), values - sums)

@@ -45,18 +45,18 @@ def serve(
     bound: socket.socket,
     *,
     grace: float,
-    told: threading.Event | None = None,
+    ends: threading.Event | None = None,
 ) -> None:
     """Answers until SIGTERM or SIGINT; then takes nothing more, and ends what it has.
 
     Args:
       grace: seconds that open requests have for their end.
-      told: ends it too, for a server that is not in the main thread.
+      ends: ends it too, for a server that is not in the main thread.
     """
     for worker in workers:
         worker.start()
     try:
-        asyncio.run(_serve(app, workers, bound, grace, told))
+        asyncio.run(_serve(app, workers, bound, grace, ends))
     finally:
         for worker in workers:
             worker.stop()
@@ -67,7 +67,7 @@ async def _serve(
     workers: Sequence[Worker],
     bound: socket.socket,
     grace: float,
-    told: threading.Event | None,
+    ends: threading.Event | None,
 ) -> None:
     # Sockets are passed in already bound; the lifespan protocol has no use here.
     config = uvicorn.Config(
@@ -76,12 +76,12 @@ async def _serve(
     server, ending = _Server(config), threading.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Signals come to the main thread; elsewhere `told` ends the server.
+        # Signals come to the main thread; elsewhere `ends` ends the server.
         with contextlib.suppress(RuntimeError, ValueError):
             loop.add_signal_handler(number, ending.set)
 
     async def end() -> None:
-        while not (ending.is_set() or (told is not None and told.is_set())):
+        while not (ending.is_set() or (ends is not None and ends.is_set())):
             # Polled: a signal and an event of another thread, with one wait for both.
             await asyncio.sleep(_LOOK_SECONDS)
         for worker in workers:

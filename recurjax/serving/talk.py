@@ -36,19 +36,19 @@ class RequestStream:
         going = len(choices)
         while going:
             # All choices share one queue: the slowest holds up no other.
-            told = [
+            batch = [
                 (choices[stream], news)
                 for stream, news in await self.worker.next(self.choices[0].stream)
             ]
-            told.sort(key=lambda one: one[0].index)  # clients see choices by number
-            for choice, news in told:
+            batch.sort(key=lambda pair: pair[0].index)  # clients see choices by number
+            for choice, news in batch:
                 if news.reason in ("not_finite", "failed"):
                     raise RequestError(500, _FAILED[news.reason])
                 if news.reason is not None:
                     self._metrics.ended(self._name, choice.stream)
                     going -= 1
                 choice.take(news)
-            yield told
+            yield batch
 
     def cancel(self) -> None:
         for choice in self.choices:
@@ -109,10 +109,10 @@ class Events:
 
         try:
             await events(self._answers.begins(self._talk.choices))
-            async for told in self._talk.news():
+            async for batch in self._talk.news():
                 await events(
                     piece
-                    for choice, news in told
+                    for choice, news in batch
                     for piece in self._answers.pieces(choice, news)
                 )
             ends = self._answers.ends(self._talk.choices)

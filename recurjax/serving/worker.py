@@ -61,7 +61,7 @@ class Stream:
         self.open = True
         # These two are the engine's thread's.
         self.request: Request | None = None
-        self.told: tuple[int, int] = 0, 0
+        self.sent: tuple[int, int] = 0, 0
 
 
 class Worker:
@@ -131,7 +131,7 @@ class Worker:
 
     def submit(
         self,
-        asked: list[tuple[np.ndarray, RequestSettings]],
+        requests: list[tuple[np.ndarray, RequestSettings]],
         *,
         scored: bool = False,
         continues: bool = True,
@@ -148,19 +148,20 @@ class Worker:
           UserError: the engine refuses one.
         """
         engine = self.ready()
-        for prompt, settings in asked:
+        for prompt, settings in requests:
             # All are checked before any is taken: no half of a request runs.
             engine.check(prompt, settings)
-        self.check_count(len(asked))
+        self.check_count(len(requests))
         most = engine.slots + self._most_waiting
-        if self.open + len(asked) > most:
+        if self.open + len(requests) > most:
             raise RequestError(
                 429,
                 f"{self.open} requests are open, of at most {most}: try again later",
             )
         news: asyncio.Queue[tuple[Stream, News]] = asyncio.Queue()
         streams = [
-            Stream(*one, news, scored=scored, continues=continues) for one in asked
+            Stream(*request, news, scored=scored, continues=continues)
+            for request in requests
         ]
         for stream in streams:
             self._streams.add(stream)
@@ -190,14 +191,14 @@ class Worker:
 
     async def next(self, stream: Stream) -> list[tuple[Stream, News]]:
         """Waits for news of a stream or of those submitted with it; returns all."""
-        told = [await stream.news.get()]
+        batch = [await stream.news.get()]
         while not stream.news.empty():
-            told.append(stream.news.get_nowait())
+            batch.append(stream.news.get_nowait())
         # The last news carries the reason; nothing comes after it.
-        for one, news in told:
+        for scored_stream, news in batch:
             if news.reason is not None:
-                self._close(one)
-        return told
+                self._close(scored_stream)
+        return batch
 
     def _close(self, stream: Stream) -> None:
         stream.open = False
@@ -238,7 +239,7 @@ class Worker:
                 engine.cancel(stream.request)
                 self._running.pop(stream.request, None)
             else:
-                left = [one for one in self._scoring if one[0] is not stream]
+                left = [item for item in self._scoring if item[0] is not stream]
                 self._scoring = deque(left)
         self._score(engine)
         self._tell([*filter(None, map(self._news, engine.step()))])
@@ -265,7 +266,7 @@ class Worker:
         if stream is None:
             return None
         # Requests only grow: what is new lies behind what was told last.
-        tokens, text = stream.told
+        tokens, text = stream.sent
         news = News(
             text=request.text[text:],
             tokens=request.tokens[tokens:],
@@ -276,25 +277,25 @@ class Worker:
             ),
             reason=request.reason,
         )
-        stream.told = len(request.tokens), len(request.text)
+        stream.sent = len(request.tokens), len(request.text)
         if request.done:
             del self._running[request]
         return stream, news
 
-    def _tell(self, told: list[tuple[Stream, News]]) -> None:
+    def _tell(self, news: list[tuple[Stream, News]]) -> None:
         """Hands news over to the event loop, all of a step at once."""
         # To wake it takes a system call, and the interpreter from this thread.
-        for loop in {stream.loop for stream, _ in told}:
-            own = [one for one in told if one[0].loop is loop]
+        for loop in {stream.loop for stream, _ in news}:
+            here = [item for item in news if item[0].loop is loop]
             try:
-                loop.call_soon_threadsafe(_put, own)
+                loop.call_soon_threadsafe(_put, here)
             except RuntimeError:  # it was closed: nobody listens any more
-                for stream, _ in own:
+                for stream, _ in here:
                     self._running.pop(stream.request, None)  # pyright: ignore
 
 
-def _put(told: list[tuple[Stream, News]]) -> None:
-    for stream, news in told:
+def _put(batch: list[tuple[Stream, News]]) -> None:
+    for stream, news in batch:
         stream.news.put_nowait((stream, news))
 
 

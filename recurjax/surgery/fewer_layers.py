@@ -34,20 +34,20 @@ def with_evenly_kept_layers(
     if not 1 <= loops <= base.layers:
         raise UserError(f"loops must lie in 1..{base.layers}, got {loops}")
     # The largest multiple of the loops that the model has.
-    kept = evenly_kept(base.layers, base.layers // loops * loops)
-    if len(kept) == base.layers:
+    layers = evenly_kept(base.layers, base.layers // loops * loops)
+    if len(layers) == base.layers:
         return model
     if len(base.windows) > 1:
         raise UserError(
             f"layers cannot be left out of a model whose windows differ: {base.windows}"
         )
-    ours, rows = named_leaves(model), jnp.array(kept)
+    ours, rows = named_leaves(model), jnp.array(layers)
 
     def make(name: str) -> Array:
         # Stacked layers are cut along their leading axis; all else stays.
         return ours[name][rows] if name.startswith("stack.blocks.") else ours[name]
 
-    stack = dataclasses.replace(base, layers=len(kept))
+    stack = dataclasses.replace(base, layers=len(layers))
     return made_by(dataclasses.replace(model.config, stack=stack), make, mesh=mesh)
 
 
@@ -82,9 +82,9 @@ def truncated(model: Decoder, loops: int) -> Decoder:
     def make(name: str) -> Array:
         # Additions and untied norms are each loop's own, the leading axis counting
         # loops; the block itself is shared and stays whole.
-        own = name.startswith("stack.adapters.")
+        per_loop = name.startswith("stack.adapters.")
         untied = name.startswith("stack.blocks.") and not is_matrix(name)
-        by_loop = own or (untied and not stack.tie_norms)
+        by_loop = per_loop or (untied and not stack.tie_norms)
         return ours[name][:loops] if by_loop else ours[name]
 
     return made_by(dataclasses.replace(model.config, stack=cut), make)

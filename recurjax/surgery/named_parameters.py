@@ -56,12 +56,12 @@ def stacked(count: int, make: Callable[[int], np.ndarray]) -> np.ndarray:
 
 
 def with_parameters(
-    config: ModelConfig, made: Parameters, *, mesh: Mesh | None = None
+    config: ModelConfig, parameters: Parameters, *, mesh: Mesh | None = None
 ) -> Decoder:
     """Makes the model of a config that has exactly these parameters."""
-    made = dict(made)
-    model = made_by(config, lambda name: made.pop(name).copy(), mesh=mesh)
-    assert not made, sorted(made)
+    parameters = dict(parameters)
+    model = made_by(config, lambda name: parameters.pop(name).copy(), mesh=mesh)
+    assert not parameters, sorted(parameters)
     return model
 
 

@@ -116,8 +116,10 @@ def measure_recency(
         if model.stack.position is not None:  # pyright: ignore[reportAttributeAccessIssue]
             x = model.stack.position(x, jnp.arange(ids.shape[1])[None])  # pyright: ignore[reportAttributeAccessIssue]
         for layer in range(config.layers):
-            x, found = _layer_recency(model.stack, x, jnp.asarray(layer), window=window)
-            ratios, shares, products = map(np.asarray, found)
+            x, scores = _layer_recency(
+                model.stack, x, jnp.asarray(layer), window=window
+            )
+            ratios, shares, products = map(np.asarray, scores)
             ratio[layer] += ratios.sum(0)
             first[layer] += shares.sum(0)
             contributions[layer] += products.sum(0)
@@ -179,12 +181,12 @@ def _layer_recency(
         return recency_ratio(weights, window), of_key[:, 0] / pairs[0], contributions
 
     # One head after another: [B, T, T] weights of all would not fit.
-    found = jax.lax.map(head, jnp.arange(H))
+    scores = jax.lax.map(head, jnp.arange(H))
     cache = stack.init_cache(B, 0, x.dtype).groups[0]
     tokens = Tokens(jnp.zeros((B, T), jnp.int32))
     x, _ = block(x, cache, tokens)
     # lax.map stacks head by head, [H, B, ...].
-    ratios, shares, contributions = found
+    ratios, shares, contributions = scores
     return x, (ratios.T, shares.T, contributions.swapaxes(0, 1))
 
 
@@ -216,8 +218,8 @@ def choose_heads(
     if scope == "layer":
         chosen = set()
         for layer in range(L):
-            own = [n for n in order.tolist() if n // columns == layer]
-            chosen |= set(own[: round(share * columns)])
+            heads = [n for n in order.tolist() if n // columns == layer]
+            chosen |= set(heads[: round(share * columns)])
     else:
         chosen = set(order[: round(share * L * columns)].tolist())
     # Query heads of one column: 1, or a whole group.

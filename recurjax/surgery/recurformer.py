@@ -125,13 +125,13 @@ def changes(model: Decoder, length: int) -> Changes:
 def _keep_heads(attention: dict, stack: RecurFormerConfig, layer: int) -> None:
     """Cuts a layer's queries and keys down to the heads that still attend."""
     heads = stack.heads(layer)
-    left, kept = np.array(heads.remaining, int), np.array(heads.key_heads, int)
+    left, key_heads = np.array(heads.remaining, int), np.array(heads.key_heads, int)
     # Heads lie on axis 1 of a matrix [D, H, E] and on axis 0 of a bias [H, E].
     for name, chosen, axis in (
         ("w_q", left, 1),
-        ("w_k", kept, 1),
+        ("w_k", key_heads, 1),
         ("b_q", left, 0),
-        ("b_k", kept, 0),
+        ("b_k", key_heads, 0),
     ):
         if name not in attention:
             continue
@@ -266,16 +266,16 @@ def record_heads(
         # Filled batch by batch: all texts' heads exist once, and only the chosen ones.
         wide = np.promote_types(states[0].dtype, np.float32)
         E = config.attention.head_width
-        told = [
+        arrays = [
             np.empty((*texts.shape, len(heads), E), wide) for heads in chosen[layer]
         ]
         for number, x in enumerate(states):
             # The layer's own input goes on to its output: layers are run once, in turn.
             states[number], *both = _run_layer(block, group, x)
             rows = slice(number * BATCH, (number + 1) * BATCH)
-            for array, heads, part in zip(told, chosen[layer], both, strict=True):
+            for array, heads, part in zip(arrays, chosen[layer], both, strict=True):
                 array[rows] = np.asarray(part)[:, :, list(heads)]
-        values, outputs = told
+        values, outputs = arrays
         yield layer, values, outputs
 
 

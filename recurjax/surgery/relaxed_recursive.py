@@ -205,18 +205,18 @@ def _of_use(
     repeat, place = divmod(k, len(stack.transformer.windows))
     leaf = ours[f"stack.blocks.{place}.{name}"]
     by_use = not stack.tie_norms and not is_matrix(name)
-    found = on_host(leaf[b, repeat] if by_use else leaf[repeat])
+    value = on_host(leaf[b, repeat] if by_use else leaf[repeat])
     linear = {weight: linear for linear, weight in MAPS.items()}.get(name)
     if linear is None or not stack.rank:
-        return found
+        return value
     # The addition joined in.
     reduce, expand = (
         on_host(ours[f"stack.adapters.{place}.{linear}.w_{side}"][b, repeat])
         for side in ("reduce", "expand")
     )
-    whole = flat(name, found)
+    whole = flat(name, value)
     whole += reduce.astype(np.float64) @ expand.astype(np.float64)
-    return whole.reshape(found.shape).astype(found.dtype)
+    return whole.reshape(value.shape).astype(value.dtype)
 
 
 def source_layers(
@@ -249,17 +249,17 @@ def source_layers(
     return tuple((starts[init](i),) for i in range(block))
 
 
-def evenly_kept(layers: int, kept: int) -> tuple[int, ...]:
+def evenly_kept(layers: int, count: int) -> tuple[int, ...]:
     """Returns which layers stay when fewer are wanted: the ends, and equal steps.
 
-    i (L - 1) / (kept - 1), rounded as stepwise; for L that the loops do not divide.
+    i (L - 1) / (count - 1), rounded as stepwise; for L that the loops do not divide.
     """
-    if not 1 <= kept <= layers:
-        raise ValueError(f"evenly_kept: kept must lie in 1..{layers}, got {kept}")
+    if not 1 <= count <= layers:
+        raise ValueError(f"evenly_kept: count must lie in 1..{layers}, got {count}")
     # One layer has no second end to step to.
-    if kept == 1:
+    if count == 1:
         return (0,)
-    return tuple(round(Fraction(i * (layers - 1), kept - 1)) for i in range(kept))
+    return tuple(round(Fraction(i * (layers - 1), count - 1)) for i in range(count))
 
 
 _FUSED = ("q", "k", "v")
@@ -299,7 +299,7 @@ class RecursiveParts:
                 start.init, base.layers, stack.loops, stack.sharing
             )
         # A and B that were made with others and not yet asked for.
-        self._made: dict[tuple[int, str, str], np.ndarray] = {}
+        self._factors: dict[tuple[int, str, str], np.ndarray] = {}
 
     def __call__(self, name: str) -> np.ndarray | Array:
         """Returns the parameter of this name; those outside the block are copied."""
@@ -309,13 +309,13 @@ class RecursiveParts:
         if adapter is None:
             return self.source[name]
         place, linear, side = int(adapter[1]), adapter[2], adapter[3]
-        if (place, linear, side) not in self._made:
+        if (place, linear, side) not in self._factors:
             # A and B come together, and of fused maps all three pairs.
             fused = self.start.fused_qkv and linear in _FUSED
-            for one, pair in self._adapters(place, _FUSED if fused else (linear,)):
-                for its_side, made in pair._asdict().items():
-                    self._made[place, one, its_side] = made
-        return self._made.pop((place, linear, side))
+            for map_name, pair in self._adapters(place, _FUSED if fused else (linear,)):
+                for its_side, factor in pair._asdict().items():
+                    self._factors[place, map_name, its_side] = factor
+        return self._factors.pop((place, linear, side))
 
     def _of_block(self, place: int, name: str) -> np.ndarray:
         # Place p of the pattern serves the layers p, p + P, ... of each loop. Leading
@@ -363,7 +363,7 @@ class RecursiveParts:
         self, place: int, names: Sequence[str]
     ) -> Iterator[tuple[str, Factors]]:
         """Yields for each map its A and B, by loop and by repeat of the pattern."""
-        made: dict[str, Factors] = {}
+        factors: dict[str, Factors] = {}
         layers = self._layers_of(place)
         for repeat, k in enumerate(layers):
             shared = {
@@ -378,14 +378,14 @@ class RecursiveParts:
                     residuals[name] -= shared[name]
                 pairs, vectors = self._pairs(depth, residuals, vectors)
                 for name, pair in pairs.items():
-                    if name not in made:
+                    if name not in factors:
                         axes = (len(self.depths), len(layers))
-                        made[name] = Factors(
+                        factors[name] = Factors(
                             *(np.empty(axes + s.shape, np.float32) for s in pair)
                         )
-                    for whole, side in zip(made[name], pair, strict=True):
+                    for whole, side in zip(factors[name], pair, strict=True):
                         whole[b, repeat] = side
-        yield from made.items()
+        yield from factors.items()
 
     def _pairs(
         self, depth: int, residuals: Parameters, vectors: np.ndarray | None
@@ -395,7 +395,9 @@ class RecursiveParts:
         if len(names) == 1:
             pair, vectors = self._pair(depth, names[0], residuals[names[0]], vectors)
             return {names[0]: pair}, vectors
-        ranks = {min(self.stack.rank, *one.shape) for one in residuals.values()}
+        ranks = {
+            min(self.stack.rank, *residual.shape) for residual in residuals.values()
+        }
         if len(ranks) > 1:
             raise UserError(
                 f"q, k and v cannot share factors of rank {self.stack.rank}, which is "
@@ -403,7 +405,7 @@ class RecursiveParts:
             )
         side_by_side = np.concatenate(list(residuals.values()), axis=1)
         (reduce, expand), vectors = self._pair(depth, "q", side_by_side, vectors)
-        widths = [one.shape[1] for one in residuals.values()]
+        widths = [residual.shape[1] for residual in residuals.values()]
         cuts = np.split(expand, np.cumsum(widths)[:-1], axis=1)
         pairs = {n: Factors(reduce, cut) for n, cut in zip(names, cuts, strict=True)}
         return pairs, vectors
@@ -453,8 +455,8 @@ def _drawn_block(
     @jax.jit
     def draw(key: Array) -> dict[str, Array]:
         # What is not returned, the compiled program does not make.
-        made = named_leaves(Decoder(fresh, rngs=nnx.Rngs(key)))
-        return {n: leaf for n, leaf in made.items() if n.startswith("stack.blocks.")}
+        leaves = named_leaves(Decoder(fresh, rngs=nnx.Rngs(key)))
+        return {n: leaf for n, leaf in leaves.items() if n.startswith("stack.blocks.")}
 
     return draw(jax.random.key(seed))
 
@@ -534,7 +536,7 @@ def kept_energy(model: Decoder, recursive: Decoder) -> list[Energy]:
     stack, base = recursive_config(recursive), model.config.stack
     assert isinstance(base, TransformerConfig)
     ours, theirs, P = named_leaves(recursive), named_leaves(model), len(base.windows)
-    found = []
+    energies = []
     for b, row in enumerate(depths_of(base.layers, stack.loops, stack.sharing)):
         for k, depth in enumerate(row.tolist()):
             repeat, place = divmod(k, P)
@@ -557,9 +559,9 @@ def kept_energy(model: Decoder, recursive: Decoder) -> list[Energy]:
                     residual -= reduce.astype(np.float64) @ expand.astype(np.float64)
                 left = float(np.sum(residual**2))
                 # A layer that is the shared one leaves nothing to make up for.
-                kept = 1.0 - left / before if before else 1.0
-                found.append(Energy(depth, name, before**0.5, kept))
-    return sorted(found, key=lambda energy: energy.depth)
+                fraction = 1.0 - left / before if before else 1.0
+                energies.append(Energy(depth, name, before**0.5, fraction))
+    return sorted(energies, key=lambda energy: energy.depth)
 
 
 def plot_energy(energies: list[Energy], file: Path) -> None:

@@ -358,7 +358,7 @@ class _Loop:
             self.progress.say("samples are not drawn while several processes train")
             return
         try:
-            made = generate(
+            samples = generate(
                 state.model,
                 list(evaluation.sample_prompts),
                 tokenizer=self.session.dataset.tokenizer,
@@ -369,8 +369,8 @@ class _Loop:
         except NotFinite as error:  # Training may find back; what it is, is said.
             self.progress.say(f"no samples: {error}")
             return
-        self.sample = evaluation.sample_prompts[0] + made.texts[0]
-        pairs = zip(evaluation.sample_prompts, made.texts, strict=True)
+        self.sample = evaluation.sample_prompts[0] + samples.texts[0]
+        pairs = zip(evaluation.sample_prompts, samples.texts, strict=True)
         texts = [prompt + text for prompt, text in pairs]
         self.session.directory.append_samples(step, texts)
 

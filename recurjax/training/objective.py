@@ -107,8 +107,8 @@ class Compress(NextToken):
     def states(self, model: Decoder, batch: Batch) -> Float[Array, "B T D"]:
         """Returns what the head reads: at every place from the last asked one's."""
         T = batch.ids.shape[1]
-        asked = batch.targets != IGNORED
-        last = jnp.max(jnp.where(asked, jnp.arange(T), 0), axis=1)
+        scored = batch.targets != IGNORED
+        last = jnp.max(jnp.where(scored, jnp.arange(T), 0), axis=1)
         if model.row_decoder is None:
             raise ValueError(self.refuses(model.config))
         tokens = Tokens(batch.ids, batch.segments)

@@ -197,10 +197,10 @@ def fault(metrics: Mapping[str, float]) -> str:
         "gradient_norm": "the gradient's norm",
         "update_norm": "the update's norm",
     }
-    told = [
+    reasons = [
         f"{said} is {metrics[name]}"
         for name, said in names.items()
         if not math.isfinite(metrics[name])
     ]
     far = f"the loss, {metrics['loss']:.4g}, is far above the last ones"
-    return ", ".join(told) or far
+    return ", ".join(reasons) or far

@@ -130,13 +130,13 @@ def train_step(
 
 def _with_frozen(objective: LossFunction, frozen: Any) -> LossFunction:
     # Closed over, so that the gradient is that of the model alone.
-    return lambda model, batch, **told: objective(model, batch, frozen, **told)
+    return lambda model, batch, **options: objective(model, batch, frozen, **options)
 
 
 def _of_trained_part(objective: LossFunction, model: Decoder) -> LossFunction:
     # The rest is closed over as well, so that no gradient is made for it.
-    return lambda trained, batch, **told: objective(
-        whole_model(trained, model), batch, **told
+    return lambda trained, batch, **options: objective(
+        whole_model(trained, model), batch, **options
     )
 
 
@@ -198,11 +198,11 @@ def trained_part(model: Decoder, pattern: str | None) -> Any:
     """
     if pattern is None:
         return model
-    found = re.compile(pattern)
+    matcher = re.compile(pattern)
 
     def keep(path: tuple[Any, ...], leaf: Any) -> Any:
         # A place without leaves: tree functions pass it by.
-        return leaf if found.search(parameter_name(path)) else optax.MaskedNode()
+        return leaf if matcher.search(parameter_name(path)) else optax.MaskedNode()
 
     return jax.tree_util.tree_map_with_path(keep, model)
 

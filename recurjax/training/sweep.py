@@ -161,12 +161,12 @@ def sweep(
             if process_group.is_leaving():
                 raise
             console.print(f"{error}", soft_wrap=True, highlight=False, markup=False)
-            found = _read_diverged(run, root / run.name)
+            diverged = _read_diverged(run, root / run.name)
         else:
             if result.outcome != "finished":
                 return None
-            found = read_reached(run, root / run.name)
-        reached.append(found._replace(name=experiment.name, seed=seed))
+            diverged = read_reached(run, root / run.name)
+        reached.append(diverged._replace(name=experiment.name, seed=seed))
         write_atomic(root / "results.json", _json(reached))
         write_atomic(root / "results.md", markdown(reached))
     return reached
@@ -235,10 +235,10 @@ def markdown(reached: Sequence[Reached]) -> str:
     for no bytes, the table has losses a token.
     """
     of_text = any(run.bits_per_byte is not None for run in reached)
-    told = "bits per byte" if of_text else "loss"
+    unit = "bits per byte" if of_text else "loss"
     figures = {run: run.bits_per_byte if of_text else run.loss for run in reached}
     lines = [
-        f"| run | parameters | tokens | TFLOP | validation {told} | seeds |",
+        f"| run | parameters | tokens | TFLOP | validation {unit} | seeds |",
         "|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(run.name for run in reached):
@@ -269,32 +269,32 @@ def last_validation(root: Path) -> dict[str, Any]:
 
 
 def tell(
-    found: dict[str, list[dict[str, float]]],
+    results: dict[str, list[dict[str, float]]],
     name: str,
     seed: int,
     figures: Mapping[str, float],
 ) -> None:
     """Adds what a seed reached to its row of a name, for `table_of`."""
-    rows = found.setdefault(name, [])
+    rows = results.setdefault(name, [])
     rows += [{} for _ in range(seed + 1 - len(rows))]
     rows[seed] |= figures
 
 
-def table_of(what: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+def table_of(what: str, results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """Returns a Markdown table: a row a name, mean over seeds and (lowest, highest).
 
     Args:
       what: heads the column of names.
-      found: of each name, the figures of each seed by the columns' names.
+      results: of each name, the figures of each seed by the columns' names.
     """
     # Of all seeds of all names: a set that is not whole yet lacks some.
-    rows = [row for seeds in found.values() for row in seeds]
+    rows = [row for seeds in results.values() for row in seeds]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [
         f"| {what} | " + " | ".join(columns) + " |",
         "|---" * (len(columns) + 1) + "|",
     ]
-    for name, seeds in found.items():
+    for name, seeds in results.items():
         cells = []
         for column in columns:
             values = [row[column] for row in seeds if column in row]

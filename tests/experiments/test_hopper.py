@@ -279,7 +279,7 @@ def test_no_worker_waits_for_ever_or_reads_what_is_not_there(blocks, parts):
         told[step.block, step.tells] += 1
         todo[n], started[n] = next(workers[n], None), False
     assert told == Counter(
-        {(r, k): count * launch.told(k) for r in range(blocks) for k in KINDS}
+        {(r, k): count * launch.arrivals(k) for r in range(blocks) for k in KINDS}
     )
 
 

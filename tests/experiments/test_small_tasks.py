@@ -78,7 +78,9 @@ def test_rates_are_tried_at_one_seed_and_the_best_one_is_kept(
 def test_rows_of_another_table_can_be_trained_in_smaller_batches(small):
     table = FOLDER.parent / "recurrent_transformer" / "runs.py"
     options = small.Options(table=table, steps=9, batch=4)
-    run = small.one(options, small.Cell("mad_copy", "recurrent"), seed=1, rate=0.25)
+    run = small.experiment_of(
+        options, small.Cell("mad_copy", "recurrent"), seed=1, rate=0.25
+    )
     row = load_experiment(f"{table}:mad_copy_recurrent")
     assert run.model == row.model and run.name == "mad_copy_recurrent_0.25_seed1"
     assert (run.training.steps, run.training.batch) == (9, 4)

@@ -97,7 +97,7 @@ def running(
     thread = threading.Thread(
         target=serving.serve,
         args=(app, [worker], bound),
-        kwargs={"grace": 5.0, "told": ended},
+        kwargs={"grace": 5.0, "ends": ended},
         daemon=True,
     )
     thread.start()

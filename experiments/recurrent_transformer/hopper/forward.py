@@ -127,11 +127,12 @@ def _launch(
 class Counters(NamedTuple):
     """Where workers are told of blocks of rows: counters in memory that only grow.
 
-    A block has one for each of KINDS. At a position it grows by `launch.told(kind)`.
+    A block has one for each of KINDS, which a position raises by
+    `launch.arrivals(kind)`.
     """
 
     launch: Launch
-    told: Any  # [KINDS * blocks * _APART], none where one worker does all
+    arrivals: Any  # [KINDS * blocks * _APART], none where one worker does all
 
     @classmethod
     def open(cls, launch: Launch) -> "Counters":
@@ -143,20 +144,20 @@ class Counters(NamedTuple):
 
     def tell(self, kind, block) -> None:
         """Tells of what was written; a signal releases it."""
-        if self.told is not None:
+        if self.arrivals is not None:
             _order_copies()
             plgpu.semaphore_signal(self._of(kind, block), memory_scope="gpu")
 
     def wait(self, until: Arrivals, block) -> None:
         """Waits until a block was told of so often; what was written then is seen."""
-        if self.told is not None:
+        if self.arrivals is not None:
             counter = self._of(until.kind, block)
             times = until.times
             plgpu.semaphore_wait(counter, times, decrement=False, memory_scope="gpu")
             _order_copies()
 
     def _of(self, kind, block) -> Any:
-        return self.told.at[(kind * self.launch.blocks + block) * _APART]
+        return self.arrivals.at[(kind * self.launch.blocks + block) * _APART]
 
 
 def _order_copies() -> None:

@@ -180,7 +180,7 @@ class Launch:
         """Returns whether a part of w_down adds up the others of its group."""
         return part == block % self.cut.down.parts
 
-    def told(self, kind: Any) -> Any:
+    def arrivals(self, kind: Any) -> Any:
         """Returns how often a block is told of at a position."""
         out, up, down, key, value = (stage.programs for stage in self.cut.stages)
         sums = self.cut.down.groups
@@ -189,15 +189,15 @@ class Launch:
 
     def before_attention(self, position: Any) -> "Arrivals":
         """Returns what a block's heads wait for."""
-        return Arrivals(PAIR, position * self.told(PAIR))
+        return Arrivals(PAIR, position * self.arrivals(PAIR))
 
     def before_product(self, kind: Any, position: Any) -> "Arrivals":
         """Returns what a stage that writes `kind` waits for."""
-        return Arrivals(kind - 1, (position + 1) * self.told(kind - 1))
+        return Arrivals(kind - 1, (position + 1) * self.arrivals(kind - 1))
 
     def before_sum(self, position: Any) -> "Arrivals":
         """Returns what a part that adds up waits for besides."""
-        return Arrivals(PARTS, (position + 1) * self.told(PARTS))
+        return Arrivals(PARTS, (position + 1) * self.arrivals(PARTS))
 
 
 class Arrivals(NamedTuple):

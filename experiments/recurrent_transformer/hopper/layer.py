@@ -208,14 +208,14 @@ def _attend_prefix(
     q, own_k, own_v, k, v = (
         part.reshape(*part.shape[:2], H, E) for part in (q, own_k, own_v, *pairs)
     )
-    own = spec.logit_scale * jnp.einsum("tbhe,tbhe->tbh", q, own_k, **wide)
+    self_logits = spec.logit_scale * jnp.einsum("tbhe,tbhe->tbh", q, own_k, **wide)
     t, s = first + jnp.arange(q.shape[0]), jnp.arange(k.shape[0])
     distance = (t[:, None] - s)[:, None, None]  # [b, 1, 1, S]
     logits = spec.logit_scale * jnp.einsum("tbhe,sbhe->tbhs", q, k, **wide)
     logits -= slopes_of(spec)[:, None] * distance
     logits = jnp.where(s < first, logits, HIDDEN)
-    largest = jnp.maximum(own, logits.max(axis=-1))
-    p, p_own = jnp.exp(logits - largest[..., None]), jnp.exp(own - largest)
+    largest = jnp.maximum(self_logits, logits.max(axis=-1))
+    p, p_own = jnp.exp(logits - largest[..., None]), jnp.exp(self_logits - largest)
     weighted = p_own[..., None] * own_v.astype(jnp.float32)
     weighted += jnp.einsum("tbhs,sbhe->tbhe", p.astype(v.dtype), v, **wide)
     normalizer = p_own + p.sum(axis=-1)

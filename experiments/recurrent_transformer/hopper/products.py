@@ -56,12 +56,15 @@ class Role(NamedTuple):
         stages = launch.cut.stages
         stage = sum((program >= s.first).astype(jnp.int32) for s in stages[1:])
 
-        def own(of: Callable[[Stage], int]) -> Any:
+        def per_worker(of: Callable[[Stage], int]) -> Any:
             return choose(stage, [of(s) for s in stages])
 
-        n, parts = program - own(lambda s: s.first), own(lambda s: s.parts)
+        n, parts = (
+            program - per_worker(lambda s: s.first),
+            per_worker(lambda s: s.parts),
+        )
         group = n // parts
-        last = own(lambda s: s.width) - launch.cut.columns
+        last = per_worker(lambda s: s.width) - launch.cut.columns
         start = jnp.minimum(group * launch.cut.columns, last)
         kind = jnp.minimum(stage + OUT, PAIR)
         return cls(stage, group, n % parts, start, kind)

@@ -168,7 +168,7 @@ def unstack(stacked: Stacked, state: Running, groups, spec: LayerSpec):
         for g, group in enumerate(groups):
             shape = (b, group.width)
             owner = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // spec.head_width
-            own = jnp.zeros(shape, jnp.float32)
+            rows = jnp.zeros(shape, jnp.float32)
             for h, queries in enumerate(_queries(group, b)):
                 most, total = (
                     _repeated(ref[i, g, queries], lanes) for ref in stacked.state[:2]
@@ -177,8 +177,8 @@ def unstack(stacked: Stacked, state: Running, groups, spec: LayerSpec):
                 largest = jnp.where(mine, most, largest)
                 normalizer = jnp.where(mine, total, normalizer)
                 weighted = stacked.state.weighted[i, g, queries, : group.width]
-                own = jnp.where(owner == h, weighted, own)
-            state.weighted[i, :, _columns(group, spec)] = own
+                rows = jnp.where(owner == h, weighted, rows)
+            state.weighted[i, :, _columns(group, spec)] = rows
         state.largest[i], state.normalizer[i] = largest, normalizer
 
 
@@ -456,8 +456,8 @@ def _clear_slots(values, first, spans: list[Span]):
         @pl.when(first + chunk > span.stop)
         def _(i=i, span=span):
             slot = first + jax.lax.broadcasted_iota(jnp.int32, values.shape[1:], 0)
-            kept = jnp.where(slot < span.stop, values[i].astype(jnp.float32), 0.0)
-            values[i] = kept.astype(values.dtype)
+            valid = jnp.where(slot < span.stop, values[i].astype(jnp.float32), 0.0)
+            values[i] = valid.astype(values.dtype)
 
 
 def write_pairs(tile_pairs, pairs, scratch: PrefixScratch, row, first):

@@ -32,10 +32,10 @@ from pallas_kernels.recurrent_prefill.mosaic_tpu.launch import (
     slopes_row,
 )
 from pallas_kernels.recurrent_prefill.tiles.backward import (
-    Kept,
     Kernels,
     Known,
     LaterQueries,
+    LayerTape,
     PositionGradients,
     QueryGradients,
 )
@@ -61,7 +61,7 @@ def later_queries_backward(
     T = later.q.shape[2]
     key = at[..., None] + jnp.arange(shape[1])  # [L, B, b]
     seen_keys = (key < first[..., None])[..., None]
-    documents, own = _documents(segments, at, shape[1])
+    documents, document = _documents(segments, at, shape[1])
 
     def add(c, totals):
         span, query, fresh = _span(c, T)
@@ -72,7 +72,7 @@ def later_queries_backward(
         logits = logits - _slopes(spec) * distance[:, :, None].astype(jnp.float32)
         seen = seen_keys & ((query >= first[..., None]) & fresh)[:, :, None]
         if segments is not None:
-            seen = seen & (own[:, :, None] == span(documents, 1)[:, None])
+            seen = seen & (document[:, :, None] == span(documents, 1)[:, None])
         p = jnp.where(seen[:, :, None], jnp.exp(logits - lse), 0.0)
         ds = p * (_product("lsbhe,lbthe->lbhst", v, do) - delta)
         ds = (spec.logit_scale * ds).astype(spec.dtype)
@@ -112,7 +112,7 @@ def queries_backward(
     dk_own, dv_own = by_row(ds) * q, by_row(p) * do
     S, b = keys.shape[2], shape[1]
     query = (before[..., None] + jnp.arange(b))[..., None]  # [L, B, b, 1]
-    documents, own = _documents(segments, before, b)
+    documents, document = _documents(segments, before, b)
 
     def add(c, dq):
         span, at, fresh = _span(c, S)
@@ -123,7 +123,7 @@ def queries_backward(
         p = jnp.exp(logits - lse[..., None])
         seen = (distance > 0) & fresh
         if segments is not None:
-            same = own[:, :, None] == span(documents, 1)[:, None]
+            same = document[:, :, None] == span(documents, 1)[:, None]
             seen = seen & same[:, None]
         p = jnp.where(seen, p, 0.0)
         ds = scale * p * (_product("ltbhe,lbshe->lbhts", do, v) - delta[..., None])
@@ -243,7 +243,7 @@ class TileScratch(NamedTuple):
 
 
 def _positions_back(
-    launch: Launch, tile: Kept, w: Prepared, known: Known, q: Array, dk, dv
+    launch: Launch, tile: LayerTape, w: Prepared, known: Known, q: Array, dk, dv
 ) -> tuple[PositionGradients, Array]:
     """See `Kernels`; for one layer."""
     spec, rows = launch.spec, launch.tiles.rows
@@ -321,8 +321,8 @@ def _positions_back(
         ),
         spec=spec,
     )
-    *found, do = (part[None] for part in out)
-    return PositionGradients(*found), do
+    *gradients, do = (part[None] for part in out)
+    return PositionGradients(*gradients), do
 
 
 # A grid step is one position of `rows` rows, a tile's last one first. The layer's

@@ -218,7 +218,7 @@ def standardise(
 def sequential_gradients(
     known: Known,
     attended: Float[Array, "L b B HE"],
-    found: PositionGradients,
+    gradients: PositionGradients,
     w: Prepared,
     spec: LayerSpec,
 ) -> Prepared:
@@ -226,26 +226,28 @@ def sequential_gradients(
     s = spec.residual_scale
     attention_norm = jax.tree.map(jnp.zeros_like, w.attention_norm)
     if spec.normed_persistent:
-        attention_norm = norm_gradients(w.attention_norm, known.unit_z, found.dnormed_z)
+        attention_norm = norm_gradients(
+            w.attention_norm, known.unit_z, gradients.dnormed_z
+        )
     _, back = jax.vjp(
         lambda raw, k_norm: norm(raw, k_norm, spec.qk_norm, spec.qk_norm_eps),
         known.raw_k,
         w.k_norm,
     )
-    raw_k, k_norm = back(found.dk)
-    pair = jnp.concatenate([raw_k, found.dv], axis=-1)
+    raw_k, k_norm = back(gradients.dk)
+    pair = jnp.concatenate([raw_k, gradients.dv], axis=-1)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), w)
     return zeros._replace(
         w_kv=contract(known.source, pair, spec),
         b_kv=bias_gradient(w.b_kv, pair),
-        w_out=contract(attended, s * found.dy, spec),
-        b_out=bias_gradient(w.b_out, s * found.dy),
-        w_in=contract(known.normed, found.dpre, spec),
-        b_in=bias_gradient(w.b_in, found.dpre.astype(jnp.float32)),
-        w_down=contract(known.hidden, s * found.dz, spec),
-        b_down=bias_gradient(w.b_down, s * found.dz),
+        w_out=contract(attended, s * gradients.dy, spec),
+        b_out=bias_gradient(w.b_out, s * gradients.dy),
+        w_in=contract(known.normed, gradients.dpre, spec),
+        b_in=bias_gradient(w.b_in, gradients.dpre.astype(jnp.float32)),
+        w_down=contract(known.hidden, s * gradients.dz, spec),
+        b_down=bias_gradient(w.b_down, s * gradients.dz),
         attention_norm=attention_norm,
-        mlp_norm=norm_gradients(w.mlp_norm, known.unit_y, found.dnormed_y),
+        mlp_norm=norm_gradients(w.mlp_norm, known.unit_y, gradients.dnormed_y),
         k_norm=k_norm,
     )
 
@@ -356,7 +358,7 @@ KernelsOf = Callable[[Active | None], Kernels]
 """
 
 
-class Kept(NamedTuple):
+class LayerTape(NamedTuple):
     """What the forward pass kept, and its cotangents, T whole tiles, positions first.
 
     Attributes:
@@ -445,9 +447,9 @@ def run_backward(
             documents = jnp.broadcast_to(documents, (count, *documents.shape))
         # By layer, as all else that the loop over tiles takes apart.
         turns = jax.tree.map(lambda part: jnp.stack([part] * count), rotary)
-        kept = Kept(x, z, attended, lse, dz, dkeys, dvalues, documents, turns)
+        of_layers = LayerTape(x, z, attended, lse, dz, dkeys, dvalues, documents, turns)
         out = run_layers_back(
-            kernels, kept, w, keys, values, start, spec=spec, tile=tiles.tile
+            kernels, of_layers, w, keys, values, start, spec=spec, tile=tiles.tile
         )
         dslots = None
         if cache.slots:
@@ -487,7 +489,7 @@ def run_backward(
 
 def run_layers_back(
     kernels: KernelsOf,
-    kept: Kept,
+    residuals: LayerTape,
     w: Prepared,
     keys: Float[Array, "L B S KE"],
     values: Float[Array, "L B S KE"],
@@ -503,11 +505,11 @@ def run_layers_back(
       start: how many positions each row had seen, [B].
     """
     b = tile
-    L, T, B, D = kept.x.shape
-    n, HE = T // b, kept.attended.shape[-1]
+    L, T, B, D = residuals.x.shape
+    n, HE = T // b, residuals.attended.shape[-1]
     tiles = lambda rows: rows.reshape(L, n, b, *rows.shape[2:])  # noqa: E731
-    by_tile = jax.tree.map(tiles, kept._replace(dz=None))
-    dz = kept.dz.reshape(n, b, B, D)
+    by_tile = jax.tree.map(tiles, residuals._replace(dz=None))
+    dz = residuals.dz.reshape(n, b, B, D)
     later = LaterQueries(
         q=jnp.zeros((L, B, T, HE), spec.dtype),
         do=jnp.zeros((L, B, T, HE), spec.dtype),
@@ -554,7 +556,7 @@ def run_layers_back(
 
 
 def _run_tile_back(
-    kernels, tile: Kept, w, keys, values, before, later, first, active, spec
+    kernels, tile: LayerTape, w, keys, values, before, later, first, active, spec
 ):
     """Runs one tile back; returns gradients of x and weights, and its queries."""
     L, b, B, _ = tile.x.shape
@@ -571,7 +573,7 @@ def _run_tile_back(
         dk, dv = dk + tile.dkeys, dv + tile.dvalues
     dk, dv = (jnp.where(_over(active, part), part, 0.0) for part in (dk, dv))
     # 2. The recurrence in reverse, which also completes dk and dv.
-    found, do = kernels.positions_backward(tile, w, known, q, dk, dv)
+    of_positions, do = kernels.positions_backward(tile, w, known, q, dk, dv)
     # 3. The tile's queries; do is known for all of them.
     queries = (q, do, tile.attended, tile.lse)
     dqueries = kernels.queries_backward(
@@ -587,10 +589,10 @@ def _run_tile_back(
         tile.x, dqueries.dq, dk_own, dv_own, w, spec, tile.rotary
     )
     # 4. The weights', as one product over all rows of the tile.
-    gradients = sequential_gradients(known, tile.attended, found, w, spec)
+    gradients = sequential_gradients(known, tile.attended, of_positions, w, spec)
     gradients = jax.tree.map(jnp.add, gradients, dprojections)
     done = LaterQueries(q, do, tile.lse, dqueries.delta)
-    return found.dy + dx, gradients, done
+    return of_positions.dy + dx, gradients, done
 
 
 def _over(active: Array, of_layers: Array) -> Array:

@@ -72,7 +72,7 @@ def attend_prefix(
     spec = launch.spec
     L, b, B, _ = q.shape
     H, Q, E = spec.heads, spec.heads // spec.key_heads, spec.head_width
-    own, prefix = head_spec(b, E, Q), cached_head_spec(keys, E, Q)
+    queries, prefix = head_spec(b, E, Q), cached_head_spec(keys, E, Q)
     scalar = head_scalars_spec(b)
     rows = jax.ShapeDtypeStruct((L, b, H, B), jnp.float32)
     out = launch_kernel(
@@ -89,8 +89,8 @@ def attend_prefix(
         in_specs=[
             pl.BlockSpec((None, 1), lambda l, r, h: (l, r)),
             head_spec(b, E),
-            own,
-            own,
+            queries,
+            queries,
             prefix,
             prefix,
         ],
@@ -237,8 +237,8 @@ class EarlierRefs(NamedTuple):
 def _earlier_kernel(refs: EarlierRefs, *, spec, sub):
     first = slot_of(refs.first[0], refs.q.shape[0])
     slope = slope_of(spec, pl.program_id(2))
-    own = pl.ds(first, sub)
-    q, t = refs.q[own, :], first + jax.lax.iota(jnp.int32, sub)
+    rows = pl.ds(first, sub)
+    q, t = refs.q[rows, :], first + jax.lax.iota(jnp.int32, sub)
 
     def attend_sub_tile(s, running):
         at = s * sub + jax.lax.iota(jnp.int32, sub)
@@ -247,9 +247,13 @@ def _earlier_kernel(refs: EarlierRefs, *, spec, sub):
         k, v = refs.keys[slots, :], refs.values[slots, :]
         return _read(running, q, t, k, v, at, first - 1, slope, spec)
 
-    start = (refs.old_largest[own], refs.old_normalizer[own], refs.old_weighted[own, :])
+    start = (
+        refs.old_largest[rows],
+        refs.old_normalizer[rows],
+        refs.old_weighted[rows, :],
+    )
     running = jax.lax.fori_loop(0, first // sub, attend_sub_tile, start)
-    refs.largest[own], refs.normalizer[own], refs.weighted[own, :] = running
+    refs.largest[rows], refs.normalizer[rows], refs.weighted[rows, :] = running
 
 
 class TileState(NamedTuple):

@@ -29,10 +29,10 @@ from pallas_kernels.powers import next_power
 from pallas_kernels.recurrent_prefill.call import Array
 from pallas_kernels.recurrent_prefill.equations import Prepared, linear
 from pallas_kernels.recurrent_prefill.tiles.backward import (
-    Kept,
     Kernels,
     Known,
     LaterQueries,
+    LayerTape,
     PositionGradients,
     QueryGradients,
 )
@@ -195,7 +195,7 @@ def transposed_product(
     block = launch.tiles.rows
     columns = launch.columns(N, L * (B // block))
     factors = () if slopes is None else (slopes,)
-    own = row_spec(out, block)
+    spec = row_spec(out, block)
     (out,) = launch_kernel(
         launch,
         _transposed_product_kernel,
@@ -210,9 +210,9 @@ def transposed_product(
             row_spec(rows, block),
             pl.BlockSpec((None, columns, M), lambda l, i, j: (l, j, 0)),
             *(row_spec(part, block) for part in factors),
-            own,
+            spec,
         ],
-        out_specs=[own],
+        out_specs=[spec],
         out_shape=[like(out)],
         aliases={3 + len(factors): 0},
         reads={1: one_slot(rows)}
@@ -253,7 +253,7 @@ def pair_product_back(
     L, b, B, D = out.shape
     KE = pair.shape[3]
     columns = launch.columns(D, L * (B // block))
-    own = slot_spec(out, block, columns)
+    slots = slot_spec(out, block, columns)
     (out,) = launch_kernel(
         launch,
         _pair_product_back_kernel,
@@ -275,9 +275,9 @@ def pair_product_back(
             pl.BlockSpec((None, columns, 2 * KE), lambda l, i, j: (l, j, 0)),
             slot_spec(turned, block, columns),
             vector_spec(columns),
-            own,
+            slots,
         ],
-        out_specs=[own],
+        out_specs=[slots],
         out_shape=[like(out)],
         aliases={7: 0},
         reads=dict.fromkeys((3, 5), one_slot(out)),
@@ -382,7 +382,7 @@ def later_queries_backward(
     tile = pl.BlockSpec((None, b, None, E), lambda l, r, h: (l, 0, r, h))
     queries = pl.BlockSpec((None, None, T, Q * E), lambda l, r, h: (l, r, 0, h))
     scalars = pl.BlockSpec((None, None, Q, T), lambda l, r, h: (l, r, h, 0))
-    one = pl.BlockSpec((None, 1), lambda l, r, h: (l, r))
+    scalar = pl.BlockSpec((None, 1), lambda l, r, h: (l, r))
     return launch_kernel(
         launch,
         _later_queries_kernel,
@@ -393,7 +393,7 @@ def later_queries_backward(
         *later,
         refs=LaterQueriesRefs,
         grid=(L, B, K),
-        in_specs=[one, one, tile, tile, queries, queries, scalars, scalars],
+        in_specs=[scalar, scalar, tile, tile, queries, queries, scalars, scalars],
         out_specs=[tile, tile],
         out_shape=[jax.ShapeDtypeStruct(keys.shape, jnp.float32)] * 2,
         # Later queries are half of all, over a whole call.
@@ -636,7 +636,7 @@ def queries_backward(
     L, b, B, _ = q.shape
     H, E = spec.heads, spec.head_width
     Q = H // spec.key_heads
-    tile, own = head_spec(b, E), head_spec(b, E, Q)
+    tile, heads = head_spec(b, E), head_spec(b, E, Q)
     prefix, scalar = cached_head_spec(keys, E, Q), head_scalars_spec(b)
     rows = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     out = launch_kernel(
@@ -656,8 +656,8 @@ def queries_backward(
             tile,
             tile,
             scalar,
-            own,
-            own,
+            heads,
+            heads,
             prefix,
             prefix,
         ],
@@ -738,7 +738,7 @@ def triton_kernels(launch: Launch) -> Kernels:
 
 
 def _positions_back(
-    launch: Launch, tile: Kept, w: Prepared, known: Known, q: Array, dk, dv
+    launch: Launch, tile: LayerTape, w: Prepared, known: Known, q: Array, dk, dv
 ) -> tuple[PositionGradients, Array]:
     """Runs through a tile's positions in reverse; returns their cotangents."""
     spec = launch.spec
@@ -751,14 +751,14 @@ def _positions_back(
     level = jnp.sum(w_k.astype(jnp.float32), axis=2)
 
     def position(i, carry):
-        found, do, delta = carry
+        gradients, do, delta = carry
         t = (b - 1 - i).astype(jnp.int32).reshape(1)
         queries = (q, do, tile.attended, tile.lse)
         dk, dv, sums, pair, delta = own_tile_backward(
             launch,
             t,
-            found.dk,
-            found.dv,
+            gradients.dk,
+            gradients.dv,
             (known.keys, known.values),
             queries,
             known.unit_k,
@@ -775,7 +775,7 @@ def _positions_back(
             w.w_kv,
             turned,
             level,
-            found.dnormed_z,
+            gradients.dnormed_z,
         )
         dz, scaled = norm_back(
             launch,
@@ -785,11 +785,13 @@ def _positions_back(
             known.unit_z,
             known.factor_z,
             attention_scale,
-            found.dz,
+            gradients.dz,
             kind=kind_z,
         )
-        dpre = transposed_product(launch, t, scaled, w.w_down, found.dpre, known.slopes)
-        dnormed_y = transposed_product(launch, t, dpre, w.w_in, found.dnormed_y)
+        dpre = transposed_product(
+            launch, t, scaled, w.w_down, gradients.dpre, known.slopes
+        )
+        dnormed_y = transposed_product(launch, t, dpre, w.w_in, gradients.dnormed_y)
         dy, scaled = norm_back(
             launch,
             t,
@@ -798,12 +800,12 @@ def _positions_back(
             known.unit_y,
             known.factor_y,
             mlp_scale,
-            found.dy,
+            gradients.dy,
             kind=spec.norm,
         )
         do = transposed_product(launch, t, scaled, w.w_out, do)
-        found = PositionGradients(dy, dz, dnormed_y, dnormed_z, dpre, dk, dv)
-        return found, do, delta
+        gradients = PositionGradients(dy, dz, dnormed_y, dnormed_z, dpre, dk, dv)
+        return gradients, do, delta
 
     unwritten = launch.unwritten
     row = lambda: unwritten(tile.x.shape, jnp.float32)  # noqa: E731
@@ -813,5 +815,5 @@ def _positions_back(
         unwritten(q.shape, q.dtype),
         unwritten(tile.lse.shape, jnp.float32),
     )
-    found, do, _ = jax.lax.fori_loop(0, b, position, carry)
-    return found, do
+    gradients, do, _ = jax.lax.fori_loop(0, b, position, carry)
+    return gradients, do

@@ -107,8 +107,8 @@ def run_layers(
         done = jnp.where(active, index * b, 0)
         now = replace(launch, active=Active.at(index, whole))
         out = run_tile(now, tile, w, keys, values, start, done, b)
-        kept = put((keys, values), out.state, done, active)
-        return (out.z, *kept), (out.z, out.state.attended, out.state.lse)
+        caches = put((keys, values), out.state, done, active)
+        return (out.z, *caches), (out.z, out.state.attended, out.state.lse)
 
     below = jnp.zeros((L, b, B, D), x.dtype)
     (_, keys, values), rows = jax.lax.scan(

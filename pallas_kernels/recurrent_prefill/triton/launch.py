@@ -95,12 +95,12 @@ def choose_tiles(
         depth, stages = 128, 6
     while depth > _LEAST and _needed(rows, columns, depth, itemsize) > shared:
         depth //= 2
-    own = sub_tile if direction == "forward" else tile
+    rows_of_tile = sub_tile if direction == "forward" else tile
     chosen = {
         "rows": rows,
         "columns": columns,
         "depth": depth,
-        "attend_rows": _attend_rows(own, spec) if batch >= 64 else 1,
+        "attend_rows": _attend_rows(rows_of_tile, spec) if batch >= 64 else 1,
         "keys": _keys(tile, spec),
         "sub_tile": sub_tile,
         "splits": 8,

@@ -433,7 +433,7 @@ def add_product(
     """
     L, _, B, N = out.shape
     block, (columns, splits) = launch.tiles.rows, split
-    own = slot_spec(out, block, columns)
+    slots = slot_spec(out, block, columns)
     count = pl.BlockSpec(finished.shape, lambda l, i, j, k: (0, 0, 0))
     # Where nothing is split there is nothing to add up.
     shape = (L, splits, B, N) if splits > 1 else (L, 1, 1, 1)
@@ -459,11 +459,11 @@ def add_product(
             column_spec(w, columns),
             vector_spec(columns),
             slot_spec(residual, block, columns),
-            own,
+            slots,
             count,
         ],
         out_specs=[
-            own,
+            slots,
             pl.BlockSpec((None, None, block, columns), lambda l, i, j, k: (l, 0, i, j)),
             write_spec(block),
             count,

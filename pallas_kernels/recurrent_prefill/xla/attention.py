@@ -121,8 +121,8 @@ def bias_of_cache(
     persistent = jnp.arange(at.shape[1]) < slots.size
     query = jnp.moveaxis(positions, 1, 2)[..., None]  # [L, B, T, 1]
     # In a query's own block its temporary pair counts, in earlier ones the persistent.
-    own = at[:, None] // c == query // c
-    seen = filled[:, None] & (own != persistent)
+    same_block = at[:, None] // c == query // c
+    seen = filled[:, None] & (same_block != persistent)
     bias = jnp.where(seen, 0.0, HIDDEN).astype(dtype)[:, :, None, None]
     if visibility.slopes is not None:
         distance = (query - at[:, None]).astype(dtype)[:, :, None, None]

@@ -138,10 +138,10 @@ def write(
     return cache._replace(temporary_keys=keys, temporary_values=values)
 
 
-def _put(old: Array, new: Array, slot: Array, kept: Array) -> Array:
+def _put(old: Array, new: Array, slot: Array, keep: Array) -> Array:
     B, T = slot.shape
     # Out of range they are dropped; no two are one, so that the scatter needs no order.
-    slot = jnp.where(kept, slot, old.shape[2] + jnp.arange(T))
+    slot = jnp.where(keep, slot, old.shape[2] + jnp.arange(T))
     index = (slice(None), jnp.arange(B)[:, None], slot)
     new = jnp.swapaxes(new, 1, 2).astype(old.dtype)  # [L, B, T, K, E]
     return old.at[index].set(new, mode="drop", unique_indices=True)

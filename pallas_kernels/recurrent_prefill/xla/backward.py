@@ -200,7 +200,7 @@ def cut_gradients(dpairs: PairGradients, start, size: int) -> PairGradients:
 
 
 def own_unit_backward(
-    of: Attending, own: Pairs, visibility, j, geometry: Geometry, spec
+    of: Attending, unit: Pairs, visibility, j, geometry: Geometry, spec
 ) -> tuple[Float[Array, "L B K Q T E"], PairGradients]:
     """Returns gradients of the queries and of the temporary pairs."""
     U, u, wide = geometry.units, geometry.unit, of.delta.dtype
@@ -214,7 +214,7 @@ def own_unit_backward(
     # Units do not see each other's temporary pairs: to attention they are more rows of
     # the batch.
     folded = Attending(*(by_unit(part, 4) for part in of))
-    pairs = columns_of(Pairs(by_unit(own.keys, 4), by_unit(own.values, 3)))
+    pairs = columns_of(Pairs(by_unit(unit.keys, 4), by_unit(unit.values, 3)))
     bias = own_unit_bias(visibility, j, geometry, wide)
     B = of.q.shape[1]
     # The biases follow the pairs into the batch.
@@ -538,13 +538,15 @@ def run_layers_backward(
         normed, pull_norm = jax.vjp(
             lambda x, p: pre_norm(x, p, spec), tile.x, w.attention_norm
         )
-        (q, own), pull_heads = jax.vjp(
+        (q, tile_pairs), pull_heads = jax.vjp(
             lambda flat, q, k: heads_of_projections(flat, q, k, rotary, spec),
             linear(normed, w.w_qkv, w.b_qkv),
             w.q_norm,
             w.k_norm,
         )
-        q, own = jax.tree.map(lambda part: part.astype(spec.dtype), (q, own))
+        q, tile_pairs = jax.tree.map(
+            lambda part: part.astype(spec.dtype), (q, tile_pairs)
+        )
         pairs = cut_columns(buffers, j * b, b)
         # do and delta are not known yet; probabilities do not read them.
         of = Attending(q, tile.lse, q, tile.lse)
@@ -570,7 +572,7 @@ def run_layers_backward(
         of = of._replace(do=do, delta=delta)
         ds = logit_gradients(p, do, delta, pairs.values)
         dq = query_gradient(ds, pairs.key_rows, spec.logit_scale)
-        more, dunit = own_unit_backward(of, own, visibility, j, geometry, spec)
+        more, dunit = own_unit_backward(of, tile_pairs, visibility, j, geometry, spec)
         dq = dq + more
         if dwritten is not None:
             dunit = jax.tree.map(jnp.add, dunit, dwritten)

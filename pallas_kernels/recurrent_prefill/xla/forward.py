@@ -93,10 +93,10 @@ def run_layers(
         tile = from_below(tile, below, geometry)
         positions = positions_of(visibility, step_slots(j, geometry), geometry)
         rotary = rotation(positions, spec, x.dtype)
-        q, own = queries_and_pairs(tile, w, rotary, spec)
+        q, tile_pairs = queries_and_pairs(tile, w, rotary, spec)
         # 2. Softmax over everything that is known before the tile: the queries' own
         # temporary pairs, earlier tiles, the cache.
-        running = _attend_own_unit(q, own, visibility, j, geometry, spec)
+        running = _attend_own_unit(q, tile_pairs, visibility, j, geometry, spec)
         running = _attend_prefix(q, running, buffers, visibility, j, geometry, spec)
         if past is not None:
             bias = bias_of_cache(visibility, positions, cache, spec, x.dtype)
@@ -107,7 +107,7 @@ def run_layers(
             tile, q, running, rotary, w, transposed, visibility, j, geometry, spec
         )
         buffers = put(buffers, pairs, j * b)
-        temporary = own if keep_temporary else None
+        temporary = tile_pairs if keep_temporary else None
         return (z, buffers), (z, attended, lse, temporary)
 
     empty = empty_pairs(L, B, geometry.slots, spec, spec.dtype)
@@ -124,14 +124,16 @@ def run_layers(
     return Outcome(*rows, persistent=persistent, temporary=temporary)
 
 
-def _attend_own_unit(q, own: Pairs, visibility, j, geometry: Geometry, spec) -> Running:
+def _attend_own_unit(
+    q, pairs: Pairs, visibility, j, geometry: Geometry, spec
+) -> Running:
     """Starts with the temporary pairs of each query's own unit, up to itself."""
     U, u = geometry.units, geometry.unit
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     # A unit is a block of c positions that attend to one another's temporary pairs;
     # units of a tile do not, so they are an axis of their own (w).
     grid = lambda rows: rows.reshape(*rows.shape[:-2], U, u, rows.shape[-1])  # noqa: E731
-    q, k, v = grid(q), grid(jnp.swapaxes(own.keys, 3, 4)), grid(own.values)
+    q, k, v = grid(q), grid(jnp.swapaxes(pairs.keys, 3, 4)), grid(pairs.values)
     logits = jnp.einsum("lbkqwte,lbkwse->lbkqwts", q, k, preferred_element_type=dtype)
     logits = logits * spec.logit_scale + own_unit_bias(visibility, j, geometry, dtype)
     # A query's own pair is always seen, so no maximum is HIDDEN and no sum is 0.

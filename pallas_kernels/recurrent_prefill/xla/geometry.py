@@ -57,10 +57,10 @@ class Geometry:
     def lags(self) -> Array:
         """Returns how many tiles each layer [L] runs behind the very first one."""
         # A layer starts a tile when the layer below has finished it: one step later.
-        own = jnp.arange(self.layers)
+        lags = jnp.arange(self.layers)
         if self.axis is None:
-            return own
-        return own + self.layers * jax.lax.axis_index(self.axis)
+            return lags
+        return lags + self.layers * jax.lax.axis_index(self.axis)
 
     @property
     def positions(self) -> int:
@@ -261,5 +261,5 @@ def of_last_stage(
 
 
 def _where_stage(stage: int, rows: Array, geometry: Geometry) -> Array:
-    own = jax.lax.axis_index(geometry.axis) == stage
-    return jnp.where(own, rows, 0)
+    here = jax.lax.axis_index(geometry.axis) == stage
+    return jnp.where(here, rows, 0)

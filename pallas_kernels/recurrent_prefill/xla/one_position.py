@@ -77,7 +77,7 @@ def forward(
         x, slots = carry
         number, w, source = inputs
         w = jax.tree.map(lambda leaf: leaf[None], w)
-        q, own, pending = _queries_and_pairs(x, source[None], w, rotary, spec)
+        q, pairs, pending = _queries_and_pairs(x, source[None], w, rotary, spec)
         pending = (jnp.repeat(pair, 2 if alone else 1, axis=0) for pair in pending)
         slots = tuple(
             part.at[number, batch, slot].set(
@@ -89,7 +89,7 @@ def forward(
         )
         # Pairs [B, S, K, E] by heads, or by slots where they are too few.
         old = tuple(as_it_lies(part[number], rows=0, columns=(2, 1)) for part in slots)
-        z, left = _output(x, _attend(q, own, old, bias, spec), w, spec)
+        z, left = _output(x, _attend(q, pairs, old, bias, spec), w, spec)
         left = jnp.where(goes_on[:, None], left[0].astype(source.dtype), source)
         return (z, slots), left
 
@@ -251,17 +251,17 @@ def _beside_slots(x: Array, *, slots: int | None = None) -> Array:
 
 
 def _attend(
-    q: Float[Array, "B K Q E"], own: tuple, pairs: tuple, bias: Array, spec: LayerSpec
+    q: Float[Array, "B K Q E"], pair: tuple, pairs: tuple, bias: Array, spec: LayerSpec
 ) -> Float[Array, "B K Q E"]:
     """Attends to the cached pairs [B, S, K, E] and the own one, [B, K, E]."""
     wide = bias.dtype
-    (own_k, own_v), (k, v) = own, pairs
+    (own_k, own_v), (k, v) = pair, pairs
     on_cpu = target.current().platform == "cpu"
     logits_of, weigh = _PRODUCTS if on_cpu else _SUMS
     shards = free_axes().get(COLUMN_AXIS, 1)
     by_slots = q.shape[1] % shards > 0 and k.shape[1] % shards == 0
     if by_slots:
-        q, own_k, own_v = (_beside_slots(one) for one in (q, own_k, own_v))
+        q, own_k, own_v = (_beside_slots(array) for array in (q, own_k, own_v))
     logits = logits_of(q, k, wide) * spec.logit_scale + bias  # [B, S, K, Q]
     if by_slots:
         logits = _beside_slots(logits, slots=1)

@@ -228,55 +228,61 @@ def _from_hf(argv: list[str]) -> int:
     # Asked before a model of many gigabytes is read.
     refuse_existing(options.out)
     # All in one go: the model's vocabulary is what its tokenizer has.
-    made = from_hf(
+    converted = from_hf(
         options.source,
         tokenizer=options.tokenizer,
         dtype=options.dtype,
         ignored_keys=options.ignore_key,
         report=_say,
     )
-    if made.tokenizer is None:
+    if converted.tokenizer is None:
         raise UserError(
             f"{options.source} has no tokenizer.json: name one with --tokenizer"
         )
     # Compared before anything is written: a wrong conversion should show at once.
-    found = (
+    parity = (
         compare_with_hf(
-            made.model,
+            converted.model,
             options.source,
             # The directory's own, where no other was named.
-            tokenizer=made.tokenizer if options.tokenizer is None else None,
+            tokenizer=converted.tokenizer if options.tokenizer is None else None,
             **options.options(),
         )
         if options.check
         else _NOT_ASKED
     )
-    experiment = new_experiment(options.out, made.model.config, length=made.length)
-    write_run(
-        options.out, made.model, experiment, made.tokenizer, parity=found.to_json()
+    experiment = new_experiment(
+        options.out, converted.model.config, length=converted.length
     )
-    return _end(options.out, found)
+    write_run(
+        options.out,
+        converted.model,
+        experiment,
+        converted.tokenizer,
+        parity=parity.to_json(),
+    )
+    return _end(options.out, parity)
 
 
 def _to_torch(argv: list[str]) -> int:
     options = parse(ToTorch, argv, prog="recurjax convert to-torch")
     refuse_existing(options.out)
     loaded = load_run(options.run, step=options.step, report=_say)
-    found = to_torch(
+    parity = to_torch(
         loaded,
         options.out,
         format=options.format,
         check=options.check,
         **options.options(),
     )
-    return _end(options.out, found)
+    return _end(options.out, parity)
 
 
 def _from_torch(argv: list[str]) -> int:
     options = parse(FromTorch, argv, prog="recurjax convert from-torch")
     refuse_existing(options.out)
     loaded = from_torch(options.source, report=_say)
-    found = (
+    parity = (
         compare_with_export(loaded, options.source, **options.options())
         if options.check
         else _NOT_ASKED
@@ -287,9 +293,9 @@ def _from_torch(argv: list[str]) -> int:
         loaded.experiment,
         loaded.tokenizer,
         step=loaded.step,
-        parity=found.to_json(),
+        parity=parity.to_json(),
     )
-    return _end(options.out, found)
+    return _end(options.out, parity)
 
 
 def _from_authors(argv: list[str]) -> int:
@@ -313,9 +319,9 @@ def _from_authors(argv: list[str]) -> int:
 _NOT_ASKED = NotMeasured(reason="not asked for")
 
 
-def _end(out: Path, found: Parity | NotMeasured) -> int:
-    print(f"{out}: {found.sentence()}")
-    if found.within_tolerance:
+def _end(out: Path, parity: Parity | NotMeasured) -> int:
+    print(f"{out}: {parity.sentence()}")
+    if parity.within_tolerance:
         # Written all the same: parity.json beside the model shows where the two part.
         return 0
     _say(f"recurjax: both sides differ beyond the tolerance: see {out}/parity.json")

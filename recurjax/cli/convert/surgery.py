@@ -203,8 +203,8 @@ def read_heads(file: Path) -> tuple[tuple[int, ...], ...]:
       UserError: the file is missing or holds something else.
     """
     # heads.json of an earlier conversion can be used as it is.
-    found = read_json(file, "the file of --heads")
-    layers = found.get("replaced") if isinstance(found, dict) else found
+    content = read_json(file, "the file of --heads")
+    layers = content.get("replaced") if isinstance(content, dict) else content
     if not isinstance(layers, list) or not all(
         isinstance(heads, list) and all(type(head) is int for head in heads)
         for heads in layers
@@ -274,7 +274,7 @@ def _write(
     # The caches are compared where the model was trained to work.
     length = loaded.experiment.training.length
     changed = changes(model, length)
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "replaced": [list(heads) for heads in changed.replaced],
         "added_parameters": changed.added_parameters,
         "training_flops_per_token": {
@@ -283,7 +283,7 @@ def _write(
         "cache_share": {str(length): changed.cache_share},
     }
     if recency is not None:
-        told |= {
+        report |= {
             "beta": options.beta,
             "scope": options.scope,
             "window": max(1, int(options.window * options.length)),
@@ -302,12 +302,12 @@ def _write(
             },
         }
     if fits:
-        told["fits"] = [fit._asdict() for fit in fits]
+        report["fits"] = [fit._asdict() for fit in fits]
     write_changed_run(
         options.out,
         loaded,
         model,
-        lambda folder: _write_heads(folder, told, recency, changed.replaced),
+        lambda folder: _write_heads(folder, report, recency, changed.replaced),
     )
     print(
         f"{options.out}: {sum(map(len, changed.replaced))} of {changed.heads} heads "
@@ -318,9 +318,9 @@ def _write(
 
 
 def _write_heads(
-    folder: Path, told: dict[str, Any], recency: HeadRecency | None, replaced: Any
+    folder: Path, report: dict[str, Any], recency: HeadRecency | None, replaced: Any
 ) -> None:
-    text = json_text(told, indent=1) + "\n"
+    text = json_text(report, indent=1) + "\n"
     (folder / "heads.json").write_text(text, encoding="utf-8")
     if recency is not None:
         plot_heads(recency, replaced, folder / "heads.png")
@@ -430,30 +430,31 @@ def run_to_recursive(argv: list[str]) -> int:
     # Measured between the matrices of the two models, not by training.
     energies = kept_energy(base, model)
     before, after = (
-        count_parameters(one.config).total for one in (loaded.model, model)
+        count_parameters(each_model.config).total
+        for each_model in (loaded.model, model)
     )
-    told: dict[str, Any] = {
+    written: dict[str, Any] = {
         "parameters": after,
         "parameters_before": before,
         "matrices": [energy._asdict() for energy in energies],
     }
     if rows is not None:
-        told["text"] = str(options.text)
-        told["tokens"] = int(rows[:, 1:].size)
-        told["loss_before"], told["loss_after"] = (
-            _loss(one, rows, loaded, mesh) for one in (loaded.model, model)
+        written["text"] = str(options.text)
+        written["tokens"] = int(rows[:, 1:].size)
+        written["loss_before"], written["loss_after"] = (
+            _loss(side, rows, loaded, mesh) for side in (loaded.model, model)
         )
 
     def report(folder: Path) -> None:
         # Written with the run, whole or not at all.
-        text = json_text(told, indent=1) + "\n"
+        text = json_text(written, indent=1) + "\n"
         (folder / "report.json").write_text(text, encoding="utf-8")
         plot_energy(energies, folder / "energy.png")
 
     write_changed_run(options.out, loaded, model, report)
     print(f"{options.out}: {after:,} parameters, {before:,} before")
     if rows is not None:
-        change = f"{told['loss_before']:.4f} to {told['loss_after']:.4f}"
+        change = f"{written['loss_before']:.4f} to {written['loss_after']:.4f}"
         print(f"loss on {options.text}: {change} nats a token")
     return 0
 

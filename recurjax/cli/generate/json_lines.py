@@ -31,8 +31,8 @@ class JsonLinesWriter:
         """
         self._file = file
         # A digest stands in every line, so that texts of two settings never mix.
-        told = json.dumps(settings, sort_keys=True).encode()
-        self._settings = hashlib.sha256(told).hexdigest()[:16]
+        text = json.dumps(settings, sort_keys=True).encode()
+        self._settings = hashlib.sha256(text).hexdigest()[:16]
         self.done: dict[int, dict[str, Any]] = {}
         try:
             data = file.read_bytes() if file.exists() else b""

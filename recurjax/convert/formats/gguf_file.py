@@ -93,8 +93,8 @@ def open_gguf(
     keys["vocab_size"] = None if embedding is None else embedding.shape[0]
     # A GGUF file names no tie: it simply lacks the head.
     keys["tie_word_embeddings"] = "lm_head.weight" not in source.tensors
-    found = gguf_tokenizer(fields, where=str(path)) if with_tokenizer else None
-    return keys, source, found, gguf_text_settings(fields)
+    tokenizer = gguf_tokenizer(fields, where=str(path)) if with_tokenizer else None
+    return keys, source, tokenizer, gguf_text_settings(fields)
 
 
 class GgufFile:

@@ -39,7 +39,7 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
         raise UserError(f"{where}: merges do not fit the tokens: one is no pair")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
-        made = tokenizers.Tokenizer(
+        tokenizer = tokenizers.Tokenizer(
             models.BPE(vocabulary, [(a, b) for a, _, b in merges])
         )
     except Exception as error:  # the library raises the bare class
@@ -49,23 +49,25 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
     )
     if words == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
-        made.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     elif words == "qwen2":
-        made.normalizer = normalizers.NFC()
+        tokenizer.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(Regex(_QWEN2), behavior="isolated")
-        made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     else:
-        made.pre_tokenizer = byte_level
-    made.decoder = decoders.ByteLevel()
+        tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
     kinds = fields.get("tokenizer.ggml.token_type", [])
     # Which tokens stand for no text, and which are whole words of the user's.
     if not isinstance(kinds, list):
         raise UserError(f"{where}: tokenizer.ggml.token_type must be a list")
     for token, number in zip(tokens, kinds, strict=False):
         if number == _CONTROL:
-            made.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+            tokenizer.add_special_tokens(
+                [AddedToken(token, special=True, normalized=False)]
+            )
         elif number == _USER_DEFINED:
-            made.add_tokens([AddedToken(token, special=False, normalized=False)])
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
     names = {
         "bos_token": _name(fields, "bos", tokens, where),
         "eos_token": _name(fields, "eos", tokens, where),
@@ -74,7 +76,7 @@ def gguf_tokenizer(fields: dict[str, Any], *, where: str) -> JsonTokenizer:
     # Which token is BOS and whether it begins texts are two facts: a template may write
     # a BOS that nothing else adds.
     return JsonTokenizer(
-        made.to_str(),
+        tokenizer.to_str(),
         settings=replace(gguf_text_settings(fields), names=names),
         begins_with_bos=bool(fields.get("tokenizer.ggml.add_bos_token", False)),
     )
@@ -96,13 +98,13 @@ def gguf_text_settings(fields: dict[str, Any]) -> TextSettings:
 
 
 def _texts(fields: dict[str, Any], name: str, where: str) -> list[str]:
-    found = fields.get(f"tokenizer.ggml.{name}")
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    texts = fields.get(f"tokenizer.ggml.{name}")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(
             f"{where} has no list of texts tokenizer.ggml.{name}: name a "
             "tokenizer.json with --tokenizer"
         )
-    return found
+    return texts
 
 
 def _name(

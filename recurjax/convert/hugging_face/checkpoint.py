@@ -82,19 +82,19 @@ def from_hf(
         # Imported here: the package of the extra is needed for such files only.
         from recurjax.convert.formats.gguf_file import open_gguf  # the extra `gguf`
 
-        keys, source, found, beside = open_gguf(path, with_tokenizer=tokenizer is None)
+        keys, source, text, beside = open_gguf(path, with_tokenizer=tokenizer is None)
         hf = model_from_keys(keys, where=str(path), ignored=ignored_keys)
     else:
         # A directory's config.json and weights are read apart; a GGUF file has both.
         hf, source = _open(path, ignored_keys)
-        found, beside = None, read_text_settings(path)
+        text, beside = None, read_text_settings(path)
         if tokenizer is None and (path / "tokenizer.json").is_file():
             tokenizer = path
     if tokenizer is not None:
-        found = load_tokenizer(tokenizer)
-        if isinstance(found, JsonTokenizer):
+        text = load_tokenizer(tokenizer)
+        if isinstance(text, JsonTokenizer):
             # A tokenizer from elsewhere may come without what belongs to the model.
-            found.settings = found.settings.filled(beside)
+            text.settings = text.settings.filled(beside)
     if hf.read_over:
         report(f"{path}: read over, as they change no model: {', '.join(hf.read_over)}")
     if hf.config.tied_head and _has_own_head(hf.architecture, source):
@@ -107,7 +107,7 @@ def from_hf(
         hf = hf._replace(config=untied)
     # The tokenizer decides what is vocabulary; rows beyond it stay and are never
     # predicted.
-    config = dataclasses.replace(_with_vocabulary(hf.config, found, path), dtype=dtype)
+    config = dataclasses.replace(_with_vocabulary(hf.config, text, path), dtype=dtype)
     model = load_model(
         config,
         hf_pieces(hf.architecture, config),
@@ -116,7 +116,7 @@ def from_hf(
         ignored=ignored_tensors(hf.architecture, config),
         report=report,
     )
-    return Imported(model, found, hf.architecture, hf.length)
+    return Imported(model, text, hf.architecture, hf.length)
 
 
 def _open(

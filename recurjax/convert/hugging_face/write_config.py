@@ -46,24 +46,24 @@ def hf_keys(
             f"{type(config.stack).__name__} is no architecture of Hugging Face: leave "
             "--format at torch"
         )
-    found: dict[Architecture, list[str]] = {}
+    refusals: dict[Architecture, list[str]] = {}
     # Each architecture is tried: written, read back and compared.
     for architecture in get_args(Architecture):
         keys = _keys(architecture, exported(config), length)
         try:
             back = model_from_keys(keys, where="config.json").config
         except UserError as error:
-            found[architecture] = [str(error)]
+            refusals[architecture] = [str(error)]
             continue
-        found[architecture] = model_differences(exported(config), back)
-        if not found[architecture]:
+        refusals[architecture] = model_differences(exported(config), back)
+        if not refusals[architecture]:
             names = {"bos_token_id": bos, "eos_token_id": eos}
             return keys | names | ({} if pad is None else {"pad_token_id": pad})
     # The one with fewest differences, so that the reader sees what is in the way.
-    nearest = min(found, key=lambda name: len(found[name]))
+    nearest = min(refusals, key=lambda name: len(refusals[name]))
     raise UserError(
         f"this model is no Llama, Gemma, GPT-NeoX or Qwen2; from {nearest} it differs "
-        f"in {'; '.join(found[nearest])}: leave --format at torch"
+        f"in {'; '.join(refusals[nearest])}: leave --format at torch"
     )
 
 

@@ -110,13 +110,13 @@ def to_torch(
         if isinstance(tokenizer, JsonTokenizer):
             tokenizer = tokenizer.restated()
         tokenizer.save(aside)
-        found = (
+        parity = (
             _compare(run, aside, format, python, ids, tolerance)
             if check
             else NotMeasured(reason="not asked for")
         )
-        _write_json(aside / REPORT, found.to_json())
-    return found
+        _write_json(aside / REPORT, parity.to_json())
+    return parity
 
 
 def compare_with_export(run: LoadedRun, directory: Path, **options: Any) -> Check:

@@ -93,7 +93,7 @@ class Conversation(NamedTuple):
 class Messages(NamedTuple):
     """A line's texts: what is asked, as messages of a role each, and the answer."""
 
-    asked: tuple[tuple[str, str], ...]
+    prompt: tuple[tuple[str, str], ...]
     answer: str
 
 
@@ -235,7 +235,7 @@ def _prompted_documents(
 ) -> Iterator[tuple[str, int]]:
     """Yields the texts as one, for a tokenizer that learns from them."""
     for messages, position in _messages(file, corpus):
-        texts = [text for _, text in messages.asked]
+        texts = [text for _, text in messages.prompt]
         yield "\n".join([*texts, messages.answer]), position
 
 

@@ -52,7 +52,7 @@ def matching_files(patterns: tuple[str, ...]) -> list[CorpusFile]:
     """
     # A file that two patterns match is read once, where it came first. Of this machine
     # it may have two names: a path from here and one from the root, or a link.
-    found: dict[str, CorpusFile] = {}
+    files: dict[str, CorpusFile] = {}
     for pattern in patterns:
         place = _place_of(pattern)
         matches = place.matching(pattern)
@@ -60,8 +60,8 @@ def matching_files(patterns: tuple[str, ...]) -> list[CorpusFile]:
             raise UserError(f"no file matches {pattern!r}")
         for file in matches:
             name = os.path.realpath(file.name) if place is _Here else file.name
-            found.setdefault(name, file)
-    return list(found.values())
+            files.setdefault(name, file)
+    return list(files.values())
 
 
 def names_below(folder: str) -> list[str] | None:
@@ -105,19 +105,19 @@ class _Hub:
     @staticmethod
     def matching(pattern: str) -> list[CorpusFile]:
         system = _hub_files()
-        found = _asked(pattern, lambda: system.glob(pattern, detail=True))
-        files = sorted(name for name in found if found[name]["type"] == "file")
-        return [_on_hub(system, name, int(found[name]["size"])) for name in files]
+        matches = _answer(pattern, lambda: system.glob(pattern, detail=True))
+        files = sorted(name for name in matches if matches[name]["type"] == "file")
+        return [_on_hub(system, name, int(matches[name]["size"])) for name in files]
 
     @staticmethod
     def below(folder: str) -> list[str] | None:
         system = _hub_files()
         # huggingface_hub lists names without the scheme.
         root = folder.removeprefix(_HUB).rstrip("/")
-        if _asked(folder, lambda: system.info(root))["type"] != "directory":
+        if _answer(folder, lambda: system.info(root))["type"] != "directory":
             return None
-        found = _asked(folder, lambda: system.find(root))
-        names = (PurePosixPath(name[len(root) + 1 :]) for name in found)
+        matches = _answer(folder, lambda: system.find(root))
+        names = (PurePosixPath(name[len(root) + 1 :]) for name in matches)
         return sorted(name.as_posix() for name in names if _is_shown(name.parts))
 
 
@@ -129,8 +129,8 @@ class _Stores:
         sign = re.search(r"[*?\[]", pattern)
         if sign is not None and not pattern.startswith("https://"):
             root = pattern[: sign.start()].rpartition("/")[0]
-            found = open_store(root).glob(pattern)
-            return [_in_store(url, size) for url, size in found.items()]
+            matches = open_store(root).glob(pattern)
+            return [_in_store(url, size) for url, size in matches.items()]
         # A web server lists no files: what looks like a glob is a file's name there.
         size = open_store(pattern).size()
         return [] if size is None else [_in_store(pattern, size)]
@@ -145,8 +145,8 @@ class _Stores:
         if store.size() is not None:
             return None
         names = (PurePosixPath(name) for name in store.sizes() if name)
-        found = sorted(name.as_posix() for name in names if _is_shown(name.parts))
-        return found or None
+        matches = sorted(name.as_posix() for name in names if _is_shown(name.parts))
+        return matches or None
 
 
 def _place_of(pattern: str) -> type[_Here] | type[_Hub] | type[_Stores]:
@@ -186,7 +186,7 @@ def _on_hub(system: Any, name: str, size: int) -> CorpusFile:
         import huggingface_hub
 
         # Copied whole into the hub's cache: formats that seek would ask for each piece.
-        copy = _asked(
+        copy = _answer(
             _HUB + name,
             lambda: huggingface_hub.hf_hub_download(
                 where.repo_id,
@@ -213,7 +213,7 @@ def _hub_files() -> Any:
     return huggingface_hub.HfFileSystem()
 
 
-def _asked(pattern: str, ask: Callable[[], Any]) -> Any:
+def _answer(pattern: str, ask: Callable[[], Any]) -> Any:
     """Asks the hub; what it or the network answers becomes one sentence."""
     import huggingface_hub.errors as errors
 
@@ -232,8 +232,8 @@ def _asked(pattern: str, ask: Callable[[], Any]) -> Any:
     except UserError:
         raise
     except Exception as error:  # HTTP and network errors of several libraries
-        told = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{pattern}: the hub cannot be read: {told}") from error
+        message = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{pattern}: the hub cannot be read: {message}") from error
 
 
 def _is_shown(parts: tuple[str, ...]) -> bool:

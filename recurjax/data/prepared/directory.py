@@ -273,11 +273,11 @@ def prepared_here(directory: str | Path) -> Path:
         return folder
     names = [name for name in store.sizes() if name.startswith(f"{TOKENIZER}/")]
     try:
-        with new_folder(folder) as made:
+        with new_folder(folder) as target:
             for name in names:
-                store.fetch(name, made / name)
-            (made / MANIFEST).write_bytes(content)
-            (made / _ORIGIN).write_text(url, encoding="utf-8")
+                store.fetch(name, target / name)
+            (target / MANIFEST).write_bytes(content)
+            (target / _ORIGIN).write_text(url, encoding="utf-8")
     except (UserError, OSError):
         if not (folder / _ORIGIN).is_file():  # else another process was faster
             raise
@@ -349,7 +349,7 @@ def _checked(kind: type, values: Any, file: Path) -> dict[str, Any]:
     Raises:
       UserError: one is missing, of another type or negative.
     """
-    found = {}
+    shards = {}
     for field in fields(kind):
         value = values.get(field.name) if isinstance(values, dict) else None
         # dataclasses keep a field's type as the class itself here; tuples are the rest.
@@ -359,8 +359,8 @@ def _checked(kind: type, values: Any, file: Path) -> dict[str, Any]:
         fits = isinstance(value, wanted) and not isinstance(value, bool)
         if not fits or (isinstance(value, int | float) and not 0 <= value < 1 << 63):
             raise UserError(f"{file} is damaged: {field.name} is {value!r}")
-        found[field.name] = value
-    return found
+        shards[field.name] = value
+    return shards
 
 
 def _shard(directory: Path, shard: Shard) -> Path:

@@ -32,7 +32,7 @@ _LOCK = "lock"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class PartialState:
     """How far a preparation had come.
 
     Attributes:
@@ -69,50 +69,50 @@ class Partial:
         self.folder, self._of = folder, of
         self._pieces = 0
         # Without a progress file nothing was whole: all that lies there is made again.
-        self.kept = Kept()
+        self.state = PartialState()
         if (folder / _PROGRESS).is_file():
-            self.kept = self._read()
-        wanted = {_LOCK, _PROGRESS, *(shard.file for shard in self.kept.shards)}
+            self.state = self._read()
+        wanted = {_LOCK, _PROGRESS, *(shard.file for shard in self.state.shards)}
         wanted |= {_documents(n) for n in range(self._pieces)}
         wanted |= {_tail(self._pieces)}
-        for found in folder.iterdir():  # of what is made again
-            if found.name in wanted:
+        for file in folder.iterdir():  # of what is made again
+            if file.name in wanted:
                 continue
-            if found.is_dir():
-                shutil.rmtree(found)
+            if file.is_dir():
+                shutil.rmtree(file)
             else:
-                found.unlink()
+                file.unlink()
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, state: PartialState) -> None:
         """Notes how far the preparation is; its shards are closed files."""
-        known = len(self.kept.shards)
+        known = len(self.state.shards)
         # All that the progress file names is on disk before the file itself: a power
         # cut leaves the old one, or a new one that is true.
-        for shard in kept.shards[known:]:
+        for shard in state.shards[known:]:
             force_to_disk(self.folder / shard.file)
         # Documents since the last note, in a piece of their own: writing all of them
         # anew at each shard would grow with the square of the shards.
-        news = slice(self.kept.documents, kept.documents)
-        piece = np.array([kept.starts[news], kept.document_bytes[news]], np.int64)
+        news = slice(self.state.documents, state.documents)
+        piece = np.array([state.starts[news], state.document_bytes[news]], np.int64)
         with open(self.folder / _documents(self._pieces), "wb") as file:
             np.save(file, piece)
         self._pieces += 1
-        (self.folder / _tail(self._pieces)).write_bytes(kept.tail)
+        (self.folder / _tail(self._pieces)).write_bytes(state.tail)
         for name in (_documents(self._pieces - 1), _tail(self._pieces)):
             force_to_disk(self.folder / name)
-        told = {
+        progress = {
             "of": self._of,
-            "documents": kept.documents,
-            "tokens": kept.tokens,
-            "text_bytes": kept.text_bytes,
-            "counted_bytes": kept.counted_bytes,
-            "shards": [asdict(shard) for shard in kept.shards],
+            "documents": state.documents,
+            "tokens": state.tokens,
+            "text_bytes": state.text_bytes,
+            "counted_bytes": state.counted_bytes,
+            "shards": [asdict(shard) for shard in state.shards],
             "pieces": self._pieces,
         }
-        write_atomic(self.folder / _PROGRESS, json.dumps(told) + "\n")
+        write_atomic(self.folder / _PROGRESS, json.dumps(progress) + "\n")
         with suppress(FileNotFoundError):
             (self.folder / _tail(self._pieces - 1)).unlink()
-        self.kept = kept
+        self.state = state
 
     @property
     def is_worth_keeping(self) -> bool:
@@ -125,11 +125,11 @@ class Partial:
             with suppress(FileNotFoundError):
                 (self.folder / name).unlink()
 
-    def _read(self) -> Kept:
+    def _read(self) -> PartialState:
         file = self.folder / _PROGRESS
         again = f"remove {self.folder} to begin anew"
-        told = read_json_object(file, "what was prepared so far")
-        before = told.get("of")
+        progress = read_json_object(file, "what was prepared so far")
+        before = progress.get("of")
         if before != self._of:
             differing = sorted(
                 name
@@ -142,21 +142,21 @@ class Partial:
                 f"or {again}"
             )
         try:
-            shards = tuple(Shard(**shard) for shard in told["shards"])
-            self._pieces = int(told["pieces"])
+            shards = tuple(Shard(**shard) for shard in progress["shards"])
+            self._pieces = int(progress["pieces"])
             pieces = [
                 np.load(self.folder / _documents(n), allow_pickle=False)
                 for n in range(self._pieces)
             ]
             starts, sizes = np.concatenate(pieces, axis=1)
-            kept = Kept(
-                documents=told["documents"],
+            state = PartialState(
+                documents=progress["documents"],
                 starts=starts,
                 document_bytes=sizes,
-                tokens=told["tokens"],
-                text_bytes=told["text_bytes"],
+                tokens=progress["tokens"],
+                text_bytes=progress["text_bytes"],
                 # 0: begun by a version that did not count them.
-                counted_bytes=told.get("counted_bytes", 0),
+                counted_bytes=progress.get("counted_bytes", 0),
                 shards=shards,
                 tail=(self.folder / _tail(self._pieces)).read_bytes(),
             )
@@ -167,9 +167,9 @@ class Partial:
             path = self.folder / shard.file
             if not path.is_file() or path.stat().st_size != shard.size:
                 raise UserError(f"{path} is not what was written: {again}")
-        if len(starts) != kept.documents:
+        if len(starts) != state.documents:
             raise UserError(f"{self.folder} is damaged: {again}")
-        return kept
+        return state
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from recurjax.data.prepared.directory import (
     read_manifest,
     verify_checksums,
 )
-from recurjax.data.prepared.partial import Kept, Partial, partial_folder
+from recurjax.data.prepared.partial import Partial, PartialState, partial_folder
 from recurjax.data.streams import (
     EncodedDocument,
     closing,
@@ -66,7 +66,7 @@ _AHEAD = 2
 
 
 class Written(NamedTuple):
-    """What was tokenized, with its files; the fields are those of `Kept`."""
+    """What was tokenized, with its files; the fields are those of `PartialState`."""
 
     starts: np.ndarray
     document_bytes: np.ndarray
@@ -138,11 +138,11 @@ def prepare(
     if part is not None:
         reading = stretch(reading, *part)
     with written_to(out, of) as partial:
-        folder, kept = partial.folder, partial.kept
+        folder, state = partial.folder, partial.state
         # First, because processes that tokenize load it from there.
         tokenizer.save(folder / TOKENIZER)
         # What is kept is read once more and skipped, which is cheap beside tokenizing.
-        left = islice(reading.documents, kept.documents, None)
+        left = islice(reading.documents, state.documents, None)
         written = _write_tokens(
             partial,
             _encoded(
@@ -190,14 +190,14 @@ def merge(
         or they are parts of different preparations.
     """
     out = Path(out).expanduser()
-    found = _parts([Path(part).expanduser() for part in parts])
-    manifests = [read_manifest(folder) for folder, _ in found]
-    of = found[0][1]
-    tokenizer = load_tokenizer(found[0][0] / TOKENIZER)
+    by_part = _parts([Path(part).expanduser() for part in parts])
+    manifests = [read_manifest(folder) for folder, _ in by_part]
+    of = by_part[0][1]
+    tokenizer = load_tokenizer(by_part[0][0] / TOKENIZER)
     # One part's serves for all: that they name the same one was checked with the rest.
     if tokenizer.hash != of["tokenizer"]:
         raise UserError(
-            f"{found[0][0] / TOKENIZER} is not the tokenizer that made the tokens: "
+            f"{by_part[0][0] / TOKENIZER} is not the tokenizer that made the tokens: "
             "prepare that part again"
         )
     total = sum(manifest.tokens for manifest in manifests)
@@ -209,7 +209,7 @@ def merge(
         # A part may end inside a record, which the next part's first tokens then fill.
         pending = b""
         before, starts, sizes = 0, [], []
-        for (part, _), manifest in zip(found, manifests, strict=True):
+        for (part, _), manifest in zip(by_part, manifests, strict=True):
             # A damaged part would be written with new checksums, and never be found.
             verify_checksums(part)
             stream = PreparedStream(part, manifest)
@@ -220,8 +220,8 @@ def merge(
                     pending + ids.astype(dtype).tobytes(), BLOCK * dtype.itemsize
                 )
                 documents = int(np.searchsorted(stream.starts, end))
-                told = sum(map(len, starts)) + documents
-                progress(Progress(before + end, total, told, before + end))
+                tokens = sum(map(len, starts)) + documents
+                progress(Progress(before + end, total, tokens, before + end))
             # Begins count from the first token of all parts.
             starts.append(stream.starts + before)
             sizes.append(np.load(part / BYTES, allow_pickle=False))
@@ -382,19 +382,19 @@ def _write_tokens(
     max_tokens: int | None,
     progress: Callable[[int, int, int], None],
 ) -> Written:
-    kept, dtype = partial.kept, stored_type(vocabulary)
+    done, dtype = partial.state, stored_type(vocabulary)
     # Shards end at whole records, so that token t is in record t // BLOCK throughout.
-    writer = ShardWriter(partial.folder, records_of(shard_tokens), kept.shards)
+    writer = ShardWriter(partial.folder, records_of(shard_tokens), done.shards)
     size = BLOCK * dtype.itemsize
     # Eight bytes a document: lists of Python's numbers would take five times as much.
-    starts = array("q", np.asarray(kept.starts, np.int64).tobytes())
-    document_bytes = array("q", np.asarray(kept.document_bytes, np.int64).tobytes())
-    tokens, text_bytes = kept.tokens, kept.text_bytes
+    starts = array("q", np.asarray(done.starts, np.int64).tobytes())
+    document_bytes = array("q", np.asarray(done.document_bytes, np.int64).tobytes())
+    tokens, text_bytes = done.tokens, done.text_bytes
     # A part that was not counted leaves the sum of all unknown.
-    counts = bool(kept.counted_bytes) or not kept.documents
-    counted_bytes = kept.counted_bytes
+    counts = bool(done.counted_bytes) or not done.documents
+    counted_bytes = done.counted_bytes
     # Bytes that make no whole record yet wait for the next document.
-    pending = writer.write_whole_records(kept.tail, size)
+    pending = writer.write_whole_records(done.tail, size)
     # It was stopped after its last document: none is begun beyond the limit.
     if max_tokens is not None and starts and tokens >= max_tokens:
         encoded = iter(())
@@ -412,7 +412,7 @@ def _write_tokens(
             records = sum(shard.records for shard in writer.shards)
             beyond = tokens * dtype.itemsize - records * size
             partial.keep(
-                Kept(
+                PartialState(
                     documents=len(starts),
                     starts=starts,
                     document_bytes=document_bytes,
@@ -472,7 +472,7 @@ def written_to(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
             raise UserError(f"cannot write {out}: {error}") from error
         if partial is not None and partial.is_worth_keeping:
             raise UserError(
-                f"the disk is full: {len(partial.kept.shards)} whole shards are kept "
+                f"the disk is full: {len(partial.state.shards)} whole shards are kept "
                 f"in {partial.folder}; free some space and give the command again"
             ) from error
         raise UserError(
@@ -483,7 +483,7 @@ def written_to(out: Path, of: dict[str, Any]) -> Iterator[Partial]:
 
 def _parts(folders: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
     """Reads what parts are of, and puts them in their order."""
-    found: dict[int, tuple[Path, dict[str, Any]]] = {}
+    by_number: dict[int, tuple[Path, dict[str, Any]]] = {}
     first: tuple[Path, dict[str, Any]] | None = None
     count = 0
     for folder in folders:
@@ -502,19 +502,19 @@ def _parts(folders: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
                 f"{folder} and {first[0]} are parts of different preparations (other "
                 f"{', '.join(differing)}): prepare them in the same way"
             )
-        if number in found:
+        if number in by_number:
             raise UserError(
-                f"{folder} and {found[number][0]} are both part {number}/{count}"
+                f"{folder} and {by_number[number][0]} are both part {number}/{count}"
             )
-        found[number] = folder, mine
-    missing = [str(n) for n in range(1, count + 1) if n not in found]
-    if missing or not found:
+        by_number[number] = folder, mine
+    missing = [str(n) for n in range(1, count + 1) if n not in by_number]
+    if missing or not by_number:
         raise UserError(
             f"part {', '.join(missing)} of {count} is missing: name all of them"
-            if found
+            if by_number
             else "name the parts to merge"
         )
-    return [found[number] for number in sorted(found)]
+    return [by_number[number] for number in sorted(by_number)]
 
 
 def records_of(shard_tokens: int) -> int:

@@ -68,7 +68,7 @@ class Copy:
         begin, bar, end, pad = (self.letters + mark for mark in range(4))
         low, high = self._lengths(split)
         tokens: list[int] = []
-        asked: list[bool] = []
+        scored: list[bool] = []
         size = 0
         # A test row holds one string, so that its accuracy is that string's.
         while len(tokens) < self.length and not (split == "validation" and tokens):
@@ -77,16 +77,16 @@ class Copy:
             tokens += [begin, *string, bar, *string, end]
             # Asked are the copy and the mark that ends it; the string before the bar is
             # random.
-            asked += [False] * (size + 2) + [True] * (size + 1)
+            scored += [False] * (size + 2) + [True] * (size + 1)
         if len(tokens) > self.length:  # the last of a training row is cut, unasked
             # Cut in the middle, a copy could not be told whole: nothing of it is asked.
             whole = len(tokens) - (2 * size + 3)
-            asked[whole:] = [False] * (2 * size + 3)
+            scored[whole:] = [False] * (2 * size + 3)
         ids = np.full(self.length, pad, np.int32)
         known = min(len(tokens), self.length)
         ids[:known] = tokens[:known]
         probed = np.zeros(self.length, bool)
-        probed[:known] = asked[:known]
+        probed[:known] = scored[:known]
         # Only there does a row have one length of string.
         slices = {"string": size} if split == "validation" else {}
         return TaskRow(ids, asked_at(ids, probed), {"length": self.length, **slices})

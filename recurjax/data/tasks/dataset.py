@@ -348,8 +348,8 @@ def limited(task: TaskConfig, rows: int | None) -> TaskConfig:
         return task
     if isinstance(task, Mqar):
         settings = tuple(
-            Setting(one.length, one.pairs, min(one.rows, rows))
-            for one in task.validation
+            Setting(validation.length, validation.pairs, min(validation.rows, rows))
+            for validation in task.validation
         )
         return replace(task, validation=settings)
     return replace(task, validation_rows=min(task.validation_rows, rows))

@@ -89,22 +89,22 @@ class InContextRecall(_Mad):
         # never is noise; then all others can be, so a first pair is forced.
         sure = rng.integers(pairs)
         values: dict[int, int] = {}
-        tokens, asked = [], []
+        tokens, scored = [], []
         for pair in range(pairs - 1):
             noisy = pair != sure and self.noise > 0 and rng.random() < self.noise
             if noisy and not (pair == pairs - 2 and not values):
                 tokens += list(words + rng.integers(self.noise_vocabulary, size=2))
-                asked += [False, False]
+                scored += [False, False]
                 continue
             key = int(rng.integers(words // 2))
             known = key in values
             if not known:
                 values[key] = int(rng.integers(words // 2, words))
             tokens += [key, values[key]]
-            asked += [False, known]
+            scored += [False, known]
         key = list(values)[rng.integers(len(values))]
         ids = np.array([*tokens, key, values[key]], np.int32)
-        probed = np.array([*asked, False, True])
+        probed = np.array([*scored, False, True])
         # Trained on every next token, tested on those that the row itself determines.
         targets = next_token_targets(ids) if split == "train" else asked_at(ids, probed)
         return self._row(ids, targets)
@@ -163,7 +163,7 @@ class FuzzyRecall(_Mad):
         probe_at = min(int(rng.integers(self.length - 2 * size)), last_turn)
         values: dict[tuple[int, ...], tuple[int, ...]] = {}
         tokens: list[int] = []
-        asked: list[bool] = []
+        scored: list[bool] = []
         # One more pair, the longest possible, and the probe at the end must fit.
         while len(tokens) < self.length - size - largest:
             due = probe not in values and len(tokens) >= probe_at
@@ -172,12 +172,12 @@ class FuzzyRecall(_Mad):
             if not known:
                 values[k] = answer if k == probe else value()
             tokens += [*k, *values[k]]
-            asked += [False] * len(k) + [known] * len(values[k])
+            scored += [False] * len(k) + [known] * len(values[k])
         tokens += [*probe, *answer]
-        asked += [False] * len(probe) + [True] * len(answer)
+        scored += [False] * len(probe) + [True] * len(answer)
         pad = self.length - len(tokens)
         ids = np.array([self.vocabulary - 1] * pad + tokens, np.int32)
-        probed = np.array([False] * pad + asked)
+        probed = np.array([False] * pad + scored)
         targets = next_token_targets(ids) if split == "train" else asked_at(ids, probed)
         return self._row(ids, targets)
 

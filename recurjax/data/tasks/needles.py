@@ -73,10 +73,10 @@ class Needles:
         # n places further right, so that no two overlap and all depths are as likely.
         at = np.sort(rng.choice(body - N, N, replace=False)) + np.arange(N)
         ids[at], ids[at + 1] = keys, values
-        asked = rng.permutation(N)
-        ids[body:] = keys[asked]
+        order = rng.permutation(N)
+        ids[body:] = keys[order]
         targets = np.full(self.length, IGNORED, np.int32)
-        targets[body:] = values[asked]
+        targets[body:] = values[order]
         return TaskRow(
             ids.astype(np.int32), targets, {"length": self.length, "needles": N}
         )

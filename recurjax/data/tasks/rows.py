@@ -94,9 +94,9 @@ def next_token_targets(tokens: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T
 
 
 def asked_at(
-    tokens: Int32[np.ndarray, " T"], asked: np.ndarray
+    tokens: Int32[np.ndarray, " T"], scored: np.ndarray
 ) -> Int32[np.ndarray, " T"]:
     """Returns next tokens as targets where the next token is asked, else IGNORED."""
     targets = next_token_targets(tokens)
-    # `asked` marks the answer's own place; its target stands one place before.
-    return np.where(np.append(asked[1:], False), targets, IGNORED).astype(np.int32)
+    # `scored` marks the answer's own place; its target stands one place before.
+    return np.where(np.append(scored[1:], False), targets, IGNORED).astype(np.int32)

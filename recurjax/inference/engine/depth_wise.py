@@ -242,8 +242,8 @@ class Verified(OverDepth):
 
         # The full model's word, for the token in the last lane.
         final = live[:, -1]
-        told = jnp.where(final, pipeline.left[:, -1], R)
-        slots, outputs = draw(slots, logits[:, -1], final, told, top=top)
+        loops = jnp.where(final, pipeline.left[:, -1], R)
+        slots, outputs = draw(slots, logits[:, -1], final, loops, top=top)
         wrong = final & (slots.newest != pipeline.guess[:, -1])
         outputs = outputs._replace(loops=jnp.where(wrong, R, outputs.loops))
         # All other lanes hold successors of that token.

@@ -322,7 +322,10 @@ class Engine:
         rows = dict(zip(free, requests, strict=False))
         self._state, outputs, report = self._programs.read_together(
             self._state,
-            {row: (one.prompt, self._params(one)) for row, one in rows.items()},
+            {
+                row: (request.prompt, self._params(request))
+                for row, request in rows.items()
+            },
         )
         for row, request in rows.items():
             self._queue.popleft()
@@ -335,16 +338,16 @@ class Engine:
         """Starts from the longest beginning of the prompt whose state is kept."""
         # There is a free row: whoever calls has looked.
         row = self._rows.index(None)
-        found = (
+        prefix = (
             self.prefix_cache.find(request.prompt) if len(self.prefix_cache) else None
         )
-        if found is None:
+        if prefix is None:
             cache, last, at = self._programs.fresh(), None, 0
         else:
             # A state that is read on from is donated; one that is whole is not.
-            whole = found.length == len(request.prompt)
-            cache = found.cache if whole else self._programs.copy(found.cache)
-            last, at = found.last, found.length
+            whole = prefix.length == len(request.prompt)
+            cache = prefix.cache if whole else self._programs.copy(prefix.cache)
+            last, at = prefix.last, prefix.length
             # Read off the state where the kept beginning ends.
             request.reused = at
             self.counts.reused_tokens += at
@@ -377,8 +380,8 @@ class Engine:
         if self.config.states_gib and end in request.settings.keep:
             beginning = request.prompt[:end]
             if not self.prefix_cache.has(beginning):
-                kept = self._programs.copy(reading.cache)
-                self.prefix_cache.put(beginning, kept, reading.last)
+                copy = self._programs.copy(reading.cache)
+                self.prefix_cache.put(beginning, copy, reading.last)
 
     def _admit(self, reading: _Reading) -> _Admitted:
         request, row = reading.request, reading.row
@@ -500,10 +503,10 @@ class Engine:
         keeps = self.config.states_gib and self.config.exit is None
         if reason != "stop" and keeps:
             # All but the newest token were read, and the slot stands still since.
-            told = np.array([*request.prompt, *request.tokens[:-1]], np.int32)
+            tokens = np.array([*request.prompt, *request.tokens[:-1]], np.int32)
             assert self._state is not None
-            if not self.prefix_cache.has(told):
-                self.prefix_cache.put(told, self._programs.take(self._state, row))
+            if not self.prefix_cache.has(tokens):
+                self.prefix_cache.put(tokens, self._programs.take(self._state, row))
         self._free(row)
         self._finish(request, reason)
 

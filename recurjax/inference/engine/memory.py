@@ -81,8 +81,8 @@ def row_bytes(model: Decoder, length: int, strategy: DecodeStrategy) -> int:
     """Counts what one more slot of `length` tokens holds: all of `Slots`."""
     # As shapes: nothing is allocated to count it.
     slots = partial(empty_slots, model, strategy=strategy, length=length)
-    two, one = jax.eval_shape(lambda: (slots(rows=2), slots(rows=1)))
-    return tree_bytes(two) - tree_bytes(one)
+    two, single = jax.eval_shape(lambda: (slots(rows=2), slots(rows=1)))
+    return tree_bytes(two) - tree_bytes(single)
 
 
 def copied_bytes(model: Decoder, strategy: DecodeStrategy) -> int:

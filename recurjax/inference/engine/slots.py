@@ -336,9 +336,11 @@ def admit(
     seen = seen.at[0, prompt].set(True, mode="drop")
     # The request as slots of one row, so that its first token is drawn as all others.
     zero = jnp.zeros(1, jnp.int32)
-    one = Slots(None, None, zero, seen, jnp.ones(1, bool), zero, params)
+    admitted = Slots(None, None, zero, seen, jnp.ones(1, bool), zero, params)
     every = jnp.full(1, strategy.loops(model), jnp.int32)
-    one, outputs = draw(one, model.logits(last), one.active, every, top=top)
+    admitted, outputs = draw(
+        admitted, model.logits(last), admitted.active, every, top=top
+    )
     length = jnp.sum(prompt < model.config.vocabulary, dtype=jnp.int32)
     cache, depth = strategy.put(
         model, slots, row, cache, length=length, limit=params.limit[0]
@@ -348,7 +350,7 @@ def admit(
         return jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
 
     # Everything else counts rows on its first axis.
-    rest = jax.tree.map(put, slots._replace(cache=None, depth=None), one)
+    rest = jax.tree.map(put, slots._replace(cache=None, depth=None), admitted)
     return rest._replace(cache=cache, depth=depth), _as_steps(outputs)
 
 
@@ -388,7 +390,7 @@ def decode_slots(
     def step(carry):
         n, slots, outputs = carry
         slots, new = strategy.step(model, weights, slots, top=top)
-        outputs = jax.tree.map(lambda all_, one: all_.at[:, n].set(one), outputs, new)
+        outputs = jax.tree.map(lambda all_, step: all_.at[:, n].set(step), outputs, new)
         return n + 1, slots, outputs
 
     start = (jnp.zeros((), jnp.int32), slots, outputs)
@@ -443,7 +445,7 @@ def _sampling_of(params: SamplingParams, who: Bool[Array, " B"]) -> RowSampling:
     """Returns the settings with those of other slots greedy, which cost nothing."""
     quiet = RowSampling(*(jnp.asarray(x) for x in sampling_rows([_GREEDY])))
     return jax.tree.map(
-        lambda own, none: jnp.where(who, own, none), params.sampling, quiet
+        lambda row, none: jnp.where(who, row, none), params.sampling, quiet
     )
 
 
@@ -459,9 +461,11 @@ def _with_logprobs(
 ) -> Outputs:
     def tell() -> tuple[Array, Array, Array]:
         sums = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        own = jnp.take_along_axis(logits, jnp.maximum(ids, 0)[:, None], axis=-1) - sums
+        chosen = (
+            jnp.take_along_axis(logits, jnp.maximum(ids, 0)[:, None], axis=-1) - sums
+        )
         values, best = jax.lax.top_k(logits, top) if top else _none(logits)
-        return own[:, 0], best.astype(jnp.int32), values - sums
+        return chosen[:, 0], best.astype(jnp.int32), values - sums
 
     # Where nobody looks, no logarithms of V numbers are taken.
     def silent() -> tuple[Array, Array, Array]:

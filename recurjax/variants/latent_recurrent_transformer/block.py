@@ -133,8 +133,8 @@ def _visible(
     )
     if segments is None:
         return mask
-    own = segments[:, chosen]
-    return mask & (own[:, :, None] == segments[:, None, :])[:, None]
+    documents = segments[:, chosen]
+    return mask & (documents[:, :, None] == segments[:, None, :])[:, None]
 
 
 class ResidualStream(NamedTuple):
@@ -321,8 +321,8 @@ class LatentBlock(nnx.Module):
             channels = self.w_value_gate[...].shape[0]
             gate = jax.nn.sigmoid(linear(a_gate[..., :channels], self.w_value_gate))
             # Looked up at the tokens themselves, not at the memory's.
-            own = look_up(self.w_value_embedding[...], inputs.ids, v.dtype)
-            v = v + self.config.value_gate_scale * gate[..., None] * own
+            embedded = look_up(self.w_value_embedding[...], inputs.ids, v.dtype)
+            v = v + self.config.value_gate_scale * gate[..., None] * embedded
         origin = None if entry is None else BufferOrigin(k, v, entry)
         q, k = (self._turned(side, inputs.position) for side in (q, k))
         return q, k, v, first, origin
@@ -357,14 +357,14 @@ class LatentBlock(nnx.Module):
             # here.
             memory = self.memory(memory)
         keys, values = buffer.keys, buffer.values
-        gate, kept = origin.gate[..., None], visited[None, :, None, None]
+        gate, select = origin.gate[..., None], visited[None, :, None, None]
         # The gate and the values before rotation are those of the pass without memory,
         # so the memory can be added where it would have entered.
         if memory.keys is not None:
             new = self._turned(origin.keys + gate * memory.keys, position)
-            keys = jnp.where(kept, keys, new)
+            keys = jnp.where(select, keys, new)
         if memory.values is not None:
-            values = jnp.where(kept, values, origin.values + gate * memory.values)
+            values = jnp.where(select, values, origin.values + gate * memory.values)
         return buffer._replace(keys=keys, values=values)
 
     def _inject(

@@ -75,9 +75,9 @@ class Interleaved(RangeChecks):
     def counts(self, batch: Batch) -> Float[Array, " passes"]:
         """Counts the targets of each pass: the loss is the mean of as many means."""
         partition = strided_partition(batch.ids.shape[1], self.subsets)
-        asked = (batch.targets != IGNORED).astype(jnp.float32)
-        refined = [take(asked, positions).sum() for positions in partition]
-        return jnp.stack([asked.sum(), *refined])
+        scored = (batch.targets != IGNORED).astype(jnp.float32)
+        refined = [take(scored, positions).sum() for positions in partition]
+        return jnp.stack([scored.sum(), *refined])
 
     def __call__(
         self,

@@ -61,10 +61,10 @@ def mixed(
       gates: 2 sigmoid(W_g a), eq. (3): local, then recurrent.
       replaces: leave the local part out.
     """
-    kept = jnp.where(replaces, 0, gates[:, :, 0])[..., None] * local
+    local_part = jnp.where(replaces, 0, gates[:, :, 0])[..., None] * local
     if recurrent is None:
-        return kept
-    return kept + gates[:, :, 1][..., None] * recurrent
+        return local_part
+    return local_part + gates[:, :, 1][..., None] * recurrent
 
 
 def take(x: Array, positions: Positions) -> Array:
@@ -196,9 +196,9 @@ def forgotten(
     T = tokens.ids.shape[1]
     count = T if tokens.lengths is None else tokens.lengths[:, None]
     places = jnp.arange(T)
-    found = (tokens.ids == memory.reset_token) & (places < count)
+    resets = (tokens.ids == memory.reset_token) & (places < count)
     # -1: no reset token came, and all that is old stays.
-    last = jnp.max(jnp.where(found, places, -1), axis=1)[:, None]  # [B, 1]
+    last = jnp.max(jnp.where(resets, places, -1), axis=1)[:, None]  # [B, 1]
     old = jnp.where((last >= 0)[..., None], 0, old)
     return old, jnp.where((places >= last)[..., None], new, 0)
 

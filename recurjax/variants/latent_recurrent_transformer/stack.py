@@ -150,12 +150,12 @@ class LatentRecurrentTransformerStack(
         # The exact recurrence is a decode, also in training: each token needs the last
         # layer's state of the one before. The parallel passes are for objectives and
         # sweeps.
-        own = self.init_cache(B, T, x.dtype) if training else cache
+        working = self.init_cache(B, T, x.dtype) if training else cache
         if T == 1:
-            y, own = self._token(x, own, tokens)
+            y, working = self._token(x, working, tokens)
         else:
-            y, own = self._one_after_another(x, own, tokens)
-        return y, cache if training else own
+            y, working = self._one_after_another(x, working, tokens)
+        return y, cache if training else working
 
     def initial(
         self, x: Float[Array, "B T D"], tokens: Tokens, *, origins: bool = False
@@ -369,11 +369,11 @@ class LatentRecurrentTransformerStack(
         assert memory is not None
         # A reset token forgets what came before it, also for itself.
         old, _ = forgotten(cache.states, x, tokens, memory)
-        own = x
+        state = x
         if 0 in memory.lags:
-            own = self._pass_on_cache(x, None, cache, tokens).state
+            state = self._pass_on_cache(x, None, cache, tokens).state
         parts = [
-            own if lag == 0 else old[:, lag - 1 : lag].astype(x.dtype)
+            state if lag == 0 else old[:, lag - 1 : lag].astype(x.dtype)
             for lag in memory.lags
         ]
         return mixed_lags(parts, self._lag_logits())
@@ -415,9 +415,9 @@ class LatentRecurrentTransformerStack(
 
         def advance(cache, column):
             x, ids = column
-            one = Tokens(ids[:, None])
-            memory = self.memory_of_token(x[:, None], cache, one)
-            _, cache = self._on_cache(x[:, None], memory, cache, one)
+            token = Tokens(ids[:, None])
+            memory = self.memory_of_token(x[:, None], cache, token)
+            _, cache = self._on_cache(x[:, None], memory, cache, token)
             return cache, memory[:, 0]
 
         cache = self.init_cache(x.shape[0], x.shape[1], x.dtype)
@@ -445,8 +445,8 @@ class LatentRecurrentTransformerStack(
             x, ids, t = inputs
             # A row that has ended takes steps of no token, which leave its cache as it
             # is.
-            one = None if lengths is None else (t < lengths).astype(jnp.int32)
-            y, cache = self._token(x[:, None], cache, Tokens(ids[:, None], None, one))
+            valid = None if lengths is None else (t < lengths).astype(jnp.int32)
+            y, cache = self._token(x[:, None], cache, Tokens(ids[:, None], None, valid))
             return cache, y[:, 0]
 
         steps = jnp.arange(x.shape[1])
@@ -470,10 +470,10 @@ class LatentRecurrentTransformerStack(
             new._replace(position=old.position, layer=old.layer)
             for new, old in zip(out.stores, cache.groups, strict=True)
         )
-        memory, kept = self.config.memory, cache.states
+        memory, cached = self.config.memory, cache.states
         if memory is not None and memory.depth:
-            kept = newest(cache.states, states, tokens, memory)
-        return LatentCache(cache.position + count, groups, kept)
+            cached = newest(cache.states, states, tokens, memory)
+        return LatentCache(cache.position + count, groups, cached)
 
     def _lag_logits(self) -> Array | None:
         return None if self.lag_logits is None else self.lag_logits[...]

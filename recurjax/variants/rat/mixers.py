@@ -607,7 +607,7 @@ class ReversedRatMixer(nnx.Module):
         B = x.shape[0]
         C = self.config.chunk
         q, k, v = self._project(x, rows.positions)
-        old = [read_layer(kept, cache.layer) for kept in (cache.keys, cache.values)]
+        old = [read_layer(cached, cache.layer) for cached in (cache.keys, cache.values)]
         slot = jnp.arange(C)
         # A decode step: the new token takes its slot in the running chunk and attends
         # to the slots up to it. The slots behind hold the last chunk's tokens, which
@@ -615,20 +615,20 @@ class ReversedRatMixer(nnx.Module):
         if rows.places == 1:
             here = (slot == rows.offset[:, None]) & (rows.count > 0)[:, None]
             new = [
-                jnp.where(here[..., None, None], laid, kept)
-                for laid, kept in zip((k, v), old, strict=True)
+                jnp.where(here[..., None, None], laid, cached)
+                for laid, cached in zip((k, v), old, strict=True)
             ]
             seen = (slot <= rows.offset[:, None])[:, None, None]
             q = jnp.tile(q, (1, 1, k.shape[2] // q.shape[2], 1))
-            keys, values = (kept.astype(q.dtype) for kept in new)
+            keys, values = (cached.astype(q.dtype) for cached in new)
             scale = q.shape[-1] ** -0.5
             a = attend(q, keys, values, scale=scale, causal=False, mask=seen)
             return a.reshape(B, 1, -1), new[0], new[1]
         before = jnp.arange(rows.places) < rows.offset[:, None]  # [B, P]
         more = ((0, 0), (0, rows.places - C), (0, 0), (0, 0))
         k, v = (
-            jnp.where(before[..., None, None], jnp.pad(kept, more), laid)
-            for laid, kept in zip((k, v), old, strict=True)
+            jnp.where(before[..., None, None], jnp.pad(cached, more), laid)
+            for laid, cached in zip((k, v), old, strict=True)
         )
         q, k, v = (h.astype(x.dtype) for h in (q, k, v))
         a = attend_within_chunks(q, k, v, size=C)
@@ -639,8 +639,8 @@ class ReversedRatMixer(nnx.Module):
         filled = (slot < (total % C)[:, None])[..., None, None]
         row = jnp.arange(B)[:, None]
         new = [
-            jnp.where(filled, laid[row, place], kept)
-            for laid, kept in zip((k, v), old, strict=True)
+            jnp.where(filled, laid[row, place], cached)
+            for laid, cached in zip((k, v), old, strict=True)
         ]
         return a.reshape(B, rows.places, -1), new[0], new[1]
 

@@ -134,7 +134,7 @@ def shared_weights(
     """Returns each place's leaves that all loops share, [K / P, ...]."""
     # What a scan over repeats takes apart has the repeats on the leading axis.
     return tuple(
-        tuple(leaf for leaf, own in _leaves(block, config) if not own)
+        tuple(leaf for leaf, per_loop in _leaves(block, config) if not per_loop)
         for block in blocks
     )
 
@@ -148,7 +148,9 @@ def loop_weights(
     # One more axis in front, the loops, for the scan around it.
     return tuple(
         LoopWeights(
-            vectors=tuple(leaf for leaf, own in _leaves(block, config) if own),
+            vectors=tuple(
+                leaf for leaf, per_loop in _leaves(block, config) if per_loop
+            ),
             adapters=None if adapters is None else adapters[place],
         )
         for place, block in enumerate(blocks)
@@ -183,11 +185,11 @@ def weights_by_layer(
     places = []
     for place, block in enumerate(blocks):
         leaves = jax.tree_util.tree_leaves_with_path(block)
-        per_loop = [own for _, own in _leaves(block, config)]
+        per_loop = [is_per_loop for _, is_per_loop in _leaves(block, config)]
         vectors = [
             layer_first(*leaf)
-            for leaf, own in zip(leaves, per_loop, strict=True)
-            if own
+            for leaf, is_per_loop in zip(leaves, per_loop, strict=True)
+            if is_per_loop
         ]
         joint = None
         if adapters is not None:
@@ -210,7 +212,8 @@ def join(
     # Leaves in the block's own order, each taken from the side that owns it.
     shared_leaves, own_leaves = iter(shared), iter(vectors)
     leaves = [
-        next(own_leaves if own else shared_leaves) for _, own in _leaves(block, config)
+        next(own_leaves if per_loop else shared_leaves)
+        for _, per_loop in _leaves(block, config)
     ]
     return jax.tree.unflatten(jax.tree.structure(block), leaves)
 

@@ -281,12 +281,12 @@ def _seen(
         return stacked.reshape(L, B, N * S, *heads)[entry].reshape(B, N, S, *heads)
 
     # One piece a row, moved whole: the other loops' parts are not touched.
-    def one(row: Array, loop: Array) -> Array:
+    def row_at(row: Array, loop: Array) -> Array:
         # All of one dtype, as `vmap` wants them where 64-bit types are enabled.
         at = [jnp.asarray(n, jnp.int32) for n in (entry, row, loop, 0, 0, 0)]
         return jax.lax.dynamic_slice(stacked, at, (1, 1, 1, *stacked.shape[3:]))[0, 0]
 
-    return jax.vmap(one)(jnp.arange(stacked.shape[1]), lanes.loop[:, 0])
+    return jax.vmap(row_at)(jnp.arange(stacked.shape[1]), lanes.loop[:, 0])
 
 
 def _read(

@@ -97,12 +97,12 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def generate(self, ids: Tensor, count: int) -> Tensor:
         """Appends the `count` likeliest tokens, one after another."""
-        cache, made = self.new_cache(), [ids]
+        cache, tokens = self.new_cache(), [ids]
         for _ in range(count):
             # The first turn reads the prompt, each later one the newest token alone.
-            token = self(made[-1], cache)[:, -1].argmax(dim=-1, keepdim=True)
-            made.append(token)
-        return torch.cat(made, dim=1)
+            token = self(tokens[-1], cache)[:, -1].argmax(dim=-1, keepdim=True)
+            tokens.append(token)
+        return torch.cat(tokens, dim=1)
 
 
 def load(directory: str | Path, device: Any = "cpu") -> Decoder:

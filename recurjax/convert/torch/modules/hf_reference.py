@@ -34,8 +34,8 @@ def main() -> None:
     ).eval()
     ids = torch.from_numpy(np.load(options.ids)).long()
     with torch.no_grad():
-        made = model(ids, output_hidden_states=True)
-        logits = made.logits
+        output = model(ids, output_hidden_states=True)
+        logits = output.logits
         # The first step reads the whole prompt, each later one its newest token.
         cache, tokens, token = None, [], ids
         for _ in range(options.new_tokens):
@@ -54,7 +54,7 @@ def main() -> None:
         options.out,
         **encoded,
         logits=logits.numpy(),
-        states=torch.stack(made.hidden_states).numpy(),
+        states=torch.stack(output.hidden_states).numpy(),
         greedy=torch.cat(tokens, dim=1).numpy(),
         version=f"{torch.__version__}, transformers {transformers.__version__}",
     )

@@ -52,9 +52,9 @@ class MemoryProjection(nn.Module):
 
     def __init__(self, stack: Config):
         super().__init__()
-        memory, kept = stack["memory"], stack["key_heads"] * stack["head_width"]
-        self.k = linear(memory["keys"], stack["width"], kept)
-        self.v = linear(memory["values"], stack["width"], kept)
+        memory, width = stack["memory"], stack["key_heads"] * stack["head_width"]
+        self.k = linear(memory["keys"], stack["width"], width)
+        self.v = linear(memory["values"], stack["width"], width)
 
     def forward(self, state: Tensor) -> tuple[Tensor | None, Tensor | None]:
         keys = None if self.k is None else self.k(state)
@@ -108,8 +108,8 @@ class LatentBlock(nn.Module):
         # Two gates a key head: one for the token's own keys and values, one for the
         # memory's.
         self.mix = linear(gated, D, 2 * K)
-        own = gated and memory["projection"] == "layerwise"
-        self.memory = MemoryProjection(stack) if own else None
+        per_layer = gated and memory["projection"] == "layerwise"
+        self.memory = MemoryProjection(stack) if per_layer else None
         self.memory_scale = factor(memory is not None and memory["residual"])
 
     def forward(self, x: Tensor, seen: Pass, state: State | None) -> Tensor:
@@ -173,9 +173,11 @@ class LatentBlock(nn.Module):
         pair = seen.pair if self.memory is None else self.memory(seen.memory)
         gates = 2 * torch.sigmoid(self.mix(a)).unflatten(-1, (2, -1))[..., None]
         # Below `replace_layers` the memory takes the place of the own keys and values.
-        kept = 0.0 if self.layer < memory["replace_layers"] else gates[:, :, 0]
+        local_gate = 0.0 if self.layer < memory["replace_layers"] else gates[:, :, 0]
         k, v = (
-            local if new is None else kept * local + gates[:, :, 1] * self.heads(new)
+            local
+            if new is None
+            else local_gate * local + gates[:, :, 1] * self.heads(new)
             for local, new in zip((k, v), pair, strict=True)
         )
         return k, v
@@ -219,7 +221,7 @@ class LatentLayers(nn.Module):
     ) -> Tensor:
         """Runs positions start, start + 1, ...; `streams` gets x after each layer."""
         if self.stack["memory"] is None:
-            made = self.run(x, ids, start, None, states)
+            outputs = self.run(x, ids, start, None, states)
         else:
             # The recurrence needs a state even where the caller keeps none.
             states = self.new_states() if states is None else states
@@ -227,10 +229,10 @@ class LatentLayers(nn.Module):
                 self.step(x[:, t : t + 1], ids[:, t : t + 1], start + t, states)
                 for t in range(x.shape[1])
             ]
-            made = [torch.cat(column, dim=1) for column in zip(*tokens, strict=True)]
+            outputs = [torch.cat(column, dim=1) for column in zip(*tokens, strict=True)]
         if streams is not None:
-            streams.extend(made)
-        return made[-1]
+            streams.extend(outputs)
+        return outputs[-1]
 
     def step(
         self, x: Tensor, ids: Tensor, position: int, states: list[State]
@@ -242,21 +244,21 @@ class LatentLayers(nn.Module):
         if memory["reset_token"] is not None:
             resets = (ids == memory["reset_token"])[..., None]
             recent = [state.masked_fill(resets, 0) for state in recent]
-        own = nothing
+        memories = nothing
         if 0 in memory["lags"]:
             # Its keys and values are not kept.
             aside = [dict(state) for state in states]
-            own = self.left(self.run(x, ids, position, nothing, aside))
-        line = [own, *recent]
+            memories = self.left(self.run(x, ids, position, nothing, aside))
+        line = [memories, *recent]
         # Lag 0 is the token's own upper state, which takes a pass without memory first.
         parts = [line[lag] for lag in memory["lags"]]
         if self.lag_logits is not None:
             weights = self.lag_logits.softmax(dim=0)
             parts = [w * part for w, part in zip(weights, parts, strict=True)]
-        made = self.run(x, ids, position, sum(parts[1:], parts[0]), states)
+        outputs = self.run(x, ids, position, sum(parts[1:], parts[0]), states)
         # Newest first, and no more of them than the largest lag asks for.
-        states[-1]["recent"] = [self.left(made), *recent][: len(recent)]
-        return made
+        states[-1]["recent"] = [self.left(outputs), *recent][: len(recent)]
+        return outputs
 
     def run(
         self,
@@ -276,11 +278,11 @@ class LatentLayers(nn.Module):
             x = self.get_submodule(str(layer))(x, seen, state)
         return seen.history
 
-    def left(self, made: list[Tensor]) -> Tensor:
+    def left(self, outputs: list[Tensor]) -> Tensor:
         """Returns what a pass leaves for later tokens: of one or several layers."""
         # Layers count from 1 in the config: source l is the output of layer l.
         memory = self.stack["memory"]
-        parts = [made[layer - 1] for layer in memory["sources"]]
+        parts = [outputs[layer - 1] for layer in memory["sources"]]
         if self.source_logits is not None:
             shares = self.source_logits.softmax(dim=0)
             parts = [share * part for share, part in zip(shares, parts, strict=True)]

@@ -118,8 +118,8 @@ def recalled(
         k = torch.cat([state["k"], k], dim=1)
         v = torch.cat([state["v"], v], dim=1)
     # A key `window` positions back is still seen; older ones are dropped.
-    kept = 0 if window is None else max(k.shape[1] - window - 1, 0)
-    state["k"], state["v"] = k[:, kept:], v[:, kept:]
+    oldest = 0 if window is None else max(k.shape[1] - window - 1, 0)
+    state["k"], state["v"] = k[:, oldest:], v[:, oldest:]
     return k, v
 
 

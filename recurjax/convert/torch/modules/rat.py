@@ -178,8 +178,8 @@ class RatMixer(Mixer):
             across = across.masked_fill(~earlier[:, None], float("-inf"))
         # Query and key of the own state stand at one position: their rotations cancel,
         # so the unrotated ones are multiplied.
-        own = (q.to(dtype) * k.to(dtype)).sum(-1, keepdim=True)
-        logits = torch.cat([across, own], dim=-1) / math.sqrt(q.shape[-1])
+        self_logit = (q.to(dtype) * k.to(dtype)).sum(-1, keepdim=True)
+        logits = torch.cat([across, self_logit], dim=-1) / math.sqrt(q.shape[-1])
         weights = logits.softmax(dim=-1)
         y = torch.einsum("bthg,bghe->bthe", weights[..., :-1], end_values.to(dtype))
         return (y + weights[..., -1:] * v).flatten(2)

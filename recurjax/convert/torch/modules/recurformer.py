@@ -69,14 +69,14 @@ class Mamba(nn.Module):
         # A is stored as the logarithm of its negative, so that it stays negative.
         a = -self.a_log.to(dtype).exp().reshape(-1, self.size)  # [I, N]
         h = state.get("h", u.new_zeros(u.shape[0], *a.shape))
-        made = []
+        states = []
         for t in range(u.shape[1]):
             step = dt[:, t, :, None]
             # h [B, I, N]: each of the I channels keeps N numbers of its own.
             h = (step * a).exp() * h + step * u[:, t, :, None] * b[:, t, None]
-            made.append((h * c[:, t, None]).sum(-1))
+            states.append((h * c[:, t, None]).sum(-1))
         state["h"] = h
-        return torch.stack(made, dim=1) + self.skip * u
+        return torch.stack(states, dim=1) + self.skip * u
 
 
 class PartialAttention(nn.Module):
@@ -89,13 +89,13 @@ class PartialAttention(nn.Module):
         # Query heads of a group share one key head.
         self.group = H // K
         self.remaining = [head for head in range(H) if head not in replaced]
-        self.kept = sorted({head // self.group for head in self.remaining})
+        self.key_heads = sorted({head // self.group for head in self.remaining})
         left, bias = len(self.remaining), config["qkv_bias"]
         self.v = nn.Linear(width, K * E, bias=bias)
         self.out = nn.Linear(H * E, width, bias=config["out_bias"])
         self.mamba = Mamba(mamba, len(replaced) * E)
         self.q = nn.Linear(width, left * E, bias=bias) if left else None
-        self.k = nn.Linear(width, len(self.kept) * E, bias=bias) if left else None
+        self.k = nn.Linear(width, len(self.key_heads) * E, bias=bias) if left else None
         self.q_norm = norm_or_none(config["qk_norm"] if left else None, E)
         self.k_norm = norm_or_none(config["qk_norm"] if left else None, E)
 
@@ -110,7 +110,7 @@ class PartialAttention(nn.Module):
         for number, head in enumerate(self.replaced):
             heads[head] = mixed[:, :, number]
         if self.remaining:
-            attended = self.attended(x, v[:, :, self.kept], start, state)
+            attended = self.attended(x, v[:, :, self.key_heads], start, state)
             for number, head in enumerate(self.remaining):
                 heads[head] = attended[:, :, number]
         # Heads in their old order: the output matrix is the base's own.
@@ -128,12 +128,12 @@ class PartialAttention(nn.Module):
         k, v = recalled(k, v, state, None)
         keys = torch.arange(start + T - k.shape[1], start + T, device=x.device)
         # Groups may have lost different numbers of heads: a key head for each query.
-        own = [self.kept.index(head // self.group) for head in self.remaining]
+        indices = [self.key_heads.index(head // self.group) for head in self.remaining]
         scale = config["scale"]
         return attend(
             q,
-            k[:, :, own],
-            v[:, :, own],
+            k[:, :, indices],
+            v[:, :, indices],
             visible=visible_keys(positions, keys, None),
             scale=1 / math.sqrt(config["head_width"]) if scale is None else scale,
             soft_cap=config["soft_cap"],
@@ -148,9 +148,9 @@ class RecurFormerBlock(nn.Module):
         base, replaced = stack["transformer"], stack["replaced"][layer]
         width, windows = base["width"], base["windows"]
         self.parallel = base["parallel_residual"]
-        one = base["residual_scale"] == "one"
+        unscaled = base["residual_scale"] == "one"
         # Both branches are scaled down by the root of the depth.
-        self.scale = 1.0 if one else base["layers"] ** -0.5
+        self.scale = 1.0 if unscaled else base["layers"] ** -0.5
         self.attention_norm = Norm(base["norm"], width)
         if replaced:
             self.attention = PartialAttention(

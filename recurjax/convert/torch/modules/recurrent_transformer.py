@@ -86,8 +86,8 @@ class RecurrentBlock(nn.Module):
     def __init__(self, stack: Config):
         super().__init__()
         self.stack = stack
-        one = stack["residual_scale"] == "one"
-        self.scale = 1.0 if one else stack["layers"] ** -0.5
+        unscaled = stack["residual_scale"] == "one"
+        self.scale = 1.0 if unscaled else stack["layers"] ** -0.5
         self.attention_norm = norm_or_none(stack["norm"], stack["width"])
         self.attention = RecurrentAttention(stack)
         self.mlp_norm = norm_or_none(stack["norm"], stack["width"])

@@ -24,7 +24,7 @@ from layers import (
 )
 from torch import Tensor, nn
 
-Kept = dict[int, tuple[Tensor, Tensor, Tensor]]
+LoopCaches = dict[int, tuple[Tensor, Tensor, Tensor]]
 """Of each layer of the block the keys, values and their positions that loop 1 saw."""
 
 
@@ -72,12 +72,12 @@ class Part(nn.Module):
         a, sizes = base["attention"], linear_maps(base)
 
         def maps(names: tuple[str, ...], biased: Any) -> nn.ModuleDict:
-            made = {
+            adapters = {
                 name: Map(*sizes[name], matrix=matrices, bias=vectors and biased(name))
                 for name in names
                 if name in sizes
             }
-            return nn.ModuleDict(made)
+            return nn.ModuleDict(adapters)
 
         def attention_bias(name: str) -> bool:
             return a["out_bias"] if name == "out" else a["qkv_bias"]
@@ -101,9 +101,11 @@ class Use(Part):
     def __init__(self, stack: Config):
         base, rank = stack["transformer"], stack["rank"]
         super().__init__(base, matrices=False, vectors=not stack["tie_norms"])
-        made = {name: Adapter(*size, rank) for name, size in linear_maps(base).items()}
+        adapters = {
+            name: Adapter(*size, rank) for name, size in linear_maps(base).items()
+        }
         # At rank 0 nothing is added: all runs of a layer compute the same map.
-        self.adapters = nn.ModuleDict(made if rank else {})
+        self.adapters = nn.ModuleDict(adapters if rank else {})
 
 
 class LoopedLayers(nn.Module):
@@ -123,9 +125,9 @@ class LoopedLayers(nn.Module):
             nn.ModuleList(Use(stack) for _ in range(self.count))
             for _ in range(self.loops)
         )
-        one = self.base["residual_scale"] == "one"
+        unscaled = self.base["residual_scale"] == "one"
         # The depth that counts is that of the layers as they are run, not the block's.
-        self.scale = 1.0 if one else self.base["layers"] ** -0.5
+        self.scale = 1.0 if unscaled else self.base["layers"] ** -0.5
 
     @property
     def order(self) -> list[tuple[int, int]]:
@@ -151,19 +153,24 @@ class LoopedLayers(nn.Module):
         streams: list[Tensor] | None,
     ) -> Tensor:
         """Runs positions start, start + 1, ...; `streams` gets x after each depth."""
-        kept: Kept = {}
+        caches: LoopCaches = {}
         for use, layer in self.order:
-            x = self.run(x, use, layer, start, states, kept)
+            x = self.run(x, use, layer, start, states, caches)
             if streams is not None:
                 streams.append(x)
         return x
 
     def loop(
-        self, x: Tensor, b: int, start: int, states: list[State] | None, kept: Kept
+        self,
+        x: Tensor,
+        b: int,
+        start: int,
+        states: list[State] | None,
+        caches: LoopCaches,
     ) -> Tensor:
-        """Runs loop b alone, from 0; `kept` is empty before the first."""
+        """Runs loop b alone, from 0; `caches` is empty before the first."""
         for layer in range(self.count):
-            x = self.run(x, b, layer, start, states, kept)
+            x = self.run(x, b, layer, start, states, caches)
         return x
 
     def propagate(self, x: Tensor, b: int, start: int, states: list[State]) -> None:
@@ -172,8 +179,8 @@ class LoopedLayers(nn.Module):
         # in CALM (Schuster et al. 2022, section 3.3).
         for deeper in range(b, self.loops):
             for layer in range(self.count):
-                own = self.own(deeper, layer)
-                y = normed(own.attention_norm, x)
+                part = self.part_of(deeper, layer)
+                y = normed(part.attention_norm, x)
                 self.keys(y, deeper, layer, start, states)
 
     def run(
@@ -183,22 +190,22 @@ class LoopedLayers(nn.Module):
         layer: int,
         start: int,
         states: list[State] | None,
-        kept: Kept,
+        caches: LoopCaches,
     ) -> Tensor:
         """Runs a layer: y = x + s attention(norm(x)), z = y + s mlp(norm'(y))."""
-        own = self.own(b, layer)
-        y = normed(own.attention_norm, x)
+        part = self.part_of(b, layer)
+        y = normed(part.attention_norm, x)
         # Deeper loops read what loop 1 made in this very call, its new tokens included.
         if self.first and b:
-            k, v, at = kept[layer]
+            k, v, at = caches[layer]
         else:
-            k, v, at = kept[layer] = self.keys(y, b, layer, start, states)
+            k, v, at = caches[layer] = self.keys(y, b, layer, start, states)
         mixed = self.attention(y, b, layer, start, k, v, at)
         y = x + self.scale * mixed
         source = x if self.base["parallel_residual"] else y
-        return y + self.scale * self.mlp(normed(own.mlp_norm, source), b, layer)
+        return y + self.scale * self.mlp(normed(part.mlp_norm, source), b, layer)
 
-    def own(self, b: int, layer: int) -> Part:
+    def part_of(self, b: int, layer: int) -> Part:
         """Returns what has the norms and biases of a run."""
         tied = self.stack["tie_norms"]
         return self.blocks[layer] if tied else self.uses[b][layer]
@@ -209,12 +216,12 @@ class LoopedLayers(nn.Module):
         adapters = self.uses[b][layer].adapters
         if name in adapters:
             y = y + adapters[name](x)
-        bias = getattr(self.own(b, layer), part)[name].bias
+        bias = getattr(self.part_of(b, layer), part)[name].bias
         return y if bias is None else y + bias
 
     def heads(self, x: Tensor, name: str, b: int, layer: int, start: int) -> Tensor:
         """Returns queries, keys or values [B, T, H, E], normed and rotated."""
-        a, of_use = self.base["attention"], self.own(b, layer).attention
+        a, of_use = self.base["attention"], self.part_of(b, layer).attention
         y = self.product(x, "attention", name, b, layer)
         shape = (*y.shape[:2], -1, a["head_width"])
         norm = f"{name}_norm"
@@ -304,14 +311,14 @@ class LoopedLayers(nn.Module):
 @torch.no_grad()
 def exit_logits(model: Any, ids: Tensor) -> Tensor:
     """Returns the logits after each loop: those of the model of so many loops."""
-    layers, kept = model.layers, {}
+    layers, caches = model.layers, {}
     layers.check_exits("share" if layers.first else "propagate")
-    x, made = model.embedded(ids, 0), []
+    x, logits = model.embedded(ids, 0), []
     for b in range(layers.loops):
         # Each loop goes on from the one before, so one pass makes all exits.
-        x = layers.loop(x, b, 0, None, kept)
-        made.append(model.logits(x))
-    return torch.stack(made)
+        x = layers.loop(x, b, 0, None, caches)
+        logits.append(model.logits(x))
+    return torch.stack(logits)
 
 
 @torch.no_grad()
@@ -345,12 +352,12 @@ def generate_early(
     # The prompt runs all loops, so that no depth lacks keys and values of it.
     cache = model.new_cache()
     token = model(ids, cache)[:, -1].argmax(dim=-1, keepdim=True)
-    made, loops = [ids, token], [layers.loops]
+    tokens, loops = [ids, token], [layers.loops]
     while len(loops) < count:
-        start, kept = cache.position, {}
+        start, caches = cache.position, {}
         x, b, logits = model.embedded(token, start), 0, None
         for b in range(1, layers.loops + 1):
-            x = layers.loop(x, b - 1, start, cache.states, kept)
+            x = layers.loop(x, b - 1, start, cache.states, caches)
             logits = model.logits(x)[:, -1]
             # The confidence is the likeliest token's lead over the next, in
             # probability.
@@ -362,9 +369,9 @@ def generate_early(
             layers.propagate(x, b, start, cache.states)
         cache.position += 1
         token = logits.argmax(dim=-1, keepdim=True)
-        made.append(token)
+        tokens.append(token)
         loops.append(b)
-    return torch.cat(made, dim=1), loops
+    return torch.cat(tokens, dim=1), loops
 
 
 def build_layers(stack: Config) -> LoopedLayers:

@@ -11,8 +11,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         width, windows = stack["width"], stack["windows"]
         self.parallel = stack["parallel_residual"]
-        one = stack["residual_scale"] == "one"
-        self.scale = 1.0 if one else stack["layers"] ** -0.5
+        unscaled = stack["residual_scale"] == "one"
+        self.scale = 1.0 if unscaled else stack["layers"] ** -0.5
         self.attention_norm = Norm(stack["norm"], width)
         # Windows repeat over the layers as a pattern does.
         window = windows[layer % len(windows)]
